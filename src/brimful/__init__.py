@@ -1,0 +1,43 @@
+"""Brimful trains PyTorch models as fast as the memory at hand allows, and does not die of out-of-memory.
+
+    import brimful
+
+    plan = brimful.fit(task, global_batch=256)     # probe, predict, verify: the fastest configuration that fits
+    print(plan.micro_batch, plan.accumulation)
+
+The public names below load on first use, so that `import brimful` stays free of torch (2.5 s).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from brimful.machine import Machine as Machine
+    from brimful.memory.ledger import virtual_memory as virtual_memory
+    from brimful.plan.fit import fit as fit
+    from brimful.plan.plan import Plan as Plan
+    from brimful.task import Loss as Loss
+    from brimful.task import Task as Task
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Loss": "brimful.task",
+    "Machine": "brimful.machine",
+    "Plan": "brimful.plan.plan",
+    "Task": "brimful.task",
+    "fit": "brimful.plan.fit",
+    "virtual_memory": "brimful.memory.ledger",
+}
+
+__all__ = ["Loss", "Machine", "Plan", "Task", "fit", "virtual_memory"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'brimful' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

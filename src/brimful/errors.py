@@ -1,0 +1,62 @@
+"""Every error Brimful raises on purpose, in one tree.
+
+    BrimfulError
+    ├── UserError            something asked for cannot work: one sentence, exit code 2, no traceback
+    │   ├── BadOption        a value of a flag, a config file or an argument
+    │   ├── UnknownTask      no such built-in task, file or name in the file
+    │   ├── TaskError        the task itself is at fault: `dummy` and `loss` disagree, a NaN, no rows
+    │   ├── Inexact          cutting this batch would change the result, and nobody allowed that
+    │   ├── DoesNotFit       the memory asked for is too small; carries the bytes needed
+    │   ├── DeviceBusy       the device is missing, or full with other processes' memory
+    │   └── MissingExtra     an optional package is needed; names the pip command
+    └── InternalError        a bug in Brimful; never the user's fault
+
+The message of a `UserError` says what was wrong, what was available and what to do, in one sentence.
+"""
+
+
+class BrimfulError(Exception):
+    """The root: catch this to catch everything Brimful raises on purpose."""
+
+
+class UserError(BrimfulError):
+    """Something asked for cannot work. Printed as one sentence, exit code 2."""
+
+
+class BadOption(UserError):
+    """A flag, a config value or an argument is out of range; lists every problem at once."""
+
+
+class UnknownTask(UserError):
+    """There is no such built-in task, no such file, or no such name in the file."""
+
+
+class TaskError(UserError):
+    """The task is at fault: its parts disagree, or its loss is not a number."""
+
+
+class Inexact(UserError):
+    """Cutting the batch would change the result, and `--allow-inexact` was not given."""
+
+
+class DoesNotFit(UserError):
+    """Not even the smallest step fits. `needed_bytes` is what it would take."""
+
+    def __init__(self, message: str, *, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class DeviceBusy(UserError):
+    """The device does not exist, or other processes hold its memory."""
+
+
+class MissingExtra(UserError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; it comes with: pip install 'brimful[{extra}]'")
+
+
+class InternalError(BrimfulError):
+    """An invariant of Brimful broke."""

@@ -1,0 +1,109 @@
+"""What to train: a model, a loss, and batches of a given shape. Nothing about memory, loops or devices.
+
+A task is a subclass of `Task` that says at least three things:
+
+    class MyTask(Task):
+        worst_shape = (512,)                                   # the longest row you will ever feed it
+
+        def model(self):
+            return MyModel()
+
+        def loss(self, model, batch):
+            logits = model(batch["ids"])
+            losses = F.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten(), reduction="sum")
+            return Loss(sum=losses, count=batch["ids"].numel())
+
+        def dummy(self, rows, shape):
+            return {"ids": torch.randint(0, 1000, (rows, *shape))}
+
+**Why a sum and a count.** A step is cut into micro-batches of different sizes, and a mean of means is wrong as soon as
+the counts differ. The step runs backward on `sum / rows`, and multiplies the gradients once by `rows / total count`
+when every micro-batch is in: any cut of the same rows gives the same gradient.
+
+**Shapes.** `shape(row)` names the lengths that drive memory: `()` for rows that are all alike, `(tokens,)` for text,
+`(source, target)` for an encoder-decoder, `(side,)` for square images. A batch is padded to the largest of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from brimful.errors import TaskError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Shape = tuple[int, ...]
+"""The lengths of a row, or of a padded batch of rows."""
+
+Precision = Literal["fp32", "bf16", "fp16", "auto"]
+"""What autocast is opened with; `auto` is bf16 on accelerators that have it and fp32 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss that can be cut: the sum over whatever is counted, and how many that was.
+
+    `Loss(sum=cross_entropy(..., reduction="sum"), count=number_of_tokens)`; the mean is `sum / count` over the *step*.
+    """
+
+    sum: "Tensor"
+    """Differentiable scalar: the loss summed over everything counted."""
+    count: "Tensor | float"
+    """What the sum runs over: rows, tokens or pairs. Not part of the graph."""
+
+
+class Task:
+    """What to train. Override `model`, `loss` and `dummy`; the rest has defaults."""
+
+    name: str = ""
+    """How the task is called in plans and messages; the class's name unless set."""
+    worst_shape: Shape = ()
+    """The largest lengths a row may have. Fitting without data assumes every row is this long."""
+    global_batch: int = 256
+    """Rows per optimizer step, over all micro-batches and processes, unless the user asks for another number."""
+    precision: Precision = "fp32"
+    """Weights stay as `model()` made them; this is what the forward is autocast to."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
+    def model(self) -> "nn.Module":
+        """A new model, on the CPU. Also called under `torch.device("meta")` to learn its shape without its bytes."""
+        raise TaskError(f"task {self.name} has no model(): define one that returns a torch.nn.Module")
+
+    def optimizer(self, model: "nn.Module") -> "Optimizer":
+        """The optimizer over the model's trainable parameters, which lie on the training device already."""
+        import torch
+
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trainable, lr=1e-4, fused=all(p.is_cuda for p in trainable) or None)
+
+    def loss(self, model: "nn.Module", batch: Any) -> Loss:
+        """Forward pass and loss of one micro-batch. Autocast is open already; the batch is on the device."""
+        raise TaskError(f"task {self.name} has no loss(model, batch): define one that returns brimful.Loss(sum, count)")
+
+    def collate(self, rows: Sequence[Any]) -> Any:
+        """Rows of the dataset as one batch, padded to the longest of them."""
+        from torch.utils.data import default_collate
+
+        return default_collate(list(rows))
+
+    def shape(self, row: Any) -> Shape:
+        """The lengths of one row, in the order of `worst_shape`."""
+        return self.worst_shape
+
+    def dummy(self, rows: int, shape: Shape) -> Any:
+        """A batch as `collate` would give it, of so many rows padded to this shape, for probing."""
+        raise TaskError(f"task {self.name} has no dummy(rows, shape): define one that returns a batch of that shape")
+
+    def rows(self, data: str) -> Sequence[Any]:
+        """The dataset behind a path or name, as anything with `len` and indexing."""
+        raise TaskError(f"task {self.name} does not read data itself: leave DATA out to fit its worst shape, or define rows(data)")
+
+    def checkpointing(self, model: "nn.Module", on: bool) -> bool:
+        """Turn gradient checkpointing on or off for a model with its own way of doing it; False where there is none."""
+        return False

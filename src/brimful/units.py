@@ -1,0 +1,67 @@
+"""Bytes and seconds: parsed from what people write, printed as what people read.
+
+Inside the package everything is bytes and seconds; GiB appears only here and on screens.
+`20GiB` is 20 × 2³⁰ and `20GB` is 20 × 10⁹, as the letters say. A bare number is bytes.
+"""
+
+import re
+
+from brimful.errors import BadOption
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int | float, *, flag: str = "size") -> int:
+    """`"20GiB"`, `"512 MiB"`, `"1.5g"` or a plain number of bytes, as a positive whole number of bytes."""
+    match = _SIZE.fullmatch(str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise BadOption(f"{flag}: {text!r} is not a size; write it like 20GiB, 512MiB or 2000000000")
+    value = int(float(match[1]) * _UNITS[match[2].lower()])
+    if value <= 0:
+        raise BadOption(f"{flag}: {text!r} must be more than zero")
+    return value
+
+
+def show_bytes(value: int | float | None) -> str:
+    """Four significant figures at most: `19.97 GiB`, `512 MiB`, `0 B`; `unknown` for None."""
+    if value is None:
+        return "unknown"
+    for size, unit in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if abs(value) >= size:
+            return f"{_trim(value / size)} {unit}"
+    return f"{int(value)} B"
+
+
+def show_seconds(value: float | None) -> str:
+    """`0.42 s`, `12.5 s`, `3 min 20 s`, `2 h 5 min`; `unknown` for None."""
+    if value is None:
+        return "unknown"
+    if value < 1:
+        return f"{value:.2f} s"
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, seconds = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def show_rate(value: float | None) -> str:
+    """Rows per second with three significant figures, `unknown` for None."""
+    if value is None:
+        return "unknown"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _trim(value: float) -> str:
+    digits = 2 if value < 100 else 1 if value < 1000 else 0
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,41 @@
+"""A GPT-2-like causal language model on text cut into lines. `brimful fit examples/causal_lm.py:task [TEXT_FILE]`"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from brimful import Loss, Task
+
+VOCAB, PAD = 257, 256  # bytes, and a padding token
+
+
+class CausalLM(Task):
+    worst_shape = (256,)
+    global_batch = 64
+
+    def model(self):
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=256, n_embd=128, n_layer=4, n_head=4,
+                                          bos_token_id=None, eos_token_id=None, use_cache=False))  # fmt: skip
+
+    def loss(self, model, batch):
+        logits, labels = model(batch).logits[:, :-1], batch[:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="sum")
+        return Loss(sum=total, count=(labels != PAD).sum())
+
+    def dummy(self, rows, shape):
+        return torch.randint(0, 256, (rows, *shape))
+
+    def rows(self, data):
+        lines = Path(data).read_bytes().splitlines()
+        return [torch.tensor(list(line[:256])) for line in lines if len(line) > 1]
+
+    def shape(self, row):
+        return (len(row),)
+
+    def collate(self, rows):
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+
+task = CausalLM()

@@ -1,0 +1,132 @@
+"""Live tensor bytes of any torch program, on any device, and a virtual limit that makes the CPU run out of memory.
+
+A dispatch mode sees every operation's tensors; a storage is entered when first seen (weights and inputs included) and
+struck out when torch frees it. That costs 4–90 % of a step's time, so speed is never measured under a ledger.
+
+What it cannot see: temporaries inside one operation (a convolution's unfolded input: 65.6 MiB counted where the
+profiler says 89.5), what compiled code allocates for itself, storages that no operation has touched yet, other
+threads, and memory that is not torch's. A storage resized behind the dispatcher's back is read again at its next use.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brimful.units import parse_bytes, show_bytes
+
+_active: list["Ledger"] = []
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the live storages on one kind of device while entered; raises `torch.OutOfMemoryError` past a limit.
+
+    `limit_bytes` may be changed at any time, also while the program runs.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, device: str = "cpu") -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.device = device
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.phase_peaks: dict[str, int] = {}
+        self.ooms = 0
+        self._phase: str | None = None
+        self._phase_peak = 0
+        self._entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    def phase(self, name: str | None) -> None:
+        """What happens from here on belongs to phase `name`; a phase entered twice keeps its higher peak."""
+        if self._phase is not None:
+            self.phase_peaks[self._phase] = max(self.phase_peaks.get(self._phase, 0), self._phase_peak)
+        self._phase, self._phase_peak = name, self.live_bytes
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Enter tensors that exist already, before any operation touches them."""
+        for tensor in tensors:
+            self._see(tensor)
+        self._check("tensors that exist already")
+
+    def __enter__(self) -> "Ledger":
+        super().__enter__()
+        _active.append(self)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.phase(None)
+        _active.remove(self)
+        super().__exit__(*exc)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see_all(args)
+        if kwargs:
+            self._see_all(kwargs.values())
+        self._check(func)
+        before = self.live_bytes
+        out = func(*args, **(kwargs or {}))
+        self._see_all((out,))
+        if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+            grown = self.live_bytes - before
+            del out  # the traceback keeps this frame alive; the result must not live on in it
+            raise self._out_of_memory(func, grown)
+        return out
+
+    def _see_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+            elif isinstance(value, (list, tuple)):
+                self._see_all(value)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self.device:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have no storage of their own
+            return
+        key, size = storage._cdata, storage.nbytes()
+        entry = self._entries.get(key)
+        if entry is None:
+            self._entries[key] = (size, weakref.ref(storage, lambda _: self._strike(key)))
+            self._grow(size)
+        elif entry[0] != size:
+            self._entries[key] = (size, entry[1])
+            self._grow(size - entry[0])
+
+    def _strike(self, key: int) -> None:
+        size, _ = self._entries.pop(key)
+        self.live_bytes -= size
+
+    def _grow(self, size: int) -> None:
+        self.live_bytes += size
+        if self.limit_bytes is None or self.live_bytes <= self.limit_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._phase_peak = max(self._phase_peak, self.live_bytes)
+
+    def _check(self, what: Any) -> None:
+        if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+            raise self._out_of_memory(what, 0)
+
+    def _out_of_memory(self, what: Any, grown: int) -> torch.OutOfMemoryError:
+        """One string argument with torch's CPU wording: what accelerate, transformers and Lightning look for."""
+        self.ooms += 1
+        return torch.OutOfMemoryError(
+            f"{self.device} out of memory. DefaultCPUAllocator: can't allocate memory: {what} asked for "
+            f"{show_bytes(grown)} with {show_bytes(self.live_bytes - grown)} in use of a virtual limit of "
+            f"{show_bytes(self.limit_bytes)} ({grown} of {self.limit_bytes} bytes)"
+        )
+
+
+def virtual_memory(limit: str | int) -> Ledger:
+    """`with virtual_memory("1GiB") as memory:` limits the CPU tensors of the block, as a card of that size would."""
+    return Ledger(parse_bytes(limit, flag="virtual_memory"))
+
+
+def active_limit_bytes() -> int | None:
+    """The smallest virtual limit around the caller, if there is one."""
+    limits = [ledger.limit_bytes for ledger in _active if ledger.limit_bytes is not None]
+    return min(limits, default=None)

@@ -1,0 +1,82 @@
+"""The one place that knows what running out of memory looks like, and how to clean up after it.
+
+Clean-up inside an `except` block frees nothing: the traceback still holds every frame, and the frames hold the tensors.
+So `attempt` runs a function, lets the block end, clears the frames, and only then collects and empties the cache:
+
+    result = attempt(lambda: step(rows), device)
+    if isinstance(result, OutOfMemory):
+        ...                                    # memory is free again; grads and RNG are the caller's to put back
+
+An illegal memory access is never taken for out-of-memory: the context is lost, and a retry would hang or lie.
+"""
+
+import gc
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_NEVER = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
+_SIGNS = (
+    "out of memory",  # CUDA, HIP, XPU and MPS allocators; "CUDA error: out of memory"
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS cannot create its handle on a full card
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what a convolution says when no algorithm's workspace fits
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "OUT_OF_DEVICE_MEMORY",  # XPU's runtime
+    "OUT_OF_HOST_MEMORY",
+    "Failed to CUDA calloc",  # NCCL
+    "Cannot allocate memory",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """What is left of an out-of-memory error once its tensors are freed."""
+
+    message: str
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether this error, or one that it was raised from, says that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    if isinstance(error, (RuntimeError, OSError)) and not any(sign in text for sign in _NEVER):
+        if any(sign in text for sign in _SIGNS):
+            return True
+    return error.__cause__ is not None and is_oom(error.__cause__)
+
+
+def attempt(run: Callable[[], T], device: torch.device) -> T | OutOfMemory:
+    """Run it; where memory runs out, drop all it held and say so instead of raising."""
+    try:
+        return run()
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        message = str(error) or type(error).__name__
+        _drop_frames(error)
+    free_unused(device)
+    return OutOfMemory(message)
+
+
+def free_unused(device: torch.device) -> None:
+    """Collect cycles, then give cached blocks back to the device."""
+    gc.collect()
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.empty_cache()
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Clear the local variables of every frame in the traceback and in those of the errors behind it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -1,0 +1,89 @@
+"""State that a probe or a failed step may have touched, kept aside and put back bit for bit.
+
+Random state is a few kilobytes per generator. Weights and optimizer state are copied to host memory, so a snapshot of
+them costs host RAM and no device memory; a model built only to be probed needs none.
+"""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class RandomState:
+    """Python's, NumPy's, torch's generators for the CPU and the device, as they were at construction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._where = device
+        self._device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._device is not None:
+            torch.get_device_module(self._where).set_rng_state(self._device, self._where)
+
+
+class Buffers:
+    """A model's buffers (BatchNorm's running statistics and counters), on the device they live on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, saved in self._saved:
+                buffer.copy_(saved)
+
+
+class TrainingState:
+    """Weights, buffers, gradients, modes and optimizer state, on the host, of a model that is not ours to change."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._tensors = [(tensor, _to_host(tensor)) for tensor in (*model.parameters(), *model.buffers())]
+        self._grads = [(p, None if p.grad is None else _to_host(p.grad)) for p in model.parameters()]
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._optimizer = optimizer
+        self._state = [(param, _copy(state)) for param, state in optimizer.state.items()]
+        self._groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for tensor, saved in self._tensors:
+                tensor.copy_(saved)
+        for param, grad in self._grads:
+            param.grad = None if grad is None else grad.to(param.device)
+        for module, training in self._modes:
+            module.training = training
+        self._optimizer.state.clear()
+        for param, state in self._state:
+            self._optimizer.state[param] = {key: _back(value) for key, value in state.items()}
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(saved)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copy(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors with the device they came from; everything else as it is, deeply."""
+    return {k: (_to_host(v), v.device) if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in state.items()}
+
+
+def _back(value: Any) -> Any:
+    match value:
+        case (torch.Tensor() as tensor, torch.device() as device):
+            return tensor.to(device)
+    return value

@@ -1,0 +1,134 @@
+"""May a batch of this task be cut? Told by running one batch whole and in halves, and comparing.
+
+A loss that looks across rows (in-batch negatives, all pairs) gives another value for two halves than for the whole. At
+small random weights the difference can be as little as 1e-8 (all pairs with β = 0.1), so the comparison runs in float64
+and with doubled weights, which makes rows differ more; float32 serves only where the model's code insists on it. Where
+the training forward is random (dropout) it cannot be compared with itself, and evaluation mode is used; BatchNorm hides
+there and is found by its class.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from brimful.errors import TaskError
+from brimful.memory.bare import Rig, rows_of, split, to_device
+from brimful.memory.snapshot import Buffers
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Relative difference of whole and halves that rounding may cause, by the precision of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Whether a cut gives the same result, and the sentence that says so."""
+
+    looks_across_rows: bool
+    batch_norm: bool
+    sentence: str
+
+    @property
+    def exact(self) -> bool:
+        return not self.looks_across_rows and not self.batch_norm
+
+
+def check_exactness(rig: Rig, batch: Any) -> Exactness:
+    """Compare a small batch with its two halves. Changes neither weights nor buffers."""
+    norms = [name for name, part in rig.model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    across, difference = _in_best_precision(rig, batch, bool(norms))
+    if across:
+        return Exactness(True, bool(norms), (
+            f"the loss looks across rows: a batch of {rows_of(batch)} and its two halves differ by "
+            f"{f'{difference:.0%}' if difference > 0.01 else f'a relative {difference:.0e}'}, so cutting a step changes what "
+            "is trained"
+        ))  # fmt: skip
+    if norms:
+        return Exactness(False, True, (
+            f"{len(norms)} BatchNorm layers ({norms[0]} first) average over the micro-batch, so their statistics are those of "
+            "the cut and not of the global batch"
+        ))  # fmt: skip
+    return Exactness(False, False, "a batch and its two halves give the same loss")
+
+
+def _in_best_precision(rig: Rig, batch: Any, has_norms: bool) -> tuple[bool, float]:
+    batch = to_device(batch, rig.device)
+    buffers = Buffers(rig.model)
+    try:
+        with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+            try:
+                with _in_float64(rig.model, doubled=True):
+                    across, difference = _compare(rig, _as_float64(batch), has_norms)
+                if math.isfinite(difference):
+                    return across, difference
+                with _in_float64(rig.model):
+                    return _compare(rig, _as_float64(batch), has_norms)
+            except (RuntimeError, TypeError):  # code that mixes in float32 of its own, or a device without float64
+                return _compare(rig, batch, has_norms)
+    finally:
+        buffers.restore()
+
+
+def _compare(rig: Rig, batch: Any, has_norms: bool) -> tuple[bool, float]:
+    if not has_norms:
+        with _mode(rig.model, training=True):
+            if _value(rig, [batch]) == _value(rig, [batch]):
+                return _differs(rig, batch)
+    with _mode(rig.model, training=False):
+        return _differs(rig, batch)
+
+
+def _differs(rig: Rig, batch: Any) -> tuple[bool, float]:
+    whole, halves = _value(rig, [batch]), _value(rig, split(batch, rows_of(batch) // 2))
+    difference = abs(halves.mean - whole.mean) / max(abs(whole.mean), abs(halves.mean), 1e-12)
+    return difference > TOLERANCE.get(whole.dtype, 2e-2) or whole.count != halves.count, difference
+
+
+class _Value(NamedTuple):
+    mean: float
+    count: float
+    dtype: torch.dtype
+
+
+def _value(rig: Rig, parts: Any) -> _Value:
+    """The mean over everything counted in these parts, and how much that was."""
+    losses = [rig.task.loss(rig.model, part) for part in parts]
+    count = sum(float(loss.count) for loss in losses)
+    if count == 0:
+        raise TaskError(f"task {rig.task.name}: its loss counted nothing on a dummy batch of {sum(map(rows_of, parts))} rows")
+    return _Value(sum(float(loss.sum) for loss in losses) / count, count, losses[0].sum.dtype)
+
+
+def _as_float64(batch: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
+
+
+@contextmanager
+def _in_float64(model: nn.Module, *, doubled: bool = False) -> Iterator[None]:
+    """Weights and buffers swapped for wider copies, then swapped back: every reference to them stays valid."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            factor = 2 if doubled and isinstance(tensor, nn.Parameter) else 1
+            tensor.data = tensor.data.double() * factor
+        yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
+
+
+@contextmanager
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was in modes:
+            module.training = was

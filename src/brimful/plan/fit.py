@@ -1,0 +1,151 @@
+"""From a task to a plan: probe small, model, search the levers, verify with a real step, return only what ran.
+
+    find the target ─► key ─► cached plan?  yes ─► done, no probe
+                                no
+                                 ▼
+    model on the device ─► warm up ─► may it be cut? ─► trial without checkpointing: survey, largest, fastest
+                                                              │ does not fit, or speed still rises with the rows
+                                                              ▼
+                                                     trial with checkpointing ─► the faster of the two ─► plan
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.errors import BadOption, DoesNotFit, TaskError
+from brimful.memory.oom import free_unused, is_oom
+from brimful.memory.snapshot import RandomState, TrainingState
+from brimful.plan import cache
+from brimful.plan.options import FitOptions
+from brimful.plan.plan import Plan
+from brimful.plan.prober import Progress, Rig, blame, make_rig
+from brimful.plan.target import Target, find_target
+from brimful.plan.trial import Trials
+from brimful.task import Shape, Task
+from brimful.units import show_bytes
+
+
+def fit(
+    task: Task,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    data: str | None = None,
+    progress: Progress = lambda phrase: None,
+    **asked: Any,
+) -> Plan:
+    """The fastest configuration of this task that fits the memory at hand.
+
+    Keywords are those of `FitOptions`: `global_batch`, `micro_batch`, `memory_limit`, `fill`, `device`, … A model and
+    optimizer of yours are used as they are and put back bit for bit; otherwise the task builds a throwaway one. `data`
+    is read by `task.rows` for the longest lengths that occur in it. `progress` hears one phrase before each probe.
+    """
+    if model is not None:
+        asked.setdefault("device", str(next(model.parameters()).device))
+    options = FitOptions.of(asked)
+    target = find_target(options)
+    shape = _shape(task, data, options)
+    random_state = RandomState(target.device)
+    torch.manual_seed(options.seed)
+    try:
+        described = model if model is not None else _describe(task)
+        key = cache.key_of(task, described, shape, options, target)
+        found = cache.find(key, options, target) if options.cache else None
+        if found is not None:
+            return found
+        _check_weights(described, target)
+        with target.capped(), _rig(task, described, model, optimizer, target, options) as rig:
+            plan = Trials(rig, target, options, shape, progress).plan(key)
+    finally:
+        random_state.restore()
+    warning = cache.keep(plan) if options.cache else None
+    return plan if warning is None else plan.warned(warning)
+
+
+def _shape(task: Task, data: str | None, options: FitOptions) -> Shape:
+    """The lengths to plan for: those asked for, the longest in the data, or the task's worst."""
+    if options.lengths is not None:
+        if len(options.lengths) != len(task.worst_shape):
+            raise BadOption(
+                f"--lengths {','.join(map(str, options.lengths))}: task {task.name} has {len(task.worst_shape)} lengths, "
+                f"{task.worst_shape} at worst"
+            )
+        return options.lengths
+    if data is None:
+        return task.worst_shape
+    with blame(task, "rows", data):
+        rows = task.rows(data)
+        shapes = [task.shape(rows[index]) for index in range(len(rows))]
+    if not shapes:
+        raise TaskError(f"task {task.name}: there are no rows in {data}")
+    return tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+
+
+def _describe(task: Task) -> nn.Module:
+    """The model without its bytes; with them where its code cannot be run on the meta device."""
+    with blame(task, "model"):
+        try:
+            with torch.device("meta"):
+                model = task.model()
+        except Exception:
+            model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"task {task.name}: its model() returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _check_weights(model: nn.Module, target: Target) -> None:
+    """Refuse what cannot even hold its weights and gradients before a byte of it is allocated."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    grads = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    if weights + grads > target.limit_bytes:
+        raise DoesNotFit(
+            f"the weights ({show_bytes(weights)}) and gradients ({show_bytes(grads)}) alone exceed the limit of "
+            f"{show_bytes(target.limit_bytes)} on {target.name} ({target.limit_reason}){target.holders}: give "
+            f"--memory-limit {show_bytes((weights + grads) / target.fill)} at the very least, or a smaller model",
+            needed_bytes=round((weights + grads) / target.fill),
+        )
+
+
+@contextmanager
+def _rig(
+    task: Task,
+    described: nn.Module,
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    target: Target,
+    options: FitOptions,
+) -> Iterator[Rig]:
+    """The user's model, put back afterwards; else a throwaway one."""
+    autocast, _ = target.autocast(options.precision, task.precision)
+    if model is None:
+        yield make_rig(task, _build(task, described, target), None, target, autocast)
+        free_unused(target.device)
+        return
+    rig = make_rig(task, model, optimizer, target, autocast)
+    state = TrainingState(model, rig.optimizer)
+    model.train()
+    try:
+        yield rig
+    finally:
+        state.restore()
+        free_unused(target.device)
+
+
+def _build(task: Task, described: nn.Module, target: Target) -> nn.Module:
+    """Made on the device itself where its code allows: 0.3 s instead of 3.5 for T5 base on a card."""
+    if not any(p.is_meta for p in described.parameters()):
+        return described.to(target.device).train()
+    with blame(task, "model"):
+        try:
+            with torch.device(target.device):
+                return task.model().to(target.device).train()
+        except Exception as error:
+            if is_oom(error):
+                raise
+        return task.model().to(target.device).train()

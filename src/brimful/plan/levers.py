@@ -1,0 +1,112 @@
+"""Switches on a model that trade time for memory. They attach to the model, so every task gets them.
+
+Gradient checkpointing keeps a block's input instead of its activations and runs the block again in backward: two thirds
+of the memory saved on T5 for roughly half the speed at equal rows. It is offered by the task's own hook, else by the
+model's own method (every Hugging Face model), else over repeated blocks of a ModuleList or Sequential.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from brimful.task import Task
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+Switch = Callable[[bool], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A switch, or the reason why there is none; `how` says whose it is."""
+
+    switch: Switch | None
+    how: str
+    already_on: bool = False
+    """The model came with it on; it stays so."""
+
+    @property
+    def offered(self) -> bool:
+        return self.switch is not None
+
+    @contextmanager
+    def set(self, on: bool) -> Iterator[None]:
+        """On inside the block if asked, off after it."""
+        if not on or self.switch is None:
+            yield
+            return
+        self.switch(True)
+        try:
+            yield
+        finally:
+            self.switch(False)
+
+
+def checkpointing(task: Task, model: nn.Module) -> Lever:
+    """How gradient checkpointing is switched on this model."""
+    if type(task).checkpointing is not Task.checkpointing and task.checkpointing(model, False):
+        return Lever(lambda on: task.checkpointing(model, on), "the task's own hook")
+    if getattr(model, "is_gradient_checkpointing", False):
+        return Lever(None, "the model came with it on", already_on=True)
+    if getattr(model, "supports_gradient_checkpointing", False):
+        return Lever(functools.partial(_hugging_face, model), "the model's own method")
+    blocks = repeated_blocks(model)
+    if not blocks:
+        return Lever(None, "not offered: the model has no method for it and no repeated blocks in a ModuleList or Sequential")
+    if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
+        return Lever(None, "not offered: its blocks hold BatchNorm, whose running statistics would be updated twice")
+    return Lever(functools.partial(_wrap, blocks), f"over {len(blocks)} repeated blocks")
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Children of one class, with weights, that follow each other in a container; outermost containers first."""
+    for container in model.modules():
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        alike: dict[type, list[nn.Module]] = {}
+        for child in container:
+            if any(True for _ in child.children()) and any(True for _ in child.parameters()):
+                alike.setdefault(type(child), []).append(child)
+        found = max(alike.values(), key=len, default=[])
+        if len(found) >= 2:
+            nested = {id(part) for block in found for part in block.modules()}
+            return found + [b for b in _siblings(model, type(found[0])) if id(b) not in nested]
+    return []
+
+
+def _siblings(model: nn.Module, kind: type) -> list[nn.Module]:
+    """Blocks of the same class in the model's other containers (a decoder's beside an encoder's)."""
+    containers = [c for c in model.modules() if isinstance(c, (nn.ModuleList, nn.Sequential))]
+    return [child for container in containers for child in container if type(child) is kind]
+
+
+def _hugging_face(model: Any, on: bool) -> None:
+    """The model's method also makes its embeddings' output require gradients, and leaves it so when switched off again.
+
+    Only the old, re-entrant way needs that; it would make a frozen encoder keep its activations (+26 % on T5 tiny).
+    """
+    if on:
+        before = getattr(model, "_require_grads_hooks", None)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if not before:
+            model.disable_input_require_grads()
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def _wrap(blocks: list[nn.Module], on: bool) -> None:
+    for block in blocks:
+        if on:
+            block.forward = functools.partial(_checkpointed, block, block.forward)  # type: ignore[method-assign]
+        else:
+            del block.forward  # the instance's wrapper goes, the class's method is back
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not block.training:
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

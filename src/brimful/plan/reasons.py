@@ -1,0 +1,90 @@
+"""Every choice of a fit put into words: what was asked, what it became, why, and how sure that is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from brimful.plan.exact import Exactness
+from brimful.plan.options import FitOptions
+from brimful.plan.plan import Basis, Choice
+from brimful.plan.speed import Speed
+from brimful.plan.target import Target
+from brimful.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a fit decided, before it is told."""
+
+    options: FitOptions
+    task: Task
+    target: Target
+    deal: tuple[int, ...]
+    largest: int
+    speed: Speed
+    exactness: Exactness
+    checkpointing: str
+    checkpointing_why: str
+    precision: str
+    precision_why: str
+    shape_note: str
+
+
+def choices(d: Decision) -> tuple[Choice, ...]:
+    """In the order a reader asks for them."""
+    o, timing = d.options, d.speed.chosen
+    return (
+        _choice("device", _unless_auto(o.device), str(d.target.device), d.target.name, "measured"),
+        _choice("memory_limit", o.memory_limit_bytes, d.target.limit_bytes, d.target.limit_reason, "measured"),
+        _choice("global_batch", o.global_batch, sum(d.deal), _deal_why(d), "asked"),
+        _micro_batch(d),
+        _choice("accumulation", None, timing.accumulation, _accumulation_why(d), "measured"),
+        _choice("checkpointing", _unless_auto(o.checkpointing), d.checkpointing, d.checkpointing_why, "measured"),
+        _choice("precision", o.precision, d.precision, d.precision_why, "asked"),
+        _choice("exactness", "inexact allowed" if o.allow_inexact else None, _exactness(d), d.exactness.sentence, "measured"),
+    )
+
+
+def warnings(d: Decision) -> tuple[str, ...]:
+    """What a user should read before training."""
+    found = []
+    if d.exactness.batch_norm:
+        found.append(f"{d.exactness.sentence}; results depend on the micro-batch, here {d.speed.chosen.rows} rows")
+    if d.exactness.looks_across_rows and (d.speed.chosen.accumulation > 1 or len(d.deal) > 1):
+        found.append(f"{d.exactness.sentence}; --allow-inexact was given, so each micro-batch sees only its own rows")
+    if d.shape_note:
+        found.append(d.shape_note)
+    return tuple(found)
+
+
+def _choice(name: str, requested: Any, effective: Any, reason: str, otherwise: Basis) -> Choice:
+    basis: Basis = "asked" if requested is not None and requested == effective else otherwise
+    return Choice(name=name, requested=requested, effective=effective, reason=reason, basis=basis)
+
+
+def _micro_batch(d: Decision) -> Choice:
+    asked, rows = d.options.micro_batch, d.speed.chosen.rows
+    if asked == "auto":
+        return _choice("micro_batch", None, rows, d.speed.reason, "measured")
+    why = "as asked for" if asked == rows else f"the step has only {d.deal[0]} rows in a process"
+    return _choice("micro_batch", asked, rows, f"{why}; the largest that fits is {d.largest}", "measured")
+
+
+def _deal_why(d: Decision) -> str:
+    whose = "the task's own" if d.options.global_batch is None else "exactly as asked for"
+    return whose if len(d.deal) == 1 else f"{whose}, dealt {'+'.join(map(str, d.deal))}"
+
+
+def _accumulation_why(d: Decision) -> str:
+    rows, timing = d.deal[0], d.speed.chosen
+    if timing.accumulation == 1:
+        return f"{rows} rows are one micro-batch"
+    return f"{rows} rows in micro-batches of at most {timing.rows}"
+
+
+def _exactness(d: Decision) -> str:
+    return "exact" if d.exactness.exact else "whole step" if d.speed.chosen.accumulation == 1 else "inexact"
+
+
+def _unless_auto(value: str) -> str | None:
+    return None if value == "auto" else value
+

@@ -1,0 +1,210 @@
+"""Learn what a step costs from small probes, then find the largest micro-batch that fits, without running out once.
+
+Short rows come first, then longer ones, then more of them. A probe is run only when what is known already bounds it
+below the limit: memory grows at most with the square of the rows and of the lengths. From there the search climbs to
+60 % of the budget, refits, goes to the predicted edge, refits, until the model and the readings agree. The all-pairs
+head shows why: its square is invisible at 8 rows and all there is at 8,000, so each climb is limited, and the more so
+while the model has not yet proved right on a size it had not seen.
+"""
+
+from collections.abc import Iterator
+
+from brimful.errors import TaskError
+from brimful.memory.meter import has_peak_statistics
+from brimful.memory.model import MemoryModel, Probe
+from brimful.memory.oom import OutOfMemory
+from brimful.plan.prober import Prober
+from brimful.task import Shape
+
+CLIMB_TO = 0.6
+"""The share of the budget at which the model is checked before it is trusted at the edge."""
+CLOSE_ENOUGH = 0.4
+"""A proven model may go to its edge when a reading of at least this share of the predicted cost exists."""
+PROVEN = 0.01
+"""A model is proven once it was off by no more than this on the last size it climbed to."""
+PROVEN_REACH, REACH = 4, 1.5
+"""The next size has at most so many times the rows of the largest that was read: by a proven model, by another."""
+SURE_OF_MODEL = 0.7
+"""A model of three readings or more may call a probe safe that it puts below this share of the limit."""
+
+
+class Survey:
+    """What was read at one setting of the levers, the model of it, and what it leads to."""
+
+    def __init__(self, prober: Prober, worst: Shape, most: int) -> None:
+        self.prober = prober
+        self.worst = worst
+        self.most = most
+        """Rows of the step in one process: a micro-batch of as many is the whole step."""
+        self.shape_note = ""
+        self._readings: dict[tuple[int, Shape], Probe] = {}
+        self._failed: set[tuple[int, Shape]] = set()
+        self._surveyed = False
+        self._foreseen: dict[tuple[int, Shape], int] = {}
+        self._model: MemoryModel | None = None
+
+    @property
+    def model(self) -> MemoryModel:
+        assert self._model is not None, "nothing was read yet"
+        return self._model
+
+    def read(self, rows: int, shape: Shape, *, final: bool = False) -> Probe | None:
+        """The reading at this size, taken now if it is new; None where memory ran out."""
+        known = self._readings.get((rows, shape))
+        if known is not None and (known.reserved_bytes is not None or not (final and self._on_card)):
+            return known
+        if self._surveyed:
+            self._foreseen.setdefault((rows, shape), self.model.peak_bytes(rows, shape, whole=rows == self.most))
+        result = self.prober.run(rows, shape, whole=rows == self.most, final=final)
+        if isinstance(result, OutOfMemory):
+            self._failed.add((rows, shape))
+            return None
+        self._learn(result)
+        return result
+
+    def explore(self, *, lengths: bool = True) -> None:
+        """The small probes: how the cost grows with rows and with each length."""
+        for rows, shape in self._ladder(lengths):
+            if not (self.shape_note and shape != self.worst) and self._safe(rows, shape):
+                self._read_any_shape(rows, shape)
+        if not self._readings:
+            self.read(1, self._shorter(4))
+        if self._readings and not self._at_worst() and self.predicted(1) <= self._limit:
+            self.read(1, self.worst)
+        self._surveyed = True
+
+    def largest(self, budget_bytes: int) -> int:
+        """The most rows of the worst shape that ran within the budget, with the model sure that one more would not."""
+        while True:
+            read = self._at_worst()
+            fits = max((n for n, probe in read.items() if probe.cost_bytes <= budget_bytes), default=0)
+            over = [n for n, probe in read.items() if probe.cost_bytes > budget_bytes]
+            breaks = min((*over, *(n for n, shape in self._failed if shape == self.worst)), default=self.most + 1)
+            edge = self.model.largest(self.worst, budget_bytes, self.most)
+            edge = max(fits, min(edge, breaks - 1))
+            if edge > fits:
+                self.read(self._within_reach(fits, edge, budget_bytes), self.worst, final=True)
+            elif fits == 0 or not self._on_card or read[fits].reserved_bytes is not None:
+                return fits
+            else:
+                self.read(fits, self.worst, final=True)
+
+    def check_corner(self, budget_bytes: int) -> None:
+        """Many short rows: the other end of what a real step is cut into. Where that surprised, middling ones as well."""
+        for divisor in (4, 2):
+            shape = self._shorter(divisor)
+            if shape == self.worst or self.shape_note or (self._last_miss(self._shorter(4)) or 1.0) <= 2 * PROVEN:
+                return
+            rows = self.model.largest(shape, CLIMB_TO * budget_bytes, max(1, self.most - 1))
+            if rows and self.predicted(rows, shape) <= self._limit:
+                self.read(rows, shape)
+
+    def needed_bytes(self) -> int:
+        """The limit that one row of the worst shape would take, as predicted, at the same fill."""
+        return round(self.predicted(1) / self.prober.target.fill)
+
+    def said(self, rows: int) -> int:
+        """The peak predicted for so many rows of the worst shape by a model that had not seen them."""
+        others = [probe for at, probe in self._readings.items() if at != (rows, self.worst)]
+        if not others:
+            return self.model.peak_bytes(rows, self.worst, whole=rows == self.most)
+        unseen = MemoryModel.fit(others).peak_bytes(rows, self.worst, whole=rows == self.most)
+        return self._foreseen.get((rows, self.worst), unseen)
+
+    @property
+    def read_at_worst(self) -> bool:
+        return bool(self._at_worst())
+
+    def _ladder(self, lengths: bool) -> Iterator[tuple[int, Shape]]:
+        few, some, more = (min(n, max(1, self.most - 1)) for n in (2, 4, 8))
+        if self.worst and lengths:
+            short, middle = self._shorter(4), self._shorter(2)
+            yield from ((few, short), (some, short))
+            for axis, longest in enumerate(self.worst):
+                if len(self.worst) > 1:
+                    yield some, (*short[:axis], longest, *short[axis + 1 :])
+            yield from ((few, middle), (some, middle))
+        yield from ((few, self.worst), (some, self.worst), (more, self.worst))
+
+    def _read_any_shape(self, rows: int, shape: Shape) -> None:
+        """Read it; a model of fixed input size may refuse a shorter shape: then rows alone are modelled."""
+        try:
+            self.read(rows, shape)
+        except TaskError as error:
+            if shape == self.worst:
+                raise
+            self.shape_note = f"only the worst shape was probed, because a shorter one fails: {error}"
+            self._readings.clear()
+            self._model = None
+
+    def _learn(self, probe: Probe) -> None:
+        self._readings[probe.rows, probe.shape] = probe
+        self._model = MemoryModel.fit(self._readings.values(), error=self._error())
+
+    def _error(self) -> float:
+        """The model's miss on the last size it climbed to, and on the last of all that it had not seen."""
+        shapes = {self.worst, *[shape for _, shape in self._foreseen][-1:]}
+        return max((self._last_miss(shape) or 0.0 for shape in shapes), default=0.0)
+
+    def _last_miss(self, shape: Shape) -> float | None:
+        """How far the model was off on the last size of this shape that it had not seen."""
+        misses = [
+            abs(said / self._readings[at].peak_bytes - 1)
+            for at, said in self._foreseen.items()
+            if at in self._readings and at[1] == shape
+        ]
+        return misses[-1] if misses else None
+
+    def _within_reach(self, fits: int, edge: int, budget_bytes: int) -> int:
+        """The edge itself once the model is proven close to it, else a step towards it that is bounded below the limit."""
+        miss, read = self._last_miss(self.worst), self._at_worst()
+        proven = miss is not None and miss <= PROVEN
+        top = max((probe.cost_bytes for probe in read.values()), default=0)
+        if proven and top >= CLOSE_ENOUGH * self.predicted(edge):
+            return edge
+        climb = self.model.largest(self.worst, CLIMB_TO * budget_bytes, self.most)
+        rows = min(edge, int((PROVEN_REACH if proven else REACH) * fits), max(climb, 1))
+        while rows > fits + 1 and self._bound(rows, self.worst) > self._limit:
+            rows = (rows + fits) // 2
+        return max(rows, fits + 1)
+
+    def _safe(self, rows: int, shape: Shape) -> bool:
+        if not self._readings:
+            return True
+        if self._bound(rows, shape) <= self._limit:
+            return True
+        return len(self._readings) >= 3 and self.predicted(rows, shape) <= SURE_OF_MODEL * self._limit
+
+    def _bound(self, rows: int, shape: Shape) -> float:
+        """No step of this size can cost more, judging by each reading and growth with the square of everything."""
+        fixed = self.prober.fixed_bytes
+        return min(
+            fixed + max(0, probe.peak_bytes - fixed) * _growth(rows, probe.rows) * _longest_growth(shape, probe.shape)
+            for probe in self._readings.values()
+        )
+
+    def predicted(self, rows: int, shape: Shape | None = None) -> int:
+        """What so many rows would cost against the limit, of the worst shape unless another is given."""
+        return self.model.cost_bytes(rows, self.worst if shape is None else shape, whole=rows == self.most)
+
+    def _at_worst(self) -> dict[int, Probe]:
+        return {rows: probe for (rows, shape), probe in self._readings.items() if shape == self.worst}
+
+    def _shorter(self, divisor: int) -> Shape:
+        return tuple(max(1, length // divisor) for length in self.worst)
+
+    @property
+    def _limit(self) -> int:
+        return self.prober.target.limit_bytes
+
+    @property
+    def _on_card(self) -> bool:
+        return has_peak_statistics(self.prober.rig.device)
+
+
+def _growth(new: int, old: int) -> float:
+    return max(1.0, new / old) ** 2
+
+
+def _longest_growth(new: Shape, old: Shape) -> float:
+    return max((_growth(a, b) for a, b in zip(new, old, strict=True)), default=1.0)

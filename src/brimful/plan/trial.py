@@ -1,0 +1,226 @@
+"""One fit under way: the levers tried one after the other, and the plan made of the better trial."""
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
+from brimful.memory.bare import Rig
+from brimful.memory.cut import deal
+from brimful.memory.model import Probe
+from brimful.plan.exact import Exactness, check_exactness
+from brimful.plan.levers import checkpointing
+from brimful.plan.options import FitOptions
+from brimful.plan.plan import HostPlan, Levers, Plan
+from brimful.plan.prober import Prober, Progress, show_size
+from brimful.plan.reasons import Decision, choices, warnings
+from brimful.plan.speed import Speed, find_fastest, micro_rows
+from brimful.plan.survey import Survey
+from brimful.plan.target import Target
+from brimful.task import Shape
+from brimful.units import show_bytes, show_rate
+
+WORTH_CHECKPOINTING = 1.03
+"""Checkpointing must be this much faster to be chosen where the step fits without it."""
+ROWS_TO_COMPARE = 8
+"""Rows of the batch that is compared with its halves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting of checkpointing, surveyed and timed."""
+
+    survey: Survey
+    largest: int
+    speed: Speed | None
+    """None where nothing that is allowed fits."""
+    checkpointed: bool
+
+
+class Trials:
+    """What is known so far, and the steps that add to it."""
+
+    def __init__(self, rig: Rig, target: Target, options: FitOptions, shape: Shape, progress: Progress) -> None:
+        self.started = time.perf_counter()
+        self.rig, self.target, self.options, self.shape = rig, target, options, shape
+        self.prober = Prober(rig, target, progress)
+        self.lever = checkpointing(rig.task, rig.model)
+        self.deal = deal(options.global_batch or rig.task.global_batch, options.processes)
+        self.most = self.deal[0]
+        self.once_s = 0.0
+        self.exactness = Exactness(False, False, "a step of one row is never cut")
+
+    def plan(self, key: str) -> Plan:
+        """Try, choose, verify, and put it all down."""
+        self._warm_up()
+        trial, why = self._choose()
+        assert trial.speed is not None
+        with self.lever.set(trial.checkpointed):
+            trial.survey.explore()  # for a second trial: the lengths that were left out; else all is read already
+            trial.survey.check_corner(self.target.budget_bytes)
+            chosen = trial.survey.read(trial.speed.chosen.rows, self.shape, final=True)
+        if chosen is None:
+            raise DoesNotFit(f"{show_size(trial.speed.chosen.rows, self.shape)} ran before and ran out of memory now: "
+                             f"something else took memory on {self.target.name}{self.target.holders}", needed_bytes=0)  # fmt: skip
+        return self._assemble(trial, chosen, why, key)
+
+    def _warm_up(self) -> None:
+        if self.options.checkpointing == "on" and not (self.lever.offered or self.lever.already_on):
+            raise BadOption(f"--checkpointing on: {self.lever.how}")
+        short = tuple(max(1, length // 4) for length in self.shape)
+        try:
+            failure = self.prober.warm_up(short)
+        except TaskError:
+            if short == self.shape:
+                raise
+            short = self.shape  # a model of fixed input size, or a task at fault: its own worst shape tells
+            failure = self.prober.warm_up(short)
+        if failure is not None or self.prober.fixed_bytes > self.target.limit_bytes:
+            raise self._fixed_part_too_large()
+        self.once_s = self.prober.optimizer_seconds(short)
+        rows = min(ROWS_TO_COMPARE, sum(self.deal))
+        if rows > 1:
+            self.exactness = check_exactness(self.rig, self.prober.batch(rows, short))
+
+    def _choose(self) -> tuple[Trial, str]:
+        """The trial to go with, and why its checkpointing is as it is."""
+        asked, offered = self.options.checkpointing, self.lever.offered
+        if asked == "on" or self.lever.already_on:
+            return self._accepted(self._try(asked == "on" and offered)), f"as asked for, {self.lever.how}"
+        plain = self._try(False)
+        if asked == "off":
+            return self._accepted(plain), "as asked for"
+        if not offered:
+            return self._accepted(plain), self.lever.how
+        if plain.speed is None:
+            return self._accepted(self._try(True)), f"without it {self._shortfall(plain)}; {self.lever.how}"
+        if plain.speed.chosen.accumulation == 1 or not plain.speed.rising:
+            return plain, "speed no longer grows with the micro-batch, so recomputing would only cost time"
+        other = self._try(True, lengths=False)
+        off, on = plain.speed.chosen.rows_per_s, other.speed.chosen.rows_per_s if other.speed else 0.0
+        said = f"{show_rate(on)} rows/s with it, {show_rate(off)} without"
+        return (other, f"{said}; {self.lever.how}") if on > WORTH_CHECKPOINTING * off else (plain, said)
+
+    def _try(self, checkpointed: bool, *, lengths: bool = True) -> Trial:
+        with self.lever.set(checkpointed):
+            survey = Survey(self.prober, self.shape, self.most)
+            survey.explore(lengths=lengths)
+            largest = survey.largest(self.target.budget_bytes) if survey.read_at_worst else 0
+            rows = self._allowed_rows(survey, largest)
+            if rows == 0:
+                return Trial(survey, largest, None, checkpointed)
+            seconds = lambda n: self.prober.seconds(n, self.shape)  # noqa: E731
+            fixed = self.options.micro_batch != "auto"
+            speed = find_fastest(self.most, rows, seconds, self.once_s, only=fixed or self._must_stay_whole)
+            return Trial(survey, largest, speed, checkpointed)
+
+    @property
+    def _must_stay_whole(self) -> bool:
+        return self.exactness.looks_across_rows and not self.options.allow_inexact
+
+    def _allowed_rows(self, survey: Survey, largest: int) -> int:
+        """The size to time first: the fixed one if it fits the limit, the whole step where it must not be cut."""
+        if self.options.micro_batch == "auto":
+            return 0 if self._must_stay_whole and largest < self.most else largest
+        rows = min(self.options.micro_batch, self.most)
+        if self._must_stay_whole and rows < self.most:
+            return 0
+        fits = rows <= largest or survey.predicted(rows) <= self.target.limit_bytes
+        return rows if fits and survey.read(rows, self.shape, final=True) is not None else 0
+
+    def _accepted(self, trial: Trial) -> Trial:
+        """The trial, or the one sentence that says why nothing that is allowed fits."""
+        if trial.speed is not None:
+            if self._must_stay_whole and len(self.deal) > 1:
+                raise Inexact(f"{self.exactness.sentence}, and {len(self.deal)} processes would cut it; "
+                              f"use one process, or --allow-inexact")  # fmt: skip
+            return trial
+        if trial.largest == 0:
+            raise self._one_row_too_large(trial)
+        fixed = self.options.micro_batch
+        if self._must_stay_whole:
+            cut = micro_rows(self.most, trial.largest if fixed == "auto" else min(fixed, trial.largest))
+            raise Inexact(
+                f"task {self.rig.task.name}: {self.exactness.sentence}; {self.most} rows would have to be cut into {cut}: ask for "
+                f"--global-batch {trial.largest} or fewer, a higher --memory-limit, or go on with --allow-inexact"
+            )
+        assert fixed != "auto"
+        raise BadOption(
+            f"--micro-batch {fixed}: {show_size(fixed, self.shape)} need {show_bytes(trial.survey.predicted(fixed))} as predicted, "
+            f"the limit is {show_bytes(self.target.limit_bytes)}; at most {trial.largest} fit"
+        )
+
+    def _shortfall(self, trial: Trial) -> str:
+        if trial.largest == 0:
+            return f"one row would need {show_bytes(trial.survey.predicted(1))} as predicted"
+        return f"at most {trial.largest} rows fit"
+
+    def _one_row_too_large(self, trial: Trial) -> DoesNotFit:
+        needed, fixed = trial.survey.needed_bytes(), self.prober.fixed_bytes
+        tips = [f"give --memory-limit {show_bytes(needed)} or more"]
+        if trial.survey.predicted(1) <= self.target.limit_bytes:
+            tips.append(f"--fill {trial.survey.predicted(1) / self.target.limit_bytes + 0.01:.2f}")
+        if self.lever.offered and not trial.checkpointed:
+            tips.append("--checkpointing auto")
+        if self.shape:
+            tips.append("shorter --lengths")
+        return DoesNotFit(
+            f"{show_size(1, self.shape)} needs {show_bytes(trial.survey.predicted(1))} as predicted, {show_bytes(fixed)} of it "
+            f"weights and optimizer state, and {self.target.fill:.0%} of the limit are {show_bytes(self.target.budget_bytes)}"
+            f"{self.target.holders}: {', or '.join(tips)}",
+            needed_bytes=needed,
+        )
+
+    def _fixed_part_too_large(self) -> DoesNotFit:
+        grads = sum(p.numel() * p.element_size() for p in self.rig.model.parameters() if p.requires_grad)
+        fixed = self.prober.fixed_bytes
+        return DoesNotFit(
+            f"weights, optimizer state and gradients take {show_bytes(fixed + grads)} before any row, and the limit is "
+            f"{show_bytes(self.target.limit_bytes)}{self.target.holders}: give --memory-limit "
+            f"{show_bytes((fixed + grads) / self.target.fill)} or more, an optimizer with less state, or fewer trainable weights",
+            needed_bytes=round((fixed + grads) / self.target.fill),
+        )
+
+    def _assemble(self, trial: Trial, chosen: Probe, why: str, key: str) -> Plan:
+        assert trial.speed is not None
+        survey, timing = trial.survey, trial.speed.chosen
+        on = trial.checkpointed or self.lever.already_on
+        autocast, precision_why = self.target.autocast(self.options.precision, self.rig.task.precision)
+        precision = {None: "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}[autocast and str(autocast)]
+        decision = Decision(
+            options=self.options, task=self.rig.task, target=self.target, deal=self.deal, largest=trial.largest,
+            speed=trial.speed, exactness=self.exactness, checkpointing="on" if on else "off", checkpointing_why=why,
+            precision=precision, precision_why=precision_why, shape_note=survey.shape_note,
+        )  # fmt: skip
+        at_largest = survey.read(trial.largest, self.shape) or chosen
+        return Plan(
+            task=self.rig.task.name,
+            device=str(self.target.device),
+            device_name=self.target.name,
+            limit_bytes=self.target.limit_bytes,
+            fill=self.target.fill,
+            shape=self.shape,
+            global_batch=sum(self.deal),
+            micro_batch=timing.rows,
+            largest_micro_batch=trial.largest,
+            accumulation=timing.accumulation,
+            processes=len(self.deal),
+            deal=self.deal,
+            memory_model=survey.model,
+            predicted_peak_bytes=survey.said(timing.rows),
+            measured_peak_bytes=chosen.peak_bytes,
+            reserved_peak_bytes=chosen.reserved_bytes,
+            largest_predicted_peak_bytes=survey.said(trial.largest),
+            largest_measured_peak_bytes=at_largest.peak_bytes,
+            one_more_predicted_peak_bytes=survey.predicted(trial.largest + 1) if trial.largest < self.most else None,
+            rows_per_s=timing.rows_per_s,
+            ooms=self.prober.ooms,
+            probes=self.prober.probes,
+            fit_s=time.perf_counter() - self.started,
+            levers=Levers(checkpointing="on" if on else "off", compile="off", chunked_loss="off", precision=precision),
+            host=HostPlan(workers=None, pin_memory=None, predicted_bytes=None, limit_bytes=self.target.host_limit_bytes),
+            choices=choices(decision),
+            warnings=warnings(decision),
+            key=key,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )

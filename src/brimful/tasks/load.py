@@ -1,0 +1,90 @@
+"""From what the user typed to a task: a built-in name, or `file.py:name`.
+
+The name in a file may be a task, a subclass of `Task`, or a function that returns one. The file is run as a module of
+its own, with its folder importable, as `python file.py` would.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from brimful.errors import BadOption, TaskError, UnknownTask
+from brimful.task import Task
+
+BUILT_IN = {
+    "chatlm-pretrain": "brimful.tasks.chatlm.task:Pretrain",
+    "chatlm-sft": "brimful.tasks.chatlm.task:Sft",
+}
+
+
+def load_task(spec: str, *, size: str | None = None) -> Task:
+    """The task behind `spec`. `size` picks one of a built-in task's sizes."""
+    if spec in BUILT_IN:
+        module, name = BUILT_IN[spec].split(":")
+        return _sized(getattr(importlib.import_module(module), name), size)
+    if size is not None:
+        raise BadOption(f"--size {size}: only the built-in tasks ({', '.join(BUILT_IN)}) come in sizes, not {spec}")
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise UnknownTask(_unknown(spec))
+    return _as_task(_attribute(_run_file(Path(path)), path, name), spec)
+
+
+def _sized(task: Any, size: str | None) -> Task:
+    sizes = task.sizes
+    if size is not None and size not in sizes:
+        raise BadOption(f"--size {size}: {task.name} comes in the sizes {', '.join(sizes)}")
+    made: Task = task(size) if size else task()
+    return made
+
+
+def _unknown(spec: str) -> str:
+    known = ", ".join(BUILT_IN)
+    close = difflib.get_close_matches(spec, BUILT_IN, n=1)
+    if Path(spec).is_file():
+        return f"unknown task {spec!r}: name what is in the file, as in {spec}:task"
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"unknown task {spec!r}: the built-in ones are {known}, your own is written file.py:name{hint}"
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UnknownTask(f"unknown task: there is no file {path}")
+    found = importlib.util.spec_from_file_location(f"brimful_task_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise TaskError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _attribute(module: ModuleType, path: str, name: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    own = [key for key, value in vars(module).items() if _is_task(value) and value is not Task]
+    there = f"it has {', '.join(own)}" if own else "it defines no task"
+    raise UnknownTask(f"there is no {name!r} in {path}; {there}")
+
+
+def _is_task(value: Any) -> bool:
+    return isinstance(value, Task) or (inspect.isclass(value) and issubclass(value, Task))
+
+
+def _as_task(value: Any, spec: str) -> Task:
+    if not isinstance(value, Task) and callable(value):
+        try:
+            value = value()
+        except Exception as error:
+            raise TaskError(f"{spec} cannot be called: {type(error).__name__}: {error}") from error
+    if not isinstance(value, Task):
+        raise TaskError(f"{spec} is a {type(value).__name__}, not a brimful.Task, a subclass of it or a function that returns one")
+    return value

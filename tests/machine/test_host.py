@@ -1,0 +1,136 @@
+"""RAM, swap and cores as this process may use them."""
+
+import os
+import resource
+
+import psutil
+import pytest
+
+from brimful.machine.host import Host
+from brimful.units import GiB, MiB
+
+MEMINFO = {
+    "proc/meminfo": (
+        f"MemTotal: {64 * MiB} kB\nMemFree: {10 * MiB} kB\nMemAvailable: {40 * MiB} kB\n"
+        f"SwapTotal: {8 * MiB} kB\nSwapFree: {6 * MiB} kB\nHugePages_Total: 0\n"
+    )
+}
+MOUNT = {"proc/self/mountinfo": "32 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"}
+JOB = MEMINFO | MOUNT | {"proc/self/cgroup": "0::/job\n"}
+
+
+@pytest.fixture(autouse=True)
+def plain_process(monkeypatch, no_ulimits):
+    """Eight cores, all ours, and no `ulimit`."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+
+def limit(monkeypatch, name: str, value: int) -> None:
+    number = getattr(resource, name)
+    none = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (value, none) if asked == number else (none, none))
+
+
+def test_without_limits_physical_memory_limits(lay):
+    host = Host.detect(lay(MEMINFO))
+    assert (host.ram_total_bytes, host.ram_limit_bytes) == (64 * GiB, 64 * GiB)
+    assert host.ram_limited_by == "physical memory"
+
+
+def test_without_limits_available_is_what_the_kernel_says(lay):
+    assert Host.detect(lay(MEMINFO)).ram_available_bytes == 40 * GiB
+
+
+def test_a_cgroup_below_physical_memory_limits_and_is_named(lay):
+    root = lay(JOB | {"sys/fs/cgroup/job/memory.max": str(16 * GiB), "sys/fs/cgroup/job/memory.current": str(GiB)})
+    host = Host.detect(root)
+    assert (host.ram_limit_bytes, host.ram_available_bytes) == (16 * GiB, 15 * GiB)
+    assert host.ram_limited_by == "cgroup v2 memory.max of /job"
+
+
+def test_a_cgroup_above_physical_memory_does_not_limit(lay):
+    root = lay(JOB | {"sys/fs/cgroup/job/memory.max": str(128 * GiB), "sys/fs/cgroup/job/memory.current": "0"})
+    assert Host.detect(root).ram_limited_by == "physical memory"
+
+
+def test_a_full_machine_leaves_less_than_an_empty_cgroup_allows(lay):
+    root = lay(JOB | {"sys/fs/cgroup/job/memory.max": str(48 * GiB), "sys/fs/cgroup/job/memory.current": "0"})
+    assert Host.detect(root).ram_available_bytes == 40 * GiB
+
+
+def test_ulimit_v_limits(lay, monkeypatch):
+    limit(monkeypatch, "RLIMIT_AS", 12 * GiB)
+    host = Host.detect(lay(MEMINFO))
+    assert (host.ram_limit_bytes, host.ram_limited_by) == (12 * GiB, "ulimit -v")
+
+
+def test_address_space_in_use_counts_against_ulimit_v(lay, monkeypatch):
+    limit(monkeypatch, "RLIMIT_AS", 12 * GiB)
+    used = psutil.Process().memory_info().vms
+    assert Host.detect(lay(MEMINFO)).ram_available_bytes == pytest.approx(12 * GiB - used, abs=64 * MiB)
+
+
+def test_ulimit_d_limits(lay, monkeypatch):
+    limit(monkeypatch, "RLIMIT_DATA", 3 * GiB)
+    assert Host.detect(lay(MEMINFO)).ram_limited_by == "ulimit -d"
+
+
+def test_swap_is_the_machines_without_a_group(lay):
+    host = Host.detect(lay(MEMINFO))
+    assert (host.swap_total_bytes, host.swap_free_bytes) == (8 * GiB, 6 * GiB)
+
+
+def test_swap_forbidden_by_the_group_is_no_swap(lay):
+    host = Host.detect(lay(JOB | {"sys/fs/cgroup/job/memory.swap.max": "0"}))
+    assert (host.swap_total_bytes, host.swap_free_bytes) == (0, 0)
+
+
+def test_all_cores_without_a_quota(lay):
+    host = Host.detect(lay(MEMINFO))
+    assert (host.cores, host.cores_total, host.cores_limited_by) == (8, 8, "all cores of the machine")
+
+
+def test_affinity_limits_cores(lay, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    host = Host.detect(lay(MEMINFO))
+    assert host.cores == 3 and host.cores_limited_by.startswith("CPU affinity")
+
+
+def test_a_quota_rounds_down_and_says_what_it_was(lay):
+    host = Host.detect(lay(JOB | {"sys/fs/cgroup/job/cpu.max": "250000 100000"}))
+    assert (host.cores, host.cores_limited_by) == (2, "cgroup v2 cpu.max of /job: 2.5 cores")
+
+
+def test_less_than_one_core_is_one_core(lay):
+    assert Host.detect(lay(JOB | {"sys/fs/cgroup/job/cpu.max": "50000 100000"})).cores == 1
+
+
+def test_a_system_without_affinity_has_all_its_cores(lay, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert Host.detect(lay(MEMINFO)).cores == 8
+
+
+def test_without_proc_psutil_answers(tmp_path):
+    assert Host.detect(tmp_path).ram_total_bytes == psutil.virtual_memory().total
+
+
+def test_an_old_kernel_without_memavailable_counts_what_is_free(lay):
+    root = lay({"proc/meminfo": f"MemTotal: {4 * MiB} kB\nMemFree: {1 * MiB} kB\n"})
+    assert Host.detect(root).ram_available_bytes == GiB
+
+
+def test_open_files_and_locked_memory_are_the_shells(lay, monkeypatch):
+    limits = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536}
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limits.get(asked, resource.RLIM_INFINITY), 0))
+    host = Host.detect(lay(MEMINFO))
+    assert (host.open_files_limit, host.locked_memory_limit_bytes) == (1024, 65536)
+
+
+def test_no_limit_on_open_files_is_none(lay):
+    assert Host.detect(lay(MEMINFO)).open_files_limit is None
+
+
+def test_this_very_machine_can_be_read():
+    host = Host.detect()
+    assert 0 < host.ram_available_bytes <= host.ram_limit_bytes <= host.ram_total_bytes

@@ -10,7 +10,7 @@ phase by less than 1 %. Backward is told apart by hooks on the gradients: before
 at work, after half of them most activations are gone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,8 @@ class Rig:
     autocast: torch.dtype | None
     """None runs the forward in the weights' own precision."""
     scaler: "torch.amp.GradScaler | None" = field(init=False)
+    _graded: list[nn.Parameter] = field(init=False, default_factory=list)
+    """The parameters that the last full step left a gradient on."""
 
     def __post_init__(self) -> None:
         self.scaler = torch.amp.GradScaler(self.device.type) if self.autocast is torch.float16 else None
@@ -47,9 +49,9 @@ class Rig:
         """Autocast as the step opens it."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
-    def step(self, batches: Sequence[Any], mark: Mark) -> float:
-        """One optimizer step over these micro-batches. Returns the loss's mean over the step."""
-        rows, total, count = sum(map(rows_of, batches)), 0.0, 0.0
+    def step(self, batches: Iterable[Any], rows: int, mark: Mark = lambda _: None) -> float:
+        """One optimizer step over micro-batches of so many rows in all, made one at a time. Returns the mean loss."""
+        total = count = 0.0
         for index, batch in enumerate(batches):
             loss = self.micro(batch, rows, mark, "first_" if index == 0 else "")
             total, count = total + float(loss.sum.detach()), count + float(loss.count)
@@ -72,17 +74,26 @@ class Rig:
 
     def finish(self, scale: float) -> None:
         """Gradients to the mean over what was counted, one optimizer step, gradients dropped."""
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, scale)
-        del grads
+        self._graded = [p for p in self.model.parameters() if p.grad is not None]
+        if self._graded:
+            torch._foreach_mul_([p.grad for p in self._graded], scale)
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """As after an optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
+
+    def hold_gradients(self) -> None:
+        """As before every micro-batch but the first: a gradient on each parameter that gets one."""
+        for param in self._graded:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

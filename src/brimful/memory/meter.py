@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 
 from brimful.memory.ledger import Ledger
-from brimful.memory.oom import free_unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class _AllocatorMeter:
 
     def __enter__(self) -> "_AllocatorMeter":
         if self._reserved:
-            free_unused(self._device)
+            torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(self._device)
         return self
 

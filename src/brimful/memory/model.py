@@ -22,6 +22,8 @@ DOMINANCE = 8
 """A phase at 90 % of the step's peak weighs 0.9 to this power, less than half, in its own fit."""
 LEAST = 0.1
 """The least that any reading weighs, so that a phase is not lost where it comes to the top later."""
+TOO_HIGH = 1.01
+"""A phase's fit may not exceed the peak of a step that was read by more than this."""
 WHOLE_STEP_PHASES = frozenset((*FIRST_PHASES, "optimizer"))
 """What a step of a single micro-batch goes through: it never holds gradients during a forward."""
 
@@ -39,6 +41,16 @@ class Probe:
     @property
     def peak_bytes(self) -> int:
         return max(self.phases.values())
+
+    def joined(self, later: "Probe") -> "Probe":
+        """Both readings of one size: the higher of each phase, and the reserved bytes of the one that knows them."""
+        names = {**self.phases, **later.phases}
+        return Probe(
+            rows=self.rows,
+            shape=self.shape,
+            phases={name: max(self.phases.get(name, 0), later.phases.get(name, 0)) for name in names},
+            reserved_bytes=later.reserved_bytes or self.reserved_bytes,
+        )
 
     def highest(self, among: frozenset[str] | None) -> int:
         """The highest of some phases, or of all."""
@@ -85,8 +97,13 @@ class MemoryModel:
 
     def peak_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int:
         """Allocated bytes at the peak. `whole`: the step has no other micro-batch, so no gradients wait in it."""
-        names = self.phases.keys() & WHOLE_STEP_PHASES if whole else self.phases.keys()
-        return round(self.margin * max(self.phases[name]((rows, *shape)) for name in names))
+        point = (rows, *shape)
+        values = {name: phase(point) for name, phase in self.phases.items()}
+        first = [value for name, value in values.items() if name in WHOLE_STEP_PHASES]
+        later = [value for name, value in values.items() if name not in FIRST_PHASES]
+        if "forward" not in values:  # only whole steps were read
+            return round(self.margin * max(first))
+        return round(self.margin * min(max(first), max(later)) if whole and first else self.margin * max(later))
 
     def cost_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int:
         """What counts against a limit: reserved bytes."""
@@ -102,11 +119,8 @@ class MemoryModel:
             low, high = (middle, high) if self.cost_bytes(middle, shape) <= budget_bytes else (low, middle)
         return low
 
-    def dominant_phase(self, rows: int, shape: Shape) -> str:
-        """The phase that sets the peak."""
-        return max(self.phases, key=lambda name: self.phases[name]((rows, *shape)))
-
     def _of(self, probe: Probe) -> float:
+        """What the fit says of a size that was read."""
         return max(self.phases[name]((probe.rows, *probe.shape)) for name in probe.phases)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,8 +156,15 @@ class MemoryModel:
 
 
 def _fit_phase(name: str, probes: Sequence[Probe], terms: Sequence[tuple[int, ...]]) -> Polynomial:
-    """A phase counts where it sets the peak or comes close; elsewhere its own kinks would only bend the fit."""
+    """A phase counts most where it sets the peak; elsewhere its own kinks would only bend the fit.
+
+    Unless that fit rises above a peak that was read: then every reading of the phase counts alike.
+    """
     points = [(probe.rows, *probe.shape) for probe in probes]
-    rivals = WHOLE_STEP_PHASES if name in FIRST_PHASES else None
-    dominance = [max(LEAST, (probe.phases[name] / probe.highest(rivals)) ** DOMINANCE) for probe in probes]
-    return fit_polynomial(points, [probe.phases[name] for probe in probes], terms, dominance)
+    values = [probe.phases[name] for probe in probes]
+    peaks = [probe.highest(WHOLE_STEP_PHASES if name in FIRST_PHASES else None) for probe in probes]
+    dominance = [max(LEAST, (value / peak) ** DOMINANCE) for value, peak in zip(values, peaks, strict=True)]
+    found = fit_polynomial(points, values, terms, dominance)
+    if any(found(point) > TOO_HIGH * peak for point, peak in zip(points, peaks, strict=True)):
+        return fit_polynomial(points, values, terms)
+    return found

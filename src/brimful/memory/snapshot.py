@@ -48,7 +48,8 @@ class TrainingState:
     """Weights, buffers, gradients, modes and optimizer state, on the host, of a model that is not ours to change."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._tensors = [(tensor, _to_host(tensor)) for tensor in (*model.parameters(), *model.buffers())]
+        trained = (p for p in model.parameters() if p.requires_grad)  # a frozen weight cannot change
+        self._tensors = [(tensor, _to_host(tensor)) for tensor in (*trained, *model.buffers())]
         self._grads = [(p, None if p.grad is None else _to_host(p.grad)) for p in model.parameters()]
         self._modes = [(module, module.training) for module in model.modules()]
         self._optimizer = optimizer

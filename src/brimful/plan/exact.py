@@ -75,12 +75,16 @@ def _in_best_precision(rig: Rig, batch: Any, has_norms: bool) -> tuple[bool, flo
 
 
 def _compare(rig: Rig, batch: Any, has_norms: bool) -> tuple[bool, float]:
-    if not has_norms:
+    if not has_norms and not _drops_out(rig.model):
         with _mode(rig.model, training=True):
             if _value(rig, [batch]) == _value(rig, [batch]):
                 return _differs(rig, batch)
     with _mode(rig.model, training=False):
         return _differs(rig, batch)
+
+
+def _drops_out(model: nn.Module) -> bool:
+    return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
 
 
 def _differs(rig: Rig, batch: Any) -> tuple[bool, float]:

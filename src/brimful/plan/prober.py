@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -23,10 +23,14 @@ from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.plan.target import Target
 from brimful.task import Loss, Shape, Task
 
+T = TypeVar("T")
 Progress = Callable[[str], None]
 """Called with one short phrase before each piece of work."""
 
-TIMED_S = 0.4
+Mode = Literal["later", "whole", "full"]
+"""What a probe runs: one micro-batch with gradients held, a step of a single one, or a step of two."""
+
+TIMED_S = 0.25
 """Timing one size goes on for at least so long, or for five repeats."""
 
 
@@ -40,24 +44,26 @@ class Prober:
         self.ooms = 0
         self.fixed_bytes = 0
         self._progress = progress
-        self._checked = False
 
-    def run(self, rows: int, shape: Shape, *, whole: bool = False, final: bool = False) -> Probe | OutOfMemory:
-        """Meter one step of two micro-batches, or of one where the step is `whole`. `final` reads reserved bytes too."""
-        self._progress(f"{'verify' if final else 'probe'} {show_size(rows, shape)}")
-        self.probes += 1
-        result = attempt(lambda: self._metered(rows, shape, whole, final), self.rig.device)
-        if isinstance(result, OutOfMemory):
-            self.ooms += 1
-            self._drop_gradients()
-        return result
+    def run(self, rows: int, shape: Shape, mode: Mode, *, reserved: bool = False) -> Probe | OutOfMemory:
+        """Meter one step or micro-batch of this size. `reserved` empties the device's cache first and reads it too."""
+        self._progress(f"{'verify' if reserved else 'probe'} {show_size(rows, shape)}")
+        return self._attempt(lambda: self._metered(rows, shape, mode, reserved))
+
+    def time(self, rows: int, shape: Shape, *, whole: bool) -> tuple[float, Probe | None] | OutOfMemory:
+        """Median seconds of forward and backward: warmed up, synchronised, outside any ledger.
+
+        Where the device keeps peaks by itself, the warm-up is metered and comes as a reading.
+        """
+        self._progress(f"time {show_size(rows, shape)}")
+        return self._attempt(lambda: self._timed(rows, shape, whole))
 
     def warm_up(self, shape: Shape) -> OutOfMemory | None:
         """One row, unmetered: checks the task, and makes the optimizer allocate the state that it keeps from then on."""
         self._progress(f"warm up with {show_size(1, shape)}")
         batch = self.batch(1, shape)
         failure = attempt(lambda: self._first_step(batch, shape), self.rig.device)
-        self._drop_gradients()
+        self.rig.drop_gradients()
         self.ooms += failure is not None
         self.fixed_bytes = self._fixed()
         return failure
@@ -66,7 +72,7 @@ class Prober:
         with blame(self.rig.task, "loss", f"a dummy batch of {show_size(1, shape)}"):
             with self.rig.opened():
                 _check_loss(self.rig.task, self.rig.task.loss(self.rig.model, to_device(batch, self.rig.device)))
-            self.rig.step([batch], lambda _: None)
+            self.rig.step([batch], 1)
 
     def _fixed(self) -> int:
         """What lives through every step: weights, buffers, optimizer state, and on a card the libraries' workspaces."""
@@ -75,22 +81,11 @@ class Prober:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _held(self.rig)}
         return sum(storages.values())
 
-    def seconds(self, rows: int, shape: Shape) -> float:
-        """Median time of forward and backward at this size: warmed up, synchronised, outside any ledger."""
-        self._progress(f"time {show_size(rows, shape)}")
-        with _disable_current_modes():
-            batch = self.batch(rows, shape)
-            self.rig.micro(batch, rows)
-            return self._median(lambda: self.rig.micro(batch, rows))
-
     def optimizer_seconds(self, shape: Shape) -> float:
-        """Median time of what happens once a step: scaling the gradients, the optimizer, dropping the gradients."""
-        times = []
+        """Time of what happens once a step: scaling the gradients, the optimizer, dropping the gradients."""
         with _disable_current_modes():
-            for _ in range(3):
-                self.rig.micro(self.batch(1, shape), 1)
-                times.append(self._clock(lambda: self.rig.finish(1.0)))
-        return sorted(times)[1]
+            self.rig.micro(self.batch(1, shape), 1)
+            return self._clock(lambda: self.rig.finish(1.0))
 
     def batch(self, rows: int, shape: Shape) -> Any:
         with blame(self.rig.task, "dummy", show_size(rows, shape)):
@@ -100,23 +95,42 @@ class Prober:
             raise TaskError(f"task {self.rig.task.name}: dummy({rows}, {shape}) gave a batch of {found} rows")
         return batch
 
-    def _metered(self, rows: int, shape: Shape, whole: bool, final: bool) -> Probe:
-        device = self.rig.device
-        batches = [self.batch(rows, shape) for _ in range(1 if whole else 2)]
+    def _attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
+        self.probes += 1
+        result = attempt(work, self.rig.device)
+        self.rig.drop_gradients()
+        self.ooms += isinstance(result, OutOfMemory)
+        return result
+
+    def _metered(self, rows: int, shape: Shape, mode: Mode, reserved: bool) -> Probe:
+        rig, device = self.rig, self.rig.device
+        if mode == "later":
+            rig.hold_gradients()
         limit = None if has_peak_statistics(device) else self.target.limit_bytes
-        metered = meter(device, limit_bytes=limit, adopt=_held(self.rig), reserved=final)
-        with metered, blame(self.rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
-            self.rig.step(batches, metered.phase)
+        metered = meter(device, limit_bytes=limit, adopt=_held(rig), reserved=reserved)
+        with metered, blame(rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
+            if mode == "later":
+                rig.micro(self.batch(rows, shape), rows, metered.phase)
+            else:
+                count = 2 if mode == "full" else 1
+                rig.step((self.batch(rows, shape) for _ in range(count)), count * rows, metered.phase)
         reading = metered.reading()
         phases = {name: peak for name, peak in reading.phases.items() if name != "idle"}
         return Probe(rows=rows, shape=shape, phases=phases, reserved_bytes=reading.reserved_bytes)
 
-    def _median(self, work: Callable[[], Any]) -> float:
-        times: list[float] = []
-        while len(times) < 2 or (sum(times) < TIMED_S and len(times) < 5):
-            times.append(self._clock(work))
-        self._drop_gradients()
-        return sorted(times)[len(times) // 2] if len(times) > 2 else min(times)
+    def _timed(self, rows: int, shape: Shape, whole: bool) -> tuple[float, Probe | None]:
+        with _disable_current_modes():
+            reading = None
+            if has_peak_statistics(self.rig.device):
+                reading = self._metered(rows, shape, "whole" if whole else "later", reserved=True)
+            batch, times = self.batch(rows, shape), list[float]()
+            if reading is None:
+                self.rig.micro(batch, rows)
+            while len(times) < 2 or (sum(times) < TIMED_S and len(times) < 5):
+                if whole:
+                    self.rig.drop_gradients()
+                times.append(self._clock(lambda: self.rig.micro(batch, rows)))
+            return sorted(times)[(len(times) - 1) // 2], reading
 
     def _clock(self, work: Callable[[], Any]) -> float:
         self._synchronise()
@@ -128,10 +142,6 @@ class Prober:
     def _synchronise(self) -> None:
         if self.rig.device.type != "cpu":
             torch.accelerator.synchronize(self.rig.device)
-
-    def _drop_gradients(self) -> None:
-        self.rig.model.zero_grad(set_to_none=True)
-        self.rig.optimizer.zero_grad(set_to_none=True)
 
 
 def make_rig(
@@ -164,8 +174,9 @@ def show_size(rows: int, shape: Shape) -> str:
 
 
 def _held(rig: Rig) -> Iterator[torch.Tensor]:
-    """Every tensor that lives through the step: weights, buffers, optimizer state."""
+    """Every tensor that is there before the step: weights, gradients, buffers, optimizer state."""
     yield from rig.model.parameters()
+    yield from (p.grad for p in rig.model.parameters() if p.grad is not None)
     yield from rig.model.buffers()
     for state in rig.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -2,7 +2,7 @@
 
 A step of 250 rows in micro-batches of at most 30 takes nine of them, so 28 rows each do as well as 30: only 250/9,
 250/18, 250/36 … are worth timing. The largest is often not the fastest: a CPU's caches prefer smaller ones, and a GPU
-that is full gains nothing. So the climb starts at a quarter of the largest and goes up only while speed does.
+that is full gains nothing. So the climb starts at half of the largest and goes up only while speed does.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from brimful.units import show_rate
 
 SAME_SPEED = 0.02
 """Speeds this close are the same."""
-START_AT = 2
+START_AT = 1
 """How often the largest size is halved for the first one that is timed."""
 STILL_RISING = 1.10
 """The largest size is this much faster than half of it where more rows would pay."""
@@ -60,7 +60,7 @@ def micro_rows(step_rows: int, accumulation: int) -> int:
 def find_fastest(
     step_rows: int, largest: int, seconds: Callable[[int], float], once_s: float, *, only: bool = False
 ) -> Speed:
-    """Climb from a quarter of the largest size as long as speed grows; where it does not, look below.
+    """Climb from half of the largest size as long as speed grows; where it does not, look below.
 
     `seconds(rows)` times one micro-batch, `once_s` is what the optimizer takes; `only` times the largest alone.
     """

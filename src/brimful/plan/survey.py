@@ -7,13 +7,14 @@ head shows why: its square is invisible at 8 rows and all there is at 8,000, so 
 while the model has not yet proved right on a size it had not seen.
 """
 
+import math
 from collections.abc import Iterator
 
 from brimful.errors import TaskError
 from brimful.memory.meter import has_peak_statistics
 from brimful.memory.model import MemoryModel, Probe
 from brimful.memory.oom import OutOfMemory
-from brimful.plan.prober import Prober
+from brimful.plan.prober import Mode, Prober
 from brimful.task import Shape
 
 CLIMB_TO = 0.6
@@ -22,8 +23,9 @@ CLOSE_ENOUGH = 0.4
 """A proven model may go to its edge when a reading of at least this share of the predicted cost exists."""
 PROVEN = 0.01
 """A model is proven once it was off by no more than this on the last size it climbed to."""
-PROVEN_REACH, REACH = 4, 1.5
-"""The next size has at most so many times the rows of the largest that was read: by a proven model, by another."""
+PROVEN_REACH, FIRST_REACH, REACH = 4, 2.5, 1.5
+"""The next size has at most so many times the rows of the largest that was read: by a proven model, by one that was
+never tried, by one that was off."""
 SURE_OF_MODEL = 0.7
 """A model of three readings or more may call a probe safe that it puts below this share of the limit."""
 
@@ -48,29 +50,42 @@ class Survey:
         assert self._model is not None, "nothing was read yet"
         return self._model
 
-    def read(self, rows: int, shape: Shape, *, final: bool = False) -> Probe | None:
-        """The reading at this size, taken now if it is new; None where memory ran out."""
+    def read(self, rows: int, shape: Shape, mode: Mode | None = None, *, reserved: bool = False) -> Probe | None:
+        """The reading at this size, taken now if it is new or said less; None where memory ran out."""
+        mode = "whole" if rows == self.most else mode or "later"
         known = self._readings.get((rows, shape))
-        if known is not None and (known.reserved_bytes is not None or not (final and self._on_card)):
+        if known is not None and _says(known, mode, reserved and self._on_card):
             return known
-        if self._surveyed:
-            self._foreseen.setdefault((rows, shape), self.model.peak_bytes(rows, shape, whole=rows == self.most))
-        result = self.prober.run(rows, shape, whole=rows == self.most, final=final)
-        if isinstance(result, OutOfMemory):
-            self._failed.add((rows, shape))
-            return None
-        self._learn(result)
-        return result
+        self._foresee(rows, shape)
+        return self._learn(rows, shape, self.prober.run(rows, shape, mode, reserved=reserved))
 
-    def explore(self, *, lengths: bool = True) -> None:
+    def time(self, rows: int) -> float:
+        """Seconds of one micro-batch of the worst shape; what that tells of memory is kept too."""
+        self._foresee(rows, self.worst)
+        result = self.prober.time(rows, self.worst, whole=rows == self.most)
+        if isinstance(result, OutOfMemory):
+            self._learn(rows, self.worst, result)
+            return math.inf
+        seconds, reading = result
+        if reading is not None:
+            self._learn(rows, self.worst, reading)
+        return seconds
+
+    def explore(self) -> None:
         """The small probes: how the cost grows with rows and with each length."""
-        for rows, shape in self._ladder(lengths):
+        for rows, shape, mode in self._ladder():
             if not (self.shape_note and shape != self.worst) and self._safe(rows, shape):
-                self._read_any_shape(rows, shape)
+                self._read_any_shape(rows, shape, mode)
         if not self._readings:
             self.read(1, self._shorter(4))
         if self._readings and not self._at_worst() and self.predicted(1) <= self._limit:
             self.read(1, self.worst)
+        self._surveyed = True
+
+    def explore_beside(self, other: int) -> None:
+        """Two probes at sizes that fitted with a lever that saves less: enough to tell where this one leads."""
+        for rows in (max(1, other // 2), other):
+            self.read(rows, self.worst, "full")
         self._surveyed = True
 
     def largest(self, budget_bytes: int) -> int:
@@ -83,11 +98,12 @@ class Survey:
             edge = self.model.largest(self.worst, budget_bytes, self.most)
             edge = max(fits, min(edge, breaks - 1))
             if edge > fits:
-                self.read(self._within_reach(fits, edge, budget_bytes), self.worst, final=True)
+                mode: Mode = "full" if edge == self.most else "later"
+                self.read(self._within_reach(fits, edge, budget_bytes), self.worst, mode, reserved=True)
             elif fits == 0 or not self._on_card or read[fits].reserved_bytes is not None:
                 return fits
             else:
-                self.read(fits, self.worst, final=True)
+                self.read(fits, self.worst, reserved=True)
 
     def check_corner(self, budget_bytes: int) -> None:
         """Many short rows: the other end of what a real step is cut into. Where that surprised, middling ones as well."""
@@ -115,21 +131,29 @@ class Survey:
     def read_at_worst(self) -> bool:
         return bool(self._at_worst())
 
-    def _ladder(self, lengths: bool) -> Iterator[tuple[int, Shape]]:
+    def _ladder(self) -> Iterator[tuple[int, Shape, Mode]]:
         few, some, more = (min(n, max(1, self.most - 1)) for n in (2, 4, 8))
-        if self.worst and lengths:
+        thorough = not self._on_card  # a ledger's peaks bend more at small sizes; a card's new shapes cost 0.2 s each
+        if self.worst:
             short, middle = self._shorter(4), self._shorter(2)
-            yield from ((few, short), (some, short))
+            yield few, short, "full"
+            if thorough or len(self.worst) == 1:
+                yield some, short, "later"
             for axis, longest in enumerate(self.worst):
                 if len(self.worst) > 1:
-                    yield some, (*short[:axis], longest, *short[axis + 1 :])
-            yield from ((few, middle), (some, middle))
-        yield from ((few, self.worst), (some, self.worst), (more, self.worst))
+                    yield some, (*short[:axis], longest, *short[axis + 1 :]), "later"
+            yield few, middle, "later"
+            if thorough:
+                yield some, middle, "later"
+        yield few, self.worst, "full"
+        if thorough:
+            yield some, self.worst, "full"
+        yield more, self.worst, "full"
 
-    def _read_any_shape(self, rows: int, shape: Shape) -> None:
+    def _read_any_shape(self, rows: int, shape: Shape, mode: Mode) -> None:
         """Read it; a model of fixed input size may refuse a shorter shape: then rows alone are modelled."""
         try:
-            self.read(rows, shape)
+            self.read(rows, shape, mode)
         except TaskError as error:
             if shape == self.worst:
                 raise
@@ -137,9 +161,18 @@ class Survey:
             self._readings.clear()
             self._model = None
 
-    def _learn(self, probe: Probe) -> None:
-        self._readings[probe.rows, probe.shape] = probe
+    def _foresee(self, rows: int, shape: Shape) -> None:
+        if self._surveyed and (rows, shape) not in self._readings:
+            self._foreseen.setdefault((rows, shape), self.model.peak_bytes(rows, shape, whole=rows == self.most))
+
+    def _learn(self, rows: int, shape: Shape, result: Probe | OutOfMemory) -> Probe | None:
+        if isinstance(result, OutOfMemory):
+            self._failed.add((rows, shape))
+            return None
+        known = self._readings.get((rows, shape))
+        self._readings[rows, shape] = result if known is None else known.joined(result)
         self._model = MemoryModel.fit(self._readings.values(), error=self._error())
+        return self._readings[rows, shape]
 
     def _error(self) -> float:
         """The model's miss on the last size it climbed to, and on the last of all that it had not seen."""
@@ -159,11 +192,12 @@ class Survey:
         """The edge itself once the model is proven close to it, else a step towards it that is bounded below the limit."""
         miss, read = self._last_miss(self.worst), self._at_worst()
         proven = miss is not None and miss <= PROVEN
+        reach = PROVEN_REACH if proven else FIRST_REACH if miss is None else REACH
         top = max((probe.cost_bytes for probe in read.values()), default=0)
         if proven and top >= CLOSE_ENOUGH * self.predicted(edge):
             return edge
         climb = self.model.largest(self.worst, CLIMB_TO * budget_bytes, self.most)
-        rows = min(edge, int((PROVEN_REACH if proven else REACH) * fits), max(climb, 1))
+        rows = min(edge, int(reach * fits), max(climb, 1))
         while rows > fits + 1 and self._bound(rows, self.worst) > self._limit:
             rows = (rows + fits) // 2
         return max(rows, fits + 1)
@@ -200,6 +234,12 @@ class Survey:
     @property
     def _on_card(self) -> bool:
         return has_peak_statistics(self.prober.rig.device)
+
+
+def _says(known: Probe, mode: Mode, reserved: bool) -> bool:
+    """Whether a reading holds what a probe of this mode would add."""
+    wanted = {"later": "forward", "whole": "first_forward", "full": "first_forward"}[mode]
+    return wanted in known.phases and (known.reserved_bytes is not None or not reserved)
 
 
 def _growth(new: int, old: int) -> float:

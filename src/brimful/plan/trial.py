@@ -22,6 +22,8 @@ from brimful.units import show_bytes, show_rate
 
 WORTH_CHECKPOINTING = 1.03
 """Checkpointing must be this much faster to be chosen where the step fits without it."""
+CHALLENGE_AT = 0.95
+"""The share of the budget for the size at which checkpointing is first timed: two probes predict it, none has read it."""
 ROWS_TO_COMPARE = 8
 """Rows of the batch that is compared with its halves."""
 
@@ -56,9 +58,9 @@ class Trials:
         trial, why = self._choose()
         assert trial.speed is not None
         with self.lever.set(trial.checkpointed):
-            trial.survey.explore()  # for a second trial: the lengths that were left out; else all is read already
+            trial.survey.explore()  # what a second trial left out; all is read already after a first
             trial.survey.check_corner(self.target.budget_bytes)
-            chosen = trial.survey.read(trial.speed.chosen.rows, self.shape, final=True)
+            chosen = trial.survey.read(trial.speed.chosen.rows, self.shape, "full", reserved=True)
         if chosen is None:
             raise DoesNotFit(f"{show_size(trial.speed.chosen.rows, self.shape)} ran before and ran out of memory now: "
                              f"something else took memory on {self.target.name}{self.target.holders}", needed_bytes=0)  # fmt: skip
@@ -96,22 +98,35 @@ class Trials:
             return self._accepted(self._try(True)), f"without it {self._shortfall(plain)}; {self.lever.how}"
         if plain.speed.chosen.accumulation == 1 or not plain.speed.rising:
             return plain, "speed no longer grows with the micro-batch, so recomputing would only cost time"
-        other = self._try(True, lengths=False)
-        off, on = plain.speed.chosen.rows_per_s, other.speed.chosen.rows_per_s if other.speed else 0.0
-        said = f"{show_rate(on)} rows/s with it, {show_rate(off)} without"
-        return (other, f"{said}; {self.lever.how}") if on > WORTH_CHECKPOINTING * off else (plain, said)
+        return self._challenge(plain)
 
-    def _try(self, checkpointed: bool, *, lengths: bool = True) -> Trial:
+    def _challenge(self, plain: Trial) -> tuple[Trial, str]:
+        """Checkpointing against a trial that fits without it: timed at the largest size it leads to, and given up there."""
+        assert plain.speed is not None
+        off = plain.speed.chosen.rows_per_s
+        with self.lever.set(True):
+            survey = Survey(self.prober, self.shape, self.most)
+            survey.explore_beside(plain.largest)
+            rows = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
+            first = find_fastest(self.most, max(rows, 1), survey.time, self.once_s, only=True).chosen
+            if first.rows_per_s <= WORTH_CHECKPOINTING * off:
+                said = f"{show_rate(first.rows_per_s)} rows/s with it at {first.rows} rows, {show_rate(off)} without"
+                return plain, said
+            largest = survey.largest(self.target.budget_bytes)
+            speed = find_fastest(self.most, largest, survey.time, self.once_s)
+        said = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.how}"
+        return Trial(survey, largest, speed, True), said
+
+    def _try(self, checkpointed: bool) -> Trial:
         with self.lever.set(checkpointed):
             survey = Survey(self.prober, self.shape, self.most)
-            survey.explore(lengths=lengths)
+            survey.explore()
             largest = survey.largest(self.target.budget_bytes) if survey.read_at_worst else 0
             rows = self._allowed_rows(survey, largest)
             if rows == 0:
                 return Trial(survey, largest, None, checkpointed)
-            seconds = lambda n: self.prober.seconds(n, self.shape)  # noqa: E731
             fixed = self.options.micro_batch != "auto"
-            speed = find_fastest(self.most, rows, seconds, self.once_s, only=fixed or self._must_stay_whole)
+            speed = find_fastest(self.most, rows, survey.time, self.once_s, only=fixed or self._must_stay_whole)
             return Trial(survey, largest, speed, checkpointed)
 
     @property
@@ -126,7 +141,7 @@ class Trials:
         if self._must_stay_whole and rows < self.most:
             return 0
         fits = rows <= largest or survey.predicted(rows) <= self.target.limit_bytes
-        return rows if fits and survey.read(rows, self.shape, final=True) is not None else 0
+        return rows if fits and survey.read(rows, self.shape, reserved=True) is not None else 0
 
     def _accepted(self, trial: Trial) -> Trial:
         """The trial, or the one sentence that says why nothing that is allowed fits."""

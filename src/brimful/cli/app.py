@@ -1,0 +1,41 @@
+"""The program: its commands, and how every mistake ends.
+
+A user's mistake is one sentence on stderr and exit code 2, never a traceback; Ctrl-C is exit code 130.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+import brimful
+from brimful.cli.fit import fit
+from brimful.cli.machine import machine
+from brimful.errors import UserError
+
+app = App(
+    name="brimful",
+    help="Train PyTorch models as fast as the memory at hand allows, without out-of-memory errors.",
+    version=brimful.__version__,
+    help_format="markdown",
+)
+app.command(machine)
+app.command(fit)
+
+
+def main(tokens: Sequence[str] | None = None) -> None:
+    """Run one command and leave with its exit code."""
+    try:
+        app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    except UserError as error:
+        leave(str(error))
+    except CycloptsError as error:
+        leave(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        leave("stopped", code=130)
+
+
+def leave(sentence: str, *, code: int = 2) -> None:
+    """Say it on stderr and end."""
+    print(f"brimful: {sentence}", file=sys.stderr)
+    raise SystemExit(code)

@@ -35,6 +35,7 @@ has two rows: `brimful` is the fastest size that fits, `brimful-largest` the lar
 import argparse
 import contextlib
 import functools
+import gc
 import importlib.util
 import inspect
 import json
@@ -59,7 +60,7 @@ import brimful
 from brimful.errors import BadOption, UserError
 from brimful.memory.bare import Rig, rows_of, to_device
 from brimful.memory.meter import Meter, meter
-from brimful.memory.oom import OutOfMemory, attempt, free_unused, is_oom
+from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.plan.levers import checkpointing
 from brimful.plan.options import FitOptions
 from brimful.plan.prober import show_size
@@ -115,6 +116,12 @@ class Contest:
         result = work()
         self._synchronise()
         return result, time.perf_counter() - start
+
+    def free(self) -> None:
+        """What the last finder left in cycles and in the allocator's cache, so that the next starts as it did."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -232,13 +239,13 @@ def find_with_lightning(contest: Contest, mode: str) -> list[Result]:
     limit, ran, rig = Limit(contest.target), [], contest.build()
     module = _lightning_module(lightning, contest, rig, limit, ran)
     with tempfile.TemporaryDirectory(prefix="finders-") as folder, _quiet():
-        rows, seconds = contest.clock(lambda: _scale(lightning, contest, module, mode, folder))
-    if rows is None:
+        returned, seconds = contest.clock(lambda: _scale(lightning, contest, module, mode, folder))
+    if returned is None:
         raise RuntimeError("scale_batch_size returned nothing")
-    most = max(ran, default=0)
+    rows, most = min(returned, contest.most), max(ran, default=0)
     note = f"never ran as many rows as it returned, only {most}" if rows > most else f"ran up to {most} rows"
     return [Result(finder=f"lightning-{mode}", rows=rows, ooms=limit.ooms, seconds=seconds, ran=rows <= most, note=note,
-                   details={"ran": sorted(set(ran))})]  # fmt: skip
+                   details={"returned": returned, "ran": sorted(set(ran))})]  # fmt: skip
 
 
 def _import_lightning() -> Any:
@@ -296,7 +303,8 @@ def _scale(lightning: Any, contest: Contest, module: Any, mode: str, folder: str
         enable_model_summary=False,
     )
     tuner = importlib.import_module(f"{lightning.__name__}.tuner").Tuner(trainer)
-    bound = {"max_val": contest.most} if "max_val" in inspect.signature(tuner.scale_batch_size).parameters else {}
+    bounded = "max_val" in inspect.signature(tuner.scale_batch_size).parameters
+    bound = {"max_val": contest.most + 1} if bounded else {}  # a size of max_val would be returned without being run
     return tuner.scale_batch_size(module, mode=mode, init_val=2, max_trials=25, steps_per_trial=3, **bound)
 
 
@@ -414,12 +422,12 @@ def compete(contest: Contest, finders: Iterable[str], repeats: int) -> list[Resu
 
 
 def _warm_up(contest: Contest) -> None:
-    """One step of one row, so that nobody pays for the first use of a library; its failure is the finders' to report."""
+    """One step of one row, so that no finder pays for the first use of a library; a failure is theirs to report."""
     try:
         full_step(contest.build(), contest.batch(1))
     except Exception as error:
         _say(f"warm-up: {_sentence(error)}")
-    free_unused(contest.device)
+    contest.free()
 
 
 def _tried(contest: Contest, name: str) -> list[Result]:
@@ -428,7 +436,7 @@ def _tried(contest: Contest, name: str) -> list[Result]:
         results = FINDERS[name](contest)
     except Exception as error:
         results = [Result(finder=name, problem=_sentence(error))]
-    free_unused(contest.device)  # after the except block: inside it the traceback still holds the tensors
+    contest.free()  # after the except block: inside it the traceback still holds the tensors
     return results
 
 
@@ -468,7 +476,7 @@ def _measured_or_not(contest: Contest, rows: int, checkpointed: bool) -> dict[st
         result = attempt(lambda: _measured(contest, rows, checkpointed), contest.device)
     except Exception as error:
         result = {"problem": f"its result fails: {_sentence(error)}"}
-    free_unused(contest.device)
+    contest.free()
     if isinstance(result, OutOfMemory):
         return {"problem": f"its result runs out of memory: {result.message.splitlines()[0][:200]}"}
     return result

@@ -21,7 +21,10 @@ class Contrastive(Task):
     def loss(self, model, batch):
         query, key = (F.normalize(model(batch[side]).mean(1), dim=-1) for side in ("query", "key"))
         similar = query @ key.T / 0.05
-        return Loss(sum=F.cross_entropy(similar, torch.arange(len(query), device=query.device), reduction="sum"), count=len(query))
+        return Loss(
+            sum=F.cross_entropy(similar, torch.arange(len(query), device=query.device), reduction="sum"),
+            count=len(query),
+        )
 
     def dummy(self, rows, shape):
         return {side: torch.randint(0, 5000, (rows, *shape)) for side in ("query", "key")}

@@ -10,7 +10,9 @@ from brimful import Loss, Task
 class Block(nn.Module):
     def __init__(self, wide, out):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(wide, out, 3, padding=1), nn.GroupNorm(8, out), nn.SiLU(), nn.Conv2d(out, out, 3, padding=1))
+        self.body = nn.Sequential(
+            nn.Conv2d(wide, out, 3, padding=1), nn.GroupNorm(8, out), nn.SiLU(), nn.Conv2d(out, out, 3, padding=1)
+        )
 
     def forward(self, x):
         return self.body(x)

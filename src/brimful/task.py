@@ -102,7 +102,9 @@ class Task:
 
     def rows(self, data: str) -> Sequence[Any]:
         """The dataset behind a path or name, as anything with `len` and indexing."""
-        raise TaskError(f"task {self.name} does not read data itself: leave DATA out to fit its worst shape, or define rows(data)")
+        raise TaskError(
+            f"task {self.name} does not read data itself: leave DATA out to fit its worst shape, or define rows(data)"
+        )
 
     def checkpointing(self, model: "nn.Module", on: bool) -> bool:
         """Turn gradient checkpointing on or off for a model with its own way of doing it; False where there is none."""

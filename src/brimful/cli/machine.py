@@ -10,7 +10,7 @@ from brimful.cli.output import show
 
 def machine(
     *,
-    run: Path = Path("."),
+    run: Path = Path(),
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Show what was detected: GPUs and who uses them, host RAM and cores as the container allows, disk.

@@ -76,7 +76,7 @@ class Rig:
         """Gradients to the mean over what was counted, one optimizer step, gradients dropped."""
         self._graded = [p for p in self.model.parameters() if p.grad is not None]
         if self._graded:
-            torch._foreach_mul_([p.grad for p in self._graded], scale)
+            torch._foreach_mul_([p.grad for p in self._graded if p.grad is not None], scale)
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -105,7 +105,9 @@ def rows_of(batch: Any) -> int:
     """The first dimension that all tensors of a batch share."""
     sizes = {tensor.shape[0] for tensor in tree_iter(batch) if isinstance(tensor, torch.Tensor) and tensor.ndim}
     if len(sizes) != 1:
-        raise TaskError(f"the tensors of a batch must share their first dimension; found {sorted(sizes) or 'no tensors'}")
+        raise TaskError(
+            f"the tensors of a batch must share their first dimension; found {sorted(sizes) or 'no tensors'}"
+        )
     return int(sizes.pop())
 
 

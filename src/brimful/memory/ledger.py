@@ -69,9 +69,9 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._see_all((out,))
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-            grown = self.live_bytes - before
+            error = self._out_of_memory(func, self.live_bytes - before)
             del out  # the traceback keeps this frame alive; the result must not live on in it
-            raise self._out_of_memory(func, grown)
+            raise error
         return out
 
     def _see_all(self, values: Iterable[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from brimful.memory.ledger import Ledger
+from brimful.memory.oom import empty_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class _AllocatorMeter:
 
     def __enter__(self) -> "_AllocatorMeter":
         if self._reserved:
-            torch.accelerator.empty_cache()
+            empty_cache(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
         return self
 

@@ -48,9 +48,10 @@ def is_oom(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    if isinstance(error, (RuntimeError, OSError)) and not any(sign in text for sign in _NEVER):
-        if any(sign in text for sign in _SIGNS):
-            return True
+    if any(sign in text for sign in _NEVER):
+        return False
+    if isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _SIGNS):
+        return True
     return error.__cause__ is not None and is_oom(error.__cause__)
 
 
@@ -63,13 +64,13 @@ def attempt(run: Callable[[], T], device: torch.device) -> T | OutOfMemory:
             raise
         message = str(error) or type(error).__name__
         _drop_frames(error)
-    free_unused(device)
+    gc.collect()
+    empty_cache(device)
     return OutOfMemory(message)
 
 
-def free_unused(device: torch.device) -> None:
-    """Collect cycles, then give cached blocks back to the device."""
-    gc.collect()
+def empty_cache(device: torch.device) -> None:
+    """Give cached blocks back to the device, where it has a cache."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.empty_cache()
 

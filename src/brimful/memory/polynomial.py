@@ -52,7 +52,10 @@ def candidates(lengths: int, *, lengths_vary: bool) -> list[Powers]:
 
 
 def fit_polynomial(
-    points: Sequence[Sequence[int]], values: Sequence[float], terms: Sequence[Powers], weights: Sequence[float] | None = None
+    points: Sequence[Sequence[int]],
+    values: Sequence[float],
+    terms: Sequence[Powers],
+    weights: Sequence[float] | None = None,
 ) -> Polynomial:
     """The fewest of these terms that reproduce the values, the constant always among them.
 
@@ -82,12 +85,12 @@ def fit_polynomial(
 
 def _can_tell(powers: Powers, points: Sequence[Sequence[int]]) -> bool:
     """A term can be told from a constant by two values of each of its variables, a square from a line by three."""
-    return all(
-        power == 0 or len({point[axis] for point in points}) > power for axis, power in enumerate(powers)
-    )
+    return all(power == 0 or len({point[axis] for point in points}) > power for axis, power in enumerate(powers))
 
 
-def _solve(matrix: NDArray[np.float64], target: NDArray[np.float64], columns: list[int]) -> tuple[NDArray[np.float64], float]:
+def _solve(
+    matrix: NDArray[np.float64], target: NDArray[np.float64], columns: list[int]
+) -> tuple[NDArray[np.float64], float]:
     """Non-negative weights of these columns and the root mean square of what they leave over."""
     part = matrix[:, columns]
     weights = _non_negative(part, target)

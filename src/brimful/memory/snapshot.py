@@ -68,10 +68,10 @@ class TrainingState:
         for module, training in self._modes:
             module.training = training
         self._optimizer.state.clear()
-        for param, state in self._state:
-            self._optimizer.state[param] = {key: _back(value) for key, value in state.items()}
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(saved)
+        for key, state in self._state:
+            self._optimizer.state[key] = {name: _back(value) for name, value in state.items()}
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(options)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

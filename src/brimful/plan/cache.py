@@ -43,7 +43,12 @@ def key_of(task: Task, model: nn.Module, shape: Shape, options: FitOptions, targ
     """`model` may be on the meta device: only its description is read."""
     asked = {name: value for name, value in asdict(options).items() if name not in NOT_PART_OF_THE_KEY}
     facts = {
-        "task": [task.name, task.precision, task.global_batch, re.sub(r"0x[0-9a-f]+", "", repr(sorted(vars(task).items())))],
+        "task": [
+            task.name,
+            task.precision,
+            task.global_batch,
+            re.sub(r"0x[0-9a-f]+", "", repr(sorted(vars(task).items()))),
+        ],
         "sources": _sources([type(task), *{type(part) for part in model.modules()}]),
         "model": repr(model),
         "tensors": [(name, list(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model)],

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +93,8 @@ def _differs(rig: Rig, batch: Any) -> tuple[bool, float]:
     return difference > TOLERANCE.get(whole.dtype, 2e-2) or whole.count != halves.count, difference
 
 
-class _Value(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Value:
     mean: float
     count: float
     dtype: torch.dtype
@@ -104,7 +105,9 @@ def _value(rig: Rig, parts: Any) -> _Value:
     losses = [rig.task.loss(rig.model, part) for part in parts]
     count = sum(float(loss.count) for loss in losses)
     if count == 0:
-        raise TaskError(f"task {rig.task.name}: its loss counted nothing on a dummy batch of {sum(map(rows_of, parts))} rows")
+        raise TaskError(
+            f"task {rig.task.name}: its loss counted nothing on a dummy batch of {sum(map(rows_of, parts))} rows"
+        )
     return _Value(sum(float(loss.sum) for loss in losses) / count, count, losses[0].sum.dtype)
 
 

@@ -1,12 +1,12 @@
 """From a task to a plan: probe small, model, search the levers, verify with a real step, return only what ran.
 
-    find the target ─► key ─► cached plan?  yes ─► done, no probe
-                                no
-                                 ▼
-    model on the device ─► warm up ─► may it be cut? ─► trial without checkpointing: survey, largest, fastest
-                                                              │ does not fit, or speed still rises with the rows
-                                                              ▼
-                                                     trial with checkpointing ─► the faster of the two ─► plan
+find the target ─► key ─► cached plan?  yes ─► done, no probe
+                            no
+                             ▼
+model on the device ─► warm up ─► may it be cut? ─► trial without checkpointing: survey, largest, fastest
+                                                          │ does not fit, or speed still rises with the rows
+                                                          ▼
+                                                 trial with checkpointing ─► the faster of the two ─► plan
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import BadOption, DoesNotFit, TaskError
-from brimful.memory.oom import free_unused, is_oom
+from brimful.memory.oom import empty_cache, is_oom
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.plan import cache
 from brimful.plan.options import FitOptions
@@ -63,6 +63,7 @@ def fit(
             plan = Trials(rig, target, options, shape, progress).plan(key)
     finally:
         random_state.restore()
+        empty_cache(target.device)
     warning = cache.keep(plan) if options.cache else None
     return plan if warning is None else plan.warned(warning)
 
@@ -125,7 +126,6 @@ def _rig(
     autocast, _ = target.autocast(options.precision, task.precision)
     if model is None:
         yield make_rig(task, _build(task, described, target), None, target, autocast)
-        free_unused(target.device)
         return
     rig = make_rig(task, model, optimizer, target, autocast)
     state = TrainingState(model, rig.optimizer)
@@ -134,7 +134,6 @@ def _rig(
         yield rig
     finally:
         state.restore()
-        free_unused(target.device)
 
 
 def _build(task: Task, described: nn.Module, target: Target) -> nn.Module:

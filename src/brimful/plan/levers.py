@@ -56,7 +56,9 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
         return Lever(functools.partial(_hugging_face, model), "the model's own method")
     blocks = repeated_blocks(model)
     if not blocks:
-        return Lever(None, "not offered: the model has no method for it and no repeated blocks in a ModuleList or Sequential")
+        return Lever(
+            None, "not offered: the model has no method for it and no repeated blocks in a ModuleList or Sequential"
+        )
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
         return Lever(None, "not offered: its blocks hold BatchNorm, whose running statistics would be updated twice")
     return Lever(functools.partial(_wrap, blocks), f"over {len(blocks)} repeated blocks")
@@ -101,7 +103,7 @@ def _hugging_face(model: Any, on: bool) -> None:
 def _wrap(blocks: list[nn.Module], on: bool) -> None:
     for block in blocks:
         if on:
-            block.forward = functools.partial(_checkpointed, block, block.forward)  # type: ignore[method-assign]
+            block.forward = functools.partial(_checkpointed, block, block.forward)
         else:
             del block.forward  # the instance's wrapper goes, the class's method is back
 

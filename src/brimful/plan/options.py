@@ -77,7 +77,9 @@ def _whole_numbers(options: FitOptions) -> list[str]:
 
 
 def _shares(options: FitOptions) -> list[str]:
-    problems = [] if 0 < options.fill <= 1 else [f"--fill {options.fill}: give a share above 0 and up to 1, such as 0.85"]
+    problems = (
+        [] if 0 < options.fill <= 1 else [f"--fill {options.fill}: give a share above 0 and up to 1, such as 0.85"]
+    )
     processes, rows = options.processes, options.global_batch
     if not _whole_numbers(options) and rows is not None and rows < processes:
         problems.append(f"--global-batch {rows}: {processes} processes need at least a row each")

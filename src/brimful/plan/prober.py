@@ -50,29 +50,36 @@ class Prober:
         self._progress(f"{'verify' if reserved else 'probe'} {show_size(rows, shape)}")
         return self._attempt(lambda: self._metered(rows, shape, mode, reserved))
 
-    def time(self, rows: int, shape: Shape, *, whole: bool) -> tuple[float, Probe | None] | OutOfMemory:
+    def peak_without_limit(self, rows: int, shape: Shape) -> int | None:
+        """What a step of this size would take if nothing limited it; None where only the device could tell."""
+        if has_peak_statistics(self.rig.device):
+            return None
+        result = self._attempt(lambda: self._metered(rows, shape, "whole", reserved=False, limited=False))
+        return None if isinstance(result, OutOfMemory) else result.peak_bytes
+
+    def time(self, rows: int, shape: Shape, *, whole: bool, reserved: bool) -> tuple[float, Probe | None] | OutOfMemory:
         """Median seconds of forward and backward: warmed up, synchronised, outside any ledger.
 
         Where the device keeps peaks by itself, the warm-up is metered and comes as a reading.
         """
         self._progress(f"time {show_size(rows, shape)}")
-        return self._attempt(lambda: self._timed(rows, shape, whole))
+        return self._attempt(lambda: self._timed(rows, shape, whole, reserved))
 
-    def warm_up(self, shape: Shape) -> OutOfMemory | None:
-        """One row, unmetered: checks the task, and makes the optimizer allocate the state that it keeps from then on."""
-        self._progress(f"warm up with {show_size(1, shape)}")
-        batch = self.batch(1, shape)
-        failure = attempt(lambda: self._first_step(batch, shape), self.rig.device)
+    def warm_up(self, rows: int, shape: Shape) -> OutOfMemory | None:
+        """One unmetered step: checks the task, and makes the optimizer allocate the state that it keeps from then on."""
+        self._progress(f"warm up with {show_size(rows, shape)}")
+        batch = self.batch(rows, shape)
+        failure = attempt(lambda: self._first_step(batch, rows, shape), self.rig.device)
         self.rig.drop_gradients()
         self.ooms += failure is not None
         self.fixed_bytes = self._fixed()
         return failure
 
-    def _first_step(self, batch: Any, shape: Shape) -> None:
-        with blame(self.rig.task, "loss", f"a dummy batch of {show_size(1, shape)}"):
+    def _first_step(self, batch: Any, rows: int, shape: Shape) -> None:
+        with blame(self.rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
             with self.rig.opened():
                 _check_loss(self.rig.task, self.rig.task.loss(self.rig.model, to_device(batch, self.rig.device)))
-            self.rig.step([batch], 1)
+            self.rig.step([batch], rows)
 
     def _fixed(self) -> int:
         """What lives through every step: weights, buffers, optimizer state, and on a card the libraries' workspaces."""
@@ -81,10 +88,10 @@ class Prober:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _held(self.rig)}
         return sum(storages.values())
 
-    def optimizer_seconds(self, shape: Shape) -> float:
+    def optimizer_seconds(self, rows: int, shape: Shape) -> float:
         """Time of what happens once a step: scaling the gradients, the optimizer, dropping the gradients."""
         with _disable_current_modes():
-            self.rig.micro(self.batch(1, shape), 1)
+            self.rig.micro(self.batch(rows, shape), rows)
             return self._clock(lambda: self.rig.finish(1.0))
 
     def batch(self, rows: int, shape: Shape) -> Any:
@@ -102,11 +109,11 @@ class Prober:
         self.ooms += isinstance(result, OutOfMemory)
         return result
 
-    def _metered(self, rows: int, shape: Shape, mode: Mode, reserved: bool) -> Probe:
+    def _metered(self, rows: int, shape: Shape, mode: Mode, reserved: bool, limited: bool = True) -> Probe:
         rig, device = self.rig, self.rig.device
         if mode == "later":
             rig.hold_gradients()
-        limit = None if has_peak_statistics(device) else self.target.limit_bytes
+        limit = self.target.limit_bytes if limited else None
         metered = meter(device, limit_bytes=limit, adopt=_held(rig), reserved=reserved)
         with metered, blame(rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
             if mode == "later":
@@ -118,11 +125,11 @@ class Prober:
         phases = {name: peak for name, peak in reading.phases.items() if name != "idle"}
         return Probe(rows=rows, shape=shape, phases=phases, reserved_bytes=reading.reserved_bytes)
 
-    def _timed(self, rows: int, shape: Shape, whole: bool) -> tuple[float, Probe | None]:
+    def _timed(self, rows: int, shape: Shape, whole: bool, reserved: bool) -> tuple[float, Probe | None]:
         with _disable_current_modes():
             reading = None
             if has_peak_statistics(self.rig.device):
-                reading = self._metered(rows, shape, "whole" if whole else "later", reserved=True)
+                reading = self._metered(rows, shape, "whole" if whole else "later", reserved)
             batch, times = self.batch(rows, shape), list[float]()
             if reading is None:
                 self.rig.micro(batch, rows)
@@ -184,11 +191,15 @@ def _held(rig: Rig) -> Iterator[torch.Tensor]:
 
 def _check_loss(task: Task, loss: Any) -> None:
     if not isinstance(loss, Loss):
-        raise TaskError(f"task {task.name}: its loss returned a {type(loss).__name__}; return brimful.Loss(sum=…, count=…)")
+        raise TaskError(
+            f"task {task.name}: its loss returned a {type(loss).__name__}; return brimful.Loss(sum=…, count=…)"
+        )
     if not isinstance(loss.sum, torch.Tensor) or loss.sum.numel() != 1 or not loss.sum.requires_grad:
         raise TaskError(f"task {task.name}: Loss.sum must be one number that depends on the model's trainable weights")
     value, count = float(loss.sum.detach()), float(loss.count)
     if not math.isfinite(value):
-        raise TaskError(f"task {task.name}: its loss is {value} at the first probe, before any training; check dummy() and loss()")
+        raise TaskError(
+            f"task {task.name}: its loss is {value} at the first probe, before any training; check dummy() and loss()"
+        )
     if count <= 0:
         raise TaskError(f"task {task.name}: its loss counted {count:g} on a dummy batch; Loss.count must be above 0")

@@ -40,7 +40,9 @@ def choices(d: Decision) -> tuple[Choice, ...]:
         _choice("accumulation", None, timing.accumulation, _accumulation_why(d), "measured"),
         _choice("checkpointing", _unless_auto(o.checkpointing), d.checkpointing, d.checkpointing_why, "measured"),
         _choice("precision", o.precision, d.precision, d.precision_why, "asked"),
-        _choice("exactness", "inexact allowed" if o.allow_inexact else None, _exactness(d), d.exactness.sentence, "measured"),
+        _choice(
+            "exactness", "inexact allowed" if o.allow_inexact else None, _exactness(d), d.exactness.sentence, "measured"
+        ),
     )
 
 
@@ -87,4 +89,3 @@ def _exactness(d: Decision) -> str:
 
 def _unless_auto(value: str) -> str | None:
     return None if value == "auto" else value
-

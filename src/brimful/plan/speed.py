@@ -14,8 +14,8 @@ SAME_SPEED = 0.02
 """Speeds this close are the same."""
 START_AT = 1
 """How often the largest size is halved for the first one that is timed."""
-STILL_RISING = 1.10
-"""The largest size is this much faster than half of it where more rows would pay."""
+STILL_RISING = 1.25
+"""The largest size is this much faster than half of it where more rows would clearly pay, noise aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class Speed:
         if not others:
             return f"{show_rate(self.chosen.rows_per_s)} rows/s, the only size there is to choose"
         best = max(t.rows_per_s for t in self.timed)
-        verdict = "fastest" if self.chosen.rows_per_s == best else f"within {SAME_SPEED:.0%} of the fastest, with less memory"
+        verdict = (
+            "fastest" if self.chosen.rows_per_s == best else f"within {SAME_SPEED:.0%} of the fastest, with less memory"
+        )
         return f"{verdict}: {show_rate(self.chosen.rows_per_s)} rows/s, against {said}"
 
 
@@ -58,11 +60,12 @@ def micro_rows(step_rows: int, accumulation: int) -> int:
 
 
 def find_fastest(
-    step_rows: int, largest: int, seconds: Callable[[int], float], once_s: float, *, only: bool = False
+    step_rows: int, largest: int, seconds: Callable[[int], float], once_s: float, *, least: int = 1, only: bool = False
 ) -> Speed:
     """Climb from half of the largest size as long as speed grows; where it does not, look below.
 
-    `seconds(rows)` times one micro-batch, `once_s` is what the optimizer takes; `only` times the largest alone.
+    `seconds(rows)` times one micro-batch, `once_s` is what the optimizer takes; no size below `least` is tried; `only` times the
+    largest alone.
     """
 
     def timing(rows: int, accumulation: int) -> Timing:
@@ -72,7 +75,7 @@ def find_fastest(
     if only:
         only_one = timing(largest, fewest)
         return Speed(only_one, (only_one,))
-    cuts = _halvings(step_rows, fewest)
+    cuts = _halvings(step_rows, fewest, least)
     at = min(START_AT, len(cuts) - 1)
     timed = {at: timing(*cuts[at])}
     for direction in (-1, +1):
@@ -87,11 +90,10 @@ def find_fastest(
     return Speed(chosen, tuple(timed[index] for index in sorted(timed)))
 
 
-def _halvings(step_rows: int, fewest: int) -> list[tuple[int, int]]:
-    """(rows, accumulation) for the fewest micro-batches, twice as many, four times as many …, down to single rows."""
+def _halvings(step_rows: int, fewest: int, least: int) -> list[tuple[int, int]]:
+    """(rows, accumulation) for the fewest micro-batches, twice as many, four times as many …, down to the least rows."""
     cuts = [(micro_rows(step_rows, fewest), fewest)]
-    while cuts[-1][0] > 1:
-        accumulation = 2 * cuts[-1][1]
+    while micro_rows(step_rows, accumulation := 2 * cuts[-1][1]) >= least and cuts[-1][0] > 1:
         cuts.append((micro_rows(step_rows, accumulation), accumulation))
     return cuts
 

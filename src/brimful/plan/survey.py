@@ -33,11 +33,13 @@ SURE_OF_MODEL = 0.7
 class Survey:
     """What was read at one setting of the levers, the model of it, and what it leads to."""
 
-    def __init__(self, prober: Prober, worst: Shape, most: int) -> None:
+    def __init__(self, prober: Prober, worst: Shape, most: int, *, least: int = 1) -> None:
         self.prober = prober
         self.worst = worst
         self.most = most
         """Rows of the step in one process: a micro-batch of as many is the whole step."""
+        self.least = least
+        """Fewer rows are never run: BatchNorm refuses a single one."""
         self.shape_note = ""
         self._readings: dict[tuple[int, Shape], Probe] = {}
         self._failed: set[tuple[int, Shape]] = set()
@@ -62,7 +64,8 @@ class Survey:
     def time(self, rows: int) -> float:
         """Seconds of one micro-batch of the worst shape; what that tells of memory is kept too."""
         self._foresee(rows, self.worst)
-        result = self.prober.time(rows, self.worst, whole=rows == self.most)
+        top = 2 * rows > max(self._at_worst(), default=0)  # likely the one to be chosen: read reserved bytes at once
+        result = self.prober.time(rows, self.worst, whole=rows == self.most, reserved=top)
         if isinstance(result, OutOfMemory):
             self._learn(rows, self.worst, result)
             return math.inf
@@ -77,15 +80,15 @@ class Survey:
             if not (self.shape_note and shape != self.worst) and self._safe(rows, shape):
                 self._read_any_shape(rows, shape, mode)
         if not self._readings:
-            self.read(1, self._shorter(4))
-        if self._readings and not self._at_worst() and self.predicted(1) <= self._limit:
-            self.read(1, self.worst)
+            self.read(self.least, self._shorter(4))
+        if self._readings and not self._at_worst() and self.predicted(self.least) <= self._limit:
+            self.read(self.least, self.worst)
         self._surveyed = True
 
     def explore_beside(self, other: int) -> None:
         """Two probes at sizes that fitted with a lever that saves less: enough to tell where this one leads."""
-        for rows in (max(1, other // 2), other):
-            self.read(rows, self.worst, "full")
+        for rows in (max(self.least, other // 2), other):
+            self.read(rows, self.worst)
         self._surveyed = True
 
     def largest(self, budget_bytes: int) -> int:
@@ -115,10 +118,6 @@ class Survey:
             if rows and self.predicted(rows, shape) <= self._limit:
                 self.read(rows, shape)
 
-    def needed_bytes(self) -> int:
-        """The limit that one row of the worst shape would take, as predicted, at the same fill."""
-        return round(self.predicted(1) / self.prober.target.fill)
-
     def said(self, rows: int) -> int:
         """The peak predicted for so many rows of the worst shape by a model that had not seen them."""
         others = [probe for at, probe in self._readings.items() if at != (rows, self.worst)]
@@ -128,11 +127,15 @@ class Survey:
         return self._foreseen.get((rows, self.worst), unseen)
 
     @property
+    def readings(self) -> int:
+        return len(self._readings)
+
+    @property
     def read_at_worst(self) -> bool:
         return bool(self._at_worst())
 
     def _ladder(self) -> Iterator[tuple[int, Shape, Mode]]:
-        few, some, more = (min(n, max(1, self.most - 1)) for n in (2, 4, 8))
+        few, some, more = (min(n, max(self.least, self.most - 1)) for n in (2, 4, 8))
         thorough = not self._on_card  # a ledger's peaks bend more at small sizes; a card's new shapes cost 0.2 s each
         if self.worst:
             short, middle = self._shorter(4), self._shorter(2)
@@ -142,9 +145,8 @@ class Survey:
             for axis, longest in enumerate(self.worst):
                 if len(self.worst) > 1:
                     yield some, (*short[:axis], longest, *short[axis + 1 :]), "later"
-            yield few, middle, "later"
-            if thorough:
-                yield some, middle, "later"
+            if thorough or len(self.worst) == 1:
+                yield from ((few, middle, "later"), (some, middle, "later"))
         yield few, self.worst, "full"
         if thorough:
             yield some, self.worst, "full"

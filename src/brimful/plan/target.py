@@ -78,10 +78,14 @@ def find_target(options: FitOptions) -> Target:
         free, free_reason = _card_free(device)
         name = torch.get_device_module(device).get_device_name(device)
     asked = options.memory_limit_bytes
-    if asked is not None and asked > free and device.type != "cpu":
-        raise DeviceBusy(f"--memory-limit {show_bytes(asked)}: only {show_bytes(free)} are free on {name} ({device}){_who(device)}")
+    if asked is not None and asked > free + MiB and device.type != "cpu":
+        raise DeviceBusy(
+            f"--memory-limit {show_bytes(asked)}: only {show_bytes(free)} are free on {name} ({device}){_who(device)}"
+        )
     if asked is None and free < SMALLEST_USEFUL:
-        raise DeviceBusy(f"{name} ({device}) is full: {show_bytes(free)} are free{_who(device)}; free it or choose another --device")
+        raise DeviceBusy(
+            f"{name} ({device}) is full: {show_bytes(free)} are free{_who(device)}; free it or choose another --device"
+        )
     limit, reason = (free, free_reason) if asked is None else (asked, "as asked for")
     return Target(
         device=device,
@@ -106,7 +110,9 @@ def _find_device(asked: str) -> torch.device:
         return torch.device("cpu")
     there = torch.accelerator.current_accelerator(check_available=True)
     if there is None or there.type != device.type:
-        raise DeviceBusy(f"--device {asked}: torch {torch.__version__} sees {'no accelerator' if there is None else there.type}")
+        raise DeviceBusy(
+            f"--device {asked}: torch {torch.__version__} sees {'no accelerator' if there is None else there.type}"
+        )
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
         raise DeviceBusy(f"--device {asked}: there are only {count} of them, numbered from 0")

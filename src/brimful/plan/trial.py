@@ -3,6 +3,9 @@
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Literal
+
+import torch
 
 from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
 from brimful.memory.bare import Rig
@@ -24,6 +27,8 @@ WORTH_CHECKPOINTING = 1.03
 """Checkpointing must be this much faster to be chosen where the step fits without it."""
 CHALLENGE_AT = 0.95
 """The share of the budget for the size at which checkpointing is first timed: two probes predict it, none has read it."""
+PRECISION_OF: dict[torch.dtype | None, Literal["fp32", "bf16", "fp16"]]
+PRECISION_OF = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ROWS_TO_COMPARE = 8
 """Rows of the batch that is compared with its halves."""
 
@@ -70,19 +75,20 @@ class Trials:
         if self.options.checkpointing == "on" and not (self.lever.offered or self.lever.already_on):
             raise BadOption(f"--checkpointing on: {self.lever.how}")
         short = tuple(max(1, length // 4) for length in self.shape)
+        rows = min(2, self.most)  # a single row is refused by BatchNorm
         try:
-            failure = self.prober.warm_up(short)
+            failure = self.prober.warm_up(rows, short)
         except TaskError:
             if short == self.shape:
                 raise
             short = self.shape  # a model of fixed input size, or a task at fault: its own worst shape tells
-            failure = self.prober.warm_up(short)
+            failure = self.prober.warm_up(rows, short)
         if failure is not None or self.prober.fixed_bytes > self.target.limit_bytes:
             raise self._fixed_part_too_large()
-        self.once_s = self.prober.optimizer_seconds(short)
-        rows = min(ROWS_TO_COMPARE, sum(self.deal))
-        if rows > 1:
-            self.exactness = check_exactness(self.rig, self.prober.batch(rows, short))
+        self.once_s = self.prober.optimizer_seconds(rows, short)
+        compared = min(ROWS_TO_COMPARE, sum(self.deal))
+        if compared > 1:
+            self.exactness = check_exactness(self.rig, self.prober.batch(compared, short))
 
     def _choose(self) -> tuple[Trial, str]:
         """The trial to go with, and why its checkpointing is as it is."""
@@ -105,29 +111,35 @@ class Trials:
         assert plain.speed is not None
         off = plain.speed.chosen.rows_per_s
         with self.lever.set(True):
-            survey = Survey(self.prober, self.shape, self.most)
+            survey = Survey(self.prober, self.shape, self.most, least=self._least)
             survey.explore_beside(plain.largest)
-            rows = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
-            first = find_fastest(self.most, max(rows, 1), survey.time, self.once_s, only=True).chosen
+            most = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
+            rows = micro_rows(self.most, micro_rows(self.most, max(most, 1)))
+            first = find_fastest(self.most, rows, survey.time, self.once_s, only=True).chosen
             if first.rows_per_s <= WORTH_CHECKPOINTING * off:
                 said = f"{show_rate(first.rows_per_s)} rows/s with it at {first.rows} rows, {show_rate(off)} without"
                 return plain, said
             largest = survey.largest(self.target.budget_bytes)
-            speed = find_fastest(self.most, largest, survey.time, self.once_s)
+            speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least)
         said = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.how}"
         return Trial(survey, largest, speed, True), said
 
     def _try(self, checkpointed: bool) -> Trial:
         with self.lever.set(checkpointed):
-            survey = Survey(self.prober, self.shape, self.most)
+            survey = Survey(self.prober, self.shape, self.most, least=self._least)
             survey.explore()
             largest = survey.largest(self.target.budget_bytes) if survey.read_at_worst else 0
             rows = self._allowed_rows(survey, largest)
             if rows == 0:
                 return Trial(survey, largest, None, checkpointed)
             fixed = self.options.micro_batch != "auto"
-            speed = find_fastest(self.most, rows, survey.time, self.once_s, only=fixed or self._must_stay_whole)
+            only = fixed or self._must_stay_whole
+            speed = find_fastest(self.most, rows, survey.time, self.once_s, least=self._least, only=only)
             return Trial(survey, largest, speed, checkpointed)
+
+    @property
+    def _least(self) -> int:
+        return min(2, self.most) if self.exactness.batch_norm else 1
 
     @property
     def _must_stay_whole(self) -> bool:
@@ -167,28 +179,34 @@ class Trials:
 
     def _shortfall(self, trial: Trial) -> str:
         if trial.largest == 0:
-            return f"one row would need {show_bytes(trial.survey.predicted(1))} as predicted"
+            return "not even one row fits"
         return f"at most {trial.largest} rows fit"
 
     def _one_row_too_large(self, trial: Trial) -> DoesNotFit:
-        needed, fixed = trial.survey.needed_bytes(), self.prober.fixed_bytes
-        tips = [f"give --memory-limit {show_bytes(needed)} or more"]
-        if trial.survey.predicted(1) <= self.target.limit_bytes:
-            tips.append(f"--fill {trial.survey.predicted(1) / self.target.limit_bytes + 0.01:.2f}")
+        """What one row takes: counted on the CPU, predicted on a card, a lower bound where nothing could be read."""
+        with self.lever.set(trial.checkpointed):
+            peak, basis = self.prober.peak_without_limit(self._least, self.shape), ""
+        if peak is None and trial.survey.readings:
+            peak, basis = trial.survey.predicted(self._least), " as predicted"
+        elif peak is None:
+            peak, basis = self.prober.fixed_bytes + self._gradient_bytes(), " at the very least"
+        limit = self.target.limit_bytes
+        tips = [f"give --memory-limit {show_bytes(1.001 * peak / self.target.fill)} or more"]
+        if 1.01 * peak <= limit:
+            tips.append(f"--fill {peak / limit + 0.01:.2f}")
         if self.lever.offered and not trial.checkpointed:
             tips.append("--checkpointing auto")
         if self.shape:
             tips.append("shorter --lengths")
         return DoesNotFit(
-            f"{show_size(1, self.shape)} needs {show_bytes(trial.survey.predicted(1))} as predicted, {show_bytes(fixed)} of it "
+            f"{show_size(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, {show_bytes(self.prober.fixed_bytes)} of it "
             f"weights and optimizer state, and {self.target.fill:.0%} of the limit are {show_bytes(self.target.budget_bytes)}"
             f"{self.target.holders}: {', or '.join(tips)}",
-            needed_bytes=needed,
+            needed_bytes=round(peak / self.target.fill) + 1,
         )
 
     def _fixed_part_too_large(self) -> DoesNotFit:
-        grads = sum(p.numel() * p.element_size() for p in self.rig.model.parameters() if p.requires_grad)
-        fixed = self.prober.fixed_bytes
+        fixed, grads = self.prober.fixed_bytes, self._gradient_bytes()
         return DoesNotFit(
             f"weights, optimizer state and gradients take {show_bytes(fixed + grads)} before any row, and the limit is "
             f"{show_bytes(self.target.limit_bytes)}{self.target.holders}: give --memory-limit "
@@ -196,12 +214,15 @@ class Trials:
             needed_bytes=round((fixed + grads) / self.target.fill),
         )
 
+    def _gradient_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.rig.model.parameters() if p.requires_grad)
+
     def _assemble(self, trial: Trial, chosen: Probe, why: str, key: str) -> Plan:
         assert trial.speed is not None
         survey, timing = trial.survey, trial.speed.chosen
         on = trial.checkpointed or self.lever.already_on
         autocast, precision_why = self.target.autocast(self.options.precision, self.rig.task.precision)
-        precision = {None: "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}[autocast and str(autocast)]
+        precision = PRECISION_OF[autocast]
         decision = Decision(
             options=self.options, task=self.rig.task, target=self.target, deal=self.deal, largest=trial.largest,
             speed=trial.speed, exactness=self.exactness, checkpointing="on" if on else "off", checkpointing_why=why,
@@ -233,7 +254,9 @@ class Trials:
             probes=self.prober.probes,
             fit_s=time.perf_counter() - self.started,
             levers=Levers(checkpointing="on" if on else "off", compile="off", chunked_loss="off", precision=precision),
-            host=HostPlan(workers=None, pin_memory=None, predicted_bytes=None, limit_bytes=self.target.host_limit_bytes),
+            host=HostPlan(
+                workers=None, pin_memory=None, predicted_bytes=None, limit_bytes=self.target.host_limit_bytes
+            ),
             choices=choices(decision),
             warnings=warnings(decision),
             key=key,

@@ -80,7 +80,9 @@ def _footer(plan: Plan) -> Text:
     if plan.cached:
         lines.append(f"found in   the plan of {plan.created}, no probe run (--no-cache fits anew)")
     else:
-        lines.append(f"found in   {show_seconds(plan.fit_s)} with {plan.probes} probes and {plan.ooms} out-of-memory errors")
+        lines.append(
+            f"found in   {show_seconds(plan.fit_s)} with {plan.probes} probes and {plan.ooms} out-of-memory errors"
+        )
     return Text("\n".join(lines))
 
 

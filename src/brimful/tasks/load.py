@@ -86,5 +86,7 @@ def _as_task(value: Any, spec: str) -> Task:
         except Exception as error:
             raise TaskError(f"{spec} cannot be called: {type(error).__name__}: {error}") from error
     if not isinstance(value, Task):
-        raise TaskError(f"{spec} is a {type(value).__name__}, not a brimful.Task, a subclass of it or a function that returns one")
+        raise TaskError(
+            f"{spec} is a {type(value).__name__}, not a brimful.Task, a subclass of it or a function that returns one"
+        )
     return value

@@ -52,7 +52,7 @@ class Pretrain(Task):
 
         s = SIZES[self.size]
         return T5ForConditionalGeneration(
-            T5Config(
+            T5Config(  # type: ignore[call-arg]
                 d_model=s.d_model, d_ff=s.d_ff, d_kv=s.d_kv, num_heads=s.heads, vocab_size=s.vocab,
                 num_layers=s.layers, num_decoder_layers=s.layers,
                 pad_token_id=PAD, eos_token_id=EOS, decoder_start_token_id=PAD,

@@ -1,0 +1,296 @@
+"""A fit runs without OOM, predicts what it measures, returns what ran, and leaves no trace."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import brimful
+from brimful import Plan, fit
+from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
+from tests.plan.small import Normed, Pairs, Tagger
+
+LIMIT = "4MiB"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return fit(Tagger(), memory_limit=LIMIT, device="cpu", cache=False)
+
+
+def test_no_oom_on_the_way(plan):
+    assert plan.ooms == 0
+
+
+def test_the_prediction_was_right(plan):
+    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
+    assert plan.largest_predicted_peak_bytes == pytest.approx(plan.largest_measured_peak_bytes, rel=0.03)
+
+
+def test_the_budget_holds_and_one_row_more_would_break_it(plan):
+    assert plan.largest_measured_peak_bytes <= plan.budget_bytes
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert plan.one_more_predicted_peak_bytes > plan.budget_bytes
+
+
+def test_the_largest_size_really_runs_under_the_limit_and_twice_as_many_rows_do_not(plan):
+    task = Tagger()
+    model = task.model()
+    optimizer = task.optimizer(model)
+
+    def step(rows):
+        for _ in range(2):  # gradients of the first wait during the second
+            loss = task.loss(model, task.dummy(rows, task.worst_shape))
+            loss.sum.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1)
+    with brimful.virtual_memory(LIMIT):
+        step(plan.largest_micro_batch)
+    with pytest.raises(torch.OutOfMemoryError), brimful.virtual_memory(LIMIT):
+        step(2 * plan.largest_micro_batch)
+
+
+def test_the_global_batch_is_exact(plan):
+    assert plan.global_batch == 50
+    assert plan.micro_batch * (plan.accumulation - 1) < 50 <= plan.micro_batch * plan.accumulation
+
+
+def test_250_rows_on_3_processes_are_84_83_83():
+    plan = fit(Tagger(), memory_limit=LIMIT, device="cpu", cache=False, global_batch=250, processes=3)
+    assert plan.deal == (84, 83, 83)
+    assert plan.accumulation == -(-84 // plan.micro_batch)
+
+
+def test_a_plan_survives_its_json(plan):
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_every_choice_has_a_reason_and_a_basis(plan):
+    names = [choice.name for choice in plan.choices]
+    assert {
+        "device",
+        "memory_limit",
+        "global_batch",
+        "micro_batch",
+        "accumulation",
+        "checkpointing",
+        "precision",
+    } <= set(names)
+    assert all(choice.reason and choice.basis in ("measured", "predicted", "asked") for choice in plan.choices)
+
+
+@pytest.mark.parametrize("checkpointing", ["on", "off"])
+def test_checkpointing_stays_as_fixed(checkpointing):
+    plan = fit(Tagger(), memory_limit=LIMIT, device="cpu", cache=False, checkpointing=checkpointing)
+    assert plan.levers.checkpointing == checkpointing
+    assert plan.choice("checkpointing").basis == "asked"
+
+
+def test_checkpointing_fits_more_rows(plan):
+    on = fit(Tagger(), memory_limit=LIMIT, device="cpu", cache=False, checkpointing="on", global_batch=500)
+    off = fit(Tagger(), memory_limit=LIMIT, device="cpu", cache=False, checkpointing="off", global_batch=500)
+    assert on.largest_micro_batch > off.largest_micro_batch
+
+
+@pytest.mark.parametrize("asked", [{"micro_batch": 7}, {"precision": "bf16"}, {"fill": 0.5}, {"global_batch": 33}])
+def test_what_is_fixed_stays_fixed(asked):
+    plan = fit(Tagger(), memory_limit=LIMIT, device="cpu", cache=False, **asked)
+    (name, value), *_ = asked.items()
+    assert (plan.levers.precision if name == "precision" else getattr(plan, name)) == value
+
+
+def test_a_fixed_micro_batch_above_the_step_is_shown_with_what_it_became():
+    plan = fit(Tagger(), memory_limit="64MiB", device="cpu", cache=False, global_batch=8, micro_batch=32)
+    choice = plan.choice("micro_batch")
+    assert (choice.requested, choice.effective) == (32, 8)
+
+
+def test_a_fixed_micro_batch_that_cannot_fit_is_refused_with_what_would():
+    with pytest.raises(BadOption, match=r"--micro-batch 500: .* at most \d+ fit"):
+        fit(
+            Tagger(),
+            memory_limit=LIMIT,
+            device="cpu",
+            cache=False,
+            global_batch=1000,
+            micro_batch=500,
+            checkpointing="off",
+        )
+
+
+def test_the_square_of_the_rows_is_found():
+    plan = fit(Pairs(), memory_limit="64MiB", device="cpu", cache=False, global_batch=20000, allow_inexact=True)
+    small = [probe for probe in plan.memory_model.probes if probe.rows <= 8]
+    slope = (small[-1].peak_bytes - small[0].peak_bytes) / (small[-1].rows - small[0].rows)
+    straight = (plan.budget_bytes - small[0].peak_bytes) / slope
+    assert straight > 5 * plan.largest_micro_batch, "a straight line through small batches is wrong by a factor"
+    assert plan.largest_predicted_peak_bytes == pytest.approx(plan.largest_measured_peak_bytes, rel=0.03)
+    assert plan.ooms == 0
+
+
+def test_a_loss_across_rows_is_kept_whole():
+    plan = fit(Pairs(), memory_limit="512MiB", device="cpu", cache=False, global_batch=500)
+    assert (plan.micro_batch, plan.accumulation) == (500, 1)
+
+
+def test_a_loss_across_rows_that_would_have_to_be_cut_is_refused():
+    with pytest.raises(Inexact, match="looks across rows.*--allow-inexact"):
+        fit(Pairs(), memory_limit="64MiB", device="cpu", cache=False)
+
+
+def test_a_loss_across_rows_is_cut_when_allowed_with_a_warning():
+    plan = fit(Pairs(), memory_limit="64MiB", device="cpu", cache=False, allow_inexact=True)
+    assert plan.accumulation > 1
+    assert any("looks across rows" in warning for warning in plan.warnings)
+
+
+def test_batch_norm_warns_and_goes_on():
+    plan = fit(Normed(), memory_limit=LIMIT, device="cpu", cache=False)
+    assert any("BatchNorm" in warning for warning in plan.warnings)
+
+
+def test_data_gives_the_longest_lengths(tmp_path):
+    class WithRows(Tagger):
+        def rows(self, data):
+            return [list(range(10)), list(range(33))]
+
+        def shape(self, row):
+            return (len(row),)
+
+    assert fit(WithRows(), data="x", memory_limit=LIMIT, device="cpu", cache=False).shape == (33,)
+
+
+def test_a_model_of_fixed_input_size_is_fitted_by_rows_alone():
+    class Fixed(Tagger):
+        def loss(self, model, batch):
+            assert batch["ids"].shape[1] == 64, "only 64 tokens"
+            return super().loss(model, batch)
+
+    plan = fit(Fixed(), memory_limit=LIMIT, device="cpu", cache=False)
+    assert {probe.shape for probe in plan.memory_model.probes} == {(64,)}
+    assert any("only the worst shape" in warning for warning in plan.warnings)
+
+
+class TestNothingIsLeftBehind:
+    @pytest.fixture
+    def trained(self):
+        torch.manual_seed(1)
+        task = Normed()
+        model = task.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            task.loss(model, task.dummy(8, ())).sum.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        return task, model, optimizer
+
+    def test_weights_buffers_and_modes(self, trained):
+        task, model, optimizer = trained
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        fit(task, model=model, optimizer=optimizer, memory_limit=LIMIT, cache=False)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert not any(module.training for module in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_optimizer_state(self, trained):
+        task, model, optimizer = trained
+        before = [{k: torch.as_tensor(v).clone() for k, v in state.items()} for state in optimizer.state.values()]
+        fit(task, model=model, optimizer=optimizer, memory_limit=LIMIT, cache=False)
+        after = list(optimizer.state.values())
+        assert len(before) == len(after) > 0
+        for old, new in zip(before, after, strict=True):
+            assert all(torch.equal(old[key], torch.as_tensor(new[key])) for key in old)
+
+    def test_a_fresh_optimizer_stays_fresh(self):
+        task = Tagger()
+        model = task.model()
+        optimizer = task.optimizer(model)
+        fit(task, model=model, optimizer=optimizer, memory_limit=LIMIT, cache=False)
+        assert not optimizer.state
+
+    def test_random_state(self):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        expected = random.random(), np.random.rand(), torch.rand(3)
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        fit(Tagger(), memory_limit=LIMIT, device="cpu", cache=False)
+        assert (random.random(), np.random.rand()) == expected[:2]
+        assert torch.equal(torch.rand(3), expected[2])
+
+    def test_a_lever_is_switched_off_again(self):
+        task = Tagger()
+        model = task.model()
+        fit(task, model=model, memory_limit=LIMIT, cache=False, checkpointing="on")
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    def test_also_after_a_failure(self, trained):
+        task, model, optimizer = trained
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(DoesNotFit):
+            fit(task, model=model, optimizer=optimizer, memory_limit="40KiB", cache=False)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class TestBadTasks:
+    def test_dummy_and_loss_that_disagree(self):
+        class Disagrees(Tagger):
+            def dummy(self, rows, shape):
+                return {"tokens": torch.zeros(rows, *shape, dtype=torch.long)}
+
+        with pytest.raises(TaskError, match="its loss failed on a dummy batch of 2 rows of 64: KeyError: 'ids'"):
+            fit(Disagrees(), memory_limit=LIMIT, device="cpu", cache=False)
+
+    def test_a_dummy_of_the_wrong_number_of_rows(self):
+        class Wrong(Tagger):
+            def dummy(self, rows, shape):
+                return super().dummy(rows + 1, shape)
+
+        with pytest.raises(TaskError, match=r"dummy\(2, .*gave a batch of 3 rows"):
+            fit(Wrong(), memory_limit=LIMIT, device="cpu", cache=False)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_a_loss_that_is_no_number_at_the_first_probe(self, value):
+        class Broken(Tagger):
+            def loss(self, model, batch):
+                loss = super().loss(model, batch)
+                return brimful.Loss(loss.sum * value, loss.count)
+
+        with pytest.raises(TaskError, match=f"its loss is {value} at the first probe"):
+            fit(Broken(), memory_limit=LIMIT, device="cpu", cache=False)
+
+    def test_a_loss_that_is_no_loss(self):
+        class Bare(Tagger):
+            def loss(self, model, batch):
+                return super().loss(model, batch).sum
+
+        with pytest.raises(TaskError, match="returned a Tensor; return brimful.Loss"):
+            fit(Bare(), memory_limit=LIMIT, device="cpu", cache=False)
+
+    def test_a_loss_that_counts_nothing(self):
+        class Empty(Tagger):
+            def loss(self, model, batch):
+                return brimful.Loss(super().loss(model, batch).sum, 0)
+
+        with pytest.raises(TaskError, match="counted 0"):
+            fit(Empty(), memory_limit=LIMIT, device="cpu", cache=False)
+
+
+class TestTooSmallALimit:
+    def test_smaller_than_the_weights(self):
+        with pytest.raises(DoesNotFit, match="weights .* and gradients .* alone exceed") as caught:
+            fit(Tagger(), memory_limit="64KiB", device="cpu", cache=False)
+        assert caught.value.needed_bytes > 64 * 1024
+
+    def test_smaller_than_the_optimizer_state(self):
+        with pytest.raises(DoesNotFit, match="before any row.*--memory-limit"):
+            fit(Tagger(), memory_limit="200KiB", device="cpu", cache=False)
+
+    def test_smaller_than_one_row_says_what_is_needed_and_that_suffices(self):
+        with pytest.raises(DoesNotFit, match=r"1 row of 64 needs .*--memory-limit") as caught:
+            fit(Tagger(), memory_limit="430KiB", device="cpu", cache=False, checkpointing="off", global_batch=1)
+        needed = caught.value.needed_bytes
+        assert fit(Tagger(), memory_limit=needed, device="cpu", cache=False, checkpointing="off", global_batch=1)

@@ -97,7 +97,9 @@ class Contest:
     def build(self) -> Rig:
         """A new model and optimizer on the device."""
         torch.manual_seed(0)
-        model = self.task.model().to(self.device).train()
+        with torch.device(self.device):  # 0.3 s instead of 14 for T5 base on a slow host: for everyone alike
+            model = self.task.model()
+        model = model.to(self.device).train()
         optimizer = self.task.optimizer(model)
         return Rig(task=self.task, model=model, optimizer=optimizer, device=self.device, autocast=self.autocast)
 

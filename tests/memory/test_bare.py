@@ -1,0 +1,300 @@
+"""The bare step: any cut of the same rows gives the same gradient, and its phases come in order."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from brimful.errors import TaskError
+from brimful.memory.bare import FIRST_PHASES, MICRO_PHASES, Rig, rows_of, split, to_device
+from brimful.task import Loss, Task
+
+CPU = torch.device("cpu")
+ROWS, LENGTH = 8, 5
+
+
+class Tagger(Task):
+    """A loss over the tokens that count, of which every row has another number."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+    def loss(self, model, batch):
+        losses = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
+        return Loss(sum=(losses * batch["counts"].flatten()).sum(), count=batch["counts"].sum())
+
+    def dummy(self, rows=ROWS, shape=(LENGTH,)):
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.arange(rows) % LENGTH + 1
+        return {
+            "x": torch.randn(rows, *shape, 3, generator=generator, dtype=torch.float64),
+            "y": torch.randint(0, 4, (rows, *shape), generator=generator),
+            "counts": (torch.arange(*shape) < lengths[:, None]).double(),
+        }
+
+
+def tagger_rig(optimizer=torch.optim.SGD, **options) -> Rig:
+    torch.manual_seed(0)
+    model = Tagger().model()
+    made = optimizer(model.parameters(), **({"lr": 0.5} | options))
+    return Rig(task=Tagger(), model=model, optimizer=made, device=CPU, autocast=None)
+
+
+def parts(cut: list[int]):
+    batch, left = Tagger().dummy(), None
+    for rows in cut[:-1]:
+        left, batch = split(batch, rows)
+        yield left
+    yield batch
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def stepped(cut: list[int]) -> tuple[torch.Tensor, float]:
+    """The weights after one step over the same eight rows, cut so, and the loss it returned."""
+    rig = tagger_rig()
+    loss = rig.step(parts(cut), ROWS)
+    return weights(rig.model), loss
+
+
+def plain_step() -> tuple[torch.Tensor, float]:
+    """What anyone would write for a batch that fits: the mean over all tokens that count."""
+    rig = tagger_rig()
+    loss = rig.task.loss(rig.model, Tagger().dummy())
+    mean = loss.sum / loss.count
+    mean.backward()
+    rig.optimizer.step()
+    return weights(rig.model), mean.item()
+
+
+@st.composite
+def cuts(draw) -> list[int]:
+    edges = sorted(draw(st.sets(st.integers(1, ROWS - 1))))
+    return [high - low for low, high in zip([0, *edges], [*edges, ROWS], strict=True)]
+
+
+@given(cuts())
+@settings(max_examples=25, deadline=None)
+def test_any_cut_gives_the_weights_of_the_plain_step(cut):
+    torch.testing.assert_close(stepped(cut)[0], plain_step()[0], rtol=0, atol=1e-12)
+
+
+@given(cuts())
+@settings(max_examples=10, deadline=None)
+def test_any_cut_returns_the_mean_loss_of_the_plain_step(cut):
+    assert stepped(cut)[1] == pytest.approx(plain_step()[1], rel=1e-12)
+
+
+def test_a_mean_of_means_would_give_other_weights():
+    rig = tagger_rig()
+    for batch in parts([3, 5]):
+        loss = rig.task.loss(rig.model, batch)
+        (loss.sum / loss.count / 2).backward()
+    rig.optimizer.step()
+    assert (weights(rig.model) - plain_step()[0]).abs().max() > 1e-4
+
+
+def test_the_step_moves_the_weights():
+    assert (stepped([3, 5])[0] - weights(tagger_rig().model)).abs().max() > 1e-3
+
+
+def test_no_gradients_are_left_after_a_step():
+    rig = tagger_rig()
+    rig.step(parts([3, 5]), ROWS)
+    assert all(p.grad is None for p in rig.model.parameters())
+
+
+def test_gradients_add_up_over_micro_batches():
+    rig = tagger_rig()
+    whole = tagger_rig()
+    whole.micro(Tagger().dummy(), ROWS)
+    for batch in parts([3, 5]):
+        rig.micro(batch, ROWS)
+    for one, other in zip(rig.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-14)
+
+
+def test_a_step_that_counts_nothing_has_no_loss_and_moves_nothing():
+    rig = tagger_rig()
+    before = weights(rig.model)
+    batch = Tagger().dummy()
+    batch["counts"].zero_()
+    assert torch.tensor(rig.step([batch], ROWS)).isnan()
+    assert torch.equal(weights(rig.model), before)
+
+
+def marks(cut: list[int]) -> list[str]:
+    rig, seen = tagger_rig(), []
+    rig.step(parts(cut), ROWS, seen.append)
+    return seen
+
+
+def test_the_phases_of_a_whole_step_come_in_order():
+    assert marks([8]) == [*FIRST_PHASES, "optimizer", "idle"]
+
+
+def test_the_phases_of_a_cut_step_come_in_order():
+    assert marks([3, 3, 2]) == [*FIRST_PHASES, *MICRO_PHASES, *MICRO_PHASES, "optimizer", "idle"]
+
+
+def test_the_names_of_the_phases():
+    assert MICRO_PHASES == ("forward", "head", "early", "late")
+    assert FIRST_PHASES == ("first_forward", "first_head", "first_early", "first_late")
+
+
+def test_a_model_of_one_weight_has_every_phase():
+    rig = tagger_rig()
+    rig.model = nn.Linear(3, 4, bias=False).double()
+    seen: list[str] = []
+    rig.micro(Tagger().dummy(), ROWS, seen.append)
+    assert seen == list(MICRO_PHASES)
+
+
+def test_late_begins_when_half_of_the_gradients_are_there():
+    rig, ready = tagger_rig(), {}
+    rig.micro(
+        Tagger().dummy(), ROWS, lambda name: ready.update({name: sum(p.grad is not None for p in rig.model.parameters())})
+    )
+    assert ready == {"forward": 0, "head": 0, "early": 1, "late": 2}  # of four
+
+
+def test_no_hook_stays_on_the_weights():
+    rig, seen = tagger_rig(), []
+    rig.micro(Tagger().dummy(), ROWS, seen.append)
+    seen.clear()
+    rig.task.loss(rig.model, Tagger().dummy()).sum.backward()
+    assert seen == []
+
+
+def test_no_hook_stays_when_backward_fails():
+    rig, seen = tagger_rig(), []
+
+    def fail(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = rig.model[0].weight.register_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.micro(Tagger().dummy(), ROWS, seen.append)
+    handle.remove()
+    seen.clear()
+    rig.task.loss(rig.model, Tagger().dummy()).sum.backward()
+    assert seen == []
+
+
+def test_gradients_are_held_on_exactly_the_weights_that_got_one():
+    rig = tagger_rig()
+    rig.model[2].bias.requires_grad_(False)
+    rig.model.register_parameter("unused", nn.Parameter(torch.zeros(7)))
+    rig.step(parts([8]), ROWS)
+    rig.hold_gradients()
+    holding = [name for name, p in rig.model.named_parameters() if p.grad is not None]
+    assert holding == ["0.weight", "0.bias", "2.weight"]
+
+
+def test_held_gradients_are_zero_and_shaped_like_their_weights():
+    rig = tagger_rig()
+    rig.step(parts([8]), ROWS)
+    rig.hold_gradients()
+    assert all(p.grad.shape == p.shape and p.grad.dtype == p.dtype and not p.grad.any() for p in rig.model.parameters())
+
+
+def test_holding_gradients_leaves_those_that_are_there():
+    rig = tagger_rig()
+    rig.step(parts([8]), ROWS)
+    rig.micro(Tagger().dummy(), ROWS)
+    before = [p.grad.clone() for p in rig.model.parameters()]
+    rig.hold_gradients()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(rig.model.parameters(), before, strict=True))
+
+
+def test_gradients_can_be_dropped():
+    rig = tagger_rig()
+    rig.micro(Tagger().dummy(), ROWS)
+    rig.drop_gradients()
+    assert all(p.grad is None for p in rig.model.parameters())
+
+
+def test_autocast_is_open_in_the_loss():
+    seen = []
+
+    class Cast(Tagger):
+        def loss(self, model, batch):
+            seen.append(model(batch).dtype)
+            return Loss(sum=model(batch).float().sum(), count=len(batch))
+
+    model = nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.parameters())
+    Rig(task=Cast(), model=model, optimizer=sgd, device=CPU, autocast=torch.bfloat16).step([torch.ones(4, 3)], 4)
+    Rig(task=Cast(), model=model, optimizer=sgd, device=CPU, autocast=None).step([torch.ones(4, 3)], 4)
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize(("autocast", "scaled"), [(None, False), (torch.bfloat16, False), (torch.float16, True)])
+def test_only_fp16_scales_its_gradients(autocast, scaled):
+    model = nn.Linear(1, 1)
+    rig = Rig(task=Tagger(), model=model, optimizer=torch.optim.SGD(model.parameters()), device=CPU, autocast=autocast)
+    assert (rig.scaler is not None) is scaled
+
+
+def test_the_scaler_of_fp16_does_not_change_the_step():
+    class Sum(Task):
+        def loss(self, model, batch):
+            return Loss(sum=model(batch).float().sum() / 2**12, count=1)
+
+    moved = []
+    for autocast in (None, torch.float16):
+        model = nn.Linear(3, 1)
+        nn.init.ones_(model.weight)
+        rig = Rig(
+            task=Sum(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=2**10), device=CPU, autocast=autocast
+        )
+        rig.step([torch.ones(2, 3)], 2)
+        moved.append(model.weight.detach())
+    assert torch.equal(moved[0], torch.full((1, 3), 0.5))
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=0)
+
+
+def test_every_tensor_of_a_batch_goes_to_the_device():
+    Pair = namedtuple("Pair", "left right")
+    batch = {"ids": torch.ones(2), "pairs": [Pair(torch.ones(2), 7)], "name": "a", "none": None}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["ids"].is_meta and moved["pairs"][0].left.is_meta
+    assert (moved["pairs"][0].right, moved["name"], moved["none"]) == (7, "a", None)
+    assert type(moved["pairs"][0]) is Pair
+
+
+def test_a_batch_that_is_one_tensor_goes_to_the_device():
+    assert to_device(torch.ones(2), torch.device("meta")).is_meta
+
+
+def test_the_rows_are_the_first_dimension_of_all_tensors():
+    assert rows_of({"x": torch.ones(6, 3), "y": [torch.ones(6)], "scale": torch.tensor(2.0), "name": "a"}) == 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"x": torch.ones(6, 3), "y": torch.ones(4)}, "[4, 6]"),
+        ({"name": "a"}, "no tensors"),
+        (torch.tensor(1.0), "no tensors"),
+    ],
+)
+def test_a_batch_without_a_common_first_dimension_is_refused(batch, found):
+    with pytest.raises(TaskError) as refused:
+        rows_of(batch)
+    assert str(refused.value) == f"the tensors of a batch must share their first dimension; found {found}"
+
+
+def test_a_split_keeps_every_row_in_order_and_what_has_no_rows_on_both_sides():
+    batch = {"x": torch.arange(10).view(5, 2), "scale": torch.tensor(2.0), "name": "a"}
+    first, second = split(batch, 2)
+    assert (rows_of(first), rows_of(second)) == (2, 3)
+    assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
+    assert first["scale"] == second["scale"] == 2.0
+    assert first["name"] == second["name"] == "a"

@@ -159,7 +159,9 @@ def test_a_model_of_one_weight_has_every_phase():
 def test_late_begins_when_half_of_the_gradients_are_there():
     rig, ready = tagger_rig(), {}
     rig.micro(
-        Tagger().dummy(), ROWS, lambda name: ready.update({name: sum(p.grad is not None for p in rig.model.parameters())})
+        Tagger().dummy(),
+        ROWS,
+        lambda name: ready.update({name: sum(p.grad is not None for p in rig.model.parameters())}),
     )
     assert ready == {"forward": 0, "head": 0, "early": 1, "late": 2}  # of four
 
@@ -252,7 +254,11 @@ def test_the_scaler_of_fp16_does_not_change_the_step():
         model = nn.Linear(3, 1)
         nn.init.ones_(model.weight)
         rig = Rig(
-            task=Sum(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=2**10), device=CPU, autocast=autocast
+            task=Sum(),
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=2**10),
+            device=CPU,
+            autocast=autocast,
         )
         rig.step([torch.ones(2, 3)], 2)
         moved.append(model.weight.detach())

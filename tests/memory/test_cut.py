@@ -34,7 +34,8 @@ def test_the_first_process_has_the_largest_share(rows, processes):
 
 
 @pytest.mark.parametrize(
-    ("rows", "processes", "shares"), [(250, 3, (84, 83, 83)), (256, 1, (256,)), (2, 4, (1, 1, 0, 0)), (8, 4, (2, 2, 2, 2))]
+    ("rows", "processes", "shares"),
+    [(250, 3, (84, 83, 83)), (256, 1, (256,)), (2, 4, (1, 1, 0, 0)), (8, 4, (2, 2, 2, 2))],
 )
 def test_rows_dealt_by_hand(rows, processes, shares):
     assert deal(rows, processes) == shares

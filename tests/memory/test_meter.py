@@ -102,7 +102,9 @@ def test_adopted_tensors_are_part_of_every_phase():
     metered = meter(CPU, adopt=held(ready))
     with metered:
         metered.phase("nothing happens")
-    assert metered.reading().phases == {"nothing happens": 3 * WEIGHT_BYTES + 4 * 4}  # weights, two moments, four counters
+    assert metered.reading().phases == {
+        "nothing happens": 3 * WEIGHT_BYTES + 4 * 4
+    }  # weights, two moments, four counters
 
 
 def test_later_micro_batches_hold_the_gradients():

@@ -44,7 +44,9 @@ OTHERS = {
     "misaligned address": RuntimeError("CUDA error: misaligned address, not out of memory"),
     "launch failure": RuntimeError("CUDA error: unspecified launch failure after out of memory"),
     "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x4 and 3x2)"),
-    "shared memory of a kernel": RuntimeError("out of resource: shared memory, Required: 266240, Hardware limit: 232448"),
+    "shared memory of a kernel": RuntimeError(
+        "out of resource: shared memory, Required: 266240, Hardware limit: 232448"
+    ),
     "KeyError": KeyError("out of memory"),
     "ValueError": ValueError("this text is about running out of memory, CUDA out of memory"),
     "missing file": FileNotFoundError(2, "No such file or directory"),

@@ -9,7 +9,7 @@ model on the device ─► warm up ─► may it be cut? ─► trial without ch
                                                  trial with checkpointing ─► the faster of the two ─► plan
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful.errors import BadOption, DoesNotFit, TaskError
-from brimful.memory.oom import empty_cache, is_oom
+from brimful.errors import BadOption, DoesNotFit, TaskError, UserError
+from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.plan import cache
 from brimful.plan.options import FitOptions
@@ -50,20 +50,14 @@ def fit(
     options = FitOptions.of(asked)
     target = find_target(options)
     shape = _shape(task, data, options)
-    random_state = RandomState(target.device)
-    torch.manual_seed(options.seed)
-    try:
-        described = model if model is not None else _describe(task)
-        key = cache.key_of(task, described, shape, options, target)
-        found = cache.find(key, options, target) if options.cache else None
-        if found is not None:
-            return found
-        _check_weights(described, target)
-        with target.capped(), _rig(task, described, model, optimizer, target, options) as rig:
-            plan = Trials(rig, target, options, shape, progress).plan(key)
-    finally:
-        random_state.restore()
-        empty_cache(target.device)
+    described = model if model is not None else _describe(task)
+    key = cache.key_of(task, described, shape, options, target)
+    found = cache.find(key, options, target) if options.cache else None
+    if found is not None:
+        return found
+    _check_weights(described, target)
+    plan = _without_a_trace(lambda rig: Trials(rig, target, options, shape, progress).plan(key),
+                            task, described, model, optimizer, target, options)  # fmt: skip
     warning = cache.keep(plan) if options.cache else None
     return plan if warning is None else plan.warned(warning)
 
@@ -102,15 +96,52 @@ def _describe(task: Task) -> nn.Module:
 
 def _check_weights(model: nn.Module, target: Target) -> None:
     """Refuse what cannot even hold its weights and gradients before a byte of it is allocated."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    grads = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    if weights + grads > target.limit_bytes:
-        raise DoesNotFit(
-            f"the weights ({show_bytes(weights)}) and gradients ({show_bytes(grads)}) alone exceed the limit of "
-            f"{show_bytes(target.limit_bytes)} on {target.name} ({target.limit_reason}){target.holders}: give "
-            f"--memory-limit {show_bytes((weights + grads) / target.fill)} at the very least, or a smaller model",
-            needed_bytes=round((weights + grads) / target.fill),
-        )
+    if _weights_and_gradients(model) > target.limit_bytes:
+        raise _too_large(model, target)
+
+
+def _too_large(model: nn.Module, target: Target) -> DoesNotFit:
+    least = _weights_and_gradients(model)
+    return DoesNotFit(
+        f"the weights and gradients take {show_bytes(least)}, the optimizer's state and a row come on top, and the limit is "
+        f"{show_bytes(target.limit_bytes)} on {target.name} ({target.limit_reason}){target.holders}: give --memory-limit "
+        f"{show_bytes(least / target.fill)} at the very least, or a smaller model",
+        needed_bytes=round(least / target.fill),
+    )
+
+
+def _weights_and_gradients(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
+
+
+def _without_a_trace(
+    work: Callable[[Rig], Plan],
+    task: Task,
+    described: nn.Module,
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    target: Target,
+    options: FitOptions,
+) -> Plan:
+    """Do the work on a rig and put everything back: random state, the cap, the user's model, the device's memory.
+
+    An error is raised anew, without the frames it came through: they would keep the model on the device for as long as
+    anybody holds the error, as every notebook does.
+    """
+    random_state = RandomState(target.device)
+    torch.manual_seed(options.seed)
+    failure: UserError | None = None
+    try:
+        with target.capped(), _rig(task, described, model, optimizer, target, options) as rig:
+            return work(rig)
+    except UserError as error:
+        failure = type(error).__new__(type(error))
+        failure.__dict__.update(error.__dict__)
+        failure.args = error.args
+    finally:
+        random_state.restore()
+        empty_cache(target.device)
+    raise failure
 
 
 @contextmanager
@@ -125,7 +156,10 @@ def _rig(
     """The user's model, put back afterwards; else a throwaway one."""
     autocast, _ = target.autocast(options.precision, task.precision)
     if model is None:
-        yield make_rig(task, _build(task, described, target), None, target, autocast)
+        built = attempt(lambda: _build(task, described, target), target.device)
+        if isinstance(built, OutOfMemory):
+            raise _too_large(described, target)
+        yield make_rig(task, built, None, target, autocast)
         return
     rig = make_rig(task, model, optimizer, target, autocast)
     state = TrainingState(model, rig.optimizer)

@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 Mode = Literal["later", "whole", "full"]
 """What a probe runs: one micro-batch with gradients held, a step of a single one, or a step of two."""
 
-TIMED_S = 0.25
+TIMED_S = 0.15
 """Timing one size goes on for at least so long, or for five repeats."""
 
 
@@ -68,6 +68,7 @@ class Prober:
     def warm_up(self, rows: int, shape: Shape) -> OutOfMemory | None:
         """One unmetered step: checks the task, and makes the optimizer allocate the state that it keeps from then on."""
         self._progress(f"warm up with {show_size(rows, shape)}")
+        self._wake_libraries()
         batch = self.batch(rows, shape)
         failure = attempt(lambda: self._first_step(batch, rows, shape), self.rig.device)
         self.rig.drop_gradients()
@@ -80,6 +81,14 @@ class Prober:
             with self.rig.opened():
                 _check_loss(self.rig.task, self.rig.task.loss(self.rig.model, to_device(batch, self.rig.device)))
             self.rig.step([batch], rows)
+
+    def _wake_libraries(self) -> None:
+        """Have cuBLAS take its workspaces now (64 MiB, one for forward and one for backward), not at some later size."""
+        if self.rig.device.type != "cuda":
+            return
+        for dtype in {torch.float32, self.rig.autocast or torch.float32}:
+            square = torch.ones(512, 512, device=self.rig.device, dtype=dtype, requires_grad=True)
+            torch.nn.functional.linear(square, square, square[0]).sum().backward()
 
     def _fixed(self) -> int:
         """What lives through every step: weights, buffers, optimizer state, and on a card the libraries' workspaces."""

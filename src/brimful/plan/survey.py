@@ -26,6 +26,9 @@ PROVEN = 0.01
 PROVEN_REACH, FIRST_REACH, REACH = 4, 2.5, 1.5
 """The next size has at most so many times the rows of the largest that was read: by a proven model, by one that was
 never tried, by one that was off."""
+SHORT_OF_IT = 0.995
+"""The first jump to the edge aims this far: the reserved ratio grows a little with size, and one probe too many costs
+more than a row."""
 SURE_OF_MODEL = 0.7
 """A model of three readings or more may call a probe safe that it puts below this share of the limit."""
 
@@ -49,7 +52,10 @@ class Survey:
 
     @property
     def model(self) -> MemoryModel:
-        assert self._model is not None, "nothing was read yet"
+        """Of all that was read so far; fitted when it is asked for."""
+        if self._model is None:
+            assert self._readings, "nothing was read yet"
+            self._model = MemoryModel.fit(self._readings.values(), error=self._error())
         return self._model
 
     def read(self, rows: int, shape: Shape, mode: Mode | None = None, *, reserved: bool = False) -> Probe | None:
@@ -98,7 +104,8 @@ class Survey:
             fits = max((n for n, probe in read.items() if probe.cost_bytes <= budget_bytes), default=0)
             over = [n for n, probe in read.items() if probe.cost_bytes > budget_bytes]
             breaks = min((*over, *(n for n, shape in self._failed if shape == self.worst)), default=self.most + 1)
-            edge = self.model.largest(self.worst, budget_bytes, self.most)
+            near = any(probe.cost_bytes > 0.8 * budget_bytes for probe in read.values())
+            edge = self.model.largest(self.worst, budget_bytes * (1 if near else SHORT_OF_IT), self.most)
             edge = max(fits, min(edge, breaks - 1))
             if edge > fits:
                 mode: Mode = "full" if edge == self.most else "later"
@@ -173,7 +180,7 @@ class Survey:
             return None
         known = self._readings.get((rows, shape))
         self._readings[rows, shape] = result if known is None else known.joined(result)
-        self._model = MemoryModel.fit(self._readings.values(), error=self._error())
+        self._model = None
         return self._readings[rows, shape]
 
     def _error(self) -> float:

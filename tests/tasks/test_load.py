@@ -1,0 +1,196 @@
+"""From what the user typed to a task, and one sentence for every way that fails."""
+
+import sys
+
+import pytest
+
+from brimful.errors import BadOption, TaskError, UnknownTask
+from brimful.task import Task
+from brimful.tasks.load import BUILT_IN, load_task
+
+
+@pytest.fixture(autouse=True)
+def _imports_as_before(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in ("brimful_task_mine", "neighbour_of_mine"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a task file and get its path: `write("x = 3")`."""
+
+    def writer(text: str, name: str = "mine.py") -> str:
+        (tmp_path / name).write_text("from brimful import Task\n" + text)
+        return str(tmp_path / name)
+
+    return writer
+
+
+ONE_TASK = """
+class Mine(Task):
+    worst_shape = (7,)
+
+instance = Mine()
+instance.worst_shape = (9,)
+
+def make():
+    return instance
+"""
+
+
+def refused(error: type[Exception], spec: str, **options) -> str:
+    with pytest.raises(error) as raised:
+        load_task(spec, **options)
+    assert type(raised.value) is error
+    return str(raised.value)
+
+
+def test_the_built_in_names():
+    assert list(BUILT_IN) == ["chatlm-pretrain", "chatlm-sft"]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_task_is_called_what_the_user_typed(name):
+    assert load_task(name).name == name
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize(
+    ("size", "shape", "global_batch"), [("tiny", (128, 128), 64), ("base", (256, 256), 256), (None, (256, 256), 256)]
+)
+def test_a_built_in_task_comes_in_sizes_base_unless_told(name, size, shape, global_batch):
+    task = load_task(name, size=size)
+    assert (task.worst_shape, task.global_batch) == (shape, global_batch)
+
+
+@pytest.mark.parametrize("size", ["huge", ""])
+def test_a_size_that_does_not_exist_names_those_that_do(size):
+    said = refused(BadOption, "chatlm-sft", size=size)
+    assert said == f"--size {size}: chatlm-sft comes in the sizes tiny, base"
+
+
+def test_a_task_in_a_file_is_taken_as_it_is(write):
+    task = load_task(f"{write(ONE_TASK)}:instance")
+    assert (type(task).__name__, task.worst_shape) == ("Mine", (9,))
+
+
+def test_a_class_in_a_file_is_made_into_a_task(write):
+    task = load_task(f"{write(ONE_TASK)}:Mine")
+    assert isinstance(task, Task)
+    assert task.worst_shape == (7,)
+
+
+def test_a_function_in_a_file_is_called_for_its_task(write):
+    assert load_task(f"{write(ONE_TASK)}:make").worst_shape == (9,)
+
+
+def test_a_file_may_import_its_neighbours(write):
+    write("width = 5", name="neighbour_of_mine.py")
+    path = write("import neighbour_of_mine\nclass Mine(Task):\n    worst_shape = (neighbour_of_mine.width,)")
+    assert load_task(f"{path}:Mine").worst_shape == (5,)
+
+
+def test_a_file_is_found_from_the_current_folder(write, monkeypatch, tmp_path):
+    write(ONE_TASK)
+    monkeypatch.chdir(tmp_path)
+    assert load_task("mine.py:Mine").worst_shape == (7,)
+
+
+def test_a_file_in_a_folder_with_a_colon_in_its_name_is_found(tmp_path):
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b" / "mine.py").write_text("from brimful import Task\nclass Mine(Task): ...")
+    assert load_task(f"{tmp_path}/a:b/mine.py:Mine").name == "Mine"
+
+
+def test_a_file_that_changed_is_run_anew(write):
+    load_task(f"{write(ONE_TASK)}:Mine")
+    assert load_task(f"{write(ONE_TASK.replace('(7,)', '(70,)'))}:Mine").worst_shape == (70,)
+
+
+def test_a_file_can_use_dataclasses_and_postponed_annotations(tmp_path):
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom brimful import Task\n"
+    (tmp_path / "mine.py").write_text(text + "@dataclass\nclass Mine(Task):\n    width: int = 3\n")
+    assert load_task(f"{tmp_path}/mine.py:Mine").width == 3
+
+
+def test_a_misspelt_name_gets_a_suggestion():
+    assert refused(UnknownTask, "chatlm-stf") == (
+        "unknown task 'chatlm-stf': the built-in ones are chatlm-pretrain, chatlm-sft, your own is written file.py:name; "
+        "did you mean chatlm-sft?"
+    )
+
+
+@pytest.mark.parametrize("spec", ["resnet", "", "tasks.mine:Task", "mine.txt:Task"])
+def test_an_unknown_name_like_no_other_gets_no_suggestion(spec):
+    assert refused(UnknownTask, spec) == (
+        f"unknown task {spec!r}: the built-in ones are chatlm-pretrain, chatlm-sft, your own is written file.py:name"
+    )
+
+
+def test_a_file_without_a_name_is_told_how_to_name_one(write):
+    path = write(ONE_TASK)
+    assert refused(UnknownTask, path) == f"unknown task {path!r}: name what is in the file, as in {path}:task"
+
+
+def test_a_missing_file_is_named():
+    assert refused(UnknownTask, "nowhere/mine.py:Mine") == "unknown task: there is no file nowhere/mine.py"
+
+
+def test_a_name_that_is_not_in_the_file_lists_the_tasks_that_are(write):
+    path = write(ONE_TASK)
+    assert refused(UnknownTask, f"{path}:Mien") == f"there is no 'Mien' in {path}; it has Mine, instance"
+
+
+def test_a_name_that_is_not_in_a_file_without_tasks_says_so(write):
+    path = write("width = 5")
+    assert refused(UnknownTask, f"{path}:Mine") == f"there is no 'Mine' in {path}; it defines no task"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("class Mine(Task)", "SyntaxError: expected ':' (mine.py, line 2)"),
+    ],
+)
+def test_a_file_that_cannot_be_run_says_why(write, text, words):
+    path = write(text)
+    assert refused(TaskError, f"{path}:Mine") == f"{path} cannot be run: {words}"
+
+
+def test_an_error_of_many_lines_ends_in_one(write):
+    path = write("raise RuntimeError('Error(s) in loading state_dict:\\n  Missing key: a\\n  Missing key: b')")
+    assert "\n" not in refused(TaskError, f"{path}:Mine")
+
+
+def test_a_class_that_needs_arguments_says_what_is_missing(write):
+    path = write("class Mine(Task):\n    def __init__(self, width): ...")
+    said = refused(TaskError, f"{path}:Mine")
+    assert said.startswith(f"{path}:Mine cannot be called: TypeError: ")
+    assert said.endswith("missing 1 required positional argument: 'width'")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("mine = 3", "int"),
+        ("mine = 'task'", "str"),
+        ("def mine():\n    return 3.5", "float"),
+        ("class mine: ...", "mine"),
+    ],
+    ids=["a number", "a text", "a function that returns a number", "a class of its own"],
+)
+def test_what_is_no_task_is_refused_with_its_kind(write, text, kind):
+    spec = f"{write(text)}:mine"
+    said = f"{spec} is a {kind}, not a brimful.Task, a subclass of it or a function that returns one"
+    assert refused(TaskError, spec) == said
+
+
+def test_a_task_of_ones_own_has_no_sizes(write):
+    spec = f"{write(ONE_TASK)}:Mine"
+    assert refused(BadOption, spec, size="tiny") == (
+        f"--size tiny: only the built-in tasks (chatlm-pretrain, chatlm-sft) come in sizes, not {spec}"
+    )

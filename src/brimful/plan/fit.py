@@ -9,7 +9,7 @@ model on the device ─► warm up ─► may it be cut? ─► trial without ch
                                                  trial with checkpointing ─► the faster of the two ─► plan
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,8 +56,9 @@ def fit(
     if found is not None:
         return found
     _check_weights(described, target)
-    plan = _without_a_trace(lambda rig: Trials(rig, target, options, shape, progress).plan(key),
-                            task, described, model, optimizer, target, options)  # fmt: skip
+    plan = _without_a_trace(task, described, model, optimizer, target, options, shape, key, progress)
+    if isinstance(plan, UserError):
+        raise plan
     warning = cache.keep(plan) if options.cache else None
     return plan if warning is None else plan.warned(warning)
 
@@ -115,33 +116,34 @@ def _weights_and_gradients(model: nn.Module) -> int:
 
 
 def _without_a_trace(
-    work: Callable[[Rig], Plan],
     task: Task,
     described: nn.Module,
     model: nn.Module | None,
     optimizer: Optimizer | None,
     target: Target,
     options: FitOptions,
-) -> Plan:
-    """Do the work on a rig and put everything back: random state, the cap, the user's model, the device's memory.
+    shape: Shape,
+    key: str,
+    progress: Progress,
+) -> Plan | UserError:
+    """Make the plan and put everything back: random state, the cap, the user's model, the device's memory.
 
-    An error is raised anew, without the frames it came through: they would keep the model on the device for as long as
+    An error is returned without the frames it came through: they would keep the model on the device for as long as
     anybody holds the error, as every notebook does.
     """
     random_state = RandomState(target.device)
     torch.manual_seed(options.seed)
-    failure: UserError | None = None
     try:
         with target.capped(), _rig(task, described, model, optimizer, target, options) as rig:
-            return work(rig)
+            return Trials(rig, target, options, shape, progress).plan(key)
     except UserError as error:
-        failure = type(error).__new__(type(error))
-        failure.__dict__.update(error.__dict__)
-        failure.args = error.args
+        if isinstance(error, TaskError):  # its author wants to see where it came from
+            raise
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
     finally:
         random_state.restore()
         empty_cache(target.device)
-    raise failure
 
 
 @contextmanager

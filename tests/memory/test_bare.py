@@ -166,27 +166,26 @@ def test_late_begins_when_half_of_the_gradients_are_there():
     assert ready == {"forward": 0, "head": 0, "early": 1, "late": 2}  # of four
 
 
-def test_no_hook_stays_on_the_weights():
-    rig, seen = tagger_rig(), []
-    rig.micro(Tagger().dummy(), ROWS, seen.append)
-    seen.clear()
-    rig.task.loss(rig.model, Tagger().dummy()).sum.backward()
-    assert seen == []
+def hooks(model: nn.Module) -> int:
+    return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def test_hooks_are_on_the_weights_only_during_backward():
+    rig, during = tagger_rig(), []
+    rig.micro(Tagger().dummy(), ROWS, lambda _: during.append(hooks(rig.model)))
+    assert during == [0, 0, 4, 4]
+    assert hooks(rig.model) == 0
 
 
 def test_no_hook_stays_when_backward_fails():
-    rig, seen = tagger_rig(), []
-
     def fail(_: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    handle = rig.model[0].weight.register_hook(fail)
+    rig = tagger_rig()
+    rig.model[0].weight.register_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        rig.micro(Tagger().dummy(), ROWS, seen.append)
-    handle.remove()
-    seen.clear()
-    rig.task.loss(rig.model, Tagger().dummy()).sum.backward()
-    assert seen == []
+        rig.micro(Tagger().dummy(), ROWS)
+    assert hooks(rig.model) == 0
 
 
 def test_gradients_are_held_on_exactly_the_weights_that_got_one():
@@ -244,26 +243,35 @@ def test_only_fp16_scales_its_gradients(autocast, scaled):
     assert (rig.scaler is not None) is scaled
 
 
-def test_the_scaler_of_fp16_does_not_change_the_step():
-    class Sum(Task):
-        def loss(self, model, batch):
-            return Loss(sum=model(batch).float().sum() / 2**12, count=1)
+class Sum(Task):
+    """Every weight's gradient is `factor`, for two rows of ones."""
 
-    moved = []
-    for autocast in (None, torch.float16):
-        model = nn.Linear(3, 1)
-        nn.init.ones_(model.weight)
-        rig = Rig(
-            task=Sum(),
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=2**10),
-            device=CPU,
-            autocast=autocast,
-        )
-        rig.step([torch.ones(2, 3)], 2)
-        moved.append(model.weight.detach())
-    assert torch.equal(moved[0], torch.full((1, 3), 0.5))
-    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=0)
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def loss(self, model, batch):
+        return Loss(sum=model(batch).float().sum() * self.factor, count=2)
+
+
+def ones_rig(factor: float, lr: float, autocast: torch.dtype | None) -> Rig:
+    model = nn.Linear(3, 1)
+    nn.init.ones_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    return Rig(task=Sum(factor), model=model, optimizer=sgd, device=CPU, autocast=autocast)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.float16])
+def test_the_scaler_of_fp16_does_not_change_the_step(autocast):
+    rig = ones_rig(2**-12, 2**11, autocast)
+    rig.step([torch.ones(2, 3)], 2)
+    assert rig.model.weight.tolist() == [[0.5] * 3]
+
+
+def test_an_fp16_step_that_overflows_moves_nothing_and_is_scaled_by_half_the_next_time():
+    rig = ones_rig(2**12, 1.0, torch.float16)
+    rig.step([torch.ones(2, 3)], 2)
+    assert rig.model.weight.tolist() == [[1.0] * 3]
+    assert rig.scaler.get_scale() == 2**15
 
 
 def test_every_tensor_of_a_batch_goes_to_the_device():

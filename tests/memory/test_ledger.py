@@ -112,6 +112,13 @@ def test_tensors_of_lists_are_seen():
         assert ledger.live_bytes == 0
 
 
+def test_tensors_given_by_keyword_are_seen():
+    values, weights = floats(), floats()
+    with Ledger() as ledger:
+        torch.histogram(values, 4, weight=weights)
+        assert ledger.live_bytes == 2 * SIZE
+
+
 def test_a_resized_tensor_is_read_again():
     with Ledger() as ledger:
         tensor = floats()
@@ -386,7 +393,9 @@ def test_a_lowered_limit_counts_at_the_next_operation():
         kept = floats(5 * FLOATS)
         ledger.limit_bytes = 4 * SIZE
         with pytest.raises(torch.OutOfMemoryError):
-            kept.detach()
+            kept.add_(1)
+        ledger.limit_bytes = None
+        assert not kept.any()  # the operation was not run
 
 
 def test_a_raised_limit_counts_at_once():

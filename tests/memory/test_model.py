@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from brimful.memory.bare import FIRST_PHASES, MICRO_PHASES
 from brimful.memory.model import MemoryModel, Probe
-from brimful.memory.polynomial import Polynomial
+from brimful.memory.polynomial import Polynomial, candidates, fit_polynomial
 
 # Measured on one H200: T5 of 187.7 M parameters, bf16 autocast, AdamW (foreach), 256+256 tokens a row. Bytes.
 H200 = {
@@ -92,6 +92,24 @@ def test_rows_and_lengths_are_modelled_together():
         for length in (64, 128, 256)
     ]
     assert off(MemoryModel.fit(read).peak_bytes(64, (512,)), truth(64, 512)) < 1e-3
+
+
+def test_a_kink_where_another_phase_sets_the_peak_hardly_bends_the_fit():
+    def forward(rows: int) -> float:
+        return 100e6 + 10e6 * rows + (40e6 if rows == 16 else 0)
+
+    model = MemoryModel.fit(probes([2, 4, 8, 16, 32, 64], forward=forward, optimizer=lambda n: 400e6))
+    assert off(model.peak_bytes(256, ()), 100e6 + 10e6 * 256) < 0.005
+
+
+def test_a_fit_above_a_peak_that_was_read_gives_way_to_one_where_every_reading_counts_alike():
+    def forward(rows: int) -> float:
+        return 1e6 + 20e6 * rows + (100e6 if rows >= 4 else 0)
+
+    read = probes([1, 2, 4, 8, 16], forward=forward, optimizer=lambda n: 100e6)
+    points, terms = [(probe.rows,) for probe in read], candidates(0, lengths_vary=False)
+    alike = fit_polynomial(points, [probe.phases["forward"] for probe in read], terms)
+    assert MemoryModel.fit(read).phases["forward"] == alike
 
 
 def test_a_phase_that_only_some_readings_have_is_fitted_to_those():

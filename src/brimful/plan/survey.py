@@ -20,9 +20,12 @@ from brimful.task import Shape
 CLIMB_TO = 0.6
 """The share of the budget at which the model is checked before it is trusted at the edge."""
 CLOSE_ENOUGH = 0.4
-"""A proven model may go to its edge when a reading of at least this share of the predicted cost exists."""
+"""A proven model may go to its edge when a reading of at least this share of the cost predicted there exists, what is
+fixed left out."""
 PROVEN = 0.01
 """A model is proven once it was off by no more than this on the last size it climbed to."""
+NOTHING_MUCH = 0.02
+"""Below this share of the budget a miss is not taken for one."""
 PROVEN_REACH, FIRST_REACH, REACH = 4, 2.5, 1.5
 """The next size has at most so many times the rows of the largest that was read: by a proven model, by one that was
 never tried, by one that was off."""
@@ -186,24 +189,25 @@ class Survey:
     def _error(self) -> float:
         """The model's miss on the last size it climbed to, and on the last of all that it had not seen."""
         shapes = {self.worst, *[shape for _, shape in self._foreseen][-1:]}
-        return max((self._last_miss(shape) or 0.0 for shape in shapes), default=0.0)
+        return max(self._last_miss(shape) or 0.0 for shape in shapes)
 
-    def _last_miss(self, shape: Shape) -> float | None:
-        """How far the model was off on the last size of this shape that it had not seen."""
+    def _last_miss(self, shape: Shape, *, beyond_bytes: int = 0) -> float | None:
+        """How far the model was off on the last size of this shape that it had not seen, relative to what is beyond."""
         misses = [
-            abs(said / self._readings[at].peak_bytes - 1)
+            abs(said - peak) / max(peak - beyond_bytes, NOTHING_MUCH * self.prober.target.budget_bytes)
             for at, said in self._foreseen.items()
-            if at in self._readings and at[1] == shape
+            if at[1] == shape and at in self._readings and (peak := self._readings[at].peak_bytes)
         ]
         return misses[-1] if misses else None
 
     def _within_reach(self, fits: int, edge: int, budget_bytes: int) -> int:
         """The edge itself once the model is proven close to it, else a step towards it that is bounded below the limit."""
-        miss, read = self._last_miss(self.worst), self._at_worst()
+        fixed = self.prober.fixed_bytes  # however large it is, it proves nothing about the rest
+        miss, read = self._last_miss(self.worst, beyond_bytes=fixed), self._at_worst()
         proven = miss is not None and miss <= PROVEN
         reach = PROVEN_REACH if proven else FIRST_REACH if miss is None else REACH
         top = max((probe.cost_bytes for probe in read.values()), default=0)
-        if proven and top >= CLOSE_ENOUGH * self.predicted(edge):
+        if proven and top - fixed >= CLOSE_ENOUGH * (self.predicted(edge) - fixed):
             return edge
         climb = self.model.largest(self.worst, CLIMB_TO * budget_bytes, self.most)
         rows = min(edge, int(reach * fits), max(climb, 1))

@@ -191,7 +191,9 @@ class Trials:
         elif peak is None:
             peak, basis = self.prober.fixed_bytes + self._gradient_bytes(), " at the very least"
         limit = self.target.limit_bytes
-        tips = [f"give --memory-limit {show_bytes(1.001 * peak / self.target.fill)} or more"]
+        needed = show_bytes(1.001 * peak / self.target.fill)
+        asked = self.options.memory_limit is not None
+        tips = [f"give --memory-limit {needed} or more" if asked else f"have {needed} free"]
         if 1.01 * peak <= limit:
             tips.append(f"--fill {peak / limit + 0.01:.2f}")
         if self.lever.offered and not trial.checkpointed:

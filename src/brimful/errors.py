@@ -60,3 +60,9 @@ class MissingExtra(UserError):
 
 class InternalError(BrimfulError):
     """An invariant of Brimful broke."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """`KeyError: 'ids'`: the kind of error and the first line of what it says."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

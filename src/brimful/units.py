@@ -21,7 +21,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 def parse_bytes(text: str | int | float, *, flag: str = "size") -> int:
     """`"20GiB"`, `"512 MiB"`, `"1.5g"` or a plain number of bytes, as a positive whole number of bytes."""
-    match = _SIZE.fullmatch(str(text))
+    match = _SIZE.fullmatch(text if isinstance(text, str) else str(int(text)))
     if match is None or match[2].lower() not in _UNITS:
         raise BadOption(f"{flag}: {text!r} is not a size; write it like 20GiB, 512MiB or 2000000000")
     value = int(float(match[1]) * _UNITS[match[2].lower()])
@@ -62,6 +62,6 @@ def show_rate(value: float | None) -> str:
 
 
 def _trim(value: float) -> str:
-    digits = 2 if value < 100 else 1 if value < 1000 else 0
+    digits = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
     text = f"{value:.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

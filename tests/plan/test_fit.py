@@ -249,7 +249,7 @@ class TestNothingIsLeftBehind:
             fit(Watched(), memory_limit="300KiB", device="cpu", cache=False)
         gc.collect()
         assert caught.value
-        described, real = made  # the first is on the meta device and weighs nothing
+        _, real = made  # the first is on the meta device and weighs nothing
         assert real() is None
 
 

@@ -69,9 +69,9 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._see_all((out,))
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-            error = self._out_of_memory(func, self.live_bytes - before)
+            in_use = self.live_bytes
             del out  # the traceback keeps this frame alive; the result must not live on in it
-            raise error
+            raise self._out_of_memory(func, before, in_use)
         return out
 
     def _see_all(self, values: Iterable[Any]) -> None:
@@ -109,15 +109,15 @@ class Ledger(TorchDispatchMode):
 
     def _check(self, what: Any) -> None:
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-            raise self._out_of_memory(what, 0)
+            raise self._out_of_memory(what, self.live_bytes, self.live_bytes)
 
-    def _out_of_memory(self, what: Any, grown: int) -> torch.OutOfMemoryError:
+    def _out_of_memory(self, what: Any, before: int, after: int) -> torch.OutOfMemoryError:
         """One string argument with torch's CPU wording: what accelerate, transformers and Lightning look for."""
         self.ooms += 1
         return torch.OutOfMemoryError(
             f"{self.device} out of memory. DefaultCPUAllocator: can't allocate memory: {what} asked for "
-            f"{show_bytes(grown)} with {show_bytes(self.live_bytes - grown)} in use of a virtual limit of "
-            f"{show_bytes(self.limit_bytes)} ({grown} of {self.limit_bytes} bytes)"
+            f"{show_bytes(after - before)} with {show_bytes(before)} in use of a virtual limit of "
+            f"{show_bytes(self.limit_bytes)} ({after - before} of {self.limit_bytes} bytes)"
         )
 
 

@@ -103,7 +103,9 @@ class MemoryModel:
         later = [value for name, value in values.items() if name not in FIRST_PHASES]
         if "forward" not in values:  # only whole steps were read
             return round(self.margin * max(first))
-        return round(self.margin * min(max(first), max(later)) if whole and first else self.margin * max(later))
+        if whole and "first_forward" in values:  # read at fewer sizes, so what a later micro-batch takes bounds it
+            return round(self.margin * min(max(first), max(later)))
+        return round(self.margin * max(later))
 
     def cost_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int:
         """What counts against a limit: reserved bytes."""

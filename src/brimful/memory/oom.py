@@ -45,14 +45,18 @@ class OutOfMemory:
 
 def is_oom(error: BaseException) -> bool:
     """Whether this error, or one that it was raised from, says that memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    if any(sign in text for sign in _NEVER):
-        return False
-    if isinstance(error, (RuntimeError, OSError)) and any(sign in text for sign in _SIGNS):
-        return True
-    return error.__cause__ is not None and is_oom(error.__cause__)
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if any(sign in str(cause) for sign in _NEVER):
+            return False
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(cause, (RuntimeError, OSError)) and any(sign in str(cause) for sign in _SIGNS):
+            return True
+        seen.append(cause)
+        cause = cause.__cause__
+    return False
 
 
 def attempt(run: Callable[[], T], device: torch.device) -> T | OutOfMemory:
@@ -77,7 +81,11 @@ def empty_cache(device: torch.device) -> None:
 
 def _drop_frames(error: BaseException) -> None:
     """Clear the local variables of every frame in the traceback and in those of the errors behind it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    seen: list[BaseException] = []
+    behind: list[BaseException | None] = [error]
+    while behind:
+        one = behind.pop()
+        if one is not None and one not in seen:
+            seen.append(one)
+            traceback.clear_frames(one.__traceback__)
+            behind += [one.__cause__, one.__context__]

@@ -64,7 +64,7 @@ class TrainingState:
             for tensor, saved in self._tensors:
                 tensor.copy_(saved)
         for param, grad in self._grads:
-            param.grad = None if grad is None else grad.to(param.device)
+            param.grad = None if grad is None else grad.to(param.device, copy=True)
         for module, training in self._modes:
             module.training = training
         self._optimizer.state.clear()
@@ -86,5 +86,5 @@ def _copy(state: dict[str, Any]) -> dict[str, Any]:
 def _back(value: Any) -> Any:
     match value:
         case (torch.Tensor() as tensor, torch.device() as device):
-            return tensor.to(device)
-    return value
+            return tensor.to(device, copy=True)
+    return copy.deepcopy(value)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brimful.errors import TaskError, UserError
+from brimful.errors import TaskError, UserError, in_one_line
 from brimful.memory.bare import Rig, rows_of, to_device
 from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
@@ -179,9 +179,8 @@ def blame(task: Task, part: str, on: str = "") -> Iterator[None]:
     except Exception as error:
         if is_oom(error):
             raise
-        words = str(error).strip().splitlines() or [""]
         where = f" on {on}" if on else ""
-        raise TaskError(f"task {task.name}: its {part} failed{where}: {type(error).__name__}: {words[0]}") from error
+        raise TaskError(f"task {task.name}: its {part} failed{where}: {in_one_line(error)}") from error
 
 
 def show_size(rows: int, shape: Shape) -> str:

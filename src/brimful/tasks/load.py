@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brimful.errors import BadOption, TaskError, UnknownTask
+from brimful.errors import BadOption, TaskError, UnknownTask, in_one_line
 from brimful.task import Task
 
 BUILT_IN = {
@@ -63,7 +63,7 @@ def _run_file(path: Path) -> ModuleType:
     try:
         found.loader.exec_module(module)
     except Exception as error:
-        raise TaskError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+        raise TaskError(f"{path} cannot be run: {in_one_line(error)}") from error
     return module
 
 
@@ -84,7 +84,7 @@ def _as_task(value: Any, spec: str) -> Task:
         try:
             value = value()
         except Exception as error:
-            raise TaskError(f"{spec} cannot be called: {type(error).__name__}: {error}") from error
+            raise TaskError(f"{spec} cannot be called: {in_one_line(error)}") from error
     if not isinstance(value, Task):
         raise TaskError(
             f"{spec} is a {type(value).__name__}, not a brimful.Task, a subclass of it or a function that returns one"

@@ -1,5 +1,6 @@
 """Sizes are read as the letters say and printed as people read them."""
 
+import math
 import re
 
 import pytest
@@ -33,7 +34,9 @@ def test_a_size_is_what_its_letters_say(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "20 XiB", "-5GiB", "1,5GiB", "20 GiB free", "nan", "all"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "20 XiB", "-5GiB", "1,5GiB", "20 GiB free", "nan", "all", -5, math.inf, math.nan], ids=repr
+)
 def test_what_is_not_a_size_is_refused_with_flag_text_and_examples(text):
     with pytest.raises(BadOption) as refused:
         parse_bytes(text, flag="--memory-limit")

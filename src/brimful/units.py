@@ -4,6 +4,7 @@ Inside the package everything is bytes and seconds; GiB appears only here and on
 `20GiB` is 20 × 2³⁰ and `20GB` is 20 × 10⁹, as the letters say. A bare number is bytes.
 """
 
+import math
 import re
 
 from brimful.errors import BadOption
@@ -21,7 +22,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 def parse_bytes(text: str | int | float, *, flag: str = "size") -> int:
     """`"20GiB"`, `"512 MiB"`, `"1.5g"` or a plain number of bytes, as a positive whole number of bytes."""
-    match = _SIZE.fullmatch(text if isinstance(text, str) else str(int(text)))
+    match = _SIZE.fullmatch(str(int(text)) if isinstance(text, (int, float)) and math.isfinite(text) else str(text))
     if match is None or match[2].lower() not in _UNITS:
         raise BadOption(f"{flag}: {text!r} is not a size; write it like 20GiB, 512MiB or 2000000000")
     value = int(float(match[1]) * _UNITS[match[2].lower()])

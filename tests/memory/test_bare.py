@@ -312,3 +312,13 @@ def test_a_split_keeps_every_row_in_order_and_what_has_no_rows_on_both_sides():
     assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
     assert first["scale"] == second["scale"] == 2.0
     assert first["name"] == second["name"] == "a"
+
+
+def test_a_hugging_face_batch_is_moved_counted_and_split():
+    from transformers import BatchEncoding
+
+    batch = BatchEncoding({"ids": torch.arange(12).reshape(4, 3), "mask": torch.ones(4, 3)})
+    first, rest = split(to_device(batch, torch.device("cpu")), 1)
+    assert (rows_of(batch), rows_of(first), rows_of(rest)) == (4, 1, 3)
+    assert isinstance(rest, BatchEncoding)
+    assert torch.equal(rest["ids"], batch["ids"][1:])

@@ -125,6 +125,8 @@ def test_attention_is_recovered_linear_and_square_in_the_length(constant, linear
     assert found((64, 512)) == pytest.approx(Polynomial(truth)((64, 512)), rel=1e-3)
 
 
+LADDER = [(2, 64), (4, 64), (2, 128), (4, 128), (2, 256), (4, 256), (8, 256)]
+"""What a survey of rows up to 256 long reads first."""
 TRUTHS = {
     "1, rows*L, rows*L^2, L^2": {(0, 0): 845_699_078, (1, 2): 4416, (1, 1): 644_708, (0, 2): 13_832},
     "1, rows, L": {(0, 0): 721_000_000, (1, 0): 62_000_000, (0, 1): 4_200_000},
@@ -137,6 +139,20 @@ TRUTHS = {
 def test_exact_values_of_a_few_terms_are_reproduced(truth):
     found = fitted(truth, GRID, ONE_LENGTH)
     assert [found(point) for point in GRID] == pytest.approx([Polynomial(truth)(point) for point in GRID], rel=1e-3)
+
+
+LADDER_TRUTHS = {
+    "1, L, rows*L": {(0, 0): 692_297_661, (0, 1): 700_019, (1, 1): 321_663},
+    "1, rows, L, rows^2": {(0, 0): 487_828_327, (1, 0): 119_324_287, (0, 1): 2_996_337, (2, 0): 7_012_961},
+    "1, rows*L^2, L^2, rows^2": {(0, 0): 533_867_119, (1, 2): 1849, (0, 2): 1135, (2, 0): 5_833_949},
+}
+
+
+@pytest.mark.parametrize("truth", LADDER_TRUTHS.values(), ids=LADDER_TRUTHS.keys())
+def test_seven_small_probes_tell_of_four_times_the_rows(truth):
+    found = fitted(truth, LADDER, ONE_LENGTH)
+    assert [found(point) for point in LADDER] == pytest.approx([Polynomial(truth)(p) for p in LADDER], rel=1e-3)
+    assert found((32, 256)) == pytest.approx(Polynomial(truth)((32, 256)), rel=1e-3)
 
 
 def test_two_lengths_are_told_apart():

@@ -188,6 +188,16 @@ def test_what_was_put_back_can_be_put_back_again():
     assert [part for part in PARTS if not same(state_of(model, optimizer)[part], before[part])] == []
 
 
+def test_a_learning_rate_that_is_a_tensor_can_be_put_back_again():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    kept = TrainingState(model, optimizer)
+    for _ in range(2):
+        optimizer.param_groups[0]["lr"].fill_(9.0)  # as torch's schedulers do
+        kept.restore()
+    assert optimizer.param_groups[0]["lr"].item() == 0.25
+
+
 def test_the_model_keeps_its_tensors():
     model = small()
     optimizer = adamw(model)

@@ -10,6 +10,7 @@ phase by less than 1 %. Backward is told apart by hooks on the gradients: before
 at work, after half of them most activations are gone.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
 from brimful.task import Loss, Task
@@ -98,23 +99,30 @@ class Rig:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Every tensor of the batch on the device; anything else as it is."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def rows_of(batch: Any) -> int:
     """The first dimension that all tensors of a batch share."""
-    sizes = {tensor.shape[0] for tensor in tree_iter(batch) if isinstance(tensor, torch.Tensor) and tensor.ndim}
+    sizes: set[int] = set()
+    _each(batch, lambda tensor: sizes.update(tensor.shape[:1]))
     if len(sizes) != 1:
         raise TaskError(
             f"the tensors of a batch must share their first dimension; found {sorted(sizes) or 'no tensors'}"
         )
-    return int(sizes.pop())
+    return sizes.pop()
 
 
 def split(batch: Any, at: int) -> tuple[Any, Any]:
     """The batch's rows before and from `at`."""
-    first = tree_map_only(torch.Tensor, lambda t: t[:at] if t.ndim else t, batch)
-    return first, tree_map_only(torch.Tensor, lambda t: t[at:] if t.ndim else t, batch)
+    return _each(batch, lambda t: t[:at] if t.ndim else t), _each(batch, lambda t: t[at:] if t.ndim else t)
+
+
+def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The batch with every tensor changed. Hugging Face's `BatchEncoding` is a mapping that torch's trees do not know."""
+    if isinstance(batch, UserDict):
+        return type(batch)({key: _each(value, change) for key, value in batch.items()})
+    return tree_map_only(torch.Tensor, change, batch)
 
 
 @contextmanager

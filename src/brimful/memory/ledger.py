@@ -5,7 +5,7 @@ struck out when torch frees it. That costs 4–90 % of a step's time, so speed i
 
 What it cannot see: temporaries inside one operation (a convolution's unfolded input: 65.6 MiB counted where the
 profiler says 89.5), what compiled code allocates for itself, storages that no operation has touched yet, other
-threads, and memory that is not torch's. A storage resized behind the dispatcher's back is read again at its next use.
+threads, sparse tensors, and memory that is not torch's. A storage resized behind the dispatcher's back is read again at its next use.
 """
 
 import weakref

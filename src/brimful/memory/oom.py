@@ -31,6 +31,7 @@ _SIGNS = (
     "DefaultCPUAllocator: not enough memory",
     "OUT_OF_DEVICE_MEMORY",  # XPU's runtime
     "OUT_OF_HOST_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "Failed to CUDA calloc",  # NCCL
     "Cannot allocate memory",
 )

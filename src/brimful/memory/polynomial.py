@@ -19,8 +19,6 @@ GOOD_ENOUGH = 2e-5
 """Residual, as a share of the largest value, below which no further term is looked for."""
 WORTH_A_TERM = 0.6
 """A further term must bring the residual below this share of what it was."""
-STALLED = 5e-3
-"""Where no single term is worth it and more than this is left over, pairs of terms are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +73,36 @@ def fit_polynomial(
     chosen, (factors, residual) = [0], _solve(matrix, target, [0])
     most = max(2, len(points) - 1)
     while residual > GOOD_ENOUGH * target.max() and len(chosen) < most:
-        left = [i for i in usable if i not in chosen]
-        better = _best_of(matrix, target, chosen, [(i,) for i in left], residual)
-        if better is None and residual > STALLED * target.max() and len(chosen) + 1 < most:
-            better = _best_of(matrix, target, chosen, list(combinations(left, 2)), residual)
-        if better is None:
+        trials = [(i, *_solve(matrix, target, [*chosen, i])) for i in usable if i not in chosen]
+        best = min((left for _, _, left in trials), default=residual)
+        if best > WORTH_A_TERM * residual:
             break
-        chosen, factors, residual = better
+        enough = max(1.2 * best, GOOD_ENOUGH * target.max())
+        added, factors, residual = next(trial for trial in trials if trial[2] <= enough)
+        chosen = [*chosen, added]
+    if residual > GOOD_ENOUGH * target.max():
+        from_all = _eliminated(matrix, target, usable, most)
+        if from_all[2] <= WORTH_A_TERM * residual:
+            chosen, factors, residual = from_all
     return Polynomial({terms[i]: float(w / scale[i]) for i, w in zip(chosen, factors, strict=True) if w > 0})
 
 
-def _best_of(
-    matrix: NDArray[np.float64],
-    target: NDArray[np.float64],
-    chosen: list[int],
-    additions: Sequence[tuple[int, ...]],
-    residual: float,
-) -> tuple[list[int], NDArray[np.float64], float] | None:
-    """The likeliest of these additions that does about as well as the best; None where none is worth it."""
-    trials = [(added, *_solve(matrix, target, [*chosen, *added])) for added in additions]
-    best = min((left for _, _, left in trials), default=residual)
-    if best > WORTH_A_TERM * residual:
-        return None
-    enough = max(1.2 * best, GOOD_ENOUGH * target.max())
-    added, factors, left = next(trial for trial in trials if trial[2] <= enough)
-    return [*chosen, *added], factors, left
+def _eliminated(
+    matrix: NDArray[np.float64], target: NDArray[np.float64], usable: list[int], most: int
+) -> tuple[list[int], NDArray[np.float64], float]:
+    """From all terms down, the unlikeliest first: finds sets of which no single term is worth anything by itself."""
+    factors, residual = _solve(matrix, target, usable)
+    chosen = [i for i, factor in zip(usable, factors, strict=True) if factor > 0 or i == 0]
+    factors, residual = _solve(matrix, target, chosen)
+    good = GOOD_ENOUGH * target.max()
+    while len(chosen) > 1:
+        fewer = [[j for j in chosen if j != i] for i in reversed(chosen) if i != 0]
+        trials = [(columns, *_solve(matrix, target, columns)) for columns in fewer]
+        best = min(left for _, _, left in trials)
+        if best > max(good, residual / WORTH_A_TERM) and len(chosen) <= most:
+            break
+        chosen, factors, residual = next(trial for trial in trials if trial[2] <= max(1.2 * best, good))
+    return chosen, factors, residual
 
 
 def _can_tell(powers: Powers, points: Sequence[Sequence[int]]) -> bool:

@@ -71,7 +71,7 @@ class TrainingState:
         for key, state in self._state:
             self._optimizer.state[key] = {name: _back(value) for name, value in state.items()}
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(options)
+            group.update(copy.deepcopy(options))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

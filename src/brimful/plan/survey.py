@@ -207,7 +207,8 @@ class Survey:
         proven = miss is not None and miss <= PROVEN
         reach = PROVEN_REACH if proven else FIRST_REACH if miss is None else REACH
         top = max((probe.cost_bytes for probe in read.values()), default=0)
-        if proven and top - fixed >= CLOSE_ENOUGH * (self.predicted(edge) - fixed):
+        close = top - fixed >= CLOSE_ENOUGH * (self.predicted(edge) - fixed)
+        if proven and close and edge <= PROVEN_REACH * fits:
             return edge
         climb = self.model.largest(self.worst, CLIMB_TO * budget_bytes, self.most)
         rows = min(edge, int(reach * fits), max(climb, 1))

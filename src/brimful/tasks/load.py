@@ -27,11 +27,11 @@ def load_task(spec: str, *, size: str | None = None) -> Task:
     if spec in BUILT_IN:
         module, name = BUILT_IN[spec].split(":")
         return _sized(getattr(importlib.import_module(module), name), size)
-    if size is not None:
-        raise BadOption(f"--size {size}: only the built-in tasks ({', '.join(BUILT_IN)}) come in sizes, not {spec}")
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise UnknownTask(_unknown(spec))
+    if size is not None:
+        raise BadOption(f"--size {size}: only the built-in tasks ({', '.join(BUILT_IN)}) come in sizes, not {spec}")
     return _as_task(_attribute(_run_file(Path(path)), path, name), spec)
 
 
@@ -62,7 +62,7 @@ def _run_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{path} cannot be run: {in_one_line(error)}") from error
     return module
 

@@ -83,7 +83,9 @@ class Trials:
                 raise
             short = self.shape  # a model of fixed input size, or a task at fault: its own worst shape tells
             failure = self.prober.warm_up(rows, short)
-        if failure is not None or self.prober.fixed_bytes > self.target.limit_bytes:
+        if failure is not None:
+            raise self._first_step_too_large(rows, short)
+        if self.prober.fixed_bytes > self.target.limit_bytes:
             raise self._fixed_part_too_large()
         self.once_s = self.prober.optimizer_seconds(rows, short)
         compared = min(ROWS_TO_COMPARE, sum(self.deal))
@@ -214,6 +216,18 @@ class Trials:
             f"{show_bytes(self.target.limit_bytes)}{self.target.holders}: give --memory-limit "
             f"{show_bytes((fixed + grads) / self.target.fill)} or more, an optimizer with less state, or fewer trainable weights",
             needed_bytes=round((fixed + grads) / self.target.fill),
+        )
+
+    def _first_step_too_large(self, rows: int, shape: Shape) -> DoesNotFit:
+        """Nothing was read yet: what the optimizer's state takes is known only once a step has run."""
+        weights = sum(p.numel() * p.element_size() for p in self.rig.model.parameters())
+        least = weights + self._gradient_bytes()
+        needed = max(self.target.limit_bytes, least) / self.target.fill
+        return DoesNotFit(
+            f"the first step, of {show_size(rows, shape)}, ran out of memory: weights and gradients take {show_bytes(least)}, and the "
+            f"optimizer's state and the rows do not fit into the rest of {show_bytes(self.target.limit_bytes)}{self.target.holders}: "
+            f"give --memory-limit {show_bytes(needed)} or more, an optimizer with less state, or fewer trainable weights",
+            needed_bytes=round(needed),
         )
 
     def _gradient_bytes(self) -> int:

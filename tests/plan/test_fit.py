@@ -312,3 +312,27 @@ class TestTooSmallALimit:
             fit(Tagger(), memory_limit="430KiB", device="cpu", cache=False, checkpointing="off", global_batch=1)
         needed = caught.value.needed_bytes
         assert fit(Tagger(), memory_limit=needed, device="cpu", cache=False, checkpointing="off", global_batch=1)
+
+
+class TestFewestCuts:
+    def test_batch_norm_is_cut_as_little_as_memory_allows(self):
+        plan = fit(Normed(), memory_limit="64MiB", device="cpu", cache=False, global_batch=64)
+        assert (plan.micro_batch, plan.accumulation) == (64, 1)
+        assert "fewest cuts" in plan.choice("micro_batch").reason
+
+    def test_a_model_that_came_checkpointed_cannot_be_asked_off(self):
+        class Checkpointed(Tagger):
+            def model(self):
+                model = super().model()
+                model.is_gradient_checkpointing = True
+                return model
+
+        with pytest.raises(BadOption, match="--checkpointing off: the model came with it on"):
+            fit(Checkpointed(), memory_limit=LIMIT, device="cpu", cache=False, checkpointing="off")
+
+    def test_a_task_without_a_row_per_process_is_refused(self):
+        class Empty(Tagger):
+            global_batch = 0
+
+        with pytest.raises(TaskError, match="its global_batch of 0 rows"):
+            fit(Empty(), memory_limit=LIMIT, device="cpu", cache=False)

@@ -90,7 +90,8 @@ def fit(
     if "lengths" in asked:
         asked["lengths"] = _lengths(asked["lengths"])
     # Varying shapes fragment torch's default segments (20.0 GiB reserved for 15.4 in use); these can grow instead.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from brimful.plan.fit import fit as make_plan
     from brimful.plan.options import FitOptions
     from brimful.report.plan_table import plan_table

@@ -1,5 +1,6 @@
 """Every choice of a fit put into words: what was asked, what it became, why, and how sure that is."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from brimful.plan.plan import Basis, Choice
 from brimful.plan.speed import Speed
 from brimful.plan.target import Target
 from brimful.task import Task
+from brimful.units import show_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,33 @@ def _choice(name: str, requested: Any, effective: Any, reason: str, otherwise: B
 
 def _micro_batch(d: Decision) -> Choice:
     asked, rows = d.options.micro_batch, d.speed.chosen.rows
+    if asked == "auto" and not d.exactness.exact and not d.options.allow_inexact:
+        rate = show_rate(d.speed.chosen.rows_per_s)
+        return _choice(
+            "micro_batch", None, rows, f"the fewest cuts, since a cut changes the result: {rate} rows/s", "measured"
+        )
     if asked == "auto":
         return _choice("micro_batch", None, rows, d.speed.reason, "measured")
     why = "as asked for" if asked == rows else f"the step has only {d.deal[0]} rows in a process"
     return _choice("micro_batch", asked, rows, f"{why}; the largest that fits is {d.largest}", "measured")
+
+
+def _allocator(d: Decision) -> list[Choice]:
+    """How torch's allocator is set on a CUDA card: what is reserved for the same tensors depends on it."""
+    if d.target.device.type != "cuda":
+        return []
+    asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if asked and "expandable_segments:True" in asked:
+        return [_choice("allocator", None, asked, "segments that grow are not fragmented by varying shapes", "asked")]
+    return [
+        _choice(
+            "allocator",
+            None,
+            asked or "torch's own",
+            "PYTORCH_ALLOC_CONF=expandable_segments:True would reserve less",
+            "asked",
+        )
+    ]
 
 
 def _deal_why(d: Decision) -> str:

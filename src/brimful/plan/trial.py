@@ -18,9 +18,9 @@ from brimful.plan.plan import HostPlan, Levers, Plan
 from brimful.plan.prober import Prober, Progress, show_size
 from brimful.plan.reasons import Decision, choices, warnings
 from brimful.plan.speed import Speed, find_fastest, micro_rows
-from brimful.plan.survey import Survey
+from brimful.plan.survey import PROVEN_REACH, Survey
 from brimful.plan.target import Target
-from brimful.task import Shape
+from brimful.task import Shape, Task
 from brimful.units import show_bytes, show_rate
 
 WORTH_CHECKPOINTING = 1.03
@@ -52,7 +52,7 @@ class Trials:
         self.rig, self.target, self.options, self.shape = rig, target, options, shape
         self.prober = Prober(rig, target, progress)
         self.lever = checkpointing(rig.task, rig.model)
-        self.deal = deal(options.global_batch or rig.task.global_batch, options.processes)
+        self.deal = _dealt(rig.task, options)
         self.most = self.deal[0]
         self.once_s = 0.0
         self.exactness = Exactness(False, False, "a step of one row is never cut")
@@ -72,8 +72,11 @@ class Trials:
         return self._assemble(trial, chosen, why, key)
 
     def _warm_up(self) -> None:
-        if self.options.checkpointing == "on" and not (self.lever.offered or self.lever.already_on):
-            raise BadOption(f"--checkpointing on: {self.lever.how}")
+        fixed = self.options.checkpointing
+        if (fixed == "on" and not (self.lever.offered or self.lever.already_on)) or (
+            fixed == "off" and self.lever.already_on
+        ):
+            raise BadOption(f"--checkpointing {fixed}: {self.lever.how}")
         short = tuple(max(1, length // 4) for length in self.shape)
         rows = min(2, self.most)  # a single row is refused by BatchNorm
         try:
@@ -95,8 +98,10 @@ class Trials:
     def _choose(self) -> tuple[Trial, str]:
         """The trial to go with, and why its checkpointing is as it is."""
         asked, offered = self.options.checkpointing, self.lever.offered
-        if asked == "on" or self.lever.already_on:
-            return self._accepted(self._try(asked == "on" and offered)), f"as asked for, {self.lever.how}"
+        if self.lever.already_on:
+            return self._accepted(self._try(False)), self.lever.how
+        if asked == "on":
+            return self._accepted(self._try(True)), f"as asked for, {self.lever.how}"
         plain = self._try(False)
         if asked == "off":
             return self._accepted(plain), "as asked for"
@@ -104,7 +109,9 @@ class Trials:
             return self._accepted(plain), self.lever.how
         if plain.speed is None:
             return self._accepted(self._try(True)), f"without it {self._shortfall(plain)}; {self.lever.how}"
-        if plain.speed.chosen.accumulation == 1 or not plain.speed.rising:
+        if plain.largest == self.most:
+            return plain, "the whole step fits without it"
+        if not plain.speed.rising:
             return plain, "speed no longer grows with the micro-batch, so recomputing would only cost time"
         return self._challenge(plain)
 
@@ -115,8 +122,10 @@ class Trials:
         with self.lever.set(True):
             survey = Survey(self.prober, self.shape, self.most, least=self._least)
             survey.explore_beside(plain.largest)
+            if not survey.readings:
+                return plain, "even sizes that fit without it ran out of memory with it"
             most = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
-            rows = micro_rows(self.most, micro_rows(self.most, max(most, 1)))
+            rows = self._even(max(1, min(most, PROVEN_REACH * plain.largest)))
             first = find_fastest(self.most, rows, survey.time, self.once_s, only=True).chosen
             if first.rows_per_s <= WORTH_CHECKPOINTING * off:
                 said = f"{show_rate(first.rows_per_s)} rows/s with it at {first.rows} rows, {show_rate(off)} without"
@@ -134,8 +143,7 @@ class Trials:
             rows = self._allowed_rows(survey, largest)
             if rows == 0:
                 return Trial(survey, largest, None, checkpointed)
-            fixed = self.options.micro_batch != "auto"
-            only = fixed or self._must_stay_whole
+            only = self.options.micro_batch != "auto" or self._few_cuts
             speed = find_fastest(self.most, rows, survey.time, self.once_s, least=self._least, only=only)
             return Trial(survey, largest, speed, checkpointed)
 
@@ -147,10 +155,21 @@ class Trials:
     def _must_stay_whole(self) -> bool:
         return self.exactness.looks_across_rows and not self.options.allow_inexact
 
+    @property
+    def _few_cuts(self) -> bool:
+        """Where a cut changes the result, the fewest cuts come before the fastest."""
+        return not self.exactness.exact and not self.options.allow_inexact
+
+    def _even(self, rows: int) -> int:
+        """Rows of the largest when the step is cut evenly into micro-batches of at most so many."""
+        return micro_rows(self.most, micro_rows(self.most, rows))
+
     def _allowed_rows(self, survey: Survey, largest: int) -> int:
         """The size to time first: the fixed one if it fits the limit, the whole step where it must not be cut."""
         if self.options.micro_batch == "auto":
-            return 0 if self._must_stay_whole and largest < self.most else largest
+            if largest == 0 or (self._must_stay_whole and largest < self.most):
+                return 0
+            return self._even(largest) if self._few_cuts else largest
         rows = min(self.options.micro_batch, self.most)
         if self._must_stay_whole and rows < self.most:
             return 0
@@ -278,3 +297,12 @@ class Trials:
             key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+
+def _dealt(task: Task, options: FitOptions) -> tuple[int, ...]:
+    rows = options.global_batch or task.global_batch
+    if rows < options.processes:
+        raise TaskError(
+            f"task {task.name}: its global_batch of {rows} rows gives {options.processes} processes less than a row each"
+        )
+    return deal(rows, options.processes)

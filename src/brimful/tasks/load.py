@@ -9,6 +9,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,10 +63,21 @@ def _run_file(path: Path) -> ModuleType:
     sys.modules[found.name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        found.loader.exec_module(module)
+        with _no_bytecode():
+            found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise TaskError(f"{path} cannot be run: {in_one_line(error)}") from error
     return module
+
+
+@contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """A user's folder is not ours to leave a __pycache__ in."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before
 
 
 def _attribute(module: ModuleType, path: str, name: str) -> Any:

@@ -49,10 +49,12 @@ def check_exactness(rig: Rig, batch: Any) -> Exactness:
             "is trained"
         ))  # fmt: skip
     if norms:
-        return Exactness(False, True, (
-            f"{len(norms)} BatchNorm layers ({norms[0]} first) average over the micro-batch, so their statistics are those of "
-            "the cut and not of the global batch"
-        ))  # fmt: skip
+        which = f"{norms[0]!r}" + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
+        return Exactness(
+            False,
+            True,
+            f"BatchNorm ({which}) averages over the micro-batch, so its statistics are those of the cut and not of the global batch",
+        )
     return Exactness(False, False, "a batch and its two halves give the same loss")
 
 

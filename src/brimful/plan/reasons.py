@@ -75,7 +75,8 @@ def _micro_batch(d: Decision) -> Choice:
     if asked == "auto":
         return _choice("micro_batch", None, rows, d.speed.reason, "measured")
     why = "as asked for" if asked == rows else f"the step has only {d.deal[0]} rows in a process"
-    return _choice("micro_batch", asked, rows, f"{why}; the largest that fits is {d.largest}", "measured")
+    within = f"the largest within {d.target.fill:.0%} of the limit is {d.largest}"
+    return _choice("micro_batch", asked, rows, f"{why}; {within}", "measured")
 
 
 def _allocator(d: Decision) -> list[Choice]:

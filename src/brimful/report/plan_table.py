@@ -70,24 +70,25 @@ def _shown(choice: Choice, value: Any) -> str:
     return show_bytes(value) if choice.name in IN_BYTES else str(value)
 
 
-def _footer(plan: Plan) -> Text:
+def _footer(plan: Plan) -> Table:
     miss = plan.predicted_peak_bytes / plan.measured_peak_bytes - 1
-    lines = [
-        f"peak       measured {show_bytes(plan.measured_peak_bytes)}, predicted {show_bytes(plan.predicted_peak_bytes)} ({miss:+.1%})"
-        + (f", reserved {show_bytes(plan.reserved_peak_bytes)}" if plan.reserved_peak_bytes else ""),
-        f"largest    {plan.largest_micro_batch} rows ran, at {show_bytes(plan.largest_measured_peak_bytes)}{_one_more(plan)}",
-    ]
+    reserved = f", reserved {show_bytes(plan.reserved_peak_bytes)}" if plan.reserved_peak_bytes else ""
+    found = f"{show_seconds(plan.fit_s)} with {plan.probes} probes and {plan.ooms} out-of-memory errors"
     if plan.cached:
-        lines.append(f"found in   the plan of {plan.created}, no probe run (--no-cache fits anew)")
-    else:
-        lines.append(
-            f"found in   {show_seconds(plan.fit_s)} with {plan.probes} probes and {plan.ooms} out-of-memory errors"
-        )
-    return Text("\n".join(lines))
+        found = f"the plan of {plan.created}, no probe run (--no-cache fits anew)"
+    lines = {
+        "peak": f"measured {show_bytes(plan.measured_peak_bytes)}, predicted {show_bytes(plan.predicted_peak_bytes)} ({miss:+.1%}){reserved}",
+        "largest": f"{plan.largest_micro_batch} rows ran, at {show_bytes(plan.largest_measured_peak_bytes)}{_one_more(plan)}",
+        "found in": found,
+    }
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, text in lines.items():
+        table.add_row(name, text)
+    return table
 
 
 def _one_more(plan: Plan) -> str:
     if plan.one_more_predicted_peak_bytes is None:
         return "; the global batch has no more"
-    budget = show_bytes(plan.budget_bytes)
-    return f"; one more would need {show_bytes(plan.one_more_predicted_peak_bytes)} (predicted) of the {budget} to fill"
+    budget = f"the budget of {show_bytes(plan.budget_bytes)}"
+    return f"; one more would need {show_bytes(plan.one_more_predicted_peak_bytes)} (predicted), over {budget}"

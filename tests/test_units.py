@@ -73,7 +73,7 @@ def test_a_float_of_any_size_is_a_number_of_bytes(size):
 @given(sizes)
 @settings(deadline=None)
 def test_what_is_shown_can_be_read_back_to_half_a_percent(size):
-    assert parse_bytes(show_bytes(size)) == pytest.approx(size, rel=0.0051)
+    assert abs(parse_bytes(show_bytes(size)) - size) <= 0.005 * size + 1  # and the byte that whole numbers lose
 
 
 @given(sizes, sizes)

@@ -35,337 +35,36 @@ has two rows: `brimful` is the fastest size that fits, `brimful-largest` the lar
 import argparse
 import contextlib
 import functools
-import gc
-import importlib.util
-import inspect
 import json
-import logging
 import platform
 import statistics
 import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import brimful
 from brimful.errors import BadOption, UserError
-from brimful.memory.bare import Rig, rows_of, to_device
-from brimful.memory.meter import Meter, meter
-from brimful.memory.oom import OutOfMemory, attempt, is_oom
+from brimful.memory.oom import OutOfMemory, attempt
 from brimful.plan.levers import checkpointing
 from brimful.plan.options import FitOptions
 from brimful.plan.prober import show_size
 from brimful.plan.target import Target, find_target
-from brimful.task import Shape, Task
+from brimful.task import Shape
 from brimful.tasks.load import BUILT_IN, load_task
 from brimful.units import KiB, show_bytes, show_rate
+from contest import Contest, Result, full_step
+from peers import find_like_ultralytics, find_with_accelerate, find_with_lightning
 
-LINE_ROWS = (1, 2, 4, 8, 16)
-"""The sizes that the straight line is drawn through."""
 TIMED_STEPS = {"cpu": 3, "cuda": 5}
 """Full steps whose median is the speed at a result."""
 DEFAULTS = {"cpu": ("tiny", "512MiB"), "cuda": ("base", "20GiB")}
 """The built-in tasks' size and the limit, unless given."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contest:
-    """What every finder is given, and the step that every result is measured with."""
-
-    task: Task
-    shape: Shape
-    target: Target
-    autocast: torch.dtype | None
-    most: int
-    """No finder may try more rows than this."""
-    start: int
-    """Where accelerate begins to come down from."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
-
-    def build(self, *, on_host: bool = False) -> Rig:
-        """A new model and optimizer on the device: made there, or on the host and moved as most scripts do."""
-        torch.manual_seed(0)
-        with torch.device("cpu" if on_host else self.device):
-            model = self.task.model()
-        model = model.to(self.device).train()
-        optimizer = self.task.optimizer(model)
-        return Rig(task=self.task, model=model, optimizer=optimizer, device=self.device, autocast=self.autocast)
-
-    def batch(self, rows: int) -> Any:
-        return self.task.dummy(rows, self.shape)
-
-    def meter(self, rig: Rig) -> Meter:
-        """Peaks as the card reports them, or as a ledger with the limit counts them."""
-        limit_bytes = self.target.limit_bytes if self.device.type == "cpu" else None
-        return meter(self.device, limit_bytes=limit_bytes, adopt=_held(rig), reserved=True)
-
-    def clock(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        """What the work returns, and its seconds with the device's queue empty at both ends."""
-        self._synchronise()
-        start = time.perf_counter()
-        result = work()
-        self._synchronise()
-        return result, time.perf_counter() - start
-
-    def free(self) -> None:
-        """What the last finder left in cycles and in the allocator's cache, so that the next starts as it did."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """One line of the table: what a finder came back with, and how that ran. None is unknown."""
-
-    finder: str
-    rows: int | None = None
-    ooms: int | None = None
-    seconds: float | None = None
-    ran: bool | None = None
-    """Whether the finder itself ran full steps of at least so many rows."""
-    predicted_peak_bytes: int | None = None
-    checkpointed: bool = False
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    rows_per_s: float | None = None
-    seconds_ratio: float | None = None
-    """In units of Brimful's, as the next."""
-    rows_per_s_ratio: float | None = None
-    all_seconds: tuple[float, ...] = ()
-    all_rows: tuple[int, ...] = ()
-    note: str = ""
-    problem: str = ""
-    """Why something above is missing."""
-    details: dict[str, Any] = field(default_factory=dict)
-
-
-class Limit:
-    """The limit as peers meet it: the card's cap, or a virtual one around each attempt. Counts how often they hit it.
-
-    One ledger serves all attempts, so what a peer fails to free after one is in its way in the next, as on a card.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self._ledger = brimful.virtual_memory(target.limit_bytes) if target.device.type == "cpu" else None
-        self._seen = 0
-
-    @contextlib.contextmanager
-    def attempt(self, held: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Around whatever may run out of memory; `held` are tensors that exist before it begins."""
-        try:
-            if self._ledger is None:
-                yield
-                return
-            self._ledger.adopt(held)
-            with self._ledger:
-                yield
-        except Exception as error:
-            self._seen += is_oom(error)
-            raise
-
-    @property
-    def ooms(self) -> int:
-        return self._seen if self._ledger is None else self._ledger.ooms
-
-
-def full_step(rig: Rig, batch: Any) -> None:
-    """What a plain training loop does once, and no more."""
-    forward_backward(rig, batch)
-    if rig.scaler:
-        rig.scaler.step(rig.optimizer)
-        rig.scaler.update()
-    else:
-        rig.optimizer.step()
-    rig.optimizer.zero_grad(set_to_none=True)
-
-
-def forward_backward(rig: Rig, batch: Any) -> None:
-    with rig.opened():
-        loss = rig.task.loss(rig.model, to_device(batch, rig.device))
-    mean = loss.sum / loss.count
-    (rig.scaler.scale(mean) if rig.scaler else mean).backward()
-
-
-def _held(rig: Rig) -> Iterator[torch.Tensor]:
-    """Weights, buffers and optimizer state: what lives through a step."""
-    yield from rig.model.parameters()
-    yield from rig.model.buffers()
-    for state in rig.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def find_with_accelerate(contest: Contest) -> list[Result]:
-    """Down from the start by a tenth at each failure; two steps, since the optimizer's state appears in the first."""
-    from accelerate.utils import find_executable_batch_size
-
-    limit, tried, builds_s = Limit(contest.target), [], []
-
-    @find_executable_batch_size(starting_batch_size=contest.start)
-    def train(rows: int) -> int:
-        tried.append(rows)
-        with limit.attempt():
-            rig, build_s = contest.clock(functools.partial(contest.build, on_host=True))
-            builds_s.append(build_s)
-            for _ in range(2):
-                full_step(rig, contest.batch(rows))
-        return rows
-
-    rows, seconds = contest.clock(train)
-    build_s = sum(builds_s)
-    note = f"{seconds - build_s:.1f} s without the {build_s:.1f} s of building the model {len(builds_s)} times"
-    details = {"tried": tried, "build_s": build_s, "seconds_without_builds": seconds - build_s}
-    return [Result(finder="accelerate", rows=rows, ooms=limit.ooms, seconds=seconds, ran=True, note=note,
-                   details=details)]  # fmt: skip
-
-
-def find_with_lightning(contest: Contest, mode: str) -> list[Result]:
-    """Up from 2 by doubling; `binsearch` then halves the interval, and takes 5 % off what it finds."""
-    lightning = _import_lightning()
-    limit, ran, rig = Limit(contest.target), [], contest.build()
-    module = _lightning_module(lightning, contest, rig, limit, ran)
-    with tempfile.TemporaryDirectory(prefix="finders-") as folder, _quiet():
-        returned, seconds = contest.clock(lambda: _scale(lightning, contest, module, mode, folder))
-    if returned is None:
-        raise RuntimeError("scale_batch_size returned nothing")
-    rows, most = min(returned, contest.most), max(ran, default=0)
-    note = f"never ran as many rows as it returned, only {most}" if rows > most else f"ran up to {most} rows"
-    return [Result(finder=f"lightning-{mode}", rows=rows, ooms=limit.ooms, seconds=seconds, ran=rows <= most, note=note,
-                   details={"returned": returned, "ran": sorted(set(ran))})]  # fmt: skip
-
-
-def _import_lightning() -> Any:
-    """Under either of its names. One that is installed and broken fails with its own error."""
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            return importlib.import_module(name)
-    raise ImportError("neither lightning nor pytorch_lightning is installed; pip install lightning")
-
-
-def _lightning_module(lightning: Any, contest: Contest, rig: Rig, limit: Limit, ran: list[int]) -> Any:
-    """The task as Lightning wants it, with automatic optimisation; every size that got through a step goes to `ran`."""
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch_size = 2
-            self.model = rig.model
-
-        def train_dataloader(self) -> Any:
-            rows = range(3 * contest.most)  # three full batches, one for each step of a trial
-            collate = lambda picked: contest.batch(len(picked))  # noqa: E731
-            return torch.utils.data.DataLoader(rows, batch_size=self.batch_size, collate_fn=collate)
-
-        def transfer_batch_to_device(self, *args: Any) -> Any:
-            with limit.attempt():
-                return super().transfer_batch_to_device(*args)
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            self.rows = rows_of(batch)
-            loss = contest.task.loss(self.model, batch)
-            return loss.sum / loss.count
-
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            with limit.attempt(_held(rig)):  # forward and backward run in the closure, inside
-                super().optimizer_step(*args, **kwargs)
-            ran.append(self.rows)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return rig.optimizer
-
-    return Module()
-
-
-def _scale(lightning: Any, contest: Contest, module: Any, mode: str, folder: str) -> int | None:
-    device = contest.device
-    trainer = lightning.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=[device.index or 0] if device.type == "cuda" else 1,
-        precision={None: "32-true", torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}[contest.autocast],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    tuner = importlib.import_module(f"{lightning.__name__}.tuner").Tuner(trainer)
-    bounded = "max_val" in inspect.signature(tuner.scale_batch_size).parameters
-    bound = {"max_val": contest.most + 1} if bounded else {}  # a size of max_val would be returned without being run
-    return tuner.scale_batch_size(module, mode=mode, init_val=2, max_trials=25, steps_per_trial=3, **bound)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Lightning's advice about workers and loggers is not what is measured."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def find_like_ultralytics(contest: Contest) -> list[Result]:
-    """Forward and backward at five small sizes, a straight line, and where it crosses the share of the limit."""
-    rig = contest.build()
-    result, seconds = contest.clock(lambda: _extrapolate(contest, _peaks(contest, rig)))
-    return [replace(result, seconds=seconds)]
-
-
-def _peaks(contest: Contest, rig: Rig) -> dict[int, int | None]:
-    """The peak at each of the small sizes up to the first that fails; None for that one."""
-    peaks: dict[int, int | None] = {}
-    for rows in (rows for rows in LINE_ROWS if rows <= contest.most):
-        peak = attempt(functools.partial(_forward_backward_peak, contest, rig, rows), contest.device)
-        rig.model.zero_grad(set_to_none=True)
-        if isinstance(peak, OutOfMemory):
-            return {**peaks, rows: None}
-        peaks[rows] = peak
-    return peaks
-
-
-def _forward_backward_peak(contest: Contest, rig: Rig, rows: int) -> int:
-    batch = contest.batch(rows)
-    with contest.meter(rig) as metered:
-        metered.phase("step")
-        forward_backward(rig, batch)
-    return metered.reading().peak_bytes
-
-
-def _extrapolate(contest: Contest, peaks: dict[int, int | None]) -> Result:
-    read = {rows: peak for rows, peak in peaks.items() if peak is not None}
-    if len(read) < 2:
-        raise RuntimeError(f"no line goes through fewer than two sizes, and of {list(peaks)} rows {len(read)} fit")
-    slope, fixed = np.polyfit(list(read), list(read.values()), 1)
-    if slope <= 0:
-        raise RuntimeError(f"memory does not grow from {min(read)} to {max(read)} rows: there is no line to follow")
-    failed = len(peaks) - len(read)
-    rows = int((contest.target.budget_bytes - fixed) / slope)
-    rows = max(1, min(rows, max(read) if failed else contest.most))
-    note = "predicts forward and backward alone; ran no full step of any size"
-    return Result(finder="ultralytics-style", rows=rows, ooms=failed, ran=False, note=note, details={"peaks": peaks},
-                  predicted_peak_bytes=int(slope * rows + fixed))  # fmt: skip
 
 
 def find_with_brimful(contest: Contest) -> list[Result]:

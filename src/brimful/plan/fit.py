@@ -9,8 +9,9 @@ model on the device ─► warm up ─► may it be cut? ─► trial without ch
                                                  trial with checkpointing ─► the faster of the two ─► plan
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import BadOption, DoesNotFit, TaskError, UserError
+from brimful.memory.bare import Rig
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.plan import cache
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Plan
-from brimful.plan.prober import Progress, Rig, blame, make_rig
+from brimful.plan.prober import Progress, blame, make_rig
 from brimful.plan.target import Target, find_target
 from brimful.plan.trial import Trials
 from brimful.task import Shape, Task
@@ -56,7 +58,8 @@ def fit(
     if found is not None:
         return found
     _check_weights(described, target)
-    plan = _without_a_trace(task, described, model, optimizer, target, options, shape, key, progress)
+    job = _Job(task=task, described=described, model=model, optimizer=optimizer, target=target, options=options)
+    plan = _without_a_trace(job, lambda rig: Trials(rig, target, options, shape, progress).plan(key))
     if isinstance(plan, UserError):
         raise plan
     warning = cache.keep(plan) if options.cache else None
@@ -115,27 +118,31 @@ def _weights_and_gradients(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
 
 
-def _without_a_trace(
-    task: Task,
-    described: nn.Module,
-    model: nn.Module | None,
-    optimizer: Optimizer | None,
-    target: Target,
-    options: FitOptions,
-    shape: Shape,
-    key: str,
-    progress: Progress,
-) -> Plan | UserError:
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is fitted, and where."""
+
+    task: Task
+    described: nn.Module
+    """The model without its bytes, or the real one."""
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    """The user's own, which are put back afterwards; None for throwaway ones."""
+    target: Target
+    options: FitOptions
+
+
+def _without_a_trace(job: _Job, work: Callable[[Rig], Plan]) -> Plan | UserError:
     """Make the plan and put everything back: random state, the cap, the user's model, the device's memory.
 
     An error is returned without the frames it came through: they would keep the model on the device for as long as
     anybody holds the error, as every notebook does.
     """
-    random_state = RandomState(target.device)
-    torch.manual_seed(options.seed)
+    random_state = RandomState(job.target.device)
+    torch.manual_seed(job.options.seed)
     try:
-        with target.capped(), _rig(task, described, model, optimizer, target, options) as rig:
-            return Trials(rig, target, options, shape, progress).plan(key)
+        with job.target.capped(), _rig(job) as rig:
+            return work(rig)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise
@@ -143,29 +150,23 @@ def _without_a_trace(
         return error.with_traceback(None)
     finally:
         random_state.restore()
-        empty_cache(target.device)
+        empty_cache(job.target.device)
 
 
 @contextmanager
-def _rig(
-    task: Task,
-    described: nn.Module,
-    model: nn.Module | None,
-    optimizer: Optimizer | None,
-    target: Target,
-    options: FitOptions,
-) -> Iterator[Rig]:
+def _rig(job: _Job) -> Iterator[Rig]:
     """The user's model, put back afterwards; else a throwaway one."""
-    autocast, _ = target.autocast(options.precision, task.precision)
-    if model is None:
-        built = attempt(lambda: _build(task, described, target), target.device)
+    task, target = job.task, job.target
+    autocast, _ = target.autocast(job.options.precision, task.precision)
+    if job.model is None:
+        built = attempt(lambda: _build(task, job.described, target), target.device)
         if isinstance(built, OutOfMemory):
-            raise _too_large(described, target)
+            raise _too_large(job.described, target)
         yield make_rig(task, built, None, target, autocast)
         return
-    rig = make_rig(task, model, optimizer, target, autocast)
-    state = TrainingState(model, rig.optimizer)
-    model.train()
+    rig = make_rig(task, job.model, job.optimizer, target, autocast)
+    state = TrainingState(job.model, rig.optimizer)
+    job.model.train()
     try:
         yield rig
     finally:

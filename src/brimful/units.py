@@ -41,6 +41,17 @@ def show_bytes(value: int | float | None) -> str:
     return f"{int(value)} B"
 
 
+def flag_bytes(value: float) -> str:
+    """Rounded up and without a space, so that it can be typed behind a flag: `16.96MiB`."""
+    size, unit = next(((size, unit) for size, unit in ((GiB, "GiB"), (MiB, "MiB")) if value >= size), (KiB, "KiB"))
+    return f"{math.ceil(100 * value / size) / 100:g}{unit}"
+
+
+def show_rows(rows: int) -> str:
+    """`1 row`, `8 rows`."""
+    return f"{rows} row{'s' * (rows != 1)}"
+
+
 def show_seconds(value: float | None) -> str:
     """`0.42 s`, `12.5 s`, `3 min 20 s`, `2 h 5 min`; `unknown` for None."""
     if value is None:

@@ -105,6 +105,25 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tokens, said, capsys):
     assert sentence.startswith("brimful: ")
 
 
+def test_what_a_task_prints_stays_out_of_the_json(tmp_path, capsys):
+    (tmp_path / "loud.py").write_text(
+        "from tests.plan.small import Tagger\nclass Loud(Tagger):\n    def model(self):\n        print('hello')\n"
+        "        return super().model()\n"
+    )
+    _, out, err = run(
+        "fit", f"{tmp_path / 'loud.py'}:Loud", "--memory-limit", "4MiB", "--device", "cpu", "--json", capsys=capsys
+    )
+    assert json.loads(out)["task"] == "Loud"
+    assert "hello" in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m brimful fit {TASK} --memory-limit 4MiB --device cpu --json | head -c 10"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith('{"task"')
+    assert "Traceback" not in done.stderr
+
+
 def test_a_mistake_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run("fit", TASK, "--memory-limit", "100KiB", "--device", "cpu", capsys=capsys)

@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import re
 import weakref
 
 import numpy as np
@@ -312,6 +313,53 @@ class TestTooSmallALimit:
             fit(Tagger(), memory_limit="430KiB", device="cpu", cache=False, checkpointing="off", global_batch=1)
         needed = caught.value.needed_bytes
         assert fit(Tagger(), memory_limit=needed, device="cpu", cache=False, checkpointing="off", global_batch=1)
+
+
+class TestWhatANewUserDoes:
+    def test_a_mean_given_as_the_sum_is_recognised(self):
+        class Mean(Tagger):
+            def loss(self, model, batch):
+                loss = super().loss(model, batch)
+                return brimful.Loss(loss.sum / loss.count, len(batch["ids"]))
+
+        with pytest.raises(TaskError, match="seems to be a mean"):
+            fit(Mean(), memory_limit=LIMIT, device="cpu", cache=False)
+
+    def test_a_shape_that_is_a_number_is_refused(self):
+        class Number(Tagger):
+            worst_shape = 16
+
+        with pytest.raises(TaskError, match=r"worst_shape is 16; write a tuple"):
+            fit(Number(), memory_limit=LIMIT, device="cpu", cache=False)
+
+    def test_a_class_will_do_and_a_name_will_not(self):
+        assert fit(Tagger, memory_limit=LIMIT, device="cpu", cache=False).task == "tagger"
+        with pytest.raises(TaskError, match=r"fit takes a brimful\.Task, not a str"):
+            fit("mine.py:task")
+
+    def test_an_optimizer_at_fault_is_named(self):
+        class Lbfgs(Tagger):
+            def optimizer(self, model):
+                return torch.optim.LBFGS(model.parameters())
+
+        with pytest.raises(TaskError, match="its optimizer failed"):
+            fit(Lbfgs(), memory_limit=LIMIT, device="cpu", cache=False)
+
+    def test_more_than_the_host_has_is_refused(self):
+        with pytest.raises(BadOption, match="--memory-limit 9000 TiB: this host has"):
+            fit(Tagger(), memory_limit="9000TiB", device="cpu", cache=False)
+
+    @pytest.mark.parametrize("limit", ["600KiB", "900KiB", "1200KiB", "1600KiB"])
+    def test_a_limit_of_a_few_rows_is_met_without_an_oom(self, limit):
+        assert fit(Tagger(), memory_limit=limit, device="cpu", cache=False).ooms == 0
+
+    def test_the_limit_it_suggests_can_be_typed_and_suffices(self):
+        with pytest.raises(DoesNotFit) as caught:
+            fit(Tagger(), memory_limit="430KiB", device="cpu", cache=False, checkpointing="off")
+        (limit,) = re.findall(r"--memory-limit (\S+) or more", str(caught.value))
+        assert (
+            fit(Tagger(), memory_limit=limit, device="cpu", cache=False, checkpointing="off").largest_micro_batch == 1
+        )
 
 
 class TestFewestCuts:

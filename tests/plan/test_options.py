@@ -22,6 +22,10 @@ from brimful.plan.options import FitOptions
         ({"lengths": (0, 5)}, "--lengths 0,5"),
         ({"global_batch": 2, "processes": 3}, "3 processes need at least a row each"),
         ({"batch": 3}, "unknown option 'batch'"),
+        ({"fill": "high"}, "--fill 'high'"),
+        ({"lengths": 32}, "--lengths 32: give a tuple"),
+        ({"cache": "no"}, "--cache 'no': give true or false"),
+        ({"global_batch": "40"}, "--global-batch '40'"),
     ],
 )
 def test_the_sentence(asked, said):

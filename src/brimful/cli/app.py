@@ -3,6 +3,7 @@
 A user's mistake is one sentence on stderr and exit code 2, never a traceback; Ctrl-C is exit code 130.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ app = App(
     help="Train PyTorch models as fast as the memory at hand allows, without out-of-memory errors.",
     version=brimful.__version__,
     help_format="markdown",
+    suppress_keyboard_interrupt=False,
 )
 app.command(machine)
 app.command(fit)
@@ -32,7 +34,10 @@ def main(tokens: Sequence[str] | None = None) -> None:
     except CycloptsError as error:
         leave(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        leave("stopped", code=130)
+        leave("stopped by Ctrl-C", code=130)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
 
 
 def leave(sentence: str, *, code: int = 2) -> None:

@@ -1,7 +1,9 @@
 """`brimful fit TASK [DATA]`: probes, predicts, verifies, and prints the plan with every reason."""
 
 import os
+import sys
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -99,9 +101,10 @@ def fit(
 
     chosen_size = asked.pop("size", None)
     FitOptions.of(asked)  # mistakes come before the task's own imports
-    found = load_task(task, size=chosen_size)
-    with progress(f"fit {found.name}") as say:
-        plan = make_plan(found, data=data, progress=say, **asked)
+    with redirect_stdout(sys.stderr):  # what the task prints is not part of the result
+        found = load_task(task, size=chosen_size)
+        with progress(f"fit {found.name}") as say:
+            plan = make_plan(found, data=data, progress=say, **asked)
     show(plan_table(plan), plan.to_json(), as_json=json)
 
 
@@ -112,7 +115,7 @@ def _from_file(path: Path | None, known: list[str]) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise BadOption(f"--config {path}: {error}") from None
+        raise BadOption(f"--config {path}: {getattr(error, 'strerror', None) or error}") from None
     table = {key: value for key, value in content.items() if not isinstance(value, dict)} | content.get("fit", {})
     options = {key.replace("-", "_"): value for key, value in table.items()}
     unknown = [key for key in options if key not in known]

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None:
     """The result: as one JSON object and nothing else, or as people read it."""
     if as_json:
-        print(json.dumps(data))
+        print(json.dumps(data), flush=True)
     else:
         Console().print(result)
 

@@ -92,6 +92,13 @@ def _drops_out(model: nn.Module) -> bool:
 def _differs(rig: Rig, batch: Any) -> tuple[bool, float]:
     whole, halves = _value(rig, [batch]), _value(rig, split(batch, rows_of(batch) // 2))
     difference = abs(halves.mean - whole.mean) / max(abs(whole.mean), abs(halves.mean), 1e-12)
+    if whole.count == halves.count and abs(halves.mean - 2 * whole.mean) <= TOLERANCE.get(whole.dtype, 2e-2) * abs(
+        halves.mean
+    ):
+        raise TaskError(
+            f"task {rig.task.name}: Loss.sum seems to be a mean, since two halves of a batch add up to twice the whole; give the "
+            "sum, as from reduction='sum', or multiply the mean by the count"
+        )
     return difference > TOLERANCE.get(whole.dtype, 2e-2) or whole.count != halves.count, difference
 
 

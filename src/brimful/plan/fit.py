@@ -29,7 +29,7 @@ from brimful.plan.prober import Progress, blame, make_rig
 from brimful.plan.target import Target, find_target
 from brimful.plan.trial import Trials
 from brimful.task import Shape, Task
-from brimful.units import show_bytes
+from brimful.units import flag_bytes, show_bytes
 
 
 def fit(
@@ -47,6 +47,14 @@ def fit(
     optimizer of yours are used as they are and put back bit for bit; otherwise the task builds a throwaway one. `data`
     is read by `task.rows` for the longest lengths that occur in it. `progress` hears one phrase before each probe.
     """
+    if isinstance(task, type) and issubclass(task, Task):
+        task = task()
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"fit takes a brimful.Task, not a {type(task).__name__}; a file's task is loaded by `brimful fit file.py:name`"
+        )
+    if model is None and optimizer is not None:
+        raise BadOption("an optimizer without its model cannot be fitted: give model= as well")
     if model is not None:
         asked.setdefault("device", str(next(model.parameters()).device))
     options = FitOptions.of(asked)
@@ -68,6 +76,10 @@ def fit(
 
 def _shape(task: Task, data: str | None, options: FitOptions) -> Shape:
     """The lengths to plan for: those asked for, the longest in the data, or the task's worst."""
+    if not isinstance(task.worst_shape, tuple) or not all(isinstance(length, int) for length in task.worst_shape):
+        raise TaskError(
+            f"task {task.name}: its worst_shape is {task.worst_shape!r}; write a tuple of whole numbers, such as (512,)"
+        )
     if options.lengths is not None:
         if len(options.lengths) != len(task.worst_shape):
             raise BadOption(
@@ -109,7 +121,7 @@ def _too_large(model: nn.Module, target: Target) -> DoesNotFit:
     return DoesNotFit(
         f"the weights and gradients take {show_bytes(least)}, the optimizer's state and a row come on top, and the limit is "
         f"{show_bytes(target.limit_bytes)} on {target.name} ({target.limit_reason}){target.holders}: give --memory-limit "
-        f"{show_bytes(least / target.fill)} at the very least, or a smaller model",
+        f"{flag_bytes(least / target.fill)} at the very least, or a smaller model",
         needed_bytes=round(least / target.fill),
     )
 

@@ -70,16 +70,16 @@ def _whole_numbers(options: FitOptions) -> list[str]:
     if options.micro_batch != "auto":
         asked["--micro-batch"] = options.micro_batch
     return [
-        f"{flag} {value}: give a whole number of at least 1"
+        f"{flag} {value!r}: give a whole number of at least 1"
         for flag, value in asked.items()
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
     ]
 
 
 def _shares(options: FitOptions) -> list[str]:
-    problems = (
-        [] if 0 < options.fill <= 1 else [f"--fill {options.fill}: give a share above 0 and up to 1, such as 0.85"]
-    )
+    fill = options.fill
+    good = isinstance(fill, (int, float)) and not isinstance(fill, bool) and 0 < fill <= 1
+    problems = [] if good else [f"--fill {fill!r}: give a share above 0 and up to 1, such as 0.85"]
     processes, rows = options.processes, options.global_batch
     if not _whole_numbers(options) and rows is not None and rows < processes:
         problems.append(f"--global-batch {rows}: {processes} processes need at least a row each")
@@ -96,9 +96,19 @@ def _words(options: FitOptions) -> list[str]:
 
 
 def _lengths(options: FitOptions) -> list[str]:
+    if options.lengths is not None and not isinstance(options.lengths, (tuple, list)):
+        return [f"--lengths {options.lengths!r}: give a tuple of whole numbers, such as (256, 256)"]
     lengths: Sequence[int] = options.lengths or ()
     bad = any(not isinstance(length, int) or length < 1 for length in lengths)
     return [f"--lengths {','.join(map(str, lengths))}: give whole numbers of at least 1"] if bad else []
+
+
+def _switches(options: FitOptions) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {getattr(options, name)!r}: give true or false"
+        for name in ("cache", "allow_inexact")
+        if not isinstance(getattr(options, name), bool)
+    ]
 
 
 def _sizes(options: FitOptions) -> list[str]:
@@ -112,4 +122,4 @@ def _sizes(options: FitOptions) -> list[str]:
     return problems
 
 
-_CHECKS = (_whole_numbers, _shares, _words, _lengths, _sizes)
+_CHECKS = (_whole_numbers, _shares, _words, _lengths, _switches, _sizes)

@@ -22,6 +22,7 @@ from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.plan.target import Target
 from brimful.task import Loss, Shape, Task
+from brimful.units import show_rows
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
@@ -50,11 +51,11 @@ class Prober:
         self._progress(f"{'verify' if reserved else 'probe'} {show_size(rows, shape)}")
         return self._attempt(lambda: self._metered(rows, shape, mode, reserved))
 
-    def peak_without_limit(self, rows: int, shape: Shape) -> int | None:
+    def peak_without_limit(self, rows: int, shape: Shape, mode: Mode) -> int | None:
         """What a step of this size would take if nothing limited it; None where only the device could tell."""
         if has_peak_statistics(self.rig.device):
             return None
-        result = self._attempt(lambda: self._metered(rows, shape, "whole", reserved=False, limited=False))
+        result = self._attempt(lambda: self._metered(rows, shape, mode, reserved=False, limited=False))
         return None if isinstance(result, OutOfMemory) else result.peak_bytes
 
     def time(self, rows: int, shape: Shape, *, whole: bool, reserved: bool) -> tuple[float, Probe | None] | OutOfMemory:
@@ -80,7 +81,9 @@ class Prober:
         with blame(self.rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
             with self.rig.opened():
                 _check_loss(self.rig.task, self.rig.task.loss(self.rig.model, to_device(batch, self.rig.device)))
-            self.rig.step([batch], rows)
+            self.rig.micro(batch, rows)
+        with blame(self.rig.task, "optimizer"):
+            self.rig.finish(1.0)
 
     def _wake_libraries(self) -> None:
         """Have cuBLAS take its workspaces now (64 MiB, one for forward and one for backward), not at some later size."""
@@ -110,6 +113,10 @@ class Prober:
         if found != rows:
             raise TaskError(f"task {self.rig.task.name}: dummy({rows}, {shape}) gave a batch of {found} rows")
         return batch
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.rig.model.parameters() if p.requires_grad)
 
     def _attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
         self.probes += 1
@@ -166,6 +173,10 @@ def make_rig(
     if optimizer is None:
         with blame(task, "optimizer"):
             optimizer = task.optimizer(model)
+        if not isinstance(optimizer, Optimizer):
+            raise TaskError(
+                f"task {task.name}: its optimizer() returned a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            )
     return Rig(task=task, model=model, optimizer=optimizer, device=target.device, autocast=autocast)
 
 
@@ -176,7 +187,7 @@ def blame(task: Task, part: str, on: str = "") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_oom(error):
             raise
         where = f" on {on}" if on else ""
@@ -185,7 +196,7 @@ def blame(task: Task, part: str, on: str = "") -> Iterator[None]:
 
 def show_size(rows: int, shape: Shape) -> str:
     """`8 rows of 256+256`."""
-    return f"{rows} row{'s' * (rows != 1)}" + (f" of {'+'.join(map(str, shape))}" if shape else "")
+    return show_rows(rows) + (f" of {'+'.join(map(str, shape))}" if shape else "")
 
 
 def _held(rig: Rig) -> Iterator[torch.Tensor]:

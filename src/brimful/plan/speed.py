@@ -8,7 +8,7 @@ that is full gains nothing. So the climb starts at half of the largest and goes 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from brimful.units import show_rate
+from brimful.units import show_rate, show_rows
 
 SAME_SPEED = 0.02
 """Speeds this close are the same."""
@@ -38,13 +38,13 @@ class Speed:
     def rising(self) -> bool:
         """Whether a larger micro-batch than the largest would still have paid."""
         if len(self.timed) < 2:
-            return False
+            return True  # nothing smaller to compare with
         return self.timed[0].rows_per_s > STILL_RISING * self.timed[1].rows_per_s
 
     @property
     def reason(self) -> str:
         others = [t for t in self.timed if t is not self.chosen]
-        said = ", ".join(f"{t.rows} rows {show_rate(t.rows_per_s)}" for t in others)
+        said = ", ".join(f"{show_rows(t.rows)} {show_rate(t.rows_per_s)}" for t in others)
         if not others:
             return f"{show_rate(self.chosen.rows_per_s)} rows/s, the only size there is to choose"
         best = max(t.rows_per_s for t in self.timed)

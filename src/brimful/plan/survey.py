@@ -32,6 +32,8 @@ never tried, by one that was off."""
 SHORT_OF_IT = 0.995
 """The first jump to the edge aims this far: the reserved ratio grows a little with size, and one probe too many costs
 more than a row."""
+SHORTEST = 64
+"""The first probe's rows are no longer than this, so that longer ones have something to be bounded by."""
 SURE_OF_MODEL = 0.7
 """A model of three readings or more may call a probe safe that it puts below this share of the limit."""
 
@@ -111,8 +113,10 @@ class Survey:
             edge = self.model.largest(self.worst, budget_bytes * (1 if near else SHORT_OF_IT), self.most)
             edge = max(fits, min(edge, breaks - 1))
             if edge > fits:
-                mode: Mode = "full" if edge == self.most else "later"
-                self.read(self._within_reach(fits, edge, budget_bytes), self.worst, mode, reserved=True)
+                rows = self._within_reach(fits, edge, budget_bytes)
+                if self._would_break(rows):
+                    return fits
+                self.read(rows, self.worst, "full" if edge == self.most else "later", reserved=True)
             elif fits == 0 or not self._on_card or read[fits].reserved_bytes is not None:
                 return fits
             else:
@@ -149,6 +153,8 @@ class Survey:
         thorough = not self._on_card  # a ledger's peaks bend more at small sizes; a card's new shapes cost 0.2 s each
         if self.worst:
             short, middle = self._shorter(4), self._shorter(2)
+            if (shortest := tuple(min(length, SHORTEST) for length in short)) != short:
+                yield few, shortest, "full"
             yield few, short, "full"
             if thorough or len(self.worst) == 1:
                 yield some, short, "later"
@@ -216,11 +222,19 @@ class Survey:
             rows = (rows + fits) // 2
         return max(rows, fits + 1)
 
+    def _would_break(self, rows: int) -> bool:
+        """More than the limit, whatever a model of few readings says: rows never get cheaper as they get more."""
+        read = self._at_worst()
+        if not read or self._bound(rows, self.worst) <= self._limit:
+            return False
+        most, fixed = max(read), self.prober.fixed_bytes + self.prober.gradient_bytes
+        return rows > most and fixed + (read[most].peak_bytes - fixed) * rows / most > self._limit
+
     def _safe(self, rows: int, shape: Shape) -> bool:
-        if not self._readings:
+        if not self._readings or self._bound(rows, shape) <= self._limit:
             return True
-        if self._bound(rows, shape) <= self._limit:
-            return True
+        if shape == self.worst and self._would_break(rows):
+            return False
         return len(self._readings) >= 3 and self.predicted(rows, shape) <= SURE_OF_MODEL * self._limit
 
     def _bound(self, rows: int, shape: Shape) -> float:

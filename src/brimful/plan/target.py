@@ -82,6 +82,10 @@ def find_target(options: FitOptions) -> Target:
         raise DeviceBusy(
             f"--memory-limit {show_bytes(asked)}: only {show_bytes(free)} are free on {name} ({device}){_who(device)}"
         )
+    if asked is not None and asked > host.ram_limit_bytes and device.type == "cpu":
+        raise BadOption(
+            f"--memory-limit {show_bytes(asked)}: this host has {show_bytes(host.ram_limit_bytes)} ({host.ram_limited_by})"
+        )
     if asked is None and free < SMALLEST_USEFUL and device.type != "cpu":
         raise DeviceBusy(
             f"{name} ({device}) is full: {show_bytes(free)} are free{_who(device)}; free it or choose another --device"

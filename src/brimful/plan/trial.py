@@ -15,13 +15,13 @@ from brimful.plan.exact import Exactness, check_exactness
 from brimful.plan.levers import checkpointing
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import HostPlan, Levers, Plan
-from brimful.plan.prober import Prober, Progress, show_size
+from brimful.plan.prober import Mode, Prober, Progress, show_size
 from brimful.plan.reasons import Decision, choices, warnings
 from brimful.plan.speed import Speed, find_fastest, micro_rows
 from brimful.plan.survey import PROVEN_REACH, Survey
 from brimful.plan.target import Target
 from brimful.task import Shape, Task
-from brimful.units import show_bytes, show_rate
+from brimful.units import flag_bytes, show_bytes, show_rate
 
 WORTH_CHECKPOINTING = 1.03
 """Checkpointing must be this much faster to be chosen where the step fits without it."""
@@ -29,6 +29,8 @@ CHALLENGE_AT = 0.95
 """The share of the budget for the size at which checkpointing is first timed: two probes predict it, none has read it."""
 PRECISION_OF: dict[torch.dtype | None, Literal["fp32", "bf16", "fp16"]]
 PRECISION_OF = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+WARM_UP_LENGTH = 64
+"""The warm-up's rows are no longer than this: nothing is known yet of what length costs."""
 ROWS_TO_COMPARE = 8
 """Rows of the batch that is compared with its halves."""
 
@@ -77,7 +79,7 @@ class Trials:
             fixed == "off" and self.lever.already_on
         ):
             raise BadOption(f"--checkpointing {fixed}: {self.lever.how}")
-        short = tuple(max(1, length // 4) for length in self.shape)
+        short = tuple(max(1, min(length // 4, WARM_UP_LENGTH)) for length in self.shape)
         rows = min(2, self.most)  # a single row is refused by BatchNorm
         try:
             failure = self.prober.warm_up(rows, short)
@@ -111,8 +113,10 @@ class Trials:
             return self._accepted(self._try(True)), f"without it {self._shortfall(plain)}; {self.lever.how}"
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
+        if self.options.micro_batch != "auto":
+            return plain, "at a fixed micro-batch recomputing would only cost time"
         if not plain.speed.rising:
-            return plain, "speed no longer grows with the micro-batch, so recomputing would only cost time"
+            return plain, "more rows at once would gain little, so recomputing would only cost time"
         return self._challenge(plain)
 
     def _challenge(self, plain: Trial) -> tuple[Trial, str]:
@@ -206,13 +210,14 @@ class Trials:
     def _one_row_too_large(self, trial: Trial) -> DoesNotFit:
         """What one row takes: counted on the CPU, predicted on a card, a lower bound where nothing could be read."""
         with self.lever.set(trial.checkpointed):
-            peak, basis = self.prober.peak_without_limit(self._least, self.shape), ""
+            mode: Mode = "whole" if self._least == self.most else "full"
+            peak, basis = self.prober.peak_without_limit(self._least, self.shape, mode), ""
         if peak is None and trial.survey.readings:
             peak, basis = trial.survey.predicted(self._least), " as predicted"
         elif peak is None:
-            peak, basis = self.prober.fixed_bytes + self._gradient_bytes(), " at the very least"
+            peak, basis = self.prober.fixed_bytes + self.prober.gradient_bytes, " at the very least"
         limit = self.target.limit_bytes
-        needed = show_bytes(1.001 * peak / self.target.fill)
+        needed = flag_bytes(peak / self.target.fill)
         asked = self.options.memory_limit is not None
         tips = [f"give --memory-limit {needed} or more" if asked else f"have {needed} free"]
         if 1.01 * peak <= limit:
@@ -229,28 +234,25 @@ class Trials:
         )
 
     def _fixed_part_too_large(self) -> DoesNotFit:
-        fixed, grads = self.prober.fixed_bytes, self._gradient_bytes()
+        fixed, grads = self.prober.fixed_bytes, self.prober.gradient_bytes
         return DoesNotFit(
             f"weights, optimizer state and gradients take {show_bytes(fixed + grads)} before any row, and the limit is "
             f"{show_bytes(self.target.limit_bytes)}{self.target.holders}: give --memory-limit "
-            f"{show_bytes((fixed + grads) / self.target.fill)} or more, an optimizer with less state, or fewer trainable weights",
+            f"{flag_bytes((fixed + grads) / self.target.fill)} or more, an optimizer with less state, or fewer trainable weights",
             needed_bytes=round((fixed + grads) / self.target.fill),
         )
 
     def _first_step_too_large(self, rows: int, shape: Shape) -> DoesNotFit:
         """Nothing was read yet: what the optimizer's state takes is known only once a step has run."""
         weights = sum(p.numel() * p.element_size() for p in self.rig.model.parameters())
-        least = weights + self._gradient_bytes()
+        least = weights + self.prober.gradient_bytes
         needed = max(self.target.limit_bytes, least) / self.target.fill
         return DoesNotFit(
             f"the first step, of {show_size(rows, shape)}, ran out of memory: weights and gradients take {show_bytes(least)}, and the "
             f"optimizer's state and the rows do not fit into the rest of {show_bytes(self.target.limit_bytes)}{self.target.holders}: "
-            f"give --memory-limit {show_bytes(needed)} or more, an optimizer with less state, or fewer trainable weights",
+            f"give --memory-limit {flag_bytes(needed)} or more, an optimizer with less state, or fewer trainable weights",
             needed_bytes=round(needed),
         )
-
-    def _gradient_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.rig.model.parameters() if p.requires_grad)
 
     def _assemble(self, trial: Trial, chosen: Probe, why: str, key: str) -> Plan:
         assert trial.speed is not None

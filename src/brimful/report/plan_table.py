@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.plan.plan import Choice, Plan
-from brimful.units import show_bytes, show_rate, show_seconds
+from brimful.units import show_bytes, show_rate, show_rows, show_seconds
 
 ZONE_STYLE = {"safe": "green", "edge": "yellow", "danger": "red"}
 BAR_WIDTH = 40
@@ -22,11 +22,11 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def _headline(plan: Plan) -> Text:
-    cut = f"{plan.micro_batch} rows × {plan.accumulation}"
+    cut = f"{show_rows(plan.micro_batch)} × {plan.accumulation}"
     if plan.processes > 1:
         cut += f" on each of {plan.processes} processes ({'+'.join(map(str, plan.deal))})"
     elif plan.micro_batch * plan.accumulation != plan.global_batch:
-        cut = f"{plan.accumulation} micro-batches of at most {plan.micro_batch} rows"
+        cut = f"{plan.accumulation} micro-batches of at most {show_rows(plan.micro_batch)}"
     shape = f" of {'+'.join(map(str, plan.shape))}" if plan.shape else ""
     return Text.assemble(
         (plan.task, "bold"), f" on {plan.device_name}: ", (cut, "bold"), f" = {plan.global_batch} a step, ",
@@ -73,12 +73,12 @@ def _shown(choice: Choice, value: Any) -> str:
 def _footer(plan: Plan) -> Table:
     miss = plan.predicted_peak_bytes / plan.measured_peak_bytes - 1
     reserved = f", reserved {show_bytes(plan.reserved_peak_bytes)}" if plan.reserved_peak_bytes else ""
-    found = f"{show_seconds(plan.fit_s)} with {plan.probes} probes and {plan.ooms} out-of-memory errors"
+    found = f"{show_seconds(plan.fit_s)} with {plan.probes} probes and {plan.ooms} out-of-memory error{'s' * (plan.ooms != 1)}"
     if plan.cached:
         found = f"the plan of {plan.created}, no probe run (--no-cache fits anew)"
     lines = {
         "peak": f"measured {show_bytes(plan.measured_peak_bytes)}, predicted {show_bytes(plan.predicted_peak_bytes)} ({miss:+.1%}){reserved}",
-        "largest": f"{plan.largest_micro_batch} rows ran, at {show_bytes(plan.largest_measured_peak_bytes)}{_one_more(plan)}",
+        "largest": f"{show_rows(plan.largest_micro_batch)} ran, at {show_bytes(plan.largest_measured_peak_bytes)}{_one_more(plan)}",
         "found in": found,
     }
     table = Table.grid(padding=(0, 2, 0, 0))

@@ -160,7 +160,8 @@ class Survey:
                 yield some, short, "later"
             for axis, longest in enumerate(self.worst):
                 if len(self.worst) > 1:
-                    yield some, (*short[:axis], longest, *short[axis + 1 :]), "later"
+                    uneven = (*short[:axis], longest, *short[axis + 1 :])
+                    yield some if self._safe(some, uneven) else few, uneven, "later"
             if thorough or len(self.worst) == 1:
                 yield from ((few, middle, "later"), (some, middle, "later"))
         yield few, self.worst, "full"
@@ -233,9 +234,14 @@ class Survey:
     def _safe(self, rows: int, shape: Shape) -> bool:
         if not self._readings or self._bound(rows, shape) <= self._limit:
             return True
-        if shape == self.worst and self._would_break(rows):
+        if (shape == self.worst and self._would_break(rows)) or not self._in_proportion(shape):
             return False
         return len(self._readings) >= 3 and self.predicted(rows, shape) <= SURE_OF_MODEL * self._limit
+
+    def _in_proportion(self, shape: Shape) -> bool:
+        """Each length the same share of the worst. Until others are read, the model cannot tell the lengths apart."""
+        shares = [length / worst for length, worst in zip(shape, self.worst, strict=True)]
+        return max(shares, default=1.0) <= 1.1 * min(shares, default=1.0)
 
     def _bound(self, rows: int, shape: Shape) -> float:
         """No step of this size can cost more, judging by each reading and growth with the square of everything."""

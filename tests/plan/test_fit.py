@@ -384,3 +384,9 @@ class TestFewestCuts:
 
         with pytest.raises(TaskError, match="its global_batch of 0 rows"):
             fit(Empty(), memory_limit=LIMIT, device="cpu", cache=False)
+
+
+def test_checkpointing_that_was_never_run_is_not_called_measured():
+    plan = fit(Tagger(), memory_limit="64MiB", device="cpu", cache=False)
+    assert plan.choice("checkpointing").reason == "the whole step fits without it"
+    assert plan.choice("checkpointing").basis == "predicted"

@@ -72,7 +72,7 @@ class Plan:
     """Rows of the step for each process."""
     memory_model: MemoryModel
     predicted_peak_bytes: int
-    """Allocated bytes at the chosen size, as predicted before it ran."""
+    """Allocated bytes at the chosen size, as predicted by a model that had not seen it (unless it is the only reading)."""
     measured_peak_bytes: int
     """Allocated bytes at the chosen size, as it ran."""
     reserved_peak_bytes: int | None

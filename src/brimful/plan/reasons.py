@@ -26,6 +26,8 @@ class Decision:
     exactness: Exactness
     checkpointing: str
     checkpointing_why: str
+    checkpointing_basis: Basis
+    """Measured only where it was run with and without."""
     precision: str
     precision_why: str
     shape_note: str
@@ -40,7 +42,9 @@ def choices(d: Decision) -> tuple[Choice, ...]:
         _choice("global_batch", o.global_batch, sum(d.deal), _deal_why(d), "asked"),
         _micro_batch(d),
         _choice("accumulation", None, timing.accumulation, _accumulation_why(d), "measured"),
-        _choice("checkpointing", _unless_auto(o.checkpointing), d.checkpointing, d.checkpointing_why, "measured"),
+        _choice(
+            "checkpointing", _unless_auto(o.checkpointing), d.checkpointing, d.checkpointing_why, d.checkpointing_basis
+        ),
         _choice("precision", o.precision, d.precision, d.precision_why, "asked"),
         _choice(
             "exactness", "inexact allowed" if o.allow_inexact else None, _exactness(d), d.exactness.sentence, "measured"

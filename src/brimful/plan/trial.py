@@ -57,6 +57,7 @@ class Trials:
         self.deal = _dealt(rig.task, options)
         self.most = self.deal[0]
         self.once_s = 0.0
+        self.compared_checkpointing = False
         self.exactness = Exactness(False, False, "a step of one row is never cut")
 
     def plan(self, key: str) -> Plan:
@@ -122,6 +123,7 @@ class Trials:
     def _challenge(self, plain: Trial) -> tuple[Trial, str]:
         """Checkpointing against a trial that fits without it: timed at the largest size it leads to, and given up there."""
         assert plain.speed is not None
+        self.compared_checkpointing = True
         off = plain.speed.chosen.rows_per_s
         with self.lever.set(True):
             survey = Survey(self.prober, self.shape, self.most, least=self._least)
@@ -263,6 +265,7 @@ class Trials:
         decision = Decision(
             options=self.options, task=self.rig.task, target=self.target, deal=self.deal, largest=trial.largest,
             speed=trial.speed, exactness=self.exactness, checkpointing="on" if on else "off", checkpointing_why=why,
+            checkpointing_basis="measured" if self.compared_checkpointing or trial.checkpointed else "predicted",
             precision=precision, precision_why=precision_why, shape_note=survey.shape_note,
         )  # fmt: skip
         at_largest = survey.read(trial.largest, self.shape) or chosen

@@ -7,7 +7,7 @@ import pytest
 
 import brimful
 
-PUBLIC = ["Loss", "Machine", "Plan", "Task", "fit", "virtual_memory"]
+PUBLIC = ["Loss", "Machine", "Plan", "Stepper", "Task", "fit", "virtual_memory"]
 
 
 def run(code: str) -> str:

@@ -3,7 +3,9 @@
     import brimful
 
     plan = brimful.fit(task, global_batch=256)     # probe, predict, verify: the fastest configuration that fits
-    print(plan.micro_batch, plan.accumulation)
+    stepper = brimful.Stepper(model, optimizer, task, plan)
+    for rows in loader:                            # a whole global batch
+        result = stepper.step(rows)                # survives out-of-memory, with the same result
 
 The public names below load on first use, so that `import brimful` stays free of torch (2.5 s).
 """
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from brimful.plan.plan import Plan as Plan
     from brimful.task import Loss as Loss
     from brimful.task import Task as Task
+    from brimful.train.step import Stepper as Stepper
 
 __version__ = "0.1.0"
 
@@ -25,12 +28,13 @@ _HOME = {
     "Loss": "brimful.task",
     "Machine": "brimful.machine",
     "Plan": "brimful.plan.plan",
+    "Stepper": "brimful.train.step",
     "Task": "brimful.task",
     "fit": "brimful.plan.fit",
     "virtual_memory": "brimful.memory.ledger",
 }
 
-__all__ = ["Loss", "Machine", "Plan", "Task", "fit", "virtual_memory"]
+__all__ = ["Loss", "Machine", "Plan", "Stepper", "Task", "fit", "virtual_memory"]
 
 
 def __getattr__(name: str) -> object:

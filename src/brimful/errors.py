@@ -8,6 +8,10 @@
     │   ├── Inexact          cutting this batch would change the result, and nobody allowed that
     │   ├── DoesNotFit       the memory asked for is too small; carries the bytes needed
     │   ├── DeviceBusy       the device is missing, or full with other processes' memory
+    │   ├── Unsuited         the model or optimizer is of a kind whose step cannot be redone
+    │   ├── NonFinite        gradients were NaN or inf in too many steps in a row
+    │   ├── HalfUpdate       the optimizer's own step failed: only a checkpoint helps
+    │   ├── LostProcess      another process of the job ended
     │   └── MissingExtra     an optional package is needed; names the pip command
     └── InternalError        a bug in Brimful; never the user's fault
 
@@ -49,6 +53,22 @@ class DoesNotFit(UserError):
 
 class DeviceBusy(UserError):
     """The device does not exist, or other processes hold its memory."""
+
+
+class Unsuited(UserError):
+    """A model, wrapper or optimizer whose step cannot be cut and redone; named, with what to use instead."""
+
+
+class NonFinite(UserError):
+    """The gradients were NaN or inf more often in a row than allowed."""
+
+
+class HalfUpdate(UserError):
+    """The optimizer's own step failed, so the weights may be half updated; names the last checkpoint."""
+
+
+class LostProcess(UserError):
+    """Another process of this job ended, or stopped with a sentence of its own."""
 
 
 class MissingExtra(UserError):

@@ -20,11 +20,16 @@ A task is a subclass of `Task` that says at least three things:
 the counts differ. The step runs backward on `sum / rows`, and multiplies the gradients once by `rows / total count`
 when every micro-batch is in: any cut of the same rows gives the same gradient.
 
+**Several terms.** Terms with different counts (tokens here, rows there) cannot share one scaling at the end. Such a loss
+returns them by name, `{"tokens": Loss(...), "router": Loss(...)}`, and `counts(batch)` gives the same names' counts from
+the labels alone, so that their totals over the step are known before the first forward. What is minimised is the sum of
+the terms' means; a weight belongs into the term's sum.
+
 **Shapes.** `shape(row)` names the lengths that drive memory: `()` for rows that are all alike, `(tokens,)` for text,
 `(source, target)` for an encoder-decoder, `(side,)` for square images. A batch is padded to the largest of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,9 +87,13 @@ class Task:
         trainable = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trainable, lr=1e-4, fused=all(p.is_cuda for p in trainable) or None)
 
-    def loss(self, model: "nn.Module", batch: Any) -> Loss:
+    def loss(self, model: "nn.Module", batch: Any) -> "Loss | Mapping[str, Loss]":
         """Forward pass and loss of one micro-batch. Autocast is open already; the batch is on the device."""
         raise TaskError(f"task {self.name} has no loss(model, batch): define one that returns brimful.Loss(sum, count)")
+
+    def counts(self, batch: Any) -> "Mapping[str, Tensor | float] | None":
+        """The count of each named term of the loss, told from a collated batch alone; None where the loss has one term."""
+        return None
 
     def collate(self, rows: Sequence[Any]) -> Any:
         """Rows of the dataset as one batch, padded to the longest of them."""
@@ -109,3 +118,33 @@ class Task:
     def checkpointing(self, model: "nn.Module", on: bool) -> bool:
         """Turn gradient checkpointing on or off for a model with its own way of doing it; False where there is none."""
         return False
+
+
+def terms_of(task: Task, given: Any, *, to_train: bool = True) -> dict[str, Loss]:
+    """What `task.loss` returned, as named terms; a single one is called `loss`."""
+    terms = {"loss": given} if isinstance(given, Loss) else given
+    if not isinstance(terms, Mapping) or not terms or not all(isinstance(term, Loss) for term in terms.values()):
+        raise TaskError(
+            f"task {task.name}: its loss returned a {type(given).__name__}; return brimful.Loss(sum=…, count=…), or several "
+            "by name together with counts(batch)"
+        )
+    for name, term in terms.items():
+        which = "Loss" if name == "loss" else f"{name!r}: Loss"
+        if getattr(term.sum, "numel", lambda: 0)() != 1 or (to_train and not term.sum.requires_grad):
+            raise TaskError(
+                f"task {task.name}: {which}.sum must be one number that depends on the model's trainable weights"
+            )
+        if term.count is None or getattr(term.count, "numel", lambda: 1)() != 1:
+            raise TaskError(
+                f"task {task.name}: {which}.count must be one number, what the sum runs over; it is {term.count!r}"
+            )
+    return dict(terms)
+
+
+def totals_of(task: Task, counts: Any) -> dict[str, float]:
+    """What `task.counts` returned, as numbers by name."""
+    if not isinstance(counts, Mapping) or not counts:
+        raise TaskError(
+            f"task {task.name}: its counts(batch) returned a {type(counts).__name__}; return a number for each term of the loss"
+        )
+    return {str(name): float(count) for name, count in counts.items()}

@@ -11,7 +11,7 @@ at work, after half of them most activations are gone.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
-from brimful.task import Loss, Task
+from brimful.task import Loss, Task, terms_of
 
 MICRO_PHASES = ("forward", "head", "early", "late")
 FIRST_PHASES = tuple(f"first_{phase}" for phase in MICRO_PHASES)
@@ -39,51 +39,75 @@ class Rig:
     device: torch.device
     autocast: torch.dtype | None
     """None runs the forward in the weights' own precision."""
-    scaler: "torch.amp.GradScaler | None" = field(init=False)
+    scaler: "torch.amp.GradScaler | None" = None
+    """Made here for fp16; one that exists already may be given."""
+    doing: str = field(init=False, default="")
+    """What a micro-batch is in the middle of, for whoever has to tell what ran out of memory."""
     _graded: list[nn.Parameter] = field(init=False, default_factory=list)
     """The parameters that the last full step left a gradient on."""
 
     def __post_init__(self) -> None:
-        self.scaler = torch.amp.GradScaler(self.device.type) if self.autocast is torch.float16 else None
+        if self.scaler is None and self.autocast is torch.float16:
+            self.scaler = torch.amp.GradScaler(self.device.type)
 
     def opened(self) -> AbstractContextManager[Any]:
         """Autocast as the step opens it."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
-    def step(self, batches: Iterable[Any], rows: int, mark: Mark = lambda _: None) -> float:
+    def step(self, batches: Iterable[Any], rows: int, mark: Mark | None = None) -> float:
         """One optimizer step over micro-batches of so many rows in all, made one at a time. Returns the mean loss."""
         total = count = 0.0
         for index, batch in enumerate(batches):
-            loss = self.micro(batch, rows, mark, "first_" if index == 0 else "")
-            total, count = total + float(loss.sum.detach()), count + float(loss.count)
-            del loss
+            for term in self.micro(batch, rows, mark, "first_" if index == 0 else "").values():
+                total, count = total + float(term.sum.detach()), count + float(term.count)
+            del term
+        mark = mark or (lambda _: None)
         mark("optimizer")
         self.finish(rows / count if count else 1.0)
         mark("idle")
         return total / count if count else float("nan")
 
-    def micro(self, batch: Any, rows_in_step: int, mark: Mark = lambda _: None, prefix: str = "") -> Loss:
-        """Forward and backward of one micro-batch; its gradients are added to those held."""
-        mark(f"{prefix}forward")
+    def micro(
+        self, batch: Any, over: float | Mapping[str, float], mark: Mark | None = None, prefix: str = ""
+    ) -> dict[str, Loss]:
+        """Forward and backward of one micro-batch; its gradients are added to those held.
+
+        Each term's sum is divided by `over` first: the rows of the step, or the term's own total where it is known.
+        """
+        if mark:
+            mark(f"{prefix}forward")
+        self.doing = "to device"
+        batch = to_device(batch, self.device)
+        self.doing = "forward"
         with self.opened():
-            loss = self.task.loss(self.model, to_device(batch, self.device))
-        mark(f"{prefix}head")
-        scaled = loss.sum / rows_in_step
-        with _gradient_phases(self.model, mark, prefix):
+            terms = terms_of(self.task, self.task.loss(self.model, batch))
+            scaled = _mean(self.task, terms, over)
+        del batch  # in backward only what the graph needs of it is kept
+        if mark:
+            mark(f"{prefix}head")
+        self.doing = "backward"
+        with nullcontext() if mark is None else _gradient_phases(self.model, mark, prefix):
             (self.scaler.scale(scaled) if self.scaler else scaled).backward()
-        return loss
+        return terms
 
     def finish(self, scale: float) -> None:
         """Gradients to the mean over what was counted, one optimizer step, gradients dropped."""
+        self.scale_gradients(scale)
+        self.apply()
+        self.drop_gradients()
+
+    def scale_gradients(self, scale: float) -> None:
         self._graded = [p for p in self.model.parameters() if p.grad is not None]
-        if self._graded:
+        if self._graded and scale != 1.0:
             torch._foreach_mul_([p.grad for p in self._graded if p.grad is not None], scale)
+
+    def apply(self) -> None:
+        """The optimizer's step, through the scaler where there is one."""
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             self.optimizer.step()
-        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """As after an optimizer step."""
@@ -95,6 +119,15 @@ class Rig:
         for param in self._graded:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
+
+
+def _mean(task: Task, terms: Mapping[str, Loss], over: float | Mapping[str, float]) -> torch.Tensor:
+    if isinstance(over, Mapping) and set(over) != set(terms):
+        raise TaskError(
+            f"task {task.name}: its loss has the terms {sorted(terms)}, its counts(batch) {sorted(over)}; they must be the same"
+        )
+    parts = [term.sum / (over[name] if isinstance(over, Mapping) else over) for name, term in terms.items()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

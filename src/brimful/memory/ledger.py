@@ -130,3 +130,9 @@ def active_limit_bytes() -> int | None:
     """The smallest virtual limit around the caller, if there is one."""
     limits = [ledger.limit_bytes for ledger in _active if ledger.limit_bytes is not None]
     return min(limits, default=None)
+
+
+def active_live_bytes() -> int | None:
+    """What the ledger with that limit counts as alive."""
+    limited = [ledger for ledger in _active if ledger.limit_bytes is not None]
+    return min(limited, key=lambda ledger: ledger.limit_bytes or 0).live_bytes if limited else None

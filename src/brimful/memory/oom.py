@@ -5,7 +5,7 @@ So `attempt` runs a function, lets the block end, clears the frames, and only th
 
     result = attempt(lambda: step(rows), device)
     if isinstance(result, OutOfMemory):
-        ...                                    # memory is free again; grads and RNG are the caller's to put back
+        ...                                    # memory is free again; the random state is the caller's to put back
 
 An illegal memory access is never taken for out-of-memory: the context is lost, and a retry would hang or lie.
 """
@@ -60,8 +60,11 @@ def is_oom(error: BaseException) -> bool:
     return False
 
 
-def attempt(run: Callable[[], T], device: torch.device) -> T | OutOfMemory:
-    """Run it; where memory runs out, drop all it held and say so instead of raising."""
+def attempt(run: Callable[[], T], device: torch.device, clean: Callable[[], object] | None = None) -> T | OutOfMemory:
+    """Run it; where memory runs out, drop all it held and say so instead of raising.
+
+    `clean` drops what the caller holds (gradients) before the cache is emptied.
+    """
     try:
         return run()
     except Exception as error:
@@ -69,6 +72,8 @@ def attempt(run: Callable[[], T], device: torch.device) -> T | OutOfMemory:
             raise
         message = str(error) or type(error).__name__
         _drop_frames(error)
+    if clean is not None:
+        clean()
     gc.collect()
     empty_cache(device)
     return OutOfMemory(message)

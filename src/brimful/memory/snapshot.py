@@ -33,15 +33,33 @@ class RandomState:
 
 
 class Buffers:
-    """A model's buffers (BatchNorm's running statistics and counters), on the device they live on."""
+    """A model's buffers (BatchNorm's running statistics and counters), on the device they live on.
+
+    Copied every time, since torch's version counters do not see what BatchNorm writes. A buffer that the model replaces
+    by a new tensor is put back as the tensor it was.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._model = model
+        self._saved: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the buffers as they are now; those that were there before are copied into the same memory."""
+        before, self._saved = self._saved, {}
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    old = before.get((path, name))
+                    copied = old[1].copy_(buffer) if old and old[0] is buffer else buffer.detach().clone()
+                    self._saved[path, name] = buffer, copied
 
     def restore(self) -> None:
+        modules = dict(self._model.named_modules())
         with torch.no_grad():
-            for buffer, saved in self._saved:
+            for (path, name), (buffer, saved) in self._saved.items():
                 buffer.copy_(saved)
+                modules[path]._buffers[name] = buffer
 
 
 class TrainingState:

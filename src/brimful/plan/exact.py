@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from brimful.errors import TaskError
 from brimful.memory.bare import Rig, rows_of, split, to_device
 from brimful.memory.snapshot import Buffers
+from brimful.task import terms_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference of whole and halves that rounding may cause, by the precision of the loss."""
@@ -110,14 +111,13 @@ class _Value:
 
 
 def _value(rig: Rig, parts: Any) -> _Value:
-    """The mean over everything counted in these parts, and how much that was."""
-    losses = [rig.task.loss(rig.model, part) for part in parts]
-    count = sum(float(loss.count) for loss in losses)
-    if count == 0:
-        raise TaskError(
-            f"task {rig.task.name}: its loss counted nothing on a dummy batch of {sum(map(rows_of, parts))} rows"
-        )
-    return _Value(sum(float(loss.sum) for loss in losses) / count, count, losses[0].sum.dtype)
+    """The mean over everything counted in these parts, and how much that was; of several terms, the sum of both."""
+    losses = [terms_of(rig.task, rig.task.loss(rig.model, part), to_train=False) for part in parts]
+    counts = {name: sum(float(terms[name].count) for terms in losses) for name in losses[0]}
+    if any(count == 0 for count in counts.values()):
+        raise TaskError(f"task {rig.task.name}: its loss counted nothing on a batch of {sum(map(rows_of, parts))} rows")
+    mean = sum(sum(float(terms[name].sum) for terms in losses) / count for name, count in counts.items())
+    return _Value(mean, sum(counts.values()), next(iter(losses[0].values())).sum.dtype)
 
 
 def _as_float64(batch: Any) -> Any:

@@ -21,7 +21,7 @@ from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.plan.target import Target
-from brimful.task import Loss, Shape, Task
+from brimful.task import Shape, Task, terms_of
 from brimful.units import show_rows
 
 T = TypeVar("T")
@@ -208,17 +208,15 @@ def _held(rig: Rig) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _check_loss(task: Task, loss: Any) -> None:
-    if not isinstance(loss, Loss):
-        raise TaskError(
-            f"task {task.name}: its loss returned a {type(loss).__name__}; return brimful.Loss(sum=…, count=…)"
-        )
-    if not isinstance(loss.sum, torch.Tensor) or loss.sum.numel() != 1 or not loss.sum.requires_grad:
-        raise TaskError(f"task {task.name}: Loss.sum must be one number that depends on the model's trainable weights")
-    value, count = float(loss.sum.detach()), float(loss.count)
-    if not math.isfinite(value):
-        raise TaskError(
-            f"task {task.name}: its loss is {value} at the first probe, before any training; check dummy() and loss()"
-        )
-    if count <= 0:
-        raise TaskError(f"task {task.name}: its loss counted {count:g} on a dummy batch; Loss.count must be above 0")
+def _check_loss(task: Task, given: Any) -> None:
+    """A first look, before any training: finite sums, counts above 0, and names that `counts` knows."""
+    for term in terms_of(task, given).values():
+        value, count = float(term.sum.detach()), float(term.count)
+        if not math.isfinite(value):
+            raise TaskError(
+                f"task {task.name}: its loss is {value} at the first probe, before any training; check dummy() and loss()"
+            )
+        if count <= 0:
+            raise TaskError(
+                f"task {task.name}: its loss counted {count:g} on a dummy batch; Loss.count must be above 0"
+            )

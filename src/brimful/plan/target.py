@@ -15,6 +15,7 @@ from brimful.errors import BadOption, DeviceBusy
 from brimful.machine.holders import gpu_holders
 from brimful.machine.host import Host
 from brimful.memory.ledger import active_limit_bytes
+from brimful.memory.room import cap_bytes
 from brimful.plan.options import FitOptions
 from brimful.task import Precision
 from brimful.units import MiB, show_bytes
@@ -43,13 +44,10 @@ class Target:
     def autocast(self, asked: Precision | None, tasks_own: Precision) -> tuple[torch.dtype | None, str]:
         """The dtype to autocast to, and why."""
         precision = asked or tasks_own
+        dtype = autocast_dtype(precision, self.device)
         if precision == "auto":
-            if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0):
-                return torch.bfloat16, f"{self.name} has bf16 units"
-            return None, f"{self.name} gains nothing from bf16"
-        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision], (
-            "as asked for" if asked else "the task's own"
-        )
+            return dtype, f"{self.name} has bf16 units" if dtype else f"{self.name} gains nothing from bf16"
+        return dtype, "as asked for" if asked else "the task's own"
 
     @contextmanager
     def capped(self) -> Iterator[None]:
@@ -102,6 +100,14 @@ def find_target(options: FitOptions) -> Target:
     )
 
 
+def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
+    """What a precision means on this device; None is the weights' own."""
+    if precision == "auto":
+        has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if has_units else None
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
 def _find_device(asked: str) -> torch.device:
     if asked == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -140,11 +146,8 @@ def _card_free(device: torch.device) -> tuple[int, str]:
     """What this process could reserve: what the card has free, what torch holds of it already, up to torch's cap."""
     free, total = torch.accelerator.get_memory_info(device)
     free += torch.accelerator.memory_reserved(device)
-    if device.type == "cuda":
-        cap = int(torch.cuda.memory.get_per_process_memory_fraction(device) * total)
-        if cap < free:
-            return cap, "the cap set on this process"
-    return free, f"what is free of {show_bytes(total)}"
+    cap = cap_bytes(device, total)
+    return (cap, "the cap set on this process") if cap < free else (free, f"what is free of {show_bytes(total)}")
 
 
 def _who(device: torch.device) -> str:

@@ -1,0 +1,1 @@
+"""Training: the exact step, alone or over several processes, and what supervises it."""

@@ -1,0 +1,285 @@
+"""The gradients of one step: cut, accumulated, agreed on, summed and scaled, and redone for as long as memory runs out.
+
+Nothing here changes a weight. Whatever a failed try touched is put back before the next: gradients, random state,
+buffers, the scaler. With several processes only the one that failed repeats its micro-batches; the others wait with
+theirs. What fails after the sum over processes is repeated by all.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from brimful.errors import LostProcess, TaskError
+from brimful.memory.bare import Rig
+from brimful.memory.oom import OutOfMemory, attempt
+from brimful.memory.room import Room
+from brimful.memory.snapshot import Buffers, RandomState
+from brimful.task import Shape, Task, totals_of
+from brimful.train import suited
+from brimful.train.ceiling import Ceiling
+from brimful.train.events import Events
+from brimful.train.failures import Failures, Pass, Place
+from brimful.train.options import StepOptions
+from brimful.train.processes import Solo, fingerprint
+from brimful.train.share import Share
+from brimful.train.tally import Tally
+
+OK, REDO, STOP = 0.0, 1.0, 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Gradients that wait for the optimizer, and what they were made from."""
+
+    terms: dict[str, tuple[float, float]]
+    """Sum and count of each term, over all processes."""
+    rows: int
+    """Rows of the step over all processes."""
+    cut: list[tuple[int, Shape]]
+    """Rows and padded lengths of this process's micro-batches."""
+    ooms: int
+    """Out-of-memory errors of this process in this step."""
+    clean: bool
+    """Nobody ran out of memory."""
+    norm: float | None
+    set_aside: tuple[int, ...]
+
+
+class Gradients:
+    """Makes the gradients of a step on one process, together with the others."""
+
+    def __init__(self, rig: Rig, ceiling: Ceiling, group: Solo, events: Events, options: StepOptions) -> None:
+        self.rig, self.ceiling, self.group = rig, ceiling, group
+        self.room = Room(rig.device)
+        self.before_first_cut: Callable[[Share, list[list[int]]], None] | None = None
+        """Called once, with the first cut that has more than one part."""
+        self._params = [param for param in rig.model.parameters() if param.requires_grad]
+        self._failures = Failures(rig, ceiling, self.room, events, options, group.rank)
+        self._buffers = Buffers(rig.model)
+        self._random: RandomState | None = None
+        self._rows_over: float | None = None
+        self._versions: dict[str, int] | None = suited.versions_of(rig.model)
+
+    @property
+    def graded(self) -> list[nn.Parameter]:
+        return [param for param in self._params if param.grad is not None]
+
+    def make(self, step: int, share: Share, finish: Callable[[], float | None]) -> Ready:
+        """All gradients of the step, scaled; `finish` is what else may run out of memory before the optimizer's step."""
+        current = Pass(step, share, list(share.indices))
+        self._begin()
+        try:
+            over = self._divisors(share)
+            while True:
+                votes = self._until_everybody_is_through(current, over)
+                terms, rows = self._added_up(votes, over)
+                self.group.reduce([param.grad for param in self.graded if param.grad is not None])
+                norm = self._finish(current, terms, over, finish)
+                if self._everybody_well(current):
+                    break
+                self._start_over(current)
+        except BaseException:
+            self.rig.drop_gradients()
+            raise
+        return Ready(
+            terms=terms,
+            rows=rows,
+            cut=[(len(group), _padded(share, group)) for group in current.groups],
+            ooms=current.ooms,
+            clean=all(vote[3] == 0 for vote in votes),
+            norm=norm,
+            set_aside=tuple(current.set_aside),
+        )
+
+    def _begin(self) -> None:
+        self.rig.drop_gradients()
+        self._random = RandomState(self.rig.device)
+        self._buffers.refresh()
+        if self._versions is not None:  # a checkpoint may have been loaded since
+            self._versions = suited.versions_of(self.rig.model)
+
+    def _divisors(self, share: Share) -> float | dict[str, float]:
+        """What sums are divided by before backward: the step's rows, or each term's own total where it can be known."""
+        task = self.rig.task
+        if type(task).counts is Task.counts:
+            if share.step_rows is not None:
+                return float(share.step_rows)
+            if self._rows_over is None:  # any number will do, as long as all processes use the same
+                self._rows_over = sum(row[0] for row in self.group.gather([float(len(share.indices))]))
+            return self._rows_over
+        mine: Counter[str] = Counter()
+        for group in self._cut(share, share.indices):
+            mine.update(totals_of(task, task.counts(share.rows.batch(group))))
+        self._put_back()  # a collate that draws random numbers draws the same ones again
+        totals: Counter[str] = Counter()
+        for one in self.group.gather_objects(dict(mine)):
+            totals.update(one)
+        if not any(totals.values()):
+            raise self._counted_nothing()
+        return {name: total or 1.0 for name, total in sorted(totals.items())}
+
+    def _until_everybody_is_through(self, current: Pass, over: float | dict[str, float]) -> list[list[float]]:
+        """Micro-batches here and agreement with the others, until all have all their gradients. Returns what they said."""
+        expected: list[bool] = []
+        while True:
+            if not current.through:
+                self._try(current, functools.partial(self._accumulate, current, over, expected))
+            flags = [param.grad is not None for param in self._params]
+            votes = self._vote(current, over, flags)
+            if any(vote[0] == REDO for vote in votes):
+                continue
+            if len({vote[1] for vote in votes}) == 1:
+                return votes
+            expected = self.group.union(flags)  # rows here may miss parameters that rows there need
+            self._try(current, functools.partial(self._complete, expected))
+
+    def _accumulate(self, current: Pass, over: float | dict[str, float], expected: Sequence[bool]) -> None:
+        current.groups, tally = self._cut(current.share, current.left), Tally()
+        for index, group in enumerate(current.groups):
+            shape = _padded(current.share, group)
+            self.rig.doing = "collating"
+            current.place = Place(index, len(current.groups), group, shape)
+            tally.add(self.rig.micro(current.share.rows.batch(group), over))
+            if self._versions is not None:
+                suited.check_after_backward(self.rig.model, self.rig.optimizer, self._versions)
+                self._versions = None
+        self._complete(expected)
+        current.sums = tally.read()
+
+    def _complete(self, expected: Sequence[bool]) -> None:
+        """A zero gradient where another process has one and this one has none."""
+        for param, needed in zip(self._params, expected, strict=False):
+            if needed and param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def _cut(self, share: Share, indices: list[int]) -> list[list[int]]:
+        groups = self.ceiling.cut([share.rows.shapes[index] for index in indices]) if indices else []
+        groups = [[indices[position] for position in group] for group in groups]
+        if self._failures.least > 1:
+            groups = _paired(groups)
+        if (len(groups) > 1 or self.group.size > 1) and self.before_first_cut is not None:
+            check, self.before_first_cut = self.before_first_cut, None
+            check(share, groups)
+        return groups
+
+    def _vote(self, current: Pass, over: float | dict[str, float], flags: Sequence[bool]) -> list[list[float]]:
+        """Everybody's word: through or not, which gradients, rows, failures, then sum and count of each term."""
+        code = STOP if current.stop else OK if current.through else REDO
+        sums = [current.sums.get(name, (0.0, 0.0)) for name in over] if isinstance(over, dict) else _only(current.sums)
+        mine = [
+            code,
+            fingerprint(flags),
+            float(len(current.left)),
+            float(current.ooms),
+            *(x for pair in sums for x in pair),
+        ]
+        votes = self.group.gather(mine)
+        self._stop_if_anybody_does(current, votes)
+        return votes
+
+    def _stop_if_anybody_does(self, current: Pass, votes: list[list[float]]) -> None:
+        stopped = next((rank for rank, vote in enumerate(votes) if vote[0] == STOP), None)
+        if current.stop is not None:
+            raise current.stop
+        if stopped is not None:
+            raise LostProcess(f"process {stopped} of {self.group.size} stopped; its own sentence says why")
+
+    def _added_up(
+        self, votes: list[list[float]], over: float | dict[str, float]
+    ) -> tuple[dict[str, tuple[float, float]], int]:
+        names = list(over) if isinstance(over, dict) else ["loss"]
+        columns = [math.fsum(vote[4 + place] for vote in votes) for place in range(2 * len(names))]
+        terms = {name: (columns[2 * place], columns[2 * place + 1]) for place, name in enumerate(names)}
+        if not isinstance(over, dict) and not terms["loss"][1] > 0:
+            raise self._counted_nothing(terms["loss"][1])
+        return terms, int(sum(vote[2] for vote in votes))
+
+    def _finish(
+        self,
+        current: Pass,
+        terms: dict[str, tuple[float, float]],
+        over: float | dict[str, float],
+        finish: Callable[[], float | None],
+    ) -> float | None:
+        """Gradients to the mean over what was counted, then whatever else comes before the optimizer's step."""
+        largest = max(current.groups, key=len, default=[])
+        current.place = Place(0, len(current.groups), largest, _padded(current.share, largest) if largest else ())
+        norm: list[float | None] = []
+
+        def work() -> None:
+            self.rig.doing = "scaling the gradients"
+            self.rig.scale_gradients(1.0 if isinstance(over, dict) else over / terms["loss"][1])
+            norm.append(finish())
+
+        if not self._try(current, work):
+            current.finish_failures += 1
+        return norm[0] if norm else None
+
+    def _everybody_well(self, current: Pass) -> bool:
+        """Asked by all, whether or not they got through themselves."""
+        return not any(vote[0] == REDO for vote in self._agree(current))
+
+    def _agree(self, current: Pass) -> list[list[float]]:
+        votes = self.group.gather([STOP if current.stop else OK if current.through else REDO])
+        self._stop_if_anybody_does(current, votes)
+        return votes
+
+    def _start_over(self, current: Pass) -> None:
+        """Somebody failed after the gradients were summed, so nobody's own are left."""
+        self._drop()
+        self._put_back()
+        current.through = False
+
+    def _try(self, current: Pass, work: Callable[[], None]) -> bool:
+        """Run it; where memory runs out put everything back, learn from it, and say that it has to be done again."""
+        outcome = attempt(work, self.rig.device, clean=self._drop)
+        current.through = not isinstance(outcome, OutOfMemory)
+        if isinstance(outcome, OutOfMemory):
+            self._put_back()
+            self._failures.learn(current, outcome.message)
+        return current.through
+
+    def _drop(self) -> None:
+        self.rig.drop_gradients()
+        if self.rig.scaler is not None:  # what unscale_() noted of gradients that are gone
+            self.rig.scaler._per_optimizer_states.clear()
+
+    def _put_back(self) -> None:
+        assert self._random is not None
+        self._random.restore()
+        self._buffers.restore()
+
+    def _counted_nothing(self, count: float = 0.0) -> TaskError:
+        return TaskError(
+            f"task {self.rig.task.name}: its loss counted {count:g} over the whole step, so there is no mean to train on; nothing was "
+            "changed (are all labels of these rows masked?)"
+        )
+
+
+def _padded(share: Share, group: Sequence[int]) -> Shape:
+    return tuple(max(lengths) for lengths in zip(*(share.rows.shapes[index] for index in group), strict=True))
+
+
+def _paired(groups: list[list[int]]) -> list[list[int]]:
+    """The same rows with nobody alone."""
+    lone = [group[0] for group in groups if len(group) == 1]
+    rest = [group for group in groups if len(group) > 1]
+    pairs = [lone[place : place + 2] for place in range(0, len(lone), 2)]
+    if pairs and len(pairs[-1]) == 1 and (pairs[:-1] or rest):
+        odd = pairs.pop()
+        smallest = min([*rest, *pairs], key=len)
+        smallest.extend(odd)
+    return [sorted(group) for group in (*rest, *pairs)]
+
+
+def _only(sums: dict[str, tuple[float, float]]) -> list[tuple[float, float]]:
+    if len(sums) > 1:
+        raise TaskError(
+            f"the loss has several terms ({', '.join(sums)}); their counts must be known before the first forward: define counts(batch)"
+        )
+    return list(sums.values()) or [(0.0, 0.0)]

@@ -1,0 +1,146 @@
+"""The bytes an optimizer's step will allocate, known before it begins and held for a moment to prove they are there.
+
+An out-of-memory error inside `optimizer.step()` leaves a half update that no retry can mend, so it must come earlier.
+A step of a copy of the optimizer on the meta device allocates nothing and moves nothing, yet makes every tensor the real
+step makes: a ledger lists those alive at its peak. Just before the real step tensors of the same sizes are allocated and
+dropped, which leaves blocks of those very sizes in the allocator's cache. AdamW's first step needs twice the trained
+weights (its state), fused AdamW's later steps nothing, foreach AdamW's one copy of the weights.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.memory.ledger import Ledger
+
+STATE_GUESS = 2
+"""Copies of the trained weights assumed for the first step of an optimizer whose code does not run on the meta device."""
+TEMPORARY_GUESS = 1
+"""Copies of the trained weights assumed for its later steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Sizes of the tensors that one optimizer step makes, as they live at its peak."""
+
+    first: tuple[int, ...]
+    """For a step that makes its state as well."""
+    later: tuple[int, ...]
+    predicted: bool
+    """False where the optimizer's code could not be traced, and a rule of thumb stands in."""
+
+
+def predict(optimizer: Optimizer, graded: Sequence[nn.Parameter]) -> Need:
+    """What a step of this optimizer over these parameters makes."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)  # one kernel: its state, and no temporaries
+    try:
+        shadow, gradients = _shadow(optimizer, graded)
+        first, later = (_made_by_a_step(shadow, gradients, at_peak=not fused) for _ in range(2))
+    except Exception:  # any code may stand in a step: a custom kernel, a value read on the host
+        sizes = tuple(p.numel() * p.element_size() for p in graded)
+        return Need(first=sizes * STATE_GUESS, later=sizes * TEMPORARY_GUESS, predicted=False)
+    return Need(first=first, later=later, predicted=True)
+
+
+def is_first_step(optimizer: Optimizer, graded: Sequence[nn.Parameter]) -> bool:
+    """Whether some of these parameters have no state yet."""
+    return any(not optimizer.state.get(param) for param in graded)
+
+
+def reserve(sizes: Sequence[int], device: torch.device) -> None:
+    """Allocate and drop tensors of these sizes; runs out of memory here or the step will not."""
+    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    del held
+
+
+def _shadow(optimizer: Optimizer, graded: Sequence[nn.Parameter]) -> tuple[Optimizer, list[torch.Tensor]]:
+    """A copy whose weights, gradients and state lie on the meta device; one-number tensors stay as they are."""
+    memo: dict[int, Any] = {}
+    with_gradient = {id(param) for param in graded}
+    gradients = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            stand_in = nn.Parameter(_on_meta(param), requires_grad=param.requires_grad)
+            if id(param) in with_gradient:
+                stand_in.grad = torch.empty_like(stand_in)
+                gradients.append(stand_in.grad)
+            memo[id(param)] = stand_in
+    for state in optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                memo[id(value)] = _on_meta(value) if value.numel() > 1 else value.detach().cpu().clone()
+    shadow = object.__new__(type(optimizer))
+    memo[id(optimizer)] = shadow
+    shadow.__dict__ = copy.deepcopy({k: v for k, v in optimizer.__dict__.items() if not k.endswith("_hooks")}, memo)
+    for group in shadow.param_groups:
+        _resolve_implementation(group, graded)
+    return shadow, gradients
+
+
+def _resolve_implementation(group: dict[str, Any], graded: Sequence[nn.Parameter]) -> None:
+    """What `foreach=None` means on the real device; a fused kernel makes nothing but its state, nor does the plain loop."""
+    on_card = all(param.device.type in ("cuda", "xpu") for param in graded)
+    if group.get("fused"):
+        group.update(fused=False, foreach=False)
+    elif "foreach" in group and group["foreach"] is None:
+        group["foreach"] = on_card
+    if "capturable" in group:
+        group["capturable"] = False
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _run(optimizer: Any) -> None:
+    """The class's own step, past the hooks and counters that users and schedulers hang on it."""
+    step: Callable[..., Any] = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    weights = [param for group in optimizer.param_groups for param in group["params"]]
+    return weights + [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def _made_by_a_step(optimizer: Optimizer, gradients: Sequence[torch.Tensor], *, at_peak: bool) -> tuple[int, ...]:
+    """Sizes of the storages that a step adds to those held before: at its peak, or at its end."""
+    ledger = _PeakLedger(device="meta")
+    ledger.adopt((*_tensors(optimizer), *gradients))
+    before = ledger.alive()
+    with ledger:
+        _run(optimizer)
+        made = ledger.at_peak() if at_peak else ledger.alive()
+    return tuple(size for key, size in made.items() if key not in before)
+
+
+class _PeakLedger(Ledger):
+    """Remembers which storages were alive when most was; a peak is over only when something is freed."""
+
+    _peak: dict[int, int] | None = None
+    _highest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0  # Adafactor reads a norm on the host; its value decides no size
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def alive(self) -> dict[int, int]:
+        return {key: entry[0] for key, entry in self._entries.items()}
+
+    def at_peak(self) -> dict[int, int]:
+        self._keep()
+        return self._peak or {}
+
+    def _strike(self, key: int) -> None:
+        self._keep()
+        super()._strike(key)
+
+    def _keep(self) -> None:
+        if self.live_bytes > self._highest:
+            self._highest, self._peak = self.live_bytes, self.alive()

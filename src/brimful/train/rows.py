@@ -1,0 +1,128 @@
+"""The rows of one step, whatever they came as, and any subset of them as a batch.
+
+A **list of rows** is collated per micro-batch, so each is padded to its own longest row. A **batch** (a tensor, or any
+tree of tensors with one first dimension) is sliced. A list is taken for rows, with one exception: without a task or a
+`collate` of the user's, `[inputs, targets]` as a DataLoader gives it is a batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from brimful.errors import TaskError
+from brimful.task import Shape, Task
+
+A_FEW = 4
+"""Up to so many tensors of one shape in a list are a batch of inputs and targets; more of them are rows."""
+
+
+class Rows(Protocol):
+    """What a step is made of."""
+
+    shapes: list[Shape]
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        """These rows as one batch, on the host or wherever they were given."""
+
+
+def as_rows(given: Any, task: Task, shape: Shape, *, is_rows: bool) -> Rows:
+    """What the user handed to a step. `shape` serves for rows that do not tell theirs; `is_rows`: a list is always rows."""
+    if isinstance(given, list) and (is_rows or _looks_like_rows(given)):
+        return Listed(given, task, shape)
+    return Batch(given, task, shape)
+
+
+class Listed:
+    """A list of rows, collated per micro-batch."""
+
+    def __init__(self, rows: list[Any], task: Task, shape: Shape) -> None:
+        if not rows:
+            raise TaskError("a step was given no rows: its list is empty")
+        self._rows, self._task = rows, task
+        tells = type(task).shape is not Task.shape
+        self.shapes = [tuple(task.shape(row)) for row in rows] if tells else [shape] * len(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        return self._task.collate([self._rows[index] for index in indices])
+
+
+class Batch:
+    """A batch that is there already, sliced along its first dimension."""
+
+    def __init__(self, batch: Any, task: Task, shape: Shape) -> None:
+        sizes: dict[str, int] = {}
+        _measure(batch, "", sizes)
+        if len(set(sizes.values())) != 1:
+            found = ", ".join(f"{name or 'the batch'} has {size}" for name, size in sizes.items()) or "there are none"
+            raise TaskError(
+                f"task {task.name}: a batch cannot be cut unless all its tensors share their first dimension; here {found}: give "
+                "such a batch, or a list of rows and a collate"
+            )
+        self._batch, self._rows = batch, next(iter(sizes.values()))
+        if self._rows == 0:
+            raise TaskError("a step was given no rows: its batch has a first dimension of 0")
+        self.shapes = [shape] * self._rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        first, last = indices[0], indices[-1]
+        whole = len(indices) == self._rows
+        run: Any = slice(first, last + 1) if last - first + 1 == len(indices) else list(indices)
+        return self._batch if whole else _take(self._batch, run)
+
+
+def _looks_like_rows(given: list[Any]) -> bool:
+    if not given or len({type(item) for item in given}) > 1:
+        return not given
+    if not isinstance(given[0], torch.Tensor):
+        return True
+    return len(given) > A_FEW and len({(item.shape, item.dtype) for item in given}) == 1
+
+
+def _children(value: Any) -> list[tuple[Any, Any]]:
+    """The parts of a container with their keys; a list of things without tensors is a column, not a container."""
+    if isinstance(value, Mapping):  # Hugging Face's BatchEncoding is one
+        return list(value.items())
+    if isinstance(value, (list, tuple)) and not _is_column(value):
+        return list(enumerate(value))
+    return []
+
+
+def _is_column(value: Any) -> bool:
+    plain = (str, bytes, int, float, bool, type(None))
+    return isinstance(value, list) and bool(value) and all(isinstance(item, plain) for item in value)
+
+
+def _measure(value: Any, path: str, sizes: dict[str, int]) -> None:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        if value.ndim:
+            sizes[path] = len(value)
+    elif _is_column(value):
+        sizes[path] = len(value)
+    for key, child in _children(value):
+        _measure(child, f"{path}[{key!r}]", sizes)
+
+
+def _take(value: Any, run: Any) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value[run] if value.ndim else value
+    if _is_column(value):
+        return value[run] if isinstance(run, slice) else [value[index] for index in run]
+    if isinstance(value, Mapping):
+        taken = {key: _take(child, run) for key, child in value.items()}
+        kind: Any = type(value)
+        return kind(taken)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_take(child, run) for child in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_take(child, run) for child in value)
+    return value

@@ -1,0 +1,348 @@
+"""One optimizer step over exactly the rows it is given, whatever memory does.
+
+    rows ─► deal to processes ─► cut ─► micro-batch: to device, forward, backward ─┐ again for each
+                                  ▲            │ out of memory                     │
+                                  │            ▼                                   ▼
+                                  └── drop gradients, put back              agree: is everybody through?
+                                  │   random state and buffers,                    │ yes
+                                  │   cut finer                                    ▼
+                                  │                                    sum gradients over processes, once
+                                  │            out of memory                       │
+                                  └─────────────────────────────────  scale, clip, prove the optimizer's bytes
+                                                                                   │
+                                                                            agree once more
+                                                                                   │ everybody
+                                                                                   ▼
+                                                                            optimizer.step(), once
+
+Backward runs on `sum / rows`, and the gradients are multiplied once by `rows / total count` when all are in: any cut, on
+any number of processes, gives the gradient of the plain large batch. A step that has begun to change weights is never
+retried. When nothing happens all of this costs a few milliseconds a step: `bench/RESULTS.md`.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from brimful.errors import BadOption, HalfUpdate, Inexact, NonFinite, in_one_line
+from brimful.memory.bare import Rig
+from brimful.memory.meter import has_peak_statistics
+from brimful.memory.oom import OutOfMemory, attempt
+from brimful.memory.snapshot import RandomState
+from brimful.plan.exact import Exactness, check_exactness
+from brimful.plan.levers import checkpointing
+from brimful.plan.plan import Plan
+from brimful.plan.target import autocast_dtype
+from brimful.task import Task
+from brimful.train import reserve, suited
+from brimful.train.aftermath import Aftermath
+from brimful.train.ceiling import Ceiling
+from brimful.train.events import Event, Events
+from brimful.train.given import as_task
+from brimful.train.gradients import Gradients, Ready
+from brimful.train.options import StepOptions
+from brimful.train.processes import join
+from brimful.train.result import StepResult
+from brimful.train.rows import as_rows
+from brimful.train.share import Dealer, Share
+
+EXACTNESS_ROWS = 8
+"""So many real rows are compared with their halves before the first cut."""
+FP16_SKIPS = 20
+"""Steps in a row that fp16 may skip while its scale comes down from 65536."""
+
+
+class Stepper:
+    """Steps a model exactly as asked, and carries on when memory runs out.
+
+        stepper = Stepper(model, optimizer, task, plan)      # or a loss: Stepper(model, optimizer, loss)
+        for rows in loader:                                  # a whole step's rows: a list, or a batch of tensors
+            result = stepper.step(rows)
+
+    A loss is `loss(model, batch) -> Loss(sum, count)`. With a task, rows are cut by their lengths, with a loss by their
+    number; with a plan by predicted bytes, without one the whole batch is tried and the rest learnt. Under `torchrun` or
+    `accelerate launch` the same lines train on all processes. Further keywords are those of `StepOptions`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        task_or_loss: Task | Callable[[Any, Any], Any],
+        plan: Plan | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = _options(options)
+        self.plan = plan
+        task, self._is_rows = as_task(task_or_loss, self.options)
+        model, wrapper = suited.unwrap(model)
+        suited.check_model(model)
+        optimizer = suited.check_optimizer(model, optimizer)
+        device = next(param for param in model.parameters() if param.requires_grad).device
+        precision = self.options.precision or (plan.levers.precision if plan else task.precision)
+        self._rig = Rig(
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            device=device,
+            autocast=autocast_dtype(precision, device),
+            scaler=self.options.scaler,
+        )
+        self._events = Events(self.options.on_event)
+        self._ceiling = _ceiling(plan, self.options)
+        self._group = join(model, device)
+        self._dealer = Dealer(self._group, device, plan, self._ceiling.limit, self.options.rows_are)
+        self._gradients = Gradients(self._rig, self._ceiling, self._group, self._events, self.options)
+        if plan is None or plan.task != task.name:
+            self._gradients.before_first_cut = self._check_exactness
+        self._need: tuple[int, reserve.Need] | None = None
+        self._nonfinite = 0
+        self._aftermath = Aftermath(self._rig, self._ceiling, self._gradients.room, self._events)
+        self.steps = 0
+        """Steps begun, skipped ones included."""
+        self.ooms = 0
+        """Out-of-memory errors survived by this process."""
+        if wrapper:
+            self._note(
+                f"the {wrapper} wrapper is taken off: gradients are summed once a step, after everybody is through"
+            )
+        self._pull_levers(task)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without wrappers."""
+        return self._rig.model
+
+    @property
+    def events(self) -> list[Event]:
+        """The last thousand events."""
+        return list(self._events.kept)
+
+    def step(self, rows: Any) -> StepResult:
+        """One optimizer step over these rows."""
+        started = self._start()
+        share, ready = self._make(rows, self._clip_and_reserve)
+        assert ready.norm is not None
+        applied = self._apply(ready.norm)
+        self._rig.drop_gradients()
+        return self._conclude(share, ready, started, applied)
+
+    def backward(self, rows: Any) -> StepResult:
+        """Everything but the optimizer: leaves the exact gradients of these rows, over all processes, on the parameters.
+
+        For loops that clip and step themselves. The bytes the optimizer will need are proven to be there.
+        """
+        started = self._start()
+        share, ready = self._make(rows, self._reserve)
+        return self._conclude(share, ready, started, applied=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps depend on besides model and optimizer: belongs into a checkpoint."""
+        return {
+            "steps": self.steps,
+            "ooms": self.ooms,
+            "nonfinite": self._nonfinite,
+            "ceiling": self._ceiling.to_json(),
+            "speeds": list(self._dealer.speeds),
+            "scaler": None if self._rig.scaler is None else self._rig.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.ooms, self._nonfinite = state["steps"], state["ooms"], state["nonfinite"]
+        self._ceiling.load(state["ceiling"])
+        if len(state["speeds"]) == self._group.size:
+            self._dealer.speeds = list(state["speeds"])
+        if self._rig.scaler is not None and state["scaler"] is not None:
+            self._rig.scaler.load_state_dict(state["scaler"])
+
+    def _start(self) -> float:
+        self.steps += 1
+        if has_peak_statistics(self._rig.device):
+            torch.accelerator.reset_peak_memory_stats(self._rig.device)
+        return time.perf_counter()
+
+    def _make(self, given: Any, finish: Callable[[], float | None]) -> tuple[Share, Ready]:
+        rows = as_rows(given, self._rig.task, self.plan.shape if self.plan else (), is_rows=self._is_rows)
+        share = self._dealer.share(rows, given)
+        return share, self._gradients.make(self.steps, share, finish)
+
+    def _clip_and_reserve(self) -> float:
+        self._rig.doing = "clipping"
+        if self._rig.scaler:
+            self._rig.scaler.unscale_(self._rig.optimizer)
+        graded = self._gradients.graded
+        norm = get_total_norm([param.grad for param in graded if param.grad is not None])
+        if self.options.clip_norm is not None:
+            clip_grads_with_norm_(graded, self.options.clip_norm, norm)
+        self._reserve()
+        return float(norm)
+
+    def _reserve(self) -> None:
+        """Prove that the bytes of the optimizer's step are there."""
+        self._rig.doing = "reserving the optimizer's bytes"
+        graded, optimizer = self._gradients.graded, self._rig.optimizer
+        first = reserve.is_first_step(optimizer, graded)
+        if self._need is None or self._need[0] != len(graded):
+            self._need = len(graded), reserve.predict(optimizer, graded)
+            if not self._need[1].predicted:
+                self._note(
+                    f"the code of {type(optimizer).__name__} could not be traced, so the bytes of its step are a rule of thumb"
+                )
+        need = self._need[1]
+        reserve.reserve(need.first if first else need.later, self._rig.device)
+
+    def _apply(self, norm: float) -> bool:
+        """The optimizer's step, once; or none, where the gradients are not numbers."""
+        finite = math.isfinite(norm)
+        scale = self._rig.scaler.get_scale() if self._rig.scaler else None
+        if finite or self._rig.scaler:  # a scaler skips by itself and has to hear of it
+            try:
+                self._rig.apply()
+            except Exception as error:
+                raise self._half_update(error) from error
+        if finite:
+            self._nonfinite = 0
+            return True
+        self._skip(norm, scale)
+        return False
+
+    def _skip(self, norm: float, scale: float | None) -> None:
+        self._nonfinite += 1
+        most = self.options.skip_nonfinite if scale is None else max(self.options.skip_nonfinite, FP16_SKIPS)
+        where = next(
+            (n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()), None
+        )
+        found = f"the gradients' norm is {norm}" + (f", first in {where!r}" if where else "")
+        lowered = (
+            f"; the loss scale goes from {scale:g} to {self._rig.scaler.get_scale():g}"
+            if self._rig.scaler and scale
+            else ""
+        )
+        self._events.add(
+            "skip",
+            self.steps,
+            f"{found}: the step is skipped, {self._nonfinite} in a row of at most {most}{lowered}",
+            norm=norm,
+            parameter=where,
+            in_a_row=self._nonfinite,
+            most=most,
+        )
+        if self._nonfinite > most:
+            self._rig.drop_gradients()
+            raise NonFinite(
+                f"{found} in step {self.steps}, the {self._nonfinite}. in a row, and skip_nonfinite allows {most}; the weights are "
+                "those of the last good step: lower the learning rate, clip the gradients or look at these rows"
+            )
+
+    def _half_update(self, error: Exception) -> HalfUpdate:
+        try:
+            last = self.options.checkpoint() if self.options.checkpoint else None
+        except Exception:
+            last = None
+        back = f"go back to the last checkpoint, {last}" if last else "go back to your last checkpoint"
+        return HalfUpdate(
+            f"the optimizer's own step failed in step {self.steps}, so the weights may be half updated: {back} ({in_one_line(error)})"
+        )
+
+    def _conclude(self, share: Share, ready: Ready, started: float, applied: bool) -> StepResult:
+        self.ooms += ready.ooms
+        peak = (
+            torch.accelerator.max_memory_allocated(self._rig.device) if has_peak_statistics(self._rig.device) else None
+        )
+        if applied:
+            self._gradients.room.settle()
+            self._share_statistics()
+        if (
+            ready.clean
+            and self._dealer.measuring
+            and (change := self._dealer.timed(share.work, time.perf_counter() - started))
+        ):
+            self._events.add("deal", self.steps, change, speeds=self._dealer.speeds)
+        self._aftermath.of(self.steps, ready, peak)
+        terms = {name: total / count if count else math.nan for name, (total, count) in ready.terms.items()}
+        return StepResult(
+            step=self.steps,
+            loss=math.fsum(mean for mean in terms.values() if not math.isnan(mean))
+            if len(terms) > 1
+            else next(iter(terms.values())),
+            terms=terms,
+            rows=ready.rows,
+            count=next(iter(ready.terms.values()))[1],
+            applied=applied,
+            grad_norm=ready.norm,
+            micro_batches=len(ready.cut),
+            largest_micro_batch=max((rows for rows, _ in ready.cut), default=0),
+            ooms=ready.ooms,
+            set_aside=ready.set_aside,
+            seconds=time.perf_counter() - started,
+            peak_bytes=peak,
+        )
+
+    def _share_statistics(self) -> None:
+        """BatchNorm's running statistics follow the first process, as under DDP."""
+        if self._group.size > 1:
+            norms = [part for part in self.model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+            self._group.spread([buffer for part in norms for buffer in part.buffers()])
+
+    def _check_exactness(self, share: Share, groups: list[list[int]]) -> None:
+        """Before the first cut without a plan: is a batch the sum of its parts?"""
+        some = share.indices[:EXACTNESS_ROWS]
+        if len(some) < 2:
+            return
+        random_state = RandomState(self._rig.device)
+        found = attempt(lambda: check_exactness(self._rig, share.rows.batch(some)), self._rig.device)
+        random_state.restore()
+        if isinstance(found, OutOfMemory):
+            self._note("whether the loss looks across rows could not be checked: memory ran out")
+        elif found.looks_across_rows and not self.options.allow_inexact:
+            raise Inexact(
+                f"{found.sentence}; this step would be cut into {max(len(groups), self._group.size)}: give it the memory to run whole, or "
+                "say allow_inexact=True"
+            )
+        elif not found.exact:
+            self._warn(found)
+
+    def _warn(self, found: Exactness) -> None:
+        self._events.add("note", self.steps, f"the step is cut although {found.sentence}", inexact=True)
+
+    def _pull_levers(self, task: Task) -> None:
+        if self.plan is None or self.plan.levers.checkpointing == "off":
+            return
+        lever = checkpointing(task, self.model)
+        if lever.switch is not None:
+            lever.switch(True)
+            self._note(f"gradient checkpointing is on, as planned ({lever.how})")
+
+    def _note(self, sentence: str) -> None:
+        self._events.add("note", getattr(self, "steps", 0), sentence)
+
+
+def _options(given: dict[str, Any]) -> StepOptions:
+    try:
+        return StepOptions(**given)
+    except TypeError:
+        known = ", ".join(sorted(StepOptions.__dataclass_fields__))
+        unknown = ", ".join(sorted(set(given) - set(StepOptions.__dataclass_fields__)))
+        raise BadOption(f"Stepper has no option {unknown}; it has {known}") from None
+
+
+def _ceiling(plan: Plan | None, options: StepOptions) -> Ceiling:
+    """Where the cut starts: at the plan's fastest size, or at the whole step."""
+    if plan is None:
+        return Ceiling(model=None, limit=math.inf, most=options.micro_batch, grow_after=options.grow_after)
+    fixed = [size for size in (options.micro_batch, plan.choice("micro_batch").requested) if size is not None]
+    ceiling = Ceiling(
+        model=plan.memory_model,
+        limit=math.inf,
+        most=min(fixed, default=None),
+        fill=plan.fill,
+        grow_after=options.grow_after,
+    )
+    ceiling.limit = ceiling.measure(plan.micro_batch, plan.shape, whole=plan.accumulation == 1)
+    return ceiling

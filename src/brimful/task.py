@@ -31,6 +31,7 @@ the terms' means; a weight belongs into the term's sum.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from brimful.errors import TaskError
@@ -134,7 +135,7 @@ def terms_of(task: Task, given: Any, *, to_train: bool = True) -> dict[str, Loss
             raise TaskError(
                 f"task {task.name}: {which}.sum must be one number that depends on the model's trainable weights"
             )
-        if term.count is None or getattr(term.count, "numel", lambda: 1)() != 1:
+        if not _is_a_number(term.count):
             raise TaskError(
                 f"task {task.name}: {which}.count must be one number, what the sum runs over; it is {term.count!r}"
             )
@@ -147,4 +148,14 @@ def totals_of(task: Task, counts: Any) -> dict[str, float]:
         raise TaskError(
             f"task {task.name}: its counts(batch) returned a {type(counts).__name__}; return a number for each term of the loss"
         )
+    wrong = {name: count for name, count in counts.items() if not _is_a_number(count)}
+    if wrong:
+        raise TaskError(f"task {task.name}: its counts(batch) must be numbers, one for each term; {wrong} are not")
     return {str(name): float(count) for name, count in counts.items()}
+
+
+def _is_a_number(value: Any) -> bool:
+    """One that can be added up: a number of Python or NumPy, or a tensor with a single one."""
+    if hasattr(value, "numel"):
+        return bool(value.numel() == 1)
+    return isinstance(value, Real) or getattr(value, "shape", None) == ()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from brimful.errors import TaskError
+from brimful.memory import bare
 from brimful.memory.bare import FIRST_PHASES, MICRO_PHASES, Rig, rows_of, split, to_device
 from brimful.task import Loss, Task
 
@@ -322,3 +323,139 @@ def test_a_hugging_face_batch_is_moved_counted_and_split():
     assert (rows_of(batch), rows_of(first), rows_of(rest)) == (4, 1, 3)
     assert isinstance(rest, BatchEncoding)
     assert torch.equal(rest["ids"], batch["ids"][1:])
+
+
+class Two(Tagger):
+    """Tokens that count, and a penalty of every row: two terms with different counts."""
+
+    def loss(self, model, batch):
+        penalty = model(batch["x"]).square().mean(dim=(1, 2)).sum()
+        return {"tokens": super().loss(model, batch), "penalty": Loss(sum=penalty, count=len(batch["x"]))}
+
+
+def two_rig() -> Rig:
+    rig = tagger_rig()
+    rig.task = Two()
+    return rig
+
+
+def totals() -> dict[str, float]:
+    return {"tokens": float(Tagger().dummy()["counts"].sum()), "penalty": float(ROWS)}
+
+
+@given(cuts())
+@settings(max_examples=15, deadline=None)
+def test_any_cut_of_several_terms_gives_the_gradient_of_the_sum_of_their_means(cut):
+    rig, plain = two_rig(), two_rig()
+    for batch in parts(cut):
+        rig.micro(batch, totals())
+    sum(term.sum / term.count for term in plain.task.loss(plain.model, Tagger().dummy()).values()).backward()
+    for one, other in zip(rig.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-13)
+
+
+def test_a_micro_batch_of_several_terms_hands_them_back_by_name():
+    terms = two_rig().micro(Tagger().dummy(), totals())
+    assert list(terms) == ["tokens", "penalty"]
+    assert float(terms["penalty"].count) == ROWS
+
+
+def test_a_single_term_is_called_loss():
+    assert list(tagger_rig().micro(Tagger().dummy(), ROWS)) == ["loss"]
+
+
+def test_several_terms_can_be_divided_by_one_number():
+    rig, plain = two_rig(), two_rig()
+    rig.micro(Tagger().dummy(), 5.0)
+    (sum(term.sum for term in plain.task.loss(plain.model, Tagger().dummy()).values()) / 5).backward()
+    for one, other in zip(rig.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "over", [{"tokens": 1.0}, {"tokens": 1.0, "penalty": 1.0, "more": 1.0}, {"loss": 1.0, "penalty": 1.0}]
+)
+def test_terms_and_counts_of_other_names_are_refused(over):
+    rig = two_rig()
+    with pytest.raises(TaskError) as refused:
+        rig.micro(Tagger().dummy(), over)
+    assert str(refused.value) == (
+        f"task Two: its loss has the terms ['penalty', 'tokens'], its counts(batch) {sorted(over)}; they must be the same"
+    )
+
+
+def test_terms_and_counts_of_other_names_are_refused_before_backward():
+    rig = two_rig()
+    with pytest.raises(TaskError):
+        rig.micro(Tagger().dummy(), {"tokens": 1.0})
+    assert all(p.grad is None for p in rig.model.parameters())
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+def test_a_scaler_that_was_given_is_the_one_that_is_used(autocast):
+    mine = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters())
+    rig = Rig(task=Sum(1.0), model=model, optimizer=sgd, device=CPU, autocast=autocast, scaler=mine)
+    rig.micro(torch.ones(2, 3), 2)
+    assert rig.scaler is mine
+    assert model.weight.grad.tolist() == [[8.0] * 3]
+
+
+def test_a_scaler_that_was_given_is_told_of_the_step():
+    mine = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    rig = ones_rig(1.0, 0.5, torch.float16)
+    rig.scaler = mine
+    rig.step([torch.ones(2, 3)], 2)
+    assert rig.model.weight.tolist() == [[0.5] * 3]
+    assert mine.get_scale() == 16.0
+
+
+def test_gradients_are_scaled_once_and_by_what_was_asked():
+    rig = ones_rig(1.0, 0.5, None)
+    rig.micro(torch.ones(2, 3), 2)
+    rig.scale_gradients(0.25)
+    assert rig.model.weight.grad.tolist() == [[0.25] * 3]
+
+
+def test_applying_keeps_the_gradients():
+    rig = ones_rig(1.0, 0.5, None)
+    rig.micro(torch.ones(2, 3), 2)
+    rig.apply()
+    assert rig.model.weight.tolist() == [[0.5] * 3]
+    assert rig.model.weight.grad is not None
+
+
+def test_gradients_of_weights_that_the_optimizer_does_not_hold_are_dropped_as_well():
+    rig = tagger_rig()
+    rig.optimizer = torch.optim.SGD(rig.model[2].parameters())
+    rig.micro(Tagger().dummy(), ROWS)
+    rig.drop_gradients()
+    assert all(p.grad is None for p in rig.model.parameters())
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def doing_when(rig: Rig) -> str:
+    with pytest.raises(torch.OutOfMemoryError):
+        rig.micro(Tagger().dummy(), ROWS)
+    return rig.doing
+
+
+def test_it_is_known_that_memory_ran_out_on_the_way_to_the_device(monkeypatch):
+    monkeypatch.setattr(bare, "to_device", out_of_memory)
+    assert doing_when(tagger_rig()) == "to device"
+
+
+def test_it_is_known_that_memory_ran_out_in_forward():
+    rig = tagger_rig()
+    rig.model[0].register_forward_hook(out_of_memory)
+    assert doing_when(rig) == "forward"
+
+
+def test_it_is_known_that_memory_ran_out_in_backward():
+    rig = tagger_rig()
+    rig.model[0].weight.register_hook(out_of_memory)
+    assert doing_when(rig) == "backward"

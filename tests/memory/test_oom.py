@@ -2,13 +2,15 @@
 
 import gc
 import signal
+import sys
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 
+from brimful.memory import oom
 from brimful.memory.ledger import Ledger
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 
@@ -263,3 +265,55 @@ def test_attempt_ends_on_an_error_that_was_raised_from_itself():
 
     with at_most(1.0):
         assert attempt(run, CPU) == OutOfMemory("CUDA out of memory.")
+
+
+def test_the_caller_cleans_up_after_the_frames_are_dropped_and_before_the_cache_is_emptied(monkeypatch):
+    held, done = [], []
+    monkeypatch.setattr(oom.gc, "collect", lambda generation: done.append(f"collect {generation}"))
+    monkeypatch.setattr(oom, "empty_cache", lambda device: done.append(f"empty the cache of {device}"))
+
+    def clean() -> None:
+        done.append("clean, tensors alive" if held[0]() is not None else "clean, tensors gone")
+
+    attempt(lambda: fail(held), CPU, clean=clean)
+    assert done == ["clean, tensors gone", "collect 2", "empty the cache of cpu"]
+
+
+def test_a_quick_clean_up_leaves_old_objects_alone(monkeypatch):
+    done = []
+    monkeypatch.setattr(oom.gc, "collect", done.append)
+    attempt(lambda: fail([]), CPU, thorough=False)
+    assert done == [1]
+
+
+def test_the_caller_cleans_up_outside_of_the_except_block():
+    found = []
+    attempt(lambda: fail([]), CPU, clean=lambda: found.append(sys.exc_info()[0]))
+    assert found == [None]
+
+
+def test_what_the_caller_lets_go_is_free_when_attempt_returns():
+    holder = {}
+
+    def run() -> None:
+        ring: list = [torch.zeros(1000)]
+        ring.append(ring)
+        holder["kept"] = ring
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with Ledger(100_000) as ledger:
+        attempt(run, CPU, clean=holder.clear)
+        assert ledger.live_bytes == 0
+
+
+@pytest.mark.parametrize("error", [None, ValueError("other")], ids=["well", "other error"])
+def test_the_caller_cleans_up_only_where_memory_ran_out(error):
+    called = []
+
+    def run() -> None:
+        if error:
+            raise error
+
+    with pytest.raises(ValueError) if error else nullcontext():
+        attempt(run, CPU, clean=lambda: called.append(1))
+    assert called == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from brimful.memory.ledger import Ledger
 from brimful.memory.snapshot import Buffers, RandomState, TrainingState
 
 CPU = torch.device("cpu")
@@ -258,3 +259,130 @@ def test_buffers_leave_the_weights_as_they_are():
         model[0].weight.fill_(3.0)
     kept.restore()
     assert bool((model[0].weight == 3.0).all())
+
+
+def test_refreshed_buffers_are_put_back_as_they_were_at_the_refresh():
+    model = small()
+    kept = Buffers(model)
+    model(torch.randn(6, 4))
+    kept.refresh()
+    before = copy.deepcopy(dict(model.named_buffers()))
+    model(torch.randn(6, 4))
+    kept.restore()
+    assert same(dict(model.named_buffers()), before)
+
+
+def test_buffers_can_be_put_back_more_than_once():
+    model = small()
+    before = copy.deepcopy(dict(model.named_buffers()))
+    kept = Buffers(model)
+    for _ in range(3):
+        model(torch.randn(6, 4))
+        kept.restore()
+    assert same(dict(model.named_buffers()), before)
+
+
+def test_a_refresh_takes_no_new_memory():
+    model = small()
+    kept = Buffers(model)
+    with Ledger() as ledger:
+        kept.refresh()
+        before = ledger.live_bytes
+        kept.refresh()
+        assert ledger.peak_bytes == ledger.live_bytes == before
+
+
+def test_the_model_keeps_its_buffers():
+    model = small()
+    buffers = list(model.buffers())
+    kept = Buffers(model)
+    model(torch.randn(6, 4))
+    kept.restore()
+    assert [id(buffer) for buffer in model.buffers()] == [id(buffer) for buffer in buffers]
+
+
+class Average(nn.Module):
+    """Replaces its buffer by a new tensor at every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(dim=0)
+        return x - self.mean
+
+
+def test_a_buffer_replaced_by_a_new_tensor_is_put_back_as_the_tensor_it_was():
+    model = nn.Sequential(Average())
+    buffer = model[0].mean
+    kept = Buffers(model)
+    model(torch.ones(3, 2))
+    assert model[0].mean is not buffer
+    kept.restore()
+    assert model[0].mean is buffer
+    assert buffer.tolist() == [0.0, 0.0]
+
+
+def test_a_buffer_changed_in_place_and_then_replaced_has_its_value_again():
+    model = Average()
+    kept = Buffers(model)
+    model.mean.fill_(7.0)
+    model(torch.ones(3, 2))
+    kept.restore()
+    assert model.mean.tolist() == [0.0, 0.0]
+
+
+def test_a_refresh_after_a_buffer_was_replaced_keeps_the_new_one():
+    model = Average()
+    kept = Buffers(model)
+    model(torch.ones(3, 2))
+    replaced = model.mean
+    kept.refresh()
+    model(torch.ones(3, 2))
+    kept.restore()
+    assert model.mean is replaced
+    assert replaced.tolist() == [0.5, 0.5]
+
+
+def test_a_refresh_after_a_buffer_was_replaced_by_one_of_another_shape_keeps_the_new_one():
+    model = Average()
+    kept = Buffers(model)
+    model.mean = torch.arange(6.0)  # as a cache of positions that grows
+    kept.refresh()
+    model.mean.zero_()
+    kept.restore()
+    assert model.mean.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_buffer_that_two_modules_share_is_still_shared():
+    model = nn.Sequential(Average(), Average())
+    model[1].mean = model[0].mean
+    kept = Buffers(model)
+    model(torch.ones(3, 2))
+    kept.restore()
+    assert model[0].mean is model[1].mean
+    assert model[0].mean.tolist() == [0.0, 0.0]
+
+
+def test_a_buffer_that_is_none_stays_none():
+    model = nn.BatchNorm1d(2, track_running_stats=False)
+    kept = Buffers(model)
+    kept.refresh()
+    kept.restore()
+    assert model.running_mean is None
+
+
+def test_a_buffer_made_in_the_meantime_is_none_again():
+    model = nn.Module()
+    model.register_buffer("mean", None)
+    kept = Buffers(model)
+    model.mean = torch.ones(2)  # as a module does that takes its statistics from the first batch it sees
+    kept.restore()
+    assert model.mean is None
+
+
+def test_a_buffer_that_was_expanded_can_be_put_back():
+    model = nn.Module()
+    model.register_buffer("mask", torch.zeros(1).expand(4))
+    Buffers(model).restore()

@@ -41,6 +41,15 @@ class Float32Inside(Tagger):
         return nn.Sequential(nn.Embedding(100, 64), Insists(64, 100))
 
 
+class NormedInFloat32(Tagger):
+    """As T5 does it: whatever the weights are, this part rounds to float32, and to what depends on the row's neighbours."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        noise = 1e-8 * len(batch["ids"]) * loss.sum
+        return Loss(loss.sum + noise.float(), loss.count)
+
+
 class StandardisedInTraining(Pairs):
     """Looks across rows only in training mode, by code of its own."""
 
@@ -51,7 +60,7 @@ class StandardisedInTraining(Pairs):
         return Loss(x.square().sum(), len(x))
 
 
-@pytest.mark.parametrize("task", [Tagger(), Dropped(), Float32Inside()], ids=lambda t: t.name)
+@pytest.mark.parametrize("task", [Tagger(), Dropped(), Float32Inside(), NormedInFloat32()], ids=lambda t: t.name)
 def test_rows_on_their_own_are_exact(task):
     assert exactness(task).exact
 
@@ -59,6 +68,21 @@ def test_rows_on_their_own_are_exact(task):
 @pytest.mark.parametrize("task", [Pairs(), Contrast(), StandardisedInTraining()], ids=lambda t: t.name)
 def test_rows_that_meet_are_found(task):
     assert exactness(task).looks_across_rows
+
+
+def test_halves_with_padding_of_their_own_show_a_model_that_looks_at_it():
+    class Mean(Tagger):
+        def loss(self, model, batch):
+            return Loss(model(batch["ids"]).square().mean(dim=(1, 2)).sum(), len(batch["ids"]))
+
+    task = Mean()
+    model = task.model()
+    rig = Rig(task=task, model=model, optimizer=task.optimizer(model), device=torch.device("cpu"), autocast=None)
+    whole = task.dummy(4, (8,))
+    whole["ids"][:2, 4:] = 0
+    halves = [{"ids": whole["ids"][:2, :4]}, {"ids": whole["ids"][2:]}]
+    assert check_exactness(rig, whole).exact
+    assert "or at their padding" in check_exactness(rig, whole, halves).sentence
 
 
 def test_batch_norm_is_found_and_told_from_a_loss_across_rows():

@@ -160,7 +160,7 @@ def test_batch_norm_is_never_left_with_a_single_row():
 
 def test_batch_norm_is_warned_about_once():
     _, stepper, _ = run(task=Words(norm=True))
-    assert [event.sentence for event in stepper.events if "BatchNorm" in event.sentence] == [
+    assert [event.sentence for event in stepper.events if "although BatchNorm" in event.sentence] == [
         "the step is cut although BatchNorm ('middle') averages over the micro-batch, so its statistics are those of the cut and not of the global batch"
     ]
 
@@ -201,6 +201,21 @@ def test_the_scaler_is_the_users_and_grows_as_without_a_fault():
         return scaler.get_scale()
 
     assert scale([]) == scale([(2, 1, "backward"), (3, 0, "clip"), (4, 0, "reservation")])
+
+
+def test_a_norm_that_overflows_is_skipped_with_a_scaler_too():
+    """Each gradient is a number, their norm is none, and the scaler alone would have stepped."""
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    stepper = Stepper(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        lambda m, x: Loss(m(x).sum() * 1e25, len(x)),
+        scaler=torch.amp.GradScaler("cpu", init_scale=1.0),
+        clip_norm=1.0,
+    )
+    assert not stepper.step(torch.ones(3, 4)).applied
+    assert torch.equal(before, model.weight)
 
 
 def test_without_a_task_a_batch_is_cut_by_its_rows():
@@ -375,6 +390,21 @@ def test_the_optimizers_first_step_is_proven_before_it_begins():
     assert torch.equal(before, model.weight)
 
 
+def test_other_parameters_in_the_next_step_are_reserved_for_anew(monkeypatch):
+    asked = []
+    monkeypatch.setattr(reserve, "reserve", lambda sizes, device: asked.append(sum(sizes)))
+    heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(1000, 100)])
+
+    def loss(model, batch):
+        head = model[0] if batch.shape[1] == 4 else model[1]
+        return Loss(head(batch).sum(), len(batch))
+
+    stepper = Stepper(heads, torch.optim.AdamW(heads.parameters(), fused=True), loss)
+    stepper.step(torch.ones(2, 4))
+    stepper.step(torch.ones(2, 1000))
+    assert asked[1] == 2 * 4 * (1000 * 100 + 100) + 2 * 4
+
+
 def test_what_is_reserved_is_what_the_optimizer_takes(monkeypatch):
     asked = []
     monkeypatch.setattr(reserve, "reserve", lambda sizes, device: asked.append(sum(sizes)))
@@ -445,12 +475,54 @@ def test_a_loss_across_rows_is_refused_before_the_first_cut():
     assert torch.equal(before, model.weight)
 
 
-def test_a_loss_across_rows_runs_whole():
+def test_a_loss_across_rows_runs_whole_and_is_told_of_at_once():
     def pairs(model, batch):
         x = model(batch)
         return Loss((x - x.T).square().mean() * len(x), len(x))
 
-    assert linear(pairs)[1].step(torch.randn(6, 4)).applied
+    _, stepper = linear(pairs)
+    assert stepper.step(torch.randn(6, 4)).applied
+    assert "looks across rows" in stepper.events[0].sentence
+
+
+def test_a_model_that_looks_at_padding_is_refused_before_the_first_cut():
+    class Padded(Words):
+        def loss(self, model, batch):
+            return Loss(model(batch["words"]).square().sum(), len(batch["words"]))
+
+    task = Padded()
+    model = task.model()
+    with pytest.raises(Inexact, match="looks across rows or at their padding"):
+        Stepper(model, SGD(model.parameters()), task, micro_batch=2).step(STEPS[0])
+
+
+def test_every_try_begins_without_gradients():
+    """An adapter tells by this that a step starts over."""
+    task = Words()
+    model = task.model()
+    held, seen = [], itertools.count()
+
+    def look(_module, _inputs, _output):
+        if torch.is_grad_enabled():
+            held.append(any(param.grad is not None for param in model.parameters()))
+            if next(seen) == 2:
+                out_of_memory()
+
+    model.first.register_forward_hook(look)
+    Stepper(model, SGD(model.parameters()), task, micro_batch=4).step(STEPS[0])
+    assert held[:3] == [False, True, True] and held[3:5] == [False, True]
+
+
+def test_a_part_that_is_thawed_in_the_middle_of_a_run_is_trained():
+    task = Words()
+    model = task.model()
+    model.embed.requires_grad_(False)
+    stepper = Stepper(model, SGD(model.parameters()), task, micro_batch=4)
+    stepper.step(STEPS[0])
+    before = model.embed.weight.detach().clone()
+    model.embed.requires_grad_(True)
+    stepper.step(STEPS[1])
+    assert not torch.equal(before, model.embed.weight)
 
 
 def test_gradients_that_are_no_numbers_are_skipped_and_then_stop_the_run():
@@ -459,7 +531,7 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_stop_the_run():
     before = model.weight.detach().clone()
     bad = torch.full((3, 4), float("nan"))
     assert [stepper.step(bad).applied for _ in range(2)] == [False, False]
-    with pytest.raises(NonFinite, match=r"the 3\. in a row, and skip_nonfinite allows 2"):
+    with pytest.raises(NonFinite, match=r"number 3 in a row, and skip_nonfinite allows 2"):
         stepper.step(bad)
     assert torch.equal(before, model.weight)
     skips = [event for event in stepper.events if event.event == "skip"]

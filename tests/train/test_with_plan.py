@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
-from brimful import Stepper, fit, virtual_memory
+from brimful import Loss, Stepper, Task, fit, virtual_memory
 from brimful.units import KiB, MiB
 from tests.train.small import Words, distance, plain_loop, steps_of_rows
 
@@ -106,3 +107,34 @@ def test_the_limit_of_the_plan_is_kept(plan):
         for rows in STEPS[:3]:
             stepper.step(rows)
     assert memory.peak_bytes <= plan.budget_bytes + 64 * KiB
+
+
+class Heavy(Task):
+    """Large weights and small rows: gradients that wait through a forward cost more than half the rows."""
+
+    name = "heavy"
+    global_batch = 8
+
+    def model(self):
+        return nn.Linear(1000, 1000, bias=False)
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model, batch):
+        if torch.is_grad_enabled() and len(batch) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return Loss(model(batch).square().sum(), len(batch))
+
+    def dummy(self, rows, shape):
+        return torch.randn(rows, 1000)
+
+
+def test_a_whole_step_that_fails_is_cut_even_where_its_parts_are_predicted_to_take_more():
+    task = Heavy()
+    task.most = 8
+    plan = fit(task, memory_limit="64MiB", device="cpu", cache=False)
+    task.most = 4
+    model = task.model()
+    result = Stepper(model, task.optimizer(model), task, plan).step(torch.randn(8, 1000))
+    assert (plan.accumulation, result.rows, result.ooms) == (1, 8, 1)

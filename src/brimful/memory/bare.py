@@ -135,6 +135,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _each(batch, found.append)
+    return found
+
+
 def rows_of(batch: Any) -> int:
     """The first dimension that all tensors of a batch share."""
     sizes: set[int] = set()

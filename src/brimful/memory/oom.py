@@ -60,10 +60,13 @@ def is_oom(error: BaseException) -> bool:
     return False
 
 
-def attempt(run: Callable[[], T], device: torch.device, clean: Callable[[], object] | None = None) -> T | OutOfMemory:
+def attempt(
+    run: Callable[[], T], device: torch.device, clean: Callable[[], object] | None = None, *, thorough: bool = True
+) -> T | OutOfMemory:
     """Run it; where memory runs out, drop all it held and say so instead of raising.
 
-    `clean` drops what the caller holds (gradients) before the cache is emptied.
+    `clean` drops what the caller holds (gradients) before the cache is emptied. Not `thorough`: only young objects are
+    collected, which is what a step leaves; with transformers imported that takes 1 ms instead of 200.
     """
     try:
         return run()
@@ -74,7 +77,7 @@ def attempt(run: Callable[[], T], device: torch.device, clean: Callable[[], obje
         _drop_frames(error)
     if clean is not None:
         clean()
-    gc.collect()
+    gc.collect(2 if thorough else 1)
     empty_cache(device)
     return OutOfMemory(message)
 

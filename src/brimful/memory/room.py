@@ -19,21 +19,21 @@ class Room:
         self._device = device
         self._idle_bytes: int | None = None
 
-    def settle(self) -> None:
-        """Between two steps, once the optimizer has its state: what is alive now is needed for ever."""
+    def settle(self, *, anew: bool = False) -> None:
+        """Between two steps: what is alive now is needed for ever. `anew`: training itself has grown since, by its state."""
         held = held_bytes(self._device)
         if held is not None:
-            self._idle_bytes = held if self._idle_bytes is None else min(self._idle_bytes, held)
+            self._idle_bytes = held if anew or self._idle_bytes is None else min(self._idle_bytes, held)
 
-    def now(self) -> int | None:
-        """Bytes, while nothing of a step is alive; None where nothing can tell."""
+    def now(self, *, besides: int = 0) -> int | None:
+        """Bytes, while nothing of a step is alive besides so many; None where nothing can tell."""
         room = room_bytes(self._device)
-        return None if room is None else room - self.taken()
+        return None if room is None else room - self.taken(besides=besides)
 
-    def taken(self) -> int:
+    def taken(self, *, besides: int = 0) -> int:
         """Bytes alive between two steps that are not training's."""
         held = held_bytes(self._device)
-        return 0 if held is None or self._idle_bytes is None else max(0, held - self._idle_bytes)
+        return 0 if held is None or self._idle_bytes is None else max(0, held - besides - self._idle_bytes)
 
 
 def room_bytes(device: torch.device) -> int | None:

@@ -41,7 +41,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._saved: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._saved: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor] | None] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -49,17 +49,25 @@ class Buffers:
         before, self._saved = self._saved, {}
         for path, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    old = before.get((path, name))
+                old = before.get((path, name))
+                if buffer is None:
+                    self._saved[path, name] = None
+                else:
                     copied = old[1].copy_(buffer) if old and old[0] is buffer else buffer.detach().clone()
                     self._saved[path, name] = buffer, copied
 
     def restore(self) -> None:
         modules = dict(self._model.named_modules())
         with torch.no_grad():
-            for (path, name), (buffer, saved) in self._saved.items():
-                buffer.copy_(saved)
-                modules[path]._buffers[name] = buffer
+            for (path, name), saved in self._saved.items():
+                if saved is not None and not _overlaps(saved[0]):
+                    saved[0].copy_(saved[1])
+                modules[path]._buffers[name] = None if saved is None else saved[0]
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """An expanded tensor: several places, one number. Nothing can have been written into it."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 class TrainingState:

@@ -8,13 +8,14 @@ there and is found by its class.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
@@ -23,7 +24,11 @@ from brimful.memory.snapshot import Buffers
 from brimful.task import terms_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Relative difference of whole and halves that rounding may cause, by the precision of the loss."""
+"""Relative difference of whole and halves that rounding may cause, by the least precision used on the way; 2e-2 below."""
+
+
+class NothingCounted(TaskError):
+    """These rows have nothing to compare: all their labels are masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +44,16 @@ class Exactness:
         return not self.looks_across_rows and not self.batch_norm
 
 
-def check_exactness(rig: Rig, batch: Any) -> Exactness:
-    """Compare a small batch with its two halves. Changes neither weights nor buffers."""
+def check_exactness(rig: Rig, batch: Any, halves: Sequence[Any] | None = None) -> Exactness:
+    """Compare a small batch with its two halves. Changes neither weights nor buffers.
+
+    Halves that were collated for themselves have their own padding, and show a model that looks at it.
+    """
     norms = [name for name, part in rig.model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    across, difference = _in_best_precision(rig, batch, bool(norms))
+    across, difference = _in_best_precision(rig, [batch, *(halves or split(batch, rows_of(batch) // 2))], bool(norms))
     if across:
         return Exactness(True, bool(norms), (
-            f"the loss looks across rows: a batch of {rows_of(batch)} and its two halves differ by "
+            f"the loss looks across rows{' or at their padding' if halves else ''}: a batch of {rows_of(batch)} and its two halves differ by "
             f"{f'{difference:.0%}' if difference > 0.01 else f'a relative {difference:.0e}'}, so cutting a step changes what "
             "is trained"
         ))  # fmt: skip
@@ -59,39 +67,39 @@ def check_exactness(rig: Rig, batch: Any) -> Exactness:
     return Exactness(False, False, "a batch and its two halves give the same loss")
 
 
-def _in_best_precision(rig: Rig, batch: Any, has_norms: bool) -> tuple[bool, float]:
-    batch = to_device(batch, rig.device)
+def _in_best_precision(rig: Rig, parts: list[Any], has_norms: bool) -> tuple[bool, float]:
+    parts = [to_device(part, rig.device) for part in parts]
     buffers = Buffers(rig.model)
     try:
         with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
             try:
                 with _in_float64(rig.model, doubled=True):
-                    across, difference = _compare(rig, _as_float64(batch), has_norms)
+                    across, difference = _compare(rig, [_as_float64(part) for part in parts], has_norms)
                 if math.isfinite(difference):
                     return across, difference
                 with _in_float64(rig.model):
-                    return _compare(rig, _as_float64(batch), has_norms)
+                    return _compare(rig, [_as_float64(part) for part in parts], has_norms)
             except (RuntimeError, TypeError):  # code that mixes in float32 of its own, or a device without float64
-                return _compare(rig, batch, has_norms)
+                return _compare(rig, parts, has_norms)
     finally:
         buffers.restore()
 
 
-def _compare(rig: Rig, batch: Any, has_norms: bool) -> tuple[bool, float]:
+def _compare(rig: Rig, parts: list[Any], has_norms: bool) -> tuple[bool, float]:
     if not has_norms and not _drops_out(rig.model):
         with _mode(rig.model, training=True):
-            if _value(rig, [batch]) == _value(rig, [batch]):
-                return _differs(rig, batch)
+            if _value(rig, parts[:1]) == _value(rig, parts[:1]):
+                return _differs(rig, parts)
     with _mode(rig.model, training=False):
-        return _differs(rig, batch)
+        return _differs(rig, parts)
 
 
 def _drops_out(model: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
 
 
-def _differs(rig: Rig, batch: Any) -> tuple[bool, float]:
-    whole, halves = _value(rig, [batch]), _value(rig, split(batch, rows_of(batch) // 2))
+def _differs(rig: Rig, parts: list[Any]) -> tuple[bool, float]:
+    whole, halves = _value(rig, parts[:1]), _value(rig, parts[1:])
     difference = abs(halves.mean - whole.mean) / max(abs(whole.mean), abs(halves.mean), 1e-12)
     if whole.count == halves.count and abs(halves.mean - 2 * whole.mean) <= TOLERANCE.get(whole.dtype, 2e-2) * abs(
         halves.mean
@@ -112,12 +120,32 @@ class _Value:
 
 def _value(rig: Rig, parts: Any) -> _Value:
     """The mean over everything counted in these parts, and how much that was; of several terms, the sum of both."""
-    losses = [terms_of(rig.task, rig.task.loss(rig.model, part), to_train=False) for part in parts]
+    with _Precisions() as precisions:
+        losses = [terms_of(rig.task, rig.task.loss(rig.model, part), to_train=False) for part in parts]
     counts = {name: sum(float(terms[name].count) for terms in losses) for name in losses[0]}
     if any(count == 0 for count in counts.values()):
-        raise TaskError(f"task {rig.task.name}: its loss counted nothing on a batch of {sum(map(rows_of, parts))} rows")
+        raise NothingCounted(
+            f"task {rig.task.name}: its loss counted nothing on a batch of {sum(map(rows_of, parts))} rows"
+        )
     mean = sum(sum(float(terms[name].sum) for terms in losses) / count for name, count in counts.items())
-    return _Value(mean, sum(counts.values()), next(iter(losses[0].values())).sum.dtype)
+    return _Value(mean, sum(counts.values()), precisions.least(next(iter(losses[0].values())).sum.dtype))
+
+
+class _Precisions(TorchDispatchMode):
+    """Which precisions the code used, whatever its weights have: T5 norms in float32 also when all else is float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            self._seen.add(out.dtype)
+        return out
+
+    def least(self, own: torch.dtype) -> torch.dtype:
+        return max({own, *self._seen}, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _as_float64(batch: Any) -> Any:

@@ -20,27 +20,33 @@ class Aftermath:
         self._retries = allocator_retries(rig.device)
         self._thrashing = 0
 
-    def of(self, step: int, ready: Ready, peak: int | None) -> None:
-        """A step is over; `peak` is what it allocated at most, where that is known."""
+    def of(self, step: int, ready: Ready, peak: int | None, gradient_bytes: int) -> None:
+        """A step is over; `peak` is what it allocated at most, where that is known. Gradients may still be held."""
         retries = allocator_retries(self._device)
         self._thrashing = self._thrashing + 1 if retries > self._retries else 0
         self._retries = retries
         if ready.ooms or not ready.cut:
             return
-        room = self._room.now()
+        room = self._room.now(besides=gradient_bytes)
         rows, shape = max(ready.cut, key=lambda part: self._ceiling.measure(*part))
+        whole = len(ready.cut) == 1
         if self._thrashing >= THRASHING_STEPS and rows > 1:
             self._thrashing = 0
             short = f"the allocator gave its cache back in {THRASHING_STEPS} steps in a row"
-            self._events.add("thrash", step, f"{short}: {self._ceiling.thrashing(rows, shape, room)}", room_bytes=room)
-        elif peak is not None and (raised := self._correct(ready, peak)):
+            self._events.add(
+                "thrash",
+                step,
+                f"{short}: {self._ceiling.thrashing(rows, shape, room, whole=whole)}",
+                room_bytes=room,
+            )
+        elif peak is not None and (raised := self._correct(ready, peak, gradient_bytes)):
             self._events.add("model", step, f"the step took more than predicted: {raised}", peak_bytes=peak)
         elif grown := self._ceiling.clean(room):
             self._events.add("grow", step, grown, room_bytes=room)
 
-    def _correct(self, ready: Ready, peak: int) -> str | None:
+    def _correct(self, ready: Ready, peak: int, gradient_bytes: int) -> str | None:
         predicted = self._ceiling.peak_bytes(ready.cut)
-        mine = peak - self._room.taken()
+        mine = peak - self._room.taken(besides=gradient_bytes)
         if predicted is None or mine <= MODEL_ERROR * predicted:
             return None
         return self._ceiling.too_low(mine, predicted)

@@ -15,7 +15,7 @@ Nothing here depends on the clock: the same failures give the same cuts.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from brimful.memory.cut import cut
@@ -45,6 +45,7 @@ class Lowered:
 
     limit: float
     correction: float
+    may_run_whole: bool
     room_bytes: int | None
     """What the device had room for when it became necessary."""
 
@@ -56,12 +57,18 @@ class Ceiling:
     model: MemoryModel | None
     limit: float
     """What one micro-batch may measure: bytes with a memory model, padded work without."""
+    budget: float = math.inf
+    """What the limit may not exceed: the share of the memory that is to be used."""
     most: int | None = None
     """What the user fixed: never more rows than this."""
     fill: float = 0.85
     grow_after: int = GROW_AFTER
     correction: float = 1.0
-    """What the run taught about the memory model: its predictions times this."""
+    """What out-of-memory errors taught about the memory model: its predictions times this."""
+    measured: float = 1.0
+    """What measured peaks taught about it: times this as well, for good."""
+    may_run_whole: bool = True
+    """A step of a single micro-batch holds no gradients; once one has failed, steps are cut."""
     lowered: list[Lowered] = field(default_factory=list)
     clean_steps: int = 0
     wait: int = 1
@@ -70,28 +77,33 @@ class Ceiling:
 
     def cut(self, shapes: list[Shape]) -> list[list[int]]:
         """The rows of these shapes in micro-batches below the ceiling."""
-        return cut(shapes, self.measure, self.limit, most=self.most)
+        return cut(shapes, self._cost, self.limit, most=self.most)
+
+    def _cost(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
+        return math.inf if whole and not self.may_run_whole else self.measure(rows, shape, whole=whole)
 
     def measure(self, rows: int, shape: Shape, *, whole: bool = False) -> float:
         """A byte for each unit of work keeps the measure rising where the optimizer's phase makes the peak flat."""
         work = float(rows * (1 + sum(shape)))
-        return work if self.model is None else self.correction * self.model.cost_bytes(rows, shape, whole=whole) + work
+        return work if self.model is None else self._factor * self.model.cost_bytes(rows, shape, whole=whole) + work
+
+    @property
+    def _factor(self) -> float:
+        return self.correction * self.measured
 
     def predicted_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int | None:
-        return None if self.model is None else round(self.correction * self.model.cost_bytes(rows, shape, whole=whole))
+        return None if self.model is None else round(self._factor * self.model.cost_bytes(rows, shape, whole=whole))
 
     def peak_bytes(self, groups: list[tuple[int, Shape]]) -> int | None:
         """Allocated bytes at the peak of a step cut so; None without a model."""
         if self.model is None:
             return None
         whole = len(groups) == 1
-        return round(self.correction * max(self.model.peak_bytes(*group, whole=whole) for group in groups))
+        return round(self._factor * max(self.model.peak_bytes(*group, whole=whole) for group in groups))
 
     def failed(self, rows: int, shape: Shape, *, whole: bool, room_bytes: int | None, again: bool) -> str:
         """A micro-batch of this size ran out of memory. Lowers the ceiling below it and says how."""
-        if self.just_grown:
-            self.wait = min(2 * self.wait, LONGEST_WAIT)
-        self._remember(room_bytes)
+        self._lower(room_bytes)
         predicted = self.predicted_bytes(rows, shape, whole=whole)
         if predicted is not None and room_bytes is not None and not again:
             if predicted > self.fill * room_bytes:
@@ -99,22 +111,37 @@ class Ceiling:
                 return f"the device has room for {show_bytes(room_bytes)} only, so micro-batches stay within {self.fill:.0%} of that"
             raised = min(room_bytes / predicted, MOST_RAISED)
             self.correction *= raised
-            return f"the memory model was too low and is raised by {raised - 1:.0%}"
+            if self.measure(rows, shape, whole=whole) > self.limit:
+                return f"the memory model was too low and is raised by {raised - 1:.0%}"
         half = max(1, (rows + 1) // 2)
-        self.limit = min(self.limit, self.measure(half, shape))
+        self._allow(half, shape, whole)
         return f"micro-batches as long as this one have {show_rows(half)} at most"
 
-    def thrashing(self, rows: int, shape: Shape, room_bytes: int | None) -> str:
+    def thrashing(self, rows: int, shape: Shape, room_bytes: int | None, *, whole: bool = False) -> str:
         """The largest micro-batch of the last step left the allocator short."""
-        self._remember(room_bytes)
+        self._lower(room_bytes)
         fewer = max(1, int(THRASHING * rows))
-        self.limit = min(self.limit, self.measure(fewer, shape))
+        self._allow(fewer, shape, whole)
         return f"micro-batches as long as the largest have {show_rows(fewer)} at most"
 
     def too_low(self, measured_bytes: int, predicted_bytes: int) -> str:
-        """A step took more than was predicted of it, and fitted all the same."""
-        self.correction *= measured_bytes / predicted_bytes
-        return f"the memory model is raised by {measured_bytes / predicted_bytes - 1:.1%}"
+        """A step took more than was predicted of it, and fitted. The sizes allowed stay what they are, up to the budget."""
+        ratio = measured_bytes / predicted_bytes
+        self.measured *= ratio
+        self.limit = min(ratio * self.limit, max(self.budget, self.limit))
+        self.lowered = [replace(one, limit=min(ratio * one.limit, max(self.budget, one.limit))) for one in self.lowered]
+        return f"the memory model is raised by {ratio - 1:.1%}"
+
+    def _allow(self, rows: int, shape: Shape, whole: bool) -> None:
+        """No more than so many rows of this shape, as a part of a step."""
+        self.limit = min(self.limit, self.measure(rows, shape))
+        self.may_run_whole = self.may_run_whole and not whole
+
+    def _lower(self, room_bytes: int | None) -> None:
+        if self.just_grown:
+            self.wait = min(2 * self.wait, LONGEST_WAIT)
+        self.lowered.append(Lowered(self.limit, self.correction, self.may_run_whole, room_bytes))
+        self.clean_steps, self.just_grown = 0, False
 
     def clean(self, room_bytes: int | None) -> str | None:
         """A step went through. After enough of them lowerings are undone; says so if any was."""
@@ -126,7 +153,8 @@ class Ceiling:
         undone = 0
         while self.lowered and self._may_undo(self.lowered[-1], room_bytes, undone):
             back = self.lowered.pop()
-            self.limit, self.correction, undone = back.limit, back.correction, undone + 1
+            self.limit, self.correction, self.may_run_whole = back.limit, back.correction, back.may_run_whole
+            undone += 1
         if undone:
             self.clean_steps, self.just_grown = 0, True
             which = "one step coarser again" if self.lowered else "as coarse as planned again"
@@ -139,42 +167,44 @@ class Ceiling:
             return waited and not undone
         if self.model is None:
             if room_bytes >= CAME_BACK * back.room_bytes:
-                return True
+                return waited
             return not undone and self.clean_steps >= self.grow_after * max(self.wait, SELDOM)
         return waited and self.fill * room_bytes >= ALMOST * back.limit
 
     def _creep(self, room_bytes: int | None) -> str | None:
         """Some room came back, not all of it."""
-        if self.model is None or room_bytes is None:
+        if self.model is None or room_bytes is None or self.clean_steps < self.grow_after * self.wait:
             return None
         target = min(self.fill * room_bytes, self.lowered[-1].limit)
         if target * ALMOST <= self.limit:
             return None
-        self.limit, self.clean_steps = target, 0
+        self.limit, self.clean_steps, self.just_grown = target, 0, True
         return f"the device has room for {show_bytes(room_bytes)} again, and micro-batches grow with it"
-
-    def _remember(self, room_bytes: int | None) -> None:
-        self.lowered.append(Lowered(self.limit, self.correction, room_bytes))
-        self.clean_steps, self.just_grown = 0, False
 
     def to_json(self) -> dict[str, Any]:
         """What belongs into a checkpoint: the same cuts follow from the same state."""
         return {
-            "limit": None if math.isinf(self.limit) else self.limit,
-            "correction": self.correction,
+            **{name: getattr(self, name) for name in _STATE},
+            "limit": _finite(self.limit),
             "lowered": [
-                [None if math.isinf(one.limit) else one.limit, one.correction, one.room_bytes] for one in self.lowered
+                [_finite(one.limit), one.correction, one.may_run_whole, one.room_bytes] for one in self.lowered
             ],
-            "clean_steps": self.clean_steps,
-            "wait": self.wait,
-            "just_grown": self.just_grown,
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        self.limit = math.inf if state["limit"] is None else state["limit"]
-        self.correction = state["correction"]
-        self.lowered = [
-            Lowered(math.inf if limit is None else limit, correction, room)
-            for limit, correction, room in state["lowered"]
-        ]
-        self.clean_steps, self.wait, self.just_grown = state["clean_steps"], state["wait"], state["just_grown"]
+        for name in _STATE:
+            setattr(self, name, state[name])
+        self.limit = _number(state["limit"])
+        self.lowered = [Lowered(_number(limit), *others) for limit, *others in state["lowered"]]
+
+
+_STATE = ("correction", "measured", "may_run_whole", "clean_steps", "wait", "just_grown")
+
+
+def _finite(limit: float) -> float | None:
+    """JSON has no infinity."""
+    return None if math.isinf(limit) else limit
+
+
+def _number(limit: float | None) -> float:
+    return math.inf if limit is None else limit

@@ -54,6 +54,7 @@ class Pass:
     place: Place | None = None
     through: bool = False
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    busy_s: float = 0.0
     ooms: int = 0
     finish_failures: int = 0
     alone: Counter[tuple[int, ...]] = field(default_factory=Counter)

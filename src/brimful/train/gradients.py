@@ -7,6 +7,7 @@ theirs. What fails after the sum over processes is repeated by all.
 
 import functools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from brimful.memory.snapshot import Buffers, RandomState
 from brimful.task import Shape, Task, totals_of
 from brimful.train import suited
 from brimful.train.ceiling import Ceiling
+from brimful.train.cuttable import Cuttable
 from brimful.train.events import Events
 from brimful.train.failures import Failures, Pass, Place
 from brimful.train.options import StepOptions
@@ -44,8 +46,10 @@ class Ready:
     """Rows and padded lengths of this process's micro-batches."""
     ooms: int
     """Out-of-memory errors of this process in this step."""
-    clean: bool
-    """Nobody ran out of memory."""
+    ooms_of_all: int
+    """Those of all processes."""
+    busy_s: float
+    """What this process's micro-batches took, without waiting for the others."""
     norm: float | None
     set_aside: tuple[int, ...]
 
@@ -53,12 +57,12 @@ class Ready:
 class Gradients:
     """Makes the gradients of a step on one process, together with the others."""
 
-    def __init__(self, rig: Rig, ceiling: Ceiling, group: Solo, events: Events, options: StepOptions) -> None:
-        self.rig, self.ceiling, self.group = rig, ceiling, group
+    def __init__(
+        self, rig: Rig, ceiling: Ceiling, group: Solo, cuttable: Cuttable, events: Events, options: StepOptions
+    ) -> None:
+        self.rig, self.ceiling, self.group, self._cuttable = rig, ceiling, group, cuttable
         self.room = Room(rig.device)
-        self.before_first_cut: Callable[[Share, list[list[int]]], None] | None = None
-        """Called once, with the first cut that has more than one part."""
-        self._params = [param for param in rig.model.parameters() if param.requires_grad]
+        self._params: list[nn.Parameter] = []
         self._failures = Failures(rig, ceiling, self.room, events, options, group.rank)
         self._buffers = Buffers(rig.model)
         self._random: RandomState | None = None
@@ -69,11 +73,17 @@ class Gradients:
     def graded(self) -> list[nn.Parameter]:
         return [param for param in self._params if param.grad is not None]
 
+    @property
+    def held_bytes(self) -> int:
+        """What the gradients take that are there now."""
+        return sum(param.grad.nbytes for param in self._params if param.grad is not None)
+
     def make(self, step: int, share: Share, finish: Callable[[], float | None]) -> Ready:
         """All gradients of the step, scaled; `finish` is what else may run out of memory before the optimizer's step."""
         current = Pass(step, share, list(share.indices))
         self._begin()
         try:
+            self._cuttable.look(step, share)
             over = self._divisors(share)
             while True:
                 votes = self._until_everybody_is_through(current, over)
@@ -91,13 +101,15 @@ class Gradients:
             rows=rows,
             cut=[(len(group), _padded(share, group)) for group in current.groups],
             ooms=current.ooms,
-            clean=all(vote[3] == 0 for vote in votes),
+            ooms_of_all=int(sum(vote[3] for vote in votes)),
+            busy_s=current.busy_s,
             norm=norm,
             set_aside=tuple(current.set_aside),
         )
 
     def _begin(self) -> None:
         self.rig.drop_gradients()
+        self._params = [param for param in self.rig.model.parameters() if param.requires_grad]  # a run may thaw some
         self._random = RandomState(self.rig.device)
         self._buffers.refresh()
         if self._versions is not None:  # a checkpoint may have been loaded since
@@ -139,7 +151,9 @@ class Gradients:
             self._try(current, functools.partial(self._complete, expected))
 
     def _accumulate(self, current: Pass, over: float | dict[str, float], expected: Sequence[bool]) -> None:
+        started, current.place = time.perf_counter(), Place(0, 0, [], ())
         current.groups, tally = self._cut(current.share, current.left), Tally()
+        self._cuttable.check(current.step, max(len(current.groups), self.group.size))
         for index, group in enumerate(current.groups):
             shape = _padded(current.share, group)
             self.rig.doing = "collating"
@@ -150,6 +164,7 @@ class Gradients:
                 self._versions = None
         self._complete(expected)
         current.sums = tally.read()
+        current.busy_s = time.perf_counter() - started
 
     def _complete(self, expected: Sequence[bool]) -> None:
         """A zero gradient where another process has one and this one has none."""
@@ -162,9 +177,6 @@ class Gradients:
         groups = [[indices[position] for position in group] for group in groups]
         if self._failures.least > 1:
             groups = _paired(groups)
-        if (len(groups) > 1 or self.group.size > 1) and self.before_first_cut is not None:
-            check, self.before_first_cut = self.before_first_cut, None
-            check(share, groups)
         return groups
 
     def _vote(self, current: Pass, over: float | dict[str, float], flags: Sequence[bool]) -> list[list[float]]:
@@ -237,7 +249,7 @@ class Gradients:
 
     def _try(self, current: Pass, work: Callable[[], None]) -> bool:
         """Run it; where memory runs out put everything back, learn from it, and say that it has to be done again."""
-        outcome = attempt(work, self.rig.device, clean=self._drop)
+        outcome = attempt(work, self.rig.device, clean=self._drop, thorough=current.ooms > 0)
         current.through = not isinstance(outcome, OutOfMemory)
         if isinstance(outcome, OutOfMemory):
             self._put_back()

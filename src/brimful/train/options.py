@@ -1,7 +1,7 @@
 """What a user may set on a stepper, checked at once."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -46,26 +46,28 @@ class StepOptions:
     """Hears of every out-of-memory error and every other event."""
 
     def __post_init__(self) -> None:
-        wrong = [
-            message
-            for bad, message in (
-                (
-                    self.micro_batch is not None and self.micro_batch < 1,
-                    f"micro_batch {self.micro_batch}: write 1 or more",
-                ),
-                (
-                    self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)),
-                    f"clip_norm {self.clip_norm}: write a number above 0, or None for no clipping",
-                ),
-                (
-                    self.precision is not None and self.precision not in get_args(Precision),
-                    f"precision {self.precision!r}: write one of {', '.join(get_args(Precision))}",
-                ),
-                (self.rows_are not in get_args(RowsAre), f"rows_are {self.rows_are!r}: write 'global' or 'local'"),
-                (self.skip_nonfinite < 0, f"skip_nonfinite {self.skip_nonfinite}: write 0 or more"),
-                (self.grow_after < 1, f"grow_after {self.grow_after}: write 1 or more"),
-            )
-            if bad
-        ]
+        wrong = [message for good, message in self._checks() if not good]
         if wrong:
             raise BadOption("; ".join(wrong))
+
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        yield (
+            self.micro_batch is None or _whole(self.micro_batch, 1),
+            f"micro_batch {self.micro_batch!r}: write 1 or more",
+        )
+        clip = self.clip_norm
+        yield (
+            clip is None or (isinstance(clip, (int, float)) and clip > 0 and math.isfinite(clip)),
+            f"clip_norm {clip!r}: write a number above 0, or None for no clipping",
+        )
+        yield (
+            self.precision is None or self.precision in get_args(Precision),
+            f"precision {self.precision!r}: write one of {', '.join(get_args(Precision))}",
+        )
+        yield self.rows_are in get_args(RowsAre), f"rows_are {self.rows_are!r}: write 'global' or 'local'"
+        yield _whole(self.skip_nonfinite, 0), f"skip_nonfinite {self.skip_nonfinite!r}: write 0 or more"
+        yield _whole(self.grow_after, 1), f"grow_after {self.grow_after!r}: write 1 or more"
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -63,8 +63,8 @@ class Processes(Solo):
         with _lost_processes_named(self):
             self._talk = _talk()
             self._buckets = _buckets(model, device)
-            for bucket in self._buckets.values():  # NCCL takes its buffers at its first use: now, not in a full card
-                dist.all_reduce(bucket[0])
+            for buckets in self._buckets.values():  # NCCL takes its buffers at its first use: now, not in a full card
+                _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
             self.spread([*model.parameters(), *model.buffers()])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -87,6 +87,7 @@ class Processes(Solo):
         return [bool(vote) for vote in votes.tolist()]
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
+        assert all(grad.dtype in self._buckets for grad in gradients), "a gradient of a dtype that no weight has"
         with _lost_processes_named(self):
             for dtype, buckets in self._buckets.items():
                 _reduce([grad for grad in gradients if grad.dtype == dtype], buckets)
@@ -119,8 +120,8 @@ def fingerprint(flags: Sequence[bool]) -> float:
 
 def _buckets(model: nn.Module, device: torch.device) -> dict[torch.dtype, list[torch.Tensor]]:
     sizes: dict[torch.dtype, int] = {}
-    for param in model.parameters():
-        if param.requires_grad:
+    for param in model.parameters():  # frozen ones too: a run may thaw them
+        if param.is_floating_point():
             sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel() * param.element_size()
     return {
         dtype: [torch.zeros(min(total, BUCKET_BYTES) // dtype.itemsize, dtype=dtype, device=device) for _ in range(2)]

@@ -8,6 +8,7 @@ weights (its state), fused AdamW's later steps nothing, foreach AdamW's one copy
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ STATE_GUESS = 2
 """Copies of the trained weights assumed for the first step of an optimizer whose code does not run on the meta device."""
 TEMPORARY_GUESS = 1
 """Copies of the trained weights assumed for its later steps."""
+
+FOR_LOOPS = ("Adafactor",)
+"""Optimizers of torch that go through their tensors one by one on a card too, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,18 @@ def is_first_step(optimizer: Optimizer, graded: Sequence[nn.Parameter]) -> bool:
 
 
 def reserve(sizes: Sequence[int], device: torch.device) -> None:
-    """Allocate and drop tensors of these sizes; runs out of memory here or the step will not."""
+    """Allocate and drop tensors of these sizes; runs out of memory here or the step will not.
+
+    On a card one more of the largest: what an operation takes inside itself is not seen (Adafactor: one more temporary).
+    """
+    if device.type != "cpu" and sizes:
+        sizes = (*sizes, max(sizes))
     held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     del held
 
 
 def _shadow(optimizer: Optimizer, graded: Sequence[nn.Parameter]) -> tuple[Optimizer, list[torch.Tensor]]:
-    """A copy whose weights, gradients and state lie on the meta device; one-number tensors stay as they are."""
+    """A copy whose weights, gradients and state lie on the meta device, without hooks; counters stay on the host."""
     memo: dict[int, Any] = {}
     with_gradient = {id(param) for param in graded}
     gradients = []
@@ -70,25 +79,29 @@ def _shadow(optimizer: Optimizer, graded: Sequence[nn.Parameter]) -> tuple[Optim
                 stand_in.grad = torch.empty_like(stand_in)
                 gradients.append(stand_in.grad)
             memo[id(param)] = stand_in
-    for state in optimizer.state.values():
-        for value in state.values() if isinstance(state, dict) else ():
+    for param, state in optimizer.state.items():
+        for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor):
-                memo[id(value)] = _on_meta(value) if value.numel() > 1 else value.detach().cpu().clone()
+                counts = value.ndim == 0 and (name == "step" or getattr(param, "ndim", 0) > 0)
+                memo[id(value)] = value.detach().cpu().clone() if counts else _on_meta(value)
+    memo.update((id(value), value) for value in vars(optimizer).values() if isinstance(value, nn.Module))
     shadow = object.__new__(type(optimizer))
     memo[id(optimizer)] = shadow
-    shadow.__dict__ = copy.deepcopy({k: v for k, v in optimizer.__dict__.items() if not k.endswith("_hooks")}, memo)
+    kept = {name: OrderedDict() if name.endswith("_hooks") else value for name, value in vars(optimizer).items()}
+    shadow.__dict__ = copy.deepcopy(kept, memo)
+    on_card = all(param.device.type in ("cuda", "xpu") for param in graded)
     for group in shadow.param_groups:
-        _resolve_implementation(group, graded)
+        loops = type(optimizer).__name__ in FOR_LOOPS or isinstance(group.get("lr"), torch.Tensor)
+        _resolve_implementation(group, many_at_once=on_card and not loops)
     return shadow, gradients
 
 
-def _resolve_implementation(group: dict[str, Any], graded: Sequence[nn.Parameter]) -> None:
+def _resolve_implementation(group: dict[str, Any], *, many_at_once: bool) -> None:
     """What `foreach=None` means on the real device; a fused kernel makes nothing but its state, nor does the plain loop."""
-    on_card = all(param.device.type in ("cuda", "xpu") for param in graded)
     if group.get("fused"):
         group.update(fused=False, foreach=False)
     elif "foreach" in group and group["foreach"] is None:
-        group["foreach"] = on_card
+        group["foreach"] = many_at_once
     if "capturable" in group:
         group["capturable"] = False
 
@@ -112,16 +125,17 @@ def _made_by_a_step(optimizer: Optimizer, gradients: Sequence[torch.Tensor], *, 
     """Sizes of the storages that a step adds to those held before: at its peak, or at its end."""
     ledger = _PeakLedger(device="meta")
     ledger.adopt((*_tensors(optimizer), *gradients))
-    before = ledger.alive()
+    ledger.before = set(ledger.alive())
     with ledger:
         _run(optimizer)
-        made = ledger.at_peak() if at_peak else ledger.alive()
-    return tuple(size for key, size in made.items() if key not in before)
+        return tuple((ledger.at_peak() if at_peak else ledger.made()).values())
 
 
 class _PeakLedger(Ledger):
     """Remembers which storages were alive when most was; a peak is over only when something is freed."""
 
+    before: frozenset[int] | set[int] = frozenset()
+    """Storages that were there before; an address that is freed and used again is not one of them."""
     _peak: dict[int, int] | None = None
     _highest = 0
 
@@ -133,14 +147,18 @@ class _PeakLedger(Ledger):
     def alive(self) -> dict[int, int]:
         return {key: entry[0] for key, entry in self._entries.items()}
 
+    def made(self) -> dict[int, int]:
+        return {key: size for key, size in self.alive().items() if key not in self.before}
+
     def at_peak(self) -> dict[int, int]:
         self._keep()
         return self._peak or {}
 
     def _strike(self, key: int) -> None:
         self._keep()
+        self.before -= {key}
         super()._strike(key)
 
     def _keep(self) -> None:
         if self.live_bytes > self._highest:
-            self._highest, self._peak = self.live_bytes, self.alive()
+            self._highest, self._peak = self.live_bytes, self.made()

@@ -25,6 +25,8 @@ class StepResult:
     """Rows of this process's largest micro-batch."""
     ooms: int
     """Out-of-memory errors of this process that the step survived."""
+    ooms_of_all: int
+    """Those of all processes."""
     set_aside: tuple[int, ...]
     """Rows that do not fit even alone, by their place in what was given."""
     seconds: float

@@ -1,8 +1,9 @@
 """The rows of one step, whatever they came as, and any subset of them as a batch.
 
 A **list of rows** is collated per micro-batch, so each is padded to its own longest row. A **batch** (a tensor, or any
-tree of tensors with one first dimension) is sliced. A list is taken for rows, with one exception: without a task or a
-`collate` of the user's, `[inputs, targets]` as a DataLoader gives it is a batch.
+tree of tensors with one first dimension) is sliced, and with it every list of that length in it: a column of texts or file
+names. A list is taken for rows, with one exception: without a task or a `collate` of the user's,
+`[inputs, targets]` as a DataLoader gives it is a batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ class Listed:
             raise TaskError("a step was given no rows: its list is empty")
         self._rows, self._task = rows, task
         tells = type(task).shape is not Task.shape
-        self.shapes = [tuple(task.shape(row)) for row in rows] if tells else [shape] * len(rows)
+        self.shapes = [_shape_of(task, row) for row in rows] if tells else [shape] * len(rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,7 +60,7 @@ class Batch:
     def __init__(self, batch: Any, task: Task, shape: Shape) -> None:
         sizes: dict[str, int] = {}
         _measure(batch, "", sizes)
-        if len(set(sizes.values())) != 1:
+        if len(set(sizes.values())) != 1 or not _has_tensor(batch):
             found = ", ".join(f"{name or 'the batch'} has {size}" for name, size in sizes.items()) or "there are none"
             raise TaskError(
                 f"task {task.name}: a batch cannot be cut unless all its tensors share their first dimension; here {found}: give "
@@ -77,7 +78,7 @@ class Batch:
         first, last = indices[0], indices[-1]
         whole = len(indices) == self._rows
         run: Any = slice(first, last + 1) if last - first + 1 == len(indices) else list(indices)
-        return self._batch if whole else _take(self._batch, run)
+        return self._batch if whole else _take(self._batch, run, self._rows)
 
 
 def _looks_like_rows(given: list[Any]) -> bool:
@@ -88,41 +89,62 @@ def _looks_like_rows(given: list[Any]) -> bool:
     return len(given) > A_FEW and len({(item.shape, item.dtype) for item in given}) == 1
 
 
-def _children(value: Any) -> list[tuple[Any, Any]]:
-    """The parts of a container with their keys; a list of things without tensors is a column, not a container."""
+def _shape_of(task: Task, row: Any) -> Shape:
+    shape = task.shape(row)
+    if not isinstance(shape, (tuple, list)):
+        raise TaskError(
+            f"task {task.name}: shape(row) returned {shape!r}; return a tuple of lengths, such as ({shape!r},)"
+        )
+    return tuple(shape)
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """The parts of a container with their keys."""
     if isinstance(value, Mapping):  # Hugging Face's BatchEncoding is one
         return list(value.items())
-    if isinstance(value, (list, tuple)) and not _is_column(value):
-        return list(enumerate(value))
-    return []
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
-def _is_column(value: Any) -> bool:
-    plain = (str, bytes, int, float, bool, type(None))
-    return isinstance(value, list) and bool(value) and all(isinstance(item, plain) for item in value)
+def _is_column(value: Any, rows: int) -> bool:
+    """As many things as there are rows, and no tensor in any of them."""
+    plain = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    return plain and len(value) == rows and not _has_tensor(value)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_has_tensor, value))
 
 
 def _measure(value: Any, path: str, sizes: dict[str, int]) -> None:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        if value.ndim:
-            sizes[path] = len(value)
-    elif _is_column(value):
+    texts = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
+    if texts or (isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim):
         sizes[path] = len(value)
-    for key, child in _children(value):
-        _measure(child, f"{path}[{key!r}]", sizes)
+    for key, part in _parts(value):
+        _measure(part, f"{path}[{key!r}]", sizes)
 
 
-def _take(value: Any, run: Any) -> Any:
+def _take(value: Any, run: Any, rows: int) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value[run] if value.ndim else value
-    if _is_column(value):
-        return value[run] if isinstance(run, slice) else [value[index] for index in run]
+    if _is_column(value, rows):
+        return value[run] if isinstance(run, slice) else type(value)(value[index] for index in run)
     if isinstance(value, Mapping):
-        taken = {key: _take(child, run) for key, child in value.items()}
-        kind: Any = type(value)
-        return kind(taken)
+        return _like(value, {key: _take(part, run, rows) for key, part in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_take(child, run) for child in value))
+        return type(value)(*(_take(part, run, rows) for part in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_take(child, run) for child in value)
+        return type(value)(_take(part, run, rows) for part in value)
     return value
+
+
+def _like(given: Mapping[Any, Any], taken: dict[Any, Any]) -> Any:
+    """A mapping of the same kind, where it can be made from a plain one."""
+    kind: Any = type(given)
+    try:
+        return kind(taken)
+    except TypeError:  # a defaultdict
+        return taken

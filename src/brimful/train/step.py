@@ -30,12 +30,9 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from brimful.errors import BadOption, HalfUpdate, Inexact, NonFinite, in_one_line
+from brimful.errors import BadOption, HalfUpdate, NonFinite, in_one_line
 from brimful.memory.bare import Rig
 from brimful.memory.meter import has_peak_statistics
-from brimful.memory.oom import OutOfMemory, attempt
-from brimful.memory.snapshot import RandomState
-from brimful.plan.exact import Exactness, check_exactness
 from brimful.plan.levers import checkpointing
 from brimful.plan.plan import Plan
 from brimful.plan.target import autocast_dtype
@@ -43,6 +40,7 @@ from brimful.task import Task
 from brimful.train import reserve, suited
 from brimful.train.aftermath import Aftermath
 from brimful.train.ceiling import Ceiling
+from brimful.train.cuttable import Cuttable
 from brimful.train.events import Event, Events
 from brimful.train.given import as_task
 from brimful.train.gradients import Gradients, Ready
@@ -52,8 +50,8 @@ from brimful.train.result import StepResult
 from brimful.train.rows import as_rows
 from brimful.train.share import Dealer, Share
 
-EXACTNESS_ROWS = 8
-"""So many real rows are compared with their halves before the first cut."""
+NEEDS_KEPT = 7
+"""So many other sets of parameters stay known by what the optimizer needs for them."""
 FP16_SKIPS = 20
 """Steps in a row that fp16 may skip while its scale comes down from 65536."""
 
@@ -98,11 +96,11 @@ class Stepper:
         self._ceiling = _ceiling(plan, self.options)
         self._group = join(model, device)
         self._dealer = Dealer(self._group, device, plan, self._ceiling.limit, self.options.rows_are)
-        self._gradients = Gradients(self._rig, self._ceiling, self._group, self._events, self.options)
-        if plan is None or plan.task != task.name:
-            self._gradients.before_first_cut = self._check_exactness
-        self._need: tuple[int, reserve.Need] | None = None
-        self._nonfinite = 0
+        known = plan is not None and plan.task == task.name
+        cuttable = Cuttable(self._rig, self._events, known=known, allow_inexact=self.options.allow_inexact)
+        self._gradients = Gradients(self._rig, self._ceiling, self._group, cuttable, self._events, self.options)
+        self._needs: dict[tuple[int, ...], reserve.Need] = {}
+        self._nonfinite = self._states = 0
         self._aftermath = Aftermath(self._rig, self._ceiling, self._gradients.room, self._events)
         self.steps = 0
         """Steps begun, skipped ones included."""
@@ -163,6 +161,11 @@ class Stepper:
 
     def _start(self) -> float:
         self.steps += 1
+        self._rig.drop_gradients()
+        states = len(self._rig.optimizer.state)
+        if self.steps > 1:
+            self._gradients.room.settle(anew=states != self._states)
+        self._states = states
         if has_peak_statistics(self._rig.device):
             torch.accelerator.reset_peak_memory_stats(self._rig.device)
         return time.perf_counter()
@@ -187,48 +190,44 @@ class Stepper:
         """Prove that the bytes of the optimizer's step are there."""
         self._rig.doing = "reserving the optimizer's bytes"
         graded, optimizer = self._gradients.graded, self._rig.optimizer
-        first = reserve.is_first_step(optimizer, graded)
-        if self._need is None or self._need[0] != len(graded):
-            self._need = len(graded), reserve.predict(optimizer, graded)
-            if not self._need[1].predicted:
+        which = tuple(map(id, graded))  # which parameters a step reaches may change from step to step
+        if which not in self._needs:
+            self._needs = {which: reserve.predict(optimizer, graded), **dict(list(self._needs.items())[:NEEDS_KEPT])}
+            if not self._needs[which].predicted:
                 self._note(
                     f"the code of {type(optimizer).__name__} could not be traced, so the bytes of its step are a rule of thumb"
                 )
-        need = self._need[1]
-        reserve.reserve(need.first if first else need.later, self._rig.device)
+        need = self._needs[which]
+        reserve.reserve(need.first if reserve.is_first_step(optimizer, graded) else need.later, self._rig.device)
 
     def _apply(self, norm: float) -> bool:
         """The optimizer's step, once; or none, where the gradients are not numbers."""
-        finite = math.isfinite(norm)
-        scale = self._rig.scaler.get_scale() if self._rig.scaler else None
-        if finite or self._rig.scaler:  # a scaler skips by itself and has to hear of it
-            try:
-                self._rig.apply()
-            except Exception as error:
-                raise self._half_update(error) from error
-        if finite:
-            self._nonfinite = 0
-            return True
-        self._skip(norm, scale)
-        return False
+        if not math.isfinite(norm):
+            self._skip(norm)
+            return False
+        try:
+            self._rig.apply()
+        except Exception as error:
+            raise self._half_update(error) from error
+        self._nonfinite = 0
+        return True
 
-    def _skip(self, norm: float, scale: float | None) -> None:
+    def _skip(self, norm: float) -> None:
         self._nonfinite += 1
-        most = self.options.skip_nonfinite if scale is None else max(self.options.skip_nonfinite, FP16_SKIPS)
-        where = next(
-            (n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()), None
-        )
+        scaler, most = self._rig.scaler, self.options.skip_nonfinite
+        lowered = ""
+        if scaler is not None:
+            most, scale = max(most, FP16_SKIPS), scaler.get_scale()
+            scaler.update()  # it has seen the gradients when they were unscaled
+            lowered = f"; the loss scale goes from {scale:g} to {scaler.get_scale():g}"
+        graded = ((name, param.grad) for name, param in self.model.named_parameters() if param.grad is not None)
+        where = next((name for name, grad in graded if not grad.isfinite().all()), None)
         found = f"the gradients' norm is {norm}" + (f", first in {where!r}" if where else "")
-        lowered = (
-            f"; the loss scale goes from {scale:g} to {self._rig.scaler.get_scale():g}"
-            if self._rig.scaler and scale
-            else ""
-        )
         self._events.add(
             "skip",
             self.steps,
             f"{found}: the step is skipped, {self._nonfinite} in a row of at most {most}{lowered}",
-            norm=norm,
+            norm=str(norm),
             parameter=where,
             in_a_row=self._nonfinite,
             most=most,
@@ -236,8 +235,8 @@ class Stepper:
         if self._nonfinite > most:
             self._rig.drop_gradients()
             raise NonFinite(
-                f"{found} in step {self.steps}, the {self._nonfinite}. in a row, and skip_nonfinite allows {most}; the weights are "
-                "those of the last good step: lower the learning rate, clip the gradients or look at these rows"
+                f"{found} in step {self.steps}, number {self._nonfinite} in a row, and skip_nonfinite allows {most}; the weights "
+                "are those of the last good step: lower the learning rate, clip the gradients or look at these rows"
             )
 
     def _half_update(self, error: Exception) -> HalfUpdate:
@@ -252,26 +251,19 @@ class Stepper:
 
     def _conclude(self, share: Share, ready: Ready, started: float, applied: bool) -> StepResult:
         self.ooms += ready.ooms
-        peak = (
-            torch.accelerator.max_memory_allocated(self._rig.device) if has_peak_statistics(self._rig.device) else None
-        )
-        if applied:
-            self._gradients.room.settle()
-            self._share_statistics()
-        if (
-            ready.clean
-            and self._dealer.measuring
-            and (change := self._dealer.timed(share.work, time.perf_counter() - started))
-        ):
-            self._events.add("deal", self.steps, change, speeds=self._dealer.speeds)
-        self._aftermath.of(self.steps, ready, peak)
-        terms = {name: total / count if count else math.nan for name, (total, count) in ready.terms.items()}
+        counts_peaks = has_peak_statistics(self._rig.device)
+        peak = torch.accelerator.max_memory_allocated(self._rig.device) if counts_peaks else None
+        self._share_statistics()
+        if self._dealer.measuring and not ready.ooms_of_all:
+            self._time(share, ready)
+        if self.plan is not None and self.steps == 1 and ready.rows != self.plan.global_batch:
+            self._note(f"the step has {ready.rows} rows, the plan was made for {self.plan.global_batch}")
+        self._aftermath.of(self.steps, ready, peak, self._gradients.held_bytes)
+        means = {name: total / count if count else math.nan for name, (total, count) in ready.terms.items()}
         return StepResult(
             step=self.steps,
-            loss=math.fsum(mean for mean in terms.values() if not math.isnan(mean))
-            if len(terms) > 1
-            else next(iter(terms.values())),
-            terms=terms,
+            loss=math.fsum(mean for mean in means.values() if mean == mean or len(means) == 1),
+            terms=means,
             rows=ready.rows,
             count=next(iter(ready.terms.values()))[1],
             applied=applied,
@@ -279,37 +271,21 @@ class Stepper:
             micro_batches=len(ready.cut),
             largest_micro_batch=max((rows for rows, _ in ready.cut), default=0),
             ooms=ready.ooms,
+            ooms_of_all=ready.ooms_of_all,
             set_aside=ready.set_aside,
             seconds=time.perf_counter() - started,
             peak_bytes=peak,
         )
+
+    def _time(self, share: Share, ready: Ready) -> None:
+        if change := self._dealer.timed(share.work, ready.busy_s):
+            self._events.add("deal", self.steps, change, speeds=self._dealer.speeds)
 
     def _share_statistics(self) -> None:
         """BatchNorm's running statistics follow the first process, as under DDP."""
         if self._group.size > 1:
             norms = [part for part in self.model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
             self._group.spread([buffer for part in norms for buffer in part.buffers()])
-
-    def _check_exactness(self, share: Share, groups: list[list[int]]) -> None:
-        """Before the first cut without a plan: is a batch the sum of its parts?"""
-        some = share.indices[:EXACTNESS_ROWS]
-        if len(some) < 2:
-            return
-        random_state = RandomState(self._rig.device)
-        found = attempt(lambda: check_exactness(self._rig, share.rows.batch(some)), self._rig.device)
-        random_state.restore()
-        if isinstance(found, OutOfMemory):
-            self._note("whether the loss looks across rows could not be checked: memory ran out")
-        elif found.looks_across_rows and not self.options.allow_inexact:
-            raise Inexact(
-                f"{found.sentence}; this step would be cut into {max(len(groups), self._group.size)}: give it the memory to run whole, or "
-                "say allow_inexact=True"
-            )
-        elif not found.exact:
-            self._warn(found)
-
-    def _warn(self, found: Exactness) -> None:
-        self._events.add("note", self.steps, f"the step is cut although {found.sentence}", inexact=True)
 
     def _pull_levers(self, task: Task) -> None:
         if self.plan is None or self.plan.levers.checkpointing == "off":
@@ -324,12 +300,10 @@ class Stepper:
 
 
 def _options(given: dict[str, Any]) -> StepOptions:
-    try:
-        return StepOptions(**given)
-    except TypeError:
-        known = ", ".join(sorted(StepOptions.__dataclass_fields__))
-        unknown = ", ".join(sorted(set(given) - set(StepOptions.__dataclass_fields__)))
-        raise BadOption(f"Stepper has no option {unknown}; it has {known}") from None
+    known = StepOptions.__dataclass_fields__
+    if unknown := sorted(set(given) - set(known)):
+        raise BadOption(f"Stepper has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    return StepOptions(**given)
 
 
 def _ceiling(plan: Plan | None, options: StepOptions) -> Ceiling:
@@ -344,5 +318,6 @@ def _ceiling(plan: Plan | None, options: StepOptions) -> Ceiling:
         fill=plan.fill,
         grow_after=options.grow_after,
     )
+    ceiling.budget = float(plan.budget_bytes)
     ceiling.limit = ceiling.measure(plan.micro_batch, plan.shape, whole=plan.accumulation == 1)
     return ceiling

@@ -37,8 +37,15 @@ def check_model(model: nn.Module) -> None:
             f"{sharded or 'DTensor'}: sharded weights are gathered inside the forward, so a step of them cannot be redone by one "
             "process alone; use the plain model on each process"
         )
+    inside = next((name for name in ("DistributedDataParallel", "DataParallel") if name in kinds), None)
+    if inside:
+        raise Unsuited(
+            f"a {inside} wrapper lies inside the model, where it cannot be taken off (under torch.compile, or as a part); give the "
+            "stepper the model without it"
+        )
     if "SyncBatchNorm" in kinds:
-        where = next(name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm))
+        parts = ((name, type(part).__mro__) for name, part in model.named_modules())
+        where = next(name for name, bases in parts if "SyncBatchNorm" in {base.__name__ for base in bases})
         raise Unsuited(
             f"SyncBatchNorm ({where!r}) talks to the other processes inside the forward, where one that runs out of memory would "
             "leave them waiting for ever; use BatchNorm, GroupNorm or LayerNorm"

@@ -20,7 +20,8 @@ class Tally:
     def add(self, terms: Mapping[str, Loss]) -> None:
         for name, term in terms.items():
             self._sums.setdefault(name, []).append(term.sum.detach())
-            self._counts.setdefault(name, []).append(term.count)
+            count = term.count
+            self._counts.setdefault(name, []).append(count.detach() if isinstance(count, torch.Tensor) else count)
 
     def read(self) -> dict[str, tuple[float, float]]:
         """Sum and count of each term; waits for the device once."""

@@ -1,0 +1,396 @@
+"""Four ways to train the same rows while memory goes and comes back, each as its own documentation has it.
+
+**trainer**     Hugging Face's `Trainer` with `auto_find_batch_size=True`; the loss through `compute_loss`, divided by
+                `num_items_in_batch` as its documentation says for losses of one's own.
+**accelerate**  `find_executable_batch_size` around the whole training, model and optimizer built inside and accumulation
+                set to global batch // batch size, as in its example `automatic_gradient_accumulation.py`.
+**lightning**   `Trainer.fit` with `accumulate_grad_batches`. Its `BatchSizeFinder` works before training only.
+**brimful**     `Stepper.step` over each step's rows.
+
+All start from the same weights, with the same micro-batch, optimizer and clipping, and meet the rows in the same order.
+What went into the weights is watched from outside: a row counts once its backward is through and `optimizer.step()` has
+been called, and not if `zero_grad()` came in between.
+"""
+
+import functools
+import logging
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, SequentialSampler
+
+import brimful
+from brimful.errors import BadOption
+from brimful.memory.oom import OutOfMemory, attempt
+from brimful.plan.plan import Plan
+from brimful.task import Loss, Shape
+from brimful.tasks.chatlm.task import IGNORED, PAD, Sft
+from brimful.units import show_bytes
+from peers import _import_lightning
+
+CLIP = 1.0
+LEARNING_RATE = 1e-3
+SHORTEST = 0.1
+"""Rows have lengths from this share of the longest to all of it."""
+
+Row = dict[str, Any]
+
+
+class Memory:
+    """The limit everyone trains under, and the part of it that goes away and comes back.
+
+    On the CPU a virtual limit that drops; on a card torch's cap on the process, and a tensor that takes room under it.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int, take_bytes: int) -> None:
+        self.device, self.limit_bytes, self.take_bytes = device, limit_bytes, take_bytes
+        self.ledger = brimful.virtual_memory(limit_bytes) if device.type == "cpu" else None
+        self._taken: torch.Tensor | None = None
+        self._ooms_before = 0
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        self._ooms_before = self._card_ooms()
+        try:
+            with self.ledger or nullcontext():
+                yield
+        finally:
+            self.give_back()
+
+    def take(self) -> None:
+        if self.ledger is not None:
+            self.ledger.limit_bytes = self.limit_bytes - self.take_bytes
+            return
+        make = functools.partial(torch.empty, self.take_bytes, dtype=torch.uint8, device=self.device)
+        taken = attempt(make, self.device)
+        if isinstance(taken, OutOfMemory):  # not theirs to survive: worded so that nobody takes it for one
+            raise RuntimeError(
+                f"--take {show_bytes(self.take_bytes)} is more than the training leaves at the start of a step"
+            )
+        self._taken = taken
+
+    def give_back(self) -> None:
+        self._taken = None
+        if self.ledger is not None:
+            self.ledger.limit_bytes = self.limit_bytes
+
+    @property
+    def ooms(self) -> int:
+        return self.ledger.ooms if self.ledger is not None else self._card_ooms() - self._ooms_before
+
+    def _card_ooms(self) -> int:
+        return 0 if self.device.type == "cpu" else int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+
+@dataclass
+class Recorder:
+    """What went into the weights, and the disturbance: memory goes at one step and comes back some steps later."""
+
+    memory: Memory
+    take_at: int | None = None
+    """The optimizer step, from 1, at whose first forward memory goes; None leaves it alone."""
+    give_back_after: int | None = None
+    """So many optimizer steps later it comes back; None keeps it."""
+    updates: list[list[int]] = field(default_factory=list)
+    """The rows of each optimizer step in the weights as they are."""
+    discarded: int = 0
+    """Optimizer steps of models that were thrown away."""
+    _model: "weakref.ref[nn.Module] | None" = None
+    """Weak, as everything here: what watches must not keep alive what a contestant wants to be rid of."""
+    _pending: list[int] = field(default_factory=list)
+    _taken: bool = False
+
+    @property
+    def model(self) -> nn.Module | None:
+        return None if self._model is None else self._model()
+
+    @property
+    def calls(self) -> int:
+        """Of `optimizer.step()`, on any model."""
+        return self.discarded + len(self.updates)
+
+    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """From here on this model is the one that counts."""
+        self.discarded += len(self.updates)
+        self.updates, self._model = [], weakref.ref(model)
+        self._pending.clear()
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        _before_zero_grad(model, self._pending.clear)
+        _before_zero_grad(optimizer, self._pending.clear)
+
+    def forward(self) -> None:
+        """A micro-batch begins."""
+        if self.take_at is None:
+            return
+        if not self._taken and self.calls >= self.take_at - 1:
+            self._taken = True
+            self.memory.take()
+        elif self.give_back_after is not None and self.calls >= self.take_at - 1 + self.give_back_after:
+            self.memory.give_back()
+
+    def follow(self, rows: list[int], loss: torch.Tensor) -> None:
+        """These rows' gradients are there once the backward from this loss is through."""
+        through = functools.partial(self._pending.extend, rows)
+        if loss.requires_grad:
+            loss.register_hook(lambda _: Variable._execution_engine.queue_callback(through))
+
+    def _stepped(self) -> None:
+        self.updates.append(list(self._pending))
+        self._pending.clear()
+
+
+def _before_zero_grad(owner: Any, clear: Callable[[], None]) -> None:
+    plain, of = type(owner).zero_grad, weakref.ref(owner)
+
+    @functools.wraps(plain)
+    def zero_grad(*args: Any, **kwargs: Any) -> Any:
+        clear()
+        return plain(of(), *args, **kwargs)
+
+    owner.zero_grad = zero_grad
+
+
+class Chat(Sft):
+    """Fine-tuning of the chat model without dropout, so that two runs over the same rows end at the same weights."""
+
+    name = "chatlm-sft"
+    precision = "fp32"
+    recorder: Recorder | None = None
+
+    def __init__(self, size: str, lengths: Shape | None, autocast: torch.dtype | None) -> None:
+        super().__init__(size)
+        self.worst_shape = lengths or self.worst_shape
+        self.autocast = autocast
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+            if isinstance(getattr(part, "dropout", None), float):
+                part.dropout = 0.0  # type: ignore[assignment]
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trainable, lr=LEARNING_RATE, fused=all(p.is_cuda for p in trainable) or None)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Opens autocast by itself: everybody computes the same, whatever their trainer makes of a precision."""
+        if self.recorder is not None:
+            self.recorder.forward()
+        device = batch["labels"].device.type
+        with torch.autocast(device, dtype=self.autocast) if self.autocast else nullcontext():
+            loss = super().loss(model, batch)
+        if self.recorder is not None:
+            self.recorder.follow(batch["row"], loss.sum)
+        return loss
+
+    def shape(self, row: Row) -> Shape:
+        return len(row["input_ids"]), len(row["labels"])
+
+    def collate(self, rows: Any) -> Row:
+        pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+        ids = pad([row["input_ids"] for row in rows], padding_value=PAD)
+        return {
+            "row": [row["row"] for row in rows],
+            "input_ids": ids,
+            "attention_mask": (ids != PAD).long(),
+            "labels": pad([row["labels"] for row in rows], padding_value=IGNORED),
+        }
+
+    def dummy(self, rows: int, shape: Shape) -> Row:
+        return {"row": list(range(rows)), **super().dummy(rows, shape)}
+
+
+def read_rows(file: str, task: Chat, count: int) -> list[Row]:
+    """Prompts and responses of a parquet file as bytes, cut to the longest lengths: real lengths without a tokenizer."""
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(file, columns=["prompt", "response"]).slice(0, count).to_pylist()
+    if len(table) < count:
+        raise BadOption(f"--data {file} has {len(table)} rows, and steps × global batch is {count}")
+    cut = dict(zip(("prompt", "response"), task.worst_shape, strict=True))
+    texts = [{key: list((row[key] or " ").encode()[:most]) for key, most in cut.items()} for row in table]
+    return [
+        {"row": index, "input_ids": 2 + torch.tensor(text["prompt"]), "labels": 2 + torch.tensor(text["response"])}
+        for index, text in enumerate(texts)
+    ]
+
+
+def generate_rows(task: Chat, count: int, vocabulary: int) -> list[Row]:
+    """Rows of random tokens, with lengths from a tenth of the longest to all of it."""
+    random = torch.Generator().manual_seed(0)
+    lengths = [torch.randint(max(1, int(SHORTEST * most)), most + 1, (count,), generator=random).tolist()
+               for most in task.worst_shape]  # fmt: skip
+    tokens = functools.partial(torch.randint, 2, vocabulary, generator=random)
+    return [
+        {"row": index, "input_ids": tokens((source,)), "labels": tokens((target,))}
+        for index, (source, target) in enumerate(zip(*lengths, strict=True))
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What everybody is asked to train."""
+
+    task: Chat
+    rows: list[Row]
+    steps: int
+    global_batch: int
+    micro_batch: int
+    device: torch.device
+    plan: Plan | None = None
+    """Brimful's alone."""
+
+    @property
+    def accumulation(self) -> int:
+        return self.global_batch // self.micro_batch
+
+    def build(self, recorder: Recorder | None = None) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = self.task.model().to(self.device).train()
+        optimizer = self.task.optimizer(model)
+        if recorder is not None:
+            recorder.watch(model, optimizer)
+        return model, optimizer
+
+    def stepper(self, model: nn.Module, optimizer: Optimizer) -> brimful.Stepper:
+        """Cut as planned where there is a plan, and like everybody's where there is none."""
+        most = self.micro_batch if self.plan is None else None
+        return brimful.Stepper(model, optimizer, self.task, self.plan, micro_batch=most, clip_norm=CLIP)
+
+    def loader(self, batch_size: int) -> Any:
+        return DataLoader(self.rows, batch_size=batch_size, collate_fn=self.task.collate)  # type: ignore[arg-type]
+
+    def rows_of(self, step: int) -> list[Row]:
+        """The rows of a step, counted from 0; past the end they come again."""
+        start = step * self.global_batch
+        return [self.rows[index % len(self.rows)] for index in range(start, start + self.global_batch)]
+
+
+def train_with_brimful(training: Training, recorder: Recorder) -> nn.Module:
+    model, optimizer = training.build(recorder)
+    stepper = training.stepper(model, optimizer)
+    for step in range(training.steps):
+        stepper.step(training.rows_of(step))
+    return model
+
+
+def train_with_trainer(training: Training, recorder: Recorder) -> nn.Module:
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(training.rows)
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
+            return training.task.loss(model, inputs).sum / num_items_in_batch
+
+    model, optimizer = training.build(recorder)
+    with tempfile.TemporaryDirectory(prefix="midrun-") as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=training.steps, auto_find_batch_size=True,
+            per_device_train_batch_size=training.micro_batch, gradient_accumulation_steps=training.accumulation,
+            learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=CLIP,
+            use_cpu=training.device.type == "cpu", remove_unused_columns=False, save_strategy="no", report_to=[],
+            disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        trainer = InOrder(
+            model=model, args=arguments, train_dataset=training.rows, data_collator=training.task.collate,
+            optimizers=(optimizer, None),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.model_accepts_loss_kwargs = True  # so that items are counted and the loss is not divided once more
+        trainer.train()
+    return model
+
+
+def train_with_accelerate(training: Training, recorder: Recorder) -> nn.Module:
+    from accelerate import Accelerator
+    from accelerate.utils import find_executable_batch_size
+
+    accelerator = Accelerator(cpu=training.device.type == "cpu")
+
+    @find_executable_batch_size(starting_batch_size=training.micro_batch)
+    def train(batch_size: int) -> nn.Module:
+        accelerator.gradient_accumulation_steps = training.global_batch // batch_size
+        accelerator.free_memory()
+        model, optimizer, loader = accelerator.prepare(*training.build(recorder), training.loader(batch_size))
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = training.task.loss(model, batch)
+                accelerator.backward(loss.sum / loss.count)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            if len(recorder.updates) == training.steps:
+                break
+        return model
+
+    model = train()
+    accelerator.free_memory()
+    return model
+
+
+def train_with_lightning(training: Training, recorder: Recorder) -> nn.Module:
+    lightning = _import_lightning()
+    model, optimizer = training.build(recorder)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss = training.task.loss(self.model, batch)
+            return loss.sum / loss.count
+
+        def configure_optimizers(self) -> Optimizer:
+            return optimizer
+
+    with tempfile.TemporaryDirectory(prefix="midrun-") as folder:
+        trainer = lightning.Trainer(
+            max_steps=training.steps, accumulate_grad_batches=training.accumulation, gradient_clip_val=CLIP,
+            accelerator="gpu" if training.device.type == "cuda" else "cpu",
+            devices=[training.device.index or 0] if training.device.type == "cuda" else 1,
+            default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Module(), training.loader(training.micro_batch))
+    return model
+
+
+CONTESTANTS: dict[str, Callable[[Training, Recorder], nn.Module]] = {
+    "trainer": train_with_trainer,
+    "accelerate": train_with_accelerate,
+    "lightning": train_with_lightning,
+    "brimful": train_with_brimful,
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Advice about workers, loggers and samplers is not what is measured; what happened is told in the table."""
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "transformers", "accelerate", "brimful")
+    levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
+    for logger, _ in levels:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)

@@ -1,0 +1,494 @@
+"""Memory is taken away in the middle of a training: who carries on, and is it still the same training?
+
+    python bench/oom_midrun.py                                    one CUDA card capped to 20 GiB, 12 GiB of it go
+    python bench/oom_midrun.py --device cpu                       the CPU under a virtual limit that drops
+    python bench/oom_midrun.py --recover --give-back-after 30     what an out-of-memory error costs, and the way back
+    python bench/oom_midrun.py --overhead                         what the stepper costs when nothing happens
+
+Hugging Face's Trainer with `auto_find_batch_size`, accelerate's `find_executable_batch_size` around the loop, Lightning,
+and Brimful's `Stepper` (`midrun_peers.py` says how each is used) train the same rows twice, from the same weights: once
+undisturbed, once with memory going at `--take-at` and, with `--give-back-after`, coming back. Every contestant is
+compared with *its own* undisturbed run, so what they do differently in calm weather does not count.
+
+**steps** are optimizer steps in the final weights against those asked for; steps of models that were thrown away are
+told apart. **global batch** is every size that an optimizer step had. **rows lost** never reached the final weights,
+**repeated** went in more than once. **distance** is the relative L2 distance of all trained weights from the undisturbed
+run's; it is above rounding even at the same global batch where a loop takes the mean of its micro-batches' means, which
+depends on the cut. A run that ends in an exception is a result: its weights are those it died with. The last line is the
+yardstick: the same rows, undisturbed, in micro-batches of half the size. Adam turns the sign of a gradient that is all
+rounding into a full step, so in float32 two cuts of the same training drift apart by themselves.
+
+**Seconds** come after one warm-up step of each. On the CPU they are processor time, since such boxes are shared, and
+contain the ledger that plays the card (4–90 % of a step): compare them roughly. `--overhead` runs without a limit and without a ledger, the two loops step by step in
+turn; its bare loop is what one would write by hand: collate, forward, backward on sum / rows for each micro-batch of the
+same cut, then one read of the counts, scale, clip, step, zero_grad. `--recover` compares medians over 20 steps.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import brimful
+from brimful.errors import BadOption, UserError, in_one_line
+from brimful.memory.bare import to_device
+from brimful.plan.options import FitOptions
+from brimful.plan.target import Target, find_target
+from brimful.tasks.chatlm.task import SIZES
+from brimful.units import parse_bytes, show_bytes
+from finders import _count, _lengths, _versions, capped
+from midrun_peers import CLIP, CONTESTANTS, Chat, Memory, Recorder, Training, generate_rows, quiet, read_rows
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"size": "tiny", "lengths": (48, 48), "memory_limit": "40MiB", "take": "40%", "steps": 8,
+            "global_batch": 16, "micro_batch": 8, "precision": "fp32"},
+    "cuda": {"size": "base", "lengths": (256, 256), "memory_limit": "20GiB", "take": "60%", "steps": 20,
+             "global_batch": 64, "micro_batch": 16, "precision": "tf32"},
+}  # fmt: skip
+"""What is trained on each kind of device, unless asked otherwise."""
+MEDIAN_OVER = 20
+"""Steps behind each speed that is compared."""
+BEFORE, AFTER = 25, 45
+"""Steps of `--recover` before memory goes and after it came back: ten clean ones for the cut to grow, and then some."""
+FINER = "(calm, cut finer)"
+"""No contestant: Brimful undisturbed from the start in micro-batches of half the size. Its distance is rounding alone."""
+HEAD = ("", "steps", "global batch", "rows lost", "repeated", "distance", "OOMs", "s calm", "s disturbed", "s lost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one run ended."""
+
+    updates: list[list[int]]
+    discarded: int
+    ooms: int
+    seconds: float
+    died: str
+    weights: list[torch.Tensor] | None
+    """None where it died without a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One line of the table."""
+
+    contestant: str
+    steps_asked: int
+    steps_done: int
+    """Optimizer steps in the final weights."""
+    steps_discarded: int
+    global_batches: list[int]
+    """Every size a step had, in order of appearance."""
+    rows_lost: int
+    rows_repeated: int
+    distance: float | None
+    ooms: int
+    calm_s: float
+    disturbed_s: float
+    died: str
+    """Why, if it did."""
+
+
+def compete(training: Training, memory: Callable[[], Memory], names: list[str], **disturbance: Any) -> list[Result]:
+    results = []
+    for name in names:
+        run = functools.partial(run_once, CONTESTANTS[name])
+        run(replace(training, steps=1), Recorder(memory()))
+        calm = run(training, Recorder(memory()))
+        if calm.died:
+            raise BadOption(
+                f"{name} does not even run undisturbed ({calm.died}): raise --memory-limit or lower --micro-batch"
+            )
+        rough = run(training, Recorder(memory(), **disturbance))
+        results.append(compare(name, training, calm, rough))
+        _say(f"{name}: {results[-1].died or 'done'}")
+        if name == "brimful" and training.plan is None and training.micro_batch > 1:
+            finer = run(replace(training, micro_batch=training.micro_batch // 2), Recorder(memory()))
+            results.append(compare(FINER, training, calm, finer))
+    return results
+
+
+def run_once(contestant: Callable[[Training, Recorder], nn.Module], training: Training, recorder: Recorder) -> Outcome:
+    """One training under the limit; whatever it raises is how it ended."""
+    training.task.recorder, died, weights = recorder, "", None
+    _free(training.device)
+    start = _now(training.device)
+    try:
+        with quiet(), recorder.memory.limited():
+            model = contestant(training, recorder)
+        seconds = _now(training.device) - start
+        weights = _trained(model)
+    except Exception as error:
+        seconds = _now(training.device) - start
+        died = f"died in step {recorder.calls + 1}: {textwrap.shorten(in_one_line(error), 160, placeholder=' …')}"
+        weights = None if recorder.model is None else _trained(recorder.model)  # alive in the traceback, if anywhere
+        traceback.clear_frames(error.__traceback__)
+    training.task.recorder = None
+    return Outcome(updates=recorder.updates, discarded=recorder.discarded, ooms=recorder.memory.ooms, seconds=seconds,
+                   died=died, weights=weights)  # fmt: skip
+
+
+def _trained(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().to("cpu", torch.float64) for p in model.parameters() if p.requires_grad]
+
+
+def compare(name: str, training: Training, calm: Outcome, rough: Outcome) -> Result:
+    used = [row for update in rough.updates for row in update]
+    return Result(
+        contestant=name,
+        steps_asked=training.steps,
+        steps_done=len(rough.updates),
+        steps_discarded=rough.discarded,
+        global_batches=list(dict.fromkeys(len(update) for update in rough.updates)),
+        rows_lost=training.steps * training.global_batch - len(set(used)),
+        rows_repeated=len(used) - len(set(used)),
+        distance=None if calm.weights is None or rough.weights is None else distance(calm.weights, rough.weights),
+        ooms=rough.ooms,
+        calm_s=calm.seconds,
+        disturbed_s=rough.seconds,
+        died=rough.died,
+    )
+
+
+def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Relative L2 over all trained weights."""
+    apart = sum(float((a - b).square().sum()) for a, b in zip(one, other, strict=True))
+    return (apart / sum(float(a.square().sum()) for a in one)) ** 0.5
+
+
+def show_results(results: list[Result]) -> str:
+    died = [f"{result.contestant} {result.died}" for result in results if result.died]
+    return "\n".join([_markdown([HEAD, *map(_cells, results)]), "", *died]).rstrip()
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    thrown = f", {result.steps_discarded} thrown away" if result.steps_discarded else ""
+    return (
+        result.contestant,
+        f"{result.steps_done} of {result.steps_asked}{thrown}{', died' if result.died else ''}",
+        " → ".join(map(str, result.global_batches)) or "–",
+        str(result.rows_lost),
+        str(result.rows_repeated),
+        "–" if result.distance is None else f"{result.distance:.1e}",
+        str(result.ooms),
+        f"{result.calm_s:.1f}",
+        f"{result.disturbed_s:.1f}",
+        "–" if result.died else f"{result.disturbed_s - result.calm_s:+.1f}",
+    )
+
+
+def measure_overhead(training: Training, steps: int) -> dict[str, Any]:
+    """The stepper and a bare loop over the same rows in the same cut, step by step in turn, each on a model of its own."""
+    training.task.recorder = None
+    ours, bare = training.build(), training.build()
+    stepper = training.stepper(*ours)
+    seconds: dict[str, list[float]] = {"stepper": [], "bare": []}
+    for step in range(-3, steps):  # three to warm up
+        rows = training.rows_of(step % training.steps)
+        groups = stepper._ceiling.cut([training.task.shape(row) for row in rows])
+        turns: dict[str, Callable[[], Any]] = {"stepper": functools.partial(stepper.step, rows),
+                 "bare": functools.partial(bare_step, training, *bare, rows, groups)}  # fmt: skip
+        for name in sorted(turns, reverse=step % 2 == 0):  # nobody is always second
+            took = _clock(training.device, turns[name])
+            if step >= 0:
+                seconds[name].append(took)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    apart = distance(*([p.detach().double() for p in model.parameters()] for model, _ in (bare, ours)))
+    return {"stepper_s": medians["stepper"], "bare_s": medians["bare"], "ratio": medians["stepper"] / medians["bare"],
+            "steps": steps, "micro_batches": len(groups), "distance": apart, "seconds": seconds}  # fmt: skip
+
+
+def bare_step(
+    training: Training, model: nn.Module, optimizer: Optimizer, rows: list[Any], groups: list[list[int]]
+) -> None:
+    """What one would write by hand."""
+    counts = []
+    for group in groups:
+        batch = to_device(training.task.collate([rows[index] for index in group]), training.device)
+        loss = training.task.loss(model, batch)
+        (loss.sum / len(rows)).backward()
+        counts.append(loss.count)
+    scale = len(rows) / float(sum(counts))
+    torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], scale)
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def show_overhead(found: dict[str, Any]) -> str:
+    table = [
+        ("", "ms a step (median)", "ratio"),
+        ("bare loop", f"{1000 * found['bare_s']:.1f}", "1"),
+        ("Stepper", f"{1000 * found['stepper_s']:.1f}", f"{found['ratio']:.3f}"),
+    ]
+    return (
+        f"{_markdown(table)}\n\n{found['steps']} steps of each in turn, {found['micro_batches']} micro-batches in the last; "
+        f"the weights end {found['distance']:.1e} apart"
+    )
+
+
+def measure_recovery(training: Training, memory: Memory, before: int, during: int) -> dict[str, Any]:
+    """Memory goes after `before` steps and comes back `during` steps later; how fast are the steps around that?"""
+    recorder = Recorder(memory, take_at=before + 1, give_back_after=during)
+    training.task.recorder, ran = recorder, []
+    with quiet(), memory.limited():
+        stepper = training.stepper(*training.build(recorder))
+        for step in range(training.steps):
+            rows = training.rows_of(step % MEDIAN_OVER)  # the speeds compared are over the same rows
+            ooms, took = stepper.ooms, _clock(training.device, functools.partial(stepper.step, rows))
+            ran.append((took, stepper.ooms - ooms))
+    training.task.recorder = None
+    phases = {"before": ran[:before], "during": ran[before : before + during], "after": ran[before + during :]}
+    clean = {name: [took for took, ooms in steps if not ooms] for name, steps in phases.items()}
+    medians = {name: statistics.median(times[-MEDIAN_OVER:]) for name, times in clean.items()}
+    lost = sum(took - medians[name] for name, steps in phases.items() for took, ooms in steps if ooms)
+    ooms = stepper.ooms
+    return {
+        "steps_per_s": {name: 1 / median for name, median in medians.items()},
+        "steps": {name: len(steps) for name, steps in phases.items()},
+        "ooms": ooms,
+        "lost_per_oom_steps": lost / ooms / medians["before"] if ooms else 0.0,
+        "after_over_before": medians["before"] / medians["after"],
+        "steps_asked": training.steps,
+        "steps_done": len(recorder.updates),
+        "events": [event.to_json() for event in stepper.events],
+    }
+
+
+def show_recovery(found: dict[str, Any]) -> str:
+    table = [("", "steps", "steps/s (median)", "× before")]
+    calm = found["steps_per_s"]["before"]
+    table += [
+        (name, str(found["steps"][name]), f"{rate:.3g}", f"{rate / calm:.3f}")
+        for name, rate in found["steps_per_s"].items()
+    ]
+    told = [f"step {event['step']}, {event['event']}: {event['sentence']}" for event in found["events"]]
+    return (
+        f"{_markdown(table)}\n\n{found['steps_done']} of {found['steps_asked']} steps, {found['ooms']} OOMs, "
+        f"{found['lost_per_oom_steps']:.2f} steps' time lost by each\n" + "\n".join(told)
+    )
+
+
+def _markdown(table: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    pads = (str.ljust, *[str.rjust] * (len(widths) - 1))
+    lines = [
+        "| " + " | ".join(pad(*cell) for pad, *cell in zip(pads, row, widths, strict=True)) + " |" for row in table
+    ]
+    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _clock(device: torch.device, work: Callable[[], Any]) -> float:
+    start = _now(device)
+    work()
+    return _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, with the device's queue empty; on the CPU those that this process was given."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _free(device: torch.device) -> None:
+    """What the last run left in cycles and in the allocator's cache, so that the next starts as it did."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
+    """The training that the flags describe, the device with its limit, and the bytes that go away."""
+    device = find_target(FitOptions(device=args.device)).device
+    if device.type not in DEFAULTS:
+        raise BadOption(f"--device {args.device}: this comparison knows cpu and cuda, not {device.type}")
+    for name, value in DEFAULTS[device.type].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.recover:
+        args.give_back_after = args.give_back_after or MEDIAN_OVER + 10
+        args.steps = BEFORE + args.give_back_after + AFTER
+    args.take_at = args.take_at or max(2, args.steps // 2)
+    target = find_target(FitOptions(device=str(device), memory_limit=args.memory_limit))
+    _check(args)
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    task = Chat(args.size, args.lengths, torch.bfloat16 if args.precision == "bf16" else None)
+    count = args.steps * args.global_batch
+    rows = read_rows(args.data, task, count) if args.data else generate_rows(task, count, SIZES[args.size].vocab)
+    training = Training(task=task, rows=rows, steps=args.steps, global_batch=args.global_batch,
+                        micro_batch=args.micro_batch, device=device)  # fmt: skip
+    return training, target, _bytes_to_take(args.take, target.limit_bytes)
+
+
+def _check(args: argparse.Namespace) -> None:
+    wrong = []
+    if args.global_batch % args.micro_batch:
+        wrong.append(
+            f"--global-batch {args.global_batch} is no multiple of --micro-batch {args.micro_batch}: peers accumulate whole batches"
+        )
+    if args.take_at > args.steps:
+        wrong.append(f"--take-at {args.take_at} comes after the last of {args.steps} steps")
+    if wrong:
+        raise BadOption("; ".join(wrong))
+
+
+def _bytes_to_take(text: str, limit_bytes: int) -> int:
+    share = text.removesuffix("%")
+    taken = int(float(share) / 100 * limit_bytes) if share != text else parse_bytes(text, flag="--take")
+    if not 0 < taken < limit_bytes:
+        raise BadOption(f"--take {text}: take more than nothing and less than the limit of {show_bytes(limit_bytes)}")
+    return taken
+
+
+def with_plan(training: Training, target: Target) -> Training:
+    """Brimful cuts by predicted bytes, as after `brimful fit`."""
+    model, optimizer = training.build()
+    plan = brimful.fit(training.task, model=model, optimizer=optimizer, memory_limit=target.limit_bytes,
+                       global_batch=training.global_batch, lengths=training.task.worst_shape, cache=False)  # fmt: skip
+    return replace(training, plan=plan)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    try:
+        training, target, take_bytes = prepare(args)
+        with capped(target):
+            found, shown = _measure(args, training, target, take_bytes)
+    except UserError as error:
+        print(f"oom_midrun: {error}", file=sys.stderr)
+        return 2
+    about = facts(args, training, target, take_bytes)
+    print(_title(about), shown, sep="\n\n")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace, training: Training, target: Target, take_bytes: int
+) -> tuple[dict[str, Any], str]:
+    """The figures, and how they are shown."""
+    memory = functools.partial(Memory, training.device, target.limit_bytes, take_bytes)
+    if args.fit:
+        training = with_plan(training, target)
+    if args.overhead:
+        overhead = measure_overhead(training, max(MEDIAN_OVER, args.steps))
+        return {"overhead": overhead}, show_overhead(overhead)
+    if args.recover:
+        recovery = measure_recovery(training, memory(), BEFORE, args.give_back_after)
+        return {"recovery": recovery}, show_recovery(recovery)
+    _import_peers(args.contestants)
+    results = compete(training, memory, args.contestants, take_at=args.take_at, give_back_after=args.give_back_after)
+    return {"results": [asdict(result) for result in results]}, show_results(results)
+
+
+def _import_peers(names: list[str]) -> None:
+    """Now, so that it is in nobody's seconds and their loggers are there to be quieted."""
+    import accelerate  # noqa: F401
+    import transformers
+
+    _ = transformers.Trainer
+    if "lightning" in names:
+        from peers import _import_lightning
+
+        _import_lightning()
+
+
+def facts(args: argparse.Namespace, training: Training, target: Target, take_bytes: int) -> dict[str, Any]:
+    """When, where and on what this ran, in bytes and seconds."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": str(training.device),
+        "device_name": target.name,
+        "threads": torch.get_num_threads(),
+        "versions": _versions(),
+        "size": args.size,
+        "lengths": list(training.task.worst_shape),
+        "data": args.data or "generated",
+        "precision": args.precision,
+        "limit_bytes": target.limit_bytes,
+        "take_bytes": take_bytes,
+        "take_at": args.take_at,
+        "give_back_after": args.give_back_after,
+        "steps": training.steps,
+        "global_batch": training.global_batch,
+        "micro_batch": training.micro_batch,
+        "fit": args.fit,
+        "mode": "overhead" if args.overhead else "recover" if args.recover else "compete",
+    }
+
+
+def _title(about: dict[str, Any]) -> str:
+    back = f", back {about['give_back_after']} steps later" if about["give_back_after"] else ""
+    at = BEFORE + 1 if about["mode"] == "recover" else about["take_at"]
+    limit = f"limit {show_bytes(about['limit_bytes'])}, {show_bytes(about['take_bytes'])} of it gone at step {at}{back}"
+    return "\n".join((
+        f"{about['date']}, {about['device_name']} ({about['device']}, {about['threads']} CPU threads)"
+        + ("; seconds are processor time" if about["device"] == "cpu" else ""),
+        f"chatlm-sft {about['size']}, {about['data']} rows up to {'+'.join(map(str, about['lengths']))}, {about['precision']}, "
+        f"{about['steps']} steps of {about['global_batch']} rows, micro-batches of {about['micro_batch']}"
+        + (", Brimful by its plan" if about["fit"] else ""),
+        "no limit" if about["mode"] == "overhead" else limit,
+        ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+    ))  # fmt: skip
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (the first card, else the CPU)")
+    parser.add_argument("--size", choices=tuple(SIZES), help="of the model (base on cuda, tiny on the CPU)")
+    parser.add_argument("--lengths", type=_lengths, help="the longest rows (256,256 on cuda, 48,48 on the CPU)")
+    parser.add_argument(
+        "--data", metavar="FILE", help="a parquet file with prompt and response, read as bytes (generated)"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "tf32", "bf16"), help="of the forward (tf32 on cuda, fp32 on the CPU)"
+    )
+    parser.add_argument("--steps", type=_count, help="optimizer steps (20 on cuda, 8 on the CPU)")
+    parser.add_argument("--global-batch", type=_count, help="rows per step (64 on cuda, 16 on the CPU)")
+    parser.add_argument("--micro-batch", type=_count, help="rows everybody starts with (16 on cuda, 8 on the CPU)")
+    parser.add_argument("--memory-limit", help="for everyone (20GiB on cuda, 40MiB on the CPU)")
+    parser.add_argument("--take", help="how much of the limit goes away: 40%% or 8GiB (60%% on cuda, 40%% on the CPU)")
+    parser.add_argument("--take-at", type=_count, help="the step at which it goes (half of them)")
+    parser.add_argument("--give-back-after", type=_count, help="steps until it comes back (never; 30 with --recover)")
+    parser.add_argument("--contestants", type=_contestants, default=list(CONTESTANTS), help="some of them (all)")
+    parser.add_argument("--fit", action="store_true", help="fit first, and let Brimful cut by the plan")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--overhead", action="store_true", help="the stepper against a bare loop, nothing happening")
+    what.add_argument("--recover", action="store_true", help="speed before, while and after memory is gone")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    return parser.parse_args(argv)
+
+
+def _contestants(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in CONTESTANTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; there are {', '.join(CONTESTANTS)}")
+    return names
+
+
+def _say(phrase: str) -> None:
+    print(phrase, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Memory taken in the middle of a training, on the CPU at tiny scale: what each contestant's line claims is what happened."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench" / "oom_midrun.py"
+TINY = ["--device", "cpu", "--lengths", "12,12", "--memory-limit", "24MiB"]
+STEPS, GLOBAL_BATCH = 4, 16
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_oom_midrun", BENCH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(BENCH.parent))  # as `python bench/oom_midrun.py` has it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCH.parent))
+    return module
+
+
+@pytest.fixture(scope="module")
+def ran(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run of all contestants, memory gone at the third step: its JSON by contestant."""
+    out = tmp_path_factory.mktemp("midrun") / "out.json"
+    assert bench.main([*TINY, "--steps", str(STEPS), "--take-at", "3", "--json", str(out)]) == 0
+    told = json.loads(out.read_text())
+    return {**told, "by_name": {row["contestant"]: row for row in told["results"]}}
+
+
+def test_memory_ran_out_for_everybody(bench: ModuleType, ran: dict[str, Any]) -> None:
+    assert list(ran["by_name"]) == [*bench.CONTESTANTS, bench.FINER]
+    assert all(ran["by_name"][name]["ooms"] >= 1 for name in bench.CONTESTANTS)
+
+
+def test_brimful_trains_what_was_asked(ran: dict[str, Any]) -> None:
+    row = ran["by_name"]["brimful"]
+    assert (row["steps_done"], row["steps_discarded"], row["died"]) == (STEPS, 0, "")
+    assert row["global_batches"] == [GLOBAL_BATCH]
+    assert (row["rows_lost"], row["rows_repeated"]) == (0, 0)
+    assert row["distance"] < 1e-4
+
+
+def test_the_trainer_changes_the_global_batch_and_starts_over_on_trained_weights(ran: dict[str, Any]) -> None:
+    row = ran["by_name"]["trainer"]
+    assert row["steps_done"] > STEPS and row["rows_repeated"] > 0
+    assert row["global_batches"][0] == GLOBAL_BATCH and min(row["global_batches"]) < GLOBAL_BATCH
+    assert row["distance"] > 1e-3
+
+
+def test_accelerates_finder_throws_the_training_away(ran: dict[str, Any]) -> None:
+    row = ran["by_name"]["accelerate"]
+    assert row["steps_discarded"] >= 2 and row["steps_done"] == STEPS
+    assert row["distance"] > 1e-3
+
+
+def test_lightning_dies_where_memory_went(ran: dict[str, Any]) -> None:
+    row = ran["by_name"]["lightning"]
+    assert row["died"].startswith("died in step 3: OutOfMemoryError")
+    assert (row["steps_done"], row["rows_lost"]) == (2, 2 * GLOBAL_BATCH)
+
+
+def test_rows_are_counted_once_their_backward_is_through_and_a_step_follows(bench: ModuleType) -> None:
+    recorder, weight = bench.Recorder(memory=None), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(weight.parameters())
+    recorder.watch(weight, optimizer)
+    for rows, backward, cleared in (([1], True, True), ([2], True, False), ([3], False, False)):
+        loss = weight(torch.ones(1, 1)).sum()
+        recorder.follow(rows, loss)
+        if backward:
+            loss.backward()
+        if cleared:
+            optimizer.zero_grad()
+    optimizer.step()
+    optimizer.step()
+    assert recorder.updates == [[2], []]
+
+
+def test_what_watches_keeps_no_model_alive(bench: ModuleType) -> None:
+    recorder, model = bench.Recorder(memory=None), torch.nn.Linear(1, 1)
+    recorder.watch(model, torch.optim.SGD(model.parameters()))
+    del model
+    assert recorder.model is None
+
+
+def test_the_stepper_does_what_the_bare_loop_does(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "MEDIAN_OVER", 6)
+    bench.main([*TINY, "--steps", "6", "--overhead", "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())["overhead"]
+    assert found["distance"] < 1e-7 and len(found["seconds"]["bare"]) == len(found["seconds"]["stepper"]) == 6
+    assert found["ratio"] == pytest.approx(found["stepper_s"] / found["bare_s"])
+    assert "| Stepper" in capsys.readouterr().out
+
+
+def test_memory_that_comes_back_is_used_again(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("BEFORE", 4), ("AFTER", 14), ("MEDIAN_OVER", 3)):
+        monkeypatch.setattr(bench, name, value)
+    bench.main([*TINY, "--recover", "--give-back-after", "4", "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())["recovery"]
+    events = [(event["event"], event["step"]) for event in found["events"]]
+    assert events[0][0] == "oom" and 5 <= events[0][1] <= 8
+    assert events[-1][0] == "grow" and events[-1][1] > 8
+    assert found["steps_done"] == found["steps_asked"] == 22 and found["steps_per_s"]["during"] > 0
+    assert "steps' time lost by each" in capsys.readouterr().out
+
+
+def test_it_needs_nothing_of_the_command_line() -> None:
+    code = "import sys; sys.modules['cyclopts'] = sys.modules['rich'] = None; import oom_midrun"
+    subprocess.run([sys.executable, "-c", code], cwd=BENCH.parent, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--take", "150%"], "--take 150%: take more than nothing and less than the limit of 24 MiB"),
+        (["--micro-batch", "5"], "--global-batch 16 is no multiple of --micro-batch 5"),
+        (["--take-at", "9"], "--take-at 9 comes after the last of 8 steps"),
+        (["--memory-limit", "9MiB", "--contestants", "brimful"], "brimful does not even run undisturbed"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
+) -> None:
+    assert bench.main([*TINY, *flags]) == 2
+    assert sentence in capsys.readouterr().err

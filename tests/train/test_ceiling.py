@@ -352,7 +352,7 @@ def test_a_model_that_was_a_little_low_does_not_make_the_cut_finer_while_there_i
     ceiling = tight(line(), 64)
     ceiling.budget = 10 * ceiling.limit
     ceiling.too_low(103, 100)
-    assert largest(ceiling, 200) == 64
+    assert largest(ceiling, 128) == 64
 
 
 def test_it_makes_the_cut_finer_where_there_is_none():

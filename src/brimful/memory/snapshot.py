@@ -40,29 +40,28 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._saved: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._registries = [module._buffers for module in model.modules()]
+        self._saved: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor] | None] = {}
         self.refresh()
 
     def refresh(self) -> None:
         """Take the buffers as they are now; those that were there before are copied into the same memory."""
         before, self._saved = self._saved, {}
-        for path, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                old = before.get((path, name))
+        for place, buffers in enumerate(self._registries):
+            for name, buffer in buffers.items():
+                old = before.get((place, name))
                 if buffer is None:
-                    self._saved[path, name] = None
+                    self._saved[place, name] = None
                 else:
                     copied = old[1].copy_(buffer) if old and old[0] is buffer else buffer.detach().clone()
-                    self._saved[path, name] = buffer, copied
+                    self._saved[place, name] = buffer, copied
 
     def restore(self) -> None:
-        modules = dict(self._model.named_modules())
         with torch.no_grad():
-            for (path, name), saved in self._saved.items():
+            for (place, name), saved in self._saved.items():
                 if saved is not None and not _overlaps(saved[0]):
                     saved[0].copy_(saved[1])
-                modules[path]._buffers[name] = None if saved is None else saved[0]
+                self._registries[place][name] = None if saved is None else saved[0]
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ GROW_AFTER = 10
 LONGEST_WAIT = 64
 """Times `GROW_AFTER` that a growth waits at most after growths that failed."""
 MOST_RAISED = 1.5
-"""A single failure does not raise the memory model by more than this."""
+"""A single failure, or a single peak, does not raise the memory model by more than this."""
 THRASHING = 0.75
 """The share of the rows that is left at once when the allocator thrashes."""
 CAME_BACK = 1.05

@@ -109,7 +109,7 @@ class Gradients:
 
     def _begin(self) -> None:
         self.rig.drop_gradients()
-        self._params = [param for param in self.rig.model.parameters() if param.requires_grad]  # a run may thaw some
+        self._params = [param for param in self.rig.params if param.requires_grad]  # a run may thaw some
         self._random = RandomState(self.rig.device)
         self._buffers.refresh()
         if self._versions is not None:  # a checkpoint may have been loaded since

@@ -166,6 +166,7 @@ class Stepper:
         if self.steps > 1:
             self._gradients.room.settle(anew=states != self._states)
         self._states = states
+        self._aftermath.begin()
         if has_peak_statistics(self._rig.device):
             torch.accelerator.reset_peak_memory_stats(self._rig.device)
         return time.perf_counter()

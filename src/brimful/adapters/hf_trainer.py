@@ -30,14 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.training_args import ParallelMode
 
+from brimful.adapters.hf_rows import HeldRows, Lengths, collate_later, joined, size_of
 from brimful.errors import BadOption, DoesNotFit, Inexact
 from brimful.memory.oom import empty_cache, is_oom
 from brimful.memory.snapshot import RandomState
@@ -109,7 +108,7 @@ class _ExactTrainer(Trainer):
             model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         assert self.optimizer is not None
         self._held, self._ooms = [], 0
-        self._task = _TrainerTask(self, _collate_later(loader), self._brimful)
+        self._task = _TrainerTask(self, collate_later(loader), self._brimful)
         self.stepper = Stepper(
             model,
             self.optimizer,
@@ -140,7 +139,7 @@ class _ExactTrainer(Trainer):
         model.train()
         if callable(to_train := getattr(self.optimizer, "train", None)):  # schedule-free optimizers have modes
             to_train()
-        result = self._backward(_joined(held))
+        result = self._backward(joined(held))
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             empty_cache(self.args.device)
         return torch.tensor(result.loss, device=self.args.device)
@@ -180,17 +179,17 @@ class _ExactTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As of the batch that Trainer would have had, padded to its longest row."""
-        if not isinstance(inputs, _Rows):
+        if not isinstance(inputs, HeldRows):
             return super().floating_point_ops(inputs)
         name = getattr(self.model, "main_input_name", "input_ids")
-        sizes = [_size(row[name]) if isinstance(row, Mapping) and name in row else None for row in inputs.rows]
+        sizes = [size_of(row[name]) if isinstance(row, Mapping) and name in row else None for row in inputs.rows]
         lengths = [size for size in sizes if size is not None]
         padded = torch.empty(len(lengths), max(lengths, default=0), device="meta")
         return super().floating_point_ops({name: padded} if lengths else {})
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counts the batch that Trainer would have had; collated for that, where counting is asked for."""
-        if isinstance(inputs, _Rows) and self.args.include_num_input_tokens_seen != "no":
+        if isinstance(inputs, HeldRows) and self.args.include_num_input_tokens_seen != "no":
             before = RandomState(self.args.device)
             inputs = self._task.collate(inputs.rows)
             before.restore()
@@ -241,7 +240,7 @@ class _TrainerTask(Task):
     def __init__(self, trainer: _ExactTrainer, collate: Callable[[list[Any]], Any], settings: _Settings) -> None:
         self.name = type(trainer).__name__
         self._trainer, self._collate, self._settings = trainer, collate, settings
-        self.lengths = _Lengths(getattr(collate, "signature_columns", None), settings)
+        self.lengths = Lengths(getattr(collate, "signature_columns", None), settings.shape, settings.plan)
         self._nothing_to_learn = False
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -267,104 +266,8 @@ class _TrainerTask(Task):
         return self.lengths.of(row)
 
 
-class _Lengths:
-    """The lengths of a row: those of its columns, a column left out that is as long as one before it in every row."""
-
-    def __init__(self, taken: Sequence[str] | None, settings: _Settings) -> None:
-        self._taken, self._settings = taken, settings
-        self._columns: list[Any] | None = None
-
-    def of(self, row: Any) -> Shape:
-        if self._settings.shape is not None:
-            return tuple(self._settings.shape(row))
-        sizes = self._sizes(row)
-        return tuple(sizes.get(column, 0) for column in self._columns or sizes)
-
-    def settle(self, rows: Any) -> None:
-        """Once, on the rows of the first step; the cut's limits would mean something else if columns changed later."""
-        if self._columns is not None or self._settings.shape is not None or not isinstance(rows, list):
-            return
-        sizes = [self._sizes(row) for row in rows]
-        seen: dict[tuple[int, ...], Any] = {}
-        for column in dict.fromkeys(column for one in sizes for column in one):
-            seen.setdefault(tuple(one.get(column, 0) for one in sizes), column)
-        self._columns = list(seen.values())
-        plan = self._settings.plan
-        if plan is not None and len(plan.shape) != len(self._columns):
-            found = ", ".join(map(str, self._columns)) or "none"
-            raise BadOption(
-                f"the plan knows rows by {len(plan.shape)} lengths, these rows have {len(self._columns)} ({found}): pass "
-                "exact(…, plan=plan, shape=task.shape) with the task that was fitted"
-            )
-
-    def _sizes(self, row: Any) -> dict[Any, int]:
-        if isinstance(row, Mapping):
-            values = {key: value for key, value in row.items() if self._taken is None or key in self._taken}
-        else:
-            values = dict(enumerate(row)) if isinstance(row, (list, tuple)) else {0: row}
-        sizes = {key: _size(value) for key, value in values.items()}
-        return {key: size for key, size in sizes.items() if size is not None}
-
-
-class _Rows:
-    """Rows of the dataset on their way through Trainer: accelerate moves no part of them to the device."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __contains__(self, name: object) -> bool:
-        return False  # Trainer looks for labels, to count them
-
-
-class _Later:
-    """A loader's collate function that leaves collating to the stepper."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, rows: list[Any]) -> _Rows:
-        return _Rows(rows)
-
-
-def _collate_later(loader: Any) -> Callable[[list[Any]], Any]:
-    """Make the loader hand over rows, and return what it collated them with; a loader that cannot is left as it is."""
-    inner = getattr(loader, "base_dataloader", loader)  # inside accelerate's
-    if isinstance(loader, DataLoaderDispatcher) or not isinstance(inner, DataLoader) or not inner._auto_collation:
-        return list
-    if not isinstance(inner.collate_fn, _Later):  # your own loader may come a second time
-        inner.collate_fn = _Later(inner.collate_fn)
-    return inner.collate_fn.collate
-
-
-def _joined(held: list[Any]) -> Any:
-    """What the requests of one step brought, as one list of rows; or as one batch, where the loader collates."""
-    if all(isinstance(one, _Rows) for one in held):
-        return [row for one in held for row in one.rows]
-    return held[0] if len(held) == 1 else _concatenated(held)
-
-
-def _concatenated(batches: list[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, Mapping):
-        kind: Any = type(first)
-        return kind({key: _concatenated([batch[key] for batch in batches]) for key in first})
-    if isinstance(first, torch.Tensor) and first.ndim and len({batch.shape[1:] for batch in batches}) == 1:
-        return torch.cat(batches)
-    raise BadOption(
-        "the train dataloader collates by itself, and the batches of one step cannot be joined: set "
-        "gradient_accumulation_steps=1 with the whole step as per_device_train_batch_size, pad to one length, or use a "
-        "torch DataLoader over rows"
-    )
-
-
 def _is_double(model: nn.Module) -> bool:
     return next(param.dtype for param in model.parameters() if param.is_floating_point()) is torch.float64
-
-
-def _size(value: Any) -> int | None:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return int(np.prod(value.shape)) if value.ndim else None
-    return len(value) if isinstance(value, (list, tuple, str)) else None
 
 
 def _rows_of(inputs: Any) -> int:

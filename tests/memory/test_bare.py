@@ -296,8 +296,8 @@ def test_the_rows_are_the_first_dimension_of_all_tensors():
     ("batch", "found"),
     [
         ({"x": torch.ones(6, 3), "y": torch.ones(4)}, "[4, 6]"),
-        ({"name": "a"}, "no tensors"),
-        (torch.tensor(1.0), "no tensors"),
+        ({"name": "a"}, "no tensors: collate must make them"),
+        (torch.tensor(1.0), "no tensors: collate must make them"),
     ],
 )
 def test_a_batch_without_a_common_first_dimension_is_refused(batch, found):

@@ -278,7 +278,17 @@ def test_a_batch_without_rows_is_no_step(given):
     assert refused(given) == "a step was given no rows: its batch has a first dimension of 0"
 
 
-@pytest.mark.parametrize("given", [torch.tensor(1.0), {}, (), None, "text", 7, {"name": "a"}, iter([1])])
+@pytest.mark.parametrize(
+    ("given", "kind"), [(None, "NoneType"), ("text", "str"), (7, "int"), (iter([1]), "list_iterator")]
+)
+def test_what_is_neither_rows_nor_a_batch_is_refused_by_its_kind(given, kind):
+    assert refused(given) == (
+        f"task plain: a step takes a list of rows, or a batch of tensors; this is a {kind}, which cannot be cut: give it one batch of "
+        "your loader at a time"
+    )
+
+
+@pytest.mark.parametrize("given", [torch.tensor(1.0), {}, (), {"name": "a"}])
 def test_a_batch_without_tensors_is_refused(given):
     assert refused(given) == (
         "task plain: a batch cannot be cut unless all its tensors share their first dimension; here there are none: give "

@@ -359,6 +359,54 @@ def test_it_is_set_aside_when_asked_and_the_rest_is_exact():
     assert any(event.event == "oversized" for event in stepper.events)
 
 
+def test_rows_that_only_the_held_gradients_keep_out_are_not_set_aside():
+    """The first row goes through alone, the second finds the first one's gradients in its way: no row is to blame."""
+    task = Words()
+    model = task.model()
+
+    def fault(_module, _inputs, _output):
+        if torch.is_grad_enabled() and model.head.weight.grad is not None:
+            out_of_memory()
+
+    model.first.register_forward_hook(fault)
+    rows = [{"id": index, "words": torch.full((3,), 1 + index)} for index in range(6)]
+    stepper = Stepper(model, ADAMW(model.parameters()), task, skip_oversized=True, micro_batch=4)
+    with pytest.raises(DoesNotFit, match="no second micro-batch fits beside the gradients of the first"):
+        stepper.step(rows)
+    assert stepper.ooms > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (lambda m, o: (o, m, Words()), "the model is a SGD, not a torch.nn.Module"),
+        (lambda m, o: (m, o, nn.CrossEntropyLoss()), r"a CrossEntropyLoss is a criterion.*write loss\(model, batch\)"),
+        (
+            lambda m, o: (m, o, Words(), "plan.json"),
+            r"the plan is a str, not a brimful.Plan: Plan.load\(path\) reads one",
+        ),
+        (lambda m, o: (m.to("meta"), o, Words()), "on the meta device"),
+        (lambda m, o: (nn.Linear(2, 2), o, Words()), "steps none of the model's trainable parameters"),
+    ],
+)
+def test_a_mix_up_of_arguments_is_one_sentence(arguments, sentence):
+    model = nn.Linear(2, 2)
+    with pytest.raises(TaskError, match=sentence):
+        Stepper(*arguments(model, SGD(model.parameters())))
+
+
+@pytest.mark.parametrize("option", [{"on_event": 3}, {"collate": "x"}, {"scaler": 1}])
+def test_an_option_of_the_wrong_kind_is_one_sentence(option):
+    with pytest.raises(BadOption, match=rf"^{next(iter(option))} .*: write a"):
+        linear(lambda model, batch: None, **option)
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_told_of():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    stepper = Stepper(model, SGD(model[1].parameters()), lambda m, x: Loss(m(x).sum(), len(x)))
+    assert "does not step '0.weight' and 1 more" in stepper.events[0].sentence
+
+
 # No half update.
 
 
@@ -452,7 +500,7 @@ def test_a_loss_that_cannot_be_weighed_is_one_sentence(returned, sentence):
     [
         ({"x": torch.ones(3, 4), "y": torch.ones(2)}, r"\['x'\] has 3, \['y'\] has 2"),
         ({"x": 3}, r"there are none"),
-        (object(), r"there are none"),
+        (object(), r"this is a object, which cannot be cut"),
         (torch.ones(0, 4), r"no rows"),
         ([], r"no rows"),
     ],

@@ -1,5 +1,6 @@
 """What the micro-batches add up to: sums and counts by name, in double precision, read once."""
 
+import math
 import weakref
 from typing import ClassVar
 
@@ -34,6 +35,15 @@ def test_sums_and_counts_add_up_whether_counts_are_tensors_or_numbers(parts):
         for total, count, is_tensor in parts
     ]
     assert tallied(*losses) == (sum(total for total, _, _ in parts), sum(count for _, count, _ in parts))
+
+
+@pytest.mark.parametrize("nothing", [0, torch.tensor(0)])
+def test_a_mean_over_nothing_does_not_spoil_the_rest(nothing):
+    assert tallied(Loss(torch.tensor(float("nan")), nothing), Loss(torch.tensor(6.0), 3)) == (6.0, 3.0)
+
+
+def test_a_loss_that_is_no_number_is_not_hidden():
+    assert math.isnan(tallied(Loss(torch.tensor(float("nan")), 2), Loss(torch.tensor(6.0), 3))[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16, torch.bool])

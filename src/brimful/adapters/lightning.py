@@ -204,7 +204,7 @@ class _ExactStrategy:
     )
 
     def __init__(self, strategy: Any, exact: "ExactSteps") -> None:
-        self._strategy, self._exact = strategy, exact
+        self._strategy, self._exact, self._made = strategy, exact, False
         for name in self.TAKEN:
             vars(strategy).pop(name, None)  # an earlier fit's
         self._plain: dict[str, Any] = {name: getattr(strategy, name, None) for name in self.TAKEN}
@@ -225,13 +225,16 @@ class _ExactStrategy:
         plugin, module = self._strategy.precision_plugin, self._strategy.lightning_module
         loss = plugin.pre_backward(closure_loss, module)
         self._exact.put_back()
+        self._made = True
         return plugin.post_backward(loss, module)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the closure too; only what comes after its gradients may have touched a weight."""
+        self._made = False
         try:
             return self._plain["optimizer_step"](*args, **kwargs)
         except Exception as error:
-            if isinstance(error, BrimfulError) or not is_oom(error):
+            if isinstance(error, BrimfulError) or not is_oom(error) or not self._made:
                 raise
             raise _half_update(self._strategy.lightning_module.trainer, error) from error
 

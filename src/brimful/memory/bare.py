@@ -153,7 +153,7 @@ def rows_of(batch: Any) -> int:
     _each(batch, lambda tensor: sizes.update(tensor.shape[:1]))
     if len(sizes) != 1:
         raise TaskError(
-            f"the tensors of a batch must share their first dimension; found {sorted(sizes) or 'no tensors'}"
+            f"the tensors of a batch must share their first dimension; found {sorted(sizes) or 'no tensors: collate must make them'}"
         )
     return sizes.pop()
 

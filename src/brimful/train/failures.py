@@ -60,6 +60,8 @@ class Pass:
     alone: Counter[tuple[int, ...]] = field(default_factory=Counter)
     set_aside: list[int] = field(default_factory=list)
     stop: UserError | None = None
+    went_through: float = 0.0
+    """The measure of the largest micro-batch that went through in this try."""
 
 
 class Failures:
@@ -68,6 +70,8 @@ class Failures:
     def __init__(self, rig: Rig, ceiling: Ceiling, room: Room, events: Events, options: StepOptions, rank: int) -> None:
         self._rig, self._ceiling, self._room, self._events, self._options = rig, ceiling, room, events, options
         self._rank = rank
+        self.ooms = 0
+        """Of this process, in all steps."""
         norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in rig.model.modules())
         self.least = 2 if norms else 1
         """Rows of the smallest micro-batch: BatchNorm cannot average over a single one."""
@@ -76,6 +80,7 @@ class Failures:
         """An out-of-memory error: lower the ceiling, or set the row aside, or stop; and tell."""
         assert current.place is not None
         current.ooms += 1
+        self.ooms += 1
         place, room = current.place, self._room.now()
         doing = self._rig.doing
         whole = place.of == 1
@@ -114,6 +119,8 @@ class Failures:
         current.alone[rows] += 1
         if current.alone[rows] < ALONE_TRIES:
             return f"{which} cannot be cut, so with everything cleaned up the step is tried again"
+        if self._ceiling.measure(len(rows), place.shape) <= current.went_through:
+            return self._no_room_for_a_second(current, which, room)
         predicted = self._ceiling.predicted_bytes(len(rows), place.shape)
         lengths = f" (lengths {'+'.join(map(str, place.shape))})" if place.shape else ""
         needs = f"about {show_bytes(predicted)} (predicted)" if predicted else "an unknown amount"
@@ -131,7 +138,18 @@ class Failures:
         current.stop = DoesNotFit(f"{sentence}; {self._ways_out()}", needed_bytes=predicted or (room or 0) + 1)
         return "the run stops"
 
-    def _ways_out(self) -> str:
+    def _no_room_for_a_second(self, current: Pass, which: str, room: int | None) -> str:
+        """It is not the row: a micro-batch as large went through before it, while no gradients were held."""
+        room_now = f"of the {show_bytes(room)} there is room for" if room is not None else "of the device's memory"
+        current.stop = DoesNotFit(
+            f"{which} of step {current.step} ran out of memory although as much went through before it in the same step: weights, "
+            f"gradients and optimizer state take so much {room_now} that no second micro-batch fits beside the gradients of the "
+            f"first; {self._ways_out(rows=False)}",
+            needed_bytes=(room or 0) + 1,
+        )
+        return "the run stops"
+
+    def _ways_out(self, *, rows: bool = True) -> str:
         """The levers that are still there to pull."""
         model, ways = self._rig.model, []
         lever = checkpointing(self._rig.task, model)
@@ -139,8 +157,9 @@ class Failures:
             ways.append(f"gradient checkpointing ({lever.how})")
         if self._rig.autocast is None and self._rig.device.type != "cpu":
             ways.append("precision='bf16'")
-        ways += ["shorter rows", "a smaller model or an optimizer with less state", "more memory"]
-        return f"what would make it fit: {', '.join(ways)}; skip_oversized=True sets such rows aside and goes on"
+        ways += ["shorter rows"] * rows + ["a smaller model or an optimizer with less state", "more memory"]
+        skip = "; skip_oversized=True sets such rows aside and goes on" if rows else ""
+        return f"what would make it fit: {', '.join(ways)}{skip}"
 
     def _give_up(self, current: Pass, doing: str, room: int | None) -> str:
         has = f"the device has room for {show_bytes(room)}" if room is not None else "the device has no room for it"

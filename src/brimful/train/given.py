@@ -30,6 +30,11 @@ def as_task(given: Any, options: StepOptions) -> tuple[Task, bool]:
         given = given()
     if isinstance(given, Task):
         return given, True
+    if isinstance(given, nn.Module):
+        raise TaskError(
+            f"a {type(given).__name__} is a criterion, not a loss of Brimful's: write loss(model, batch) that calls the model and "
+            "returns brimful.Loss(sum=…, count=…)"
+        )
     if not callable(given):
         raise TaskError(f"Stepper takes a brimful.Task or a loss(model, batch), not a {type(given).__name__}")
     owner = getattr(given, "__self__", None)

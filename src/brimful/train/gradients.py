@@ -74,6 +74,15 @@ class Gradients:
         return [param for param in self._params if param.grad is not None]
 
     @property
+    def least_rows(self) -> int:
+        """Rows of the smallest micro-batch that this model can take."""
+        return self._failures.least
+
+    @property
+    def ooms(self) -> int:
+        return self._failures.ooms
+
+    @property
     def held_bytes(self) -> int:
         """What the gradients take that are there now."""
         return sum(param.grad.nbytes for param in self._params if param.grad is not None)
@@ -151,7 +160,7 @@ class Gradients:
             self._try(current, functools.partial(self._complete, expected))
 
     def _accumulate(self, current: Pass, over: float | dict[str, float], expected: Sequence[bool]) -> None:
-        started, current.place = time.perf_counter(), Place(0, 0, [], ())
+        started, current.place, current.went_through = time.perf_counter(), Place(0, 0, [], ()), 0.0
         current.groups, tally = self._cut(current.share, current.left), Tally()
         self._cuttable.check(current.step, max(len(current.groups), self.group.size))
         for index, group in enumerate(current.groups):
@@ -159,6 +168,7 @@ class Gradients:
             self.rig.doing = "collating"
             current.place = Place(index, len(current.groups), group, shape)
             tally.add(self.rig.micro(current.share.rows.batch(group), over))
+            current.went_through = max(current.went_through, self.ceiling.measure(len(group), shape))
             if self._versions is not None:
                 suited.check_after_backward(self.rig.model, self.rig.optimizer, self._versions)
                 self._versions = None

@@ -64,6 +64,11 @@ class StepOptions:
             self.precision is None or self.precision in get_args(Precision),
             f"precision {self.precision!r}: write one of {', '.join(get_args(Precision))}",
         )
+        for name in ("collate", "checkpoint", "on_event"):
+            given = getattr(self, name)
+            yield given is None or callable(given), f"{name} {given!r}: write a function"
+        scales = self.scaler is None or hasattr(self.scaler, "unscale_")
+        yield scales, f"scaler {self.scaler!r}: write a torch.amp.GradScaler"
         yield self.rows_are in get_args(RowsAre), f"rows_are {self.rows_are!r}: write 'global' or 'local'"
         yield _whole(self.skip_nonfinite, 0), f"skip_nonfinite {self.skip_nonfinite!r}: write 0 or more"
         yield _whole(self.grow_after, 1), f"grow_after {self.grow_after!r}: write 1 or more"

@@ -58,6 +58,11 @@ class Batch:
     """A batch that is there already, sliced along its first dimension."""
 
     def __init__(self, batch: Any, task: Task, shape: Shape) -> None:
+        if not isinstance(batch, (torch.Tensor, np.ndarray, Mapping, list, tuple)):
+            raise TaskError(
+                f"task {task.name}: a step takes a list of rows, or a batch of tensors; this is a {type(batch).__name__}, which cannot "
+                "be cut: give it one batch of your loader at a time"
+            )
         sizes: dict[str, int] = {}
         _measure(batch, "", sizes)
         if len(set(sizes.values())) != 1 or not _has_tensor(batch):

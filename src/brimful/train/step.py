@@ -77,7 +77,7 @@ class Stepper:
         **options: Any,
     ) -> None:
         self.options = _options(options)
-        self.plan = plan
+        self.plan = suited.check_plan(plan)
         task, self._is_rows = as_task(task_or_loss, self.options)
         model, wrapper = suited.unwrap(model)
         suited.check_model(model)
@@ -104,8 +104,18 @@ class Stepper:
         self._aftermath = Aftermath(self._rig, self._ceiling, self._gradients.room, self._events)
         self.steps = 0
         """Steps begun, skipped ones included."""
-        self.ooms = 0
-        """Out-of-memory errors survived by this process."""
+        self._ooms_before = 0
+        missing = suited.not_stepped(model, optimizer)
+        if missing:
+            self._note(
+                f"the optimizer does not step {missing}, which the loss may train: freeze what is not meant to learn"
+            )
+        if self._gradients.least_rows > (self.options.micro_batch or self._gradients.least_rows):
+            self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
+        if not model.training:
+            self._note(
+                "the model is in evaluation mode: call model.train() if it is to train with dropout and BatchNorm"
+            )
         if wrapper:
             self._note(
                 f"the {wrapper} wrapper is taken off: gradients are summed once a step, after everybody is through"
@@ -116,6 +126,11 @@ class Stepper:
     def model(self) -> nn.Module:
         """The model without wrappers."""
         return self._rig.model
+
+    @property
+    def ooms(self) -> int:
+        """Out-of-memory errors that this process met, those before a checkpoint included."""
+        return self._ooms_before + self._gradients.ooms
 
     @property
     def events(self) -> list[Event]:
@@ -152,7 +167,8 @@ class Stepper:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.ooms, self._nonfinite = state["steps"], state["ooms"], state["nonfinite"]
+        self.steps, self._nonfinite = state["steps"], state["nonfinite"]
+        self._ooms_before = state["ooms"] - self._gradients.ooms
         self._ceiling.load(state["ceiling"])
         if len(state["speeds"]) == self._group.size:
             self._dealer.speeds = list(state["speeds"])
@@ -251,7 +267,6 @@ class Stepper:
         )
 
     def _conclude(self, share: Share, ready: Ready, started: float, applied: bool) -> StepResult:
-        self.ooms += ready.ooms
         counts_peaks = has_peak_statistics(self._rig.device)
         peak = torch.accelerator.max_memory_allocated(self._rig.device) if counts_peaks else None
         self._share_statistics()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from brimful.errors import TaskError, Unsuited
+from brimful.plan.plan import Plan
 
 _STEPS_IN_BACKWARD = ("LayerWiseDummyOptimizer",)
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -21,6 +22,10 @@ _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
     """The model inside a DDP or DataParallel wrapper, and the wrapper's name if there was one."""
+    if not isinstance(model, nn.Module):
+        raise TaskError(
+            f"Stepper(model, optimizer, task_or_loss): the model is a {type(model).__name__}, not a torch.nn.Module"
+        )
     name = None
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         name = type(model).__name__
@@ -29,7 +34,15 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
     return model, name
 
 
+def check_plan(plan: Any) -> Plan | None:
+    if plan is not None and not isinstance(plan, Plan):
+        raise TaskError(f"the plan is a {type(plan).__name__}, not a brimful.Plan: Plan.load(path) reads one")
+    return plan
+
+
 def check_model(model: nn.Module) -> None:
+    if any(param.is_meta for param in model.parameters()):
+        raise TaskError("the model is on the meta device, where it has no weights: build it on a real one")
     kinds = {base.__name__ for part in model.modules() for base in type(part).__mro__}
     sharded = next((name for name in _SHARDED if name in kinds), None)
     if sharded or any(type(param).__name__ == "DTensor" for param in model.parameters()):
@@ -67,12 +80,30 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise Unsuited(f"the optimizer is a {name}, not a torch.optim.Optimizer")
+    trained = [param for param in model.parameters() if param.requires_grad]
+    stepped = _stepped(optimizer)
+    if trained and not any(param in stepped for param in trained):
+        raise TaskError(
+            "the optimizer steps none of the model's trainable parameters: make it after the model has been moved or copied, from "
+            "model.parameters()"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Unsuited(
             f"{name} calls the loss several times within one step, which cannot be cut; use another optimizer"
         )
     return optimizer
+
+
+def not_stepped(model: nn.Module, optimizer: Optimizer) -> str:
+    """Trainable parameters that the optimizer does not know, as words; empty where there are none."""
+    stepped = _stepped(optimizer)
+    names = [name for name, param in model.named_parameters() if param.requires_grad and param not in stepped]
+    return "" if not names else f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _stepped(optimizer: Optimizer) -> set[nn.Parameter]:
+    return {param for group in optimizer.param_groups for param in group["params"]}
 
 
 def check_after_backward(model: nn.Module, optimizer: Optimizer, versions: dict[str, int]) -> None:

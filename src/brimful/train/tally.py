@@ -19,9 +19,15 @@ class Tally:
 
     def add(self, terms: Mapping[str, Loss]) -> None:
         for name, term in terms.items():
-            self._sums.setdefault(name, []).append(term.sum.detach())
-            count = term.count
-            self._counts.setdefault(name, []).append(count.detach() if isinstance(count, torch.Tensor) else count)
+            total, count = term.sum.detach(), term.count
+            if isinstance(count, torch.Tensor):
+                count = count.detach()
+                # A mean over nothing, times nothing, is NaN: the Hugging Face way to a sum, where all labels are masked.
+                total = torch.where((count.to(total.device) == 0) & total.isnan(), 0.0, total)
+            elif count == 0:
+                total = total.nan_to_num(nan=0.0)
+            self._sums.setdefault(name, []).append(total)
+            self._counts.setdefault(name, []).append(count)
 
     def read(self) -> dict[str, tuple[float, float]]:
         """Sum and count of each term; waits for the device once."""

@@ -369,7 +369,7 @@ def test_a_lowering_is_undone_after_ten_clean_steps_and_not_before():
     ceiling = tight(line(), 64)
     fail(ceiling, 64)
     said = [ceiling.clean(None) for _ in range(10)]
-    assert said == [None] * 9 + ["the cut is as coarse as planned again after 10 clean steps"]
+    assert said == [None] * 9 + ["the cut is as coarse as at the start again after 10 clean steps"]
 
 
 def test_how_many_clean_steps_it_takes_can_be_set():
@@ -388,7 +388,7 @@ def test_without_a_reading_of_the_room_one_lowering_is_undone_at_a_time():
         seen.append((largest(ceiling, 64), said))
     assert seen == [
         (32, "the cut is one step coarser again after 10 clean steps"),
-        (64, "the cut is as coarse as planned again after 10 clean steps"),
+        (64, "the cut is as coarse as at the start again after 10 clean steps"),
     ]
 
 
@@ -439,7 +439,7 @@ def test_growth_waits_until_the_device_has_room_again():
     for _ in range(1000):
         assert ceiling.clean(400) is None
     assert ceiling.limit == low
-    assert ceiling.clean(1000) == "the cut is as coarse as planned again after 10 clean steps"
+    assert ceiling.clean(1000) == "the cut is as coarse as at the start again after 10 clean steps"
     assert largest(ceiling, 64) == 64
 
 

@@ -157,7 +157,7 @@ class Ceiling:
             undone += 1
         if undone:
             self.clean_steps, self.just_grown = 0, True
-            which = "one step coarser again" if self.lowered else "as coarse as planned again"
+            which = "one step coarser again" if self.lowered else "as coarse as at the start again"
             return f"the cut is {which} after {self.grow_after} clean steps"
         return self._creep(room_bytes)
 

@@ -385,4 +385,7 @@ def test_a_buffer_made_in_the_meantime_is_none_again():
 def test_a_buffer_that_was_expanded_can_be_put_back():
     model = nn.Module()
     model.register_buffer("mask", torch.zeros(1).expand(4))
-    Buffers(model).restore()
+    kept = Buffers(model)
+    model.mask = torch.ones(4)
+    kept.restore()
+    assert torch.equal(model.mask, torch.zeros(4))

@@ -411,6 +411,7 @@ def test_no_bytes_can_be_reserved_on_a_full_device():
     with Ledger(1000) as ledger:
         ledger.adopt([full])
         reserve.reserve((), CPU)
+        assert ledger.ooms == 0
 
 
 @pytest.mark.parametrize("case", ["AdamW, foreach", "AdamW, loop", "RMSprop centered, foreach", "SGD momentum, fused"])

@@ -41,7 +41,7 @@ class Member:
     """Rows/s as its plan measured them; None without a plan."""
     model: MemoryModel | None
     limit_bytes: float
-    """What a micro-batch of it may take, as planned."""
+    """The memory that its plan may use; without end where there is no plan."""
 
     def holds(self, shape: Shape) -> bool:
         return self.model is None or self.model.cost_bytes(1, shape) <= self.limit_bytes

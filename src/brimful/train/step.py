@@ -95,7 +95,7 @@ class Stepper:
         self._events = Events(self.options.on_event)
         self._ceiling = _ceiling(plan, self.options)
         self._group = join(model, device)
-        self._dealer = Dealer(self._group, device, plan, self._ceiling.limit, self.options.rows_are)
+        self._dealer = Dealer(self._group, device, plan, self._ceiling.budget, self.options.rows_are)
         known = plan is not None and plan.task == task.name
         cuttable = Cuttable(self._rig, self._events, known=known, allow_inexact=self.options.allow_inexact)
         self._gradients = Gradients(self._rig, self._ceiling, self._group, cuttable, self._events, self.options)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from brimful.errors import LostProcess
+from brimful.memory.oom import is_oom
 from brimful.train.supervise import watch
 from brimful.units import MiB
 
@@ -61,7 +62,7 @@ class Processes(Solo):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.watch = watch(self.rank, self.size)
         with _lost_processes_named(self):
-            self._talk = _talk()
+            self._talk = _talk(dist.group.WORLD)
             self._buckets = _buckets(model, device)
             for buckets in self._buckets.values():  # NCCL takes its buffers at its first use: now, not in a full card
                 _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
@@ -95,12 +96,14 @@ class Processes(Solo):
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         with _lost_processes_named(self), torch.no_grad():
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
+                flat = tensor.detach().contiguous()  # itself, but for channels_last weights
+                dist.broadcast(flat, src=0)
+                tensor.copy_(flat)
 
 
 @functools.cache
-def _talk() -> Any:
-    """One group for agreements, however many steppers a process makes."""
+def _talk(job: Any) -> Any:
+    """One group for agreements in a job, however many steppers a process makes."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
@@ -185,6 +188,8 @@ def _lost_processes_named(group: Solo) -> Iterator[None]:
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
+        if is_oom(error):
+            raise
         raise LostProcess(
             f"process {group.rank} of {group.size} lost another process of the job while they were to agree: "
             f"{(str(error).splitlines() or [''])[0][:200]}"

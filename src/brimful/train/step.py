@@ -105,21 +105,7 @@ class Stepper:
         self.steps = 0
         """Steps begun, skipped ones included."""
         self._ooms_before = 0
-        missing = suited.not_stepped(model, optimizer)
-        if missing:
-            self._note(
-                f"the optimizer does not step {missing}, which the loss may train: freeze what is not meant to learn"
-            )
-        if self._gradients.least_rows > (self.options.micro_batch or self._gradients.least_rows):
-            self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
-        if not model.training:
-            self._note(
-                "the model is in evaluation mode: call model.train() if it is to train with dropout and BatchNorm"
-            )
-        if wrapper:
-            self._note(
-                f"the {wrapper} wrapper is taken off: gradients are summed once a step, after everybody is through"
-            )
+        self._tell(wrapper)
         self._pull_levers(task)
 
     @property
@@ -302,6 +288,23 @@ class Stepper:
         if self._group.size > 1:
             norms = [part for part in self.model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
             self._group.spread([buffer for part in norms for buffer in part.buffers()])
+
+    def _tell(self, wrapper: str | None) -> None:
+        """What was found at the start and is not quite as it was given."""
+        if wrapper:
+            self._note(
+                f"the {wrapper} wrapper is taken off: gradients are summed once a step, after everybody is through"
+            )
+        if missing := suited.not_stepped(self.model, self._rig.optimizer):
+            self._note(
+                f"the optimizer does not step {missing}, which the loss may train: freeze what is not meant to learn"
+            )
+        if self._gradients.least_rows > (self.options.micro_batch or self._gradients.least_rows):
+            self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
+        if not self.model.training:
+            self._note(
+                "the model is in evaluation mode: call model.train() if it is to train with dropout and BatchNorm"
+            )
 
     def _pull_levers(self, task: Task) -> None:
         if self.plan is None or self.plan.levers.checkpointing == "off":

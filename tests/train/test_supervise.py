@@ -265,7 +265,7 @@ def test_processes_that_are_started_again_are_left_alone(box, monkeypatch):
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
         " if rank: os.kill(os.getpid(), signal.SIGKILL)\n"
         " time.sleep(60)\n"
-        "time.sleep(1.5)\nprint('second set', rank, flush=True)"
+        "time.sleep(1.5)\nos.write(1, f'second set {rank}\\n'.encode())"
     )
     assert sorted(said)[1:] == ["second set 0", "second set 1"]
     assert min(said).endswith("; the launcher starts the processes again")

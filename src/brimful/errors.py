@@ -4,6 +4,7 @@
     ├── UserError            something asked for cannot work: one sentence, exit code 2, no traceback
     │   ├── BadOption        a value of a flag, a config file or an argument
     │   ├── UnknownTask      no such built-in task, file or name in the file
+    │   ├── BadData          a file of rows, a token store or a tokenizer cannot be used; names file and line
     │   ├── TaskError        the task itself is at fault: `dummy` and `loss` disagree, a NaN, no rows
     │   ├── Inexact          cutting this batch would change the result, and nobody allowed that
     │   ├── DoesNotFit       the memory asked for is too small; carries the bytes needed
@@ -33,6 +34,10 @@ class BadOption(UserError):
 
 class UnknownTask(UserError):
     """There is no such built-in task, no such file, or no such name in the file."""
+
+
+class BadData(UserError):
+    """A file of rows, a token store or a tokenizer cannot be read; names the file, and the line where there is one."""
 
 
 class TaskError(UserError):

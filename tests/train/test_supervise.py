@@ -349,7 +349,7 @@ def test_without_a_sidecar_training_goes_on_with_a_warning(box):
 )
 def test_the_kernels_out_of_memory_count_tells_why_a_process_was_killed(box, monkeypatch, before, after, words):
     counts = iter([before, after])
-    monkeypatch.setattr(sidecar_module, "_oom_kills", lambda: next(counts))
+    monkeypatch.setattr(sidecar_module, "oom_kills", lambda: next(counts))
     sidecar = one_member(box)
     sidecar.members["rank-0"].gone_at, sidecar.members["rank-0"].status = 1.0, int(signal.SIGKILL)
     assert sidecar.cause() == f"process 0 of 1 (pid 1) was killed by SIGKILL{words}"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +19,19 @@ def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """A phrase for each piece of work: a spinner on a terminal, plain lines elsewhere."""
+def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None]]:
+    """A phrase for each piece of work: a spinner on a terminal, plain lines elsewhere, one in `every_s` at most."""
     console, count = Console(stderr=True), 0
     if not sys.stderr.isatty():
-        yield lambda phrase: print(f"{title}: {phrase}", file=sys.stderr, flush=True)
+        last = -every_s
+
+        def line(phrase: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= every_s:
+                last = time.monotonic()
+                print(f"{title}: {phrase}", file=sys.stderr, flush=True)
+
+        yield line
         return
     with console.status(title) as status:
 

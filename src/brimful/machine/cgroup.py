@@ -102,6 +102,13 @@ def cpu_quotas(root: Path = Path("/")) -> list[tuple[float, str]]:
     return quotas
 
 
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """How many processes the kernel has killed for memory: in this control group, else on the box; None: unknown."""
+    texts = [level.read(file) for level in levels("memory", root) for file in ("memory.events", "memory.oom_control")]
+    lines = [line.split() for text in (*texts, _read(root / "proc/vmstat")) if text for line in text.splitlines()]
+    return next((int(words[1]) for words in lines if words[0] == "oom_kill"), None)
+
+
 def _used(level: Level) -> int:
     """What the group holds, less inactive page cache, which the kernel drops before it kills (Kubernetes' convention).
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from brimful.machine.cgroup import oom_kills
 from brimful.train.supervise import Blame, alive, identity, line, locked, look, read
 
 _POLL_S, _GRACE_S, _TERM_S, _LAUNCHER_S, _WRITE_S = 0.2, 1.0, 5.0, 30.0, 10
@@ -80,7 +81,7 @@ class _Sidecar:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.members: dict[str, _Member] = {}
-        self.oom_kills = _oom_kills()
+        self.oom_kills = oom_kills()
 
     def run(self) -> None:
         while all(trouble.blame == Blame.EARLY for trouble in self.troubles()):
@@ -143,7 +144,7 @@ class _Sidecar:
         return f"{self.cause()}; {others} ended"
 
     def memory(self) -> str:
-        now = _oom_kills()
+        now = oom_kills()
         if now is None or self.oom_kills is None:
             return " (the kernel's out-of-memory count cannot be read)"
         if now > self.oom_kills:
@@ -187,17 +188,6 @@ class _Sidecar:
             except (AttributeError, OSError):  # macOS, an old kernel
                 time.sleep(seconds)
         self.look()
-
-
-def _oom_kills() -> int | None:
-    """How many processes the kernel has killed for memory: in this control group, else on the box; None: unknown."""
-    from brimful.machine.cgroup import levels
-
-    texts = [level.read(file) for level in levels("memory") for file in ("memory.events", "memory.oom_control")]
-    with contextlib.suppress(OSError):
-        texts.append(Path("/proc/vmstat").read_text())
-    lines = [line.split() for text in texts if text for line in text.splitlines()]
-    return next((int(words[1]) for words in lines if words[0] == "oom_kill"), None)
 
 
 def _stderr_of(launchers: list[dict[str, Any]]) -> list[int]:

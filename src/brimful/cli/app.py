@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import brimful
+from brimful.cli.data import data
 from brimful.cli.fit import fit
 from brimful.cli.machine import machine
 from brimful.errors import UserError
@@ -23,6 +24,7 @@ app = App(
 )
 app.command(machine)
 app.command(fit)
+app.command(data)
 
 
 def main(tokens: Sequence[str] | None = None) -> None:

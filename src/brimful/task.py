@@ -32,7 +32,7 @@ the terms' means; a weight belongs into the term's sum.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from brimful.errors import TaskError
 
@@ -45,6 +45,14 @@ Shape = tuple[int, ...]
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
 """What autocast is opened with; `auto` is bf16 on accelerators that have it and fp32 elsewhere."""
+
+
+class Dataset(Protocol):
+    """Rows by number, as torch calls it map-style: a list is one, a token store, any `torch.utils.data.Dataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ class Task:
         """A batch as `collate` would give it, of so many rows padded to this shape, for probing."""
         raise TaskError(f"task {self.name} has no dummy(rows, shape): define one that returns a batch of that shape")
 
-    def rows(self, data: str) -> Sequence[Any]:
+    def rows(self, data: str) -> Dataset:
         """The dataset behind a path or name, as anything with `len` and indexing."""
         raise TaskError(
             f"task {self.name} does not read data itself: leave DATA out to fit its worst shape, or define rows(data)"

@@ -32,6 +32,9 @@ def fit(
     processes: int | None = None,
     checkpointing: Switch | None = None,
     precision: Precision | None = None,
+    workers: Literal["auto"] | int | None = None,
+    prefetch: Literal["auto"] | int | None = None,
+    pin_memory: Switch | None = None,
     lengths: str | None = None,
     allow_inexact: Annotated[bool | None, Parameter(negative="")] = None,
     cache: bool | None = None,
@@ -49,7 +52,8 @@ def fit(
     task
         A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name.
     data
-        What the task's rows() reads; its longest rows are fitted for. Without it, the task's worst shape.
+        What the task's rows() reads, for the chat tasks a token store: its longest rows are fitted for, and its loader
+        is timed. Without it, the task's worst shape.
     size
         Size of a built-in task: tiny or base.
     global_batch
@@ -70,6 +74,12 @@ def fit(
         Gradient checkpointing: on, off, or auto (when it is faster, or nothing else fits).
     precision
         What the forward is autocast to; the task's own unless given.
+    workers
+        Loader workers of each process; timed on DATA unless given.
+    prefetch
+        Steps that each worker reads ahead.
+    pin_memory
+        Page-locked host memory: on, off, or auto (where it pays).
     lengths
         The lengths to fit for, such as 256,256; the task's worst unless given.
     allow_inexact
@@ -86,7 +96,7 @@ def fit(
     given = {
         "size": size, "global_batch": global_batch, "micro_batch": micro_batch, "memory_limit": memory_limit,
         "host_limit": host_limit, "fill": fill, "device": device, "processes": processes, "checkpointing": checkpointing,
-        "precision": precision, "lengths": lengths, "allow_inexact": allow_inexact, "cache": cache, "seed": seed,
+        "precision": precision, "workers": workers, "prefetch": prefetch, "pin_memory": pin_memory, "lengths": lengths, "allow_inexact": allow_inexact, "cache": cache, "seed": seed,
     }  # fmt: skip
     asked = {**_from_file(config, list(given)), **{name: value for name, value in given.items() if value is not None}}
     if "lengths" in asked:

@@ -69,7 +69,7 @@ def _groups(lengths: Ints, rows: Ints, room: "_Room", price: float) -> list[Ints
     if not len(rows):
         return []
     lengths = lengths[rows]
-    order, gains = _order(lengths, price)
+    order, gains = alike_in_order(lengths, price)
     ordered = lengths[order]
     forward, backward = _filled(ordered, room), len(rows) - np.array(_filled(ordered[::-1], room))
     worth_it = max(CUTS + 2 * len(forward), int(np.count_nonzero(2 * gains > price)))
@@ -127,9 +127,12 @@ def _too_large(lengths: Ints, rows: Ints, room: _Room) -> list[int]:
     return _too_large(lengths, rows[:half], room) + _too_large(lengths, rows[half:], room)
 
 
-def _order(lengths: Ints, price: float) -> tuple[Ints, Ints]:
-    """The rows with those alike in all lengths side by side, and for each what cutting before it saved."""
-    leaf = max(LEAF, len(lengths) // MOST_LEAVES)
+def alike_in_order(lengths: Ints, price: float, leaf: int | None = None) -> tuple[Ints, Ints]:
+    """The rows with those alike in all lengths side by side, and for each what cutting before it saved.
+
+    Parts of `leaf` rows that cost less than `price` are not ordered further.
+    """
+    leaf = max(LEAF, len(lengths) // MOST_LEAVES) if leaf is None else leaf
     order: list[int] = []
     gains = np.zeros(len(lengths), dtype=np.int64)
     parts = [(np.arange(len(lengths)), 0)]
@@ -204,6 +207,18 @@ def _costliest_first(groups: list[tuple[Shape, list[int]]], cost: Cost) -> list[
     """The caching allocator then has its final size at once: simulated, 15.9 GB reserved instead of 17.4."""
     sized = [(-cost(len(rows), shape), -len(rows) * sum(shape), rows) for shape, rows in groups]
     return [rows for _, _, rows in sorted(sized)]
+
+
+def paired(groups: list[list[int]]) -> list[list[int]]:
+    """The same rows with nobody alone: BatchNorm cannot average over a single row."""
+    lone = [group[0] for group in groups if len(group) == 1]
+    rest = [group for group in groups if len(group) > 1]
+    pairs = [lone[place : place + 2] for place in range(0, len(lone), 2)]
+    if pairs and len(pairs[-1]) == 1 and (pairs[:-1] or rest):
+        odd = pairs.pop()
+        smallest = min([*rest, *pairs], key=len)
+        smallest.extend(odd)
+    return [sorted(group) for group in (*rest, *pairs)]
 
 
 def deal(rows: int, processes: int) -> tuple[int, ...]:

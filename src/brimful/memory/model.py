@@ -28,6 +28,11 @@ WHOLE_STEP_PHASES = frozenset((*FIRST_PHASES, "optimizer"))
 """What a step of a single micro-batch goes through: it never holds gradients during a forward."""
 
 
+def work(rows: int, shape: Shape) -> float:
+    """Rows × padded lengths; a row is work too."""
+    return float(rows * (1 + sum(shape)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """One metered step."""
@@ -110,6 +115,10 @@ class MemoryModel:
     def cost_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int:
         """What counts against a limit: reserved bytes."""
         return round(self.reserved_ratio * self.peak_bytes(rows, shape, whole=whole))
+
+    def measure(self, rows: int, shape: Shape, *, whole: bool = False, factor: float = 1.0) -> float:
+        """Cost times a factor, and a byte for each unit of work: that keeps rising where the optimizer makes the peak flat."""
+        return factor * self.cost_bytes(rows, shape, whole=whole) + work(rows, shape)
 
     def largest(self, shape: Shape, budget_bytes: float, most: int) -> int:
         """The most rows of this shape that fit the budget, 0 if not one does. At `most` the step is whole."""

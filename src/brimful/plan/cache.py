@@ -39,8 +39,8 @@ def folder() -> Path:
     return Path(os.environ.get("BRIMFUL_CACHE") or Path(base) / "brimful") / "plans"
 
 
-def key_of(task: Task, model: nn.Module, shape: Shape, options: FitOptions, target: Target) -> str:
-    """`model` may be on the meta device: only its description is read."""
+def key_of(task: Task, model: nn.Module, shape: Shape, options: FitOptions, target: Target, rows: Any = None) -> str:
+    """`model` may be on the meta device: only its description is read. `rows` is the data set, if there is one."""
     asked = {name: value for name, value in asdict(options).items() if name not in NOT_PART_OF_THE_KEY}
     facts = {
         "task": [
@@ -53,6 +53,7 @@ def key_of(task: Task, model: nn.Module, shape: Shape, options: FitOptions, targ
         "model": repr(model),
         "tensors": [(name, list(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model)],
         "shape": shape,
+        "rows": None if rows is None else [type(rows).__name__, getattr(rows, "fingerprint", len(rows))],
         "asked": asked,
         "limits": [options.memory_limit_bytes, options.host_limit_bytes],
         "device": [target.device.type, target.name],

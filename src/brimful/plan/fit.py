@@ -23,6 +23,7 @@ from brimful.memory.bare import Rig
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.plan import cache
+from brimful.plan.host import with_host
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Plan
 from brimful.plan.prober import Progress, blame, make_rig
@@ -59,9 +60,10 @@ def fit(
         asked.setdefault("device", str(next(model.parameters()).device))
     options = FitOptions.of(asked)
     target = find_target(options)
-    shape = _shape(task, data, options)
+    rows = None if data is None else _rows(task, data)
+    shape = _shape(task, rows, options)
     described = model if model is not None else _describe(task)
-    key = cache.key_of(task, described, shape, options, target)
+    key = cache.key_of(task, described, shape, options, target, rows)
     found = cache.find(key, options, target) if options.cache else None
     if found is not None:
         return found
@@ -70,11 +72,21 @@ def fit(
     plan = _without_a_trace(job, lambda rig: Trials(rig, target, options, shape, progress).plan(key))
     if isinstance(plan, UserError):
         raise plan
+    plan = with_host(plan, task, rows, target, options, progress)
     warning = cache.keep(plan) if options.cache else None
     return plan if warning is None else plan.warned(warning)
 
 
-def _shape(task: Task, data: str | None, options: FitOptions) -> Shape:
+def _rows(task: Task, data: str) -> Any:
+    with blame(task, "rows", data):
+        rows = task.rows(data)
+        count = len(rows)
+    if not count:
+        raise TaskError(f"task {task.name}: there are no rows in {data}")
+    return rows
+
+
+def _shape(task: Task, rows: Any, options: FitOptions) -> Shape:
     """The lengths to plan for: those asked for, the longest in the data, or the task's worst."""
     if not isinstance(task.worst_shape, tuple) or not all(isinstance(length, int) for length in task.worst_shape):
         raise TaskError(
@@ -87,13 +99,13 @@ def _shape(task: Task, data: str | None, options: FitOptions) -> Shape:
                 f"{task.worst_shape} at worst"
             )
         return options.lengths
-    if data is None:
+    if rows is None:
         return task.worst_shape
-    with blame(task, "rows", data):
-        rows = task.rows(data)
+    longest = getattr(rows, "longest", None)  # a token store knows without looking at ten million rows
+    if longest is not None and len(longest) == len(task.worst_shape):
+        return tuple(longest)
+    with blame(task, "shape"):
         shapes = [task.shape(rows[index]) for index in range(len(rows))]
-    if not shapes:
-        raise TaskError(f"task {task.name}: there are no rows in {data}")
     return tuple(max(lengths) for lengths in zip(*shapes, strict=True))
 
 

@@ -33,6 +33,12 @@ class FitOptions:
     """Gradient checkpointing: only if it is faster or nothing else fits, always, or never."""
     precision: Precision | None = None
     """What the forward is autocast to. The task's own unless given."""
+    workers: int | Literal["auto"] = "auto"
+    """Loader workers of each process; 0 reads in the process itself."""
+    prefetch: int | Literal["auto"] = "auto"
+    """Steps that each worker reads ahead."""
+    pin_memory: Lever3 = "auto"
+    """Page-locked host memory, from which a card copies while it computes."""
     lengths: Shape | None = None
     """The lengths to fit for. The task's worst shape, or the data's, unless given."""
     allow_inexact: bool = False
@@ -66,13 +72,17 @@ class FitOptions:
 
 
 def _whole_numbers(options: FitOptions) -> list[str]:
-    asked = {"--global-batch": options.global_batch, "--processes": options.processes}
-    if options.micro_batch != "auto":
-        asked["--micro-batch"] = options.micro_batch
+    asked = (
+        ("--global-batch", options.global_batch, 1),
+        ("--processes", options.processes, 1),
+        ("--micro-batch", options.micro_batch, 1),
+        ("--workers", options.workers, 0),
+        ("--prefetch", options.prefetch, 1),
+    )
     return [
-        f"{flag} {value!r}: give a whole number of at least 1"
-        for flag, value in asked.items()
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+        f"{flag} {value!r}: give a whole number of at least {least}"
+        for flag, value, least in asked
+        if value not in (None, "auto") and (not isinstance(value, int) or isinstance(value, bool) or value < least)
     ]
 
 
@@ -87,9 +97,13 @@ def _shares(options: FitOptions) -> list[str]:
 
 
 def _words(options: FitOptions) -> list[str]:
-    allowed = {"checkpointing": get_args(Lever3), "precision": (None, *get_args(Precision))}
+    allowed = {
+        "checkpointing": get_args(Lever3),
+        "pin_memory": get_args(Lever3),
+        "precision": (None, *get_args(Precision)),
+    }
     return [
-        f"--{name} {getattr(options, name)}: one of {', '.join(filter(None, words))}"
+        f"--{name.replace('_', '-')} {getattr(options, name)}: one of {', '.join(filter(None, words))}"
         for name, words in allowed.items()
         if getattr(options, name) not in words
     ]

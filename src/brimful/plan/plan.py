@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from brimful.memory.cut import cut, paired
 from brimful.memory.model import MemoryModel
 from brimful.task import Shape
 
@@ -44,8 +45,12 @@ class HostPlan:
     """The host's side. None is unknown: nothing was measured about it."""
 
     workers: int | None
+    """Loader workers of each process; 0 reads in the process itself."""
+    prefetch: int | None
+    """Steps that each worker reads ahead."""
     pin_memory: bool | None
     predicted_bytes: int | None
+    """Host RAM of all processes of the job with their workers, beyond the libraries they import."""
     limit_bytes: int
 
 
@@ -82,6 +87,8 @@ class Plan:
     one_more_predicted_peak_bytes: int | None
     """What one row more than the largest would cost against the limit; None where the global batch ends first."""
     rows_per_s: float
+    overhead: float | None
+    """What a further micro-batch costs, in rows × padded lengths, as timed; None where cuts are to be few, or unknown."""
     ooms: int
     probes: int
     fit_s: float
@@ -105,6 +112,17 @@ class Plan:
     @property
     def zone(self) -> Zone:
         return "safe" if self.used <= EDGE else "edge" if self.used <= DANGER else "danger"
+
+    @property
+    def micro_limit(self) -> float:
+        """What the chosen micro-batch measures: rows of other lengths are cut to the same."""
+        return self.memory_model.measure(self.micro_batch, self.shape, whole=self.accumulation == 1)
+
+    def cut(self, shapes: list[Shape]) -> list[list[int]]:
+        """Rows of these lengths in micro-batches as this plan would have them: what a loader proposes to the step."""
+        most, exact = self.choice("micro_batch").requested, self.choice("exactness").effective == "exact"
+        groups = cut(shapes, self.memory_model.measure, self.micro_limit, most=most, overhead=self.overhead)
+        return groups if exact else paired(groups)
 
     def choice(self, name: str) -> Choice:
         return next(choice for choice in self.choices if choice.name == name)

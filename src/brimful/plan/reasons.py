@@ -37,18 +37,19 @@ def choices(d: Decision) -> tuple[Choice, ...]:
     """In the order a reader asks for them."""
     o, timing = d.options, d.speed.chosen
     return (
-        _choice("device", _unless_auto(o.device), str(d.target.device), d.target.name, "measured"),
-        _choice("memory_limit", o.memory_limit_bytes, d.target.limit_bytes, d.target.limit_reason, "measured"),
-        _choice("global_batch", o.global_batch, sum(d.deal), _deal_why(d), "asked"),
+        as_choice("device", _unless_auto(o.device), str(d.target.device), d.target.name, "measured"),
+        as_choice("memory_limit", o.memory_limit_bytes, d.target.limit_bytes, d.target.limit_reason, "measured"),
+        as_choice("global_batch", o.global_batch, sum(d.deal), _deal_why(d), "asked"),
         _micro_batch(d),
-        _choice("accumulation", None, timing.accumulation, _accumulation_why(d), "measured"),
-        _choice(
+        as_choice("accumulation", None, timing.accumulation, _accumulation_why(d), "measured"),
+        as_choice(
             "checkpointing", _unless_auto(o.checkpointing), d.checkpointing, d.checkpointing_why, d.checkpointing_basis
         ),
-        _choice("precision", o.precision, d.precision, d.precision_why, "asked"),
-        _choice(
+        as_choice("precision", o.precision, d.precision, d.precision_why, "asked"),
+        as_choice(
             "exactness", "inexact allowed" if o.allow_inexact else None, _exactness(d), d.exactness.sentence, "measured"
         ),
+        *_allocator(d),
     )
 
 
@@ -64,7 +65,8 @@ def warnings(d: Decision) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _choice(name: str, requested: Any, effective: Any, reason: str, otherwise: Basis) -> Choice:
+def as_choice(name: str, requested: Any, effective: Any, reason: str, otherwise: Basis) -> Choice:
+    """One decision; what was asked for and kept rests on that, and on nothing that was measured."""
     basis: Basis = "asked" if requested is not None and requested == effective else otherwise
     return Choice(name=name, requested=requested, effective=effective, reason=reason, basis=basis)
 
@@ -73,14 +75,14 @@ def _micro_batch(d: Decision) -> Choice:
     asked, rows = d.options.micro_batch, d.speed.chosen.rows
     if asked == "auto" and not d.exactness.exact and not d.options.allow_inexact:
         rate = show_rate(d.speed.chosen.rows_per_s)
-        return _choice(
+        return as_choice(
             "micro_batch", None, rows, f"the fewest cuts, since a cut changes the result: {rate} rows/s", "measured"
         )
     if asked == "auto":
-        return _choice("micro_batch", None, rows, d.speed.reason, "measured")
+        return as_choice("micro_batch", None, rows, d.speed.reason, "measured")
     why = "as asked for" if asked == rows else f"the step has only {d.deal[0]} rows in a process"
     within = f"the largest within {d.target.fill:.0%} of the limit is {d.largest}"
-    return _choice("micro_batch", asked, rows, f"{why}; {within}", "measured")
+    return as_choice("micro_batch", asked, rows, f"{why}; {within}", "measured")
 
 
 def _allocator(d: Decision) -> list[Choice]:
@@ -89,9 +91,9 @@ def _allocator(d: Decision) -> list[Choice]:
         return []
     asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if asked and "expandable_segments:True" in asked:
-        return [_choice("allocator", None, asked, "segments that grow are not fragmented by varying shapes", "asked")]
+        return [as_choice("allocator", None, asked, "segments that grow are not fragmented by varying shapes", "asked")]
     return [
-        _choice(
+        as_choice(
             "allocator",
             None,
             asked or "torch's own",

@@ -25,6 +25,8 @@ class Timing:
     rows: int
     accumulation: int
     rows_per_s: float
+    seconds: float
+    """Of one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ def find_fastest(
     """
 
     def timing(rows: int, accumulation: int) -> Timing:
-        return Timing(rows, accumulation, step_rows / (accumulation * seconds(rows) + once_s))
+        took = seconds(rows)
+        return Timing(rows, accumulation, step_rows / (accumulation * took + once_s), took)
 
     fewest = micro_rows(step_rows, largest)
     if only:

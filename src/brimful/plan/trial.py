@@ -11,13 +11,14 @@ from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
 from brimful.memory.bare import Rig
 from brimful.memory.cut import deal
 from brimful.memory.model import Probe
+from brimful.memory.oom import OutOfMemory
 from brimful.plan.exact import Exactness, check_exactness
 from brimful.plan.levers import checkpointing
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import HostPlan, Levers, Plan
 from brimful.plan.prober import Mode, Prober, Progress, show_size
 from brimful.plan.reasons import Decision, choices, warnings
-from brimful.plan.speed import Speed, find_fastest, micro_rows
+from brimful.plan.speed import Speed, Timing, find_fastest, micro_rows
 from brimful.plan.survey import PROVEN_REACH, Survey
 from brimful.plan.target import Target
 from brimful.task import Shape, Task
@@ -31,6 +32,8 @@ PRECISION_OF: dict[torch.dtype | None, Literal["fp32", "bf16", "fp16"]]
 PRECISION_OF = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 WARM_UP_LENGTH = 64
 """The warm-up's rows are no longer than this: nothing is known yet of what length costs."""
+LEAST_OVERHEAD = 0.25
+"""Of the time of a micro-batch with hardly a row in it, at least this share is not the row's."""
 ROWS_TO_COMPARE = 8
 """Rows of the batch that is compared with its halves."""
 
@@ -57,6 +60,7 @@ class Trials:
         self.deal = _dealt(rig.task, options)
         self.most = self.deal[0]
         self.once_s = 0.0
+        self.short = shape
         self.compared_checkpointing = False
         self.exactness = Exactness(False, False, "a step of one row is never cut")
 
@@ -69,10 +73,11 @@ class Trials:
             trial.survey.explore()  # what a second trial left out; all is read already after a first
             trial.survey.check_corner(self.target.budget_bytes)
             chosen = trial.survey.read(trial.speed.chosen.rows, self.shape, "full", reserved=True)
+            overhead = self._overhead(trial.speed.chosen)
         if chosen is None:
             raise DoesNotFit(f"{show_size(trial.speed.chosen.rows, self.shape)} ran before and ran out of memory now: "
                              f"something else took memory on {self.target.name}{self.target.holders}", needed_bytes=0)  # fmt: skip
-        return self._assemble(trial, chosen, why, key)
+        return self._assemble(trial, chosen, overhead, why, key)
 
     def _warm_up(self) -> None:
         fixed = self.options.checkpointing
@@ -89,6 +94,7 @@ class Trials:
                 raise
             short = self.shape  # a model of fixed input size, or a task at fault: its own worst shape tells
             failure = self.prober.warm_up(rows, short)
+        self.short = short
         if failure is not None:
             raise self._first_step_too_large(rows, short)
         if self.prober.fixed_bytes > self.target.limit_bytes:
@@ -256,7 +262,24 @@ class Trials:
             needed_bytes=round(needed),
         )
 
-    def _assemble(self, trial: Trial, chosen: Probe, why: str, key: str) -> Plan:
+    def _overhead(self, chosen: Timing) -> float | None:
+        """What a micro-batch costs besides its rows, in rows × lengths: a line from one with hardly a row to the chosen.
+
+        None where rows have no lengths to pad, where cuts are to be few, or where the time does not grow with the rows.
+        """
+        if self._few_cuts or not self.shape:
+            return None
+        timed = self.prober.time(self._least, self.short, whole=False, reserved=False)
+        if isinstance(timed, OutOfMemory):
+            return None
+        little, small_s = self._least * sum(self.short), timed[0]
+        work = chosen.rows * sum(self.shape)
+        per_work_s = (chosen.seconds - small_s) / (work - little) if work > little else 0.0
+        if per_work_s <= 0:
+            return None
+        return max(small_s - per_work_s * little, LEAST_OVERHEAD * small_s) / per_work_s
+
+    def _assemble(self, trial: Trial, chosen: Probe, overhead: float | None, why: str, key: str) -> Plan:
         assert trial.speed is not None
         survey, timing = trial.survey, trial.speed.chosen
         on = trial.checkpointed or self.lever.already_on
@@ -290,12 +313,17 @@ class Trials:
             largest_measured_peak_bytes=at_largest.peak_bytes,
             one_more_predicted_peak_bytes=survey.predicted(trial.largest + 1) if trial.largest < self.most else None,
             rows_per_s=timing.rows_per_s,
+            overhead=overhead,
             ooms=self.prober.ooms,
             probes=self.prober.probes,
             fit_s=time.perf_counter() - self.started,
             levers=Levers(checkpointing="on" if on else "off", compile="off", chunked_loss="off", precision=precision),
             host=HostPlan(
-                workers=None, pin_memory=None, predicted_bytes=None, limit_bytes=self.target.host_limit_bytes
+                workers=None,
+                prefetch=None,
+                pin_memory=None,
+                predicted_bytes=None,
+                limit_bytes=self.target.host_limit_bytes,
             ),
             choices=choices(decision),
             warnings=warnings(decision),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from brimful.memory.cut import cut
-from brimful.memory.model import MemoryModel
+from brimful.memory.model import MemoryModel, work
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rows
 
@@ -61,6 +61,8 @@ class Ceiling:
     """What the limit may not exceed: the share of the memory that is to be used."""
     most: int | None = None
     """What the user fixed: never more rows than this."""
+    overhead: float | None = None
+    """What a further micro-batch costs, in rows × padded lengths; None: as few of them as can be."""
     fill: float = 0.85
     grow_after: int = GROW_AFTER
     correction: float = 1.0
@@ -75,17 +77,21 @@ class Ceiling:
     """Times `grow_after` to wait before growing."""
     just_grown: bool = False
 
-    def cut(self, shapes: list[Shape]) -> list[list[int]]:
-        """The rows of these shapes in micro-batches below the ceiling."""
-        return cut(shapes, self._cost, self.limit, most=self.most)
+    def cut(self, shapes: list[Shape], *, part: bool = False) -> list[list[int]]:
+        """The rows of these shapes in micro-batches below the ceiling. `part`: there are others in the step."""
+        return cut(shapes, self.measure if part else self._cost, self.limit, most=self.most, overhead=self.overhead)
+
+    def allows(self, rows: int, shape: Shape, *, whole: bool) -> bool:
+        """Whether a micro-batch that was proposed may run as it is."""
+        return rows <= (self.most or rows) and self._cost(rows, shape, whole=whole) <= self.limit
 
     def _cost(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
         return math.inf if whole and not self.may_run_whole else self.measure(rows, shape, whole=whole)
 
     def measure(self, rows: int, shape: Shape, *, whole: bool = False) -> float:
-        """A byte for each unit of work keeps the measure rising where the optimizer's phase makes the peak flat."""
-        work = float(rows * (1 + sum(shape)))
-        return work if self.model is None else self._factor * self.model.cost_bytes(rows, shape, whole=whole) + work
+        if self.model is None:
+            return work(rows, shape)
+        return self.model.measure(rows, shape, whole=whole, factor=self._factor)
 
     @property
     def _factor(self) -> float:

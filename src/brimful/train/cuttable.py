@@ -12,7 +12,6 @@ from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import RandomState
 from brimful.plan.exact import Exactness, NothingCounted, check_exactness
 from brimful.train.events import Events
-from brimful.train.rows import Listed
 from brimful.train.share import Share
 
 SOME_ROWS = 4
@@ -32,7 +31,7 @@ class Cuttable:
 
     def look(self, step: int, share: Share) -> None:
         """Compare a few rows of this step, unless that has been done."""
-        some = share.indices[:SOME_ROWS]
+        some = max(share.rows.groups or [share.indices], key=len)[:SOME_ROWS]
         if self._left == 0 or len(some) < 2:
             return
         random_state = RandomState(self._rig.device)
@@ -65,7 +64,7 @@ class Cuttable:
 
 def _compare(rig: Rig, share: Share, some: list[int]) -> Exactness:
     whole, half = share.rows.batch(some), len(some) // 2
-    if not isinstance(share.rows, Listed):
+    if not share.rows.collates:
         return check_exactness(rig, whole)
     again = tensors_of(share.rows.batch(some))
     if not all(torch.equal(one, other) for one, other in zip(tensors_of(whole), again, strict=True)):

@@ -17,6 +17,7 @@ from torch import nn
 
 from brimful.errors import LostProcess, TaskError
 from brimful.memory.bare import Rig
+from brimful.memory.cut import paired
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.room import Room
 from brimful.memory.snapshot import Buffers, RandomState
@@ -183,11 +184,26 @@ class Gradients:
                 param.grad = torch.zeros_like(param)
 
     def _cut(self, share: Share, indices: list[int]) -> list[list[int]]:
-        groups = self.ceiling.cut([share.rows.shapes[index] for index in indices]) if indices else []
+        proposed = share.rows.groups
+        if proposed is None:
+            return self._cut_anew(share, indices)
+        left = set(indices)
+        parts = [kept for group in proposed if (kept := [index for index in group if index in left])]
+        whole = len(parts) == 1
+        return [
+            group
+            for part in parts
+            for group in (
+                [part]
+                if self.ceiling.allows(len(part), share.rows.shapes[part[0]], whole=whole)
+                else self._cut_anew(share, part, part=not whole)
+            )
+        ]
+
+    def _cut_anew(self, share: Share, indices: list[int], *, part: bool = False) -> list[list[int]]:
+        groups = self.ceiling.cut([share.rows.shapes[index] for index in indices], part=part) if indices else []
         groups = [[indices[position] for position in group] for group in groups]
-        if self._failures.least > 1:
-            groups = _paired(groups)
-        return groups
+        return paired(groups) if self._failures.least > 1 else groups
 
     def _vote(self, current: Pass, over: float | dict[str, float], flags: Sequence[bool]) -> list[list[float]]:
         """Everybody's word: through or not, which gradients, rows, failures, then sum and count of each term."""
@@ -285,18 +301,6 @@ class Gradients:
 
 def _padded(share: Share, group: Sequence[int]) -> Shape:
     return tuple(max(lengths) for lengths in zip(*(share.rows.shapes[index] for index in group), strict=True))
-
-
-def _paired(groups: list[list[int]]) -> list[list[int]]:
-    """The same rows with nobody alone."""
-    lone = [group[0] for group in groups if len(group) == 1]
-    rest = [group for group in groups if len(group) > 1]
-    pairs = [lone[place : place + 2] for place in range(0, len(lone), 2)]
-    if pairs and len(pairs[-1]) == 1 and (pairs[:-1] or rest):
-        odd = pairs.pop()
-        smallest = min([*rest, *pairs], key=len)
-        smallest.extend(odd)
-    return [sorted(group) for group in (*rest, *pairs)]
 
 
 def _only(sums: dict[str, tuple[float, float]]) -> list[tuple[float, float]]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from brimful.data.reader import StepRows
 from brimful.errors import TaskError
 from brimful.task import Shape, Task
 
@@ -23,6 +24,10 @@ class Rows(Protocol):
     """What a step is made of."""
 
     shapes: list[Shape]
+    groups: list[list[int]] | None
+    """Micro-batches that a loader made ahead; they may be cut further and not be joined. None: any cut will do."""
+    collates: bool
+    """Whether a batch is made of its rows anew each time, or sliced from one that is there."""
 
     def __len__(self) -> int: ...
 
@@ -32,13 +37,42 @@ class Rows(Protocol):
 
 def as_rows(given: Any, task: Task, shape: Shape, *, is_rows: bool) -> Rows:
     """What the user handed to a step. `shape` serves for rows that do not tell theirs; `is_rows`: a list is always rows."""
+    if isinstance(given, StepRows):
+        return Ahead(given, task)
     if isinstance(given, list) and (is_rows or _looks_like_rows(given)):
         return Listed(given, task, shape)
     return Batch(given, task, shape)
 
 
+class Ahead:
+    """Micro-batches that a `Loader` read, cut and collated. A row is as long as what it is padded to."""
+
+    def __init__(self, given: StepRows, task: Task) -> None:
+        self.groups: list[list[int]] | None = given.groups
+        self.step_rows = given.step_rows
+        self.shapes: list[Shape] = [()] * len(given)
+        self._place = dict[int, tuple[int, int]]()
+        for number, (group, shape) in enumerate(zip(given.groups, given.shapes, strict=True)):
+            for position, row in enumerate(group):
+                self.shapes[row], self._place[row] = shape, (number, position)
+        self.collates = not given.collated
+        kind = Batch if given.collated else Listed
+        self._parts = [kind(part, task, shape) for part, shape in zip(given.parts, given.shapes, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def batch(self, indices: Sequence[int]) -> Any:
+        numbers = {self._place[index][0] for index in indices}
+        assert len(numbers) == 1, "rows of two micro-batches cannot be joined"
+        return self._parts[numbers.pop()].batch([self._place[index][1] for index in indices])
+
+
 class Listed:
     """A list of rows, collated per micro-batch."""
+
+    groups: list[list[int]] | None = None
+    collates = True
 
     def __init__(self, rows: list[Any], task: Task, shape: Shape) -> None:
         if not rows:
@@ -56,6 +90,9 @@ class Listed:
 
 class Batch:
     """A batch that is there already, sliced along its first dimension."""
+
+    groups: list[list[int]] | None = None
+    collates = False
 
     def __init__(self, batch: Any, task: Task, shape: Shape) -> None:
         if not isinstance(batch, (torch.Tensor, np.ndarray, Mapping, list, tuple)):

@@ -20,7 +20,7 @@ from brimful.memory.model import MemoryModel
 from brimful.plan.plan import Plan
 from brimful.task import Shape
 from brimful.train.processes import Solo
-from brimful.train.rows import Listed, Rows
+from brimful.train.rows import Ahead, Listed, Rows
 
 RowsAre = Literal["global", "local"]
 """What is handed to a step on each process: the whole step's rows, or this process's own."""
@@ -86,12 +86,14 @@ class Dealer:
     def share(self, rows: Rows, given: Any) -> Share:
         """This process's part of what it was given."""
         everything = list(range(len(rows)))
+        if isinstance(rows, Ahead):  # a loader has dealt already
+            return Share(rows, everything, rows.step_rows)
         if self._group.size == 1 or self._rows_are == "local":
             return Share(rows, everything, len(rows) if self._group.size == 1 else None)
         if not self._compared:
             self._compare(rows, given)
         work = [1.0 + sum(shape) for shape in rows.shapes]
-        dealt = deal_rows(work, self.speeds, self._barred(rows.shapes))
+        dealt = deal_rows(work, self.speeds, self.barred(rows.shapes))
         return Share(rows, dealt[self._group.rank], len(rows))
 
     def timed(self, work: float, seconds: float) -> str | None:
@@ -110,7 +112,8 @@ class Dealer:
         )
         return f"rows are dealt by measured speed from here on: {shares}"
 
-    def _barred(self, shapes: list[Shape]) -> list[tuple[int, int]]:
+    def barred(self, shapes: list[Shape]) -> list[tuple[int, int]]:
+        """(row, process) where the row alone does not fit the process."""
         worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
         small = [rank for rank, member in enumerate(self._members) if not member.holds(worst)]
         return [

@@ -46,6 +46,7 @@ from brimful.train.given import as_task
 from brimful.train.gradients import Gradients, Ready
 from brimful.train.options import StepOptions
 from brimful.train.processes import join
+from brimful.train.rehearsal import rehearse
 from brimful.train.result import StepResult
 from brimful.train.rows import as_rows
 from brimful.train.share import Dealer, Share
@@ -140,6 +141,24 @@ class Stepper:
         started = self._start()
         share, ready = self._make(rows, self._reserve)
         return self._conclude(share, ready, started, applied=False)
+
+    def rehearse(self) -> bool:
+        """Run the plan's largest micro-batch once and forget it, so that the allocator has its final size; see `rehearsal`.
+
+        False where it ran out of memory: the first step is cut finer then. Without a plan there is nothing to rehearse.
+        """
+        if self.plan is None:
+            return True
+        return rehearse(self._rig, self.plan, self._ceiling, self._gradients.room, self._events)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How rows are dealt to the processes, for a `Loader` to deal them so."""
+        return tuple(self._dealer.speeds)
+
+    def barred(self, lengths: Any) -> list[tuple[int, int]]:
+        """Of rows with these lengths, (row, process) where the row alone does not fit the process's memory."""
+        return self._dealer.barred([tuple(row) for row in lengths.tolist()])
 
     def state_dict(self) -> dict[str, Any]:
         """What the next steps depend on besides model and optimizer: belongs into a checkpoint."""
@@ -336,7 +355,8 @@ def _ceiling(plan: Plan | None, options: StepOptions) -> Ceiling:
         most=min(fixed, default=None),
         fill=plan.fill,
         grow_after=options.grow_after,
+        overhead=plan.overhead,
     )
     ceiling.budget = float(plan.budget_bytes)
-    ceiling.limit = ceiling.measure(plan.micro_batch, plan.shape, whole=plan.accumulation == 1)
+    ceiling.limit = plan.micro_limit
     return ceiling

@@ -4,13 +4,17 @@
 encoder and the embeddings: they keep no gradients, no optimizer state, and the encoder no activations either.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from brimful.errors import BadData
 from brimful.task import Loss, Shape, Task
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from brimful.data.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ SIZES = {
 }  # fmt: skip
 
 PAD, EOS, IGNORED = 0, 1, -100
+SIDES = ("prompt", "response")
 
 
 class Pretrain(Task):
@@ -72,6 +77,31 @@ class Pretrain(Task):
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return Loss(sum=loss, count=(labels != IGNORED).sum())
 
+    def rows(self, data: str) -> "Store":
+        """A token store of prompts and responses whose tokens this model knows."""
+        from brimful.data.store import Store
+
+        store = Store.open(data)
+        vocab = SIZES[self.size].vocab
+        wrong = [
+            f"its rows have {' and '.join(store.sides)}, not prompt and response" if store.sides != SIDES else "",
+            f"its tokenizer has {store.meta.vocab_size:,} tokens and {self.name} {self.size} knows {vocab:,}"
+            if store.meta.vocab_size > vocab
+            else "",
+            f"its eos is {store.meta.eos_id} and the model's {EOS}" if store.meta.eos_id != EOS else "",
+        ]
+        if any(wrong):
+            raise BadData(f"{data} cannot train {self.name}: {'; '.join(filter(None, wrong))}; pack the rows anew")
+        return store
+
+    def shape(self, row: Any) -> Shape:
+        return len(row["prompt"]), len(row["response"])
+
+    def collate(self, rows: Sequence[Any]) -> Any:
+        prompts, responses = ([row[side] for row in rows] for side in SIDES)
+        (ids, mask), (labels, _) = _padded(prompts, PAD), _padded(responses, IGNORED)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
     def dummy(self, rows: int, shape: Shape) -> Any:
         import torch
 
@@ -94,3 +124,15 @@ class Sft(Pretrain):
         for part in (model.encoder, model.shared, model.lm_head):
             part.requires_grad_(False)
         return model
+
+
+def _padded(rows: Sequence[Any], filler: int) -> "tuple[Tensor, Tensor]":
+    """One line a row, filled up to the longest; and where its tokens are."""
+    import numpy as np
+    import torch
+
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    table = np.full((len(rows), int(lengths.max())), filler, dtype=np.int64)
+    there = np.arange(table.shape[1]) < lengths[:, None]
+    table[there] = np.concatenate(rows)
+    return torch.from_numpy(table), torch.from_numpy(there.astype(np.int64))

@@ -1,0 +1,292 @@
+"""The loader: the same steps with any workers, from any position, after any loss; and the training's state untouched."""
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from brimful.data.loader import Loader, _cause
+from brimful.errors import BadOption, TaskError
+from brimful.task import Task
+
+
+class Words(Task):
+    """Rows of one length, collated by padding."""
+
+    worst_shape = (40,)
+    global_batch = 12
+
+    def shape(self, row):
+        return (len(row),)
+
+    def collate(self, rows):
+        return {"ids": torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)}
+
+
+class Rows:
+    """A map-style data set: row n holds n, as often as it is long."""
+
+    def __init__(self, rows=50, fail_at=None):
+        self.rows, self.fail_at = rows, fail_at
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        if index == self.fail_at:
+            raise KeyError("ids")
+        return torch.full((1 + index % 40,), index + 1)
+
+
+class Noisy(Rows):
+    """Each row with random numbers from all three generators."""
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)
+
+
+def rows_of(step):
+    """What the step holds, row by row in the order of `indices`."""
+    found = [None] * len(step)
+    for group, part in zip(step.groups, step.parts, strict=True):
+        for place, row in zip(group, part["ids"] if step.collated else part, strict=True):
+            found[place] = row[row != 0].tolist()
+    return found
+
+
+def some(loader, steps):
+    taken = []
+    for step in loader:
+        taken.append(step)
+        if len(taken) == steps:
+            loader.close()
+            return taken
+    raise AssertionError("endless")
+
+
+def in_threes(shapes):
+    order = sorted(range(len(shapes)), key=lambda row: shapes[row])
+    return [sorted(order[start : start + 3]) for start in range(0, len(order), 3)]
+
+
+def made(dataset=None, task=None, cut=in_threes, **options):
+    loader = Loader(dataset or Rows(), task or Words(), **options)
+    loader._reader._cut = cut
+    return loader
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_steps_hold_the_streams_rows_with_any_number_of_workers(workers):
+    for number, step in enumerate(some(made(workers=workers), 6)):
+        rows = made()._batches.stream.take(number * 12, 12).tolist()
+        assert step.indices.tolist() == rows
+        assert rows_of(step) == [Rows()[row].tolist() for row in rows]
+        assert step.start == 12 * number and step.step_rows == 12
+
+
+def test_each_micro_batch_is_padded_to_its_own_longest():
+    (step,) = some(made(), 1)
+    assert [part["ids"].shape for part in step.parts] == [(3, shape[0]) for shape in step.shapes]
+    assert len(set(step.shapes)) > 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_exactly_where_it_was_with_other_workers(workers):
+    first = made(workers=2)
+    some(first, 4)
+    second = made(workers=workers)
+    second.load_state_dict(first.state_dict())
+    whole = some(made(), 7)
+    assert [step.indices.tolist() for step in some(second, 3)] == [step.indices.tolist() for step in whole[4:]]
+
+
+def test_what_was_read_ahead_does_not_count():
+    loader = made(workers=2, prefetch=4)
+    some(loader, 3)
+    assert loader.samples == 36 and loader.state_dict()["samples"] == 36
+
+
+def test_random_rows_are_the_same_with_any_workers_and_processes():
+    def all_rows(**options):
+        loaders = [
+            Loader(Noisy(), Words(), rank=r, speeds=[1.0] * n, **options)
+            for n in [options.pop("n", 1)]
+            for r in range(n)
+        ]
+        steps = [some(loader, 3) for loader in loaders]
+        return sorted(
+            tuple(row.tolist())
+            for taken in steps
+            for step in taken
+            for row in torch.cat([p["ids"] for p in step.parts])
+        )
+
+    alone = all_rows(workers=0)
+    assert len({row[1:] for row in alone}) == 36
+    assert all_rows(workers=2) == alone
+    assert all_rows(workers=0, n=3) == alone
+
+
+def test_the_trainings_random_numbers_are_untouched():
+    def drawn(read):
+        random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        read()
+        return random.random(), np.random.random(), torch.rand(()).item()
+
+    quiet = drawn(lambda: None)
+    assert drawn(lambda: some(Loader(Noisy(), Words(), workers=0), 2)) == quiet
+    assert drawn(lambda: some(Loader(Noisy(), Words(), workers=1), 2)) == quiet
+
+
+def test_another_seed_gives_other_steps_and_other_random_rows():
+    one, other = (some(Loader(Noisy(), Words(), seed=seed), 1)[0] for seed in (0, 1))
+    assert one.indices.tolist() != other.indices.tolist()
+
+
+def test_rows_that_no_batch_can_be_sliced_from_come_as_rows():
+    class Graph(Words):
+        def collate(self, rows):
+            return {"nodes": torch.cat(list(rows)), "graphs": torch.tensor([len(rows)])}
+
+    (step,) = some(made(task=Graph()), 1)
+    assert not step.collated
+    assert rows_of(step) == [Rows()[row].tolist() for row in step.indices]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_row_that_cannot_be_read_is_one_sentence_with_its_number(workers):
+    with pytest.raises(TaskError) as failure:
+        some(Loader(Rows(fail_at=17), Words(), workers=workers), 5)
+    assert str(failure.value) == "row 17 of the data set cannot be read: KeyError: 'ids'"
+
+
+def test_relief_lowers_what_is_read_ahead_then_the_workers_and_loses_nothing():
+    loader, told, taken = made(workers=2, prefetch=4), [], []
+    for step in loader:
+        taken.append(step.indices.tolist())
+        told.append(loader.relieve())
+        if len(taken) == 6:
+            break
+    loader.close()
+    assert told == [
+        "each worker reads 2 steps ahead instead of 4",
+        "each worker reads 1 step ahead instead of 2",
+        "1 loader worker instead of 2",
+        "no loader workers instead of 1",
+        None,
+        None,
+    ]
+    assert taken == [step.indices.tolist() for step in some(made(), 6)]
+
+
+def test_a_killed_worker_is_told_and_the_steps_go_on():
+    heard, taken = [], []
+    loader = made(workers=2, listener=lambda sentence, details: heard.append((sentence, details)))
+    for step in loader:
+        taken.append(step.indices.tolist())
+        if len(taken) == 2:
+            pid = loader.worker_pids[0]
+            os.kill(pid, signal.SIGKILL)
+        if len(taken) == 9:
+            break
+    loader.close()
+    assert taken == [step.indices.tolist() for step in some(made(), 9)]
+    assert len(heard) == 1 and heard[0][1] == {"pid": pid, "exit_code": -9, "workers": 1}
+    assert heard[0][0].startswith(f"loader worker {pid} was killed")
+    assert heard[0][0].endswith("; the run goes on with 1 worker instead of 2, and no row is lost")
+
+
+def test_a_worker_that_dies_does_not_interrupt_what_the_training_is_doing():
+    before = signal.getsignal(signal.SIGCHLD)
+    loader = made(workers=1)
+    steps = iter(loader)
+    next(steps)
+    assert signal.getsignal(signal.SIGCHLD) == before
+    os.kill(loader.worker_pids[0], signal.SIGKILL)
+    time.sleep(0.3)  # in the middle of a training step: torch's own handler would raise here
+    steps.close()
+
+
+def test_closing_ends_the_workers():
+    loader = made(workers=2)
+    steps = iter(loader)
+    next(steps)
+    pids = loader.worker_pids
+    steps.close()
+    assert len(pids) == 2 and not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "said"),
+    [
+        (-9, (3, 4), "was killed by the kernel because host RAM ran out"),
+        (-9, (3, 3), "was killed (by the kernel for want of host RAM, or by somebody)"),
+        (-9, (None, None), "was killed (by the kernel for want of host RAM, or by somebody)"),
+        (-11, (3, 3), "ended with SIGSEGV"),
+        (1, (3, 3), "left with exit code 1"),
+    ],
+)
+def test_what_became_of_a_worker(code, kills, said):
+    assert _cause(code, *kills) == said
+
+
+def test_a_bus_error_points_to_shared_memory():
+    assert "/dev/shm is full" in _cause(-signal.SIGBUS, None, None)
+
+
+def test_processes_share_a_step():
+    steps = [some(made(rank=rank, speeds=[1.0, 1.0]), 1)[0] for rank in (0, 1)]
+    rows = np.concatenate([step.indices for step in steps]).tolist()
+    assert sorted(rows) == sorted(made()._batches.stream.take(0, 12).tolist())
+    assert [step.step_rows for step in steps] == [12, 12]
+
+
+def test_rank_and_processes_come_from_the_launcher(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    (step,) = some(Loader(Rows(), Words()), 1)
+    assert len(step) == 4
+
+
+def test_new_speeds_hold_from_the_next_step_on():
+    loader, sizes = made(rank=0, speeds=[1.0, 1.0], workers=1, prefetch=3), []
+    for step in loader:
+        sizes.append(len(step))
+        if len(sizes) == 2:
+            loader.deal_by([1.0, 5.0])
+        if len(sizes) == 4:
+            break
+    loader.close()
+    assert sizes == [6, 6, 2, 2]
+
+
+def test_lengths_may_be_given_as_a_table():
+    table = [1 + row % 40 for row in range(50)]
+    steps = some(Loader(Rows(), Words(), lengths=table, mix="window:4"), 4)
+    assert sorted(row for step in steps for row in step.indices) == sorted(made()._batches.stream.take(0, 48))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": -1}, "--workers -1: give a whole number of at least 0"),
+        ({"prefetch": 0}, "--prefetch 0: give a whole number of at least 1"),
+        ({"lengths": [1, 2]}, "lengths has 2 lines, the data set 50 rows"),
+        ({"mix": "window:5"}, "does not tell its rows' lengths"),
+    ],
+)
+def test_what_cannot_work_is_told_at_once(options, said):
+    with pytest.raises(BadOption, match=said):
+        Loader(Rows(), Words(), **options)

@@ -1,0 +1,101 @@
+"""From a file of rows to trained weights, by the commands a user types."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from brimful import Stepper, fit
+from brimful.cli import main
+from brimful.data.loader import Loader
+from brimful.data.store import Store
+from brimful.errors import BadData
+from brimful.tasks.chatlm.task import Pretrain, Sft
+
+
+def rows(count):
+    draw = random.Random(0)
+    words = ["".join(chr(draw.randrange(0x4E00, 0x4F00)) for _ in range(2)) for _ in range(300)]
+    for number in range(count):
+        text = "，".join(draw.choices(words, k=draw.randrange(2, 30)))
+        yield {"question": f"第{number}题：{text[:20]}？", "answer": f"{text}。 The answer is {number}."}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A store of 395 rows, and the folder it was made in."""
+    folder = tmp_path_factory.mktemp("whole")
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows(400)]
+    (folder / "raw.jsonl").write_text("\n".join([*lines, lines[3], json.dumps({"question": "空", "answer": " "})]))
+    for command in (
+        f"data check {folder}/raw.jsonl --json",
+        f"data clean {folder}/raw.jsonl --output {folder}/clean --no-near --valid 5 --json",
+        f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model tiny --json",
+        f"data pack {folder}/clean/train.parquet --tokenizer {folder}/tokenizer --output {folder}/store --max-tokens 64 --json",
+    ):
+        main(command.split())
+    return folder
+
+
+def test_every_row_is_accounted_for(made):
+    report = json.loads((made / "clean/clean.json").read_text())
+    assert (report["rows_in"], report["rows_out"]) == (402, 400)
+    assert report["dropped"] == {**dict.fromkeys(report["dropped"], 0), "empty": 1, "duplicate": 1}
+    assert len(Store.open(made / "store")) == 395
+
+
+def test_a_stored_row_reads_as_it_was_written(made):
+    from transformers import AutoTokenizer
+
+    tokenizer, store = AutoTokenizer.from_pretrained(made / "store/tokenizer"), Store.open(made / "store")
+    texts = {tokenizer.decode(store[index]["prompt"].tolist(), skip_special_tokens=True) for index in range(395)}
+    assert texts < {row["question"].replace("：", ":").replace("？", "?").replace("，", ",") for row in rows(400)}
+
+
+def test_the_chat_model_trains_on_the_store_with_the_gradient_of_the_plain_batch(made):
+    task = Sft("tiny")
+    plan = fit(task, data=str(made / "store"), memory_limit="256MiB", device="cpu", global_batch=48, cache=False)
+    assert plan.shape == Store.open(made / "store").longest and plan.host.workers is not None
+    store = task.rows(str(made / "store"))
+    step = next(iter(Loader(store, task, plan)))
+    assert len(step) == 48
+
+    def gradients(batches):
+        torch.manual_seed(0)
+        model = task.model().double().eval()
+        stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), task, plan if len(batches) else None)
+        stepper.backward(step if len(batches) else [store[int(index)] for index in step.indices])
+        return torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+
+    ahead, plain = gradients(step.parts), gradients([])
+    assert torch.linalg.vector_norm(ahead - plain) / torch.linalg.vector_norm(plain) < 1e-6
+
+
+def test_a_batch_is_padded_and_masked(made):
+    store = Store.open(made / "store")
+    few = [store[0], store[1], store[2]]
+    batch = Pretrain("tiny").collate(few)
+    for place, row in enumerate(few):
+        source, target = len(row["prompt"]), len(row["response"])
+        assert batch["input_ids"][place, :source].tolist() == row["prompt"].tolist()
+        assert batch["attention_mask"][place].tolist() == [1] * source + [0] * (batch["input_ids"].shape[1] - source)
+        assert batch["labels"][place, :target].tolist() == row["response"].tolist()
+        assert set(batch["labels"][place, target:].tolist()) <= {-100}
+        assert row["prompt"][-1] == row["response"][-1] == 1
+
+
+def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from brimful.tasks.chatlm import task as module
+
+    sizes = {**module.SIZES, "tiny": replace(module.SIZES["tiny"], vocab=500)}
+    monkeypatch.setattr(module, "SIZES", sizes)
+    with pytest.raises(BadData, match="its tokenizer has 900 tokens and chatlm-pretrain tiny knows 500"):
+        Pretrain("tiny").rows(str(made / "store"))
+
+
+def test_raw_files_are_told_to_be_packed_first(made):
+    with pytest.raises(BadData, match="not a token store: pack it first with `brimful data pack`"):
+        Pretrain("tiny").rows(str(made / "raw.jsonl"))

@@ -290,3 +290,25 @@ def test_lengths_may_be_given_as_a_table():
 def test_what_cannot_work_is_told_at_once(options, said):
     with pytest.raises(BadOption, match=said):
         Loader(Rows(), Words(), **options)
+
+
+def test_a_watchdog_lowers_the_loader_that_takes_too_much_and_says_so(monkeypatch):
+    monkeypatch.setattr("brimful.data.watchdog.EVERY_S", 0.05)
+    heard, taken = [], []
+    loader = made(
+        workers=2, prefetch=2, host_limit_bytes=2**20, listener=lambda sentence, details: heard.append(sentence)
+    )
+    for step in loader:
+        taken.append(step.indices.tolist())
+        time.sleep(0.05)
+        if loader.workers == 0 or len(taken) == 200:
+            break
+    loader.close()
+    assert loader.workers == 0 and heard[0].endswith("each worker reads 1 step ahead instead of 2")
+    assert heard[0].startswith("host RAM: ") and "of 1 MiB are taken" in heard[0]
+    assert taken == [step.indices.tolist() for step in some(made(), len(taken))]
+
+
+def test_what_the_loader_decides_is_logged_where_nobody_listens(caplog):
+    Loader(Rows(), Words())._listener("a sentence", {})
+    assert [record.message for record in caplog.records] == ["a sentence"]

@@ -6,14 +6,15 @@
     loader.state_dict()                                  # {"samples": 12800, …}: belongs into a checkpoint
 
 Workers, pinning and shared memory are torch's DataLoader's; what is asked of it is a whole step at a time. Because a
-position is one number, the workers can be replaced at any step: fewer of them when host RAM runs short (see `watchdog`),
-or after the kernel has killed one. Nothing is lost or read twice, the step that was asked for comes next.
+position is one number, the workers can be replaced at any step: fewer of them when host RAM runs short (a `watchdog`
+looks after that), or after the kernel has killed one. Nothing is lost or read twice, the step that was asked for comes next.
 
 A stored row of 120 tokens costs about 15 µs from file to collated micro-batch, so without workers a process feeds a card
 that does 20,000 rows/s and more; workers pay where a data set decodes, augments or waits for a disk.
 """
 
 import itertools
+import logging
 import os
 import signal
 import time
@@ -26,8 +27,10 @@ import torch
 
 from brimful.data.batches import Barred, Batches, Lengths, Mix, Step
 from brimful.data.reader import Reader, StepRows, Unreadable
+from brimful.data.watchdog import Watchdog
 from brimful.errors import BadOption, TaskError
 from brimful.machine.cgroup import oom_kills
+from brimful.machine.host import Host
 from brimful.machine.space import Space
 from brimful.memory.snapshot import RandomState
 from brimful.task import Task
@@ -40,6 +43,8 @@ PREFETCH = 2
 """Steps that each worker reads ahead."""
 REAPED_S = 2.0
 """A worker that failed to answer is given so long to be seen as dead."""
+
+log = logging.getLogger("brimful")
 
 Listener = Callable[[str, dict[str, Any]], object]
 """Hears a sentence and its figures whenever the loader changes something on its own."""
@@ -64,9 +69,10 @@ class Loader:
         rank: int | None = None,
         speeds: Sequence[float] | None = None,
         barred: Barred | None = None,
-        listener: Listener = lambda sentence, details: None,
+        host_limit_bytes: int | None = None,
+        listener: Listener | None = None,
     ) -> None:
-        """What is not given is the plan's, else the task's, else the launcher's (`RANK`, `WORLD_SIZE`).
+        """What is not given is the plan's, else the task's, else the launcher's (`RANK`, `WORLD_SIZE`), else the machine's.
 
         `lengths` are those of all rows, an array with a line each or a function of row numbers; a token store knows its own.
         """
@@ -83,7 +89,8 @@ class Loader:
             len(dataset), rows, seed=seed, mix=Mix.parse(mix), lengths=known, rank=rank, speeds=speeds, barred=barred
         )
         self._reader = Reader(dataset, task, plan.cut if plan else None, known, step_rows=rows, seed=seed)
-        self._listener, self._samples, self._changed = listener, 0, False
+        self._limit_bytes = _chosen(host_limit_bytes, host.limit_bytes if host else None, None)
+        self._listener, self._samples, self._changed = listener or _logged, 0, False
         self._iterator: Any = None
 
     @property
@@ -133,16 +140,18 @@ class Loader:
         return told
 
     def __iter__(self) -> Iterator[StepRows]:
-        try:
-            while True:
-                self._changed = False
-                for rows in self._reading():
-                    self._samples = rows.start + rows.step_rows
-                    yield rows
-                    if self._changed:
-                        break
-        finally:
-            self.close()
+        limit_bytes = self._limit_bytes or Host.detect().ram_limit_bytes
+        with Watchdog(limit_bytes, self.relieve, lambda sentence: self._listener(sentence, {"workers": self.workers})):
+            try:
+                while True:
+                    self._changed = False
+                    for rows in self._reading():
+                        self._samples = rows.start + rows.step_rows
+                        yield rows
+                        if self._changed:
+                            break
+            finally:
+                self.close()
 
     def close(self) -> None:
         """End the workers."""
@@ -224,6 +233,10 @@ class Loader:
             "and no row is lost",
             {"pid": pid, "exit_code": code, "workers": self.workers},
         )
+
+
+def _logged(sentence: str, details: dict[str, Any]) -> None:
+    log.warning(sentence)
 
 
 def _cause(code: int, kills_before: int | None, kills: int | None) -> str:

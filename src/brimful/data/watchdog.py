@@ -34,10 +34,10 @@ class Watchdog:
         relieve: Callable[[], str | None],
         warn: Callable[[str], object],
         *,
-        every_s: float = EVERY_S,
+        every_s: float | None = None,
         used: Callable[[], int] | None = None,
     ) -> None:
-        self._limit_bytes, self._relieve, self._warn, self._every_s = limit_bytes, relieve, warn, every_s
+        self._limit_bytes, self._relieve, self._warn, self._every_s = limit_bytes, relieve, warn, every_s or EVERY_S
         self._used = used or (lambda: held_bytes(limit_bytes))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="brimful-host-ram", daemon=True)

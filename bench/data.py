@@ -34,8 +34,8 @@ from brimful.units import MiB, show_seconds
 from generated import generate
 
 IMPORTS = {
-    "clean": "import brimful.cli, brimful.data.clean, brimful.report.clean_table, duckdb, pyarrow.parquet",
-    "pack": "import brimful.cli, brimful.data.pack, brimful.report.pack_table, pyarrow.parquet, tokenizers",
+    "clean": "import brimful.cli, brimful.data.clean.run, brimful.report.clean_table, duckdb, pyarrow.parquet",
+    "pack": "import brimful.cli, brimful.data.pack.run, brimful.report.pack_table, pyarrow.parquet, tokenizers",
 }
 SAMPLE_S = 0.1
 
@@ -191,7 +191,7 @@ def three_processes(store: Path, workers: int) -> dict[str, Any]:
         peak = max(peak, sum(tree_bytes(process.pid) for process in processes))
         time.sleep(SAMPLE_S)
     printed = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
-    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.chatlm.task, brimful.data.store")
+    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.chatlm.task, brimful.data.store.store")
     return {
         "workers": workers,
         "together_mib": round((peak - base) / MiB),

@@ -9,7 +9,7 @@ import pytest
 
 from brimful.data.store import Store
 from tests.cli.test_cli import run
-from tests.data.test_pack import make_tokenizer, rows, write_jsonl
+from tests.data.pack.test_pack import make_tokenizer, rows, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from brimful.cli import main
-from tests.data.tokenizer_rows import write_rows
+from tests.data.tokenizer.tokenizer_rows import write_rows
 
 
 def run(*tokens, capsys):

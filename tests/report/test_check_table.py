@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from brimful.data.check import check
+from brimful.data.check.run import check
 from brimful.report.check_table import _share, check_table
 
 

@@ -4,8 +4,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from brimful.data.check_report import Place
-from brimful.data.clean_report import CleanReport
+from brimful.data.check.report import Place
+from brimful.data.clean.report import CleanReport
 from brimful.report.clean_table import clean_table
 
 

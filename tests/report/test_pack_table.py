@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from brimful.data.pack_report import PackReport, Side
+from brimful.data.pack.report import PackReport, Side
 from brimful.report.pack_table import pack_table
 
 PROMPT = Side(

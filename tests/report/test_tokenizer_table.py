@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from brimful.data.tokenizer_options import check_ids
-from brimful.data.tokenizer_report import Choice, Fit, TokenizerReport, together
-from brimful.data.tokenizer_train import SPECIAL
+from brimful.data.tokenizer.options import check_ids
+from brimful.data.tokenizer.report import Choice, Fit, TokenizerReport, together
+from brimful.data.tokenizer.train import SPECIAL
 from brimful.report.tokenizer_table import tokenizer_table
 from brimful.units import GiB, MiB
 

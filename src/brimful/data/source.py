@@ -19,16 +19,16 @@ from itertools import islice
 import numpy as np
 import pyarrow as pa
 
-from brimful.data.columns import Kind, Layout, fields, find_layout, like, missing, mixed
-from brimful.data.columns_given import given_layout
-from brimful.data.columns_sides import sides
-from brimful.data.files import DataFile, Format, find_files
-from brimful.data.read_csv import csv_columns, read_csv
-from brimful.data.read_hub import hub_columns, read_hub
-from brimful.data.read_json import json_columns, read_json
-from brimful.data.read_lines import lines_columns, read_lines
-from brimful.data.read_parquet import parquet_columns, read_parquet
-from brimful.data.read_raw import CHUNK_BYTES, CHUNK_ROWS, Broken, Columns, Field, Lines, Reader
+from brimful.data.read.columns import Kind, Layout, fields, find_layout, like, missing, mixed
+from brimful.data.read.columns_given import given_layout
+from brimful.data.read.csv_file import csv_columns, read_csv
+from brimful.data.read.files import DataFile, Format, find_files
+from brimful.data.read.hub import hub_columns, read_hub
+from brimful.data.read.json_lines import lines_columns, read_lines
+from brimful.data.read.json_list import json_columns, read_json
+from brimful.data.read.parquet_file import parquet_columns, read_parquet
+from brimful.data.read.raw import CHUNK_BYTES, CHUNK_ROWS, Broken, Columns, Field, Lines, Reader
+from brimful.data.read.sides import sides
 
 __all__ = ["CHUNK_ROWS", "Broken", "Chunk", "Kind", "Layout", "Source", "open_source"]
 

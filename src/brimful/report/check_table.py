@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.data.check_report import UNUSABLE, CheckReport, Place
-from brimful.data.histogram import Bin, Lengths
+from brimful.data.check.histogram import Bin, Lengths
+from brimful.data.check.report import UNUSABLE, CheckReport, Place
 from brimful.units import show_rate, show_seconds
 
 _BAR = 16

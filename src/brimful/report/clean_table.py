@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.data.clean_report import CleanReport
+from brimful.data.clean.report import CleanReport
 from brimful.units import show_bytes, show_rate, show_seconds
 
 

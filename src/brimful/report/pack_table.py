@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.data.pack_report import PERCENTILES, PackReport, Side
+from brimful.data.pack.report import PERCENTILES, PackReport, Side
 from brimful.units import show_bytes, show_rate, show_seconds
 
 _WARN = "yellow"

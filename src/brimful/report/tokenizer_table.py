@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.data.tokenizer_options import IdCheck
-from brimful.data.tokenizer_report import Choice, Fit, TokenizerReport
+from brimful.data.tokenizer.options import IdCheck
+from brimful.data.tokenizer.report import Choice, Fit, TokenizerReport
 from brimful.units import show_bytes, show_seconds
 
 _WARN, _GOOD = "yellow", "green"

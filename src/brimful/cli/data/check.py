@@ -41,7 +41,7 @@ def check(
     """
     if not files:
         raise BadOption("data check: name the files, folders or data sets to look at")
-    from brimful.data.check import check as make_report
+    from brimful.data.check.run import check as make_report
     from brimful.report.check_table import check_table
 
     with progress("check", every_s=5) as say:

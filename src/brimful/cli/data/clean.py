@@ -72,8 +72,8 @@ def clean(
     """
     if not files:
         raise BadOption("data clean: name the files, folders or data sets to clean")
-    from brimful.data.clean import clean as make_report
-    from brimful.data.clean_options import CleanOptions
+    from brimful.data.clean.options import CleanOptions
+    from brimful.data.clean.run import clean as make_report
     from brimful.report.clean_table import clean_table
 
     options = CleanOptions(

@@ -50,8 +50,8 @@ def pack(
     if not files:
         raise BadOption("data pack: name the files, folders or data sets to pack")
     limits, limit_bytes = _numbers(max_tokens), parse_bytes(host_limit, flag="--host-limit")
-    from brimful.data.pack import pack as make_store
-    from brimful.data.pack_options import PackOptions
+    from brimful.data.pack.options import PackOptions
+    from brimful.data.pack.run import pack as make_store
     from brimful.report.pack_table import pack_table
 
     options = PackOptions(

@@ -57,8 +57,8 @@ def tokenizer(
     if not files:
         raise BadOption("data tokenizer: name the files, folders or data sets to train on")
     limit_bytes, expected = parse_bytes(host_limit, flag="--host-limit"), _expected(model)
-    from brimful.data.tokenizer import train_tokenizer
-    from brimful.data.tokenizer_options import TokenizerOptions
+    from brimful.data.tokenizer.options import TokenizerOptions
+    from brimful.data.tokenizer.run import train_tokenizer
     from brimful.report.tokenizer_table import tokenizer_table
 
     options = TokenizerOptions(

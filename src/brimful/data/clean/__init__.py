@@ -1,0 +1,1 @@
+"""`brimful data clean`: normalise, drop, deduplicate, shuffle and split, out of core."""

@@ -1,0 +1,1 @@
+"""`brimful data pack`: rows to tokens, in parallel, into a token store."""

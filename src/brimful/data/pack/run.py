@@ -1,0 +1,231 @@
+"""`brimful data pack`: rows of any format, tokenised into a token store.
+
+    source ─► read ahead ─► pieces ─► tokenise (threads) ─► join ─► write (thread) ─► files, then store.json, then rename
+
+Tokenising is nine tenths of the work; reading and writing happen beside it. Everything in flight is bounded: two chunks of
+rows, four pieces being tokenised, one chunk being written, so memory is the same for one million rows and for ten. 50,000
+rows of chat took 5.2 s of processor time, where `datasets.map` took 7.6 to 9.9 s for the same ids.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+
+from brimful.data.flow import in_order, read_ahead
+from brimful.data.pack.encode import Encoded, Encoder, joined, pieces
+from brimful.data.pack.options import PIECES_IN_FLIGHT, PackOptions, by_side, piece_size
+from brimful.data.pack.part import begun, check_output, part_folder, publish, save
+from brimful.data.pack.report import PackReport, Side, length_percentiles
+from brimful.data.patience import Patience
+from brimful.data.peak import Peak
+from brimful.data.source import Broken, Chunk, Source, open_source
+from brimful.data.store import Store
+from brimful.data.store.meta import VERSION, StoreMeta
+from brimful.data.store.write import StoreWriter, token_dtype
+from brimful.data.tokens import TokenizerFacts, load_tokenizer
+from brimful.errors import BadData, BadOption, InternalError
+from brimful.machine.space import Space
+from brimful.units import show_bytes
+
+THREADS = 2
+"""That tokenise: while one turns its ids into an array, the cores work for the other."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def pack(
+    paths: Sequence[str],
+    *,
+    tokenizer: str | Path,
+    output: str | Path,
+    options: PackOptions | None = None,
+    progress: Callable[[str], None] = lambda phrase: None,
+) -> PackReport:
+    """Tokenise all rows behind these paths into a new token store. Run again after an interruption, it goes on."""
+    options, target, begin_s = options or PackOptions(), Path(output).resolve(), time.monotonic()
+    check_output(target, overwrite=options.overwrite)
+    _check_not_inside(target, paths)
+    source = open_source(paths, columns=options.columns)
+    facts = TokenizerFacts.read(tokenizer)
+    try:
+        with Peak() as peak, part_folder(target) as part:
+            job = _Packing(source, facts, Path(tokenizer), part, target, options, peak)
+            job.run(progress)
+            meta = job.finish()
+            publish(part, target, overwrite=options.overwrite)
+    except OSError as error:
+        raise _write_error(error, target) from None
+    return job.report(Store(target, meta), time.monotonic() - begin_s)
+
+
+class _Packing:
+    """One pack under way."""
+
+    def __init__(
+        self, source: Source, facts: TokenizerFacts, tokenizer: Path, part: Path, output: Path, options: PackOptions, peak: Peak
+    ) -> None:  # fmt: skip
+        self.source, self.facts, self.tokenizer, self.options = source, facts, tokenizer, options
+        self.part, self.output, self.peak = part, output, peak
+        self.sides = source.layout.sides
+        self.max_tokens = by_side(options.max_tokens, self.sides)
+        self.encoder = Encoder(
+            tokenizer=load_tokenizer(tokenizer), max_tokens=self.max_tokens, eos_id=facts.eos_id,
+            dtype=token_dtype(facts.vocab_size),
+        )  # fmt: skip
+        self.start_bytes = peak.look()
+        self.piece_bytes = piece_size(options.host_limit_bytes, self.start_bytes)
+        self.key = {
+            "format": VERSION, "source": source.fingerprint(),
+            "tokenizer": f"{facts.fingerprint}, eos {facts.eos_id}, pad {facts.pad_id}",
+            "max-tokens": list(self.max_tokens), "rows a file": options.file_rows,
+        }  # fmt: skip
+        self.begun = begun(part, self.key)
+        self.counts = self.begun.counts
+        self.resumed_in, self.resumed_out = self.counts.rows_in, self.counts.rows_out
+        first = self.counts.first_broken
+        self.patience = Patience(
+            options.max_bad, self.counts.rows_in, self.counts.broken, None if first is None else Broken(*first)
+        )
+        self.writer = StoreWriter(
+            part, self.sides, facts.vocab_size, files=list(self.begun.files), file_rows=options.file_rows
+        )
+        self.run_s = 0.0
+
+    def run(self, progress: Callable[[str], None]) -> None:
+        """All rows that are left, into files."""
+        if self.resumed_in:
+            progress(f"going on after {self.resumed_in:,} rows of an interrupted pack")
+        elif self.begun.discarded:
+            progress(f"starting over: an interrupted pack cannot be used, {self.begun.discarded}")
+        begin_s = time.monotonic()
+        try:
+            with closing(in_order(self._write, self._encoded(), threads=1, in_flight=2)) as written:
+                for rows_in, read_bytes in written:
+                    self.run_s = time.monotonic() - begin_s
+                    progress(self._phrase(rows_in, read_bytes))
+        except BaseException:
+            self.writer.abandon()
+            raise
+        self.writer.seal()
+        save(self.part, self.key, self.counts, self.writer.files)
+
+    def finish(self) -> StoreMeta:
+        """Check that the rows add up, and write `store.json`."""
+        counts = self.counts
+        self.patience.close()
+        if not counts.rows_out:
+            raise BadData(
+                f"{self.source.files[0]}: no row is left to pack: of {counts.rows_in:,} rows {counts.broken:,} are broken "
+                f"and {counts.empty:,} have an empty side; see `brimful data check`"
+            )
+        meta = self.writer.finish(
+            tokenizer=self.tokenizer, max_tokens=self._named(self.max_tokens), eos_id=self.facts.eos_id,
+            pad_id=self.facts.pad_id, tokenizer_fingerprint=self.facts.fingerprint, sources=self.source.files,
+            rows_in=counts.rows_in, dropped=counts.dropped, truncated=self._named(counts.cut),
+        )  # fmt: skip
+        if not meta.rows == counts.rows_out == counts.rows_in - sum(counts.dropped.values()):
+            raise InternalError(f"rows do not add up: {counts} but the store has {meta.rows:,}")
+        return meta
+
+    def report(self, store: Store, seconds: float) -> PackReport:
+        counts, meta, layout = self.counts, store.meta, self.source.layout
+        sides = {
+            side: Side(
+                column=layout.columns[side], characters=counts.characters[n], tokens=meta.tokens[side],
+                max_tokens=self.max_tokens[n], truncated=counts.cut[n], lost_tokens=counts.lost[n],
+                mean=store.mean_lengths[n], percentiles=percentiles, longest=store.longest[n],
+            )
+            for n, (side, percentiles) in enumerate(zip(self.sides, length_percentiles(store), strict=True))
+        }  # fmt: skip
+        return PackReport(
+            store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, dropped=counts.dropped, sides=sides,
+            layout_reason=layout.reason, requested_max_tokens=self.options.max_tokens,
+            first_broken=None if self.patience.first is None else str(self.patience.first),
+            sources=len(self.source.files), tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
+            seconds=seconds, rows_per_s=self._rate(counts.rows_in), peak_bytes=self.peak.bytes, start_bytes=self.start_bytes,
+            host_limit_bytes=self.options.host_limit_bytes, size_bytes=meta.size_bytes, resumed_rows=self.resumed_out,
+            started_over=self.begun.discarded, fingerprint=meta.fingerprint,
+        )  # fmt: skip
+
+    def _encoded(self) -> Iterator[tuple[Chunk, Encoded]]:
+        """Chunks in order, tokenised."""
+        chunks = read_ahead(self.source.chunks(skip=self.counts.chunks), in_flight=2)
+        parts: list[Encoded] = []
+        for chunk, part, last in in_order(
+            self._encode, self._pieces(chunks), threads=THREADS, in_flight=PIECES_IN_FLIGHT
+        ):
+            parts.append(part)
+            if last:
+                yield chunk, joined(parts)
+                parts = []
+
+    def _pieces(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, pa.RecordBatch, bool]]:
+        for chunk in chunks:
+            cut = list(pieces(chunk.rows, piece_bytes=self.piece_bytes))
+            for number, rows in enumerate(cut, start=1):
+                yield chunk, rows, number == len(cut)
+
+    def _encode(self, piece: tuple[Chunk, pa.RecordBatch, bool]) -> tuple[Chunk, Encoded, bool]:
+        chunk, rows, last = piece
+        return chunk, self.encoder(rows), last
+
+    def _write(self, done: tuple[Chunk, Encoded]) -> tuple[int, int]:
+        """One chunk to the files and into the counts, by one thread; rows and bytes of the source read so far."""
+        (chunk, encoded), counts = done, self.counts
+        self.patience.add(chunk)
+        if not counts.chunks:
+            self._check_space(chunk, encoded)
+        if chunk.broken and counts.first_broken is None:
+            first = chunk.broken[0]
+            counts.first_broken = [first.file, first.line, first.why]
+        counts.chunks += 1
+        counts.rows_in += chunk.rows_in
+        counts.broken += len(chunk.broken)
+        counts.empty += encoded.empty
+        counts.rows_out += len(encoded.lengths)
+        counts.add_sides(cut=encoded.cut, lost=encoded.lost, characters=encoded.characters)
+        if self.writer.add(encoded.tokens, encoded.lengths):
+            save(self.part, self.key, counts, self.writer.files)
+        return counts.rows_in, chunk.read_bytes
+
+    def _check_space(self, chunk: Chunk, encoded: Encoded) -> None:
+        """Extrapolated from the first chunk, before anything of size is written."""
+        space, total = Space.around(self.part), self.source.total_bytes
+        if space is None or not chunk.read_bytes or not total:
+            return
+        index_bytes = len(encoded.lengths) * (12 + 4 * len(self.sides))
+        needed = (encoded.tokens.nbytes + index_bytes) * max(1.0, total / chunk.read_bytes)
+        if needed > space.free_bytes:
+            raise BadData(
+                f"{self.output}: the token store will take about {show_bytes(needed)} and the disk has "
+                f"{show_bytes(space.free_bytes)} free; free some, or name a folder on another disk with --output"
+            )
+
+    def _named(self, values: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.sides, values, strict=True))
+
+    def _rate(self, rows_in: int) -> float:
+        return (rows_in - self.resumed_in) / max(self.run_s, 1e-9)
+
+    def _phrase(self, rows_in: int, read_bytes: int) -> str:
+        total = self.source.total_bytes
+        share = f", {min(1, read_bytes / total):.0%}" if total else ""
+        return f"packed {rows_in:,} rows, {self._rate(rows_in):,.0f} rows/s{share}"
+
+
+def _check_not_inside(output: Path, paths: Sequence[str]) -> None:
+    """A store within a folder of rows would be read as rows the next time."""
+    for path in paths:
+        if Path(path).is_dir() and output.resolve().is_relative_to(Path(path).resolve()):
+            raise BadOption(f"--output {output} lies inside {path}, whose files are read; name a folder outside of it")
+
+
+def _write_error(error: OSError, output: Path) -> BadData:
+    if error.errno in _DISK_FULL:
+        return BadData(f"{output}: the disk is full; free some space and run the same command again")
+    place = Path(str(error.filename or output))
+    advice = "; name another folder with --output" if place.is_relative_to(output.parent) else ""
+    return BadData(f"{place}: {error.strerror or error}{advice}")

@@ -1,0 +1,1 @@
+"""`brimful data tokenizer`: a tokenizer trained on as much text as the memory allows, and its report."""

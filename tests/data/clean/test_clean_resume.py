@@ -1,0 +1,165 @@
+"""Killed at any moment: no half file, and the next run ends with the same bytes."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from brimful.data.clean.options import CleanOptions
+from brimful.data.clean.run import clean_source
+from brimful.data.clean.work import FOLDER, Work
+from tests.data.clean.clean_rows import SMALL, Rows, cleaned, outcome, read_back, varied, with_copies
+
+ROWS = with_copies(200)[0]
+OPTIONS = {"valid": 0.1, "test": 10}
+SCRIPT = """
+import os, pathlib, signal, sys
+from tests.data.clean.clean_rows import cleaned, with_copies
+output, phrase, times = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def die_at(said):
+    global times
+    times -= said.startswith(phrase)
+    if times == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+move = pathlib.Path.replace
+def moved(path, target):
+    done = move(path, target)
+    die_at(f"moved {target.name}" if target.parent == output else "")
+    return done
+pathlib.Path.replace = moved
+cleaned(with_copies(200)[0], output, progress=die_at, valid=0.1, test=10)
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return cleaned(ROWS, folder, **OPTIONS), outcome(folder)
+
+
+def kill(folder, phrase, times):
+    command = [sys.executable, "-c", SCRIPT, str(folder), phrase, str(times)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("phrase", "times", "goes_on_with"),
+    [
+        ("read", 1, "going on after 50 rows"),
+        ("read", 3, "going on after 150 rows"),
+        ("looking for near duplicates", 7, f"going on after {len(ROWS)} rows"),
+        ("writing", 3, f"going on after {len(ROWS)} rows"),
+        ("moved train", 1, "going on where the files were moved"),
+    ],
+    ids=lambda value: str(value).replace(" ", "-")[:20],
+)
+def test_a_killed_clean_goes_on_to_the_same_bytes(whole, tmp_path, phrase, times, goes_on_with):
+    kill(tmp_path, phrase, times)
+    report, files = whole
+    assert {path.name for path in tmp_path.iterdir()} == {FOLDER} | ({"train.parquet"} if "moved" in phrase else set())
+    said = []
+    again = cleaned(ROWS, tmp_path, progress=said.append, **OPTIONS)
+    assert said[0].startswith(goes_on_with)
+    assert outcome(tmp_path) == files
+    assert (again.dropped, again.places, again.files) == (report.dropped, report.places, report.files)
+    assert json.loads((tmp_path / "clean.json").read_text())["rows_out"] == report.rows_out
+    assert not (tmp_path / FOLDER).exists()
+
+
+def stop_at(phrase):
+    def stop(said):
+        if said.startswith(phrase):
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def interrupt(folder, phrase, rows=ROWS, **options):
+    with pytest.raises(KeyboardInterrupt):
+        cleaned(rows, folder, progress=stop_at(phrase), **OPTIONS | options)
+
+
+def test_finished_bands_are_not_looked_at_again(whole, tmp_path):
+    interrupt(tmp_path, "looking for near duplicates, band 9")
+    said = []
+    cleaned(ROWS, tmp_path, progress=said.append, **OPTIONS)
+    assert said[1] == "looking for near duplicates, band 9 of 16"
+    assert outcome(tmp_path) == whole[1]
+
+
+def test_rows_already_read_are_not_read_again(whole, tmp_path):
+    interrupt(tmp_path, "looking for duplicates")
+    said = []
+    report = cleaned(ROWS, tmp_path, progress=said.append, **OPTIONS)
+    assert not [phrase for phrase in said if phrase.startswith("read")]
+    assert report.resumed_rows == len(ROWS) and report.notes == (f"going on after {len(ROWS)} rows",)
+    assert report.rows_per_s is None
+
+
+def test_an_interruption_before_the_first_segment_leaves_nothing(tmp_path):
+    interrupt(tmp_path / "out", "read", rows=varied(3))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"near": None}, {"max_chars": 250}, {"min_chars": 2}], ids=str)
+def test_work_for_other_options_is_not_gone_on_with(tmp_path, other):
+    interrupt(tmp_path, "looking for duplicates", near=1.0)
+    said = []
+    report = cleaned(ROWS, tmp_path, progress=said.append, **{"near": 1.0} | OPTIONS | other)
+    assert said[0].startswith("starting over") and report.notes == (said[0],)
+    assert report.resumed_rows == 0 and report.rows_in == len(ROWS)
+
+
+def test_what_comes_after_starting_over_has_nothing_of_what_was_before(tmp_path):
+    interrupt(tmp_path / "one", "looking for near duplicates, band 3")
+    for name in ("one", "two"):
+        cleaned(ROWS, tmp_path / name, seed=3, **OPTIONS)
+    assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
+
+
+def test_work_for_other_rows_is_not_gone_on_with(tmp_path):
+    interrupt(tmp_path, "looking for duplicates")
+    report = cleaned(ROWS[:100], tmp_path, **OPTIONS)
+    assert report.notes[0].startswith("starting over") and report.rows_in == 100
+
+
+def test_files_that_were_all_read_are_not_opened_again(tmp_path):
+    class Closed(Rows):
+        def chunks(self, *, skip=0):
+            raise AssertionError("read again")
+
+    interrupt(tmp_path, "looking for duplicates")
+    clean_source(Closed(ROWS), output=tmp_path, options=CleanOptions(**OPTIONS), budget=SMALL)
+
+
+@pytest.fixture
+def about_to_move(tmp_path, monkeypatch):
+    """A folder with outputs that are whole and listed, and not yet moved."""
+    monkeypatch.setattr(Work, "finish", lambda work: stop_at("")(""))
+    interrupt(tmp_path, "never")
+    monkeypatch.undo()
+    return tmp_path
+
+
+def test_another_split_goes_on_with_the_work(about_to_move):
+    report = cleaned(ROWS, about_to_move, valid=5)
+    assert report.resumed_rows == len(ROWS)
+    assert len(read_back(about_to_move, "valid")) == 5 and not (about_to_move / "test.parquet").exists()
+
+
+def test_outputs_of_other_options_are_not_moved(about_to_move):
+    report = cleaned(ROWS, about_to_move, near=None, **OPTIONS)
+    assert report.dropped["near_duplicate"] == 0 and report.notes[0].startswith("starting over")
+
+
+def test_signatures_behind_the_last_whole_segment_are_thrown_away(whole, tmp_path):
+    interrupt(tmp_path, "read 150")
+    with (tmp_path / FOLDER / "segments" / "signatures").open("ab") as file:
+        file.write(b"half a segment")
+    (tmp_path / FOLDER / "segments" / "00003.rows").write_bytes(b"half a segment")
+    cleaned(ROWS, tmp_path, **OPTIONS)
+    assert outcome(tmp_path) == whole[1]

@@ -46,7 +46,7 @@ class HostPlan:
 
     workers: int | None
     """Loader workers of each process; 0 reads in the process itself."""
-    prefetch: int | None
+    prefetch: int | None = None
     """Steps that each worker reads ahead."""
     pin_memory: bool | None
     predicted_bytes: int | None
@@ -87,7 +87,7 @@ class Plan:
     one_more_predicted_peak_bytes: int | None
     """What one row more than the largest would cost against the limit; None where the global batch ends first."""
     rows_per_s: float
-    overhead: float | None
+    overhead: float | None = None
     """What a further micro-batch costs, in rows × padded lengths, as timed; None where cuts are to be few, or unknown."""
     ooms: int
     probes: int

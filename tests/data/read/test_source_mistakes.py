@@ -161,3 +161,12 @@ def test_what_may_not_be_read_is_one_sentence(name, public_folder):
         if am_root:
             os.seteuid(0)
         (public_folder / name).chmod(0o755)
+
+
+def test_the_output_folder_of_clean_is_not_taken_for_one_set_of_rows(tmp_path):
+    for name in ("train.parquet", "valid.parquet", "clean.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        BadData, match=r"its splits are apart on purpose: name the file you mean, such as .*train\.parquet$"
+    ):
+        open_source([str(tmp_path)])

@@ -18,6 +18,10 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 
+CLEANED = ("train.parquet", "clean.json")
+"""A folder with these is the output of `brimful data clean`."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataFile:
     """One file of rows."""
@@ -60,6 +64,10 @@ def _behind(path: str) -> Iterator[DataFile]:
 
 
 def _in_folder(folder: Path) -> Iterator[DataFile]:
+    if all((folder / name).is_file() for name in CLEANED):
+        raise BadData(
+            f"{folder} is what `brimful data clean` made, its splits are apart on purpose: name the file you mean, such as {folder / CLEANED[0]}"
+        )
     inside = sorted(_walk(folder))
     known = [path for path in inside if _known(path.name)]
     if not known:

@@ -2,7 +2,7 @@
 
     source ─► sample (fits --host-limit) ─► alphabet ─► byte pairs [─► unigram] ─► measured on held-out rows ─► folder
 
-Training takes memory with the text, so the sample is what decides; it is uniform over all rows (see `tokenizer_room`).
+Training takes memory with the text, so the sample is what decides; it is uniform over all rows (see `room`).
 """
 
 import time

@@ -85,6 +85,20 @@ def test_a_batch_is_padded_and_masked(made):
         assert row["prompt"][-1] == row["response"][-1] == 1
 
 
+def test_workers_hand_over_the_same_batches_as_reading_here(made):
+    store, task = Store.open(made / "store"), Pretrain("tiny")
+    steps = []
+    for workers in (0, 1):
+        loader = Loader(store, task, workers=workers)
+        steps.append([step for step, _ in zip(loader, range(3), strict=False)])
+        loader.close()
+    for here, there in zip(*steps, strict=True):
+        assert here.collated and there.collated
+        assert all(
+            torch.equal(one[key], other[key]) for one, other in zip(here.parts, there.parts, strict=True) for key in one
+        )
+
+
 def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, monkeypatch):
     from dataclasses import replace
 

@@ -20,7 +20,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from brimful.units import show_bytes
 
 if TYPE_CHECKING:
     from brimful.plan.plan import Plan
+
+T = TypeVar("T")
 
 PREFETCH = 2
 """Steps that each worker reads ahead."""
@@ -164,7 +167,7 @@ class Loader:
         self.close()
         steps = (self._batches.step(start) for start in itertools.count(self._samples, self._batches.global_batch))
         if self.workers == 0:
-            yield from map(self._read_here, steps)
+            yield from (self._finished(self._here(partial(self._reader.__getitem__, step))) for step in steps)
             return
         kills = oom_kills()
         self._iterator = self._start(steps)
@@ -176,20 +179,25 @@ class Loader:
                     raise
                 self._go_on_without(dead[0], kills)
                 return
-            if isinstance(found, Unreadable):
-                raise TaskError(found.sentence)
-            yield found
+            yield self._finished(found)
 
-    def _read_here(self, step: Step) -> StepRows:
-        """Without a worker: the training's own random numbers stay what they were."""
-        random_state = RandomState(torch.device("cpu"))
-        try:
-            found = self._reader[step]
-        finally:
-            random_state.restore()
+    def _finished(self, found: StepRows | Unreadable) -> StepRows:
+        """What is left to do in this process."""
         if isinstance(found, Unreadable):
             raise TaskError(found.sentence)
-        return found.pin_memory() if self.pin_memory else found
+        if self._reader.stored:
+            rows = found
+            found = self._here(lambda: self._reader.collated(rows))
+        pinned = self.workers and not self._reader.stored  # by torch's own thread
+        return found.pin_memory() if self.pin_memory and not pinned else found
+
+    def _here(self, work: Callable[[], T]) -> T:
+        """Work that draws random numbers, in this process: the training's own stay what they were."""
+        random_state = RandomState(torch.device("cpu"))
+        try:
+            return work()
+        finally:
+            random_state.restore()
 
     def _start(self, steps: Iterator[Step]) -> Any:
         """torch's workers, with a generator of their own so that starting them draws nothing from the training's.
@@ -203,7 +211,7 @@ class Loader:
             sampler=steps,
             num_workers=self.workers,
             prefetch_factor=self.prefetch,
-            pin_memory=self.pin_memory,
+            pin_memory=self.pin_memory and not self._reader.stored,
             collate_fn=_as_it_is,
             worker_init_fn=_leave_ctrl_c_to_the_parent,
             generator=torch.Generator(),

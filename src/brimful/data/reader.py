@@ -3,6 +3,10 @@
 What a row becomes must not depend on who reads it: a data set that draws random numbers (a crop, a mask) is given a seed
 for each sample of the stream, so the same sample gives the same row with any number of workers and processes and after
 any resume. A token store draws none, and is spared the 15 µs a row.
+
+Rows are collated where they are read, except those of a token store: they are handed over as they are stored, 60 kB a
+step instead of 700, and collated by the process that trains in half a millisecond. A worker then feeds three times as
+many rows.
 """
 
 import random
@@ -67,19 +71,20 @@ class Reader:
         self._step_rows = step_rows
         tells = lengths is not None and lengths(np.zeros(1, dtype=np.int64)).shape[1] == len(task.worst_shape)
         self._lengths = lengths if tells else None
-        self._draws = not isinstance(dataset, Store)
+        self.stored = isinstance(dataset, Store)
         self._sliceable: bool | None = None
 
     def __getitem__(self, step: Step) -> "StepRows | Unreadable":
         """As a worker reads: its own random state may be changed."""
         try:
-            return self.read(step)
+            rows = self._read(step)
+            return rows if self.stored else self.collated(rows)
         except BrimfulError as error:
             return Unreadable(str(error))
         except Exception as error:
             return Unreadable(f"task {self.task.name}: rows could not be collated: {in_one_line(error)}")
 
-    def read(self, step: Step) -> StepRows:
+    def _read(self, step: Step) -> StepRows:
         indices = step.rows[step.mine]
         rows = self._rows(indices, step)
         shapes = self._shapes(indices, rows)
@@ -93,12 +98,12 @@ class Reader:
             shapes=[
                 tuple(max(shapes[place][axis] for place in group) for axis in range(len(shapes[0]))) for group in groups
             ],
-            parts=self._collated(parts, step.start),
-            collated=bool(self._sliceable),
+            parts=parts,
+            collated=False,
         )
 
     def _rows(self, indices: Ints, step: Step) -> list[Any]:
-        if not self._draws:
+        if self.stored:
             rows: list[Any] = self.dataset.__getitems__(indices)
             return rows
         return [self._row(int(index), step.start + int(place)) for index, place in zip(indices, step.mine, strict=True)]
@@ -117,15 +122,15 @@ class Reader:
             return [tuple(lengths) for lengths in self._lengths(indices).tolist()]
         return [tuple(self.task.shape(row)) for row in rows]
 
-    def _collated(self, parts: list[list[Any]], start: int) -> list[Any]:
+    def collated(self, rows: StepRows) -> StepRows:
         """As batches if those can be sliced later, else as they are."""
         if self._sliceable is False:
-            return parts
-        seed_all(self._seed, start)  # for a collate that masks at random
-        batches = [self.task.collate(part) for part in parts]
-        if self._sliceable is None and parts:
-            self._sliceable = _has_rows(batches[0], len(parts[0]))
-        return batches if self._sliceable else parts
+            return rows
+        seed_all(self._seed, rows.start)  # for a collate that masks at random
+        batches = [self.task.collate(part) for part in rows.parts]
+        if self._sliceable is None and batches:
+            self._sliceable = _has_rows(batches[0], len(rows.parts[0]))
+        return replace(rows, parts=batches, collated=True) if self._sliceable else rows
 
 
 def seed_all(seed: int, number: int) -> None:

@@ -319,3 +319,45 @@ def test_files_of_a_real_format_are_cleaned(tmp_path):
     assert report.columns["prompt"].startswith("instruction")
     (place,) = report.places["duplicate"]
     assert Path(place.file).name == "two.jsonl" and place.why == f"the same as {tmp_path / 'one.jsonl'}, line 4"
+
+
+def talks(path, *, talks=60, turns=6):
+    """Conversations of several replies, each reply's prompt holding all that was said before."""
+    draw = random.Random(4)
+    said = [
+        "".join(draw.choices("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏", k=40))
+        for _ in range(2 * talks * turns)
+    ]
+    lines = []
+    for number in range(talks):
+        mine = said[number * 2 * turns : (number + 1) * 2 * turns]
+        turns_ = [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(mine)]
+        lines.append(json.dumps({"conversations": turns_}, ensure_ascii=False))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_replies_of_one_conversation_are_not_taken_for_near_duplicates(tmp_path):
+    report = clean([str(talks(tmp_path / "talks.jsonl"))], output=tmp_path / "out")
+    assert report.rows_in == 360 and report.dropped["near_duplicate"] == 0
+
+
+def test_a_conversation_stays_on_one_side_of_the_split(tmp_path):
+    source = talks(tmp_path / "talks.jsonl")
+    report = clean([str(source)], output=tmp_path / "out", options=CleanOptions(valid=20, test=0.1))
+    starts = {
+        split: {prompt[:40] for prompt in pq.read_table(tmp_path / f"out/{split}.parquet")["prompt"].to_pylist()}
+        for split in ("train", "valid", "test")
+    }
+    assert not (
+        starts["train"] & starts["valid"] or starts["train"] & starts["test"] or starts["valid"] & starts["test"]
+    )
+    rows = {split: pq.read_metadata(tmp_path / f"out/{split}.parquet").num_rows for split in starts}
+    assert rows == {"valid": 24, "test": 36, "train": 300} and report.rows_out == 360
+
+
+def test_short_rows_go_only_as_exact_duplicates(tmp_path):
+    rows = [{"text": str(number)} for number in range(1000)] + [{"text": "314"}]
+    (tmp_path / "numbers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = clean([str(tmp_path / "numbers.jsonl")], output=tmp_path / "out")
+    assert (report.dropped["duplicate"], report.dropped["near_duplicate"]) == (1, 0)

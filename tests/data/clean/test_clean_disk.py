@@ -15,7 +15,7 @@ from brimful.errors import BadData
 from brimful.units import MiB
 from tests.data.clean.clean_rows import cleaned, outcome, varied
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def test_what_is_needed_is_predicted_from_the_share_that_was_read():

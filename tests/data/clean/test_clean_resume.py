@@ -42,7 +42,7 @@ def whole(tmp_path_factory):
 
 def kill(folder, phrase, times):
     command = [sys.executable, "-c", SCRIPT, str(folder), phrase, str(times)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 

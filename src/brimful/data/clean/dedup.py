@@ -3,7 +3,8 @@
 Exact: rows with the same digest; the first stays. Near: rows that share a band of their sketch lie in one bucket, and
 each is compared, by its sketch, with the first row of its bucket; a similarity of `near` or more drops it. Only the first
 row of each bucket is ever compared against, so a bucket of a million rows costs a million comparisons. That first row may
-itself have been dropped for a still earlier one, as in any clustering by chains. Every comparison depends on the rows
+itself have been dropped for a still earlier one, as in any clustering by chains. Replies of one conversation (one line)
+are not compared, since each holds the ones before it. Every comparison depends on the rows
 alone: neither threads nor chunks nor an interruption change what is dropped.
 
 DuckDB groups, one band after the other: 1.0 s a band for 10 million rows within 300 MiB, where NumPy takes 6.5 s and all
@@ -113,20 +114,21 @@ class Dedup:
 
     def _near(self, found: Found, band: str, near: float) -> None:
         signatures: Bytes = np.memmap(self._signatures, dtype=np.uint8, mode="r").reshape(-1, HASHES)
-        for slots, heads in self._pairs(band):
+        for slots, heads in self._pairs(band, "NOT (file = head_file AND line = head_line)"):
             open_ = found.dropped[slots] == 0
             slots, heads = slots[open_], heads[open_]
             similarity = alike(signatures[slots], signatures[heads])
             hit = similarity >= near
             found.drop(NEAR, slots[hit], heads[hit], similarity[hit])
 
-    def _pairs(self, columns: str) -> Iterator[tuple[Slots, Slots]]:
+    def _pairs(self, columns: str, which: str = "true") -> Iterator[tuple[Slots, Slots]]:
         """Each row that is not the first with its values in these columns, and that first row."""
         pairs, marks = self._folder / "pairs.parquet", f"read_parquet({self._marks})"
         run(
             self._connection,
-            f"COPY (WITH heads AS (SELECT {columns}, min(slot) AS head FROM {marks} GROUP BY {columns} HAVING count(*) > 1) "
-            f"SELECT slot, head FROM {marks} JOIN heads USING ({columns}) WHERE slot <> head) "
+            f"COPY (WITH heads AS (SELECT {columns}, min(slot) AS head, arg_min(file, slot) AS head_file, "
+            f"arg_min(line, slot) AS head_line FROM {marks} GROUP BY {columns} HAVING count(*) > 1) "
+            f"SELECT slot, head FROM {marks} JOIN heads USING ({columns}) WHERE slot <> head AND {which}) "
             f"TO {_quoted(pairs)} (FORMAT parquet, ROW_GROUP_SIZE {_PAIRS})",
         )
         with pq.ParquetFile(pairs) as file:

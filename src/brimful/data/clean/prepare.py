@@ -28,6 +28,9 @@ PIECE_ROWS = 4_096
 PIECE_BYTES = 2 * 2**20
 GIANT = 24
 """Times its own size is what a huge row may take on its way: several threads may have one each."""
+SHORT = 24
+"""Characters, with those between the sides, below which only exact duplicates count: 314 and 14 share two 4-grams of
+three, and a sketch of so few cannot tell them apart."""
 PLACES = 3
 """Of each reason, the first few rows are remembered."""
 REASONS = ("broken", "empty", "too_short", "over_long", "duplicate", "near_duplicate")
@@ -152,7 +155,10 @@ class Preparer:
         prepared.lines.append(lines)
         prepared.digests.append(_digests(joined))
         if self._per_band is not None:
-            prepared.sketches.append(sketch(joined, per_band=self._per_band))
+            sketches = sketch(joined, per_band=self._per_band)
+            short = pc.utf8_length(joined).to_numpy() < SHORT
+            sketches.bands[:, short] = prepared.digests[-1][short, 0]  # a bucket that only its exact duplicates share
+            prepared.sketches.append(sketches)
 
 
 def _pieces(chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, Lines]]:

@@ -4,7 +4,7 @@
     dedup   marks and sketches ─► DuckDB groups ─► which rows came before, exactly or nearly    about 8 %
     write   segments ─► in the order of their keys ─► test, valid, train                        about 12 %
 
-The split comes after deduplication: no near duplicate that was found is on both sides of it. Memory depends on
+The split comes after deduplication: no near duplicate that was found is on both sides of it, and no conversation. Memory depends on
 `--host-limit`, plus one byte a row. Each finished segment, band and file stays when the command is interrupted, and the
 next run with the same inputs and options goes on behind it; its outputs are the same to the byte. A million rows of 600
 bytes take 20 s on two cores and 270 MiB.
@@ -251,11 +251,9 @@ class _Clean:
         shutil.rmtree(self._work.drafts, ignore_errors=True)
         self._work.drafts.mkdir()
         parts = max(1, math.ceil(tally.text_bytes / 2**tally.bits / (2 * self._budget.bucket_bytes)))
-        tables = in_key_order(
-            self._segments.rows(tally), found.dropped, seed=self._options.seed, bits=tally.bits, parts=parts
-        )
-        write_splits(self._counted(tables, kept), counts, self._work.drafts, self._sides)
-        return {split: counts[split] for split in SPLITS if split in counts}
+        tables = in_key_order(self._segments.rows(tally), found.dropped, bits=tally.bits, parts=parts)
+        written = write_splits(self._counted(tables, kept), counts, self._work.drafts, self._sides)
+        return {split: written[split] for split in SPLITS if split in written}
 
     def _counted(self, tables: Iterable[pa.Table], kept: int) -> Iterator[pa.Table]:
         done = 0

@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from brimful.data.check.report import Place
-from brimful.data.clean.minhash import HASHES
+from brimful.data.clean.minhash import HASHES, Slots
 from brimful.data.clean.prepare import PLACES, REASONS, Prepared
-from brimful.data.clean.shuffle import SLOT, write_segment
+from brimful.data.clean.shuffle import LINE_BITS, SLOT, write_segment
 from brimful.data.clean.work import forced, replace_text
 from brimful.data.source import Broken
 
@@ -116,7 +116,8 @@ class Segments:
     def _write(self, number: int, waiting: list[Prepared], tally: Tally) -> None:
         first = tally.slots - sum(prepared.rows for prepared in waiting)
         rows, marks = self._file(number, "rows"), self._file(number, "marks")
-        write_segment(rows, self._table(waiting), first, seed=self._seed, bits=tally.bits)
+        places = _places(waiting, tally.files)
+        write_segment(rows, self._table(waiting), first, places, seed=self._seed, bits=tally.bits)
         _write_marks(marks, waiting, first, tally.files, self._bands)
         with self.signatures.open("ab") as file:
             for prepared in waiting:
@@ -131,6 +132,12 @@ class Segments:
 
     def _file(self, number: int, kind: str) -> Path:
         return self.folder / f"{number:05}.{kind}"
+
+
+def _places(waiting: list[Prepared], files: list[str]) -> Slots:
+    """A number for each row's file and line."""
+    numbers = [part + (files.index(prepared.file) << LINE_BITS) for prepared in waiting for part in prepared.lines]
+    return np.concatenate([np.zeros(0, np.int64), *numbers])
 
 
 def _write_marks(path: Path, waiting: list[Prepared], first_slot: int, files: list[str], bands: int) -> None:

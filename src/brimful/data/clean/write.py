@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from brimful.data.clean.shuffle import KEY
 from brimful.errors import BadOption, InternalError
 
 GROUP_ROWS = 32_768
@@ -37,22 +38,49 @@ def _count(rows: int, asked: float) -> int:
     return max(1, round(rows * asked))
 
 
-def write_splits(tables: Iterable[pa.Table], counts: Mapping[str, int], folder: Path, sides: tuple[str, ...]) -> None:
-    """The first rows into the first file, and so on; each file has exactly as many as it should, or this fails."""
-    rows = iter(tables)
-    rest = pa.schema([(side, pa.string()) for side in sides]).empty_table()
+def write_splits(
+    tables: Iterable[pa.Table], counts: Mapping[str, int], folder: Path, sides: tuple[str, ...]
+) -> dict[str, int]:
+    """The first rows into the first file, and so on; how many each got. They add up to all there were, or this fails.
+
+    A file gets exactly as many as it should, and a few more where that would part rows of one key: a conversation.
+    """
+    rows, written = iter(tables), dict.fromkeys(counts, 0)
+    schema = pa.schema([(side, pa.string()) for side in sides])
+    rest, final = schema.empty_table(), list(counts)[-1]
     for split, count in counts.items():
-        with GroupedWriter(folder / f"{split}.parquet", rest.schema) as writer:
-            while count and (rest := rest if rest.num_rows else next(rows, None)) is not None:
-                part, rest = rest.slice(0, count), rest.slice(min(count, rest.num_rows))
-                writer.add(part)
-                count -= part.num_rows
-    for split, expected in counts.items():
-        written = pq.read_metadata(folder / f"{split}.parquet").num_rows
-        if written != expected:
-            raise InternalError(f"{split}.parquet has {written:,} rows, not the {expected:,} it should have")
-    if rest.num_rows or any(table.num_rows for table in rows):
-        raise InternalError("rows are left over after all files were written")
+        with GroupedWriter(folder / f"{split}.parquet", schema) as writer:
+            while split == final or written[split] < count:
+                rest = rest if rest.num_rows else next(rows, None)
+                if rest is None:
+                    rest = schema.empty_table()
+                    break
+                end = rest.num_rows if split == final else _whole(rest, count - written[split])
+                writer.add(rest.slice(0, end).select(sides))
+                written[split], rest = written[split] + end, rest.slice(end)
+    _check(written, counts, folder)
+    return written
+
+
+def _whole(rows: pa.Table, count: int) -> int:
+    """So many rows, and those that follow with the last one's key. Rows of one key come in one table."""
+    if KEY not in rows.column_names or count >= rows.num_rows:
+        return min(count, int(rows.num_rows))
+    key = rows.column(KEY).to_numpy()
+    return int(np.searchsorted(key, key[count - 1], side="right"))
+
+
+def _check(written: Mapping[str, int], counts: Mapping[str, int], folder: Path) -> None:
+    for split, rows in written.items():
+        found = pq.read_metadata(folder / f"{split}.parquet").num_rows
+        if found != rows:
+            raise InternalError(f"{split}.parquet has {found:,} rows, not the {rows:,} that were written to it")
+    if sum(written.values()) != sum(counts.values()):
+        raise InternalError(f"{sum(written.values()):,} rows were written of {sum(counts.values()):,}")
+    if empty := [split for split, rows in written.items() if not rows]:
+        raise BadOption(
+            f"--valid, --test: rows of one conversation stay together, which leaves none for {' and '.join(empty)}; ask for fewer"
+        )
 
 
 class GroupedWriter:

@@ -72,7 +72,7 @@ def test_too_many_unusable_rows_are_exit_code_2_below_the_whole_report(rows, cap
     assert json.loads(out)["dropped"]["broken"] == 3
     sentence = err.strip().splitlines()[-1]
     assert sentence.startswith(
-        "brimful: 0.0148 of 203 rows cannot be used (3 broken), more than --max-bad 0.01; the first is "
+        "brimful: 3 of 203 rows cannot be used (3 broken), more than --max-bad 0.01; the first is "
     )
     assert f"{rows}, line 201: not JSON" in sentence
     code, _, _ = run("data", "check", str(rows), "--max-bad", "0.02", capsys=capsys)

@@ -118,10 +118,10 @@ def test_a_change_inside_a_window_is_refused_and_at_its_end_taken():
     old = made(mix=Mix(5))
     with pytest.raises(BadOption, match="keep --global-batch 64 --mix window:5 for 2 more steps"):
         made(global_batch=32, mix=Mix(5)).resume(old.state(3 * 64))
-    new = made(global_batch=32, mix=Mix(2))
+    new = made(global_batch=48, mix=Mix(2))
     assert new.resume(old.state(5 * 64)) == 320
     rows = [row for step in taken(new, 2, 320) for row in step.rows]
-    assert sorted(rows) == sorted(old.stream.take(320, 64))
+    assert sorted(rows) == sorted(old.stream.take(320, 96))
 
 
 @pytest.mark.parametrize(

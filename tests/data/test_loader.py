@@ -112,11 +112,8 @@ def test_what_was_read_ahead_does_not_count():
 
 def test_random_rows_are_the_same_with_any_workers_and_processes():
     def all_rows(**options):
-        loaders = [
-            Loader(Noisy(), Words(), rank=r, speeds=[1.0] * n, **options)
-            for n in [options.pop("n", 1)]
-            for r in range(n)
-        ]
+        n = options.pop("n", 1)
+        loaders = [made(Noisy(), rank=rank, speeds=[1.0] * n, **options) for rank in range(n)]
         steps = [some(loader, 3) for loader in loaders]
         return sorted(
             tuple(row.tolist())
@@ -162,6 +159,30 @@ def test_a_row_that_cannot_be_read_is_one_sentence_with_its_number(workers):
     with pytest.raises(TaskError) as failure:
         some(Loader(Rows(fail_at=17), Words(), workers=workers), 5)
     assert str(failure.value) == "row 17 of the data set cannot be read: KeyError: 'ids'"
+
+
+def test_without_a_plan_the_step_gets_the_rows_and_cuts_them_itself():
+    (step,) = some(Loader(Rows(), Words()), 1)
+    assert not step.collated and step.groups == [list(range(12))]
+    assert rows_of(step) == [Rows()[row].tolist() for row in step.indices]
+
+
+class Deadly(Rows):
+    """A row that takes its reader with it."""
+
+    def __getitem__(self, index):
+        if index == 17 and torch.utils.data.get_worker_info() is not None:
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def test_a_row_that_ends_its_readers_stops_the_run_before_it_ends_the_run_itself():
+    heard = []
+    with pytest.raises(
+        TaskError, match="two loader workers in a row left with exit code 3 while reading the same step"
+    ):
+        some(made(Deadly(), workers=2, listener=lambda sentence, details: heard.append(sentence)), 5)
+    assert len(heard) == 1
 
 
 def test_relief_lowers_what_is_read_ahead_then_the_workers_and_loses_nothing():

@@ -8,7 +8,7 @@ from brimful.data.pack.report import PackReport, Side
 from brimful.report.pack_table import pack_table
 
 PROMPT = Side(
-    column="instruction+input", characters=40_000, tokens=21_000, max_tokens=256, truncated=0, lost_tokens=0, mean=21.0,
+    column="instruction+input", characters=40_000, tokens=21_000, max_tokens=256, keeps_end=False, truncated=0, lost_tokens=0, mean=21.0,
     percentiles={"p50": 14, "p90": 45, "p99": 139}, longest=228,
 )  # fmt: skip
 RESPONSE = replace(PROMPT, column="output", tokens=95_000, truncated=30, lost_tokens=1_200, longest=256)

@@ -133,7 +133,7 @@ class Batches:
         samples = int(state["samples"])
         before, now = (state["global_batch"], state["window"]), (self.global_batch, self.mix.window)
         inside = (samples - state["origin"]) % (before[0] * before[1])
-        if before != now and inside and before[1] > 1:
+        if before != now and inside:
             left = before[1] - inside // before[0]
             raise BadOption(
                 f"the run stopped inside a window of {before[1]} steps of {before[0]} rows: keep --global-batch {before[0]} --mix "

@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 PREFETCH = 2
 """Steps that each worker reads ahead."""
+SHOWN = 5
+"""Rows of a step that are named."""
 REAPED_S = 2.0
 """A worker that failed to answer is given so long to be seen as dead."""
 
@@ -95,6 +97,7 @@ class Loader:
         self._limit_bytes = _chosen(host_limit_bytes, host.limit_bytes if host else None, None)
         self._listener, self._samples, self._changed = listener or _logged, 0, False
         self._iterator: Any = None
+        self._lost_at: int | None = None
 
     @property
     def samples(self) -> int:
@@ -236,6 +239,13 @@ class Loader:
         pid, code = dead
         before, self.workers = self.workers, self.workers // 2
         why = _cause(code, kills, oom_kills())
+        if self._samples == self._lost_at and code != -signal.SIGBUS and "RAM ran out" not in why:
+            first = self._batches.step(self._samples)
+            raise TaskError(
+                f"two loader workers in a row {why} while reading the same step: one of the rows "
+                f"{', '.join(map(str, first.rows[first.mine][:SHOWN].tolist()))}, … of the data set ends whoever reads it"
+            )
+        self._lost_at = self._samples
         self._listener(
             f"loader worker {pid} {why}; the run goes on with {self.workers or 'no'} worker{'s' * (self.workers != 1)} instead of {before}, "
             "and no row is lost",

@@ -123,8 +123,8 @@ class Reader:
         return [tuple(self.task.shape(row)) for row in rows]
 
     def collated(self, rows: StepRows) -> StepRows:
-        """As batches if those can be sliced later, else as they are."""
-        if self._sliceable is False:
+        """As batches if those can be sliced later, else as they are. Without a plan to cut by, the step decides."""
+        if self._sliceable is False or self._cut is None:
             return rows
         seed_all(self._seed, rows.start)  # for a collate that masks at random
         batches = [self.task.collate(part) for part in rows.parts]

@@ -36,7 +36,7 @@ def _sides(report: PackReport) -> Table:
 
 
 def _side(side: Side, rows: int) -> dict[str, Text]:
-    """Yellow where more than one row in a hundred lost its end."""
+    """Yellow where more than one row in a hundred was cut."""
     plain = side.tokens + side.lost_tokens - rows
     lost, cut = side.lost_tokens / max(1, plain), side.truncated / max(1, rows)
     style = _WARN if cut > 0.01 else ""
@@ -49,6 +49,7 @@ def _side(side: Side, rows: int) -> dict[str, Text]:
         **{f"{share} % of rows up to": Text(f"{side.percentiles[f'p{share}']:,}") for share in PERCENTILES},
         "longest": Text(f"{side.longest:,}"),
         "limit": Text(f"{side.max_tokens:,}"),
+        "a cut takes": Text("the beginning" if side.keeps_end else "the end"),
         "rows cut": Text(f"{side.truncated:,} ({cut:.1%})" if side.truncated else "0", style=style),
         "tokens lost": Text(f"{side.lost_tokens:,} ({lost:.1%})" if side.lost_tokens else "0", style=style),
     }

@@ -195,7 +195,7 @@ class Gradients:
             for part in parts
             for group in (
                 [part]
-                if self.ceiling.allows(len(part), share.rows.shapes[part[0]], whole=whole)
+                if self.ceiling.allows(len(part), _padded(share, part), whole=whole)
                 else self._cut_anew(share, part, part=not whole)
             )
         ]

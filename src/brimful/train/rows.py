@@ -45,19 +45,21 @@ def as_rows(given: Any, task: Task, shape: Shape, *, is_rows: bool) -> Rows:
 
 
 class Ahead:
-    """Micro-batches that a `Loader` read, cut and collated. A row is as long as what it is padded to."""
+    """Micro-batches that a `Loader` read and cut. Collated, a row is as long as what it is padded to."""
 
     def __init__(self, given: StepRows, task: Task) -> None:
         self.groups: list[list[int]] | None = given.groups
         self.step_rows = given.step_rows
         self.shapes: list[Shape] = [()] * len(given)
         self._place = dict[int, tuple[int, int]]()
-        for number, (group, shape) in enumerate(zip(given.groups, given.shapes, strict=True)):
-            for position, row in enumerate(group):
-                self.shapes[row], self._place[row] = shape, (number, position)
         self.collates = not given.collated
         kind = Batch if given.collated else Listed
         self._parts = [kind(part, task, shape) for part, shape in zip(given.parts, given.shapes, strict=True)]
+        for number, (group, part) in enumerate(zip(given.groups, self._parts, strict=True)):
+            for position, row in enumerate(group):
+                self.shapes[row], self._place[row] = part.shapes[position], (number, position)
+        if self.collates and len(given.groups) == 1:
+            self.groups = None  # nobody has cut: any cut will do
 
     def __len__(self) -> int:
         return len(self.shapes)

@@ -113,7 +113,7 @@ def test_more_unusable_rows_than_allowed_are_a_complaint(bad, max_bad, fails, tm
 def test_a_complaint_tells_counts_and_the_first_place(tmp_path):
     path = jsonl(tmp_path, *MIXED)
     assert check([path], max_chars=10).complaint() == (
-        "0.667 of 9 rows cannot be used (1 broken, 4 empty, 1 over-long), more than --max-bad 0.01; "
+        "6 of 9 rows cannot be used (1 broken, 4 empty, 1 over-long), more than --max-bad 0.01; "
         f"the first is {path}, line 2: not JSON: Expecting property name enclosed in double quotes at character 2"
     )
 

@@ -267,3 +267,29 @@ def test_progress_tells_rows_rate_and_share(tmp_path, tokenizer):
     assert len(said) == 1
     assert said[0].startswith("packed 30 rows, ")
     assert said[0].endswith("rows/s, 100%")
+
+
+def test_a_cut_takes_the_end_or_where_asked_the_beginning(tmp_path, tokenizer, plain):
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abcdefgh" * 4, "response": "abcdefgh" * 4}])
+    whole = plain("abcdefgh" * 4)
+    options = PackOptions(max_tokens=(6,), keep_end=("prompt",))
+    report = pack([str(source)], tokenizer=tokenizer, output=tmp_path / "store", options=options)
+    row = Store.open(tmp_path / "store")[0]
+    assert len(whole) > 6
+    assert row["prompt"].tolist() == [*whole[-5:], 1] and row["response"].tolist() == [*whole[:5], 1]
+    assert report.sides["prompt"].keeps_end and not report.sides["response"].keeps_end
+
+
+def test_the_prompt_of_a_conversation_keeps_its_end(tmp_path, tokenizer, plain):
+    turns = [{"from": "human", "value": "abcdefgh" * 6}, {"from": "gpt", "value": "abc"}]
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns}])
+    whole = plain("abcdefgh" * 6)
+    pack([str(source)], tokenizer=tokenizer, output=tmp_path / "store", options=PackOptions(max_tokens=(6,)))
+    assert Store.open(tmp_path / "store")[0]["prompt"].tolist() == [*whole[-5:], 1]
+
+
+def test_a_side_that_is_not_there_cannot_keep_its_end(tmp_path, tokenizer):
+    source = write_jsonl(tmp_path / "rows.jsonl", rows(3))
+    with pytest.raises(BadOption, match="--keep-end question: the rows have the sides prompt, response"):
+        options = PackOptions(keep_end=("question",))
+        pack([str(source)], tokenizer=tokenizer, output=tmp_path / "store", options=options)

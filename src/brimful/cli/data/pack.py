@@ -16,6 +16,7 @@ def pack(
     output: Path,
     columns: str | None = None,
     max_tokens: str = "256",
+    keep_end: str | None = None,
     host_limit: str = "1GiB",
     max_bad: float = 0.0,
     overwrite: Annotated[bool, Parameter(negative="")] = False,
@@ -38,6 +39,9 @@ def pack(
         Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
     max_tokens
         Cut longer sides to this many tokens, the eos counted: one number, or one for each side, such as 256,320.
+    keep_end
+        Sides that lose their beginning where they are too long, such as prompt; others lose their end. Unless given, the
+        prompts of conversations keep their end, where the question is.
     host_limit
         The host RAM it may take.
     max_bad
@@ -55,11 +59,20 @@ def pack(
     from brimful.report.pack_table import pack_table
 
     options = PackOptions(
-        columns=columns, max_tokens=limits, host_limit_bytes=limit_bytes, max_bad=max_bad, overwrite=overwrite
+        columns=columns,
+        max_tokens=limits,
+        keep_end=_names(keep_end),
+        host_limit_bytes=limit_bytes,
+        max_bad=max_bad,
+        overwrite=overwrite,
     )
     with progress("pack", every_s=5) as say:
         report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=say)
     show(pack_table(report), report.to_json(), as_json=json)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(filter(None, text.split(",")))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class CheckReport:
         counts = ", ".join(f"{self.dropped[reason]:,} {reason.replace('_', '-')}" for reason in reasons)
         first = self.places[reasons[0]][0]
         return (
-            f"{self.bad_share:.3g} of {self.rows_in:,} rows cannot be used ({counts}), more than --max-bad {self.max_bad:g}; "
+            f"{round(self.bad_share * self.rows_in):,} of {self.rows_in:,} rows cannot be used ({counts}), more than --max-bad {self.max_bad:g}; "
             f"the first is {first.file}, line {first.line}: {first.why}"
         )
 

@@ -4,8 +4,8 @@ The tokenizer's own truncation is not used: it keeps what it cuts off, and count
 take some 130 bytes a token until they are read, so a chunk is tokenised in pieces of half a megabyte of text (about
 1,000 rows of chat, 15 MB of encodings): smaller pieces cost time, larger ones only memory.
 
-A text of more than 262,144 characters (a whole book in one field) is first cut to its beginning, which holds far more
-tokens than are kept: the tokens are the same, and one such row does not take gigabytes.
+A text of more than 262,144 characters (a whole book in one field) is first cut to its beginning, or to its end where
+that is what is kept: it holds far more tokens than are kept, and one such row does not take gigabytes.
 """
 
 from collections.abc import Iterator
@@ -50,6 +50,8 @@ class Encoder:
     tokenizer: Tokenizer
     max_tokens: tuple[int, ...]
     """By side, the eos counted."""
+    keep_end: tuple[bool, ...]
+    """By side, whether it loses its beginning instead of its end."""
     eos_id: int
     dtype: str
 
@@ -69,12 +71,19 @@ class Encoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         """Of each text all tokens, or more than are kept."""
         encode = self.tokenizer.encode_batch_fast
-        heads = [text if len(text) <= LONG_CHARACTERS else text[:LONG_CHARACTERS] for text in texts]
+        heads = [
+            text if len(text) <= LONG_CHARACTERS else text[self._kept(number, LONG_CHARACTERS)]
+            for number, text in enumerate(texts)
+        ]
         ids = [encoding.ids for encoding in encode(heads, add_special_tokens=False)]
         for number, (text, head) in enumerate(zip(texts, heads, strict=True)):
             if head is not text and len(ids[number]) < 2 * max(self.max_tokens):
                 ids[number] = encode([text], add_special_tokens=False)[0].ids
         return ids
+
+    def _kept(self, number: int, length: int) -> slice:
+        """What is kept of a text that is longer, which is the so many-th of all sides of all rows."""
+        return slice(-length, None) if self.keep_end[number % len(self.keep_end)] else slice(0, length)
 
     def _flat(self, ids: list[list[int]], *, empty: int) -> Encoded:
         sides = len(self.max_tokens)
@@ -85,7 +94,7 @@ class Encoder:
             if over > 0:
                 cut[side] += 1
                 lost[side] += over
-                del one[-over:]
+                one[:] = one[self._kept(number, len(one) - over)]
             one.append(self.eos_id)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         tokens = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum(dtype=np.int64)))

@@ -23,6 +23,8 @@ class PackOptions:
     """Which columns make up which side, where the found ones are not meant: `prompt=question,response=answer`."""
     max_tokens: tuple[int, ...] = (256,)
     """Where a side is cut, its eos counted: one for all sides, or one for each."""
+    keep_end: tuple[str, ...] | None = None
+    """Sides that lose their beginning where they are too long, not their end. None: the prompts of conversations do."""
     host_limit_bytes: int = GiB
     max_bad: float = 0.0
     """The share of broken rows to put up with."""
@@ -56,6 +58,14 @@ def piece_size(host_limit_bytes: int, taken_bytes: int) -> int:
             f"{show_bytes(taken_bytes)} and packing needs some more; give {flag_bytes(needed)} or more"
         )
     return min(PIECE_BYTES, size)
+
+
+def kept_ends(asked: tuple[str, ...] | None, sides: tuple[str, ...], *, conversations: bool) -> tuple[bool, ...]:
+    """By side, whether its end is kept: in a conversation the question comes last."""
+    names = (("prompt",) if conversations else ()) if asked is None else asked
+    if unknown := [name for name in names if name not in sides]:
+        raise BadOption(f"--keep-end {','.join(unknown)}: the rows have the sides {', '.join(sides)}")
+    return tuple(side in names for side in sides)
 
 
 def by_side(values: tuple[int, ...], sides: tuple[str, ...]) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ class Side:
     tokens: int
     """In the store, the eos of each row counted."""
     max_tokens: int
+    keeps_end: bool
+    """Whether a cut takes its beginning instead of its end."""
     truncated: int
     """Rows cut to `max_tokens`."""
     lost_tokens: int

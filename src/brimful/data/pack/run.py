@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from brimful.data.flow import in_order, read_ahead
 from brimful.data.pack.encode import Encoded, Encoder, joined, pieces
-from brimful.data.pack.options import PIECES_IN_FLIGHT, PackOptions, by_side, piece_size
+from brimful.data.pack.options import PIECES_IN_FLIGHT, PackOptions, by_side, kept_ends, piece_size
 from brimful.data.pack.part import begun, check_output, part_folder, publish, save
 from brimful.data.pack.report import PackReport, Side, length_percentiles
 from brimful.data.patience import Patience
@@ -71,8 +71,10 @@ class _Packing:
         self.part, self.output, self.peak = part, output, peak
         self.sides = source.layout.sides
         self.max_tokens = by_side(options.max_tokens, self.sides)
+        conversations = source.layout.kind == "conversations"
+        self.keep_end = kept_ends(options.keep_end, self.sides, conversations=conversations)
         self.encoder = Encoder(
-            tokenizer=load_tokenizer(tokenizer), max_tokens=self.max_tokens, eos_id=facts.eos_id,
+            tokenizer=load_tokenizer(tokenizer), max_tokens=self.max_tokens, keep_end=self.keep_end, eos_id=facts.eos_id,
             dtype=token_dtype(facts.vocab_size),
         )  # fmt: skip
         self.start_bytes = peak.look()
@@ -80,7 +82,7 @@ class _Packing:
         self.key = {
             "format": VERSION, "source": source.fingerprint(),
             "tokenizer": f"{facts.fingerprint}, eos {facts.eos_id}, pad {facts.pad_id}",
-            "max-tokens": list(self.max_tokens), "rows a file": options.file_rows,
+            "max-tokens": list(self.max_tokens), "keep-end": list(self.keep_end), "rows a file": options.file_rows,
         }  # fmt: skip
         self.begun = begun(part, self.key)
         self.counts = self.begun.counts
@@ -135,7 +137,7 @@ class _Packing:
         sides = {
             side: Side(
                 column=layout.columns[side], characters=counts.characters[n], tokens=meta.tokens[side],
-                max_tokens=self.max_tokens[n], truncated=counts.cut[n], lost_tokens=counts.lost[n],
+                max_tokens=self.max_tokens[n], keeps_end=self.keep_end[n], truncated=counts.cut[n], lost_tokens=counts.lost[n],
                 mean=store.mean_lengths[n], percentiles=percentiles, longest=store.longest[n],
             )
             for n, (side, percentiles) in enumerate(zip(self.sides, length_percentiles(store), strict=True))

@@ -58,7 +58,7 @@ def parse(line: bytes) -> dict[Any, Any] | str:
     except UnicodeDecodeError:
         return "not UTF-8"
     except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at character {error.colno}"
+        return f"not JSON: {error.msg.removesuffix(' at')} at character {error.colno}"
     except RecursionError:
         return "not JSON: nested too deep"
     return value if isinstance(value, dict) else f"{_called(value)}, not an object"

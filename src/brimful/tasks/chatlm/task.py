@@ -91,7 +91,10 @@ class Pretrain(Task):
             f"its eos is {store.meta.eos_id} and the model's {EOS}" if store.meta.eos_id != EOS else "",
         ]
         if any(wrong):
-            raise BadData(f"{data} cannot train {self.name}: {'; '.join(filter(None, wrong))}; pack the rows anew")
+            raise BadData(
+                f"{data} cannot train {self.name}: {'; '.join(filter(None, wrong))}; pack the rows with a tokenizer made by "
+                f"`brimful data tokenizer --model {self.size}`"
+            )
         return store
 
     def shape(self, row: Any) -> Shape:

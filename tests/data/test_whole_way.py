@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +116,13 @@ def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, mo
 def test_raw_files_are_told_to_be_packed_first(made):
     with pytest.raises(BadData, match="not a token store: pack it first with `brimful data pack`"):
         Pretrain("tiny").rows(str(made / "raw.jsonl"))
+
+
+def test_the_guides_loop_trains_one_pass(made, monkeypatch):
+    guide = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    (loop,) = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "Loader(" in code]
+    monkeypatch.chdir(made)
+    names = {}
+    exec(loop, names)
+    assert names["loader"].passes >= 1 > (names["loader"].samples - 64) / 395
+    assert names["result"].rows == 64 and names["stepper"].steps == 7

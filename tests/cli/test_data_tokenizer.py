@@ -168,7 +168,8 @@ def test_another_process_gives_the_same_bytes(rows, tmp_path):
 def test_ctrl_c_while_training_leaves_nothing(tmp_path):
     path = write_rows(tmp_path / "rows.parquet", 12_000, words=60_000)
     with subprocess.Popen(
-        command(path, "--output", tmp_path / "t"), stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command(path, "--output", tmp_path / "t"), stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
     ) as running:  # fmt: skip
         while not list(tmp_path.glob(".t.*.part")):
             time.sleep(0.02)

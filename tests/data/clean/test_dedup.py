@@ -156,10 +156,14 @@ def test_saved_bytes_without_their_line_do_not_count(tmp_path):
 def test_ctrl_c_in_a_query_is_ctrl_c(tmp_path):
     connection = connect(tmp_path / "spill", memory_bytes=64 * 2**20, threads=1)
     press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    press.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(connection, "SELECT sum(one.range * two.range) FROM range(1000000) one, range(1000000) two")
-    press.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    try:
+        press.start()
+        with pytest.raises(KeyboardInterrupt):
+            run(connection, "SELECT sum(one.range * two.range) FROM range(1000000) one, range(1000000) two")
+        press.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_without_duckdb_the_command_that_installs_it_is_told(monkeypatch):

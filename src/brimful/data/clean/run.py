@@ -36,6 +36,7 @@ from brimful.data.clean.write import split_rows, write_splits
 from brimful.data.flow import in_order
 from brimful.data.patience import Patience
 from brimful.data.peak import Peak
+from brimful.data.read.files import refuse_output_inside
 from brimful.data.source import Chunk, Source, open_source
 from brimful.errors import BadData, BadOption
 from brimful.units import GiB, show_rate
@@ -55,6 +56,7 @@ def clean(
 ) -> CleanReport:
     """Clean these files into `output`: train.parquet, valid.parquet and test.parquet as asked for, and clean.json."""
     options = options or CleanOptions()
+    refuse_output_inside(Path(output), paths)
     source = open_source(paths, columns=options.columns)
     budget = Budget.of(options.host_limit_bytes)
     return clean_source(source, output=Path(output), options=options, budget=budget, progress=progress)

@@ -22,12 +22,13 @@ from brimful.data.pack.part import begun, check_output, part_folder, publish, sa
 from brimful.data.pack.report import PackReport, Side, length_percentiles
 from brimful.data.patience import Patience
 from brimful.data.peak import Peak
+from brimful.data.read.files import refuse_output_inside
 from brimful.data.source import Broken, Chunk, Source, open_source
 from brimful.data.store import Store
 from brimful.data.store.meta import VERSION, StoreMeta
 from brimful.data.store.write import StoreWriter, token_dtype
 from brimful.data.tokens import TokenizerFacts, load_tokenizer
-from brimful.errors import BadData, BadOption, InternalError
+from brimful.errors import BadData, InternalError
 from brimful.machine.space import Space
 from brimful.units import show_bytes
 
@@ -47,7 +48,7 @@ def pack(
     """Tokenise all rows behind these paths into a new token store. Run again after an interruption, it goes on."""
     options, target, begin_s = options or PackOptions(), Path(output).resolve(), time.monotonic()
     check_output(target, overwrite=options.overwrite)
-    _check_not_inside(target, paths)
+    refuse_output_inside(target, paths)
     source = open_source(paths, columns=options.columns)
     facts = TokenizerFacts.read(tokenizer)
     try:
@@ -216,13 +217,6 @@ class _Packing:
         total = self.source.total_bytes
         share = f", {min(1, read_bytes / total):.0%}" if total else ""
         return f"packed {rows_in:,} rows, {self._rate(rows_in):,.0f} rows/s{share}"
-
-
-def _check_not_inside(output: Path, paths: Sequence[str]) -> None:
-    """A store within a folder of rows would be read as rows the next time."""
-    for path in paths:
-        if Path(path).is_dir() and output.resolve().is_relative_to(Path(path).resolve()):
-            raise BadOption(f"--output {output} lies inside {path}, whose files are read; name a folder outside of it")
 
 
 def _write_error(error: OSError, output: Path) -> BadData:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from brimful.data.read.byte_stream import COMPRESSIONS
-from brimful.errors import BadData
+from brimful.errors import BadData, BadOption
 
 Format = Literal["parquet", "jsonl", "json", "csv", "hub"]
 
@@ -139,3 +139,10 @@ def _near(path: Path) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + " …" * (len(names) > 5)
+
+
+def refuse_output_inside(output: Path, paths: Sequence[str]) -> None:
+    """A store within a folder of rows would be read as rows the next time."""
+    for path in paths:
+        if Path(path).is_dir() and output.resolve().is_relative_to(Path(path).resolve()):
+            raise BadOption(f"--output {output} lies inside {path}, whose files are read; name a folder outside of it")

@@ -222,11 +222,9 @@ def test_a_killed_worker_is_told_and_the_steps_go_on():
 
 
 def test_a_worker_that_dies_does_not_interrupt_what_the_training_is_doing():
-    before = signal.getsignal(signal.SIGCHLD)
     loader = made(workers=1)
     steps = iter(loader)
     next(steps)
-    assert signal.getsignal(signal.SIGCHLD) == before
     os.kill(loader.worker_pids[0], signal.SIGKILL)
     time.sleep(0.3)  # in the middle of a training step: torch's own handler would raise here
     steps.close()

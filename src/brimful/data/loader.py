@@ -19,12 +19,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
+from torch.utils.data._utils import signal_handling
 
 from brimful.data.batches import Barred, Batches, Lengths, Mix, Step
 from brimful.data.reader import Reader, StepRows, Unreadable
@@ -205,8 +205,8 @@ class Loader:
     def _start(self, steps: Iterator[Step]) -> Any:
         """torch's workers, with a generator of their own so that starting them draws nothing from the training's.
 
-        torch raises a dead worker's error from a signal handler, in the middle of whatever the training is doing. The old
-        handler is put back, and the death is seen when the next step is asked for.
+        torch raises a dead worker's error from a signal handler, in the middle of whatever the training is doing. These
+        workers are taken off its list, and a death is seen when the next step is asked for.
         """
         loader: Any = torch.utils.data.DataLoader(
             cast(Any, self._reader),
@@ -219,10 +219,9 @@ class Loader:
             worker_init_fn=_leave_ctrl_c_to_the_parent,
             generator=torch.Generator(),
         )
-        handler = signal.getsignal(signal.SIGCHLD)
         iterator = iter(loader)
-        with suppress(ValueError):  # only the main thread may set handlers, and only there torch has
-            signal.signal(signal.SIGCHLD, handler)
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
         return iterator
 
     def _dead_workers(self) -> list[tuple[int, int]]:

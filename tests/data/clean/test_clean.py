@@ -310,15 +310,16 @@ def test_without_duckdb_nothing_is_begun(tmp_path, monkeypatch):
 
 
 def test_files_of_a_real_format_are_cleaned(tmp_path):
-    rows = varied(30)
+    rows, raw = varied(30), tmp_path / "raw"
+    raw.mkdir()
     lines = [json.dumps({"instruction": prompt, "input": "", "output": response}) for prompt, response in rows]
-    (tmp_path / "one.jsonl").write_text("\n".join(lines[:20]))
-    (tmp_path / "two.jsonl").write_text("\n".join([lines[3], *lines[20:]]))
-    report = clean([str(tmp_path)], output=tmp_path / "out", options=CleanOptions(valid=0))
+    (raw / "one.jsonl").write_text("\n".join(lines[:20]))
+    (raw / "two.jsonl").write_text("\n".join([lines[3], *lines[20:]]))
+    report = clean([str(raw)], output=tmp_path / "out", options=CleanOptions(valid=0))
     assert sorted(read_back(tmp_path / "out")) == sorted(rows)
     assert report.columns["prompt"].startswith("instruction")
     (place,) = report.places["duplicate"]
-    assert Path(place.file).name == "two.jsonl" and place.why == f"the same as {tmp_path / 'one.jsonl'}, line 4"
+    assert Path(place.file).name == "two.jsonl" and place.why == f"the same as {raw / 'one.jsonl'}, line 4"
 
 
 def talks(path, *, talks=60, turns=6):

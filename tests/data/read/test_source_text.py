@@ -48,7 +48,7 @@ def told(source):
         (b'{"prompt":"a","response":NaN}', "'response' is a number, not text"),
         (b'{"prompt":"a","response":"\\ud83d"}', "'response' has half of a surrogate pair"),
         (b'{"prompt":"a","prompt":"b","response":"c"}', "the field 'prompt' twice"),
-        (b'{"prompt":"a\tb","response":"c"}', "not JSON: Invalid control character at at character 13"),
+        (b'{"prompt":"a\tb","response":"c"}', "not JSON: Invalid control character at character 13"),
         (b'["a","b"]', "a list, not an object"),
         (b"17", "a number, not an object"),
         (b"null", "null, not an object"),
@@ -221,7 +221,7 @@ def test_rows_of_a_list_have_the_line_on_which_they_start(tmp_path):
     ("item", "why"),
     [
         ('{"prompt": "a",}', "not JSON: Expecting property name enclosed in double quotes at character 16"),
-        ('{"prompt": "a\nb", "response": "b"}', "not JSON: Invalid control character at at character 14"),
+        ('{"prompt": "a\nb", "response": "b"}', "not JSON: Invalid control character at character 14"),
         ("", "not JSON: Expecting value at character 1"),
         ("17", "a number, not an object"),
         ('[{"prompt": "a", "response": "b"}]', "a list, not an object"),

@@ -234,7 +234,7 @@ def test_all_problems_of_the_options_come_at_once():
 
 
 def test_a_limit_that_cannot_hold_the_process_is_refused(rows, tmp_path):
-    with pytest.raises(BadOption, match="--host-limit 100MiB is too small: .* give .*MiB or more"):
+    with pytest.raises(BadOption, match="--host-limit 100MiB is too small: .* give .*iB or more"):
         train_tokenizer([rows], output=tmp_path / "t", options=TokenizerOptions(host_limit_bytes=100 * 2**20))
     assert not list(tmp_path.iterdir())
 

@@ -81,7 +81,7 @@ def test_no_more_workers_than_cores_allow(plan, monkeypatch):
     monkeypatch.setattr(host_module.Host, "detect", classmethod(lambda cls: replace(HOST, cores=4)))
     found = fitted(plan, Data(0.001), step_s=0.01)
     assert found.host.workers == 3
-    assert "4 cores for 1 process(es) allow 3" in found.choice("workers").reason
+    assert "4 cores for 1 process allow 3" in found.choice("workers").reason
 
 
 def test_more_workers_where_one_does_not_keep_up(plan, monkeypatch):
@@ -106,6 +106,11 @@ def test_what_is_asked_for_is_kept(plan):
     found = fitted(plan, Data(), step_s=100.0, workers=2, prefetch=3, pin_memory="off")
     assert (found.host.workers, found.host.prefetch, found.host.pin_memory) == (2, 3, False)
     assert [found.choice(name).basis for name in ("workers", "prefetch", "pin_memory")] == ["asked"] * 3
+
+
+def test_no_workers_where_none_are_asked_for_even_if_reading_is_slow(plan):
+    choice = fitted(plan, Data(0.001), step_s=0.05, workers=0).choice("workers")
+    assert choice.effective == 0 and choice.reason.startswith("as asked for; ") and "gain nothing" not in choice.reason
 
 
 def test_pinned_memory_is_not_used_without_a_card_even_if_asked_for_and_that_is_told(plan):
@@ -135,7 +140,7 @@ def test_a_limit_below_the_process_itself_is_refused_with_what_is_needed(plan):
     options = FitOptions(device="cpu", memory_limit="64MiB")
     target = replace(find_target(options), host_limit_bytes=tree_bytes() // 2)
     with pytest.raises(
-        DoesNotFit, match="1 process take .* of host RAM, and 90% of the limit are .*: give --host-limit"
+        DoesNotFit, match="1 process takes .* of host RAM, and 90% of the limit are .*: give --host-limit"
     ) as refusal:
         with_host(plan, Texts(), None, target, options, lambda phrase: None)
     assert refusal.value.needed_bytes > target.host_limit_bytes

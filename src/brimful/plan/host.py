@@ -130,9 +130,11 @@ class _HostFit:
         if self.here is None:
             return as_choice("workers", asked, asked, "no DATA was given, so nothing could be read and timed", "asked")
         share, takes = self.here.seconds / self.trains_s, _ms(self.here.seconds)
-        if asked == 0 or (asked is None and share <= NEGLIGIBLE):
-            said = f"a step's rows are ready in {takes}, {share:.1%} of the {_ms(self.trains_s)} it trains"
-            return as_choice("workers", asked, 0, f"{said}; a worker would cost RAM and gain nothing", "measured")
+        said = f"a step's rows are ready in {takes}, {share:.1%} of the {_ms(self.trains_s)} it is predicted to train"
+        if asked == 0:
+            return as_choice("workers", 0, 0, f"as asked for; {said}", "measured")
+        if asked is None and share <= NEGLIGIBLE:
+            return as_choice("workers", None, 0, f"{said}; a worker would cost RAM and gain nothing", "measured")
         if asked is None and self.target.device.type == "cpu" and self.here.computing > CPU_BOUND:
             said = f"reading computes ({takes} a step), and the training needs the same cores"
             return as_choice("workers", None, 0, said, "measured")
@@ -140,13 +142,11 @@ class _HostFit:
         needed = math.ceil(HEADROOM * self.worker.seconds / self.trains_s)
         cores = max(1, self.host.cores // self.plan.processes - 1)
         said = (
-            f"a worker has a step's rows ready every {_ms(self.worker.seconds)}, the step trains {_ms(self.trains_s)}"
-            f", and takes {show_bytes(self.worker.worker_bytes)}"
+            f"a worker has a step's rows ready every {_ms(self.worker.seconds)} and takes "
+            f"{show_bytes(self.worker.worker_bytes)}; the step is predicted to train {_ms(self.trains_s)}"
         )
         if asked is None and needed > cores:
-            said += (
-                f"; {needed} would keep up, {self.host.cores} cores for {self.plan.processes} process(es) allow {cores}"
-            )
+            said += f"; {needed} would keep up, {self.host.cores} cores for {self.plan.processes} process{'es' * (self.plan.processes > 1)} allow {cores}"
         return as_choice("workers", asked, min(needed, cores) if asked is None else asked, said, "measured")
 
     def _prefetch(self, workers: Choice) -> Choice:
@@ -198,7 +198,7 @@ class _HostFit:
         which = f" with {workers} worker{'s' * (workers != 1)} each" if workers else ""
         fewer = ", or fewer --workers" if workers else ""
         return DoesNotFit(
-            f"{self.plan.processes} process{'es' * (self.plan.processes > 1)}{which} take {show_bytes(needed * FILL_HOST)} of host RAM, and "
+            f"{self.plan.processes} process{'es' * (self.plan.processes > 1)}{which} {'take' if self.plan.processes > 1 else 'takes'} {show_bytes(needed * FILL_HOST)} of host RAM, and "
             f"{FILL_HOST:.0%} of the limit are {show_bytes(FILL_HOST * self.target.host_limit_bytes)}: give --host-limit "
             f"{flag_bytes(needed)}{fewer}",
             needed_bytes=round(needed),
@@ -216,7 +216,7 @@ class _HostFit:
         worth = slow - fast > WORTH_PINNING * self.trains_s
         said = (
             f"copying a step ({show_bytes(self._step_bytes)}) to the card takes {_ms(fast)} from pinned memory and {_ms(slow)} "
-            f"from plain, and the step {_ms(self.trains_s)}"
+            f"from plain, and the step is predicted to take {_ms(self.trains_s)}"
         )
         return as_choice("pin_memory", asked, worth if asked is None else asked, said, "measured")
 

@@ -42,7 +42,8 @@ def test_all_mistakes_are_told_at_once():
 
 @pytest.mark.parametrize("asked", [{}, {"valid": 0, "test": 0}, {"valid": 1}, {"valid": 5000, "test": 0.5}, {"near": None}, {"near": 1}, {"max_chars": "10,20"}, {"min_chars": 3}, {"host_limit": "384MiB"}], ids=str)  # fmt: skip
 def test_a_value_that_can_work_is_taken(asked):
-    CleanOptions(**asked)
+    options = CleanOptions(**asked)
+    assert {name: getattr(options, name) for name in asked} == asked
 
 
 def test_memory_and_patience_do_not_decide_whether_work_is_gone_on_with():

@@ -133,7 +133,8 @@ def test_files_that_were_all_read_are_not_opened_again(tmp_path):
             raise AssertionError("read again")
 
     interrupt(tmp_path, "looking for duplicates")
-    clean_source(Closed(ROWS), output=tmp_path, options=CleanOptions(**OPTIONS), budget=SMALL)
+    report = clean_source(Closed(ROWS), output=tmp_path, options=CleanOptions(**OPTIONS), budget=SMALL)
+    assert report.rows_in == len(ROWS)
 
 
 @pytest.fixture

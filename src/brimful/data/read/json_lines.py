@@ -29,9 +29,14 @@ def lines_columns(path: str) -> Columns:
 def read_lines(path: str, fields: tuple[Field, ...]) -> Iterator[Raw]:
     """All rows with their lines."""
     with ByteStream(path) as stream:
-        for block in blocks(path, stream):
-            rows, lines, broken = object_rows(block, fields)
-            yield Raw(rows=rows, lines=lines, broken=broken, at_bytes=stream.at_bytes())
+        yield from read_blocks(stream, blocks(path, stream), fields)
+
+
+def read_blocks(stream: ByteStream, found: Iterator[Block], fields: tuple[Field, ...]) -> Iterator[Raw]:
+    """The rows of these blocks, and how far the stream has been read."""
+    for block in found:
+        rows, lines, broken = object_rows(block, fields)
+        yield Raw(rows=rows, lines=lines, broken=broken, at_bytes=stream.at_bytes())
 
 
 def sample_columns(path: str, found: Iterator[Block]) -> Columns:

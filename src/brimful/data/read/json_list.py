@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.data.read.byte_stream import ByteStream
-from brimful.data.read.json_lines import blocks, sample_columns
-from brimful.data.read.objects import Block, object_rows
+from brimful.data.read.json_lines import blocks, read_blocks, sample_columns
+from brimful.data.read.objects import Block
 from brimful.data.read.raw import CHUNK_BYTES, CHUNK_ROWS, MAX_ROW_BYTES, Columns, Field, Lines, Raw
 from brimful.errors import BadData
 
@@ -40,9 +40,7 @@ def json_columns(path: str) -> Columns:
 def read_json(path: str, fields: tuple[Field, ...]) -> Iterator[Raw]:
     """All rows with the line on which they start."""
     with ByteStream(path) as stream:
-        for block in _blocks(path, stream):
-            rows, lines, broken = object_rows(block, fields)
-            yield Raw(rows=rows, lines=lines, broken=broken, at_bytes=stream.at_bytes())
+        yield from read_blocks(stream, _blocks(path, stream), fields)
 
 
 def _blocks(path: str, stream: ByteStream) -> Iterator[Block]:

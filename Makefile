@@ -1,4 +1,4 @@
-# make demo     install into .venv and fit the tiny chat model: nothing but Python 3.11+ and make is needed
+# make demo     install into .venv, train a tiny chat model and ask it three questions: Python 3.11+ and make will do
 # make test     lint, types, import contract, tests (what CI runs; under 10 minutes on 2 cores)
 # make torture  the long sets; their figures go to bench/RESULTS.md
 
@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: demo test lint types contract pytest torture install clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/brimful fit chatlm-sft --size tiny --memory-limit 1GiB --device cpu
+	$(BIN)/brimful demo
 
 test: lint types contract pytest
 
@@ -36,7 +36,7 @@ install: $(STAMP)
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Brimful needs Python 3.11 or newer; this is %s. Try: make PYTHON=python3.11 ..." % sys.version.split()[0])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval]'
 	@touch $@
 
 $(STAMP): $(VENV)/.runtime

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--memory-limit", default="20GiB")
     parser.add_argument("--steps", type=int, default=22)
     args = parser.parse_args()
-    task = load_task(args.task, size=args.size)
+    task = load_task(args.task, options={"size": args.size})
     plan = brimful.fit(
         task, data=str(args.store), memory_limit=args.memory_limit, device=args.device, cache=False, global_batch=256,
         progress=lambda phrase: print(phrase, file=sys.stderr),

@@ -296,7 +296,7 @@ def prepare(args: argparse.Namespace) -> Contest:
     if device.type not in DEFAULTS:
         raise BadOption(f"--device {args.device}: this comparison knows cpu and cuda, not {device.type}")
     size, limit = DEFAULTS[device.type]
-    task = load_task(args.task, size=args.size or (size if args.task in BUILT_IN else None))
+    task = load_task(args.task, options={"size": args.size or (size if args.task in BUILT_IN else None)})
     shape = task.worst_shape if args.lengths is None else args.lengths
     if len(shape) != len(task.worst_shape):
         raise BadOption(f"--lengths {shape}: task {task.name} has {len(task.worst_shape)}, {task.worst_shape} at worst")

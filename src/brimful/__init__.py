@@ -7,6 +7,8 @@
     for rows in loader:                            # a whole global batch
         result = stepper.step(rows)                # survives out-of-memory, with the same result
 
+    brimful.train(task, "rows.parquet")            # or all of it: fit, train, evaluate, save, resume
+
 The public names below load on first use, so that `import brimful` stays free of torch (2.5 s).
 """
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from brimful.plan.plan import Plan as Plan
     from brimful.task import Loss as Loss
     from brimful.task import Task as Task
+    from brimful.train.api import train as train
     from brimful.train.step import Stepper as Stepper
 
 __version__ = "0.1.0"
@@ -34,10 +37,12 @@ _HOME = {
     "virtual_memory": "brimful.memory.ledger",
 }
 
-__all__ = ["Loss", "Machine", "Plan", "Stepper", "Task", "fit", "virtual_memory"]
+__all__ = ["Loss", "Machine", "Plan", "Stepper", "Task", "fit", "train", "virtual_memory"]
 
 
 def __getattr__(name: str) -> object:
+    if name == "train":  # the package is the function too
+        return import_module("brimful.train")
     if name not in _HOME:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

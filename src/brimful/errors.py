@@ -13,6 +13,11 @@
     │   ├── NonFinite        gradients were NaN or inf in too many steps in a row
     │   ├── HalfUpdate       the optimizer's own step failed: only a checkpoint helps
     │   ├── LostProcess      another process of the job ended
+    │   ├── BadModel         a model folder of another kind, damaged, or at odds with its tokenizer
+    │   ├── BadRun           a run folder in use, unwritable, of another run, or with nothing to resume
+    │   ├── BadCheckpoint    a checkpoint that is incomplete or damaged; names the file
+    │   ├── SaveFailed       a checkpoint could not be written; those before it are whole
+    │   ├── NoConnection     the processes of a job cannot talk to each other; names what helps
     │   └── MissingExtra     an optional package is needed; names the pip command
     └── InternalError        a bug in Brimful; never the user's fault
 
@@ -74,6 +79,26 @@ class HalfUpdate(UserError):
 
 class LostProcess(UserError):
     """Another process of this job ended, or stopped with a sentence of its own."""
+
+
+class BadModel(UserError):
+    """A model folder cannot be used: another architecture, missing or damaged weights, ids at odds with its tokenizer."""
+
+
+class BadRun(UserError):
+    """A run folder cannot be used: another process trains in it, it cannot be written, there is nothing to resume."""
+
+
+class BadCheckpoint(UserError):
+    """A checkpoint is incomplete or damaged."""
+
+
+class SaveFailed(UserError):
+    """A checkpoint could not be written. Nothing that was there before is lost."""
+
+
+class NoConnection(UserError):
+    """The processes of a job cannot reach each other before training begins."""
 
 
 class MissingExtra(UserError):

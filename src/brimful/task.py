@@ -29,7 +29,7 @@ the terms' means; a weight belongs into the term's sum.
 `(source, target)` for an encoder-decoder, `(side,)` for square images. A batch is padded to the largest of each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -37,6 +37,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from brimful.errors import TaskError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -123,6 +125,35 @@ class Task:
         raise TaskError(
             f"task {self.name} does not read data itself: leave DATA out to fit its worst shape, or define rows(data)"
         )
+
+    def prepare(
+        self, data: str, folder: "Path", say: Callable[[str], object], like: Dataset | None = None, name: str = "train"
+    ) -> str:
+        """Make data ready for `rows`, below a folder of the run if it must be written: what `rows` is then given.
+
+        Data to evaluate on come second, with the rows to train on as `like`.
+        """
+        return data
+
+    def start(self) -> "nn.Module":
+        """The model that training begins with: `model()`, with random weights, unless there are better ones."""
+        return self.model()
+
+    def evaluate(self, model: "nn.Module", rows: Sequence[Any], context: Any) -> "Mapping[str, float]":
+        """Figures besides the mean loss, higher is better. `context` runs gradient-free work in batches that fit."""
+        return {}
+
+    def save(self, model: "nn.Module", folder: "Path", rows: Dataset) -> None:
+        """Write the model for others to load. The weights are in `model.safetensors`; `rows` is what it was trained on."""
+        from safetensors.torch import save_model
+
+        if hasattr(model, "save_pretrained"):
+            from transformers.utils import logging
+
+            logging.disable_progress_bar()  # one file, a tenth of a second: a bar would only tear the run's own
+            model.save_pretrained(folder, max_shard_size="1000GB")  # type: ignore[operator]
+        else:
+            save_model(model, str(folder / "model.safetensors"))
 
     def checkpointing(self, model: "nn.Module", on: bool) -> bool:
         """Turn gradient checkpointing on or off for a model with its own way of doing it; False where there is none."""

@@ -19,7 +19,7 @@ HOLD = "import sys, torch; x = torch.empty({bytes}, dtype=torch.uint8, device='c
 
 @pytest.fixture(scope="module")
 def plan():
-    return fit(load_task("chatlm-sft", size="base"), memory_limit="20GiB", cache=False)
+    return fit(load_task("chatlm-sft", options={"size": "base"}), memory_limit="20GiB", cache=False)
 
 
 def test_the_chat_model_fits_20_gib_without_an_oom_within_1_5_percent(plan):
@@ -76,19 +76,19 @@ def hog():
 
 def test_a_card_held_by_another_process_is_named_in_one_sentence(hog):
     with pytest.raises(DeviceBusy, match=r"only .* are free on .*: .*hold") as caught:
-        fit(load_task("chatlm-sft", size="base"), memory_limit="20GiB", cache=False)
+        fit(load_task("chatlm-sft", options={"size": "base"}), memory_limit="20GiB", cache=False)
     print(caught.value)
 
 
 def test_a_card_nearly_full_says_who_holds_it(hog):
     with pytest.raises(DoesNotFit, match="holds? ") as caught:
-        fit(load_task("chatlm-pretrain", size="base"), cache=False)
+        fit(load_task("chatlm-pretrain", options={"size": "base"}), cache=False)
     print(caught.value)
 
 
 def test_a_limit_below_the_fixed_part_says_what_is_needed():
     with pytest.raises(DoesNotFit, match="--memory-limit") as caught:
-        fit(load_task("chatlm-pretrain", size="base"), memory_limit="2GiB", cache=False)
+        fit(load_task("chatlm-pretrain", options={"size": "base"}), memory_limit="2GiB", cache=False)
     assert caught.value.needed_bytes > 2 * GiB
     print(caught.value)
 

@@ -42,7 +42,7 @@ def make():
 
 def refused(error: type[Exception], spec: str, **options) -> str:
     with pytest.raises(error) as raised:
-        load_task(spec, **options)
+        load_task(spec, options=options)
     assert type(raised.value) is error
     return str(raised.value)
 
@@ -61,7 +61,7 @@ def test_a_built_in_task_is_called_what_the_user_typed(name):
     ("size", "shape", "global_batch"), [("tiny", (128, 128), 64), ("base", (256, 256), 256), (None, (256, 256), 256)]
 )
 def test_a_built_in_task_comes_in_sizes_base_unless_told(name, size, shape, global_batch):
-    task = load_task(name, size=size)
+    task = load_task(name, options={"size": size})
     assert (task.worst_shape, task.global_batch) == (shape, global_batch)
 
 
@@ -192,5 +192,5 @@ def test_what_is_no_task_is_refused_with_its_kind(write, text, kind):
 def test_a_task_of_ones_own_has_no_sizes(write):
     spec = f"{write(ONE_TASK)}:Mine"
     assert refused(BadOption, spec, size="tiny") == (
-        f"--size tiny: only the built-in tasks (chatlm-pretrain, chatlm-sft) come in sizes, not {spec}"
+        f"--size tiny: only the built-in tasks (chatlm-pretrain, chatlm-sft) have a size, a --from and the like, not {spec}"
     )

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 import brimful
+from brimful.cli.chat import chat
 from brimful.cli.data import data
+from brimful.cli.demo import demo
+from brimful.cli.eval import evaluate
 from brimful.cli.fit import fit
 from brimful.cli.machine import machine
+from brimful.cli.train import train
 from brimful.errors import UserError
 
 app = App(
@@ -24,6 +28,10 @@ app = App(
 )
 app.command(machine)
 app.command(fit)
+app.command(train)
+app.command(evaluate, name="eval")
+app.command(chat)
+app.command(demo)
 app.command(data)
 
 

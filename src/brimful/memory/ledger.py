@@ -36,6 +36,7 @@ class Ledger(TorchDispatchMode):
         self.ooms = 0
         self._phase: str | None = None
         self._phase_peak = 0
+        self.recent_peak_bytes = 0
         self._entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def phase(self, name: str | None) -> None:
@@ -108,6 +109,7 @@ class Ledger(TorchDispatchMode):
         if self.limit_bytes is None or self.live_bytes <= self.limit_bytes:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self._phase_peak = max(self._phase_peak, self.live_bytes)
+            self.recent_peak_bytes = max(self.recent_peak_bytes, self.live_bytes)
 
     def _check(self, what: Any) -> None:
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
@@ -136,5 +138,22 @@ def active_limit_bytes() -> int | None:
 
 def active_live_bytes() -> int | None:
     """What the ledger with that limit counts as alive."""
+    ledger = _tightest()
+    return None if ledger is None else ledger.live_bytes
+
+
+def reset_active_peak() -> None:
+    """From here on `active_peak_bytes` counts anew."""
+    if (ledger := _tightest()) is not None:
+        ledger.recent_peak_bytes = ledger.live_bytes
+
+
+def active_peak_bytes() -> int | None:
+    """The most that ledger counted as alive since `reset_active_peak`."""
+    ledger = _tightest()
+    return None if ledger is None else ledger.recent_peak_bytes
+
+
+def _tightest() -> Ledger | None:
     limited = [ledger for ledger in _active if ledger.limit_bytes is not None]
-    return min(limited, key=lambda ledger: ledger.limit_bytes or 0).live_bytes if limited else None
+    return min(limited, key=lambda ledger: ledger.limit_bytes or 0) if limited else None

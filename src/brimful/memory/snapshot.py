@@ -19,10 +19,37 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._python = random.getstate()
-        self._numpy = np.random.get_state()
+        self._numpy: tuple[Any, ...] = np.random.get_state()  # type: ignore[assignment]
         self._torch = torch.get_rng_state()
         self._where = device
         self._device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As numbers, strings and tensors, for a file."""
+        kind, keys, place, has_gauss, gauss = self._numpy
+        return {
+            "python": self._python,
+            "numpy": [
+                str(kind),
+                torch.from_numpy(np.asarray(keys).astype(np.int64)),
+                int(place),
+                int(has_gauss),
+                float(gauss),
+            ],
+            "torch": self._torch,
+            "device": self._device,
+        }
+
+    @classmethod
+    def of(cls, plain: dict[str, Any], device: torch.device) -> "RandomState":
+        """From `to_plain`. Of a device of another kind, the generator stays as it is now."""
+        state = cls(device)
+        state._python, state._torch = plain["python"], plain["torch"]
+        kind, keys, *rest = plain["numpy"]
+        state._numpy = (kind, keys.numpy().astype(np.uint32), *rest)
+        if state._device is not None and plain["device"] is not None:
+            state._device = plain["device"]
+        return state
 
     def restore(self) -> None:
         random.setstate(self._python)

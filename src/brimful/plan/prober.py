@@ -25,7 +25,7 @@ from brimful.task import Shape, Task, terms_of
 from brimful.units import show_rows
 
 T = TypeVar("T")
-Progress = Callable[[str], None]
+Progress = Callable[[str], object]
 """Called with one short phrase before each piece of work."""
 
 Mode = Literal["later", "whole", "full"]

@@ -1,7 +1,7 @@
 """One fit under way: the levers tried one after the other, and the plan made of the better trial."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -13,6 +13,7 @@ from brimful.memory.cut import deal
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory
 from brimful.plan.exact import Exactness, check_exactness
+from brimful.plan.frozen import frozen_choice
 from brimful.plan.levers import checkpointing
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import HostPlan, Levers, Plan
@@ -74,10 +75,12 @@ class Trials:
             trial.survey.check_corner(self.target.budget_bytes)
             chosen = trial.survey.read(trial.speed.chosen.rows, self.shape, "full", reserved=True)
             overhead = self._overhead(trial.speed.chosen)
+            frozen = frozen_choice(self.rig, self.shape, trial.speed.chosen.rows)
         if chosen is None:
             raise DoesNotFit(f"{show_size(trial.speed.chosen.rows, self.shape)} ran before and ran out of memory now: "
                              f"something else took memory on {self.target.name}{self.target.holders}", needed_bytes=0)  # fmt: skip
-        return self._assemble(trial, chosen, overhead, why, key)
+        plan = self._assemble(trial, chosen, overhead, why, key)
+        return plan if frozen is None else replace(plan, choices=(*plan.choices, frozen))
 
     def _warm_up(self) -> None:
         fixed = self.options.checkpointing

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 
 from brimful.errors import BadOption, TaskError, UnknownTask, in_one_line
 from brimful.task import Task
+from brimful.tasks.chatlm.options import ChatOptions
 
 BUILT_IN = {
     "chatlm-pretrain": "brimful.tasks.chatlm.task:Pretrain",
@@ -24,24 +25,28 @@ BUILT_IN = {
 }
 
 
-def load_task(spec: str, *, size: str | None = None) -> Task:
-    """The task behind `spec`. `size` picks one of a built-in task's sizes."""
+def load_task(spec: str, *, options: Mapping[str, Any] | None = None) -> Task:
+    """The task behind `spec`. `options` are those of `ChatOptions`, which the built-in tasks take."""
+    options = {word: value for word, value in (options or {}).items() if value is not None}
     if spec in BUILT_IN:
         module, name = BUILT_IN[spec].split(":")
-        return _sized(getattr(importlib.import_module(module), name), size)
+        return _made(getattr(importlib.import_module(module), name), options)
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise UnknownTask(_unknown(spec))
-    if size is not None:
-        raise BadOption(f"--size {size}: only the built-in tasks ({', '.join(BUILT_IN)}) come in sizes, not {spec}")
+    if options:
+        flags = ", ".join(f"--{word.rstrip('_').replace('_', '-')} {value}" for word, value in options.items())
+        raise BadOption(
+            f"{flags}: only the built-in tasks ({', '.join(BUILT_IN)}) have a size, a --from and the like, not {spec}"
+        )
     return _as_task(_attribute(_run_file(Path(path)), path, name), spec)
 
 
-def _sized(task: Any, size: str | None) -> Task:
-    sizes = task.sizes
-    if size is not None and size not in sizes:
-        raise BadOption(f"--size {size}: {task.name} comes in the sizes {', '.join(sizes)}")
-    made: Task = task(size) if size else task()
+def _made(task: Any, options: dict[str, Any]) -> Task:
+    size = options.get("size")
+    if size is not None and size not in task.sizes:
+        raise BadOption(f"--size {size}: {task.name} comes in the sizes {', '.join(task.sizes)}")
+    made: Task = task(options=ChatOptions(**options))
     return made
 
 

@@ -55,18 +55,14 @@ class Solo:
         """The first process's values for everybody."""
 
 
-class Processes(Solo):
-    """The processes of torch.distributed."""
+class Talk(Solo):
+    """The processes of torch.distributed, before there is a model: they can agree, through gloo on the host."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.watch = watch(self.rank, self.size)
         with _lost_processes_named(self):
             self._talk = _talk(dist.group.WORLD)
-            self._buckets = _buckets(model, device)
-            for buckets in self._buckets.values():  # NCCL takes its buffers at its first use: now, not in a full card
-                _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
-            self.spread([*model.parameters(), *model.buffers()])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         table = torch.zeros(self.size, len(values), dtype=torch.float64)
@@ -86,6 +82,18 @@ class Processes(Solo):
         with _lost_processes_named(self):
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._talk)
         return [bool(vote) for vote in votes.tolist()]
+
+
+class Processes(Talk):
+    """The same with a model, whose gradients they sum."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        with _lost_processes_named(self):
+            self._buckets = _buckets(model, device)
+            for buckets in self._buckets.values():  # NCCL takes its buffers at its first use: now, not in a full card
+                _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
+            self.spread([*model.parameters(), *model.buffers()])
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         assert all(grad.dtype in self._buckets for grad in gradients), "a gradient of a dtype that no weight has"
@@ -109,11 +117,22 @@ def _talk(job: Any) -> Any:
 
 def join(model: nn.Module, device: torch.device) -> Solo:
     """This process's place in its job. Under a launcher that set WORLD_SIZE, torch.distributed is started if it was not."""
+    return Processes(model, device) if connected(device) else Solo()
+
+
+def meet(device: torch.device, backend: str = "auto") -> Solo:
+    """The same before there is a model."""
+    return Talk() if connected(device, backend) else Solo()
+
+
+def connected(device: torch.device, backend: str = "auto") -> bool:
+    """Whether there are several processes; started here where a launcher says so and nobody did."""
     if not dist.is_available():
-        return Solo()
+        return False
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return Processes(model, device) if dist.is_initialized() and dist.get_world_size() > 1 else Solo()
+        own = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(own if backend == "auto" else backend)
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def fingerprint(flags: Sequence[bool]) -> float:

@@ -1,6 +1,9 @@
 """The process beside a job that sees its processes die, ends the rest, and has the last word; `supervise` says why.
 
 Started by the first process of a job on a box, `python -m brimful.train.sidecar FOLDER`. It must not import torch.
+
+What it knows of deaths and their first cause is in `Member` and `Job`, on which `parent` builds too: `brimful train`
+starts its processes itself, and so needs nobody beside them.
 """
 
 import contextlib
@@ -13,44 +16,39 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from brimful.machine.cgroup import oom_kills
 from brimful.train.supervise import Blame, alive, identity, line, locked, look, read
 
-_POLL_S, _GRACE_S, _TERM_S, _LAUNCHER_S, _WRITE_S = 0.2, 1.0, 5.0, 30.0, 10
-_SETTLE_S = 0.5
+POLL_S, GRACE_S, _TERM_S, _LAUNCHER_S, _WRITE_S = 0.2, 1.0, 5.0, 30.0, 10
+SETTLE_S = 0.5
 """How long a doubtful cause (a lost connection, a TERM) waits for a better one before anything is said."""
-_POLITE = [number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None))]
+POLITE = [number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None))]
 """Signals that somebody sends on purpose: Ctrl-C, scancel, a launcher that ends the peers of a dead process."""
 
 
-class _Member:
-    """One process of the job on this box, from its file and from the kernel."""
+class Member:
+    """One process of a job: what it said of itself, and how it ended."""
 
-    def __init__(self, entry: dict[str, Any]) -> None:
-        self.entry, self.pid = entry, int(entry["pid"])
+    def __init__(self, *, pid: int, rank: int, world_size: int) -> None:
+        self.pid, self.rank, self.world_size = pid, rank, world_size
         self.mark: dict[str, Any] | None = None
         self.gone_at: float | None = None
         self.status: int | None = None
-        self.orphaned_at: float | None = None
 
-    def look(self) -> None:
-        if self.gone_at is None:
-            started, dead, status = look(self.pid)
-            if dead or started != self.entry["started"]:
-                self.gone_at = time.monotonic()
-                self.status = status if started == self.entry["started"] else None
-            elif self.entry["launcher"] and not self.orphaned_at and not alive(self.entry["launcher"]):
-                self.orphaned_at = time.monotonic()
+    @property
+    def name(self) -> str:
+        return f"process {self.rank} of {self.world_size} (pid {self.pid})"
 
-    def trouble(self) -> "_Trouble | None":
+    def send(self, number: int) -> None:
+        """Give it a signal, if it is still the same process."""
+        raise NotImplementedError
+
+    def trouble(self) -> "Trouble | None":
         if self.mark is not None and not (self.mark["blame"] == Blame.EARLY and self.status):
-            return _Trouble(Blame(self.mark["blame"]), self.mark["at"], self.mark["said"], self)
-        if self.orphaned_at is not None:
-            words = f"lost its launcher (pid {self.entry['launcher']['pid']})"
-            return _Trouble(Blame.OWN, self.orphaned_at, words, self)
-        return None if self.gone_at is None else _Trouble(*self.end(), self)
+            return Trouble(Blame(self.mark["blame"]), self.mark["at"], self.mark["said"], self)
+        return None if self.gone_at is None else Trouble(*self.end(), self)
 
     def end(self) -> tuple[Blame, float, str]:
         """What its exit status says."""
@@ -59,66 +57,47 @@ class _Member:
             return Blame.UNSEEN, self.gone_at, "is gone without a word"
         if number := self.status & 0x7F:  # the bit above says that a core was dumped, the byte above is the exit code
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            blame, verb = (Blame.OUTSIDE, "ended") if number in _POLITE else (Blame.OWN, "killed")
+            blame, verb = (Blame.OUTSIDE, "ended") if number in POLITE else (Blame.OWN, "killed")
             return blame, self.gone_at, f"was {verb} by {name}" + (" after its work was done" if self.mark else "")
         if self.status:
             return Blame.OWN, self.gone_at, f"left with exit code {self.status >> 8}"
         return Blame.EARLY, self.gone_at, "left early"  # `os._exit(0)`, or a fork that runs no exit handlers
 
 
-class _Trouble(NamedTuple):
+class Trouble(NamedTuple):
     """How much a process is to blame, since when, and what happened to it."""
 
     blame: Blame
     at: float
     words: str
-    member: _Member
+    member: Member
 
 
-class _Sidecar:
-    """Watches one set of processes until they are gone."""
+_Kind = TypeVar("_Kind", bound=Member)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.members: dict[str, _Member] = {}
+
+class Job(Generic[_Kind]):
+    """The processes of a job on this box: who is alive, who failed first and why, and the end of the rest."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, _Kind] = {}
         self.oom_kills = oom_kills()
 
-    def run(self) -> None:
-        while all(trouble.blame == Blame.EARLY for trouble in self.troubles()):
-            if not self.alive() and self.close():
-                return
-            self.rest(_POLL_S)
-        self.until(lambda: self.troubles()[0].blame == Blame.OWN, _SETTLE_S)
-        again = any(member.entry["again"] for member in self.members.values())
-        launchers = [member.entry["launcher"] for member in self.members.values() if member.entry["launcher"]]
-        files = _stderr_of(launchers)
-        if self.troubles()[0].blame <= Blame.UNSEEN and not again:
-            _say(f"{self.cause()}; ending the job on this box", [2])
-        self.until(lambda: not self.alive(), _GRACE_S)
-        sentence = self.sentence(again)
-        self.end_all()
-        self.close(force=True)
-        end = time.monotonic() + _LAUNCHER_S
-        while not again and any(map(alive, launchers)) and time.monotonic() < end:
-            time.sleep(_POLL_S / 4)
-        _say(sentence, files)
-
     def look(self) -> None:
-        # Processes before files: one that marks its file and leaves between the two must not seem to leave unmarked.
-        for member in self.members.values():
-            member.look()
-        for file in self.folder.glob("rank-*"):
-            if lines := read(file):
-                member = self.members.setdefault(file.name, _Member(lines[0]))
-                member.mark = lines[1] if len(lines) > 1 else None
+        """See who has ended and what each has said."""
+        raise NotImplementedError
 
-    def alive(self) -> list[_Member]:
+    def alive(self) -> list[_Kind]:
         return [member for member in self.members.values() if member.gone_at is None]
 
-    def troubles(self) -> list[_Trouble]:
+    def troubles(self) -> list[Trouble]:
         """The first cause first."""
         known = [trouble for member in self.members.values() if (trouble := member.trouble())]
         return sorted(known, key=lambda trouble: (trouble.blame, trouble.at))
+
+    def well(self) -> bool:
+        """Nobody has failed: all are at work, or have left in good order."""
+        return all(trouble.blame == Blame.EARLY for trouble in self.troubles())
 
     def cause(self) -> str:
         """`process 1 of 3 (pid 4711) was killed by SIGKILL (nothing in the kernel's out-of-memory count)`."""
@@ -127,21 +106,9 @@ class _Sidecar:
             words += self.memory()
         if "SIGBUS" in words:
             words += " (often a full /dev/shm)"
-        if blame == Blame.SECOND_HAND and member.entry["world_size"] > len(self.members):
+        if blame == Blame.SECOND_HAND and member.world_size > len(self.members):
             words += " (no process of this box failed before it: look at the other boxes)"
-        return f"process {member.entry['rank']} of {member.entry['world_size']} (pid {member.pid}) {words}"
-
-    def sentence(self, again: bool) -> str | None:
-        """The last line. None after a Ctrl-C that reached everybody: who pressed it knows."""
-        bad = [trouble for trouble in self.troubles() if trouble.blame != Blame.EARLY]
-        if not self.alive() and all(trouble.blame == Blame.OUTSIDE for trouble in bad):
-            if all("interrupted" in trouble.words or "SIGINT" in trouble.words for trouble in bad):
-                return None
-            return self.cause() + (", and with it all others on this box" if len(self.members) > 1 else "")
-        if again:
-            return f"{self.cause()}; the launcher starts the processes again"
-        others = "the other processes were" if len(self.members) > 1 else "the job on this box was"
-        return f"{self.cause()}; {others} ended"
+        return f"{member.name} {words}"
 
     def memory(self) -> str:
         now = oom_kills()
@@ -154,24 +121,14 @@ class _Sidecar:
     def end_all(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for member in self.alive():
-                if alive(member.entry):  # looked at again in the same breath: its pid may be another's by now
-                    with contextlib.suppress(OSError):
-                        os.kill(member.pid, number)
+                with contextlib.suppress(OSError):
+                    member.send(number)
             self.until(lambda: not self.alive(), _TERM_S)
-
-    def close(self, *, force: bool = False) -> bool:
-        """Remove the folder, unless somebody has joined meanwhile."""
-        with locked(self.folder):
-            self.look()
-            over = force or not self.alive()
-            if over:
-                shutil.rmtree(self.folder)
-        return over
 
     def until(self, reached: Callable[[], bool], limit_s: float) -> None:
         end = time.monotonic() + limit_s
         while not reached() and time.monotonic() < end:
-            self.rest(_POLL_S / 4)
+            self.rest(POLL_S / 4)
 
     def rest(self, seconds: float) -> None:
         """Sleep, but wake at once when a process ends, and look."""
@@ -188,6 +145,92 @@ class _Sidecar:
             except (AttributeError, OSError):  # macOS, an old kernel
                 time.sleep(seconds)
         self.look()
+
+
+class _Member(Member):
+    """A process known from its file and from the kernel: somebody else started it."""
+
+    def __init__(self, entry: dict[str, Any]) -> None:
+        super().__init__(pid=int(entry["pid"]), rank=entry["rank"], world_size=entry["world_size"])
+        self.entry = entry
+        self.orphaned_at: float | None = None
+
+    def look(self) -> None:
+        if self.gone_at is None:
+            started, dead, status = look(self.pid)
+            if dead or started != self.entry["started"]:
+                self.gone_at = time.monotonic()
+                self.status = status if started == self.entry["started"] else None
+            elif self.entry["launcher"] and not self.orphaned_at and not alive(self.entry["launcher"]):
+                self.orphaned_at = time.monotonic()
+
+    def send(self, number: int) -> None:
+        if alive(self.entry):  # looked at again in the same breath: its pid may be another's by now
+            os.kill(self.pid, number)
+
+    def trouble(self) -> Trouble | None:
+        if self.mark is None and self.orphaned_at is not None:
+            words = f"lost its launcher (pid {self.entry['launcher']['pid']})"
+            return Trouble(Blame.OWN, self.orphaned_at, words, self)
+        return super().trouble()
+
+
+class _Sidecar(Job[_Member]):
+    """Watches one set of processes until they are gone."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def run(self) -> None:
+        while self.well():
+            if not self.alive() and self.close():
+                return
+            self.rest(POLL_S)
+        self.until(lambda: self.troubles()[0].blame == Blame.OWN, SETTLE_S)
+        again = any(member.entry["again"] for member in self.members.values())
+        launchers = [member.entry["launcher"] for member in self.members.values() if member.entry["launcher"]]
+        files = _stderr_of(launchers)
+        if self.troubles()[0].blame <= Blame.UNSEEN and not again:
+            _say(f"{self.cause()}; ending the job on this box", [2])
+        self.until(lambda: not self.alive(), GRACE_S)
+        sentence = self.sentence(again)
+        self.end_all()
+        self.close(force=True)
+        end = time.monotonic() + _LAUNCHER_S
+        while not again and any(map(alive, launchers)) and time.monotonic() < end:
+            time.sleep(POLL_S / 4)
+        _say(sentence, files)
+
+    def look(self) -> None:
+        # Processes before files: one that marks its file and leaves between the two must not seem to leave unmarked.
+        for member in self.members.values():
+            member.look()
+        for file in self.folder.glob("rank-*"):
+            if lines := read(file):
+                member = self.members.setdefault(file.name, _Member(lines[0]))
+                member.mark = lines[1] if len(lines) > 1 else None
+
+    def sentence(self, again: bool) -> str | None:
+        """The last line. None after a Ctrl-C that reached everybody: who pressed it knows."""
+        bad = [trouble for trouble in self.troubles() if trouble.blame != Blame.EARLY]
+        if not self.alive() and all(trouble.blame == Blame.OUTSIDE for trouble in bad):
+            if all("interrupted" in trouble.words or "SIGINT" in trouble.words for trouble in bad):
+                return None
+            return self.cause() + (", and with it all others on this box" if len(self.members) > 1 else "")
+        if again:
+            return f"{self.cause()}; the launcher starts the processes again"
+        others = "the other processes were" if len(self.members) > 1 else "the job on this box was"
+        return f"{self.cause()}; {others} ended"
+
+    def close(self, *, force: bool = False) -> bool:
+        """Remove the folder, unless somebody has joined meanwhile."""
+        with locked(self.folder):
+            self.look()
+            over = force or not self.alive()
+            if over:
+                shutil.rmtree(self.folder)
+        return over
 
 
 def _stderr_of(launchers: list[dict[str, Any]]) -> list[int]:
@@ -223,7 +266,7 @@ def main(folder: Path) -> None:
         (folder / "sidecar").write_bytes(line(**identity(pid)))
         return
     os.chdir("/")
-    for number in _POLITE:
+    for number in POLITE:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, _give_up)
     _Sidecar(folder).run()

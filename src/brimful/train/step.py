@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from brimful.errors import BadOption, HalfUpdate, NonFinite, in_one_line
 from brimful.memory.bare import Rig
+from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
 from brimful.plan.levers import checkpointing
 from brimful.plan.plan import Plan
@@ -45,7 +46,7 @@ from brimful.train.events import Event, Events
 from brimful.train.given import as_task
 from brimful.train.gradients import Gradients, Ready
 from brimful.train.options import StepOptions
-from brimful.train.processes import join
+from brimful.train.processes import Solo, join
 from brimful.train.rehearsal import rehearse
 from brimful.train.result import StepResult
 from brimful.train.rows import as_rows
@@ -113,6 +114,11 @@ class Stepper:
     def model(self) -> nn.Module:
         """The model without wrappers."""
         return self._rig.model
+
+    @property
+    def group(self) -> Solo:
+        """The processes of the job, which step together."""
+        return self._group
 
     @property
     def ooms(self) -> int:
@@ -190,6 +196,8 @@ class Stepper:
         self._aftermath.begin()
         if has_peak_statistics(self._rig.device):
             torch.accelerator.reset_peak_memory_stats(self._rig.device)
+        else:
+            reset_active_peak()
         return time.perf_counter()
 
     def _make(self, given: Any, finish: Callable[[], float | None]) -> tuple[Share, Ready]:
@@ -273,13 +281,13 @@ class Stepper:
 
     def _conclude(self, share: Share, ready: Ready, started: float, applied: bool) -> StepResult:
         counts_peaks = has_peak_statistics(self._rig.device)
-        peak = torch.accelerator.max_memory_allocated(self._rig.device) if counts_peaks else None
+        peak = torch.accelerator.max_memory_allocated(self._rig.device) if counts_peaks else active_peak_bytes()
         self._share_statistics()
         if self._dealer.measuring and not ready.ooms_of_all:
             self._time(share, ready)
         if self.plan is not None and self.steps == 1 and ready.rows != self.plan.global_batch:
             self._note(f"the step has {ready.rows} rows, the plan was made for {self.plan.global_batch}")
-        self._aftermath.of(self.steps, ready, peak, self._gradients.held_bytes)
+        self._aftermath.of(self.steps, ready, peak if counts_peaks else None, self._gradients.held_bytes)
         means = {name: total / count if count else math.nan for name, (total, count) in ready.terms.items()}
         return StepResult(
             step=self.steps,

@@ -17,6 +17,8 @@ up to 30 s until the launcher has had its say, and says the sentence again. The 
 steps, which end with their first process: nobody gets to speak after it. A launcher that will start the processes again
 (`--max-restarts`) is not waited for; one that was killed ends its processes. The *first cause* is named: whoever failed
 because a peer was gone comes last.
+
+`brimful train` starts its processes itself. There the `parent` names the folder (`BRIMFUL_JOB`), watches and speaks.
 """
 
 import atexit
@@ -44,6 +46,8 @@ _JOIN_S = 20.0
 _LAUNCHERS = {"torchrun", "torch.distributed.run", "accelerate", "accelerate-launch", "accelerate.commands.launch"}
 _LOST_PEER = {"LostProcess", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_SAYS = ("gloo/transport", "by peer", "ncclRemoteError")
+JOB, PARENT = "BRIMFUL_JOB", "BRIMFUL_PARENT"
+"""Variables in which `brimful train` tells the processes it starts where their files go, and its pid."""
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -74,9 +78,10 @@ class Watch:
         if isinstance(error, KeyboardInterrupt):
             self._mark(said="was interrupted", blame=Blame.OUTSIDE)
             return
-        said = " ".join(str(error).split()) if isinstance(error, UserError) else in_one_line(error)
+        mistake = " ".join(str(error).split()) if isinstance(error, UserError) else None
+        said = in_one_line(error) if mistake is None else mistake
         blame = Blame.SECOND_HAND if (_lost_peer(error) if second_hand is None else second_hand) else Blame.OWN
-        self._mark(said=f"failed: {said.rstrip('.: ')}", blame=blame)
+        self._mark(said=f"failed: {said.rstrip('.: ')}", blame=blame, mistake=mistake)
 
     def done(self) -> None:
         """This process has done its work. Called at its exit; after `fail` it changes nothing."""
@@ -107,7 +112,7 @@ def watch(rank: int, world_size: int) -> Watch:
     if _watch.pid != os.getpid():
         file = None
         try:
-            file = _join(_folder(world_size), rank, world_size)
+            file = _report_to_parent(rank) if has_parent() else _join(_folder(world_size), rank, world_size)
         except Exception as error:
             text = f"process {rank} is not supervised; if it dies, the others may wait for it: {in_one_line(error)}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -115,6 +120,21 @@ def watch(rank: int, world_size: int) -> Watch:
         atexit.register(_watch.done)
         sys.excepthook = _telling(_watch, sys.excepthook)
     return _watch
+
+
+def has_parent() -> bool:
+    """Whether `brimful train` started this process and is still there: it says then what there is to say.
+
+    The parent's pid must be ours: a program that a worker starts inherits the variables, and is nobody's worker.
+    """
+    return JOB in os.environ and os.environ.get(PARENT) == str(os.getppid())
+
+
+def _report_to_parent(rank: int) -> int:
+    """This process's file, open, in the folder that its parent watches."""
+    file = os.open(Path(os.environ[JOB]) / f"rank-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.write(file, line(**identity(os.getpid()), rank=rank))
+    return file
 
 
 def _telling(watch: Watch, before: _Hook) -> _Hook:

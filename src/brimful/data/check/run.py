@@ -40,7 +40,7 @@ def check(
     max_chars: str | int | None = None,
     max_tokens: str | int | None = None,
     max_bad: float = 0.01,
-    progress: Callable[[str], None] = lambda phrase: None,
+    progress: Callable[[str], object] = lambda phrase: None,
 ) -> CheckReport:
     """Read everything once and count. Limits are one number, or one for each side: `256` or `256,320`."""
     if not 0 <= max_bad <= 1:

@@ -82,7 +82,7 @@ class Dedup:
         self._marks = "[" + ", ".join(_quoted(path) for path in marks) + "]"
         self._connection = connect(folder / "spill", memory_bytes=memory_bytes, threads=threads)
 
-    def run(self, *, near: float | None, bands: int, progress: Callable[[str], None]) -> Found:
+    def run(self, *, near: float | None, bands: int, progress: Callable[[str], object]) -> Found:
         """All steps that are not done yet."""
         found = Found.read(self._folder, self._rows)
         for step in range(found.steps, 1 + bands):

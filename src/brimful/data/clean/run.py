@@ -44,7 +44,7 @@ from brimful.units import GiB, show_rate
 _UNKNOWN_TEXT_BYTES = 4 * GiB
 """Assumed of a source that cannot say how large it is (the hub); decides on the number of buckets only."""
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 def clean(

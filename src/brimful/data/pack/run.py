@@ -43,7 +43,7 @@ def pack(
     tokenizer: str | Path,
     output: str | Path,
     options: PackOptions | None = None,
-    progress: Callable[[str], None] = lambda phrase: None,
+    progress: Callable[[str], object] = lambda phrase: None,
 ) -> PackReport:
     """Tokenise all rows behind these paths into a new token store. Run again after an interruption, it goes on."""
     options, target, begin_s = options or PackOptions(), Path(output).resolve(), time.monotonic()
@@ -97,7 +97,7 @@ class _Packing:
         )
         self.run_s = 0.0
 
-    def run(self, progress: Callable[[str], None]) -> None:
+    def run(self, progress: Callable[[str], object]) -> None:
         """All rows that are left, into files."""
         if self.resumed_in:
             progress(f"going on after {self.resumed_in:,} rows of an interrupted pack")

@@ -120,7 +120,7 @@ class Load:
         self._pairs.update(pairs[~between].tolist())
 
 
-def fitting(rows: pa.Table, room: Room, kind: Kind, tell: Callable[[str], None]) -> Fitting:
+def fitting(rows: pa.Table, room: Room, kind: Kind, tell: Callable[[str], object]) -> Fitting:
     """Rows from the first on, until training on one more stretch of them would not fit."""
     load, kept, characters, predicted = Load(), 0, 0, 0
     for stretch in _stretches(rows):

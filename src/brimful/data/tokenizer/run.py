@@ -26,7 +26,7 @@ from brimful.data.tokens import TokenizerFacts
 from brimful.errors import BadData, InternalError
 from brimful.units import show_bytes
 
-Tell = Callable[[str], None]
+Tell = Callable[[str], object]
 
 
 def train_tokenizer(

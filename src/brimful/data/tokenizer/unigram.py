@@ -40,7 +40,7 @@ Scores = npt.NDArray[np.float64]
 
 
 def train_unigram(
-    texts: Texts, seeds: Tokenizer, *, vocab_size: int, progress: Callable[[str], None] = lambda phrase: None
+    texts: Texts, seeds: Tokenizer, *, vocab_size: int, progress: Callable[[str], object] = lambda phrase: None
 ) -> Tokenizer:
     """Prune the pieces of a byte-pair tokenizer down to `vocab_size` entries."""
     vocab: dict[str, int] = seeds.get_vocab()

@@ -36,7 +36,7 @@ class Watch:
                 raise InterruptedError("stopped")
             yield item
 
-    def wait_for(self, work: Callable[[], T], tell: Callable[[str], None]) -> T:
+    def wait_for(self, work: Callable[[], T], tell: Callable[[str], object]) -> T:
         """What the work returns or raises. `tell` gets the seconds and bytes so far, a few times a second."""
         results: list[T] = []
         errors: list[BaseException] = []

@@ -1,0 +1,179 @@
+"""The chat model trained for real: a short pretrain, then SFT from it, on question-answer rows; what each is worth.
+
+    python bench/chat.py TRAIN VALID --size tiny --pretrain-steps 200 --sft-steps 60 --device cpu
+    python bench/chat.py TRAIN VALID --size base --memory-limit 20GiB --take-memory --workers 2
+
+Prints validation loss and BLEU before and after each phase, rows/s and MFU (medians), the peak, out-of-memory errors,
+and the host RAM of the whole process tree beyond a process with the same imports and device context. With
+`--take-memory`, memory is taken away in the middle of each phase and given back ten steps later. Each phase is also
+stopped once by SIGTERM and resumed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+BASELINE = """
+import torch, brimful.train.session, brimful.tasks.chatlm.generate, sacrebleu, transformers.models.t5.modeling_t5, pyarrow
+import sys
+from brimful.machine.footprint import tree_bytes
+if sys.argv[1] != "cpu":
+    torch.zeros(8, 8, device="cuda") @ torch.zeros(8, 8, device="cuda")
+print(tree_bytes())
+"""
+
+
+def main() -> None:
+    asked = _arguments()
+    out = Path(asked.output)
+    out.mkdir(parents=True, exist_ok=True)
+    baseline = _baseline(asked.device)
+    pretrain = _phase(
+        "chatlm-pretrain", asked, out / "pretrain", asked.pretrain_steps, asked.pretrain_lr, None, baseline
+    )
+    sft = _phase("chatlm-sft", asked, out / "sft", asked.sft_steps, asked.sft_lr, out / "pretrain", baseline)
+    print(json.dumps({"size": asked.size, "device": asked.device, "phases": [pretrain, sft]}, indent=1))
+
+
+def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
+    """Train, be stopped in the middle, resume."""
+    import brimful
+    from brimful.tasks.load import load_task
+
+    shutil.rmtree(run, ignore_errors=True)
+    size = {"from_": str(start)} if start else {"size": asked.size}
+    events, stop_at, host = [], (2 * steps) // 3, _Host(baseline_bytes)
+    how = dict(  # noqa: C408 - keywords read as such
+        run=str(run), max_steps=steps, lr=lr, valid=asked.valid, eval_every=max(1, steps // 2), eval_rows=asked.eval_rows,
+        generate_rows=asked.generate_rows, device=asked.device, memory_limit=asked.memory_limit, workers=asked.workers,
+        warmup="5%", save_every=max(1, steps // 3), keep=1, listeners=[events.append], say=_say,
+    )  # fmt: skip
+    with host:
+        hooks = [_Taker(steps // 3)] if asked.take_memory else []
+        stopped = brimful.train(load_task(name, options=size), asked.train, hooks=[*hooks, _Stopper(stop_at)], **how)
+        assert stopped.reason == "interrupted" and stopped.step == stop_at, stopped
+        ending = brimful.train(load_task(name, options=size), asked.train, resume=True, **how)
+    assert ending.reason == "finished" and ending.step == steps, ending
+    return {"task": name, "steps": steps, **_figures(events), "host_bytes_beyond_imports": host.most_bytes}
+
+
+def _figures(events) -> dict:
+    steps = [event for event in events if event["event"] == "step"]
+    evals = [event for event in events if event["event"] == "eval"]
+    settled = steps[len(steps) // 4 :]
+    median = lambda key: statistics.median([one[key] for one in settled if one[key] is not None] or [0])  # noqa: E731
+    plan = next(event for event in events if event["event"] == "plan")
+    return {
+        "before": {key: evals[0].get(key) for key in ("loss", "bleu", "chrf")},
+        "after": {key: evals[-1].get(key) for key in ("loss", "bleu", "chrf")},
+        "evaluated_rows": evals[-1]["rows"],
+        "rows_per_s": median("rows_per_s"),
+        "tokens_per_s": median("tokens_per_s"),
+        "mfu": median("mfu"),
+        "data_wait": statistics.median([one["data_wait_s"] / one["seconds"] for one in settled]),
+        "peak_bytes": max((one["peak_bytes"] or 0 for one in steps), default=0),
+        "limit_bytes": plan["limit_bytes"],
+        "micro_batches": median("micro_batches"),
+        "planned_micro_batch": plan["micro_batch"],
+        "workers": plan["host"]["workers"],
+        "frozen": [one["reason"] for one in plan["choices"] if one["name"] == "frozen"],
+        "ooms": sum(one["ooms"] for one in steps),
+        "oom_events": [event["sentence"] for event in events if event["event"] == "oom"],
+        "resumed_at": [event["step"] for event in events if event["event"] == "resume"],
+        "steps_seen": sorted({one["step"] for one in steps}) == list(range(1, steps[-1]["step"] + 1)),
+    }
+
+
+class _Stopper:
+    """SIGTERM to this very process after a step."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+    def after_step(self, loop, result):
+        if loop.step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Taker(_Stopper):
+    """Takes memory after one step, so that the next ones run out of it, and gives it back ten steps later."""
+
+    def after_step(self, loop, result):
+        import torch
+
+        from brimful.memory.room import room_bytes
+
+        device = next(loop.stepper.model.parameters()).device
+        if loop.step == self.at:
+            room = room_bytes(device)
+            held = torch.accelerator.memory_allocated(device) if device.type != "cpu" else 0
+            free = (room or 0) - held
+            self.taken = torch.empty(int(0.7 * free), dtype=torch.uint8, device=device)
+            _say(f"taking {self.taken.nbytes / 2**30:.1f} GiB after step {loop.step}")
+        elif loop.step == self.at + 10:
+            self.taken = None
+            _say("given back")
+
+
+class _Host:
+    """The most anonymous and shared memory of the process tree, looked at twice a second."""
+
+    def __init__(self, baseline_bytes):
+        self.baseline_bytes, self.most_bytes, self._done = baseline_bytes, 0, threading.Event()
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+
+    def _look(self):
+        from brimful.machine.footprint import tree_bytes
+
+        while not self._done.wait(0.5):
+            self.most_bytes = max(self.most_bytes, tree_bytes() - self.baseline_bytes)
+
+
+def _baseline(device) -> int:
+    found = subprocess.run([sys.executable, "-c", BASELINE, device], capture_output=True, text=True, check=True)
+    return int(found.stdout.split()[-1])
+
+
+def _say(phrase) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {phrase}", file=sys.stderr, flush=True)
+
+
+def _arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train")
+    parser.add_argument("valid")
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory-limit")
+    parser.add_argument("--pretrain-steps", type=int, default=200)
+    parser.add_argument("--sft-steps", type=int, default=60)
+    parser.add_argument("--pretrain-lr", type=float, default=1e-3)
+    parser.add_argument("--sft-lr", type=float, default=3e-4)
+    parser.add_argument("--eval-rows", type=int, default=400)
+    parser.add_argument("--generate-rows", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--take-memory", action="store_true")
+    parser.add_argument("--output", default="chat-bench")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

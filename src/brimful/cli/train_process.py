@@ -1,0 +1,70 @@
+"""One training process: what `brimful train` starts, and what torchrun starts in its place.
+
+A user's mistake is handed to the parent, which says it once for all processes; under a launcher it is said here.
+"""
+
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from brimful.cli.allocator import prefer_growing_segments
+from brimful.cli.flags import part
+from brimful.errors import UserError
+from brimful.plan.options import FitOptions
+from brimful.tasks.chatlm.options import ChatOptions
+from brimful.train.folder import RunFolder
+from brimful.train.parent import bind_to_parent
+from brimful.train.settings import TrainOptions
+from brimful.train.supervise import watch
+
+
+def main() -> None:
+    """Below the parent."""
+    bind_to_parent()
+    prefer_growing_segments()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with watch(rank, size) as watched:
+        try:
+            work(json.loads(os.environ["BRIMFUL_REQUEST"]))
+        except UserError as error:
+            watched.fail(error)
+            raise SystemExit(2) from None
+
+
+def work(request: dict[str, Any]) -> None:
+    """Train as asked, on this process."""
+    from brimful.report.progress import Progress
+    from brimful.tasks.load import load_task
+    from brimful.train.session import Session
+
+    asked, run = request["asked"], RunFolder(Path(request["run"]))
+    with redirect_stdout(sys.stderr):  # what a task prints is not part of the result
+        task = load_task(request["task"], options=part(_loadable(asked, run), ChatOptions))
+        first = os.environ.get("RANK", "0") == "0"
+        with Progress.open(sys.stderr) as progress:
+            Session(
+                task=task,
+                data=request["data"],
+                run=run,
+                options=TrainOptions.of(part(asked, TrainOptions)),
+                fitting=FitOptions.of(part(asked, FitOptions)),
+                resume=request["resume"],
+                request={key: value for key, value in request.items() if key not in ("run", "resume")},
+                listeners=(progress,) if first else (),
+                say=progress.say if first else lambda phrase: None,
+            ).train()
+
+
+def _loadable(asked: dict[str, Any], run: RunFolder) -> dict[str, Any]:
+    """A resumed run whose --from is gone has its own model to tell the architecture."""
+    source = asked.get("from")
+    if source is None or Path(source).exists() or not (run.root / "model").exists():
+        return asked
+    return {**asked, "from": str(run.root / "model")}
+
+
+if __name__ == "__main__":
+    main()

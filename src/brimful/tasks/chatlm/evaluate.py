@@ -1,0 +1,133 @@
+"""The chat model examined: every prompt of a fixed set answered, every answer compared with its reference.
+
+During training (`scores`) the tokenizer is the token store's own copy, so that ids mean what they meant in the data.
+`Examination` is the same for a saved model: what `brimful eval` runs, with the figures and the kind of decoding it was asked
+for. A reference is what the store holds of it: cut at the same length as the answers that the model was trained on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from brimful.data.store import Store
+from brimful.data.tokens import TokenizerFacts
+from brimful.errors import BadData
+from brimful.tasks.chatlm.generate import GenerateOptions, Generator, most_rows
+from brimful.tasks.chatlm.metrics import METRICS, corpus_scores, has_sacrebleu, signatures
+from brimful.tasks.chatlm.model_folder import ModelTokenizer, tokenizer_of
+from brimful.tasks.chatlm.options import ChatOptions
+from brimful.tasks.chatlm.task import SIDES, Pretrain
+from brimful.train.evaluate import Chosen, Context
+
+LONGEST_ANSWER = 256
+"""Tokens generated at most, however long the references are; unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One row: what was asked, what the model said, what it should have said."""
+
+    row: int
+    """Its place in the data."""
+    prompt: str
+    response: str
+    reference: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def scores(model: Any, rows: Chosen, context: Context) -> dict[str, float]:
+    """BLEU and chrF of a model in training; nothing, told once, where sacrebleu is not installed."""
+    store = rows.dataset
+    if not isinstance(store, Store):
+        return {}
+    if not has_sacrebleu():
+        if context.kept.setdefault("sacrebleu", True):
+            context.kept["sacrebleu"] = False
+            context.tell("BLEU and chrF are left out: sacrebleu is not installed; pip install 'brimful[eval]'")
+        return {}
+    folder = store.path / "tokenizer"
+    tokenizer = ModelTokenizer(folder, TokenizerFacts.read(folder))
+    options = GenerateOptions(max_new_tokens=longest_answer(store))
+    answers = answered(model, rows, context, tokenizer, options)
+    return corpus_scores([one.response for one in answers], [one.reference for one in answers])
+
+
+def longest_answer(store: Store) -> int:
+    """As long as the longest reference: a model that has not learnt to end would go on for ever."""
+    return min(LONGEST_ANSWER, store.longest[SIDES.index("response")])
+
+
+def answered(
+    model: Any, rows: Chosen, context: Context, tokenizer: ModelTokenizer, options: GenerateOptions
+) -> list[Answer]:
+    """An answer to each row's prompt, over all processes, in the order of the rows."""
+    if ("generator", options) not in context.kept:
+        generator = Generator(model, tokenizer, options, device=context.device, opened=context.opened)
+        most = most_rows(context.device)
+        forward = context.forward(generator.dummy, what="generation", most_rows=most, fewest=True)
+        context.kept["generator", options] = generator, forward
+    generator, forward = context.kept["generator", options]
+
+    def answer(places: Sequence[int]) -> list[Answer]:
+        mine = [rows[place] for place in places]
+        made = generator.answers([row["prompt"] for row in mine], forward, context.progress)
+        return [
+            Answer(
+                row=rows.places[place], prompt=tokenizer.decode(row["prompt"]), response=tokenizer.decode(ids),
+                reference=tokenizer.decode(row["response"]),
+            )
+            for place, row, ids in zip(places, mine, made, strict=True)
+        ]  # fmt: skip
+
+    return context.shared(len(rows), answer)
+
+
+class Examination(Pretrain):
+    """A saved model and its data, asked for particular figures."""
+
+    name = "chatlm-eval"
+
+    def __init__(
+        self, folder: Path, *, metrics: Sequence[str] = METRICS, options: GenerateOptions | None = None,
+        answers_as_long_as_references: bool = False, columns: str | None = None, max_tokens: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(options=ChatOptions(from_=str(folder), columns=columns, max_tokens=max_tokens))
+        self.words = tokenizer_of(folder)
+        self.answers: list[Answer] = []
+        """Of the last evaluation."""
+        self.generation, self._as_references = options or GenerateOptions(), answers_as_long_as_references
+        self._metrics = tuple(metrics)
+        if self._metrics:
+            corpus_scores([""], [""], self._metrics)  # a missing package is told now, not after an hour
+
+    def rows(self, data: str) -> Store:
+        """A token store packed with the model's own tokenizer."""
+        store = Store.open(data)
+        if store.sides != SIDES:
+            raise BadData(f"{data} has {' and '.join(store.sides)}, not prompt and response; pack rows that have both")
+        if store.meta.tokenizer_fingerprint != self.words.facts.fingerprint:
+            raise BadData(
+                f"{data} was packed with another tokenizer than that of {self.source}, so its numbers are other words; give the "
+                f"raw files, or pack them with `brimful data pack --tokenizer {self.source}`"
+            )
+        if self._as_references:
+            self.generation = replace(self.generation, max_new_tokens=longest_answer(store))
+        return store
+
+    def evaluate(self, model: Any, rows: Sequence[Any], context: Any) -> dict[str, float]:
+        assert isinstance(rows, Chosen)
+        self.answers = answered(model, rows, context, self.words, self.generation)
+        if not self._metrics:
+            return {}
+        told, meant = [one.response for one in self.answers], [one.reference for one in self.answers]
+        return corpus_scores(told, meant, self._metrics)
+
+    def facts(self) -> dict[str, Any]:
+        """How the figures came about: the decoding, and sacrebleu's signatures."""
+        return {
+            "generation": asdict(self.generation) if self.answers else None,
+            "signatures": signatures(self._metrics) if self._metrics else {},
+        }

@@ -1,0 +1,77 @@
+"""Raw files on their way into training: packed once into the run's folder, with the tokenizer that the model needs.
+
+The store's folder carries a digest of the files, the tokenizer and the lengths, so that a resumed run finds it and a
+changed file is packed anew. A tokenizer is trained only where nobody has one: a new model, and none given.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from brimful.data.store.meta import NAME
+from brimful.machine.footprint import tree_bytes
+from brimful.task import Dataset
+from brimful.units import GiB
+
+PACKING_BYTES = GiB
+"""What packing may take of host RAM, beyond what this process holds already."""
+
+if TYPE_CHECKING:
+    from brimful.tasks.chatlm.task import Pretrain
+
+
+def packed(
+    task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], *, like: Dataset | None, name: str
+) -> str:
+    """The token store behind `data`; one that is packed here is called `name`. `like` is one to share its tokenizer."""
+    if (Path(data) / NAME).is_file():
+        return data
+    from brimful.data.pack.options import PackOptions
+    from brimful.data.pack.run import pack
+    from brimful.data.source import open_source
+    from brimful.data.tokens import TokenizerFacts
+
+    source = open_source([data], columns=task.columns)
+    tokenizer = _tokenizer(task, data, folder, say, like)
+    facts = TokenizerFacts.read(tokenizer)
+    key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens)]
+    store = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}"
+    if not (store / NAME).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        options = PackOptions(
+            columns=task.columns, max_tokens=task.max_tokens, host_limit_bytes=tree_bytes() + PACKING_BYTES
+        )
+        report = pack([data], tokenizer=tokenizer, output=store, options=options, progress=say)
+        dropped = ", ".join(f"{count:,} {why}" for why, count in report.dropped.items() if count)
+        cut = sum(side.truncated for side in report.sides.values())
+        say(
+            f"packed {report.rows_out:,} of {report.rows_in:,} rows of {data}"
+            + (f"; dropped: {dropped}" if dropped else "")
+            + (
+                f"; {cut:,} sides were longer than {'+'.join(map(str, task.max_tokens))} tokens and are cut"
+                if cut
+                else ""
+            )
+        )
+    return str(store)
+
+
+def _tokenizer(task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], like: Dataset | None) -> Path:
+    """The one given, the other rows' own, the model's, or a new one for a new model."""
+    others = getattr(like, "path", None)
+    for known in (task.tokenizer, others and others / "tokenizer", task.source):
+        if known is not None:
+            return Path(known)
+    made = folder / "tokenizer"
+    if not made.is_dir():
+        from brimful.data.tokenizer.options import TokenizerOptions
+        from brimful.data.tokenizer.run import train_tokenizer
+        from brimful.tasks.chatlm.task import SIZES
+
+        folder.mkdir(parents=True, exist_ok=True)
+        options = TokenizerOptions(vocab_size=SIZES[task.size].vocab, columns=task.columns)
+        report = train_tokenizer([data], output=made, options=options, progress=say)
+        say(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}, since a new model has none: {made}")
+    return made

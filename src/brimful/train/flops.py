@@ -1,0 +1,219 @@
+"""Model FLOPs utilisation (MFU): how much of the arithmetic that the device can do goes into the rows of the run.
+
+    MFU of a step = FLOPs of its real rows / seconds / (peak FLOP/s × processes)
+
+Both sides are measured here. **What a row costs** is counted while the task's own loss runs, forward and backward, on a
+few small dummies, and is a polynomial of the row's lengths (attention is their square): counted on T5 base at 8 to 24
+tokens, it tells 64 + 48 tokens to the last FLOP. **What the device can do** is the best of repeated large matrix products
+in the run's precision: data sheets promise what no program reaches, and a card that is shared or throttled less.
+
+Only a row's own lengths count, so padding is waste and lowers the figure; so does work done twice, be it gradient
+checkpointing, attention kernels that compute their scores again or a step redone after an out-of-memory error. Frozen
+parts count what they do: no gradients of their own. As usual only matrix products, convolutions and attention are counted.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from brimful.errors import in_one_line
+from brimful.memory.bare import to_device
+from brimful.memory.oom import OutOfMemory, attempt, empty_cache
+from brimful.memory.polynomial import Polynomial, Powers
+from brimful.memory.snapshot import Buffers, RandomState
+from brimful.task import Shape, Task, terms_of
+
+ROWS = 2
+"""Rows of a dummy: BatchNorm refuses to train on one."""
+PARTS = 8
+"""Dummies are 1/8, 2/8 and 3/8 as long as the longest row; the formula is checked at 4/8."""
+CLOSE = 0.05
+"""A formula further off than this at the check is no formula: MFU stays unknown."""
+MATRIX = {"cpu": 1024, "cuda": 8192}
+"""Side of the matrices whose product is timed, 2 × side³ FLOPs; elsewhere 4096."""
+SMALLEST = 256
+"""No smaller matrices are tried where there is no memory for these."""
+TIMED_S = 0.1
+"""So long products are repeated, and at least three times; fp16 on a CPU, at 2 s each, once."""
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopModel:
+    """FLOPs of one row, forward and backward, by its lengths."""
+
+    polynomial: Polynomial
+
+    @classmethod
+    def measure(
+        cls, task: Task, model: nn.Module, device: torch.device, shape: Shape, *, autocast: torch.dtype | None = None
+    ) -> "tuple[FlopModel | None, str]":
+        """The formula for rows of at most this shape, and how it was found; or None, and why not.
+
+        To be called before checkpointing or compilation changes the model: the one counts work twice, the other hides it.
+        Weights, buffers, gradients, modes and random numbers are as before.
+        """
+        counted = partial(_count, task, model, device, autocast)
+        modes = [(part, part.training) for part in model.modules()]
+        random_state, buffers = RandomState(device), Buffers(model)
+        try:
+            outcome = attempt(lambda: _fitted(counted, shape), device)
+        except Exception as error:
+            return None, f"unknown: counting its FLOPs failed ({in_one_line(error)})"
+        finally:
+            buffers.restore()
+            random_state.restore()
+            for part, training in modes:
+                part.training = training
+        if isinstance(outcome, OutOfMemory):
+            return None, "unknown: counting its FLOPs ran out of memory"
+        formula, how = outcome
+        return (None if formula is None else cls(polynomial=formula)), how
+
+    def of(self, shapes: Iterable[Shape]) -> float:
+        """FLOPs of training once on rows of these lengths, without padding."""
+        lengths = np.array(list(shapes), dtype=float)
+        if not len(lengths):
+            return 0.0
+        terms = self.polynomial.terms.items()
+        return float(sum(value * np.prod(lengths**powers, axis=1).sum() for powers, value in terms))
+
+
+def utilisation(flops: float, seconds: float, peak_flops_per_s: float | None, processes: int = 1) -> float | None:
+    """MFU; None where the peak is unknown."""
+    if not peak_flops_per_s or seconds <= 0:
+        return None
+    return flops / seconds / (peak_flops_per_s * processes)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """The most FLOP/s that a matrix product reached on this device, measured now, and how; None, and why not."""
+    side, kind = MATRIX.get(device.type, 4096), str(dtype).removeprefix("torch.")
+    try:
+        while isinstance(outcome := attempt(partial(_best_s, device, dtype, side), device), OutOfMemory):
+            if side <= SMALLEST:
+                return None, f"unknown: there is no memory for {kind} matrices of {side} × {side}"
+            side //= 2
+    except Exception as error:
+        return None, f"unknown: two {kind} matrices cannot be multiplied here ({in_one_line(error)})"
+    empty_cache(device)
+    peak = 2 * side**3 / outcome
+    return peak, f"measured {peak / 1e12:.3g} TFLOP/s: the best product of two {kind} matrices of {side} × {side}"
+
+
+def _best_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Normal numbers, since a card clocks higher on zeros; from a generator of their own."""
+    own = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    taken: list[float] = []
+    while sum(taken) < 10 * TIMED_S and (len(taken) < 4 or sum(taken[1:]) < TIMED_S):
+        _wait(device)
+        started = time.perf_counter()
+        torch.mm(a, b, out=out)
+        _wait(device)
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:] or taken)  # the first one chose its kernel
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _fitted(count: Callable[[int, Shape], int], shape: Shape) -> tuple[Polynomial | None, str]:
+    """As many small dummies as there are terms, one more row-wise and one longer one to check what they say."""
+    terms, points = _design(shape)
+    values = [count(ROWS, point) / ROWS for point in points]
+    if not any(values):
+        return None, "unknown: it does no matrix product, convolution or attention that could be counted"
+    if count(2 * ROWS, points[0]) != 2 * ROWS * values[0]:
+        return None, "unknown: its FLOPs are not in proportion to the rows, so a row has no cost of its own"
+    formula = _solved(points, values, terms)
+    check = tuple(min(longest, 4 * _unit(longest)) for longest in shape)
+    truth = count(ROWS, check) / ROWS
+    off = abs(formula(check) / truth - 1) if truth else np.inf
+    if off > CLOSE:
+        return None, f"unknown: its FLOPs are no simple function of a row's lengths (a formula is {off:.0%} off)"
+    exact = "to the last one" if off < 1e-9 else f"to {off:.1%}"
+    at = f", told {exact} at rows of {'+'.join(map(str, check))}" if shape else ""
+    return formula, f"counted over {len(points) + 2} small batches, forward and backward{at}"
+
+
+def _design(shape: Shape) -> tuple[list[Powers], list[Shape]]:
+    """The terms 1, l, l² and l·m of all lengths, and a point for each: one length longer at a time, then two."""
+    base = tuple(map(_unit, shape))
+    terms: list[Powers] = [(0,) * len(shape)]
+    points: list[Shape] = [base]
+
+    def add(powers: dict[int, int], times: dict[int, int]) -> None:
+        terms.append(tuple(powers.get(axis, 0) for axis in range(len(shape))))
+        points.append(tuple(unit * times.get(axis, 1) for axis, unit in enumerate(base)))
+
+    for axis, longest in enumerate(shape):
+        for power in range(1, min(3, longest)):  # a length of 1 cannot vary, one of 2 makes a line
+            add({axis: power}, {axis: power + 1})
+    for pair in combinations([axis for axis, longest in enumerate(shape) if longest > 1], 2):
+        add(dict.fromkeys(pair, 1), dict.fromkeys(pair, 2))
+    return terms, points
+
+
+def _unit(longest: int) -> int:
+    return max(1, longest // PARTS)
+
+
+def _solved(points: Sequence[Shape], values: Sequence[float], terms: Sequence[Powers]) -> Polynomial:
+    """The polynomial through all points. What is left of a term by rounding alone is left out."""
+    matrix = np.array([[np.prod(np.power(point, powers, dtype=float)) for powers in terms] for point in points])
+    scale = matrix.max(axis=0)
+    factors = np.linalg.solve(matrix / scale, np.array(values))
+    keep = np.abs(factors) > 1e-9 * np.abs(factors).max()
+    return Polynomial(
+        {powers: round(float(f / s), 3) for powers, f, s, kept in zip(terms, factors, scale, keep, strict=True) if kept}
+    )
+
+
+def _count(
+    task: Task, model: nn.Module, device: torch.device, autocast: torch.dtype | None, rows: int, shape: Shape
+) -> int:
+    """FLOPs of a dummy. `autograd.grad` leaves gradients and the hooks on them alone."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    batch = to_device(task.dummy(rows, shape), device)
+    opened: AbstractContextManager[Any] = (
+        nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+    )
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
+        with opened:
+            terms = terms_of(task, task.loss(model, batch))
+            total = torch.stack([term.sum.reshape(()) for term in terms.values()]).sum()
+        torch.autograd.grad(total, trained, allow_unused=True)
+    return int(counter.get_total_flops())
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(_gradient: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """Twice the forward, whether or not a kernel computes the scores again."""
+    return 2 * int(sdpa_flop_count(query, key, value))
+
+
+_KERNELS = (
+    "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable",
+)  # fmt: skip
+_ATTENTION = {
+    **{getattr(aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
+    **{getattr(aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
+}
+"""torch's counter passes over the CPU's kernel, and counts five products instead of four in backward."""

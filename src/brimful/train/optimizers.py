@@ -1,0 +1,53 @@
+"""Optimizers by name, each with the learning rate it is given and no other.
+
+    adamw       torch's, fused on a card; 8 bytes of state a weight
+    adafactor   factored second moments: about 1.4 MiB of state for 0.2 B weights. `relative_step` and `scale_parameter`
+                are off: with them on, as `torch_optimizer.Adafactor(lr=…)` has them, every schedule was inert
+    adamw8bit   bitsandbytes', 2 bytes of state a weight
+
+Biases and norms are not decayed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.errors import MissingExtra
+from brimful.train.settings import Optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """An optimizer as asked for; called with a model it is made. It takes the place of `Task.optimizer`."""
+
+    name: Optimizers
+    lr: float
+    weight_decay: float
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        groups = _groups(model, self.weight_decay)
+        on_card = all(param.is_cuda for group in groups for param in group["params"])
+        if self.name == "adamw":
+            return torch.optim.AdamW(groups, lr=self.lr, fused=on_card or None)
+        if self.name == "adafactor":
+            from transformers.optimization import Adafactor
+
+            return Adafactor(groups, lr=self.lr, relative_step=False, scale_parameter=False, warmup_init=False)
+        try:
+            import bitsandbytes
+        except ImportError:
+            raise MissingExtra("bitsandbytes", "eightbit") from None
+        made: Optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=self.lr)
+        return made
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weights to decay, and those of a single dimension that are not."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    kinds = {weight_decay: [p for p in trained if p.ndim > 1], 0.0: [p for p in trained if p.ndim <= 1]}
+    if not weight_decay:
+        return [{"params": trained, "weight_decay": 0.0}]
+    return [{"params": params, "weight_decay": decay} for decay, params in kinds.items() if params]

@@ -1,0 +1,391 @@
+"""A run put together from what was asked: data, plan, model, stepper, loader; then the loop.
+
+    connect ─► prepare data ─► plan ─► model, optimizer ─► [take up a checkpoint] ─► loop ─► end
+               first process   first of                     weights strictly,
+               alone           each kind                    random numbers, position
+
+Every process runs all of it; what only one may do is done by the first while the others wait.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.data.loader import Loader
+from brimful.errors import BadRun, BrimfulError, DeviceBusy, TaskError
+from brimful.memory.ledger import Ledger
+from brimful.plan.options import FitOptions
+from brimful.plan.plan import Choice, Plan
+from brimful.plan.reasons import as_choice
+from brimful.plan.target import Target, autocast_dtype, find_target
+from brimful.task import Dataset, Task
+from brimful.train import preflight, state
+from brimful.train.checkpoint import Checkpoint, Checkpoints, point
+from brimful.train.clock import Clock
+from brimful.train.evaluate import Evaluator
+from brimful.train.events import Event
+from brimful.train.flops import FlopModel, peak_flops
+from brimful.train.folder import RunFolder
+from brimful.train.journal import Journal
+from brimful.train.loop import Ending, Hook, Loop, seed_everything
+from brimful.train.optimizers import Chosen
+from brimful.train.planning import Planning, by_the_first
+from brimful.train.processes import Solo, meet
+from brimful.train.schedule import Schedule, as_steps
+from brimful.train.settings import SAVE_S, TrainOptions
+from brimful.train.speedometer import Speedometer
+from brimful.train.step import Stepper
+from brimful.train.trackers import Tracker, open_trackers
+
+Listener = Callable[[dict[str, Any]], object]
+OWN_KINDS = ("oom", "grow", "thrash", "oversized")
+"""Events of a step that differ between processes; the rest is told by the first alone."""
+EVALUATIONS = 10
+"""Of a run, unless asked otherwise."""
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a run is made of."""
+
+    task: Task
+    data: str
+    run: RunFolder
+    options: TrainOptions
+    fitting: FitOptions
+    resume: bool = False
+    request: dict[str, Any]
+    """Task, data and options as they are kept in run.json."""
+    hooks: Sequence[Hook] = ()
+    listeners: Sequence[Listener] = ()
+    """Hear every line of events.jsonl, on the first process."""
+    say: Callable[[str], object] = lambda phrase: None
+    """Hears what is being done before the first step."""
+
+    def train(self) -> Ending:
+        """Connect, and run on this process."""
+        device = _device(self.fitting, self.options)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            own = "nccl" if device.type == "cuda" else "gloo"
+            preflight.check_connection(device, own if self.options.backend == "auto" else self.options.backend)
+        group = meet(device)
+        by_the_first(group, self.run.make)
+        fitting = replace(self.fitting, device=str(device), processes=group.size)
+        return _Running(self, fitting, find_target(fitting), group).train()
+
+
+class _Running:
+    """A session under way on one process."""
+
+    def __init__(self, session: Session, fitting: FitOptions, target: Target, group: Solo) -> None:
+        self.s, self.fitting, self.target, self.group = session, fitting, target, group
+        self.options, self.task, self.run = session.options, session.task, session.run
+        self.first = group.rank == 0
+        self.loop: Loop | None = None
+        self.trackers: Sequence[Tracker] = ()
+        self.journal = Journal(self.run.events, (*session.listeners, self._track) if self.first else ())
+        self.checkpoints = Checkpoints(self.run.checkpoints, keep=self.options.keep, tell=self._note)
+
+    def train(self) -> Ending:
+        by_the_first(self.group, self._open_trackers)
+        _set_optimizer(self.task, self.options)
+        start = self._start()
+        data = by_the_first(self.group, lambda: self.task.prepare(self.s.data, self.run.data, self.s.say))
+        rows = self._read(data)
+        valid = self._valid(rows)
+        plan = self._plan(data, rows, valid)
+        with _limited(self.target, self.fitting):
+            try:
+                self.loop = self._loop(plan, rows, valid, start)
+                return self._ended(self.loop.run())
+            except BrimfulError as error:
+                if self.first:
+                    self._tell("end", reason="failed", sentence=str(error))
+                raise
+            finally:
+                for tracker in self.trackers:
+                    tracker.close()
+                self.journal.close()
+
+    def _open_trackers(self) -> None:
+        self.trackers = open_trackers(self.options.tracker_names, self.run.root, self.s.request, self._note)
+
+    def _track(self, event: dict[str, Any]) -> None:
+        for tracker in self.trackers:
+            tracker(event)
+
+    def _start(self) -> Checkpoint | None:
+        """The checkpoint to go on from. The first process looks, and everybody takes the same."""
+        found = by_the_first(self.group, self._find_start) if self.s.resume else None
+        return None if found is None else Checkpoint.read(Path(found))  # the first has verified it
+
+    def _find_start(self) -> str | None:
+        for left in self.checkpoints.clean():
+            self._note(f"{left.name} is what a killed save left; it is removed")
+        found = self.checkpoints.newest()
+        for skipped in found.skipped:
+            self._note(f"{skipped.path.name} is skipped: {skipped.why}")
+        if found.checkpoint is not None:
+            return str(found.checkpoint.path)
+        if found.skipped:
+            why = "; ".join(f"{skipped.path.name}: {skipped.why}" for skipped in found.skipped)
+            raise BadRun(
+                f"--resume: no checkpoint in {self.run.checkpoints} is whole ({why}); begin a new run with another --run"
+            )
+        self._note("no checkpoint was written yet: the run begins at its first step")
+        return None
+
+    def _read(self, data: str) -> Dataset:
+        rows = self.task.rows(data)
+        if not len(rows):
+            raise TaskError(f"task {self.task.name}: there are no rows in {data}")
+        return rows
+
+    def _valid(self, rows: Dataset) -> Dataset | None:
+        valid = self.options.valid
+        if valid is None:
+            return None
+        prepare = lambda: self.task.prepare(valid, self.run.data, self.s.say, like=rows, name="valid")  # noqa: E731
+        return self._read(by_the_first(self.group, prepare))
+
+    def _plan(self, data: str, rows: Dataset, valid: Dataset | None) -> Plan:
+        planning = Planning(
+            task=self.task, data=data, fitting=self.fitting, target=self.target, group=self.group, run=self.run,
+            given=self.options.plan, resumed_for=self.s.request.get("plan_for") if self.s.resume else None,
+            say=self.s.say, note=self._note,
+        )  # fmt: skip
+        plan = planning.plan()
+        if self.first:
+            self.run.remember({**self.s.request, "prepared": _places(data, valid), "plan_for": planning.made_for})
+        return replace(plan, choices=(*plan.choices, *self._choices(plan, rows)))
+
+    def _steps(self, plan: Plan, rows: Dataset) -> int:
+        return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))
+
+    def _choices(self, plan: Plan, rows: Dataset) -> tuple[Choice, ...]:
+        """What training adds to the plan's own."""
+        asked, steps = self.options, self._steps(plan, rows)
+        passes = steps * plan.global_batch / len(rows)
+        every = asked.save_every and f"every {asked.save_every} steps"
+        return (
+            as_choice("steps", asked.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} a step", "measured"),
+            as_choice("optimizer", asked.optimizer, _name_of(self.task), "the task's own" if asked.optimizer is None else "as asked for", "asked"),
+            as_choice("schedule", asked.schedule, asked.schedule, f"{as_steps(asked.warmup, steps)} steps of warm-up, {asked.min_lr:.0%} left at the end", "asked"),
+            as_choice("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint when so much has passed, and at the end", "asked"),
+        )  # fmt: skip
+
+    def _loop(self, plan: Plan, rows: Dataset, valid: Dataset | None, start: Checkpoint | None) -> Loop:
+        asked, device = self.options, self.target.device
+        seed_everything(self.fitting.seed)
+        position = None if start is None else state.read_position(start.path)
+        model = self._model(device, start)
+        speedometer = self._speedometer(plan, model, rows)  # before checkpointing makes the model count twice
+        optimizer = self.task.optimizer(model)
+        seed_everything(self.fitting.seed + self.group.rank)  # dropout differs between processes
+        stepper = Stepper(
+            model, optimizer, self.task, plan, clip_norm=asked.clip_norm or None, skip_oversized=asked.skip_oversized,
+            allow_inexact=self.fitting.allow_inexact, on_event=self._stepped, checkpoint=self._newest,
+        )  # fmt: skip
+        loader = Loader(
+            rows, self.task, plan, seed=self.fitting.seed, mix=asked.mix, rank=self.group.rank, speeds=stepper.speeds,
+            barred=stepper.barred, listener=lambda sentence, details: self._tell("note", sentence=sentence, **details),
+        )  # fmt: skip
+        steps = self._steps(plan, rows)
+        loop = Loop(
+            task=self.task, rows=rows, stepper=stepper, optimizer=optimizer, loader=loader,
+            schedule=Schedule(curve=asked.schedule, steps=steps, warmup=as_steps(asked.warmup, steps), decay=asked.decay, floor=asked.min_lr),
+            checkpoints=self.checkpoints, journal=self.journal, clock=Clock(asked.limit_s, asked.hours),
+            speedometer=speedometer,
+            evaluator=None if valid is None else self._evaluator(plan, model, valid),
+            best_by=asked.best, eval_every=asked.eval_every or max(1, steps // EVALUATIONS),
+            save_every=asked.save_every, save_s=SAVE_S, hooks=(_Links(self.run, self._note), *self.s.hooks) if self.first else self.s.hooks,
+        )  # fmt: skip
+        at_once = asked.keep + 1 + (valid is not None)
+        by_the_first(
+            self.group, lambda: self.checkpoints.check_space(state.needed_bytes(model, optimizer), saves=at_once)
+        )
+        self._begin(plan, steps, position)
+        if start is not None and position is not None:
+            _same_rows(position, rows)
+            loop.take_up(start.path, position)
+        if device.type != "cpu" or self.fitting.memory_limit is not None:
+            stepper.rehearse()
+        return loop
+
+    def _model(self, device: torch.device, start: Checkpoint | None) -> nn.Module:
+        """With the weights to begin with, or a checkpoint's."""
+        if start is None:
+            return self.task.start().to(device).train()
+        model = self.task.model()
+        state.load_weights(start.path, model)
+        return model.to(device).train()
+
+    def _speedometer(self, plan: Plan, model: nn.Module, rows: Dataset) -> Speedometer:
+        autocast = autocast_dtype(plan.levers.precision, self.target.device)
+        flops, how = FlopModel.measure(self.task, model, self.target.device, plan.shape, autocast=autocast)
+        peak, reached = peak_flops(self.target.device, autocast or next(model.parameters()).dtype)
+        self._tell("flops", sentence=f"MFU: {how}; the device {reached}")
+        return Speedometer(rows, self.group, flops=flops, peak_flops=peak, limit_bytes=plan.limit_bytes)
+
+    def _evaluator(self, plan: Plan, model: nn.Module, valid: Dataset) -> Evaluator:
+        return Evaluator(
+            self.task, model, valid, device=self.target.device, limit_bytes=plan.limit_bytes, fill=plan.fill,
+            autocast=autocast_dtype(plan.levers.precision, self.target.device), max_rows=self.options.eval_rows,
+            generate_rows=self.options.generate_rows, seed=self.fitting.seed, group=self.group, tell=self._note,
+        )  # fmt: skip
+
+    def _begin(self, plan: Plan, steps: int, position: state.Position | None) -> None:
+        resumed = position is not None
+        self._tell(
+            "begin",
+            run=str(self.run.root),
+            steps=steps,
+            processes=self.group.size,
+            resumed=resumed,
+            request=self.s.request,
+        )
+        self._tell("plan", **plan.to_json())
+        if position is not None:
+            self._tell(
+                "resume",
+                step=position.step,
+                samples=position.loader["samples"],
+                processes_before=len(position.own),
+                sentence=f"going on after step {position.step}",
+            )
+
+    def _ended(self, ending: Ending) -> Ending:
+        how = {
+            "finished": f"all {ending.step} steps are done",
+            "interrupted": f"stopped after step {ending.step} and saved",
+            "time-limit": f"the time limit was reached after step {ending.step}; saved",
+            "window": f"the window closed after step {ending.step}; saved",
+        }[ending.reason]
+        checkpoint = None if ending.checkpoint is None else str(ending.checkpoint)
+        self._tell("end", reason=ending.reason, step=ending.step, loss=ending.loss, checkpoint=checkpoint, sentence=how)
+        return ending
+
+    def _stepped(self, event: Event) -> None:
+        """A step's own event: from every process where it differs."""
+        if self.first or event.event in OWN_KINDS:
+            self.journal.write(**event.to_json())
+
+    def _note(self, sentence: str) -> None:
+        self._tell("note", sentence=sentence)
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        if self.first:
+            self.journal.write(event, **{"step": self.loop.step if self.loop else 0, **fields})
+
+    def _newest(self) -> str | None:
+        newest = None if self.loop is None else self.loop.newest
+        return None if newest is None else str(newest)
+
+
+class _Links(Hook):
+    """RUN/model and RUN/best follow the checkpoints."""
+
+    def __init__(self, run: RunFolder, tell: Callable[[str], object]) -> None:
+        self._run, self._tell = run, tell
+
+    def before(self, loop: Loop) -> None:
+        """A run that was killed between a save and its links."""
+        if loop.newest is not None:
+            self._point("model", loop.newest)
+        if loop.best is not None and (best := loop.checkpoints.path(loop.best.step)).is_dir():
+            self._point("best", best)
+
+    def after_save(self, loop: Loop, folder: Path) -> None:
+        self._point("model", folder)
+        if loop.best is not None and loop.best.step == loop.step:
+            self._point("best", folder)
+
+    def _point(self, name: str, folder: Path) -> None:
+        point(self._run.root / name, folder / "model", tell=self._tell)
+
+
+def _device(fitting: FitOptions, options: TrainOptions) -> torch.device:
+    """The one asked for; of several processes, each takes the card of its number."""
+    there = torch.cuda.device_count()
+    if options.gpus is not None and options.gpus > there:
+        on_cpu = "" if there else "; on the CPU, --processes N shares a step"
+        raise DeviceBusy(f"--gpus {options.gpus}: torch {torch.__version__} sees {there or 'none'} here{on_cpu}")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    device = find_target(fitting).device
+    if device.type == "cuda" and several and ":" not in fitting.device:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _limited(target: Target, fitting: FitOptions) -> Iterator[None]:
+    """A limit that was asked for holds while the run trains: torch's cap on a card, the ledger on the CPU."""
+    if fitting.memory_limit_bytes is None:
+        yield
+        return
+    with target.capped():
+        if target.device.type != "cpu":
+            yield
+            return
+        with Ledger(fitting.memory_limit_bytes):
+            yield
+
+
+def _set_optimizer(task: Task, asked: TrainOptions) -> None:
+    """What is asked for takes the place of the task's own; the plan is made with it too."""
+    own = type(task).optimizer is not Task.optimizer
+    if own and asked.optimizer is None:
+        if asked.lr is not None:
+            task.optimizer = _AtRate(task.optimizer, asked.lr)  # type: ignore[method-assign]
+        return
+    rate: float = getattr(task, "learning_rate", LEARNING_RATE) if asked.lr is None else asked.lr
+    chosen = Chosen(name=asked.optimizer or "adamw", lr=rate, weight_decay=asked.weight_decay)
+    task.optimizer = chosen  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _AtRate:
+    """A task's own optimizer at another learning rate."""
+
+    make: Callable[[nn.Module], Optimizer]
+    lr: float
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        optimizer = self.make(model)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        return optimizer
+
+
+def _name_of(task: Task) -> str:
+    chosen = task.optimizer
+    return f"{chosen.name} at {chosen.lr:g}" if isinstance(chosen, Chosen) else "of the task"
+
+
+def _places(data: str, valid: Dataset | None) -> dict[str, str | None]:
+    """Where the prepared rows lie: the raw files may be gone when the run is resumed."""
+    path = getattr(valid, "path", None)
+    return {
+        "data": str(Path(data).absolute()) if Path(data).exists() else data,
+        "valid": None if path is None else str(Path(path).absolute()),
+    }
+
+
+def _same_rows(position: state.Position, rows: Dataset) -> None:
+    now = str(getattr(rows, "fingerprint", ""))
+    if position.data and position.data != now:
+        raise BadRun(
+            "--resume: the data are not those the run was trained on so far (another fingerprint): give the same DATA, or start "
+            "a new run --from this one's model"
+        )

@@ -21,6 +21,8 @@ import threading
 import time
 from pathlib import Path
 
+PIECE_BYTES = 2**27
+
 BASELINE = """
 import torch, brimful.train.session, brimful.tasks.chatlm.generate, sacrebleu, transformers.models.t5.modeling_t5, pyarrow
 import sys
@@ -36,11 +38,12 @@ def main() -> None:
     out = Path(asked.output)
     out.mkdir(parents=True, exist_ok=True)
     baseline = _baseline(asked.device)
-    pretrain = _phase(
-        "chatlm-pretrain", asked, out / "pretrain", asked.pretrain_steps, asked.pretrain_lr, None, baseline
-    )
-    sft = _phase("chatlm-sft", asked, out / "sft", asked.sft_steps, asked.sft_lr, out / "pretrain", baseline)
-    print(json.dumps({"size": asked.size, "device": asked.device, "phases": [pretrain, sft]}, indent=1))
+    phases, start = [], asked.pretrained
+    if start is None:
+        start = out / "pretrain"
+        phases.append(_phase("chatlm-pretrain", asked, start, asked.pretrain_steps, asked.pretrain_lr, None, baseline))
+    phases.append(_phase("chatlm-sft", asked, out / "sft", asked.sft_steps, asked.sft_lr, start, baseline))
+    print(json.dumps({"size": asked.size, "device": asked.device, "phases": phases}, indent=1))
 
 
 def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
@@ -49,12 +52,12 @@ def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
     from brimful.tasks.load import load_task
 
     shutil.rmtree(run, ignore_errors=True)
-    size = {"from_": str(start)} if start else {"size": asked.size}
+    size = {"from_": str(start)} if start else {"size": asked.size, "tokenizer": asked.tokenizer}
     events, stop_at, host = [], (2 * steps) // 3, _Host(baseline_bytes)
     how = dict(  # noqa: C408 - keywords read as such
         run=str(run), max_steps=steps, lr=lr, valid=asked.valid, eval_every=max(1, steps // 2), eval_rows=asked.eval_rows,
         generate_rows=asked.generate_rows, device=asked.device, memory_limit=asked.memory_limit, workers=asked.workers,
-        warmup="5%", save_every=max(1, steps // 3), keep=1, listeners=[events.append], say=_say,
+        warmup="10%", save_every=max(1, steps // 3), keep=1, listeners=[events.append], say=_say,
     )  # fmt: skip
     with host:
         hooks = [_Taker(steps // 3)] if asked.take_memory else []
@@ -116,11 +119,18 @@ class _Taker(_Stopper):
 
         device = next(loop.stepper.model.parameters()).device
         if loop.step == self.at:
+            if device.type != "cpu":
+                torch.accelerator.empty_cache()
             room = room_bytes(device)
             held = torch.accelerator.memory_allocated(device) if device.type != "cpu" else 0
             free = (room or 0) - held
-            self.taken = torch.empty(int(0.7 * free), dtype=torch.uint8, device=device)
-            _say(f"taking {self.taken.nbytes / 2**30:.1f} GiB after step {loop.step}")
+            self.taken = []
+            while sum(part.nbytes for part in self.taken) < 0.7 * free:  # in pieces: the cache has holes
+                try:
+                    self.taken.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device))
+                except torch.OutOfMemoryError:
+                    break
+            _say(f"taking {sum(part.nbytes for part in self.taken) / 2**30:.1f} GiB after step {loop.step}")
         elif loop.step == self.at + 10:
             self.taken = None
             _say("given back")
@@ -170,6 +180,8 @@ def _arguments():
     parser.add_argument("--eval-rows", type=int, default=400)
     parser.add_argument("--generate-rows", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--pretrained", help="a run of chatlm-pretrain to start SFT from; none is trained then")
+    parser.add_argument("--tokenizer", help="a folder; one is trained on TRAIN unless given")
     parser.add_argument("--take-memory", action="store_true")
     parser.add_argument("--output", default="chat-bench")
     return parser.parse_args()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import brimful
+import brimful.train.session  # noqa: F401 - forked processes need not import it again
 from brimful.train.journal import last_steps, read_events
 from tests.train.small import Words
 

@@ -27,7 +27,8 @@ got = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda number, _: got.append(signal.Signals(number).name))
 Path(f"ready-{rank}").write_text(str(os.getpid()))
-while not got:
+until = time.monotonic() + 60
+while not got and time.monotonic() < until:
     time.sleep(0.02)
 time.sleep(float(os.environ.get("SAVE_S", 0.3)))
 Path(f"saved-{rank}").write_text(" ".join(got))

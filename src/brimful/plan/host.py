@@ -20,7 +20,7 @@ import torch
 from brimful.data.loader import PREFETCH, Loader
 from brimful.data.reader import StepRows
 from brimful.errors import DoesNotFit
-from brimful.machine.footprint import process_bytes, tree_bytes
+from brimful.machine.footprint import tree_bytes
 from brimful.machine.host import Host
 from brimful.machine.space import Space
 from brimful.memory.bare import tensors_of, to_device
@@ -63,7 +63,7 @@ class Timed:
     computing: float
     """The share of that in which this process computed or wanted to."""
     worker_bytes: int
-    """Anonymous and shared memory of the worker that read, 0 without one."""
+    """Anonymous and shared memory that a worker adds, 0 without one."""
 
 
 class _HostFit:
@@ -109,8 +109,10 @@ class _HostFit:
             seconds.append(time.perf_counter() - started)
             computing += _busy_s() - busy
         in_all = time.perf_counter() - began
-        held = max((process_bytes(pid) for pid in loader.worker_pids), default=0)
+        together = tree_bytes() if workers else 0
         loader.close()
+        # A forked worker shares what it was forked from, and each counts half of that: only all of them together tell.
+        held = max(0, together - tree_bytes()) // workers if workers else 0
         # Steps that were read ahead come at once: what a worker really takes is the mean.
         each = in_all / len(seconds) if workers else statistics.median(seconds)
         return Timed(first, each, computing / in_all, held)

@@ -71,6 +71,8 @@ class Ceiling:
     """What measured peaks taught about it: times this as well, for good."""
     may_run_whole: bool = True
     """A step of a single micro-batch holds no gradients; once one has failed, steps are cut."""
+    for_now: int | None = None
+    """Never more rows than this in the step on its way, which failed where the measure sees no difference."""
     lowered: list[Lowered] = field(default_factory=list)
     clean_steps: int = 0
     wait: int = 1
@@ -79,11 +81,20 @@ class Ceiling:
 
     def cut(self, shapes: list[Shape], *, part: bool = False) -> list[list[int]]:
         """The rows of these shapes in micro-batches below the ceiling. `part`: there are others in the step."""
-        return cut(shapes, self.measure if part else self._cost, self.limit, most=self.most, overhead=self.overhead)
+        cost = self._cost_of_a_part if part else self._cost
+        return cut(shapes, cost, self.limit, most=self._most, overhead=self.overhead)
 
     def allows(self, rows: int, shape: Shape, *, whole: bool) -> bool:
         """Whether a micro-batch that was proposed may run as it is."""
-        return rows <= (self.most or rows) and self._cost(rows, shape, whole=whole) <= self.limit
+        return rows <= (self._most or rows) and self._cost(rows, shape, whole=whole) <= self.limit
+
+    @property
+    def _most(self) -> int | None:
+        return min((most for most in (self.most, self.for_now) if most is not None), default=None)
+
+    def _cost_of_a_part(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
+        """Rows that come first or last in the cut are still not the whole step: gradients are held beside them."""
+        return self.measure(rows, shape)
 
     def _cost(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
         return math.inf if whole and not self.may_run_whole else self.measure(rows, shape, whole=whole)
@@ -121,6 +132,8 @@ class Ceiling:
                 return f"the memory model was too low and is raised by {raised - 1:.0%}"
         half = max(1, (rows + 1) // 2)
         self._allow(half, shape, whole)
+        if rows > 1 and self.measure(rows, shape) <= self.limit:  # a model that does not rise with the rows there
+            self.for_now = half
         return f"micro-batches as long as this one have {show_rows(half)} at most"
 
     def thrashing(self, rows: int, shape: Shape, room_bytes: int | None, *, whole: bool = False) -> str:
@@ -151,6 +164,7 @@ class Ceiling:
 
     def clean(self, room_bytes: int | None) -> str | None:
         """A step went through. After enough of them lowerings are undone; says so if any was."""
+        self.for_now = None
         self.clean_steps += 1
         if self.just_grown and self.clean_steps >= self.grow_after:
             self.just_grown, self.wait = False, 1

@@ -124,7 +124,7 @@ class Loop:
                     self._evaluate_and_save(result, save)
                 if self._saved_at != self.step:
                     self.save(last=True)
-        except UserError as error:
+        except Exception as error:
             self._rescue(error)
             raise
         finally:
@@ -245,7 +245,7 @@ class Loop:
         )  # fmt: skip
         return None
 
-    def _rescue(self, error: UserError) -> None:
+    def _rescue(self, error: Exception) -> None:
         """Save what is whole. Where processes may have failed alone, or the weights be half updated, there is nothing to do."""
         alone = self.stepper.group.size == 1 or isinstance(error, NonFinite)
         if isinstance(error, (HalfUpdate, LostProcess, SaveFailed)) or not alone or self.step in (0, self._saved_at):

@@ -40,8 +40,8 @@ _LOOK_S = 30.0
 """While a window is shut: how often the clock on the wall is read. It may be set, go over to summer time, or sleep."""
 _EARLY_S = 900.0
 """A run leaves before its window shuts, so that its save is over in time; so long before at most."""
-_SHOW_CURSOR = b"\x1b[?25h"
-"""For the terminal: a progress view hides its cursor, and when it is killed leaves it hidden."""
+_SHOW_CURSOR = b"\x1b[?25h\n"
+"""For the terminal: a progress view hides its cursor, and when it is killed leaves it hidden, in the middle of a line."""
 _TAIL_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 

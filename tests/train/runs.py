@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401 - 3 s that a dispatch mode would spend in every forked process
 
 import brimful
 import brimful.train.session  # noqa: F401 - forked processes need not import it again

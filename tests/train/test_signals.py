@@ -10,6 +10,14 @@ from brimful.train.signals import POLITE, Interrupts
 from tests.train.runs import finish, fork
 
 
+@pytest.fixture(autouse=True)
+def _a_terminal():
+    """Tests that were started under nohup would keep what it set."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def exit_code(work):
     return finish([fork(work)], within_s=20)[0]
 

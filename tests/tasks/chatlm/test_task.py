@@ -71,8 +71,9 @@ def other_model(folder, **changes):
 
 def test_a_head_that_is_not_tied_is_frozen_with_the_embeddings(tmp_path):
     model = Sft(options=ChatOptions(from_=other_model(tmp_path, tie_word_embeddings=False))).model()
-    assert model.lm_head.weight is not model.get_input_embeddings().weight
-    assert not model.lm_head.weight.requires_grad
+    embeddings = model.get_input_embeddings().weight
+    assert model.lm_head.weight is not embeddings
+    assert not model.lm_head.weight.requires_grad and not embeddings.requires_grad
 
 
 def test_the_encoder_of_another_architecture_is_frozen_alike(tmp_path):

@@ -135,6 +135,10 @@ class Task:
         """
         return data
 
+    def remarks(self, rows: Dataset) -> "Sequence[tuple[str, Any, Any, str]]":
+        """Decisions about model and data that the user should see in the plan: name, what was asked, what it is, why."""
+        return ()
+
     def start(self) -> "nn.Module":
         """The model that training begins with: `model()`, with random weights, unless there are better ones."""
         return self.model()

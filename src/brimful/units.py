@@ -41,6 +41,11 @@ def show_bytes(value: int | float | None) -> str:
     return f"{int(value)} B"
 
 
+def show_count(count: int, what: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def flag_bytes(value: float) -> str:
     """Rounded up and without a space, so that it can be typed behind a flag: `16.96MiB`."""
     size, unit = next(((size, unit) for size, unit in ((GiB, "GiB"), (MiB, "MiB")) if value >= size), (KiB, "KiB"))

@@ -168,6 +168,7 @@ def asked(tmp_path, monkeypatch):
 def test_a_flag_wins_over_the_file_and_the_file_over_the_recipe(asked, config):
     recipe = from_recipe("fast", KNOWN, "train")
     path = config("epochs = 7\n[train]\nglobal-batch = 33\nwarmup = 5\n")
+    (path.parent / "model").mkdir()
     found = asked("--recipe", "fast", "--config", str(path), "--global-batch", "44", "--from", "model")
     assert (recipe["epochs"], recipe["global_batch"]) != (7, 44)
     assert (found["global_batch"], found["epochs"], found["warmup"], found["from"]) == (44, 7, 5, "model")

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # noqa: F401 - 3 s that a dispatch mode would spend in every forked process
+import torch._dynamo
 
 import brimful
-import brimful.train.session  # noqa: F401 - forked processes need not import it again
+import brimful.train.session
 from brimful.train.journal import last_steps, read_events
 from tests.train.small import Words
 

@@ -1,6 +1,7 @@
 """Every optimizer applies the learning rate and the decay that it is given."""
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -120,12 +121,13 @@ def test_adafactor_keeps_hardly_any_state():
 def test_eight_bits_without_bitsandbytes_names_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtra) as missing:
-        make(net(), "adamw8bit")
+        Chosen(name="adamw8bit", lr=1e-3, weight_decay=0.0)  # before there is a model
     assert str(missing.value) == "bitsandbytes is not installed; it comes with: pip install 'brimful[eightbit]'"
 
 
 def test_eight_bits_are_bitsandbytes_own_at_the_rate_asked_for(monkeypatch):
     made, installed = [], ModuleType("bitsandbytes")
+    installed.__spec__ = ModuleSpec("bitsandbytes", None)
     installed.optim = SimpleNamespace(AdamW8bit=lambda groups, lr: made.append((groups, lr)) or "theirs")
     monkeypatch.setitem(sys.modules, "bitsandbytes", installed)
     assert make(net(), "adamw8bit", lr=0.25, weight_decay=0.1) == "theirs"

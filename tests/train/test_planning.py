@@ -9,7 +9,7 @@ import torch
 import brimful
 from brimful.errors import BadData, BadRun, UserError
 from brimful.plan.options import FitOptions
-from brimful.plan.plan import Plan
+from brimful.plan.plan import Choice, Plan
 from brimful.plan.target import Target
 from brimful.train import planning as module
 from brimful.train.folder import RunFolder
@@ -32,7 +32,7 @@ def fits(monkeypatch, plan):
 
     def fitted(task, **how):
         asked.append(how)
-        return replace(plan, key="new")
+        return replace(plan, key="new", created=f"fit {len(asked)}")
 
     monkeypatch.setattr(module, "fit", fitted)
     return asked
@@ -53,6 +53,13 @@ class Desk:
             given=None if given is None else str(given), resumed_for=resumed, say=print, note=self.notes.append,
         )  # fmt: skip
 
+    def planned(self, **how):
+        """The plan, kept in the run's folder as a session keeps it."""
+        planning = self.planning(**how)
+        found = planning.plan()
+        planning.keep(found)
+        return found
+
     def remembered(self, **fitting):
         """What a run that was planned with these keeps in run.json."""
         return json.loads(json.dumps(self.planning(**fitting).made_for))
@@ -64,7 +71,7 @@ def desk(tmp_path):
 
 
 def test_a_new_run_is_fitted_and_keeps_its_plan(desk, fits):
-    found = desk.planning(global_batch=7, memory_limit="4MiB").plan()
+    found = desk.planned(global_batch=7, memory_limit="4MiB")
     assert found.key == "new"
     assert Plan.load(desk.run.plan()) == found
     [asked] = fits
@@ -78,9 +85,25 @@ def test_a_new_run_is_fitted_and_keeps_its_plan(desk, fits):
 
 def test_a_given_plan_is_taken_and_kept(desk, fits, plan, tmp_path):
     plan.save(tmp_path / "given.json")
-    assert desk.planning(given=tmp_path / "given.json").plan() == plan
-    assert Plan.load(desk.run.plan()) == plan
+    found = desk.planned(given=tmp_path / "given.json")
+    origin, *others = found.choices
+    assert replace(found, choices=tuple(others)) == plan
+    assert (origin.name, origin.requested, origin.reason) == (
+        "plan",
+        str(tmp_path / "given.json"),
+        f"made {plan.created}, taken as it is",
+    )
+    assert Plan.load(desk.run.plan()) == found
     assert not fits
+
+
+def test_a_given_plan_keeps_to_the_limit_asked_for_now(desk, fits, plan, tmp_path):
+    limit = Choice(name="memory_limit", requested=None, effective=4 * MiB, reason="what is free", basis="measured")
+    replace(plan, choices=(limit,)).save(tmp_path / "given.json")
+    found = desk.planned(given=tmp_path / "given.json", memory_limit="3MiB")
+    told = found.choice("memory_limit")
+    assert found.limit_bytes == told.requested == told.effective == 3 * MiB
+    assert told.reason == "as asked for; the plan was made for 4 MiB"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +168,7 @@ def test_where_a_plan_is_kept_and_how_a_device_is_called_may_change(desk, fits, 
 )
 def test_a_run_resumed_with_other_values_is_fitted_anew_and_says_why(desk, fits, plan, before, now, named):
     plan.save(desk.run.plan())
-    assert desk.planning(resumed=desk.remembered(**before), **now).plan().key == "new"
+    assert desk.planned(resumed=desk.remembered(**before), **now).key == "new"
     assert Plan.load(desk.run.plan()).key == "new"
     assert desk.notes == [f"a new plan is made, since the run began with other values of {named}"]
 
@@ -183,7 +206,7 @@ def test_a_damaged_plan_of_a_resumed_run_is_made_anew(desk, fits, content):
 
 
 def test_processes_on_equal_devices_share_the_first_ones_plan(desk, fits):
-    found = Team().run(lambda rank, group: desk.planning(group=group).plan())
+    found = Team().run(lambda rank, group: desk.planned(group=group))
     assert [one.key for one in found] == ["new", "new"]
     assert len(fits) == 1
     assert not (desk.run.root / "plan-1.json").exists()
@@ -191,7 +214,7 @@ def test_processes_on_equal_devices_share_the_first_ones_plan(desk, fits):
 
 def test_processes_on_unlike_devices_have_a_plan_each(desk, fits):
     names = ["a large card", "a small card", "a large card"]
-    Team(3).run(lambda rank, group: desk.planning(group=group, name=names[rank]).plan())
+    Team(3).run(lambda rank, group: desk.planned(group=group, name=names[rank]))
     assert len(fits) == 2
     assert sorted(path.name for path in desk.run.root.iterdir()) == ["plan-1.json", "plan.json"]
 

@@ -69,7 +69,7 @@ def test_a_warm_up_is_steps_or_a_share(warmup):
     assert TrainOptions(warmup=warmup).warmup == warmup
 
 
-@pytest.mark.parametrize("warmup", [-1, "-3", "1.5", "2 percent", "%", "", True])
+@pytest.mark.parametrize("warmup", [-1, "-3", "1.5", "2 percent", "%", "", "101%", True])
 def test_another_warm_up_is_refused(warmup):
     assert refused(warmup=warmup) == (
         f"--warmup {warmup!r}: give steps, such as 100, or a share of the run, such as 2%"
@@ -114,12 +114,21 @@ def test_a_time_that_is_none_is_refused_at_once(name, flag):
     assert refused(**{name: "soon"}).startswith(f"{flag} 'soon'")
 
 
+def test_a_mix_that_is_none_is_refused_at_once():
+    assert refused(mix="shuffle").startswith("--mix shuffle")
+    assert TrainOptions(mix="window:5").mix == "window:5"
+
+
 def test_trackers_are_names_with_commas_between():
     assert TrainOptions(trackers=" wandb, ,mlflow ").tracker_names == ("wandb", "mlflow")
 
 
 def test_what_the_parent_reads_imports_no_torch():
     parts = ("settings", "folder", "signals", "schedule")
-    script = f"import sys\nfor part in {parts}: __import__('brimful.train.' + part)\nassert 'torch' not in sys.modules"
+    script = (
+        f"import sys\nfor part in {parts}: __import__('brimful.train.' + part)\n"
+        "sys.modules['brimful.train.settings'].TrainOptions(mix='window:5', window='21-9')\n"
+        "assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,9 @@
 """What a checkpoint holds comes back to the bit, or is refused by name."""
 
+import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from brimful import Task
 from brimful.errors import BadCheckpoint, BadRun
 from brimful.memory.snapshot import RandomState
 from brimful.train import state
+from brimful.train.loop import Loop
 from brimful.train.optimizers import Chosen
 from brimful.train.state import Best, Own, Position
 
@@ -172,13 +175,23 @@ def test_decay_may_be_switched_off_or_on_when_a_run_is_resumed(tmp_path, before,
     state.load_optimizer(folder, Chosen(name="adamw", lr=0.1, weight_decay=now)(net()))
 
 
-@pytest.mark.xfail(strict=True, reason="torch compares groups and numbers of weights only; the first step then fails")
-@pytest.mark.parametrize(("before", "now"), [("adamw", "adafactor"), ("adafactor", "adamw")])
+@pytest.mark.parametrize(("before", "now"), [("AdamW", "adafactor"), ("Adafactor", "adamw")])
 def test_another_optimizer_is_refused(tmp_path, before, now):
-    model = net()
-    folder = write(tmp_path / "step", model, trained(model, before))
-    told = refused(BadRun, state.load_optimizer, folder, Chosen(name=now, lr=1.0, weight_decay=0.01)(net()))
-    assert "resume with the same --optimizer" in told
+    """By the loop, which knows its name: torch compares groups only, and the first step would fail on its state."""
+    optimizer = Chosen(name=now, lr=1.0, weight_decay=0.01)(net())
+    told = refused(BadRun, Loop.take_up, SimpleNamespace(optimizer=optimizer), tmp_path, position(optimizer=before))
+    assert told.startswith(f"--resume: the run was trained with {before} so far")
+    assert "keep its --optimizer" in told
+
+
+def test_others_may_read_a_model_that_a_checkpoint_holds(tmp_path):
+    before = os.umask(0o022)
+    try:
+        model = net()
+        folder = write(tmp_path / "step", model, trained(model))
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in (folder / "model").iterdir()} == {"0o644"}
 
 
 def test_other_frozen_weights_are_refused(saved):
@@ -190,11 +203,11 @@ def test_other_frozen_weights_are_refused(saved):
 
 
 def test_a_position_comes_back(tmp_path):
-    where = position(best=Best(step=5, score=-1.5), trained_s=2.5, facts={"a": [1, "b"]})
+    where = position(best=Best(step=5, score=-1.5), optimizer="AdamW")
     model = net()
     found = state.read_position(write(tmp_path / "step", model, trained(model), where))
     assert (found.step, found.loader, found.best, found.data) == (7, where.loader, Best(step=5, score=-1.5), "abc")
-    assert (found.trained_s, found.facts) == (2.5, {"a": [1, "b"]})
+    assert found.optimizer == "AdamW"
     assert [own.stepper for own in found.own] == [where.own[0].stepper]
 
 

@@ -8,7 +8,7 @@ import ast
 import inspect
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, make_dataclass
 from importlib import resources
 from itertools import pairwise
@@ -28,9 +28,11 @@ def flags_of(
     *,
     types: Mapping[str, Any] | None = None,
     said: Mapping[str, str] | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
     without: Iterable[str] = (),
 ) -> type:
-    """A dataclass of flags for every field of these classes, each class under its title. `types` and `said` come first."""
+    """A dataclass of flags for every field of these classes, each class under its title. `types`, `said` and `names`
+    come first."""
     found: dict[str, Any] = {}
     for title, owner in owners.items():
         words, hints = {**sentences(owner), **(said or {})}, get_type_hints(owner)
@@ -40,6 +42,7 @@ def flags_of(
                 help=words[field.name] + _default(field.default),
                 negative="" if field.default is False else None,
                 group=title,
+                name=(names or {}).get(field.name),
             )
             found.setdefault(field.name, Annotated[kind | None, shown])
     made = make_dataclass(name, [(key, kind, None) for key, kind in found.items()], frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None
     """The result: as one JSON object and nothing else, or as people read it."""
     if as_json:
         print(json.dumps(data), flush=True)
+    elif isinstance(result, str):
+        print(result, flush=True)  # as it is: a command that is told must not be broken over two lines
     else:
         Console().print(result)
 

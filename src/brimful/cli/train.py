@@ -7,6 +7,7 @@ of them. Under torchrun or accelerate the launcher is that process, and each of 
 
 import json as json_
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,18 +22,32 @@ from brimful.cli.allocator import prefer_growing_segments
 from brimful.cli.fit import lengths_of
 from brimful.cli.flags import flags_of, from_file, from_recipe, given, known, part
 from brimful.cli.output import show
-from brimful.errors import BadOption
+from brimful.errors import BadOption, BadRun
 from brimful.plan.options import FitOptions
 from brimful.tasks.chatlm.options import ChatOptions
-from brimful.train.folder import RunFolder, new_run, newest_run, opened
+from brimful.train.folder import RunFolder, go_on, new_run, newest_run, opened
 from brimful.train.settings import TrainOptions
 
+PLANNED = (
+    "micro_batch",
+    "checkpointing",
+    "precision",
+    "fill",
+    "lengths",
+    "workers",
+    "prefetch",
+    "pin_memory",
+    "allow_inexact",
+)
+"""What a plan settles."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 OPTIONS = {"Model and data of the chat tasks": ChatOptions, "Training": TrainOptions, "Memory and speed": FitOptions}
 KNOWN = known(OPTIONS)
 Flags: Any = flags_of(
     "Flags",
     OPTIONS,
     types={"lengths": str},
+    names={"run": ("--run", "--run-dir")},  # torchrun takes --run for the beginning of an option of its own
     said={
         "seed": "Of everything random: weights, order of the rows, dropout.",
         "processes": "Processes on this box that share the global batch; on cards, --gpus says it shorter.",
@@ -82,7 +97,7 @@ def train(
     end = run.ending() or {}
     result = {"run": str(run.root), "reason": outcome.reason, **{k: end.get(k) for k in ("step", "loss", "checkpoint")}}
     if outcome.code:
-        print(f"brimful: {outcome.sentence}", file=sys.stderr)
+        print(f"brimful: {_how_to_go_on(outcome.sentence, run)}", file=sys.stderr)
         raise SystemExit(outcome.code)
     show(_told(outcome, run), result, as_json=json)
 
@@ -96,27 +111,54 @@ def _request(
     if "run" not in asked and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise BadOption("train: under a launcher every process must know the run's folder; name it with --run")
     root = Path(asked.get("run") or (newest_run(task) if resume else new_run(task or "")))
-    if task is None and not (resume or RunFolder(root).has_run):
+    if task is None and not (resume or RunFolder(root).knows_its_request):
         raise BadOption("train: name the task, such as chatlm-sft, or a run to go on with: --run DIR --resume")
     run, resume = opened(root, resume=resume)
-    before: dict[str, Any] = {}
-    if resume:
-        before = run.remembered()
-        if task is not None and task != before["task"]:
-            raise BadOption(f"--resume: {root} is a run of {before['task']}, not of {task}")
-        asked = {**before["asked"], **asked}
+    before = _before(run, task, data) if resume else {}
+    if before:
+        asked = go_on(before, asked)
     task = task or before["task"]
-    data = _data(data, before, demo, asked)
+    data = _data(data, before, demo, asked, run)
     asked.update(run=str(root), resume=resume)
     if isinstance(asked.get("lengths"), str):
         asked["lengths"] = lengths_of(asked["lengths"])
-    TrainOptions.of(part(asked, TrainOptions))
-    FitOptions.of({**part(asked, FitOptions), "processes": _processes(asked)})
-    ChatOptions(**part(asked, ChatOptions))
+    _check(asked)
     return {**before, "task": task, "data": data, "asked": asked, "run": str(root), "resume": resume}
 
 
-def _data(data: str | None, before: dict[str, Any], demo: bool, asked: dict[str, Any]) -> str:
+def _check(asked: dict[str, Any]) -> None:
+    """All that can be known to be wrong before anything is read or made, in one sentence."""
+    problems = []
+    for owner, more in ((TrainOptions, {}), (FitOptions, {"processes": _processes(asked)}), (ChatOptions, {})):
+        try:
+            owner(**{**part(asked, owner), **more})
+        except BadOption as error:
+            problems.append(str(error))
+    if asked.get("plan"):
+        both = [f"--{name.replace('_', '-')}" for name in PLANNED if asked.get(name) is not None]
+        problems += [f"--plan with {', '.join(both)}: the plan has decided that; give one or the other"] if both else []
+    for name in ("valid", "from", "tokenizer"):
+        value = asked.get(name)
+        if value and not Path(value).exists() and not HUB_NAME.fullmatch(value):
+            problems.append(f"--{name} {value}: there is no such file or folder")
+    if problems:
+        raise BadOption("; ".join(problems))
+
+
+def _before(run: RunFolder, task: str | None, data: str | None) -> dict[str, Any]:
+    """What the run was asked when it began; nothing where that is lost and has been said again."""
+    try:
+        before = run.remembered()
+    except BadRun:
+        if task is None or data is None:
+            raise
+        return {}
+    if task not in (None, before["task"]):
+        raise BadOption(f"--resume: {run.root} is a run of {before['task']}, not of {task}")
+    return before
+
+
+def _data(data: str | None, before: dict[str, Any], demo: bool, asked: dict[str, Any], run: RunFolder) -> str:
     """The rows: as given, the demo's, or those of the run before, packed already where the raw files are gone."""
     if demo:
         from brimful.tasks.chatlm.demo import train_file, valid_file
@@ -129,10 +171,10 @@ def _data(data: str | None, before: dict[str, Any], demo: bool, asked: dict[str,
         return data
     if "data" not in before:
         raise BadOption("train: name the rows to train on, or --demo-data for a small set that comes with Brimful")
-    prepared = before.get("prepared") or {}
-    if asked.get("valid") and prepared.get("valid") and not Path(asked["valid"]).exists():
+    prepared = {name: str(run.root / place) for name, place in (before.get("prepared") or {}).items() if place}
+    if asked.get("valid") and "valid" in prepared and not Path(asked["valid"]).exists():
         asked["valid"] = prepared["valid"]
-    return before["data"] if Path(before["data"]).exists() else prepared.get("data") or before["data"]
+    return before["data"] if Path(before["data"]).exists() else prepared.get("data", before["data"])
 
 
 def _processes(asked: dict[str, Any]) -> int:
@@ -161,6 +203,13 @@ def _supervised(request: dict[str, Any], run: RunFolder) -> Any:
         return start_once() if window is None else keep_hours(window, start_once, _say)
 
 
+def _how_to_go_on(sentence: str, run: RunFolder) -> str:
+    """The parent's words, with the very command; without them where nothing was saved yet."""
+    saved = any(run.checkpoints.glob("step-*"))
+    advice = f"go on from the last checkpoint with {run.resume_command}" if saved else "nothing was saved yet"
+    return sentence.replace("--resume goes on from the last checkpoint", advice)
+
+
 @contextmanager
 def _left_clean(run: RunFolder) -> Iterator[None]:
     """A run that failed before it began leaves no folder."""
@@ -168,7 +217,7 @@ def _left_clean(run: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if new and not run.has_run:
+        if new and not run.has_run and not run.data.exists():  # packed rows are worth keeping
             shutil.rmtree(run.root, ignore_errors=True)
             with suppress(OSError):
                 run.root.parent.rmdir()  # `runs`, where this was its first
@@ -181,7 +230,7 @@ def _told(outcome: Any, run: RunFolder) -> str:
         lines.append(f"model  {run.root / 'model'}")
         if (run.root / "best").exists():
             lines.append(f"best   {run.root / 'best'}")
-    else:
+    elif run.has_run:
         lines.append(f"go on with: {run.resume_command}")
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ A user's mistake is handed to the parent, which says it once for all processes; 
 import json
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from brimful.errors import UserError
 from brimful.plan.options import FitOptions
 from brimful.tasks.chatlm.options import ChatOptions
 from brimful.train.folder import RunFolder
+from brimful.train.lock import RunLock
 from brimful.train.parent import bind_to_parent
 from brimful.train.settings import TrainOptions
-from brimful.train.supervise import watch
+from brimful.train.supervise import has_parent, watch
 
 
 def main() -> None:
@@ -44,7 +45,8 @@ def work(request: dict[str, Any]) -> None:
     with redirect_stdout(sys.stderr):  # what a task prints is not part of the result
         task = load_task(request["task"], options=part(_loadable(asked, run), ChatOptions))
         first = os.environ.get("RANK", "0") == "0"
-        with Progress.open(sys.stderr) as progress:
+        mine = first and not has_parent()  # a parent has locked the folder itself
+        with RunLock(run.root) if mine else nullcontext(), Progress.open(sys.stderr) as progress:
             Session(
                 task=task,
                 data=request["data"],

@@ -78,6 +78,7 @@ def _whole_numbers(options: FitOptions) -> list[str]:
         ("--micro-batch", options.micro_batch, 1),
         ("--workers", options.workers, 0),
         ("--prefetch", options.prefetch, 1),
+        ("--seed", options.seed, 0),
     )
     return [
         f"{flag} {value!r}: give a whole number of at least {least}"

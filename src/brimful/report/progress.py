@@ -145,7 +145,7 @@ class Figures:
                 self.ooms += event.get("ooms") or 0
             case {"event": "eval", "best": True}:
                 self.best = event
-            case {"event": "checkpoint", "saved": True}:
+            case {"event": "checkpoint", "saved": True} | {"event": "resume"}:
                 self.saved = event
 
     @property

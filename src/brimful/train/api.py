@@ -43,7 +43,8 @@ def train(
     options, fitting = split(asked)
     root = Path(options.run) if options.run else new_run(task.name)
     run, resume = opened(root, resume=options.resume)
-    request = {**(run.remembered() if resume else {}), "task": task.name, "data": str(data), "asked": _plain(asked)}
+    before = run.remembered() if resume and run.knows_its_request else {}
+    request = {**before, "task": task.name, "data": str(data), "asked": _plain(asked)}
     session = Session(
         task=task, data=str(data), run=run, options=options, fitting=fitting, resume=resume, request=request,
         hooks=hooks, listeners=listeners, say=say,

@@ -15,14 +15,17 @@ Imports no torch: the supervising parent reads and writes here too.
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brimful.errors import BadRun
+from brimful.errors import BadOption, BadRun
 from brimful.train.journal import read_events
 
 REQUEST = "run.json"
+FIXED = ("size", "from", "freeze", "tokenizer", "columns", "max_tokens", "seed")
+"""Options that a resumed run keeps: with others, its weights, rows or random numbers would be another run's."""
 PAUSES = ("time-limit", "window")
 """Endings after which the same command goes on without being told to resume."""
 
@@ -55,7 +58,10 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        return (self.root / REQUEST).is_file()
+        """Whether something was trained here, or saved; a run that failed before its first step left nothing to lose."""
+        return any(self.checkpoints.glob("step-*")) or any(
+            event["event"] == "step" for event in read_events(self.events)
+        )
 
     @property
     def resume_command(self) -> str:
@@ -88,6 +94,7 @@ class RunFolder:
         part.replace(self.root / REQUEST)
 
     def remembered(self) -> dict[str, Any]:
+        """What `remember` kept."""
         path = self.root / REQUEST
         try:
             request = json.loads(path.read_text())
@@ -96,6 +103,10 @@ class RunFolder:
             raise BadRun(
                 f"{path} cannot be read ({type(error).__name__}): give task, data and options again together with --resume"
             ) from None
+
+    @property
+    def knows_its_request(self) -> bool:
+        return (self.root / REQUEST).is_file()
 
 
 def new_run(task: str) -> Path:
@@ -106,9 +117,11 @@ def new_run(task: str) -> Path:
 
 def newest_run(task: str | None) -> Path:
     """The run below `runs/` that was touched last, of this task where one is named."""
-    found = [path.parent for path in Path("runs").glob(f"*/{REQUEST}")]
-    if task is not None:
-        found = [path for path in found if RunFolder(path).remembered()["task"] == task]
+    found = []
+    for path in Path("runs").glob(f"*/{REQUEST}"):
+        with suppress(BadRun):  # one that cannot be read is no reason to refuse the others
+            if task is None or RunFolder(path.parent).remembered()["task"] == task:
+                found.append(path.parent)
     if not found:
         which = f" of {task}" if task else ""
         raise BadRun(f"--resume: there is no run{which} below runs/; name its folder with --run")
@@ -118,7 +131,7 @@ def newest_run(task: str | None) -> Path:
 def opened(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
     """The folder, and whether a run goes on in it: because that was asked for, or because it only paused."""
     folder = RunFolder(root)
-    if resume and not folder.has_run:
+    if resume and not (folder.has_run or folder.knows_its_request):
         there = "there is no such folder" if not root.exists() else "no run was ever begun in it"
         raise BadRun(f"--resume: nothing to resume in {root}: {there}; leave --resume out to begin a run")
     if resume or not folder.has_run:
@@ -129,6 +142,19 @@ def opened(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
     raise BadRun(
         f"{root} has a run in it already{_how_far(folder)}: add --resume to go on with it, or name another folder with --run"
     )
+
+
+def go_on(before: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """The options of a run that goes on: what is said now wins, but for what makes it the run that it is."""
+    was = before["asked"]
+    changed = [name for name in FIXED if name in said and said[name] != was.get(name, said[name])]
+    if changed:
+        now = ", ".join(f"--{name.replace('_', '-')} {said[name]} (it was {was[name]})" for name in changed)
+        raise BadOption(
+            f"--resume: {now}: that would be another run; begin one with another --run, --from this one if you like"
+        )
+    kept = {name: value for name, value in was.items() if name != "plan"}  # the run's folder has the plan
+    return {**kept, **said}
 
 
 def _how_far(folder: RunFolder) -> str:

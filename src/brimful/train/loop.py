@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from brimful.data.loader import Loader
 from brimful.data.reader import StepRows
-from brimful.errors import HalfUpdate, LostProcess, NonFinite, SaveFailed, UserError
+from brimful.errors import BadOption, BadRun, HalfUpdate, LostProcess, NonFinite, SaveFailed, UserError
 from brimful.memory.snapshot import RandomState
 from brimful.task import Dataset, Task
 from brimful.train import state
@@ -102,6 +102,7 @@ class Loop:
     _rates: list[float] | None = None
     _saved_at: int = -1
     _saved_time: float = 0.0
+    _save_took_s: float = 0.0
     _position: Position | None = None
 
     def run(self) -> Ending:
@@ -173,7 +174,7 @@ class Loop:
 
     def _agree(self, asked: Interrupts) -> tuple[Reason, bool]:
         """Why to stop, and whether to save: one process's wish is everybody's, after the same step."""
-        wish: Reason = "interrupted" if asked.by else self.clock.why_stop() or "finished"
+        wish: Reason = "interrupted" if asked.by else self.clock.why_stop(needs_s=self._save_took_s) or "finished"
         due = self.save_every is None and time.monotonic() - self._saved_time > self.save_s
         votes = self.stepper.group.gather([float(REASONS.index(wish)), float(due)])
         reasons = [REASONS[int(vote[0])] for vote in votes]
@@ -196,6 +197,9 @@ class Loop:
             self.journal.write("note", step=self.step, sentence=f"the evaluation is left out: {error}")
             return False
         figures = {"loss": found.loss, "perplexity": found.perplexity, **found.metrics}
+        if self.best_by not in figures or self.best_by == "perplexity":
+            there = ", ".join(["loss", *found.metrics])
+            raise BadOption(f"--best {self.best_by}: the evaluation has no such figure; it has {there}")
         score = -found.loss if self.best_by == "loss" else figures.get(self.best_by)
         is_best = self.step > 0 and score is not None and (self.best is None or score > self.best.score)
         if is_best and score is not None:
@@ -211,11 +215,12 @@ class Loop:
     def save(self, *, last: bool = False) -> None:
         """A checkpoint of now, by the first process. One that fails leaves those before it, and only the last may not fail."""
         assert self._position is not None
-        group, position = self.stepper.group, self._position
+        group, position, began = self.stepper.group, self._position, time.monotonic()
         position = replace(position, own=tuple(group.gather_objects(position.own[0])))
         failure = self._write(position) if group.rank == 0 else None
         failure = group.gather_objects(failure)[0]
         self._saved_time = time.monotonic()
+        self._save_took_s = self._saved_time - began
         if failure is None:
             self._saved_at = self.step
             for hook in self.hooks:
@@ -247,8 +252,10 @@ class Loop:
 
     def _rescue(self, error: Exception) -> None:
         """Save what is whole. Where processes may have failed alone, or the weights be half updated, there is nothing to do."""
-        alone = self.stepper.group.size == 1 or isinstance(error, NonFinite)
-        if isinstance(error, (HalfUpdate, LostProcess, SaveFailed)) or not alone or self.step in (0, self._saved_at):
+        useless = isinstance(
+            error, (HalfUpdate, LostProcess, NonFinite, SaveFailed)
+        )  # a run that diverged is not to push out a good one
+        if useless or self.stepper.group.size > 1 or self.step in (0, self._saved_at):
             return
         try:
             self.save()
@@ -265,11 +272,17 @@ class Loop:
             own=(own,),
             best=self.best,
             data=str(getattr(self.rows, "fingerprint", "")),
+            optimizer=type(self.optimizer).__name__,
         )
 
     def take_up(self, folder: Path, position: Position) -> None:
         """Go on where this checkpoint was written."""
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        if position.optimizer != type(self.optimizer).__name__:
+            raise BadRun(
+                f"--resume: the run was trained with {position.optimizer} so far, whose state {type(self.optimizer).__name__} cannot take "
+                "up: keep its --optimizer, or begin a new run --from this one"
+            )
         state.load_optimizer(folder, self.optimizer)
         self.step = self._saved_at = position.step
         self.best = position.best

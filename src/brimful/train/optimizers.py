@@ -9,6 +9,7 @@ Biases and norms are not decayed.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class Chosen:
     lr: float
     weight_decay: float
 
+    def __post_init__(self) -> None:
+        if self.name == "adamw8bit" and find_spec("bitsandbytes") is None:
+            raise MissingExtra("bitsandbytes", "eightbit")
+
     def __call__(self, model: nn.Module) -> Optimizer:
         groups = _groups(model, self.weight_decay)
         on_card = all(param.is_cuda for group in groups for param in group["params"])
@@ -36,10 +41,8 @@ class Chosen:
             from transformers.optimization import Adafactor
 
             return Adafactor(groups, lr=self.lr, relative_step=False, scale_parameter=False, warmup_init=False)
-        try:
-            import bitsandbytes
-        except ImportError:
-            raise MissingExtra("bitsandbytes", "eightbit") from None
+        import bitsandbytes
+
         made: Optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=self.lr)
         return made
 

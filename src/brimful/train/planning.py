@@ -6,14 +6,14 @@ are cut and so the last bits of the result.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from brimful.errors import BadRun, UserError
 from brimful.plan.cache import SHRUNK
 from brimful.plan.fit import fit
 from brimful.plan.options import FitOptions
-from brimful.plan.plan import Plan
+from brimful.plan.plan import Choice, Plan
 from brimful.plan.target import Target
 from brimful.task import Task
 from brimful.train.folder import RunFolder
@@ -52,9 +52,13 @@ class Planning:
             leader
         ]
         assert plan is not None
-        if leads:
-            plan.save(self.run.own_plan(self.group.rank))
         return plan
+
+    def keep(self, plan: Plan) -> None:
+        """In the run's folder, by the first process, and by others that have a plan of their own."""
+        mine = self.group.gather_objects(plan.key + plan.created)
+        if mine.index(mine[self.group.rank]) == self.group.rank:
+            plan.save(self.run.own_plan(self.group.rank))
 
     @property
     def made_for(self) -> dict[str, Any]:
@@ -77,7 +81,26 @@ class Planning:
         ]
         if any(wrong):
             raise BadRun(f"--plan {self.given}: {'; '.join(filter(None, wrong))}")
-        return plan
+        return self._as_given(plan)
+
+    def _as_given(self, plan: Plan) -> Plan:
+        """With its origin, and today's limit where one is asked for."""
+        origin = Choice(
+            name="plan",
+            requested=self.given,
+            effective=self.given,
+            reason=f"made {plan.created}, taken as it is",
+            basis="asked",
+        )
+        limit = self.fitting.memory_limit_bytes
+        if limit is None or limit == plan.limit_bytes:
+            return replace(plan, choices=(origin, *plan.choices))
+        said = f"as asked for; the plan was made for {show_bytes(plan.limit_bytes)}"
+        choices = tuple(
+            replace(one, requested=limit, effective=limit, reason=said) if one.name == "memory_limit" else one
+            for one in plan.choices
+        )
+        return replace(plan, limit_bytes=limit, choices=(origin, *choices))
 
     def _kept(self) -> Plan | None:
         """The run's own plan, where it still holds."""

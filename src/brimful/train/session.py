@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.data.loader import Loader
-from brimful.errors import BadRun, BrimfulError, DeviceBusy, TaskError
+from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError
 from brimful.memory.ledger import Ledger
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Choice, Plan
@@ -44,12 +44,13 @@ from brimful.train.settings import SAVE_S, TrainOptions
 from brimful.train.speedometer import Speedometer
 from brimful.train.step import Stepper
 from brimful.train.trackers import Tracker, open_trackers
+from brimful.units import show_count
 
 Listener = Callable[[dict[str, Any]], object]
 OWN_KINDS = ("oom", "grow", "thrash", "oversized")
 """Events of a step that differ between processes; the rest is told by the first alone."""
-EVALUATIONS = 10
-"""Of a run, unless asked otherwise."""
+EVALUATIONS, LEAST_APART = 10, 50
+"""Evaluations of a run unless asked otherwise, and the steps that lie between two of them at least."""
 LEARNING_RATE = 1e-4
 
 
@@ -90,6 +91,7 @@ class _Running:
         self.s, self.fitting, self.target, self.group = session, fitting, target, group
         self.options, self.task, self.run = session.options, session.task, session.run
         self.first = group.rank == 0
+        self.clock = Clock(session.options.limit_s, session.options.hours)  # packing and fitting take time too
         self.loop: Loop | None = None
         self.trackers: Sequence[Tracker] = ()
         self.journal = Journal(self.run.events, (*session.listeners, self._track) if self.first else ())
@@ -163,10 +165,13 @@ class _Running:
             given=self.options.plan, resumed_for=self.s.request.get("plan_for") if self.s.resume else None,
             say=self.s.say, note=self._note,
         )  # fmt: skip
-        plan = planning.plan()
-        if self.first:
-            self.run.remember({**self.s.request, "prepared": _places(data, valid), "plan_for": planning.made_for})
-        return replace(plan, choices=(*plan.choices, *self._choices(plan, rows)))
+        plan, self.planning = planning.plan(), planning
+        self.prepared = _places(self.run.root, data, valid)
+        planned = [
+            replace(one, requested=None) if one.name == "device" and self.s.fitting.device == "auto" else one
+            for one in plan.choices
+        ]
+        return replace(plan, choices=(*planned, *self._choices(plan, rows)))
 
     def _steps(self, plan: Plan, rows: Dataset) -> int:
         return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))
@@ -175,51 +180,77 @@ class _Running:
         """What training adds to the plan's own."""
         asked, steps = self.options, self._steps(plan, rows)
         passes = steps * plan.global_batch / len(rows)
-        every = asked.save_every and f"every {asked.save_every} steps"
+        every = None if asked.save_every is None else f"every {show_count(asked.save_every, 'step')}"
+        warmup = show_count(as_steps(asked.warmup, steps), "step")
+        left = "" if asked.schedule == "constant" else f", {asked.min_lr:.0%} of the rate left at the end"
         return (
+            *(as_choice(*one, "asked") for one in self.task.remarks(rows)),
             as_choice("steps", asked.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} a step", "measured"),
             as_choice("optimizer", asked.optimizer, _name_of(self.task), "the task's own" if asked.optimizer is None else "as asked for", "asked"),
-            as_choice("schedule", asked.schedule, asked.schedule, f"{as_steps(asked.warmup, steps)} steps of warm-up, {asked.min_lr:.0%} left at the end", "asked"),
+            as_choice("schedule", asked.schedule, asked.schedule, f"{warmup} of warm-up{left}", "asked"),
             as_choice("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint when so much has passed, and at the end", "asked"),
         )  # fmt: skip
 
     def _loop(self, plan: Plan, rows: Dataset, valid: Dataset | None, start: Checkpoint | None) -> Loop:
-        asked, device = self.options, self.target.device
+        asked, steps = self.options, self._steps(plan, rows)
+        position = None if start is None else self._checked(start, rows, steps)
         seed_everything(self.fitting.seed)
-        position = None if start is None else state.read_position(start.path)
-        model = self._model(device, start)
+        model = self._model(self.target.device, start)
         speedometer = self._speedometer(plan, model, rows)  # before checkpointing makes the model count twice
         optimizer = self.task.optimizer(model)
         seed_everything(self.fitting.seed + self.group.rank)  # dropout differs between processes
-        stepper = Stepper(
-            model, optimizer, self.task, plan, clip_norm=asked.clip_norm or None, skip_oversized=asked.skip_oversized,
-            allow_inexact=self.fitting.allow_inexact, on_event=self._stepped, checkpoint=self._newest,
-        )  # fmt: skip
-        loader = Loader(
-            rows, self.task, plan, seed=self.fitting.seed, mix=asked.mix, rank=self.group.rank, speeds=stepper.speeds,
-            barred=stepper.barred, listener=lambda sentence, details: self._tell("note", sentence=sentence, **details),
-        )  # fmt: skip
-        steps = self._steps(plan, rows)
+        stepper = self._stepper(plan, model, optimizer)
+        warmup = as_steps(asked.warmup, steps)
         loop = Loop(
-            task=self.task, rows=rows, stepper=stepper, optimizer=optimizer, loader=loader,
-            schedule=Schedule(curve=asked.schedule, steps=steps, warmup=as_steps(asked.warmup, steps), decay=asked.decay, floor=asked.min_lr),
-            checkpoints=self.checkpoints, journal=self.journal, clock=Clock(asked.limit_s, asked.hours),
+            task=self.task,
+            rows=rows,
+            stepper=stepper,
+            optimizer=optimizer,
+            loader=self._loader(plan, rows, stepper),
+            schedule=Schedule(curve=asked.schedule, steps=steps, warmup=warmup, decay=asked.decay, floor=asked.min_lr),
+            checkpoints=self.checkpoints,
+            journal=self.journal if self.first else Journal(None),
+            clock=self.clock,
             speedometer=speedometer,
             evaluator=None if valid is None else self._evaluator(plan, model, valid),
-            best_by=asked.best, eval_every=asked.eval_every or max(1, steps // EVALUATIONS),
-            save_every=asked.save_every, save_s=SAVE_S, hooks=(_Links(self.run, self._note), *self.s.hooks) if self.first else self.s.hooks,
-        )  # fmt: skip
-        at_once = asked.keep + 1 + (valid is not None)
-        by_the_first(
-            self.group, lambda: self.checkpoints.check_space(state.needed_bytes(model, optimizer), saves=at_once)
+            best_by=asked.best,
+            eval_every=asked.eval_every or max(LEAST_APART, steps // EVALUATIONS),
+            save_every=asked.save_every,
+            save_s=SAVE_S,
+            hooks=(_Links(self.run, self._note), *self.s.hooks) if self.first else self.s.hooks,
         )
-        self._begin(plan, steps, position)
+        at_once = asked.keep + 1 + (valid is not None)
+        needed = state.needed_bytes(model, optimizer)
+        by_the_first(self.group, lambda: self.checkpoints.check_space(needed, saves=at_once))
         if start is not None and position is not None:
-            _same_rows(position, rows)
             loop.take_up(start.path, position)
-        if device.type != "cpu" or self.fitting.memory_limit is not None:
+        self._begin(plan, steps, position)
+        if self.target.device.type != "cpu" or self.fitting.memory_limit is not None:
             stepper.rehearse()
         return loop
+
+    def _checked(self, start: Checkpoint, rows: Dataset, steps: int) -> state.Position:
+        position = state.read_position(start.path)
+        _same_rows(position, rows)
+        if position.step > steps:
+            raise BadOption(
+                f"--max-steps {steps}: the run has done {position.step} already; ask for more, or leave it out"
+            )
+        return position
+
+    def _stepper(self, plan: Plan, model: nn.Module, optimizer: Optimizer) -> Stepper:
+        return Stepper(
+            model, optimizer, self.task, plan, clip_norm=self.options.clip_norm or None,
+            skip_oversized=self.options.skip_oversized, allow_inexact=self.fitting.allow_inexact,
+            on_event=self._stepped, checkpoint=self._newest,
+        )  # fmt: skip
+
+    def _loader(self, plan: Plan, rows: Dataset, stepper: Stepper) -> Loader:
+        return Loader(
+            rows, self.task, plan, seed=self.fitting.seed, mix=self.options.mix, rank=self.group.rank,
+            speeds=stepper.speeds, barred=stepper.barred,
+            listener=lambda sentence, details: self._tell("note", sentence=sentence, **details),
+        )  # fmt: skip
 
     def _model(self, device: torch.device, start: Checkpoint | None) -> nn.Module:
         """With the weights to begin with, or a checkpoint's."""
@@ -244,6 +275,10 @@ class _Running:
         )  # fmt: skip
 
     def _begin(self, plan: Plan, steps: int, position: state.Position | None) -> None:
+        """Only now, when everything asked for has proved to work, does the run remember it."""
+        self.planning.keep(plan)
+        if self.first:
+            self.run.remember({**self.s.request, "prepared": self.prepared, "plan_for": self.planning.made_for})
         resumed = position is not None
         self._tell(
             "begin",
@@ -265,7 +300,7 @@ class _Running:
 
     def _ended(self, ending: Ending) -> Ending:
         how = {
-            "finished": f"all {ending.step} steps are done",
+            "finished": f"{'the only step is' if ending.step == 1 else f'all {ending.step} steps are'} done",
             "interrupted": f"stopped after step {ending.step} and saved",
             "time-limit": f"the time limit was reached after step {ending.step}; saved",
             "window": f"the window closed after step {ending.step}; saved",
@@ -277,7 +312,7 @@ class _Running:
     def _stepped(self, event: Event) -> None:
         """A step's own event: from every process where it differs."""
         if self.first or event.event in OWN_KINDS:
-            self.journal.write(**event.to_json())
+            self.journal.write(**{**event.to_json(), "process": self.group.rank})
 
     def _note(self, sentence: str) -> None:
         self._tell("note", sentence=sentence)
@@ -319,6 +354,8 @@ def _device(fitting: FitOptions, options: TrainOptions) -> torch.device:
     if options.gpus is not None and options.gpus > there:
         on_cpu = "" if there else "; on the CPU, --processes N shares a step"
         raise DeviceBusy(f"--gpus {options.gpus}: torch {torch.__version__} sees {there or 'none'} here{on_cpu}")
+    if options.backend == "nccl" and find_target(fitting).device.type != "cuda":
+        raise BadOption("--backend nccl: NCCL connects cards, and this run is on the CPU; leave it out, or give gloo")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     device = find_target(fitting).device
     if device.type == "cuda" and several and ":" not in fitting.device:
@@ -373,12 +410,17 @@ def _name_of(task: Task) -> str:
     return f"{chosen.name} at {chosen.lr:g}" if isinstance(chosen, Chosen) else "of the task"
 
 
-def _places(data: str, valid: Dataset | None) -> dict[str, str | None]:
-    """Where the prepared rows lie: the raw files may be gone when the run is resumed."""
-    path = getattr(valid, "path", None)
+def _places(run: Path, data: str, valid: Dataset | None) -> dict[str, str | None]:
+    """Where the prepared rows lie, within the run where they are: it may be moved, and the raw files be gone."""
+
+    def place(path: Path) -> str:
+        path = path.absolute()
+        return str(path.relative_to(run.absolute())) if path.is_relative_to(run.absolute()) else str(path)
+
+    other = getattr(valid, "path", None)
     return {
-        "data": str(Path(data).absolute()) if Path(data).exists() else data,
-        "valid": None if path is None else str(Path(path).absolute()),
+        "data": place(Path(data)) if Path(data).exists() else data,
+        "valid": None if other is None else place(Path(other)),
     }
 
 

@@ -84,6 +84,10 @@ class TrainOptions:
         if wrong:
             raise BadOption("; ".join(wrong))
         self.hours, self.limit_s  # noqa: B018 - each raises its own sentence
+        if self.mix is not None:
+            from brimful.data.batches import Mix
+
+            Mix.parse(self.mix)
 
     @classmethod
     def of(cls, asked: dict[str, Any]) -> "TrainOptions":
@@ -131,7 +135,9 @@ class TrainOptions:
             value = getattr(self, name)
             yield value is None or value in words, f"{_flag(name)} {value}: one of {', '.join(words)}"
         warm = re.fullmatch(r"\s*(\d+|\d+(\.\d+)?\s*%)\s*", str(self.warmup))
-        yield warm is not None, f"--warmup {self.warmup!r}: give steps, such as 100, or a share of the run, such as 2%"
+        share = float(str(self.warmup).strip().rstrip("% ")) if warm and "%" in str(self.warmup) else 0
+        good = warm is not None and share <= 100
+        yield good, f"--warmup {self.warmup!r}: give steps, such as 100, or a share of the run, such as 2%"
         for name in ("resume", "skip_oversized"):
             yield isinstance(getattr(self, name), bool), f"{_flag(name)} {getattr(self, name)!r}: give true or false"
         yield self.plan is None or Path(self.plan).is_file(), f"--plan {self.plan}: there is no such file"

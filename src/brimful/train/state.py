@@ -8,9 +8,10 @@ The learning rate is a function of the step, so the schedule has no state. Weigh
 `weights_only=True` and never without.
 """
 
+import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ class Position:
     best: Best | None = None
     data: str = ""
     """The fingerprint of the rows."""
-    trained_s: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = ""
+    """The name of its class."""
 
     @classmethod
     def from_file(cls, content: dict[str, Any]) -> "Position":
@@ -70,9 +71,18 @@ def write(
     """All files of a checkpoint."""
     (folder / "model").mkdir()
     task.save(model, folder / "model", rows)
+    _like_other_files(folder / "model")
     for name, content in (("optimizer.pt", optimizer.state_dict()), ("state.pt", asdict(position))):
         with (folder / name).open("wb") as file:  # by itself torch would not say that a disk is full
             torch.save(content, file)
+
+
+def _like_other_files(folder: Path) -> None:
+    """safetensors makes files that only their owner may read; these are for whoever may read the folder."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask)
 
 
 def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:

@@ -265,19 +265,23 @@ class Stepper:
         if self._nonfinite > most:
             self._rig.drop_gradients()
             raise NonFinite(
-                f"{found} in step {self.steps}, number {self._nonfinite} in a row, and skip_nonfinite allows {most}; the weights "
-                "are those of the last good step: lower the learning rate, clip the gradients or look at these rows"
+                f"{found} in step {self.steps}, number {self._nonfinite} in a row that was skipped for it: lower the learning "
+                f"rate (--lr), clip the gradients (--clip-norm) or look at these rows{self._last_checkpoint()}"
             )
 
     def _half_update(self, error: Exception) -> HalfUpdate:
+        back = f"go back to your last checkpoint{self._last_checkpoint()}"
+        return HalfUpdate(
+            f"the optimizer's own step failed in step {self.steps}, so the weights may be half updated: {back} ({in_one_line(error)})"
+        )
+
+    def _last_checkpoint(self) -> str:
+        """The end of a sentence; empty where nobody knows."""
         try:
             last = self.options.checkpoint() if self.options.checkpoint else None
         except Exception:
             last = None
-        back = f"go back to the last checkpoint, {last}" if last else "go back to your last checkpoint"
-        return HalfUpdate(
-            f"the optimizer's own step failed in step {self.steps}, so the weights may be half updated: {back} ({in_one_line(error)})"
-        )
+        return f"; the last checkpoint is {last}" if last else ""
 
     def _conclude(self, share: Share, ready: Ready, started: float, applied: bool) -> StepResult:
         counts_peaks = has_peak_statistics(self._rig.device)

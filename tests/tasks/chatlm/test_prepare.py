@@ -8,7 +8,7 @@ import pytest
 
 from brimful.data.store import Store
 from brimful.data.tokens import TokenizerFacts
-from brimful.errors import BadData, BadOption
+from brimful.errors import BadData, BadModel, BadOption
 from brimful.tasks.chatlm.options import ChatOptions
 from brimful.tasks.chatlm.task import Pretrain, Sft
 from tests.tasks.chatlm.tiny import ROWS, make_tokenizer, write_jsonl
@@ -58,6 +58,41 @@ def test_a_token_store_is_taken_as_it_is(place, desk):
     assert not desk.folder.exists() and not desk.said
 
 
+@pytest.mark.parametrize(
+    ("option", "flag"), [("tokenizer", "--tokenizer"), ("columns", "--columns"), ("max_tokens", "--max-tokens")]
+)
+def test_what_is_for_raw_files_is_refused_with_a_store(place, desk, option, flag):
+    with pytest.raises(BadOption) as told:
+        desk.pack(task(place, **{option: "8"}), place.store.path)
+    assert str(told.value).startswith(f"{flag}: {place.store.path} is a token store, packed already")
+
+
+def test_a_store_to_evaluate_on_has_the_tokenizer_of_the_rows_to_train_on(place, desk, raw, tmp_path):
+    other = make_tokenizer(tmp_path / "other", ROWS[:2])
+    valid = desk.pack(task(place, tokenizer=str(other)), raw)
+    assert desk.pack(task(place), place.store.path, like=place.store) == str(place.store.path)
+    with pytest.raises(BadData, match=f"^--valid {valid} was packed with another tokenizer than {place.store.path}"):
+        desk.pack(task(place), valid, like=place.store)
+
+
+def test_ids_at_odds_with_the_model_are_told_before_any_work(place, desk, raw, tmp_path):
+    folder = shutil.copytree(place.model, tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
+    with pytest.raises(BadModel, match="its tokenizer's eos is 1 and the model's 5"):
+        desk.pack(Pretrain(options=ChatOptions(from_=str(folder))), raw)
+    assert not desk.folder.exists()
+
+
+def test_what_became_of_the_texts_is_told_in_the_plan(place, desk, raw):
+    asked = task(place, max_tokens=6)
+    store = asked.rows(desk.pack(asked, raw))
+    (tokenizer, *_, whose), (name, requested, effective, why) = asked.remarks(store)
+    assert (tokenizer, whose) == ("tokenizer", "the model's")
+    assert (name, requested, effective) == ("max_tokens", "6", "6+6")
+    assert f"{store.meta.truncated['prompt']} of 24 prompts" in why
+
+
 def test_raw_files_are_packed_with_the_models_own_tokenizer(place, desk, raw):
     store = Store.open(desk.pack(task(place), raw))
     assert store.path.parent == desk.folder and store.path.name.startswith("train-")
@@ -88,6 +123,19 @@ def test_a_changed_file_is_packed_anew(place, desk, raw):
 def test_asked_for_otherwise_it_is_packed_anew(place, desk, raw, options):
     first, second = desk.pack(task(place), raw), desk.pack(task(place, **options), raw)
     assert first != second and len(desk.stores) == 2
+    assert Store.open(first)[0]["prompt"].tolist() != Store.open(second)[0]["prompt"].tolist()
+
+
+def test_with_another_tokenizer_it_is_packed_anew(place, desk, raw, tmp_path):
+    own = make_tokenizer(tmp_path / "own", ROWS[:2])
+    assert desk.pack(task(place), raw) != desk.pack(task(place, tokenizer=str(own)), raw)
+
+
+def test_a_tokenizer_that_was_trained_for_the_run_is_not_trained_again(desk, raw):
+    new = Pretrain(options=ChatOptions(size="tiny"))
+    first = desk.pack(new, raw)
+    assert desk.pack(new, raw) == first
+    assert not desk.said
 
 
 def test_a_pack_without_its_end_is_made_whole(place, desk, raw):

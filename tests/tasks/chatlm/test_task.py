@@ -225,9 +225,15 @@ def test_a_new_model_has_random_weights_and_a_loaded_one_the_folders(place):
     assert not torch.equal(task.model().shared.weight, place.net.shared.weight)
 
 
-def test_neither_keeps_a_cache_of_what_it_has_read(place):
-    task, model = started(place)
-    assert not model.config.use_cache and not task.model().config.use_cache
+def test_no_model_keeps_a_cache_of_what_it_has_read(place, tmp_path):
+    task = task_of(place, tmp_path, use_cache=True)
+    models = (task.model(), task.start(), Pretrain("tiny").model())
+    assert [model.config.use_cache for model in models] == [False] * 3
+
+
+def test_a_new_model_has_the_special_tokens_of_our_tokenizers():
+    config = Pretrain("tiny").model().config
+    assert (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id) == (0, 1, 0)
 
 
 def test_another_architecture_is_refused_when_the_task_is_made(tmp_path):
@@ -265,12 +271,12 @@ def test_a_saved_model_loads_with_transformers_alone_and_answers_the_same(place,
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="training's `use_cache = False` is saved with the model")
 def test_elsewhere_it_answers_with_a_cache_of_what_it_has_read(saved):
     from transformers import AutoModelForSeq2SeqLM
 
     theirs = AutoModelForSeq2SeqLM.from_pretrained(saved[1])
     assert theirs.config.use_cache and theirs.generation_config.use_cache
+    assert not saved[0].config.use_cache
 
 
 def test_tied_weights_survive_saving_and_loading(saved):

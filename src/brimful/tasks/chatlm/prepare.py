@@ -8,9 +8,11 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from brimful.data.store.meta import NAME
+from brimful.data.store import Store
+from brimful.data.store.meta import NAME, StoreMeta
+from brimful.errors import BadData, BadOption
 from brimful.machine.footprint import tree_bytes
 from brimful.task import Dataset
 from brimful.units import GiB
@@ -26,7 +28,12 @@ def packed(
     task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], *, like: Dataset | None, name: str
 ) -> str:
     """The token store behind `data`; one that is packed here is called `name`. `like` is one to share its tokenizer."""
+    if task.source is not None and (Path(task.source) / "tokenizer.json").is_file():
+        from brimful.tasks.chatlm.model_folder import tokenizer_of
+
+        tokenizer_of(task.source)  # ids at odds with the model are the folder's fault, and told before any work
     if (Path(data) / NAME).is_file():
+        _check_store(task, data, like)
         return data
     from brimful.data.pack.options import PackOptions
     from brimful.data.pack.run import pack
@@ -56,6 +63,42 @@ def packed(
             )
         )
     return str(store)
+
+
+def _check_store(task: "Pretrain", data: str, like: Dataset | None) -> None:
+    """Rows that are packed already leave nothing to ask for, and rows to evaluate on have the tokens of those to train on."""
+    asked = {"--tokenizer": task.tokenizer, "--columns": task.columns, "--max-tokens": task.cut_at}
+    given = [flag for flag, value in asked.items() if value is not None]
+    if given and like is None:
+        raise BadOption(f"{', '.join(given)}: {data} is a token store, packed already; leave out what is for raw files")
+    if isinstance(like, Store):
+        theirs, ours = StoreMeta.read(Path(data)).tokenizer_fingerprint, like.meta.tokenizer_fingerprint
+        if theirs != ours:
+            raise BadData(
+                f"--valid {data} was packed with another tokenizer than {like.path}, so its tokens mean other things: give raw "
+                "files, or pack it with the same one"
+            )
+
+
+def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
+    """What became of the texts: whose tokens they are, and how many were cut."""
+    if not isinstance(rows, Store):
+        return []
+    meta = rows.meta
+    cut = [f"{count:,} of {meta.rows:,} {side}s" for side, count in meta.truncated.items() if count]
+    said = (
+        f"{' and '.join(cut)} were longer and are cut there; --max-tokens cuts elsewhere" if cut else "no row is longer"
+    )
+    limits = "+".join(str(limit) for limit in meta.max_tokens.values())
+    whose = (
+        "as asked for" if task.tokenizer else "the model's" if task.source else "the store's own"
+        if rows.path.name.split("-")[0] != "train" else "trained on the data, since a new model has none"
+    )  # fmt: skip
+    asked = None if task.cut_at is None else "+".join(map(str, task.cut_at))
+    return [
+        ("tokenizer", task.tokenizer, task.tokenizer or f"{meta.vocab_size:,} tokens", whose),
+        ("max_tokens", asked, limits, said),
+    ]
 
 
 def _tokenizer(task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], like: Dataset | None) -> Path:

@@ -6,7 +6,8 @@ encoder runs without autograd, so that it keeps no activations either, even wher
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,6 +64,7 @@ class Pretrain(Task):
         self.worst_shape = SIZES[self.size].worst_shape
         self.global_batch = SIZES[self.size].global_batch
         self.tokenizer, self.columns = options.tokenizer, options.columns
+        self.cut_at = options.lengths
         self.max_tokens = options.lengths or self.worst_shape
         if self.source is not None:
             _config(self.size, self.source)  # another architecture is refused before anything is built
@@ -157,11 +159,17 @@ class Pretrain(Task):
 
     def save(self, model: "nn.Module", folder: Path, rows: Dataset) -> None:
         """The model and, beside it, the tokenizer its tokens come from: a folder that loads anywhere."""
-        super().save(model, folder, rows)
+        with _with_cache(model):
+            super().save(model, folder, rows)
         tokenizer = getattr(rows, "path", None)
         if tokenizer is not None:
             for file in (tokenizer / "tokenizer").iterdir():
                 shutil.copyfile(file, folder / file.name)
+
+    def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
+        from brimful.tasks.chatlm.prepare import remarks
+
+        return remarks(self, rows)
 
     @property
     def _called(self) -> str:
@@ -207,6 +215,20 @@ class Sft(Pretrain):
                 "--random-weights starts from nothing all the same"
             )
         return super().prepare(data, folder, say, like, name)
+
+
+@contextmanager
+def _with_cache(model: Any) -> Iterator[None]:
+    """Off in training; whoever loads the model wants to generate with it."""
+    configs = [model.config, *([model.generation_config] if model.generation_config else [])]
+    before = [config.use_cache for config in configs]
+    try:
+        for config in configs:
+            config.use_cache = True
+        yield
+    finally:
+        for config, use_cache in zip(configs, before, strict=True):
+            config.use_cache = use_cache
 
 
 @cache

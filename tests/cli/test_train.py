@@ -1,0 +1,191 @@
+"""`brimful train` as a user types it: runs, resumes, and every mistake in one sentence."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from brimful.cli import main
+from brimful.train.journal import last_steps, read_events
+from tests.train import runs
+
+ROOT = Path(__file__).parents[2]
+TASK = f"{ROOT / 'tests' / 'train' / 'runs.py'}:Run"
+DEVICE = ["--device", "cpu"]
+
+
+def brimful(*words, launcher=("-m", "brimful"), **how) -> subprocess.CompletedProcess:
+    """The program in a process of its own, as from a shell: a Ctrl-C is not ignored."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, words)], capture_output=True, text=True, env=environment, timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **how,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    return runs.plan_file(tmp_path_factory.mktemp("plan"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, plan):
+    """A run of four steps, and what it printed."""
+    run = tmp_path_factory.mktemp("cli") / "run"
+    words = ["--run", run, "--plan", plan, "--max-steps", 4, "--save-every", 2, "--lr", 0.01, *DEVICE, "--json"]
+    return run, brimful("train", TASK, "rows", *words)
+
+
+def refused(capsys, *words) -> str:
+    """The one sentence of a mistake."""
+    with pytest.raises(SystemExit) as left:
+        main(["train", *map(str, words)])
+    said = capsys.readouterr()
+    assert left.value.code == 2 and not said.out
+    (line,) = said.err.strip().splitlines()
+    return line
+
+
+def test_a_run_prints_one_json_object_and_nothing_else(trained):
+    run, done = trained
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["run"] == str(run) and result["reason"] == "finished" and result["step"] == 4
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+def test_the_plan_and_the_steps_are_told_as_they_come(trained):
+    _, done = trained
+    assert "because" in done.stderr and "step 4/4" in done.stderr
+
+
+def test_a_resume_needs_nothing_but_the_folder(trained):
+    run, _ = trained
+    done = brimful("train", "--run", run, "--resume", "--max-steps", 6)
+    assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in last_steps(read_events(run / "events.jsonl"))] == [1, 2, 3, 4, 5, 6]
+    assert "going on after step 4" in done.stderr
+
+
+def test_ctrl_c_saves_leaves_with_0_and_says_how_to_go_on(tmp_path, plan):
+    run, environment = tmp_path / "run", {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = ["train", TASK, "rows", "--run", run, "--plan", plan, "--max-steps", 100_000, *DEVICE]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "brimful", *map(str, words)], env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    events, end = run / "events.jsonl", time.monotonic() + 60
+    while not (events.exists() and b'"step": 3' in events.read_bytes()) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert f"brimful train --run {run} --resume" in out
+    step = list(read_events(events))[-1]["step"]
+    assert (run / "checkpoints" / f"step-{step:08}" / "manifest.json").is_file()
+
+
+def test_under_torchrun_the_same_command_trains_on_all_processes(tmp_path):
+    run, plan = tmp_path / "run", runs.plan_file(tmp_path, 2)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "brimful"]
+    words = ["train", TASK, "rows", "--run-dir", run, "--plan", plan, "--max-steps", 3, *DEVICE]
+    done = brimful(*words, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    steps = [event["step"] for event in read_events(run / "events.jsonl") if event["event"] == "step"]
+    assert steps == [1, 2, 3]
+
+
+def test_gradients_that_are_no_numbers_end_in_one_sentence(tmp_path, plan):
+    words = ["--run", tmp_path / "run", "--plan", plan, "--lr", 1e30, "--clip-norm", 0, "--max-steps", 40]
+    done = brimful("train", TASK, "rows", *words, *DEVICE)
+    assert done.returncode == 2
+    assert re.search(
+        r"brimful: the gradients' norm is (nan|inf).*lower the learning rate", done.stderr.splitlines()[-1]
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name the task"),
+        ([TASK], "name the rows"),
+        ([TASK, "rows", "--resume", "--run", "nowhere"], "nothing to resume in nowhere"),
+        ([TASK, "rows", "--resume"], "there is no run of"),
+        ([TASK, "rows", "--max-steps", "0"], "--max-steps 0"),
+        ([TASK, "rows", "--epochs", "-1", "--global-batch", "-4"], "--epochs -1"),
+        ([TASK, "rows", "--epochs", "-1", "--global-batch", "-4"], "--global-batch -4"),
+        ([TASK, "rows", "--mix", "window:0"], "--mix window:0"),
+        ([TASK, "rows", "--warmup", "200%"], "--warmup"),
+        ([TASK, "rows", "--schedule", "staircase"], "staircase"),
+        ([TASK, "rows", "--window", "25:00-3:00"], "--window"),
+        ([TASK, "rows", "--time-limit", "soon"], "--time-limit"),
+        ([TASK, "rows", "--recipe", "soup"], "there are demo, fast, low-memory, pretrain, small"),
+        ([TASK, "rows", "--plan", "no.json"], "--plan no.json"),
+        ([TASK, "rows", "--valid", "no.jsonl"], "--valid no.jsonl: there is no such file"),
+        ([TASK, "rows", "--gpus", "2", "--processes", "3"], "they mean the same"),
+        ([TASK, "rows", "--demo-data"], "leave rows out"),
+        ([TASK, "rows", "--wrong", "1"], "--wrong"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_before_anything_is_started(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(capsys, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_a_run_is_not_trained_over(trained, capsys):
+    run, _ = trained
+    assert "has a run in it already" in refused(capsys, TASK, "rows", "--run", run)
+
+
+def test_a_folder_in_use_is_left_alone(trained, capsys):
+    from brimful.train.lock import RunLock
+
+    run, _ = trained
+    with RunLock(run):
+        assert "is in use by another process" in refused(capsys, "--run", run, "--resume")
+
+
+def test_what_makes_a_run_the_run_it_is_cannot_change(trained, capsys):
+    run, _ = trained
+    before = (run / "run.json").read_text()
+    assert "--seed 3" in refused(capsys, "--run", run, "--resume", "--seed", 3) or "--seed" not in before
+    assert "is a run of" in refused(capsys, "chatlm-sft", "--run", run, "--resume")
+    assert (run / "run.json").read_text() == before
+
+
+def test_a_plan_and_what_it_decides_are_not_given_together(plan, capsys, tmp_path):
+    words = ["--plan", plan, "--micro-batch", 2, "--run", tmp_path / "run"]
+    assert "--plan with --micro-batch" in refused(capsys, TASK, "rows", *words)
+
+
+def test_a_lost_request_can_be_said_again(trained, capsys):
+    run, _ = trained
+    kept = (run / "run.json").read_text()
+    (run / "run.json").write_text("{")
+    try:
+        assert "give task, data and options again" in refused(capsys, "--run", run, "--resume")
+        done = brimful("train", TASK, "rows", "--run", run, "--resume", "--max-steps", 7, *DEVICE, "--lr", 0.01)
+        assert done.returncode == 0, done.stderr
+    finally:
+        (run / "run.json").write_text(kept)
+
+
+def test_the_flags_are_frozen(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+        raise SystemExit(0)
+    shown = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", capsys.readouterr().out))
+    assert shown >= {
+        "--run", "--resume", "--max-steps", "--epochs", "--save-every", "--keep", "--valid", "--lr", "--optimizer", "--schedule",
+        "--warmup", "--from", "--freeze", "--size", "--tokenizer", "--gpus", "--processes", "--time-limit", "--window", "--trackers",
+        "--mix", "--skip-oversized", "--label-smoothing", "--clip-norm", "--seed", "--plan", "--recipe", "--config", "--demo-data", "--json",
+        "--memory-limit", "--host-limit", "--fill", "--global-batch", "--micro-batch", "--device", "--workers", "--best", "--run-dir",
+    }  # fmt: skip

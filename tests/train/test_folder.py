@@ -231,7 +231,6 @@ def test_what_would_make_it_another_run_cannot_be_changed(name):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="what was left to its default is not known to have had a value")
 @pytest.mark.parametrize(("name", "value"), [("seed", 5), ("freeze", "none"), ("size", "tiny")])
 def test_neither_can_what_was_left_to_its_default(name, value):
     with pytest.raises(BadOption):

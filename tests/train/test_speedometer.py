@@ -92,7 +92,6 @@ def test_rows_that_do_not_tell_their_lengths_count_as_long_as_their_micro_batch(
     assert meter(rows=[]).of(ROWS, result(), 0.0, steps_left=1)["tokens"] == 2 * (7 + 4) + (5 + 2)
 
 
-@pytest.mark.xfail(strict=True, reason="a data set's own `shapes` is taken for the rows' lengths, and ends the run")
 @pytest.mark.parametrize("shapes", [[(3, 2)], lambda indices: np.ones((len(indices), 3))], ids=["a list", "others"])
 def test_a_data_set_with_shapes_of_its_own_kind_does_not_end_the_run(shapes):
     class Own(list):

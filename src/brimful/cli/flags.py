@@ -20,6 +20,8 @@ from cyclopts import Parameter
 from brimful.errors import BadOption
 
 RECIPES = "brimful.recipes"
+TABLES = ("fit", "train")
+"""Commands that read a config file."""
 
 
 def flags_of(
@@ -98,8 +100,11 @@ def from_recipe(recipe: str | None, known: Iterable[str], table: str) -> dict[st
 
 
 def _options(content: dict[str, Any], known: list[str], table: str, flag: str) -> dict[str, Any]:
-    top = {key: value for key, value in content.items() if not isinstance(value, dict)}
-    options = {key.replace("-", "_"): value for key, value in {**top, **content.get(table, {})}.items()}
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+    if other := [key for key in tables if key not in TABLES]:
+        raise BadOption(f"{flag}: unknown table {', '.join(other)}; there are {', '.join(TABLES)}")
+    top = {key: value for key, value in content.items() if key not in tables}
+    options = {key.replace("-", "_"): value for key, value in {**top, **tables.get(table, {})}.items()}
     if unknown := [key for key in options if key not in known]:
         raise BadOption(f"{flag}: unknown option {', '.join(unknown)}; known are {', '.join(known)}")
     return options

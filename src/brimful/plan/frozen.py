@@ -32,7 +32,7 @@ def frozen_choice(rig: Rig, shape: Shape, micro_batch: int) -> Choice | None:
     said = f"saves {show_bytes(gradients)} of gradients and {show_bytes(state)} of optimizer state (counted)"
     if held is not None:
         at = "+".join(map(str, shape))
-        said += f", and {show_bytes(held * micro_batch)} of activations at {micro_batch} rows of {at} (predicted from {ROWS})"
+        said += f", and {show_bytes(held * micro_batch)} of activations at {micro_batch} rows of {at} (predicted from {ROWS} and {2 * ROWS})"
     return Choice(
         name="frozen", requested=None, effective=f"{count / weights:.0%} of the weights", reason=said, basis="measured"
     )
@@ -50,10 +50,13 @@ def _activations_saved(rig: Rig, frozen: list[nn.Parameter], shape: Shape) -> fl
     random_state, buffers = RandomState(rig.device), Buffers(rig.model)
 
     def both() -> float:
-        as_it_is = _held_bytes(rig, shape)
+        as_it_is = [_held_bytes(rig, shape, rows) for rows in (ROWS, 2 * ROWS)]
         for param in frozen:
             param.requires_grad_(True)
-        return (_held_bytes(rig, shape) - as_it_is) / ROWS
+        saved = [_held_bytes(rig, shape, rows) - held for rows, held in zip((ROWS, 2 * ROWS), as_it_is, strict=True)]
+        return (
+            saved[1] - saved[0]
+        ) / ROWS  # what does not grow with the rows, autocast's copies of weights, is no activation
 
     try:
         outcome = attempt(both, rig.device)
@@ -67,7 +70,7 @@ def _activations_saved(rig: Rig, frozen: list[nn.Parameter], shape: Shape) -> fl
     return None if isinstance(outcome, OutOfMemory) else max(0.0, outcome)
 
 
-def _held_bytes(rig: Rig, shape: Shape) -> int:
+def _held_bytes(rig: Rig, shape: Shape, rows: int) -> int:
     """What autograd keeps from the forward to the backward, weights aside."""
     kept: dict[int, int] = {}
     weights = {param.untyped_storage().data_ptr() for param in rig.model.parameters()}
@@ -78,7 +81,7 @@ def _held_bytes(rig: Rig, shape: Shape) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    batch = to_device(rig.task.dummy(ROWS, shape), rig.device)
+    batch = to_device(rig.task.dummy(rows, shape), rig.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), rig.opened():
         held = rig.task.loss(rig.model, batch)
     total = sum(kept.values())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import BadOption, BadRun
+from brimful.plan.options import FitOptions
 from brimful.train.journal import read_events
 
 REQUEST = "run.json"
@@ -146,10 +147,13 @@ def opened(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
 
 def go_on(before: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     """The options of a run that goes on: what is said now wins, but for what makes it the run that it is."""
-    was = before["asked"]
-    changed = [name for name in FIXED if name in said and said[name] != was.get(name, said[name])]
+    was = {"seed": FitOptions.seed, **before["asked"]}
+    changed = [name for name in FIXED if name in said and said[name] != was.get(name)]
     if changed:
-        now = ", ".join(f"--{name.replace('_', '-')} {said[name]} (it was {was[name]})" for name in changed)
+        now = ", ".join(
+            f"--{name.replace('_', '-')} {said[name]} (it was {was.get(name, 'left to its default')})"
+            for name in changed
+        )
         raise BadOption(
             f"--resume: {now}: that would be another run; begin one with another --run, --from this one if you like"
         )

@@ -48,9 +48,8 @@ class Chosen:
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weights to decay, and those of a single dimension that are not."""
+    """Weights to decay, and those of a single dimension that are not. Two groups also without decay, so that a resumed
+    run may change it."""
     trained = [param for param in model.parameters() if param.requires_grad]
-    kinds = {weight_decay: [p for p in trained if p.ndim > 1], 0.0: [p for p in trained if p.ndim <= 1]}
-    if not weight_decay:
-        return [{"params": trained, "weight_decay": 0.0}]
-    return [{"params": params, "weight_decay": decay} for decay, params in kinds.items() if params]
+    kinds = (weight_decay, [p for p in trained if p.ndim > 1]), (0.0, [p for p in trained if p.ndim <= 1])
+    return [{"params": params, "weight_decay": decay} for decay, params in kinds if params]

@@ -7,6 +7,7 @@ are cut and so the last bits of the result.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from brimful.errors import BadRun, UserError
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 NOT_THE_PLANS = ("cache", "device")
 """Options of a fit that may change without a new plan: a device is compared by what it is."""
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What a file that is no plan may raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ class Planning:
             return None
         try:
             plan = Plan.load(self.given)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise BadRun(f"--plan {self.given}: it cannot be read as a plan ({type(error).__name__})") from None
         wrong = [
             f"it is for {plan.task}, not {self.task.name}" if plan.task != self.task.name else "",
@@ -85,6 +89,7 @@ class Planning:
 
     def _as_given(self, plan: Plan) -> Plan:
         """With its origin, and today's limit where one is asked for."""
+        name = Path(str(self.given)).name
         origin = Choice(
             name="plan",
             requested=self.given,
@@ -109,7 +114,11 @@ class Planning:
             return None
         before, now = {**self.resumed_for}, self.made_for
         changed = [name.replace("_", "-") for name in now if _plain(before.get(name)) != _plain(now[name])]
-        plan = Plan.load(path)
+        try:
+            plan = Plan.load(path)
+        except UNREADABLE as error:
+            self.note(f"a new plan is made, since {path.name} cannot be read ({type(error).__name__})")
+            return None
         less = self.target.device.type == "cuda" and self.target.limit_bytes < SHRUNK * plan.limit_bytes
         if plan.device_name != self.target.name or less:
             changed.append(

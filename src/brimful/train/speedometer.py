@@ -8,6 +8,8 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from brimful.data.reader import StepRows
 from brimful.task import Dataset
 from brimful.train.flops import FlopModel
@@ -50,7 +52,7 @@ class Speedometer:
         }
 
     def _lengths(self, rows: StepRows) -> list[tuple[int, ...]]:
-        if self._shapes is not None:
-            return [tuple(one) for one in self._shapes(rows.indices).tolist()]
-        padded = zip(rows.groups, rows.shapes, strict=True)
-        return [tuple(shape) for group, shape in padded for _ in group]
+        """The data set's own, where it tells those that the task has; else as long as their micro-batch."""
+        padded = [tuple(shape) for group, shape in zip(rows.groups, rows.shapes, strict=True) for _ in group]
+        own = np.asarray(self._shapes(rows.indices)) if padded and callable(self._shapes) else None
+        return padded if own is None or own.shape != np.shape(padded) else [tuple(one) for one in own.tolist()]

@@ -9,7 +9,6 @@ The learning rate is a function of the step, so the schedule has no state. Weigh
 """
 
 import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,7 +96,7 @@ def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 def read_position(folder: Path) -> Position:
     try:
         return Position.from_file(_load(folder / "state.pt"))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(f"{folder / 'state.pt'} is not of this Brimful ({in_one_line(error)})") from None
 
 
@@ -108,7 +107,8 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     try:
         load_model(model, folder / WEIGHTS, strict=True)
     except (RuntimeError, SafetensorError, OSError) as error:
-        raise BadCheckpoint(f"{folder / WEIGHTS} does not fit the model ({in_one_line(error)[:300]})") from None
+        said = " ".join(str(error).split())  # the tensors are named below the first line
+        raise BadCheckpoint(f"{folder / WEIGHTS} does not fit the model ({said[:300]})") from None
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
@@ -138,7 +138,7 @@ def take_up(own: Sequence[Own], rank: int, device: torch.device) -> dict[str, An
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever pickle meets in bytes that are none of its own
         raise BadCheckpoint(f"{path} cannot be read ({in_one_line(error)})") from None
 
 

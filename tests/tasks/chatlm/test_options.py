@@ -50,7 +50,6 @@ def test_what_is_no_length_is_refused(given):
     )
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="isdigit knows digits that int does not read")
 def test_a_digit_that_is_no_number_is_refused():
     refused(max_tokens="2²")
 
@@ -61,7 +60,6 @@ def test_a_loaded_model_has_its_size_already():
     )
 
 
-@pytest.mark.xfail(strict=True, reason="it is only refused together with --size")
 def test_a_loaded_model_has_no_random_weights():
     assert refused(from_="model", random_weights=True) == "--random-weights: --from gives weights that are not random"
 

@@ -184,7 +184,6 @@ def test_rows_to_evaluate_on_have_the_tokenizer_of_a_store_that_was_packed_befor
     assert not (desk.folder / "tokenizer").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="a tokenizer that was given comes before that of the rows to train on")
 def test_they_have_it_even_where_another_tokenizer_was_given(place, desk, raw, tmp_path):
     own = make_tokenizer(tmp_path / "own", ROWS[:2])
     store = desk.pack(task(place, tokenizer=str(own)), raw, like=place.store, name="valid")

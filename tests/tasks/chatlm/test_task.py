@@ -344,7 +344,6 @@ def test_another_end_of_text_is_refused(place, tmp_path):
     refused(task_of(place, tmp_path, eos_token_id=5), place.store.path, "its eos is 1 and the model's 5")
 
 
-@pytest.mark.xfail(strict=True, raises=BadData, reason="several ends of text are compared as one")
 def test_one_of_the_models_several_ends_of_text_is_enough(place, tmp_path):
     assert len(task_of(place, tmp_path, eos_token_id=[5, 1]).rows(str(place.store.path))) == 24
 

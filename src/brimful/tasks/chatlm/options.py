@@ -43,7 +43,10 @@ class ChatOptions:
         yield is_share, f"--label-smoothing {smooth!r}: give a share from 0 to below 1, such as 0.1"
         both = self.size is not None and self.from_ is not None
         yield not both, f"--size {self.size}: a model that is loaded with --from has its size already"
-        yield not both or not self.random_weights, "--random-weights: --from gives weights that are not random"
+        yield (
+            self.from_ is None or not self.random_weights,
+            "--random-weights: --from gives weights that are not random",
+        )
         lengths = self.lengths
         good = lengths is None or (len(lengths) in (1, 2) and all(length > 0 for length in lengths))
         yield good, f"--max-tokens {self.max_tokens}: give one number of tokens, or one for each side, such as 256,320"
@@ -54,4 +57,4 @@ class ChatOptions:
         if self.max_tokens is None:
             return None
         parts = str(self.max_tokens).split(",")
-        return tuple(int(part) if part.strip().isdigit() else 0 for part in parts)
+        return tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)

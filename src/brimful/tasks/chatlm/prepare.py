@@ -102,9 +102,9 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
 
 
 def _tokenizer(task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], like: Dataset | None) -> Path:
-    """The one given, the other rows' own, the model's, or a new one for a new model."""
+    """The other rows' own, the one given, the model's, or a new one for a new model."""
     others = getattr(like, "path", None)
-    for known in (task.tokenizer, others and others / "tokenizer", task.source):
+    for known in (others and others / "tokenizer", task.tokenizer, task.source):
         if known is not None:
             return Path(known)
     made = folder / "tokenizer"

@@ -107,12 +107,15 @@ class Pretrain(Task):
 
         store, config = Store.open(data), _config(self.size, self.source)
         vocab, eos = config.vocab_size, config.eos_token_id
+        ends = eos if isinstance(eos, list) else [eos]
         wrong = [
             f"its rows have {' and '.join(store.sides)}, not prompt and response" if store.sides != SIDES else "",
             f"its tokenizer has {store.meta.vocab_size:,} tokens and {self._called} knows {vocab:,}"
             if store.meta.vocab_size > vocab
             else "",
-            f"its eos is {store.meta.eos_id} and the model's {eos}" if store.meta.eos_id != eos else "",
+            f"its eos is {store.meta.eos_id} and the model's {', '.join(map(str, ends))}"
+            if store.meta.eos_id not in ends
+            else "",
             self._other_tokenizer(store),
         ]
         if any(wrong):

@@ -90,7 +90,7 @@ def test_a_given_plan_is_taken_and_kept(desk, fits, plan, tmp_path):
     assert replace(found, choices=tuple(others)) == plan
     assert (origin.name, origin.requested, origin.reason) == (
         "plan",
-        str(tmp_path / "given.json"),
+        "given.json",
         f"made {plan.created}, taken as it is",
     )
     assert Plan.load(desk.run.plan()) == found

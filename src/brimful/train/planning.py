@@ -92,8 +92,8 @@ class Planning:
         name = Path(str(self.given)).name
         origin = Choice(
             name="plan",
-            requested=self.given,
-            effective=self.given,
+            requested=name,
+            effective=name,
             reason=f"made {plan.created}, taken as it is",
             basis="asked",
         )

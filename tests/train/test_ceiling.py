@@ -647,3 +647,27 @@ def test_the_waits_of_a_run_with_constant_room_grow_further_and_further_apart():
     assert len(failed_at) == 9
     gaps = [later - earlier for earlier, later in pairwise(failed_at)]
     assert gaps == sorted(gaps)
+
+
+def test_rows_that_are_part_of_a_step_never_count_as_the_whole_of_it():
+    """A whole step holds no gradients and costs less; a loader's micro-batch cut anew is not one."""
+    model = model_of(forward=(100, 10), first_forward=(10, 1))
+    ceiling = tight(model, 10)
+    assert max(map(len, ceiling.cut([()] * 40, part=True))) == 10
+    assert len(ceiling.cut([()] * 40)) == 1
+
+
+@pytest.mark.parametrize("rows", [2, 3, 66])
+def test_a_size_that_failed_is_never_run_again_in_the_same_step(rows):
+    """Whatever the model says of it: here that more rows cost less."""
+    ceiling = Ceiling(model=model_of(forward=(10_000, -50)), limit=1e9)
+    for _ in range(8):
+        largest_now = max(map(len, ceiling.cut([()] * rows, part=True)))
+        if largest_now == 1:
+            break
+        fail(ceiling, largest_now, again=True)
+        assert max(map(len, ceiling.cut([()] * rows, part=True))) < largest_now
+        assert not ceiling.allows(largest_now, (), whole=False)
+    assert largest_now == 1
+    ceiling.clean(None)
+    assert ceiling.for_now is None

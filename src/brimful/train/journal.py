@@ -16,7 +16,6 @@ off. Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothi
     checkpoint   saved; path, size_bytes and seconds, or the sentence of a failure
     oom grow thrash model skip oversized deal note
                  sentence, and figures of their own: see `events`; a note of this file's own has no step
-    pause        sentence, until (null, or when it goes on)
     end          reason (finished, interrupted, time-limit, window, failed), sentence, loss, checkpoint
 
 A figure that is unknown is null. One that is not a number is null too, for JSON has no word for it, and says so beside

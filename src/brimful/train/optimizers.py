@@ -8,6 +8,7 @@
 Biases and norms are not decayed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import MissingExtra
-from brimful.train.settings import Optimizers
+from brimful.task import Task
+from brimful.train.settings import Optimizers, TrainOptions
+
+LEARNING_RATE = 1e-4
+"""Of a task that names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,3 +58,34 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     trained = [param for param in model.parameters() if param.requires_grad]
     kinds = (weight_decay, [p for p in trained if p.ndim > 1]), (0.0, [p for p in trained if p.ndim <= 1])
     return [{"params": params, "weight_decay": decay} for decay, params in kinds if params]
+
+
+def set_optimizer(task: Task, asked: TrainOptions) -> None:
+    """What is asked for takes the place of the task's own; the plan is made with it too."""
+    own = type(task).optimizer is not Task.optimizer
+    if own and asked.optimizer is None:
+        if asked.lr is not None:
+            task.optimizer = _AtRate(task.optimizer, asked.lr)  # type: ignore[method-assign]
+        return
+    rate: float = getattr(task, "learning_rate", LEARNING_RATE) if asked.lr is None else asked.lr
+    chosen = Chosen(name=asked.optimizer or "adamw", lr=rate, weight_decay=asked.weight_decay)
+    task.optimizer = chosen  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _AtRate:
+    """A task's own optimizer at another learning rate."""
+
+    make: Callable[[nn.Module], Optimizer]
+    lr: float
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        optimizer = self.make(model)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        return optimizer
+
+
+def name_of(task: Task) -> str:
+    chosen = task.optimizer
+    return f"{chosen.name} at {chosen.lr:g}" if isinstance(chosen, Chosen) else "of the task"

@@ -9,8 +9,7 @@ Every process runs all of it; what only one may do is done by the first while th
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.data.loader import Loader
-from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError
-from brimful.memory.ledger import Ledger
+from brimful.errors import BadOption, BadRun, BrimfulError, TaskError
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Choice, Plan
 from brimful.plan.reasons import as_choice
@@ -30,13 +28,14 @@ from brimful.task import Dataset, Task
 from brimful.train import preflight, state
 from brimful.train.checkpoint import Checkpoint, Checkpoints, point
 from brimful.train.clock import Clock
+from brimful.train.device import device_of, limited
 from brimful.train.evaluate import Evaluator
 from brimful.train.events import Event
 from brimful.train.flops import FlopModel, peak_flops
 from brimful.train.folder import RunFolder
 from brimful.train.journal import Journal
 from brimful.train.loop import Ending, Hook, Loop, seed_everything
-from brimful.train.optimizers import Chosen
+from brimful.train.optimizers import name_of, set_optimizer
 from brimful.train.planning import Planning, by_the_first
 from brimful.train.processes import Solo, meet
 from brimful.train.schedule import Schedule, as_steps
@@ -51,7 +50,6 @@ OWN_KINDS = ("oom", "grow", "thrash", "oversized")
 """Events of a step that differ between processes; the rest is told by the first alone."""
 EVALUATIONS, LEAST_APART = 10, 50
 """Evaluations of a run unless asked otherwise, and the steps that lie between two of them at least."""
-LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ class Session:
 
     def train(self) -> Ending:
         """Connect, and run on this process."""
-        device = _device(self.fitting, self.options)
+        device = device_of(self.fitting, self.options)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             own = "nccl" if device.type == "cuda" else "gloo"
             preflight.check_connection(device, own if self.options.backend == "auto" else self.options.backend)
@@ -99,13 +97,13 @@ class _Running:
 
     def train(self) -> Ending:
         by_the_first(self.group, self._open_trackers)
-        _set_optimizer(self.task, self.options)
+        set_optimizer(self.task, self.options)
         start = self._start()
         data = by_the_first(self.group, lambda: self.task.prepare(self.s.data, self.run.data, self.s.say))
         rows = self._read(data)
         valid = self._valid(rows)
         plan = self._plan(data, rows, valid)
-        with _limited(self.target, self.fitting):
+        with limited(self.target, self.fitting):
             try:
                 self.loop = self._loop(plan, rows, valid, start)
                 return self._ended(self.loop.run())
@@ -186,7 +184,7 @@ class _Running:
         return (
             *(as_choice(*one, "asked") for one in self.task.remarks(rows)),
             as_choice("steps", asked.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} a step", "measured"),
-            as_choice("optimizer", asked.optimizer, _name_of(self.task), "the task's own" if asked.optimizer is None else "as asked for", "asked"),
+            as_choice("optimizer", asked.optimizer, name_of(self.task), "the task's own" if asked.optimizer is None else "as asked for", "asked"),
             as_choice("schedule", asked.schedule, asked.schedule, f"{warmup} of warm-up{left}", "asked"),
             as_choice("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint when so much has passed, and at the end", "asked"),
         )  # fmt: skip
@@ -346,68 +344,6 @@ class _Links(Hook):
 
     def _point(self, name: str, folder: Path) -> None:
         point(self._run.root / name, folder / "model", tell=self._tell)
-
-
-def _device(fitting: FitOptions, options: TrainOptions) -> torch.device:
-    """The one asked for; of several processes, each takes the card of its number."""
-    there = torch.cuda.device_count()
-    if options.gpus is not None and options.gpus > there:
-        on_cpu = "" if there else "; on the CPU, --processes N shares a step"
-        raise DeviceBusy(f"--gpus {options.gpus}: torch {torch.__version__} sees {there or 'none'} here{on_cpu}")
-    if options.backend == "nccl" and find_target(fitting).device.type != "cuda":
-        raise BadOption("--backend nccl: NCCL connects cards, and this run is on the CPU; leave it out, or give gloo")
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    device = find_target(fitting).device
-    if device.type == "cuda" and several and ":" not in fitting.device:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-@contextmanager
-def _limited(target: Target, fitting: FitOptions) -> Iterator[None]:
-    """A limit that was asked for holds while the run trains: torch's cap on a card, the ledger on the CPU."""
-    if fitting.memory_limit_bytes is None:
-        yield
-        return
-    with target.capped():
-        if target.device.type != "cpu":
-            yield
-            return
-        with Ledger(fitting.memory_limit_bytes):
-            yield
-
-
-def _set_optimizer(task: Task, asked: TrainOptions) -> None:
-    """What is asked for takes the place of the task's own; the plan is made with it too."""
-    own = type(task).optimizer is not Task.optimizer
-    if own and asked.optimizer is None:
-        if asked.lr is not None:
-            task.optimizer = _AtRate(task.optimizer, asked.lr)  # type: ignore[method-assign]
-        return
-    rate: float = getattr(task, "learning_rate", LEARNING_RATE) if asked.lr is None else asked.lr
-    chosen = Chosen(name=asked.optimizer or "adamw", lr=rate, weight_decay=asked.weight_decay)
-    task.optimizer = chosen  # type: ignore[method-assign]
-
-
-@dataclass(frozen=True)
-class _AtRate:
-    """A task's own optimizer at another learning rate."""
-
-    make: Callable[[nn.Module], Optimizer]
-    lr: float
-
-    def __call__(self, model: nn.Module) -> Optimizer:
-        optimizer = self.make(model)
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
-        return optimizer
-
-
-def _name_of(task: Task) -> str:
-    chosen = task.optimizer
-    return f"{chosen.name} at {chosen.lr:g}" if isinstance(chosen, Chosen) else "of the task"
 
 
 def _places(run: Path, data: str, valid: Dataset | None) -> dict[str, str | None]:

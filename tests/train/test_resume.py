@@ -90,11 +90,11 @@ def test_processes_and_workers_change_how_a_step_is_made_and_not_what_it_is(fold
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_polite_signal_saves_and_leaves_in_good_order(folder, plan, whole, number):
     run = folder / f"stopped-{number}"
-    (pid,) = runs.start(run, plan, save_every=100)
+    (process,) = runs.start(run, plan, save_every=100)
     while not (run / "events.jsonl").exists() or b'"step": 2' not in (run / "events.jsonl").read_bytes():
         time.sleep(0.002)
-    os.kill(pid, number)
-    assert runs.finish([pid]) == [0]
+    os.kill(process.pid, number)
+    assert runs.finish([process]) == [0]
     end = list(read_events(run / "events.jsonl"))[-1]
     assert end["event"] == "end" and end["reason"] in ("interrupted", "finished")
     assert (run / "checkpoints" / f"step-{end['step']:08}" / "manifest.json").is_file()
@@ -139,13 +139,9 @@ def test_with_every_checkpoint_damaged_nothing_is_started_over(folder, plan):
 
 
 def test_another_data_set_is_refused(folder, plan):
-    class Other(runs.Run):
-        def rows(self, data):
-            return runs.Dataset(39)
-
     run = folder / "other-data"
     assert runs.finish(runs.start(run, plan, max_steps=2)) == [0]
-    assert runs.finish(runs.start(run, plan, task=Other())) == [2]
+    assert runs.finish(runs.start(run, plan, task=runs.Other())) == [2]
 
 
 def test_what_was_asked_is_kept_in_the_run(whole):

@@ -59,6 +59,19 @@ def test_the_guides_first_loop_runs():
     assert names["stepper"].steps == 2 and not torch.equal(before, model.weight)
 
 
+def test_the_training_guides_own_task_trains_from_python(tmp_path, monkeypatch, capsys):
+    from_python, own_task = blocks((Path(__file__).parents[1] / "docs" / "train.md").read_text())
+    (tmp_path / "mine.py").write_text(own_task)
+    for name in ("rows", "valid"):
+        texts = [{"prompt": f"{name} {number}"} for number in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(from_python, {})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("finished 20 ")
+    assert (tmp_path / "runs" / "api" / "best" / "model.safetensors").is_file()
+
+
 def test_every_file_the_readme_names_is_there():
     for path in re.findall(r"\]\(([\w/.]+)\)", README):
         assert (Path(__file__).parents[1] / path).exists(), path

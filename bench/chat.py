@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 PIECE_BYTES = 2**27
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command line does, before torch is imported
 
 BASELINE = """
 import torch, brimful.train.session, brimful.tasks.chatlm.generate, sacrebleu, transformers.models.t5.modeling_t5, pyarrow

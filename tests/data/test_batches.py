@@ -21,7 +21,7 @@ def taken(batches, steps, start=0):
     return [batches.step(start + number * batches.global_batch) for number in range(steps)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     rows=st.integers(1, 300),
     global_batch=st.integers(1, 80),

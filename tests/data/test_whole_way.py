@@ -109,6 +109,7 @@ def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, mo
 
     sizes = {**module.SIZES, "tiny": replace(module.SIZES["tiny"], vocab=500)}
     monkeypatch.setattr(module, "SIZES", sizes)
+    monkeypatch.setattr(module, "_config", module._config.__wrapped__)  # which remembers the real one
     with pytest.raises(BadData, match="its tokenizer has 900 tokens and chatlm-pretrain tiny knows 500"):
         Pretrain("tiny").rows(str(made / "store"))
 

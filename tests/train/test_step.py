@@ -418,7 +418,7 @@ def test_an_optimizer_that_fails_stops_the_run_and_names_the_checkpoint():
     task = Words()
     model = task.model()
     stepper = Stepper(model, Broken(model.parameters(), lr=0.1), task, checkpoint=lambda: "run/checkpoints/400")
-    with pytest.raises(HalfUpdate, match=r"last checkpoint, run/checkpoints/400"):
+    with pytest.raises(HalfUpdate, match=r"last checkpoint is run/checkpoints/400"):
         stepper.step(STEPS[0])
 
 

@@ -91,15 +91,15 @@ def train(
         from brimful.cli.train_process import work
 
         work(request)
+        if os.environ["RANK"] == "0":
+            _last_words(RunFolder(Path(request["run"])), json=json)
         return
     run = RunFolder(Path(request["run"]))
     outcome = _supervised(request, run)
-    end = run.ending() or {}
-    result = {"run": str(run.root), "reason": outcome.reason, **{k: end.get(k) for k in ("step", "loss", "checkpoint")}}
     if outcome.code:
         print(f"brimful: {_how_to_go_on(outcome.sentence, run)}", file=sys.stderr)
         raise SystemExit(outcome.code)
-    show(_told(outcome, run), result, as_json=json)
+    _last_words(run, json=json, otherwise=outcome.sentence)
 
 
 def _request(
@@ -223,16 +223,18 @@ def _left_clean(run: RunFolder) -> Iterator[None]:
                 run.root.parent.rmdir()  # `runs`, where this was its first
 
 
-def _told(outcome: Any, run: RunFolder) -> str:
-    """The last words of a run that ended well."""
-    lines = [f"{outcome.sentence or 'done'}"]
-    if outcome.reason == "finished":
+def _last_words(run: RunFolder, *, json: bool, otherwise: str | None = None) -> None:
+    """Of a run that ended well, or that was stopped before it began."""
+    end = run.ending() or {}
+    result = {"run": str(run.root), **{key: end.get(key) for key in ("reason", "step", "loss", "checkpoint")}}
+    lines = [end.get("sentence") or otherwise or "done"]
+    if end.get("reason") == "finished":
         lines.append(f"model  {run.root / 'model'}")
         if (run.root / "best").exists():
             lines.append(f"best   {run.root / 'best'}")
     elif run.has_run:
         lines.append(f"go on with: {run.resume_command}")
-    return "\n".join(lines)
+    show("\n".join(lines), result, as_json=json)
 
 
 def _say(sentence: str) -> None:

@@ -58,7 +58,7 @@ def test_the_report_says_what_the_files_say(tmp_path):
     }
     assert all(pq.read_metadata(file["path"]).num_rows == file["rows"] for file in saved["files"].values())
     assert saved["columns"] == {"prompt": "prompt", "response": "response"}
-    assert saved["peak_bytes"] > 0 and saved["seconds"] > 0
+    assert saved["peak_bytes"] >= 0 and saved["seconds"] > 0  # a process that was larger before need not grow
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "clean.json",
         "test.parquet",

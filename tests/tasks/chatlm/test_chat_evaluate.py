@@ -13,7 +13,7 @@ from brimful.tasks.chatlm.options import ChatOptions
 from brimful.tasks.chatlm.task import Pretrain
 from brimful.train.evaluate import Evaluator
 from brimful.units import KiB
-from tests.tasks.chatlm.tiny import ROWS, make_tokenizer
+from tests.tasks.chatlm.tiny import ROOMY, ROWS, make_tokenizer
 from tests.train.test_evaluate import Team
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_an_examination_under_a_limit_gives_the_same_figures(place):
 
 def test_a_store_of_another_tokenizer_is_refused(place, tmp_path):
     other = make_tokenizer(tmp_path / "other", [{"prompt": "完全不同的文字", "response": "一二三四"}])
-    pack([str(place.raw)], tokenizer=other, output=tmp_path / "store")
+    pack([str(place.raw)], tokenizer=other, output=tmp_path / "store", options=ROOMY)
     with pytest.raises(BadData, match="was packed with another tokenizer"):
         Examination(place.model).rows(str(tmp_path / "store"))
 

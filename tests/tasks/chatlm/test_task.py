@@ -11,7 +11,7 @@ from brimful.data.pack.run import pack
 from brimful.errors import BadData, BadModel
 from brimful.tasks.chatlm.options import ChatOptions
 from brimful.tasks.chatlm.task import IGNORED, SIZES, Pretrain, Sft
-from tests.tasks.chatlm.tiny import ROWS, make_tokenizer, write_jsonl
+from tests.tasks.chatlm.tiny import ROOMY, ROWS, make_tokenizer, write_jsonl
 
 FREEZES = ("none", "encoder", "encoder+embeddings")
 
@@ -326,7 +326,7 @@ def test_rows_that_the_model_knows_are_taken(place):
 
 def test_rows_of_other_sides_are_refused(place, tmp_path):
     raw = write_jsonl(tmp_path / "texts.jsonl", [{"text": row["prompt"]} for row in ROWS])
-    pack([str(raw)], tokenizer=place.tokenizer, output=tmp_path / "store")
+    pack([str(raw)], tokenizer=place.tokenizer, output=tmp_path / "store", options=ROOMY)
     refused(started(place)[0], tmp_path / "store", "its rows have text, not prompt and response")
 
 
@@ -350,7 +350,7 @@ def test_one_of_the_models_several_ends_of_text_is_enough(place, tmp_path):
 
 def test_rows_packed_with_another_tokenizer_are_refused(place, tmp_path):
     other = make_tokenizer(tmp_path / "other", ROWS[:2])
-    pack([str(place.raw)], tokenizer=other, output=tmp_path / "store")
+    pack([str(place.raw)], tokenizer=other, output=tmp_path / "store", options=ROOMY)
     refused(
         started(place)[0],
         tmp_path / "store",

@@ -4,13 +4,17 @@ import json
 
 import torch
 
+from brimful.data.pack.options import PackOptions
 from brimful.data.store import Store
 from brimful.data.tokenizer.options import TokenizerOptions
 from brimful.data.tokenizer.run import train_tokenizer
 from brimful.data.tokens import TokenizerFacts
 from brimful.tasks.chatlm.options import ChatOptions
 from brimful.tasks.chatlm.task import Pretrain
+from brimful.units import GiB
 
+ROOMY = PackOptions(host_limit_bytes=8 * GiB)
+"""The limit counts all of the process, and after a few thousand tests that is more than the usual one."""
 COLOURS = ["红", "橙", "黄", "绿", "青", "蓝", "紫", "白"]
 ROWS = [
     {"prompt": f"{name}的{thing}是什么颜色？", "response": f"{colour}色" * (1 + place % 3) + end}

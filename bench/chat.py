@@ -22,7 +22,9 @@ import time
 from pathlib import Path
 
 PIECE_BYTES = 2**27
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the command line does, before torch is imported
+os.environ.setdefault(
+    "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+)  # as the command line does, before torch is imported
 
 BASELINE = """
 import torch, brimful.train.session, brimful.tasks.chatlm.generate, sacrebleu, transformers.models.t5.modeling_t5, pyarrow
@@ -54,11 +56,12 @@ def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
 
     shutil.rmtree(run, ignore_errors=True)
     size = {"from_": str(start)} if start else {"size": asked.size, "tokenizer": asked.tokenizer}
+    size["max_tokens"] = asked.max_tokens
     events, stop_at, host = [], (2 * steps) // 3, _Host(baseline_bytes)
     how = dict(  # noqa: C408 - keywords read as such
         run=str(run), max_steps=steps, lr=lr, valid=asked.valid, eval_every=max(1, steps // 2), eval_rows=asked.eval_rows,
         generate_rows=asked.generate_rows, device=asked.device, memory_limit=asked.memory_limit, workers=asked.workers,
-        warmup="10%", save_every=max(1, steps // 3), keep=1, listeners=[events.append], say=_say,
+        warmup="10%", global_batch=asked.global_batch, save_every=max(1, steps // 3), keep=1, listeners=[events.append], say=_say,
     )  # fmt: skip
     with host:
         hooks = [_Taker(steps // 3)] if asked.take_memory else []
@@ -182,6 +185,8 @@ def _arguments():
     parser.add_argument("--generate-rows", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pretrained", help="a run of chatlm-pretrain to start SFT from; none is trained then")
+    parser.add_argument("--max-tokens", help="texts are cut there; the task's lengths unless given")
+    parser.add_argument("--global-batch", type=int)
     parser.add_argument("--tokenizer", help="a folder; one is trained on TRAIN unless given")
     parser.add_argument("--take-memory", action="store_true")
     parser.add_argument("--output", default="chat-bench")

@@ -12,6 +12,7 @@ import pytest
 
 from brimful.units import MiB
 
+pytestmark = pytest.mark.torture  # 20 s: every finder there is
 BENCH = Path(__file__).parents[2] / "bench" / "finders.py"
 LIMIT = 32 * MiB
 TASK = """

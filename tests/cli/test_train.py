@@ -71,6 +71,8 @@ def test_a_resume_needs_nothing_but_the_folder(trained):
     assert done.returncode == 0, done.stderr
     assert [event["step"] for event in last_steps(read_events(run / "events.jsonl"))] == [1, 2, 3, 4, 5, 6]
     assert "going on after step 4" in done.stderr
+    names = [choice["name"] for choice in json.loads((run / "plan.json").read_text())["choices"]]
+    assert len(names) == len(set(names)) and {"steps", "schedule", "micro_batch"} <= set(names)
 
 
 def test_ctrl_c_saves_leaves_with_0_and_says_how_to_go_on(tmp_path, plan):

@@ -118,6 +118,7 @@ def test_pinned_memory_is_not_used_without_a_card_even_if_asked_for_and_that_is_
     assert (choice.requested, choice.effective) == (True, False) and "reads host memory as it is" in choice.reason
 
 
+@pytest.mark.torture
 def test_the_limit_takes_steps_ahead_before_workers(plan, monkeypatch):
     monkeypatch.setattr(host_module.Host, "detect", classmethod(lambda cls: replace(HOST, cores=64)))
     rows = Data(0.02, numbers=500_000)  # 100 MB a step, which is waited for

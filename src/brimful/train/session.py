@@ -96,6 +96,18 @@ class _Running:
         self.checkpoints = Checkpoints(self.run.checkpoints, keep=self.options.keep, tell=self._note)
 
     def train(self) -> Ending:
+        """All of it; however it ends, the journal says so."""
+        try:
+            return self._ended(self._trained())
+        except BrimfulError as error:
+            self._tell("end", reason="failed", sentence=str(error))
+            raise
+        finally:
+            for tracker in self.trackers:
+                tracker.close()
+            self.journal.close()
+
+    def _trained(self) -> Ending:
         by_the_first(self.group, self._open_trackers)
         set_optimizer(self.task, self.options)
         start = self._start()
@@ -104,17 +116,8 @@ class _Running:
         valid = self._valid(rows)
         plan = self._plan(data, rows, valid)
         with limited(self.target, self.fitting):
-            try:
-                self.loop = self._loop(plan, rows, valid, start)
-                return self._ended(self.loop.run())
-            except BrimfulError as error:
-                if self.first:
-                    self._tell("end", reason="failed", sentence=str(error))
-                raise
-            finally:
-                for tracker in self.trackers:
-                    tracker.close()
-                self.journal.close()
+            self.loop = self._loop(plan, rows, valid, start)
+            return self.loop.run()
 
     def _open_trackers(self) -> None:
         self.trackers = open_trackers(self.options.tracker_names, self.run.root, self.s.request, self._note)
@@ -165,11 +168,13 @@ class _Running:
         )  # fmt: skip
         plan, self.planning = planning.plan(), planning
         self.prepared = _places(self.run.root, data, valid)
+        added = self._choices(plan, rows)
         planned = [
             replace(one, requested=None) if one.name == "device" and self.s.fitting.device == "auto" else one
             for one in plan.choices
+            if one.name not in {new.name for new in added}  # of a run that is resumed
         ]
-        return replace(plan, choices=(*planned, *self._choices(plan, rows)))
+        return replace(plan, choices=(*planned, *added))
 
     def _steps(self, plan: Plan, rows: Dataset) -> int:
         return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))

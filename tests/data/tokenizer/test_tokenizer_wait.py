@@ -12,7 +12,7 @@ def test_the_result_comes_back_and_time_is_told():
     told = []
     assert Watch().wait_for(lambda: time.sleep(1.0) or 42, told.append) == 42
     assert len(told) >= 2
-    assert all(" s, " in phrase and "MiB" in phrase for phrase in told)
+    assert all(" s, " in phrase and "iB" in phrase for phrase in told)
 
 
 def test_an_error_of_the_work_is_raised_here():

@@ -42,7 +42,6 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
     assert pq.read_table(tmp_path / "one").equals(pq.read_table(tmp_path / "other"))
 
 
-@pytest.mark.torture
 def test_commands_are_timed_weighed_and_counted(folder):
     clean, pack = bench(
         "commands", "--rows", 3000, "--tokenizer-rows", 2000, "--folder", folder, "--host-limit", "600MiB"

@@ -185,11 +185,14 @@ class _Running:
         passes = steps * plan.global_batch / len(rows)
         every = None if asked.save_every is None else f"every {show_count(asked.save_every, 'step')}"
         warmup = show_count(as_steps(asked.warmup, steps), "step")
+        why = ("the task's own" if asked.optimizer is None else "as asked for") + ", its rate as asked for" * (
+            asked.lr is not None
+        )
         left = "" if asked.schedule == "constant" else f", {asked.min_lr:.0%} of the rate left at the end"
         return (
             *(as_choice(*one, "asked") for one in self.task.remarks(rows)),
             as_choice("steps", asked.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} a step", "measured"),
-            as_choice("optimizer", asked.optimizer, name_of(self.task), "the task's own" if asked.optimizer is None else "as asked for", "asked"),
+            as_choice("optimizer", asked.optimizer, name_of(self.task), why, "asked"),
             as_choice("schedule", asked.schedule, asked.schedule, f"{warmup} of warm-up{left}", "asked"),
             as_choice("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint when so much has passed, and at the end", "asked"),
         )  # fmt: skip

@@ -315,7 +315,7 @@ def test_a_reading_costs_its_reserved_bytes_where_they_are_known_and_never_less_
 
 
 def test_a_first_micro_batch_read_at_equal_lengths_only_is_known_at_others_too():
-    """It is the later one less the gradients held there. Fitted alone it followed one length, and 16 GiB looked like 4."""
+    """It is the later one less the gradients held there. Fitted alone it followed one length only."""
 
     def later(rows, source, target):
         return 5_000_000 + rows * (2_000 * source + 30_000 * target)

@@ -171,7 +171,7 @@ def _without_gradients(phases: dict[str, Polynomial], probes: Sequence[Probe]) -
     """Phases of a first micro-batch that were read at too few shapes to tell one length from another.
 
     Such a phase is the later one less the gradients that are held there, the same number of bytes at every size. Fitted by
-    itself it would follow one length alone: 66 rows of 29+186 were predicted at 4.4 GiB and took 16.4.
+    itself it would follow one length alone: 66 rows of 29+186 were predicted at 4.4 GiB, and 7 were not enough.
     """
     found: dict[str, Polynomial] = {}
     for first in FIRST_PHASES:

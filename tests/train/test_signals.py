@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from brimful.train.signals import POLITE, Interrupts
+from brimful.train.sidecar import POLITE
+from brimful.train.signals import Interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,10 @@ from brimful import Task
 from brimful.errors import BadCheckpoint, BadRun
 from brimful.memory.snapshot import RandomState
 from brimful.train import state
+from brimful.train.checkpoint import Best
 from brimful.train.loop import Loop
 from brimful.train.optimizers import Chosen
-from brimful.train.state import Best, Own, Position
+from brimful.train.state import Own, Position
 
 CPU = torch.device("cpu")
 
@@ -201,10 +202,15 @@ def test_other_frozen_weights_are_refused(saved):
 
 
 def test_a_position_comes_back(tmp_path):
-    where = position(best=Best(step=5, score=-1.5), optimizer="AdamW")
+    where = position(best=Best(step=5, metric="loss", score=-1.5), optimizer="AdamW")
     model = net()
     found = state.read_position(write(tmp_path / "step", model, trained(model), where))
-    assert (found.step, found.loader, found.best, found.data) == (7, where.loader, Best(step=5, score=-1.5), "abc")
+    assert (found.step, found.loader, found.best, found.data) == (
+        7,
+        where.loader,
+        Best(step=5, metric="loss", score=-1.5),
+        "abc",
+    )
     assert found.optimizer == "AdamW"
     assert [own.stepper for own in found.own] == [where.own[0].stepper]
 

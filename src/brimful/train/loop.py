@@ -21,13 +21,13 @@ that is why a resumed run gives the same bits. An error that leaves the weights 
 does not fit) is saved before it is raised; nothing that logs, tracks or evaluates can change the training.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch.optim import Optimizer
 
 from brimful.data.loader import Loader
@@ -36,7 +36,7 @@ from brimful.errors import BadOption, BadRun, HalfUpdate, LostProcess, NonFinite
 from brimful.memory.snapshot import RandomState
 from brimful.task import Dataset, Task
 from brimful.train import state
-from brimful.train.checkpoint import Checkpoints
+from brimful.train.checkpoint import Best, Checkpoints
 from brimful.train.clock import Clock
 from brimful.train.evaluate import EvalResult, Evaluator
 from brimful.train.journal import Journal
@@ -44,7 +44,7 @@ from brimful.train.result import StepResult
 from brimful.train.schedule import Schedule
 from brimful.train.signals import Interrupts
 from brimful.train.speedometer import Speedometer
-from brimful.train.state import Best, Own, Position
+from brimful.train.state import Own, Position
 from brimful.train.step import Stepper
 
 Reason = Literal["finished", "interrupted", "time-limit", "window"]
@@ -120,9 +120,9 @@ class Loop:
             with Interrupts() as asked:
                 while self.step < self.schedule.steps and reason == "finished":
                     rows, waited_s = self._next(steps)
-                    result = self._train_on(rows, waited_s)
+                    self._train_on(rows, waited_s)
                     reason, save = self._agree(asked)
-                    self._evaluate_and_save(result, save)
+                    self._evaluate_and_save(save)
                 if self._saved_at != self.step:
                     self.save(last=True)
         except Exception as error:
@@ -140,7 +140,7 @@ class Loop:
         rows = next(steps)
         return rows, time.perf_counter() - began
 
-    def _train_on(self, rows: StepRows, waited_s: float) -> StepResult:
+    def _train_on(self, rows: StepRows, waited_s: float) -> None:
         assert self._rates is not None
         share = self.schedule.share(self.step + 1)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -170,7 +170,6 @@ class Loop:
         self._position = self._now()
         for hook in self.hooks:
             hook.after_step(self, result)
-        return result
 
     def _agree(self, asked: Interrupts) -> tuple[Reason, bool]:
         """Why to stop, and whether to save: one process's wish is everybody's, after the same step."""
@@ -181,7 +180,7 @@ class Loop:
         reason: Reason = next((one for one in REASONS[1:] if one in reasons), "finished")
         return reason, bool(votes[0][1]) or (self.save_every is not None and self.step % self.save_every == 0)
 
-    def _evaluate_and_save(self, result: StepResult, save: bool) -> None:
+    def _evaluate_and_save(self, save: bool) -> None:
         last = self.step == self.schedule.steps
         if self.evaluator is not None and (last or (self.eval_every and self.step % self.eval_every == 0)):
             save = self.evaluate() or save
@@ -200,10 +199,9 @@ class Loop:
         if self.best_by not in figures or self.best_by == "perplexity":
             there = ", ".join(["loss", *found.metrics])
             raise BadOption(f"--best {self.best_by}: the evaluation has no such figure; it has {there}")
-        score = -found.loss if self.best_by == "loss" else figures.get(self.best_by)
-        is_best = self.step > 0 and score is not None and (self.best is None or score > self.best.score)
-        if is_best and score is not None:
-            self.best = Best(step=self.step, score=score)
+        is_best = self.step > 0 and self._is_best(
+            -found.loss if self.best_by == "loss" else found.metrics[self.best_by]
+        )
         self.journal.write(
             "eval", step=self.step, **figures, rows=found.rows, seconds=found.seconds, best=is_best, ooms=found.ooms
         )
@@ -211,6 +209,14 @@ class Loop:
         for hook in self.hooks:
             hook.after_evaluation(self, found)
         return is_best
+
+    def _is_best(self, score: float) -> bool:
+        """Whether nothing before was as good by the same figure; then it is the one to beat. No number beats nothing."""
+        before = self.best if self.best is not None and self.best.metric == self.best_by else None
+        if not math.isfinite(score) or (before is not None and score <= before.score):
+            return False
+        self.best = Best(step=self.step, metric=self.best_by, score=score)
+        return True
 
     def save(self, *, last: bool = False) -> None:
         """A checkpoint of now, by the first process. One that fails leaves those before it, and only the last may not fail."""
@@ -244,7 +250,7 @@ class Loop:
             self.journal.write("checkpoint", step=position.step, saved=False, sentence=str(error))
             return str(error)
         if self.best is not None and self.best.step == position.step:
-            self.checkpoints.mark_best(position.step, self.best_by, self.best.score)
+            self.checkpoints.mark_best(self.best)
         self.journal.write(
             "checkpoint", step=position.step, saved=True, path=str(made.path), size_bytes=made.size_bytes, seconds=time.perf_counter() - began
         )  # fmt: skip
@@ -287,7 +293,7 @@ class Loop:
         self.step = self._saved_at = position.step
         self.best = position.best
         if self.best is not None and self.stepper.group.rank == 0:  # it may have been killed before it was marked
-            self.checkpoints.mark_best(self.best.step, self.best_by, self.best.score)
+            self.checkpoints.mark_best(self.best)
         self.loader.load_state_dict(position.loader)
         group = self.stepper.group
         device = next(self.stepper.model.parameters()).device
@@ -299,14 +305,3 @@ class Loop:
     def newest(self) -> Path | None:
         """The last checkpoint."""
         return self.checkpoints.path(self._saved_at) if self._saved_at >= 0 else None
-
-
-def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's generators; processes share it, since every weight is spread from the first."""
-    import random
-
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -9,11 +9,13 @@ Every process runs all of it; what only one may do is done by the first while th
 
 import math
 import os
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -34,7 +36,7 @@ from brimful.train.events import Event
 from brimful.train.flops import FlopModel, peak_flops
 from brimful.train.folder import RunFolder
 from brimful.train.journal import Journal
-from brimful.train.loop import Ending, Hook, Loop, seed_everything
+from brimful.train.loop import Ending, Hook, Loop
 from brimful.train.optimizers import name_of, set_optimizer
 from brimful.train.planning import Planning, by_the_first
 from brimful.train.processes import Solo, meet
@@ -200,11 +202,11 @@ class _Running:
     def _loop(self, plan: Plan, rows: Dataset, valid: Dataset | None, start: Checkpoint | None) -> Loop:
         asked, steps = self.options, self._steps(plan, rows)
         position = None if start is None else self._checked(start, rows, steps)
-        seed_everything(self.fitting.seed)
+        _seed(self.fitting.seed)
         model = self._model(self.target.device, start)
         speedometer = self._speedometer(plan, model, rows)  # before checkpointing makes the model count twice
         optimizer = self.task.optimizer(model)
-        seed_everything(self.fitting.seed + self.group.rank)  # dropout differs between processes
+        _seed(self.fitting.seed + self.group.rank)  # dropout differs between processes
         stepper = self._stepper(plan, model, optimizer)
         warmup = as_steps(asked.warmup, steps)
         loop = Loop(
@@ -375,3 +377,10 @@ def _same_rows(position: state.Position, rows: Dataset) -> None:
             "--resume: the data are not those the run was trained on so far (another fingerprint): give the same DATA, or start "
             "a new run --from this one's model"
         )
+
+
+def _seed(seed: int) -> None:
+    """Python's, NumPy's and torch's generators; processes share it, since every weight is spread from the first."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

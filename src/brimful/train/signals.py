@@ -10,7 +10,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-POLITE = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+from brimful.train.sidecar import POLITE
 
 
 class Interrupts:

@@ -22,17 +22,9 @@ from torch.optim import Optimizer
 from brimful.errors import BadCheckpoint, BadRun, in_one_line
 from brimful.memory.snapshot import RandomState
 from brimful.task import Dataset, Task
+from brimful.train.checkpoint import Best
 
 WEIGHTS = Path("model") / "model.safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
-    """The best evaluation so far."""
-
-    step: int
-    score: float
-    """Higher is better: a loss counts as its negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,6 +138,13 @@ def test_a_tokenizer_that_was_trained_for_the_run_is_not_trained_again(desk, raw
     assert not desk.said
 
 
+def test_whose_tokens_they_are_is_told(place, desk, raw):
+    new = Pretrain(options=ChatOptions(size="tiny"))
+    packed_here = new.rows(desk.pack(new, raw))
+    assert new.remarks(packed_here)[0][-1] == "trained on the data, since a new model has none"
+    assert new.remarks(place.store)[0][-1] == "the store's own"
+
+
 def test_a_pack_without_its_end_is_made_whole(place, desk, raw):
     store = desk.pack(task(place), raw)
     shutil.rmtree(store)

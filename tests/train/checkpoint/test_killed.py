@@ -87,7 +87,7 @@ def test_killed_before_any_call_to_the_disk_one_whole_one_is_found(tmp_path, ste
 
 SAVE_FOR_EVER = """
 import itertools, pathlib, sys
-from brimful.train.checkpoint import Checkpoints
+from brimful.train.checkpoint import Best, Checkpoints
 from tests.train.checkpoint.saved import save
 checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=2)
 checkpoints.clean()
@@ -95,7 +95,7 @@ found = checkpoints.newest().checkpoint
 for step in itertools.count(found.step if found else 1):
     save(checkpoints, step, "x" * 500)
     if step % 3 == 0:
-        checkpoints.mark_best(step, "loss", 1.0)
+        checkpoints.mark_best(Best(step=step, metric="loss", score=1.0))
     print(step, flush=True)
 """
 

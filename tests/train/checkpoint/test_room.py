@@ -164,7 +164,7 @@ def test_what_torch_and_safetensors_say_on_a_full_disk_is_understood(tmp_path):
 READ_ONLY = """
 import pathlib, sys
 from brimful.errors import SaveFailed
-from brimful.train.checkpoint import Checkpoints
+from brimful.train.checkpoint import Best, Checkpoints
 told = []
 checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=1, tell=told.append)
 try:
@@ -172,7 +172,7 @@ try:
 except SaveFailed as error:
     print(error)
 checkpoints.rotate()
-checkpoints.mark_best(2, "loss", 1.0)
+checkpoints.mark_best(Best(step=2, metric="loss", score=1.0))
 print(checkpoints.newest().checkpoint.step, [sentence.rpartition("/")[2] for sentence in told])
 """
 

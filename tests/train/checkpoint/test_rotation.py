@@ -30,12 +30,12 @@ def test_the_last_ones_stay(checkpoints):
 def test_the_best_stays_besides(checkpoints):
     save(checkpoints, 1)
     save(checkpoints, 2)
-    checkpoints.mark_best(2, "loss", 1.5)
+    checkpoints.mark_best(Best(step=2, metric="loss", score=1.5))
     for step in (3, 4, 5):
         save(checkpoints, step)
     assert names(checkpoints.folder) == ["best.json", "step-00000002", "step-00000004", "step-00000005"]
     assert checkpoints.best() == Best(step=2, metric="loss", score=1.5)
-    checkpoints.mark_best(5, "loss", 1.25)
+    checkpoints.mark_best(Best(step=5, metric="loss", score=1.25))
     checkpoints.rotate()
     assert names(checkpoints.folder) == ["best.json", "step-00000004", "step-00000005"]
     assert Checkpoints(checkpoints.folder).best() == Best(step=5, metric="loss", score=1.25)
@@ -52,20 +52,20 @@ def test_a_damaged_mark_is_told_once_and_ignored(checkpoints, told, text):
     assert checkpoints.best() is None
     assert checkpoints.best() is None
     assert len(told) == 1 and "best.json cannot be read" in told[0]
-    checkpoints.mark_best(1, "bleu", 12.0)
+    checkpoints.mark_best(Best(step=1, metric="bleu", score=12.0))
     assert checkpoints.best().score == 12.0
 
 
-def test_a_score_that_is_no_number_cannot_be_the_best(checkpoints):
+def test_a_score_that_is_no_number_cannot_be_the_best():
     with pytest.raises(InternalError, match="step 1 cannot be the best with loss nan"):
-        checkpoints.mark_best(1, "loss", float("nan"))
+        Best(step=1, metric="loss", score=float("nan"))
 
 
 def test_a_mark_the_disk_refuses_holds_and_is_written_with_the_next_save(checkpoints, told, monkeypatch):
     save(checkpoints, 1)
     with monkeypatch.context() as disk:
         disk.setattr(os, "replace", refuse)
-        checkpoints.mark_best(1, "loss", 2.0)
+        checkpoints.mark_best(Best(step=1, metric="loss", score=2.0))
     assert told == ["the best step could not be written down (No space left on device); the next save tries it again"]
     assert names(checkpoints.folder) == ["step-00000001"] and checkpoints.best().step == 1
     for step in (2, 3, 4):

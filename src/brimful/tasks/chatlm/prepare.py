@@ -6,17 +6,21 @@ changed file is packed anew. A tokenizer is trained only where nobody has one: a
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brimful.data.store import Store
 from brimful.data.store.meta import NAME, StoreMeta
+from brimful.data.tokens import TokenizerFacts
 from brimful.errors import BadData, BadOption
 from brimful.machine.footprint import tree_bytes
 from brimful.task import Dataset
 from brimful.units import GiB
 
+PACKED = re.compile(r"train-[0-9a-f]{8}")
+"""What a store of rows to train on is called that was packed here."""
 PACKING_BYTES = GiB
 """What packing may take of host RAM, beyond what this process holds already."""
 
@@ -38,7 +42,6 @@ def packed(
     from brimful.data.pack.options import PackOptions
     from brimful.data.pack.run import pack
     from brimful.data.source import open_source
-    from brimful.data.tokens import TokenizerFacts
 
     source = open_source([data], columns=task.columns)
     tokenizer = _tokenizer(task, data, folder, say, like)
@@ -90,15 +93,24 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
         f"{' and '.join(cut)} were longer and are cut there; --max-tokens cuts elsewhere" if cut else "no row is longer"
     )
     limits = "+".join(str(limit) for limit in meta.max_tokens.values())
-    whose = (
-        "as asked for" if task.tokenizer else "the model's" if task.source else "the store's own"
-        if rows.path.name.split("-")[0] != "train" else "trained on the data, since a new model has none"
-    )  # fmt: skip
     asked = None if task.cut_at is None else "+".join(map(str, task.cut_at))
     return [
-        ("tokenizer", task.tokenizer, task.tokenizer or f"{meta.vocab_size:,} tokens", whose),
+        ("tokenizer", task.tokenizer, task.tokenizer or f"{meta.vocab_size:,} tokens", _whose(task, rows)),
         ("max_tokens", asked, limits, said),
     ]
+
+
+def _whose(task: "Pretrain", store: Store) -> str:
+    """Where the tokens come from. Only what lies as `packed` lays it was trained here."""
+    if task.tokenizer:
+        return "as asked for"
+    if task.source:
+        return "the model's"
+    made = store.path.parent / "tokenizer" / "tokenizer.json"
+    ours = PACKED.fullmatch(store.path.name) is not None and made.is_file()
+    if ours and TokenizerFacts.read(made.parent).fingerprint == store.meta.tokenizer_fingerprint:
+        return "trained on the data, since a new model has none"
+    return "the store's own"
 
 
 def _tokenizer(task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], like: Dataset | None) -> Path:

@@ -20,6 +20,7 @@ class Best:
     metric: str
     """What was compared: `loss`, `bleu`."""
     score: float
+    """Higher is better: a loss counts as its negative."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.score):

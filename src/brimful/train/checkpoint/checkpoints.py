@@ -90,9 +90,9 @@ class Checkpoints:
             raise BadCheckpoint(f"{path} is not a whole checkpoint: {error}; name another one") from None
         return checkpoint
 
-    def mark_best(self, step: int, metric: str, score: float) -> None:
+    def mark_best(self, best: Best) -> None:
         """It is not rotated away until another one is marked. Never raises: a failure is told, and tried again."""
-        self._unmarked = Best(step=step, metric=metric, score=score)
+        self._unmarked = best
         self._write_mark()
 
     def best(self) -> Best | None:

@@ -1,5 +1,7 @@
 """What freezing saves, on models small enough to count it by hand."""
 
+import gc
+
 import torch
 from torch import nn
 
@@ -113,6 +115,24 @@ class Whole(Two):
         model = super().model()
         model[0].table = nn.Parameter(torch.zeros(64, dtype=torch.int32), requires_grad=False)
         return model
+
+
+def test_nothing_that_was_measured_lives_on():
+    """A softmax keeps its own output: packed as it is, it would hold its graph, and the graph it, for ever."""
+
+    class Weighing(Two):
+        def model(self):
+            return nn.Sequential(nn.Linear(64, 256, bias=False), nn.Softmax(-1), nn.Linear(256, 16, bias=False))
+
+    made = rig(Weighing())
+    before = _living()
+    assert frozen_choice(made, (64,), 8) is not None
+    assert _living() == before
+
+
+def _living():
+    gc.collect()
+    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
 
 def test_weights_that_cannot_train_leave_the_activations_unknown():

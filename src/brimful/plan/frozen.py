@@ -79,7 +79,7 @@ def _held_bytes(rig: Rig, shape: Shape, rows: int) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output packed as itself would keep its own graph alive for ever
 
     batch = to_device(rig.task.dummy(rows, shape), rig.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), rig.opened():

@@ -337,3 +337,11 @@ def test_a_watchdog_lowers_the_loader_that_takes_too_much_and_says_so(monkeypatc
 def test_what_the_loader_decides_is_logged_where_nobody_listens(caplog):
     Loader(Rows(), Words())._listener("a sentence", {})
     assert [record.message for record in caplog.records] == ["a sentence"]
+
+
+def test_freed_memory_is_given_back_before_a_worker_is_forked_that_would_hold_it(monkeypatch):
+    loader, seen = Loader(Rows(), Words(), workers=1), []
+    monkeypatch.setattr("brimful.data.loader.give_back", lambda: seen.append(loader.worker_pids))
+    next(iter(loader))
+    assert seen == [[]]
+    loader.close()

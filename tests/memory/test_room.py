@@ -214,7 +214,7 @@ def test_other_devices_count_no_retries(device, monkeypatch):
 def test_on_a_real_card_an_allocation_is_taken_and_given_back():
     device = torch.device("cuda", torch.cuda.current_device())
     torch.zeros(1, device=device)
-    here = Room(device)
+    here, retries = Room(device), allocator_retries(device)
     here.settle()
     before = here.now()
     taken = torch.zeros(2**28, dtype=torch.uint8, device=device)
@@ -222,5 +222,5 @@ def test_on_a_real_card_an_allocation_is_taken_and_given_back():
     assert before - here.now() == pytest.approx(2**28, abs=2**24)
     del taken
     assert here.taken() == 0
-    assert allocator_retries(device) == 0
+    assert allocator_retries(device) == retries
     assert room.cap_bytes(device, 100) == 100

@@ -114,6 +114,18 @@ def test_a_resumed_step_gives_the_same_bits(tmp_path):
     assert same(model, other)
 
 
+def test_optimizer_state_outlives_the_file_it_was_read_from(tmp_path):
+    model = net()
+    optimizer = trained(model)
+    folder, again = write(tmp_path / "step", model, optimizer), Chosen(name="adamw", lr=1e-2, weight_decay=0.01)(model)
+    state.load_optimizer(folder, again)
+    file = folder / "optimizer.pt"
+    with file.open("r+b") as content:
+        content.write(b"\0" * file.stat().st_size)
+    for param, one in optimizer.state.items():
+        assert all(torch.equal(value, again.state[param][name]) for name, value in one.items())
+
+
 def change(folder, how):
     tensors = load_file(folder / state.WEIGHTS)
     how(tensors)

@@ -16,6 +16,7 @@ from brimful.cli.demo import demo
 from brimful.cli.eval import evaluate
 from brimful.cli.fit import fit
 from brimful.cli.machine import machine
+from brimful.cli.sweep import sweep
 from brimful.cli.train import train
 from brimful.errors import UserError
 
@@ -33,6 +34,7 @@ app.command(evaluate, name="eval")
 app.command(chat)
 app.command(demo)
 app.command(data)
+app.command(sweep)
 
 
 def main(tokens: Sequence[str] | None = None) -> None:

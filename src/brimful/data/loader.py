@@ -33,6 +33,7 @@ from brimful.errors import BadOption, TaskError
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host
 from brimful.machine.space import Space
+from brimful.memory.heap import give_back
 from brimful.memory.snapshot import RandomState
 from brimful.task import Task
 from brimful.units import show_bytes
@@ -219,6 +220,7 @@ class Loader:
             worker_init_fn=_leave_ctrl_c_to_the_parent,
             generator=torch.Generator(),
         )
+        give_back()  # whatever is garbage now would stay with the workers
         iterator = iter(loader)
         signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False

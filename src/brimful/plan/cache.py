@@ -33,10 +33,10 @@ NOT_PART_OF_THE_KEY = ("cache", "memory_limit", "host_limit")
 """The limits enter as bytes, so that 1GiB and 1024MiB are the same plan."""
 
 
-def folder() -> Path:
-    """`$BRIMFUL_CACHE`, else `brimful` below the user's cache folder."""
+def folder(kind: str = "plans") -> Path:
+    """Below `$BRIMFUL_CACHE`, else below `brimful` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("BRIMFUL_CACHE") or Path(base) / "brimful") / "plans"
+    return Path(os.environ.get("BRIMFUL_CACHE") or Path(base) / "brimful") / kind
 
 
 def key_of(task: Task, model: nn.Module, shape: Shape, options: FitOptions, target: Target, rows: Any = None) -> str:

@@ -7,9 +7,11 @@
 Every process runs all of it; what only one may do is done by the first while the others wait.
 """
 
+import gc
 import math
 import os
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,8 @@ from torch.optim import Optimizer
 
 from brimful.data.loader import Loader
 from brimful.errors import BadOption, BadRun, BrimfulError, TaskError
+from brimful.memory.heap import give_back
+from brimful.memory.oom import empty_cache
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Choice, Plan
 from brimful.plan.reasons import as_choice
@@ -108,6 +112,16 @@ class _Running:
             for tracker in self.trackers:
                 tracker.close()
             self.journal.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The process may go on: what the run took, on the device and on the host, is given back now."""
+        model = None if self.loop is None else weakref.ref(self.loop.stepper.model)
+        self.loop = None  # its parts refer to this object
+        if model is not None and model() is not None:  # those of an evaluator refer to each other
+            gc.collect()
+        empty_cache(self.target.device)
+        give_back()
 
     def _trained(self) -> Ending:
         by_the_first(self.group, self._open_trackers)
@@ -262,11 +276,12 @@ class _Running:
 
     def _model(self, device: torch.device, start: Checkpoint | None) -> nn.Module:
         """With the weights to begin with, or a checkpoint's."""
-        if start is None:
-            return self.task.start().to(device).train()
-        model = self.task.model()
-        state.load_weights(start.path, model)
-        return model.to(device).train()
+        model = self.task.start() if start is None else self.task.model()
+        if start is not None:
+            state.load_weights(start.path, model)
+        model = model.to(device).train()
+        give_back()  # what the host held of a model that lies on a card now
+        return model
 
     def _speedometer(self, plan: Plan, model: nn.Module, rows: Dataset) -> Speedometer:
         autocast = autocast_dtype(plan.levers.precision, self.target.device)

@@ -1,0 +1,58 @@
+"""Shares of a sweep on a Ray cluster, a card for each, or cores where there are none.
+
+Ray moves the shares and streams the messages back; what is trained and who writes results is as on one box. `--ray auto`
+joins the cluster that this machine belongs to, `--ray local` starts one here for as long as the sweep takes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from brimful.errors import LostProcess, MissingExtra, NoConnection, UserError, in_one_line
+from brimful.tasks.heads.packed.share import Message, Share, work
+
+
+def connect(address: str) -> tuple[Any, int, int]:
+    """Ray, and the cluster's cards and cores."""
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("ray", "ray") from None
+    try:
+        if not ray.is_initialized():
+            ray.init(address=None if address == "local" else address, include_dashboard=False, log_to_driver=False)
+    except Exception as error:
+        raise NoConnection(
+            f"--ray {address}: no cluster answers there ({in_one_line(error)}); start one with `ray start --head`, or use --ray local"
+        ) from None
+    there = ray.cluster_resources()
+    return ray, int(there.get("GPU", 0)), int(there.get("CPU", 1))
+
+
+def run_shares(ray: Any, shares: Sequence[Share]) -> Iterator[Message]:
+    """All messages of all shares, as they come."""
+    shares = [share for share in shares if any(share.groups)]
+    resources = {"num_gpus": 1} if shares and shares[0].device.startswith("cuda") else {"num_cpus": 1}
+    remote = ray.remote(**resources)(_stream).options(num_returns="streaming")
+    streams = {remote.remote(share): share for share in shares}
+    while streams:
+        ready, _ = ray.wait(list(streams), num_returns=1, fetch_local=False)
+        for stream in ready:
+            try:
+                message = ray.get(next(stream))
+            except StopIteration:
+                del streams[stream]
+                continue
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise (
+                    cause if isinstance(cause, UserError) else LostProcess(f"a Ray task failed: {in_one_line(cause)}")
+                ) from None
+            except ray.exceptions.RayError as error:
+                raise LostProcess(
+                    f"a machine of the cluster was lost ({in_one_line(error)}); what was trained is kept: the same command goes on from there"
+                ) from None
+            yield message
+
+
+def _stream(share: Share) -> Iterator[Message]:
+    yield from work(share)

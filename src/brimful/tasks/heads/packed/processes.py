@@ -1,0 +1,85 @@
+"""Shares of a sweep on several devices of this box, a process for each; on one device, in this process.
+
+Processes are spawned, since a card's context does not survive a fork, and end with their parent. One that dies ends the
+sweep with a sentence; what has been trained is on disk, and the same command goes on from there.
+"""
+
+import multiprocessing
+import queue
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.context import SpawnContext
+from typing import Any
+
+from brimful.errors import BrimfulError, LostProcess, UserError, in_one_line
+from brimful.tasks.heads.packed.share import Message, Share, work
+
+PATIENCE_S = 1.0
+"""Between two looks whether all processes are still there."""
+
+
+def run_shares(shares: Sequence[Share]) -> Iterator[Message]:
+    """All messages of all shares, as they come."""
+    shares = [share for share in shares if any(share.groups)]
+    if len(shares) == 1:
+        yield from work(shares[0])
+        return
+    context = multiprocessing.get_context("spawn")
+    with _Processes(context, shares) as processes:
+        yield from processes.messages()
+
+
+class _Processes:
+    def __init__(self, context: SpawnContext, shares: Sequence[Share]) -> None:
+        self._said: Any = context.Queue()
+        self._processes = [
+            context.Process(target=_child, args=(place, share, self._said), daemon=True, name=share.device)
+            for place, share in enumerate(shares)
+        ]
+
+    def __enter__(self) -> "_Processes":
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def messages(self) -> Iterator[Message]:
+        at_work = set(range(len(self._processes)))
+        while at_work:
+            try:
+                place, message = self._said.get(timeout=PATIENCE_S)
+            except queue.Empty:
+                self._look_for_dead(at_work)
+                continue
+            if message is None:
+                at_work.discard(place)
+            elif isinstance(message, BaseException):
+                raise message
+            else:
+                yield message
+
+    def _look_for_dead(self, at_work: set[int]) -> None:
+        for place in at_work:
+            process = self._processes[place]
+            if process.exitcode is not None and self._said.empty():
+                how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
+                raise LostProcess(
+                    f"the process on {process.name} ended with {how}; what was trained is kept: the same command goes on from there"
+                )
+
+
+def _child(place: int, share: Share, said: Any) -> None:
+    """Ctrl-C reaches every process of the terminal; the parent ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for message in work(share):
+            said.put((place, message))
+        said.put((place, None))
+    except UserError as error:
+        said.put((place, error))
+    except Exception as error:
+        said.put((place, BrimfulError(f"on {share.device}: {in_one_line(error)}")))

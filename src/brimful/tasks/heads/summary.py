@@ -1,0 +1,173 @@
+"""What the seeds of a method say together, one summary for each row of a table, with its figures put in words once.
+
+Every view (terminal, Markdown, LaTeX, page) shows the same text of the same figure, so none can round differently. The
+trivial baselines are summarised like any method, and every other method carries its difference to the best of them: on a
+size split a count of heavy atoms reaches an AUROC of 1.000, and only what lies beyond the trivial is a result.
+
+What is best is best as shown, with three digits: .7894 does not beat .7891 in a table that prints .789 twice. Trivial
+baselines take part in that, so a table in which counting atoms wins says so.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from brimful.tasks.heads.statistics import OverSeeds, over_seeds, paired_difference
+
+FIGURES = ("auroc", "aupr", "fpr95", "aupr_ood", "aupr_id", "fpr95_ood", "fpr95_id")
+LOWER_IS_BETTER = frozenset(("fpr95", "fpr95_ood", "fpr95_id"))
+TRIVIAL = "trivial"
+"""The kind of a row that counts atoms or rings, or looks for the nearest training molecule."""
+UNKNOWN = "–"
+_SAME = ("dataset", "encoder", "method", "settings")
+_KEPT = (*_SAME, "split", "kind", "positive", "deterministic", "n_id_test", "n_ood_test")
+
+Row = Mapping[str, Any]
+Summary = dict[str, Any]
+
+
+def summarise(rows: Sequence[Row]) -> list[Summary]:
+    """One summary a dataset, encoder, method and settings, in the order they are first met; trivial ones last."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in _SAME), []).append(row)
+    tables: dict[str, list[tuple[Summary, list[Row]]]] = {}
+    for group in groups.values():
+        tables.setdefault(group[0]["dataset"], []).append((_summary(group), group))
+    return [one for table in tables.values() for one in _finished(table)]
+
+
+def _finished(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> list[Summary]:
+    """The summaries of one dataset with what only the whole table knows: differences, the best, the chosen, texts."""
+    _compare(pairs)
+    table = sorted((one for one, _ in pairs), key=lambda one: bool(one["kind"] == TRIVIAL))
+    _mark_best(table)
+    _mark_chosen(table)
+    about = _about(table)
+    for one in table:
+        one["about"], one["text"] = about, _text(one)
+    return table
+
+
+def _summary(group: Sequence[Row]) -> Summary:
+    summary: Summary = {key: group[0][key] for key in _KEPT}
+    for figure in FIGURES:
+        over = _over(group, figure)
+        summary[figure] = over and over.mean
+        summary[f"{figure}_sd"] = over and over.sd
+        summary[f"{figure}_low"], summary[f"{figure}_high"] = _ends(over)
+    summary["seeds"], summary["runs"] = len(_known(group, "auroc")), len({row["seed"] for row in group})
+    for figure in ("valid_auroc", "epochs", "best_epoch"):
+        known = list(_known(group, figure).values())
+        summary[figure] = sum(known) / len(known) if known else None
+    summary["seconds"] = sum(_known(group, "seconds").values())
+    return summary
+
+
+def _known(group: Sequence[Row], figure: str) -> dict[int, float]:
+    """By seed; a run that diverged has no figure."""
+    known = {row["seed"]: row[figure] for row in group if row.get(figure) is not None}
+    return {seed: value for seed, value in known.items() if math.isfinite(value)}
+
+
+def _over(group: Sequence[Row], figure: str) -> OverSeeds | None:
+    known = _known(group, figure)
+    return over_seeds(known, deterministic=group[0]["deterministic"]) if known else None
+
+
+def _ends(over: OverSeeds | None) -> tuple[float | None, float | None]:
+    return (over.interval.low, over.interval.high) if over and over.interval else (None, None)
+
+
+def _compare(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> None:
+    """AUROC less that of the dataset's best trivial baseline, seed by seed."""
+    trivial = [pair for pair in pairs if pair[0]["kind"] == TRIVIAL and pair[0]["auroc"] is not None]
+    best = max(trivial, key=lambda pair: pair[0]["auroc"], default=None)
+    for one, group in pairs:
+        comparable = one["kind"] != TRIVIAL and one["auroc"] is not None
+        over = paired_difference(_by_seed(one, group), _by_seed(*best)) if best and comparable else None
+        one["trivial"] = best and best[0]["method"]
+        one["gain"], one["gain_sd"] = over and over.mean, over and over.sd
+        one["gain_low"], one["gain_high"] = _ends(over)
+
+
+def _by_seed(one: Summary, group: Sequence[Row]) -> Mapping[int, float] | float:
+    """A plain number for what is the same under every seed."""
+    if one["deterministic"]:
+        value: float = one["auroc"]
+        return value
+    return _known(group, "auroc")
+
+
+def _mark_best(table: Sequence[Summary]) -> None:
+    for one in table:
+        one["best"] = []
+    for figure in FIGURES:
+        known = [one for one in table if one[figure] is not None]
+        pick = min if figure in LOWER_IS_BETTER else max
+        if len(known) > 1:
+            best = pick(round(one[figure], 3) for one in known)
+            for one in known:
+                one["best"] += [figure] * (round(one[figure], 3) == best)
+
+
+def _mark_chosen(table: Sequence[Summary]) -> None:
+    """Of the settings of one method, those that validation chooses; None where there is nothing to choose."""
+    for one in table:
+        rivals = [other for other in table if all(other[key] == one[key] for key in ("encoder", "method"))]
+        known = [other["valid_auroc"] for other in rivals if other["valid_auroc"] is not None]
+        one["chosen"] = one["valid_auroc"] == max(known) if len(rivals) > 1 and len(known) == len(rivals) else None
+
+
+def _text(one: Summary) -> dict[str, str]:
+    """`.789 ± .003`, `+.106 (+.101 to +.110)`, `8 of 10`."""
+    text = {figure: f"{show_figure(one[figure])} ± {show_figure(one[f'{figure}_sd'])}" for figure in FIGURES}
+    interval = f" ({_signed(one['gain_low'])} to {_signed(one['gain_high'])})" if one["gain_low"] is not None else ""
+    text["gain"] = f"{_signed(one['gain'])}{interval}"
+    some = f"{one['seeds']} of {one['runs']}" if one["seeds"] < one["runs"] else str(one["seeds"])
+    text["seeds"] = UNKNOWN if one["deterministic"] else some
+    text["settings"] = f"{one['settings']} ✓".strip() if one["chosen"] else one["settings"]
+    return text
+
+
+def _about(table: Sequence[Summary]) -> str:
+    """`scaffold split, 1,000 ID and 1,000 OOD test molecules, best trivial baseline rings`"""
+    sides = [f"{count} {side}" for key, side in (("n_id_test", "ID"), ("n_ood_test", "OOD")) if (count := _range(table, key))]  # fmt: skip
+    tested = f", {' and '.join(sides)} test molecules" if sides else ""
+    best = f", best trivial baseline {table[0]['trivial']}" if table[0]["trivial"] else ""
+    return f"{table[0]['split']} split{tested}{best}"
+
+
+def _range(table: Sequence[Summary], key: str) -> str:
+    """Encoders may fail on molecules of their own, so that a table can have several counts; "" where none is known."""
+    known = sorted({one[key] for one in table if one[key] is not None})
+    return "" if not known else f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,}–{known[-1]:,}"
+
+
+def show_figure(value: float | None) -> str:
+    """`.789`, `1.000`, – where there is none."""
+    return UNKNOWN if value is None else f"{value:.3f}".removeprefix("0")
+
+
+def _signed(value: float | None) -> str:
+    """`+.106`, `−.012`; what rounds to nought has no side."""
+    if value is None:
+        return UNKNOWN
+    sign = "" if round(value, 3) == 0 else "+" if value > 0 else "−"
+    return f"{sign}{show_figure(abs(value))}"
+
+
+def conventions(summaries: Sequence[Summary]) -> list[str]:
+    """What a table means, in sentences for its caption or foot."""
+    if not summaries:
+        return []
+    positive, other = ("OOD", "ID") if summaries[0]["positive"] == "ood" else ("ID", "OOD")
+    told = [
+        f"{positive} molecules are the positive side; FPR95 is the share of {other} molecules wrongly called {positive} at the threshold that finds 95 % of the {positive} ones.",
+        f"± is the standard deviation over seeds (n − 1), {UNKNOWN} where there is none: a deterministic method gives the same under every seed.",
+        "Beyond trivial is the AUROC less that of the best trivial baseline, with the 95 % bootstrap interval over seeds, paired by seed.",
+        "The best of a table is in bold, trivial baselines included.",
+    ]  # fmt: skip
+    if any(one["chosen"] for one in summaries):
+        told.append("✓ marks the settings that validation AUROC chooses: picking by the test figures would flatter.")
+    return told

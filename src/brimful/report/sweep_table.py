@@ -46,17 +46,18 @@ class _Fitted:
 
 def _table(table: Sequence[Summary], *, narrow: bool) -> RenderableType:
     shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    shown.add_column("encoder", overflow="fold")
-    shown.add_column("method", overflow="fold")
+    for name, width in (("encoder", 7), ("method", 13)):
+        shown.add_column(name, overflow="fold", min_width=width)
     for _, name in _FIGURES:
         shown.add_column(name, no_wrap=True)
-    for name in ("beyond trivial", "seeds"):
+    for name in ("beyond\ntrivial" if narrow else "beyond trivial", "seeds"):
         shown.add_column(name, justify="right", no_wrap=True)
     trivial = [one for one in table if one["kind"] == "trivial"]
     widest = {key: max(one["text"][key].index(" ") for one in table) for key, _ in _FIGURES}
     for one in table:
         if trivial and one is trivial[0]:
-            shown.add_row("", Text("trivial baselines", style="dim italic"))
+            shown.add_section()
+            shown.add_row("trivial", Text("baselines", style="dim italic"), style="dim italic")
         shown.add_row(*_cells(one, widest, narrow))
     return Padding(shown, (0, 0, 0, 2))
 

@@ -47,7 +47,10 @@ class Toy:
         self.asked.append(list(some.smiles))
         numbers = np.array([int(one[1:]) for one in some.smiles], dtype=self.dtype)
         failed = {at: "it is bad" for at, one in enumerate(some.smiles) if one in self.bad}
-        return Encoded(matrix=np.stack([numbers, numbers**2], axis=1), failed=failed, remarks={"were odd": 1})
+        matrix = np.stack([numbers, numbers**2], axis=1)
+        if self.dtype is np.float32:
+            matrix[list(failed)] = np.inf  # what stands there does not matter
+        return Encoded(matrix=matrix, failed=failed, remarks={"were odd": 1})
 
 
 def test_the_matrix_is_what_the_encoder_gave_mapped_in_order(tmp_path):

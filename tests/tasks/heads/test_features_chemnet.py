@@ -1,5 +1,6 @@
 """ChemNet through a stand-in of its package: the same interface, four letters and one small layer."""
 
+import os
 import sys
 
 import numpy as np
@@ -72,9 +73,18 @@ def test_a_missing_tensor_is_an_error(layer, tmp_path):
 
 
 def test_weights_that_would_run_code_are_refused(layer, tmp_path):
-    torch.save([("LSTM", print)], tmp_path / "fcd_torch" / WEIGHTS)
+    torch.save([("LSTM", _MakesAFolder(tmp_path / "made"))], tmp_path / "fcd_torch" / WEIGHTS)
     with pytest.raises(BadModel, match="cannot be used .*pip install --force-reinstall"):
         load_encoder("chemnet").encode(molecules("C"))
+    assert not (tmp_path / "made").exists()
+
+
+class _MakesAFolder:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
 
 
 def test_other_weights_are_another_fingerprint(layer, tmp_path):

@@ -1,10 +1,12 @@
 """Shares of a sweep on several devices of this box, a process for each; on one device, in this process.
 
-Processes are spawned, since a card's context does not survive a fork, and end with their parent. One that dies ends the
+Processes are spawned, since a card's context does not survive a fork, and end with their parent. Shares and messages travel
+as bytes: tensors in torch's shared memory would be gone with the process that made them. One that dies ends the
 sweep with a sentence; what has been trained is on disk, and the same command goes on from there.
 """
 
 import multiprocessing
+import pickle
 import queue
 import signal
 from collections.abc import Iterator, Sequence
@@ -33,7 +35,9 @@ class _Processes:
     def __init__(self, context: SpawnContext, shares: Sequence[Share]) -> None:
         self._said: Any = context.Queue()
         self._processes = [
-            context.Process(target=_child, args=(place, share, self._said), daemon=True, name=share.device)
+            context.Process(
+                target=_child, args=(place, pickle.dumps(share), self._said), daemon=True, name=share.device
+            )
             for place, share in enumerate(shares)
         ]
 
@@ -51,10 +55,11 @@ class _Processes:
         at_work = set(range(len(self._processes)))
         while at_work:
             try:
-                place, message = self._said.get(timeout=PATIENCE_S)
+                place, sent = self._said.get(timeout=PATIENCE_S)
             except queue.Empty:
                 self._look_for_dead(at_work)
                 continue
+            message = pickle.loads(sent)
             if message is None:
                 at_work.discard(place)
             elif isinstance(message, BaseException):
@@ -72,14 +77,16 @@ class _Processes:
                 )
 
 
-def _child(place: int, share: Share, said: Any) -> None:
+def _child(place: int, sent: bytes, said: Any) -> None:
     """Ctrl-C reaches every process of the terminal; the parent ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    share: Share = pickle.loads(sent)
+    last: BrimfulError | None = None
     try:
         for message in work(share):
-            said.put((place, message))
-        said.put((place, None))
+            said.put((place, pickle.dumps(message)))
     except UserError as error:
-        said.put((place, error))
+        last = UserError(str(error))  # some errors have arguments that pickle does not know of
     except Exception as error:
-        said.put((place, BrimfulError(f"on {share.device}: {in_one_line(error)}")))
+        last = BrimfulError(f"on {share.device}: {in_one_line(error)}")
+    said.put((place, pickle.dumps(last)))

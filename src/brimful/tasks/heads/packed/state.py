@@ -7,6 +7,7 @@ row is all there is to a run.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ LISTS = ("jobs", "curves", "losses")
 TENSORS = tuple(field.name for field in fields(State) if field.name not in LISTS)
 
 
+@lru_cache(maxsize=32)  # every dataset and loss begins with the same ten seeds
 def flat(shape: HeadShape, seed: int) -> Tensor:
     """The first weights of a run, one after the other."""
     return torch.cat([param.detach().flatten() for param in made(shape, seed).parameters()])

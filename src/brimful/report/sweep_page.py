@@ -18,7 +18,7 @@ import numpy as np
 from brimful.report.svg import Span, widened
 from brimful.report.sweep_charts import Run, curve_chart, histogram_chart, roc_chart, strip, strip_head
 from brimful.report.sweep_style import STYLE
-from brimful.units import show_count, show_seconds
+from brimful.units import show_count
 
 MOST_POINTS, FEWEST_POINTS = 200, 20
 _LINES_BYTES, _POINT_BYTES = 1_100_000, 8
@@ -66,8 +66,7 @@ def _overview(rows: Sequence[Row], datasets: Sequence[str]) -> str:
         show_count(len({row["method"] for row in trained}), "method"),
         show_count(len({row["seed"] for row in trained}), "seed"),
     ]
-    spent = sum(row["seconds"] for row in rows if row["seconds"] is not None)
-    return f'<p class="lead">{" · ".join(counts)} · {show_seconds(spent)} of computing</p>'
+    return f'<p class="lead">{" · ".join(counts)}</p>'
 
 
 def _contents(datasets: Sequence[str]) -> str:

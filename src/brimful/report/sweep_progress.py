@@ -113,12 +113,12 @@ class SweepProgress:
 
     def _left(self) -> str:
         rate = self._rate()
-        if not rate or not self._stopped_epochs:
+        if not rate or not self._stopped_epochs or self._trained == self._heads:
             return ""
         a_head = sum(self._stopped_epochs) / len(self._stopped_epochs)
         behind = self._epochs - a_head * self._trained
-        left = max(0.0, a_head * (self._heads - self._trained) - behind)
-        return f", about {show_seconds(left / rate)} left"
+        left = a_head * (self._heads - self._trained) - behind
+        return f", about {show_seconds(left / rate)} left" if left > 0 else ""
 
     def _tell(self, sentence: str, style: str = "") -> None:
         if self._live is not None:

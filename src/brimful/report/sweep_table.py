@@ -1,6 +1,6 @@
 """A sweep in the terminal: a table a dataset, with the trivial baselines below their own line.
 
-A terminal of fewer than 96 columns is spared the intervals: the colours say what they say.
+A terminal of fewer than 96 columns is spared the intervals, whose side the colours tell, and most deviations.
 
 It shows the texts of the summaries as they are, so that terminal, Markdown, LaTeX and page agree to the digit. Green and
 red say on which side of the best trivial baseline a method lies; where its interval spans nought neither does.
@@ -69,7 +69,10 @@ def _cells(one: Summary, widest: Mapping[str, int], narrow: bool) -> list[Text]:
         Text(one["encoder"], style=base),
         Text.assemble((one["method"], base), (settings, "dim")),
         *[
-            Text(_aligned(one["text"][key], widest[key]), style="bold" if key in one["best"] else base)
+            Text(
+                _aligned(one["text"][key], widest[key], bare=narrow and key != "auroc"),
+                style="bold" if key in one["best"] else base,
+            )
             for key in widest
         ],
         Text(one["text"]["gain"].partition(" ")[0] if narrow else one["text"]["gain"], style=_side(one)),
@@ -77,10 +80,10 @@ def _cells(one: Summary, widest: Mapping[str, int], narrow: bool) -> list[Text]:
     ]
 
 
-def _aligned(text: str, width: int) -> str:
-    """The points of `.789 ± .003` and `1.000 ± –` below each other."""
+def _aligned(text: str, width: int, *, bare: bool) -> str:
+    """The points of `.789 ± .003` and `1.000 ± –` below each other; `bare` without the deviation."""
     mean, _, spread = text.partition(" ")
-    return f"{mean:>{width}} {spread}"
+    return f"{mean:>{width}}" if bare else f"{mean:>{width}} {spread}"
 
 
 def _side(one: Summary) -> str:

@@ -1,6 +1,7 @@
 """Molecules of a file: those that can be read, and a list of the others."""
 
 import gzip
+import logging
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def test_what_can_be_read_keeps_its_row_and_its_columns(table: Path) -> None:
     assert found.rows.tolist() == [0, 2, 5]
     assert found.columns["name"].tolist() == ["ethanol", "benzene", "pyridine"]
     assert found.rows_in == 6
+    assert found.facts is not None and found.facts.heavy_atoms.tolist() == [3, 6, 6]
 
 
 def test_a_blank_label_is_nan_and_never_zero(table: Path) -> None:
@@ -47,8 +49,14 @@ def test_what_cannot_be_read_is_listed_with_rdkits_reason(table: Path) -> None:
 
 
 def test_rdkit_is_silent_while_molecules_are_read(table: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logging.getLogger("rdkit").addHandler(handler)  # beside RDKit's own, which writes to the terminal
     read_molecules(table)
-    assert capfd.readouterr() == ("", "")
+    assert handler in logging.getLogger("rdkit").handlers
+    logging.getLogger("rdkit").removeHandler(handler)
+    assert not heard and capfd.readouterr() == ("", "")
 
 
 def test_a_log_that_the_user_put_to_silence_stays_silent(table: Path, capfd: pytest.CaptureFixture[str]) -> None:

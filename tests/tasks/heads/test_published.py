@@ -63,6 +63,13 @@ def test_ood_training_molecules_come_from_the_validation_ones_by_domain_and_that
     assert told in split.remarks
 
 
+def test_proteins_of_structure_based_sets_are_left_aside(drugood: Path) -> None:
+    rows = [{**entry("train", number), "protein": "MKV"} for number in range(8)]
+    assert list(read_published(changed(drugood, train=rows))[0].columns) == [
+        *("cls_label", "assay_id", "domain_id", "part", "domain")
+    ]
+
+
 def test_one_domain_is_parted_at_random_and_told(drugood: Path) -> None:
     one = [{**entry("ood_val", number), "domain_id": 30} for number in range(8)]
     _, split = read_published(changed(drugood, ood_val=one))
@@ -203,7 +210,7 @@ def test_a_file_that_would_run_code_is_refused_and_not_run(good: Path) -> None:
 FAKE = {
     "__init__.py": "",
     "data/__init__.py": "from torch_geometric.data.data import Data\n",
-    "data/data.py": "class Data:\n    def to_dict(self): return dict(self._store.mapping)\nclass DataEdgeAttr: ...\n",
+    "data/data.py": "class Data:\n    def to_dict(self): return dict(self._store.mapping)\nclass DataEdgeAttr: ...\nclass Other: ...\n",
     "data/storage.py": "class GlobalStorage: ...\n",
 }
 """As much of torch_geometric as its files name: the real one is not a dependency. Checked by hand against 2.8.1."""
@@ -241,6 +248,14 @@ def test_objects_of_the_graph_library_are_allowed(good: Path) -> None:
     as_graphs(good)
     _, split = read_published(good)
     assert split.id.sizes == (8, 8, 8)
+
+
+@pytest.mark.usefixtures("graph_library")
+def test_other_objects_of_the_graph_library_are_refused(good: Path) -> None:
+    other = importlib.import_module("torch_geometric.data.data").Other()
+    torch.save((other, {}), good / "processed" / "covariate_train.pt")
+    with pytest.raises(BadData, match="it holds torch_geometric.data.data.Other, neither a tensor nor a graph"):
+        read_published(good)
 
 
 def test_a_missing_graph_library_is_told_with_the_pip_command(

@@ -14,6 +14,7 @@ from brimful.errors import BadData, BadOption
 from brimful.tasks.heads.facts import Facts
 from brimful.tasks.heads.molecules import Molecules
 from brimful.tasks.heads.splits import Part, Split, SplitOptions, check_leakage, leaks, make_split, trimmed
+from brimful.tasks.heads.splits.deal import grouped
 from brimful.tasks.heads.splits.sides import often_from, sides_of
 
 
@@ -146,6 +147,27 @@ def test_ood_parts_share_no_value_of_a_column_where_there_are_enough() -> None:
     assert "no two OOD parts share a value of 'assay'" in split.remarks
 
 
+def test_three_large_values_are_one_for_each_part() -> None:
+    molecules, facts = made(assay=["a"] * 99 + ["b"] * 11 + ["c"] * 12 + ["d"] * 30)
+    asked = options("column", column="assay", ood=("b", "c", "d"), train=25, valid=10, test=10)
+    split = make_split(molecules, facts, asked)
+    assert [set(molecules.columns["assay"][getattr(split.ood, name)]) for name in ("train", "valid", "test")] == [
+        {"d"},
+        {"c"},
+        {"b"},
+    ]
+
+
+def test_groups_come_in_an_order_that_hangs_on_their_names_and_the_seed() -> None:
+    names = np.array([f"g{number // 3}" for number in range(30)], dtype=object)
+    orders = [
+        [names[group[0]] for group in grouped(places, names, seed, "x")]
+        for places, seed in ((np.arange(30), 0), (np.arange(30)[::-1], 0), (np.arange(30), 1))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != sorted(orders[0])
+
+
 def test_ood_parts_that_must_share_a_value_are_told() -> None:
     split = make_split(*made(assay=["a"] * 40 + ["b"] * 30), options("column", column="assay"))
     assert "the OOD parts share values of 'assay': there are too few to part them" in split.remarks
@@ -170,7 +192,8 @@ def test_a_molecule_that_is_there_twice_counts_once(kind: str) -> None:
 
 def test_a_random_split_takes_molecules_of_every_kind_on_both_sides() -> None:
     molecules, facts = made(atoms=[5, 25] * 200)
-    split = make_split(molecules, facts, options("random"))
+    split, sides = make_split(molecules, facts, options("random")), sides_of(molecules, facts, options("random"))
+    assert all(150 < len(side) < 250 for side in (sides.id, sides.ood))
     for places in split.parts().values():
         assert 0.2 < (facts.heavy_atoms[places] == 5).mean() < 0.8
 
@@ -210,11 +233,13 @@ def test_sizes_asked_for_are_given_and_the_others_share_the_rest() -> None:
     assert split.ood.sizes == (34, 6, 10)
 
 
-def test_more_than_there_is_is_refused_with_what_there_is() -> None:
-    with pytest.raises(
-        BadData, match="here.csv: the size split finds 400 ID and 50 OOD molecules, too few for train 60;"
-    ):
-        make_split(*made(atoms=[5] * 50 + [25] * 400), options("size", train=60))
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [({"train": 60}, "train 60"), ({"train": 30, "valid": 10, "test": 11}, "train 30, valid 10, test 11")],
+)
+def test_more_than_there_is_is_refused_with_what_there_is(asked: dict[str, int], named: str) -> None:
+    with pytest.raises(BadData, match=f"the size split finds 400 ID and 50 OOD molecules, too few for {named};"):
+        make_split(*made(atoms=[5] * 50 + [25] * 400), options("size", **asked))
 
 
 def test_scaffolds_that_do_not_allow_the_sizes_are_told() -> None:

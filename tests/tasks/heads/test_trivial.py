@@ -36,10 +36,11 @@ def test_a_count_is_turned_so_that_ood_is_higher_on_the_validation_molecules(
 def test_the_test_molecules_have_no_say_in_the_direction(case: tuple[Molecules, Facts, Split]) -> None:
     molecules, facts, split = case
     rings = facts.rings.copy()
-    rings[split.ood.valid], rings[split.ood.test] = 9, 0
+    rings[split.id.valid], rings[split.ood.valid] = 5, 9
+    rings[split.id.test], rings[split.ood.test] = 20, 0
     turned = Facts(canonical=facts.canonical, scaffold=facts.scaffold, heavy_atoms=facts.heavy_atoms, rings=rings)
     ids, ood, remark = trivial_scores("rings", molecules, turned, split)
-    assert ids.tolist() == [1.0, 1.0] and ood.tolist() == [0.0, 0.0]
+    assert ids.tolist() == [20.0, 20.0] and ood.tolist() == [0.0, 0.0]
     assert remark.startswith("more rings look OOD")
 
 

@@ -1,7 +1,8 @@
 """What RDKit says of each molecule, aligned with the molecules, and kept on disk.
 
-41,127 molecules of HIV take RDKit about 20 s on one core and come back from the cache in 0.1 s. The cache is keyed by
-every SMILES and RDKit's version, so that another file or another RDKit never meets facts that are not its own.
+RDKit takes 0.3 ms a molecule: 12 s of one core for the 41,127 rows of HIV, which come back from the cache in 0.3 s, the
+file included. The cache is keyed by every SMILES and RDKit's version, so that another file or another RDKit never meets
+facts that are not its own.
 """
 
 import hashlib

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from brimful.errors import BadData, BadOption
-from brimful.tasks.heads.asked import DatasetSpec, EncoderChoice
+from brimful.tasks.heads.asked import DatasetSpec
 from brimful.tasks.heads.facts import Facts, facts_of
-from brimful.tasks.heads.features import Features, features_of, load_encoder
+from brimful.tasks.heads.features import Encoder, Features, features_of
 from brimful.tasks.heads.molecules import Molecules, read_molecules
 from brimful.tasks.heads.published import read_published
 from brimful.tasks.heads.splits import Split, SplitOptions, make_split
@@ -70,7 +70,7 @@ def prepare(asked: DatasetSpec, cache: Path, say: Say) -> Prepared:
 
 
 def rows_of(
-    prepared: Prepared, encoder: EncoderChoice, folder: Path, cache: Path, say: Say
+    prepared: Prepared, encoder: Encoder, cache: Path, say: Say
 ) -> "tuple[Rows, Features, Sequence[tuple[int, str]]]":
     """The rows to train on, their features, and the molecules left out: their rows in the file, and why."""
     import torch
@@ -79,7 +79,7 @@ def rows_of(
 
     used = prepared.split.used()
     molecules = prepared.molecules.take(used)
-    features = features_of(load_encoder(encoder.asked, folder=folder), molecules, cache=cache, say=say)
+    features = features_of(encoder, molecules, cache=cache, say=say)
     place = np.full(len(prepared.molecules), -1)
     place[used[features.kept]] = np.arange(len(features.kept))
     sides = {}

@@ -111,6 +111,8 @@ def _seeds(top: SpecTable) -> tuple[int, ...]:
     if isinstance(asked, list) and asked and all(whole(0).good(one) for one in asked):
         if again := repeated(asked):
             top.wrong(f"seeds has {again[0]} twice")
+        if max(asked) >= 2**63:
+            top.wrong(f"seeds has {max(asked)}: give numbers below 2⁶³")
         return tuple(asked)
     top.wrong(f"seeds {shown(asked)}: give how many, such as 10, or a list of whole numbers, such as [0, 1, 2]")
     return ()

@@ -43,9 +43,13 @@ def _dataset(table: SpecTable, folder: Path, labelled: Sequence[str]) -> list[Da
         table.wrong(f"{labelled[0]} trains a classifier and needs classes: give label, the column that has them")
     splits = _splits(table, file)
     named = table.one("name", None, TEXT)
+    if named is not None and (not named.strip() or set(named) & set("/\\\0") or named.startswith(".")):
+        table.wrong(f"name {shown(named)} becomes the name of a file: leave out slashes and a leading dot")
+    if (smiles := table.one("smiles", "smiles", TEXT)) in label:
+        table.wrong(f"label {shown(smiles)} is the column of the SMILES: name one that holds classes")
     column, ood = table.one("column", None, TEXT), table.some("ood", None, _VALUE)
     rest = {
-        "smiles": table.one("smiles", "smiles", TEXT),
+        "smiles": smiles,
         **{key: table.one(key, None, whole(1)) for key in ("train", "valid", "test")},
         "split_seed": table.one("split_seed", 0, whole(0)),
         "label": label,

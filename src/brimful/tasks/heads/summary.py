@@ -19,6 +19,8 @@ LOWER_IS_BETTER = frozenset(("fpr95", "fpr95_ood", "fpr95_id"))
 TRIVIAL = "trivial"
 """The kind of a row that counts atoms or rings, or looks for the nearest training molecule."""
 UNKNOWN = "–"
+CHANCE = 0.5
+"""The AUROC of a coin."""
 _SAME = ("dataset", "encoder", "method", "settings")
 _KEPT = (*_SAME, "split", "kind", "positive", "deterministic", "n_id_test", "n_ood_test")
 
@@ -60,7 +62,7 @@ def _summary(group: Sequence[Row]) -> Summary:
     for figure in ("valid_auroc", "epochs", "best_epoch"):
         known = list(_known(group, figure).values())
         summary[figure] = sum(known) / len(known) if known else None
-    summary["seconds"] = sum(_known(group, "seconds").values())
+    summary["seconds"] = sum(_known(group, "seconds").values()) or None
     return summary
 
 
@@ -80,13 +82,15 @@ def _ends(over: OverSeeds | None) -> tuple[float | None, float | None]:
 
 
 def _compare(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> None:
-    """AUROC less that of the dataset's best trivial baseline, seed by seed."""
+    """AUROC less that of the dataset's best trivial baseline, seed by seed; of a coin where all of them do worse."""
     trivial = [pair for pair in pairs if pair[0]["kind"] == TRIVIAL and pair[0]["auroc"] is not None]
     best = max(trivial, key=lambda pair: pair[0]["auroc"], default=None)
+    worse = best is not None and best[0]["auroc"] < CHANCE
     for one, group in pairs:
         comparable = one["kind"] != TRIVIAL and one["auroc"] is not None
-        over = paired_difference(_by_seed(one, group), _by_seed(*best)) if best and comparable else None
-        one["trivial"] = best and best[0]["method"]
+        bar = None if best is None else CHANCE if worse else _by_seed(*best)
+        over = paired_difference(_by_seed(one, group), bar) if bar is not None and comparable else None
+        one["trivial"] = "chance" if worse else best and best[0]["method"]
         one["gain"], one["gain_sd"] = over and over.mean, over and over.sd
         one["gain_low"], one["gain_high"] = _ends(over)
 

@@ -22,6 +22,7 @@ from brimful.memory.ledger import virtual_memory
 from brimful.plan.options import FitOptions
 from brimful.plan.target import Target, find_target
 from brimful.tasks.heads.asked import SweepSpec
+from brimful.tasks.heads.features import load_encoder
 from brimful.tasks.heads.folder import SweepFolder
 from brimful.tasks.heads.grid import Cell, grid, show_grid
 from brimful.tasks.heads.metrics import all_metrics
@@ -86,7 +87,7 @@ class Sweep:
         target = find_target(
             FitOptions(device=self.options.device, memory_limit=self.options.memory_limit, fill=self.options.fill)
         )
-        self._prepare()
+        self._prepare(target)
         jobs = self._jobs(cells)
         self.journal.write("begin", grid=show_grid(self.spec), cells=len(cells), known=self._known(cells), heads=len(jobs), device=target.name)  # fmt: skip
         self._trivial()
@@ -104,21 +105,24 @@ class Sweep:
             trained=self.trained, ooms=self.ooms, peak_bytes=self.peak_bytes,
         )  # fmt: skip
 
-    def _prepare(self) -> None:
+    def _prepare(self, target: Target) -> None:
+        """Encoders are made first, which shows what is missing, and let go of at the end: some hold a process of their own."""
         left_out: list[tuple[str, int, str]] = []
+        encoders = {
+            one.name: load_encoder(one.asked, folder=self.spec.source.parent, device=str(target.device))
+            for one in self.spec.encoders
+        }
         for dataset in self.spec.datasets:
             self.say(f"{dataset.name}: reading {dataset.file.name}")
             prepared = self.prepared[dataset.name] = prepare(dataset, self.cache, self._said(dataset.name))
             left_out += [(dataset.name, one.row, one.reason) for one in prepared.molecules.unread]
             self._remark(dataset.name, prepared.remarks)
-            for encoder in self.spec.encoders:
-                rows, features, failed = rows_of(
-                    prepared, encoder, self.spec.source.parent, self.cache, self._said(dataset.name)
-                )
-                self.rows[f"{dataset.name}/{encoder.name}"] = rows
-                left_out += [(dataset.name, row, f"{encoder.name}: {reason}") for row, reason in failed]
+            for name, encoder in encoders.items():
+                rows, features, failed = rows_of(prepared, encoder, self.cache, self._said(dataset.name))
+                self.rows[f"{dataset.name}/{name}"] = rows
+                left_out += [(dataset.name, row, f"{name}: {reason}") for row, reason in failed]
                 more = [f"{show_count(len(failed), 'molecule')} without features left out"] if failed else []
-                self._remark(dataset.name, [f"{encoder.name}: {one}" for one in (*more, *features.remarks)])
+                self._remark(dataset.name, [f"{name}: {one}" for one in (*more, *features.remarks)])
         self.folder.claim(self.rows)
         self.folder.write_left_out(left_out)
         for prepared in self.prepared.values():
@@ -127,10 +131,10 @@ class Sweep:
     def _said(self, name: str) -> Say:
         return lambda phrase: self.say(f"{name}: {phrase}")
 
-    def _remark(self, dataset: str, remarks: Sequence[str]) -> None:
+    def _remark(self, dataset: str, remarks: Sequence[str], about: str = "") -> None:
         self.remarks.setdefault(dataset, []).extend(remarks)
         for remark in remarks:
-            self.journal.write("note", dataset=dataset, sentence=remark)
+            self.journal.write("note", dataset=dataset, about=about, sentence=remark)
 
     def _jobs(self, cells: Sequence[Cell]) -> dict[str, list[Cell]]:
         """The heads still to be trained, by name, each with the cells that read it."""
@@ -149,14 +153,16 @@ class Sweep:
 
     def _trivial(self) -> None:
         """The baselines that expose a leaky split, in every table."""
+        noted = self.folder.notes()
         for name, prepared in self.prepared.items():
             for method in TRIVIAL:
                 if all(f"{name}/–/{method}/{seed}" in self.known for seed in self.spec.seeds):
+                    self.remarks[name] += [told for about, told in noted if about == (name, method)]
                     continue
                 self.say(f"{name}: {method}")
                 in_dist, out_dist, remark = trivial_scores(method, prepared.molecules, prepared.facts, prepared.split)
                 run = f"{name}-{method}"
-                self._remark(name, [f"{method}: {remark}"] if remark else [])
+                self._remark(name, [f"{method}: {remark}"], about=method)
                 write_run(self.folder.root, run, id_scores=in_dist, ood_scores=out_dist, curve=NONE, loss=NONE)
                 for seed in self.spec.seeds:
                     self._write(f"{name}/–/{method}/{seed}", self._row(

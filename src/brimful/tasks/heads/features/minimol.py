@@ -1,7 +1,7 @@
 """MiniMol: 512 features learned on quantum and bioassay data, by a graph network of 10 million weights.
 
 Its packages pin an old torchmetrics, NumPy below 2.3 and compiled extensions, so it lives in a Python of its own, named by
-`python` or the variable BRIMFUL_MINIMOL_PYTHON; docs/encoders.md has the three commands that make one. It runs on the
+`python` or the variable BRIMFUL_MINIMOL_PYTHON; docs/encoders.md has the four commands that make one. It runs on the
 CPU: 6 s to start, then 12 to 18 ms a molecule (measured on one shared core, 200 molecules of HIV).
 """
 

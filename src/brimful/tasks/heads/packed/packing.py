@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from brimful.errors import DoesNotFit
 from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.tasks.heads.packed.job import Job
@@ -56,6 +57,8 @@ def choose(jobs: Sequence[Job], shelf: Shelf, budget_bytes: int | None, *, most:
             return _chosen(trials, stop)
         trial = attempt(lambda runs=runs: _tried(jobs[:runs], shelf), shelf.device)  # type: ignore[misc]
         if isinstance(trial, OutOfMemory):
+            if not trials:
+                raise too_large(jobs[0], shelf.device)
             return _chosen(trials, f"{runs} ran out of memory")
         if trials and trial.steps_per_s < WORTH * trials[-1].steps_per_s:  # once more: the machine may have been busy
             again = attempt(lambda runs=runs: _tried(jobs[:runs], shelf), shelf.device)  # type: ignore[misc]
@@ -114,9 +117,16 @@ def _too_much(trials: Sequence[Trial], runs: int, budget_bytes: int | None) -> s
     return f"{runs} would take {show_bytes(predicted)}, predicted, of {show_bytes(budget_bytes)}"
 
 
+def too_large(job: Job, device: torch.device) -> DoesNotFit:
+    """When not even one run fits."""
+    return DoesNotFit(
+        f"one run of {job.shape.inputs:,} features and {job.training.batch:,} rows a side does not fit {device}: "
+        "give more --memory-limit, or [train] a smaller batch",
+        needed_bytes=0,
+    )
+
+
 def _chosen(trials: Sequence[Trial], reason: str) -> Packing:
     """The fastest of those that ran."""
-    if not trials:
-        return Packing(runs=1, reason=reason, trials=())
     best = max(trials, key=lambda trial: trial.steps_per_s)
     return Packing(runs=best.runs, reason=reason, trials=tuple(trials))

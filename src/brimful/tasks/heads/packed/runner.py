@@ -9,13 +9,14 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from torch import Tensor
 
-from brimful.errors import DoesNotFit
-from brimful.memory.oom import OutOfMemory, attempt
+from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.tasks.heads.packed.job import Job
 from brimful.tasks.heads.packed.pack import Pack
+from brimful.tasks.heads.packed.packing import too_large
 from brimful.tasks.heads.packed.shelf import Shelf
 from brimful.tasks.heads.packed.state import State
 from brimful.tasks.heads.packed.validate import validation_scores
@@ -54,13 +55,9 @@ class Runner:
     def state(self) -> State | None:
         """All runs that have begun and have not stopped, on the CPU: what a killed sweep needs to go on."""
         parts = [state.to("cpu") for state in self._parked]
-        if self._pack is not None:
-            alive = [place for place in range(len(self._pack)) if place not in self._stopped]
-            parts += [self._pack.state.take(alive).to("cpu")] if alive else []
-        whole = parts[0] if parts else None
-        for part in parts[1:]:
-            whole = whole.joined(part) if whole is not None else part
-        return whole
+        if self._pack is not None and (alive := self._alive()):
+            parts.append(self._pack.state.to("cpu").take(alive))
+        return reduce(State.joined, parts) if parts else None
 
     def run(self) -> Iterator[list[Finished]]:
         """Trains; yields between epochs, with the runs that have just stopped, often none."""
@@ -74,8 +71,7 @@ class Runner:
 
     def progress(self) -> tuple[int, int]:
         """Runs that are training, and runs that wait."""
-        alive = 0 if self._pack is None else len(self._pack) - len(self._stopped)
-        return alive, len(self._queue) + sum(map(len, self._parked))
+        return len(self._alive()), len(self._queue) + sum(map(len, self._parked))
 
     def _epoch(self) -> dict[int, float]:
         """Steps until some run's epoch ends; the validation scores of those where it does."""
@@ -88,51 +84,53 @@ class Runner:
         """A pack with every place taken, as far as there are runs; whether there is one at all."""
         if self._pack is not None and not self._worth_it():
             return True
-        alive = [] if self._pack is None else [place for place in range(len(self._pack)) if place not in self._stopped]
-        state = self._pack.state.take(alive) if self._pack is not None and alive else None
-        self._pack, self._stopped = None, set()
-        for more in self._more(self.slots - (0 if state is None else len(state))):
-            state = more.to(self.shelf.device) if state is None else state.joined(more)
-        self._pack = None if state is None else Pack(state, self.shelf)
+        while isinstance(attempt(self._rebuild, self.shelf.device), OutOfMemory):
+            self._shrink()
         return self._pack is not None
 
     def _worth_it(self) -> bool:
+        """Whether to put the pack together anew."""
         assert self._pack is not None
         alive, waiting = self.progress()
         if not alive or (waiting and alive < self.slots and not self._stopped):
             return True
         return bool(self._stopped) and len(self._stopped) * WORTH_A_REBUILD >= len(self._pack)
 
-    def _more(self, count: int) -> Iterator[State]:
-        """Parked runs first, then new ones."""
-        while count > 0 and self._parked:
-            state = self._parked.pop()
-            if len(state) > count:
-                self._parked.append(state.take(range(count, len(state))))
-                state = state.take(range(count))
-            count -= len(state)
-            yield state
-        if count > 0 and self._queue:
-            yield State.new([self._queue.popleft() for _ in range(min(count, len(self._queue)))], self.shelf.device)
+    def _rebuild(self) -> None:
+        """Parked runs first, then new ones, beside those that run. Nothing is forgotten should memory run out on the way."""
+        alive = self._alive()
+        states = [self._pack.state.take(alive)] if self._pack is not None and alive else []
+        free = self.slots - len(alive)
+        parked = list(self._parked)
+        while free > 0 and parked:
+            state = parked.pop()
+            if len(state) > free:
+                parked.append(state.take(range(free, len(state))))
+                state = state.take(range(free))
+            free -= len(state)
+            states.append(state.to(self.shelf.device))
+        jobs = [self._queue[place] for place in range(min(max(0, free), len(self._queue)))]
+        states += [State.new(jobs, self.shelf.device)] if jobs else []
+        pack = Pack(reduce(State.joined, states), self.shelf) if states else None
+        self._pack, self._parked, self._stopped = pack, parked, set()
+        for _ in jobs:
+            self._queue.popleft()
+
+    def _alive(self) -> list[int]:
+        return [] if self._pack is None else [place for place in range(len(self._pack)) if place not in self._stopped]
 
     def _shrink(self) -> None:
-        """After an out-of-memory error: half of the runs wait on the host."""
-        assert self._pack is not None
+        """After an out-of-memory error: what ran waits on the host, and half as many may run at once."""
         self.ooms += 1
-        count = len(self._pack)
-        if count == 1:
-            job = self._pack.jobs[0]
-            raise DoesNotFit(
-                f"one run of {job.shape.inputs} features and {job.training.batch} rows a side does not fit {self.shelf.device}: "
-                "give [train] a smaller batch, or more --memory-limit",
-                needed_bytes=0,
-            )
-        self.slots = count // 2
-        alive = [place for place in range(count) if place not in self._stopped]
-        state = self._pack.state
+        running = len(self._alive()) or self.slots
+        if running == 1:
+            waits = self._pack.jobs if self._pack is not None else [*(job for one in self._parked for job in one.jobs), *self._queue]  # fmt: skip
+            raise too_large(waits[0], self.shelf.device)
+        self.slots = max(1, min(self.slots, running) // 2)
+        if self._pack is not None:
+            self._parked.append(self._pack.state.to("cpu").take(self._alive()))
         self._pack, self._stopped = None, set()
-        self._parked.append(state.take(alive[self.slots :]).to("cpu")) if alive[self.slots :] else None
-        self._pack = Pack(state.take(alive[: self.slots]), self.shelf)
+        empty_cache(self.shelf.device)
 
     def _judged(self, scores: dict[int, float]) -> list[Finished]:
         """The runs that stop with the epoch that has ended. One that had stopped before trains on unheard."""

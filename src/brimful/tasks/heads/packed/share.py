@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
+from brimful.errors import DoesNotFit
+from brimful.memory.oom import OutOfMemory, attempt
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.packing import Packing, choose
 from brimful.tasks.heads.packed.runner import Finished, Runner
 from brimful.tasks.heads.packed.shelf import Shelf
 from brimful.tasks.heads.packed.state import State
+from brimful.units import show_bytes
 
 SNAPSHOT_S = 20.0
 """A killed sweep loses at most so much of its work."""
@@ -74,7 +77,13 @@ def work(share: Share) -> Iterator[Message]:
 
 def _group(group: Sequence[Job], share: Share, device: torch.device) -> Iterator[Message]:
     used = {job.data for job in group}
-    shelf = Shelf({key: rows for key, rows in share.rows.items() if key in used}, device)
+    shelf = attempt(lambda: Shelf({key: rows for key, rows in share.rows.items() if key in used}, device), device)
+    if isinstance(shelf, OutOfMemory):
+        needed = sum(share.rows[key].features.nbytes for key in used)
+        raise DoesNotFit(
+            f"the features alone take {show_bytes(needed)} on {share.device}: give more --memory-limit, or fewer molecules, datasets or encoders",
+            needed_bytes=needed,
+        )
     packing = choose(group, shelf, share.budget_bytes, most=share.most)
     yield Packed(share=share.number, jobs=len(group), packing=packing)
     begun = _begun(group, share.begun)

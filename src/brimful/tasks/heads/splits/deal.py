@@ -46,7 +46,16 @@ def deal_groups(groups: Iterable[Places], sizes: Sequence[int]) -> Part | None:
         else:
             dealt[part].append(group)
             room[part] -= len(group)
-    for group in sorted(large, key=len, reverse=True):
+    return _cut(large, room, dealt)
+
+
+def deal_few(groups: Sequence[Places], sizes: Sequence[int]) -> Part | None:
+    """As above for a few large groups: the largest first, each to the part that lacks most. The parts' mixtures differ."""
+    return _cut(groups, list(sizes), [[] for _ in sizes])
+
+
+def _cut(groups: Sequence[Places], room: list[int], dealt: list[list[Places]]) -> Part | None:
+    for group in sorted(groups, key=len, reverse=True):
         part = int(np.argmax(room))
         dealt[part].append(group[: room[part]])
         room[part] -= len(dealt[part][-1])

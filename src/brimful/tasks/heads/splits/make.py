@@ -5,7 +5,7 @@ from dataclasses import replace
 from brimful.errors import BadData
 from brimful.tasks.heads.facts import Facts
 from brimful.tasks.heads.molecules import Molecules
-from brimful.tasks.heads.splits.deal import deal, deal_groups, grouped, in_order
+from brimful.tasks.heads.splits.deal import deal, deal_few, deal_groups, grouped, in_order
 from brimful.tasks.heads.splits.leakage import check_leakage
 from brimful.tasks.heads.splits.options import SplitOptions
 from brimful.tasks.heads.splits.sides import sides_of
@@ -44,10 +44,11 @@ def _deal_ood(
     """By groups where there are any. A column may have too few values for that, scaffolds may not."""
     if groups is None:
         return deal(ordered, sizes), ()
-    dealt = deal_groups(groups, sizes)
+    by_scaffold = options.kind == "scaffold"
+    dealt = deal_groups(groups, sizes) or (None if by_scaffold else deal_few(groups, sizes))
     if dealt is not None:  # scaffolds are looked for again by the leak check, which then says so
-        return dealt, () if options.kind == "scaffold" else (f"no two OOD parts share a value of {options.column!r}",)
-    if options.kind == "scaffold":
+        return dealt, () if by_scaffold else (f"no two OOD parts share a value of {options.column!r}",)
+    if by_scaffold:
         raise BadData(
             f"{source}: its {len(groups):,} OOD scaffolds do not allow {sum(sizes):,} molecules in three parts that share "
             "none; lower train, valid and test a little"

@@ -56,8 +56,7 @@ def trimmed(
     if not any(asked):
         return split
     drawn = {
-        name: in_order(places, facts.canonical, seed, name)[: wanted[name]] if wanted[name] else places
-        for name, places in split.parts().items()
+        name: in_order(places, facts.canonical, seed, name)[: wanted[name]] for name, places in split.parts().items()
     }
     sides = {side: Part(**{name: drawn[f"{side} {name}"] for name in PARTS}) for side in ("ID", "OOD")}
     return replace(

@@ -1,5 +1,7 @@
 """`brimful sweep SPEC.toml`: many small heads at once, as tables, parquet and a page."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,7 +91,7 @@ def _last_words(root: Path, spec: Path, outcome: Any, summaries: Any) -> list[st
     from brimful.tasks.heads.summary import conventions
 
     time = f"{show_count(outcome.trained, 'head')} trained in {show_seconds(outcome.seconds)}"
-    ended = "" if outcome.finished else f"; not all are done: brimful sweep {spec} --output {root} goes on"
+    ended = "" if outcome.finished else f"; not all are done: {shlex.join(['brimful', *sys.argv[1:]])} goes on"
     return [
         *conventions(summaries),
         f"{time}; tables and pictures are in {root / 'report.html'}{ended}",

@@ -147,7 +147,9 @@ def _pictures(one: Summary, rows: Sequence[Row], read_run: Read, points: int) ->
     ]
     if runs and not charts[0]:
         charts[0] = (
-            '<p class="none">no curve: nothing is trained</p>'
+            '<p class="none">no curve: it is judged by its loss on ID molecules</p>'
+            if one["kind"] == "classifier"
+            else '<p class="none">no curve: nothing is trained</p>'
             if one["deterministic"]
             else '<p class="none">no curve</p>'
         )

@@ -57,7 +57,7 @@ class SweepFolder:
     def notes(self) -> list[tuple[tuple[str, str], str]]:
         """What was remarked of each dataset, and about what, once each."""
         events = [event for event in read_events(self.events) if event["event"] == "note" and "dataset" in event]
-        return list(dict.fromkeys(((one["dataset"], one["about"]), one["sentence"]) for one in events))
+        return list(dict.fromkeys(((one["dataset"], one.get("about", "")), one["sentence"]) for one in events))
 
     def claim(self, rows: Mapping[str, Rows]) -> None:
         """Refuse to mix results of other data with these."""

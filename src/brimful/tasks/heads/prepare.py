@@ -18,7 +18,7 @@ from brimful.tasks.heads.facts import Facts, facts_of
 from brimful.tasks.heads.features import Encoder, Features, features_of
 from brimful.tasks.heads.molecules import Molecules, read_molecules
 from brimful.tasks.heads.published import read_published
-from brimful.tasks.heads.splits import Split, SplitOptions, make_split
+from brimful.tasks.heads.splits import Split, SplitOptions, make_split, trimmed
 from brimful.units import show_count
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def prepare(asked: DatasetSpec, cache: Path, say: Say) -> Prepared:
             test=asked.test, seed=asked.split_seed,
         )  # fmt: skip
         split = make_split(molecules, facts, options)
+    else:
+        split = trimmed(split, facts, train=asked.train, valid=asked.valid, test=asked.test, seed=asked.split_seed)
     labels, classes = _labels(asked, molecules, split)
     return Prepared(asked=asked, molecules=molecules, facts=facts, split=split, labels=labels, classes=classes)
 

@@ -13,7 +13,7 @@ from brimful.tasks.heads.asked import PUBLISHED, SPLITS, DatasetSpec, EncoderCho
 from brimful.tasks.heads.spec_table import TEXT, Kind, SpecTable, one_of, repeated, shown, unknown, whole
 
 _KEYS = ("file", "smiles", "name", "split", "column", "ood", "train", "valid", "test", "split_seed", "label")
-_DIVIDING = ("split", "column", "ood", "train", "valid", "test", "split_seed")
+_DIVIDING = ("split", "column", "ood")
 """What a published dataset has decided already."""
 _TOP_ONLY = ("seeds", "methods", "encoders", "positive", "device", "memory_limit")
 _VALUE = Kind("a text or a number", lambda value: isinstance(value, (str, int, float)) and not isinstance(value, bool))

@@ -192,15 +192,14 @@ class Sweep:
             stack.enter_context(target.capped())
             if virtual:
                 stack.enter_context(virtual_memory(target.limit_bytes))
-            messages = stack.enter_context(closing(self._messages(jobs, target)))
+            messages = stack.enter_context(closing(self._messages(jobs, target, lambda: asked.by is not None)))
             for message in messages:
                 self._take(message, jobs)
-                if asked.by:
-                    self.journal.write("stop", by=asked.by)
-                    return False
-        return True
+        if asked.by:
+            self.journal.write("stop", by=asked.by)
+        return self.trained == len(jobs)
 
-    def _messages(self, jobs: Mapping[str, list[Cell]], target: Target) -> Generator[Message]:
+    def _messages(self, jobs: Mapping[str, list[Cell]], target: Target, stop: Callable[[], bool]) -> Generator[Message]:
         todo = [self._by_name[name] for name in jobs]
         begun = self.folder.begun(self._by_name)
         if begun:
@@ -208,11 +207,11 @@ class Sweep:
         groups = kin(todo, self.rows)
         if self.options.ray is None:
             devices, threads = _devices(target, self.options.processes)
-            yield from processes.run_shares(self._shares(groups, devices, threads, target.budget_bytes, begun))
+            yield from processes.run_shares(self._shares(groups, devices, threads, target.budget_bytes, begun), stop)
             return
         ray, cards, cores = cluster.connect(self.options.ray)
         devices = ["cuda"] * cards or ["cpu"] * max(1, min(cores, self.options.processes))
-        yield from cluster.run_shares(ray, self._shares(groups, devices, 1 if not cards else None, None if cards else target.budget_bytes, begun))  # fmt: skip
+        yield from cluster.run_shares(ray, self._shares(groups, devices, 1 if not cards else None, None if cards else target.budget_bytes, begun), stop)  # fmt: skip
 
     def _shares(
         self,
@@ -265,10 +264,15 @@ class Sweep:
         judged = finished.job.sees_ood  # a plain classifier is judged by its loss, which is no AUROC
         curve = np.array(finished.curve) if judged else NONE
         scores = head_scores(cell, finished, self.rows[data_key(cell)])
+        if finished.diverged:
+            which = f"{cell.method.name} {cell.settings_text} on {cell.encoder.name}, seed {cell.seed}"
+            self._remark(cell.dataset.name, [f"{which}: the loss was no number any more in epoch {finished.epochs}"])
+        if not finished.best_epoch:  # nothing was learnt that could be measured
+            scores = np.full_like(scores[0], np.nan), np.full_like(scores[1], np.nan)
         write_run(self.folder.root, cell.run, id_scores=scores[0], ood_scores=scores[1], curve=curve, loss=np.array(finished.losses))  # fmt: skip
         row = self._cell_row(
             cell, cell.run, scores, epochs=finished.epochs, best_epoch=finished.best_epoch,
-            valid_auroc=finished.valid_score if judged else None,
+            valid_auroc=finished.valid_score if judged and finished.best_epoch else None,
         )  # fmt: skip
         self._write(self._key(cell), row)
 

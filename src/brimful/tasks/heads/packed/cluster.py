@@ -4,7 +4,7 @@ Ray moves the shares and streams the messages back; what is trained and who writ
 joins the cluster that this machine belongs to, `--ray local` starts one here for as long as the sweep takes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from brimful.errors import LostProcess, MissingExtra, NoConnection, UserError, in_one_line
@@ -28,14 +28,19 @@ def connect(address: str) -> tuple[Any, int, int]:
     return ray, int(there.get("GPU", 0)), int(there.get("CPU", 1))
 
 
-def run_shares(ray: Any, shares: Sequence[Share]) -> Iterator[Message]:
-    """All messages of all shares, as they come."""
+def run_shares(ray: Any, shares: Sequence[Share], stop: Callable[[], bool] = lambda: False) -> Iterator[Message]:
+    """All messages of all shares, as they come. With `stop` the tasks are cancelled: what they did since they last told
+    their state, 20 s at most, is lost."""
     shares = [share for share in shares if any(share.groups)]
     resources = {"num_gpus": 1} if shares and shares[0].device.startswith("cuda") else {"num_cpus": 1}
     remote = ray.remote(**resources)(_stream).options(num_returns="streaming")
     streams = {remote.remote(share): share for share in shares}
     while streams:
-        ready, _ = ray.wait(list(streams), num_returns=1, fetch_local=False)
+        ready, _ = ray.wait(list(streams), num_returns=1, fetch_local=False, timeout=1)
+        if stop():
+            for stream in streams:
+                ray.cancel(stream)
+            return
         for stream in ready:
             try:
                 message = ray.get(next(stream))

@@ -9,7 +9,7 @@ import multiprocessing
 import pickle
 import queue
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import SpawnContext
 from typing import Any
 
@@ -20,23 +20,24 @@ PATIENCE_S = 1.0
 """Between two looks whether all processes are still there."""
 
 
-def run_shares(shares: Sequence[Share]) -> Iterator[Message]:
-    """All messages of all shares, as they come."""
+def run_shares(shares: Sequence[Share], stop: Callable[[], bool] = lambda: False) -> Iterator[Message]:
+    """All messages of all shares, as they come; with `stop` they end soon, each with its state."""
     shares = [share for share in shares if any(share.groups)]
     if len(shares) == 1:
-        yield from work(shares[0])
+        yield from work(shares[0], stop)
         return
     context = multiprocessing.get_context("spawn")
     with _Processes(context, shares) as processes:
-        yield from processes.messages()
+        yield from processes.messages(stop)
 
 
 class _Processes:
     def __init__(self, context: SpawnContext, shares: Sequence[Share]) -> None:
         self._said: Any = context.Queue()
+        self._stop = context.Event()
         self._processes = [
             context.Process(
-                target=_child, args=(place, pickle.dumps(share), self._said), daemon=True, name=share.device
+                target=_child, args=(place, pickle.dumps(share), self._said, self._stop), daemon=True, name=share.device
             )
             for place, share in enumerate(shares)
         ]
@@ -48,12 +49,14 @@ class _Processes:
 
     def __exit__(self, *exc: Any) -> None:
         for process in self._processes:
-            process.terminate()
+            process.kill()  # a polite word is not heard: what it has is on disk, or is asked for by `stop`
             process.join()
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self, stop: Callable[[], bool]) -> Iterator[Message]:
         at_work = set(range(len(self._processes)))
         while at_work:
+            if stop():
+                self._stop.set()
             try:
                 place, sent = self._said.get(timeout=PATIENCE_S)
             except queue.Empty:
@@ -77,13 +80,14 @@ class _Processes:
                 )
 
 
-def _child(place: int, sent: bytes, said: Any) -> None:
-    """Ctrl-C reaches every process of the terminal; the parent ends this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _child(place: int, sent: bytes, said: Any, stop: Any) -> None:
+    """Ctrl-C reaches every process of the terminal; it is the parent that says when to stop."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     share: Share = pickle.loads(sent)
     last: BrimfulError | None = None
     try:
-        for message in work(share):
+        for message in work(share, stop.is_set):
             said.put((place, pickle.dumps(message)))
     except UserError as error:
         last = UserError(str(error))  # some errors have arguments that pickle does not know of

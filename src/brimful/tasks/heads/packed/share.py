@@ -5,7 +5,7 @@ trains: this one, one for each card of a box (`processes`), or a Ray cluster (`c
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,15 +67,16 @@ class Went:
 Message = Packed | Went
 
 
-def work(share: Share) -> Iterator[Message]:
-    """Trains the share from beginning to end."""
+def work(share: Share, stop: Callable[[], bool] = lambda: False) -> Iterator[Message]:
+    """Trains the share from beginning to end, or until it is to stop; then the last message has the state."""
     if share.threads is not None:
         torch.set_num_threads(share.threads)
     for group in share.groups:
-        yield from _group(group, share, torch.device(share.device))
+        if not stop():
+            yield from _group(group, share, torch.device(share.device), stop)
 
 
-def _group(group: Sequence[Job], share: Share, device: torch.device) -> Iterator[Message]:
+def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Callable[[], bool]) -> Iterator[Message]:
     used = {job.data for job in group}
     shelf = attempt(lambda: Shelf({key: rows for key, rows in share.rows.items() if key in used}, device), device)
     if isinstance(shelf, OutOfMemory):
@@ -92,7 +93,8 @@ def _group(group: Sequence[Job], share: Share, device: torch.device) -> Iterator
     saved, ooms = time.monotonic(), 0
     for finished in runner.run():
         now = time.monotonic()
-        due = now - saved > SNAPSHOT_S
+        stopping = stop()
+        due = stopping or now - saved > SNAPSHOT_S
         saved = now if due else saved
         alive, _ = runner.progress()
         yield Went(
@@ -100,6 +102,8 @@ def _group(group: Sequence[Job], share: Share, device: torch.device) -> Iterator
             ooms=runner.ooms - ooms, state=runner.state() if due else None, peak_bytes=peak_bytes(device),
         )  # fmt: skip
         ooms = runner.ooms
+        if stopping:
+            return
 
 
 def _begun(group: Sequence[Job], states: Sequence[State]) -> list[State]:

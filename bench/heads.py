@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from brimful.tasks.heads.asked import DatasetSpec, EncoderChoice, TrainSpec
+from brimful.tasks.heads.asked import DatasetSpec, TrainSpec
 from brimful.tasks.heads.methods import METHODS
 from brimful.tasks.heads.metrics import auroc
 from brimful.tasks.heads.packed import losses
@@ -98,12 +98,13 @@ def rows_from(source: Path, names: Sequence[str]) -> dict[str, Rows]:
 
 def made_ready(folder: Path, name: str) -> Rows:
     from brimful.plan.cache import folder as cached
+    from brimful.tasks.heads.features import load_encoder
     from brimful.tasks.heads.prepare import prepare, rows_of
 
     file, split, (train, valid, test) = DATASETS[name]
     asked = DatasetSpec(name=name, file=folder / file, split=split, train=train, valid=valid, test=test)
     prepared = prepare(asked, cached("features"), tell)
-    return rows_of(prepared, EncoderChoice(name="ecfp", asked="ecfp"), folder, cached("features"), tell)[0]
+    return rows_of(prepared, load_encoder("ecfp"), cached("features"), tell)[0]
 
 
 def save_rows(path: Path, rows: Mapping[str, Rows]) -> None:

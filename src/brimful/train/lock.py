@@ -39,11 +39,12 @@ class RunLock:
     `fd` can be passed on to other processes (`pass_fds`); each of them then holds it too.
     """
 
-    def __init__(self, run: Path, *, tell: Callable[[str], object] = log.warning) -> None:
+    def __init__(self, run: Path, *, tell: Callable[[str], object] = log.warning, flag: str = "--run") -> None:
+        """`flag` is what names the folder on the command line."""
         self.run = run
-        self.fd = _open(run)
+        self.fd = _open(run, flag)
         try:
-            _claim(self.fd, run, tell)
+            _claim(self.fd, run, tell, flag)
         except BaseException:
             self.close()
             raise
@@ -61,26 +62,26 @@ class RunLock:
         self.close()
 
 
-def _open(run: Path) -> int:
+def _open(run: Path, flag: str) -> int:
     try:
         run.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run):  # a lock file of an earlier run may be writable in a folder that is not
             return os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         why = error.strerror or str(error)
-        raise BadRun(f"the run folder {run} cannot be written ({why}); name another one with --run") from error
+        raise BadRun(f"the run folder {run} cannot be written ({why}); name another one with {flag}") from error
 
 
-def _claim(file: int, run: Path, tell: Callable[[str], object]) -> None:
+def _claim(file: int, run: Path, tell: Callable[[str], object], flag: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = f"{run} is in use by another process{_holder(file)}: wait for it, stop it, or name another --run"
+        text = f"{run} is in use by another process{_holder(file)}: wait for it, stop it, or name another {flag}"
         raise BadRun(text) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise BadRun(
-                f"the run folder {run} cannot be locked ({error.strerror}); name another one with --run"
+                f"the run folder {run} cannot be locked ({error.strerror}); name another one with {flag}"
             ) from error
         tell(f"the filesystem of {run} has no locks ({error.strerror}): nothing keeps a second run out of this folder")
     _sign(file)

@@ -12,7 +12,7 @@ import numpy as np
 
 from brimful.errors import BadData
 from brimful.tasks.heads.drugood import read_drugood
-from brimful.tasks.heads.facts import Say, facts_of
+from brimful.tasks.heads.facts import Facts, Say, facts_of
 from brimful.tasks.heads.five_parts import FIVE, FiveParts
 from brimful.tasks.heads.good import read_good
 from brimful.tasks.heads.molecules import Molecules, molecules_of
@@ -39,10 +39,10 @@ def read_published(
     given = read_drugood(path) if path.suffix == ".json" else read_good(path)
     columns = {**given.columns, "part": given.part, "domain": given.domain}
     molecules = molecules_of(given.source, given.smiles, columns=columns, cache=cache, say=say)
-    return molecules, _split(given, molecules)
+    return molecules, _split(given, molecules, facts_of(molecules, cache=cache, say=say))
 
 
-def _split(given: FiveParts, molecules: Molecules) -> Split:
+def _split(given: FiveParts, molecules: Molecules, facts: Facts) -> Split:
     places = {name: np.flatnonzero(molecules.columns["part"] == name) for name in FIVE}
     empty = [name for name, found in places.items() if not len(found)]
     if empty:
@@ -53,7 +53,7 @@ def _split(given: FiveParts, molecules: Molecules) -> Split:
         id=Part(train=places["train"], valid=places["iid_val"], test=places["iid_test"]),
         ood=Part(train=train, valid=valid, test=places["ood_test"]),
     )
-    found = leaks(split, facts_of(molecules))
+    found = leaks(split, facts)
     warned = [f"as published: {sentence}" for sentence in found] or ["checked: no molecule in two parts"]
     return replace(split, remarks=(*given.remarks, how, *warned))
 

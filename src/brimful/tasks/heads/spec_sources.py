@@ -69,7 +69,7 @@ def _dataset(table: SpecTable, folder: Path, labelled: Sequence[str]) -> list[Da
 
 def _splits(table: SpecTable, file: Path) -> tuple[str, ...]:
     """What a file brings itself is not divided again."""
-    if file.is_dir() or file.suffix == ".json":
+    if file.is_dir() or file.suffix in (".json", ".pt"):
         if given := [key for key in _DIVIDING if key in table.content]:
             table.wrong(f"{file.name} brings its own split: leave out {', '.join(given)}")
         return (PUBLISHED,)

@@ -116,11 +116,12 @@ def _mark_best(table: Sequence[Summary]) -> None:
 
 
 def _mark_chosen(table: Sequence[Summary]) -> None:
-    """Of the settings of one method, those that validation chooses; None where there is nothing to choose."""
+    """Of the settings of one method, the first that does best on validation; None where there is nothing to choose."""
     for one in table:
         rivals = [other for other in table if all(other[key] == one[key] for key in ("encoder", "method"))]
         known = [other["valid_auroc"] for other in rivals if other["valid_auroc"] is not None]
-        one["chosen"] = one["valid_auroc"] == max(known) if len(rivals) > 1 and len(known) == len(rivals) else None
+        chooses = len(rivals) > 1 and len(known) == len(rivals)
+        one["chosen"] = one is rivals[known.index(max(known))] if chooses else None
 
 
 def _text(one: Summary) -> dict[str, str]:

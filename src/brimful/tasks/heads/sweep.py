@@ -334,5 +334,5 @@ def sweep(
 ) -> Outcome:  # fmt: skip
     """Run it, or what is left of it."""
     folder = SweepFolder(output)
-    with RunLock(output), closing(Journal(folder.events, listeners)) as journal:
+    with RunLock(output, flag="--output"), closing(Journal(folder.events, listeners)) as journal:
         return Sweep(spec=spec, folder=folder, options=options, cache=cache, journal=journal, say=say).run()

@@ -38,7 +38,7 @@ def shelf(**named):
     return Shelf(named or {"a": rows()}, CPU)
 
 
-def job(seed=0, objective="dpo", data="a", *, inputs=48, hidden=(16, 8), classes=(), dropout=0.1, options=None, **training):  # fmt: skip
+def job(seed=0, objective="dpo", data="a", *, inputs=48, hidden=(16, 8), classes=(), activation="relu", dropout=0.1, options=None, **training):  # fmt: skip
     """A run of two or three steps an epoch."""
     numbers = {"lr": 1e-3, "batch": 16, "epochs": 4, "patience": 4} | training
     return Job(
@@ -47,7 +47,7 @@ def job(seed=0, objective="dpo", data="a", *, inputs=48, hidden=(16, 8), classes
         objective=objective,
         options=BY_OBJECTIVE[objective].trained | (options or {}),
         seed=seed,
-        shape=HeadShape(inputs=inputs, hidden=hidden, classes=classes),
+        shape=HeadShape(inputs=inputs, hidden=hidden, classes=classes, activation=activation),
         training=TrainSpec(**numbers),
         dropout=dropout,
     )

@@ -8,6 +8,7 @@ from brimful.memory.ledger import Ledger, virtual_memory
 from brimful.tasks.heads.packed import losses
 from brimful.units import MiB
 
+
 def energies(runs, id_rows, ood_rows, seed=0, spread=3.0):
     drawn = torch.Generator().manual_seed(seed)
     made = [torch.randn(runs, rows, generator=drawn) * spread for rows in (id_rows, ood_rows)]
@@ -116,7 +117,7 @@ def test_a_share_larger_than_the_pairs_that_violate_counts_the_others_as_nought(
 def test_no_pair_violates():
     in_dist, out_dist = torch.full((1, 4), -5.0).requires_grad_(), torch.full((1, 3), 5.0).requires_grad_()
     found = losses.hinge(in_dist, out_dist, torch.ones(1), torch.full((1,), 0.5))
-    assert float(found) == 0 and not any(one.any() for one in torch.autograd.grad(found.sum(), [in_dist, out_dist]))
+    assert found.item() == 0 and not any(one.any() for one in torch.autograd.grad(found.sum(), [in_dist, out_dist]))
 
 
 def tied():
@@ -153,7 +154,8 @@ def test_bce_is_torchs_with_both_sides_of_equal_weight():
     sides = energies(3, 40, 10)
     theirs = torch.stack(
         [
-            sum(F.binary_cross_entropy_with_logits(one, torch.full_like(one, goal)) for goal, one in enumerate(both)) / 2
+            sum(F.binary_cross_entropy_with_logits(one, torch.full_like(one, goal)) for goal, one in enumerate(both))
+            / 2
             for both in zip(*sides, strict=True)
         ]
     )
@@ -213,7 +215,7 @@ def test_classify_is_torchs_cross_entropy_without_the_blanks(classes):
 def test_a_batch_without_a_label_costs_nothing():
     of = logits(1, 6, (2, 3))
     found = losses.cross_entropy(of, torch.full((1, 6, 2), -1))
-    assert float(found) == 0 and not torch.autograd.grad(found.sum(), of)[0].any()
+    assert found.item() == 0 and not torch.autograd.grad(found.sum(), of)[0].any()
 
 
 def doubts(exposed, classes):

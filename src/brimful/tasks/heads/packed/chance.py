@@ -26,10 +26,10 @@ def mixed(values: Tensor) -> Tensor:
 
 def key(*parts: Tensor | int) -> Tensor:
     """One number from several: seed, purpose, time …; they broadcast."""
-    found = torch.zeros((), dtype=torch.int64)
+    device = next((part.device for part in parts if isinstance(part, Tensor)), None)
+    found = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
-        part = torch.as_tensor(part, dtype=torch.int64)
-        found = mixed(found.to(part.device) * 31 + part + _GOLDEN)
+        found = mixed(found * 31 + part + _GOLDEN)
     return found
 
 

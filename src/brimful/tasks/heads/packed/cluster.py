@@ -4,6 +4,7 @@ Ray moves the shares and streams the messages back; what is trained and who writ
 joins the cluster that this machine belongs to, `--ray local` starts one here for as long as the sweep takes.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,12 @@ def connect(address: str) -> tuple[Any, int, int]:
         raise MissingExtra("ray", "ray") from None
     try:
         if not ray.is_initialized():
-            ray.init(address=None if address == "local" else address, include_dashboard=False, log_to_driver=False)
+            ray.init(
+                address=None if address == "local" else address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except Exception as error:
         raise NoConnection(
             f"--ray {address}: no cluster answers there ({in_one_line(error)}); start one with `ray start --head`, or use --ray local"

@@ -46,7 +46,7 @@ class Pack:
         self._groups = _groups(self.jobs, self.device)
         self._seeds = torch.tensor([job.seed for job in self.jobs], device=self.device)
         self._dropout = torch.tensor([job.dropout for job in self.jobs], device=self.device)
-        self._drops = bool(self._dropout.any())
+        self._drops = any(job.dropout for job in self.jobs)
         self._numbers = {name: self._number(name) for name in ("lr", "weight_decay", "clip", "step_size", "gamma")}
         self._an_epoch = torch.from_numpy(self._order.an_epoch).to(self.device)
 

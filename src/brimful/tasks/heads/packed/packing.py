@@ -63,6 +63,10 @@ def choose(jobs: Sequence[Job], shelf: Shelf, budget_bytes: int | None, *, most:
         if trials and trial.steps_per_s < WORTH * trials[-1].steps_per_s:  # once more: the machine may have been busy
             again = attempt(lambda runs=runs: _tried(jobs[:runs], shelf), shelf.device)  # type: ignore[misc]
             trial = trial if isinstance(again, OutOfMemory) else max(trial, again, key=lambda one: one.steps_per_s)
+        if budget_bytes is not None and trial.peak_bytes > budget_bytes and trials:
+            return _chosen(
+                trials, f"{runs} took {show_bytes(trial.peak_bytes)}, measured, of {show_bytes(budget_bytes)}"
+            )
         trials.append(trial)
         if len(trials) > 1 and trial.steps_per_s < WORTH * trials[-2].steps_per_s:
             gain = trial.steps_per_s / trials[-2].steps_per_s

@@ -6,10 +6,14 @@ sweep with a sentence; what has been trained is on disk, and the same command go
 """
 
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext
 from typing import Any
 
@@ -53,14 +57,16 @@ class _Processes:
             process.join()
 
     def messages(self, stop: Callable[[], bool]) -> Iterator[Message]:
-        at_work = set(range(len(self._processes)))
+        at_work, looked = set(range(len(self._processes))), time.monotonic()
         while at_work:
             if stop():
                 self._stop.set()
+            if time.monotonic() - looked > PATIENCE_S:
+                self._look_for_dead(at_work)
+                looked = time.monotonic()
             try:
                 place, sent = self._said.get(timeout=PATIENCE_S)
             except queue.Empty:
-                self._look_for_dead(at_work)
                 continue
             message = pickle.loads(sent)
             if message is None:
@@ -73,7 +79,7 @@ class _Processes:
     def _look_for_dead(self, at_work: set[int]) -> None:
         for place in at_work:
             process = self._processes[place]
-            if process.exitcode is not None and self._said.empty():
+            if process.exitcode:  # one that ends well says so in its last message
                 how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
                 raise LostProcess(
                     f"the process on {process.name} ended with {how}; what was trained is kept: the same command goes on from there"
@@ -84,6 +90,7 @@ def _child(place: int, sent: bytes, said: Any, stop: Any) -> None:
     """Ctrl-C reaches every process of the terminal; it is the parent that says when to stop."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     share: Share = pickle.loads(sent)
     last: BrimfulError | None = None
     try:
@@ -94,3 +101,11 @@ def _child(place: int, sent: bytes, said: Any, stop: Any) -> None:
     except Exception as error:
         last = BrimfulError(f"on {share.device}: {in_one_line(error)}")
     said.put((place, pickle.dumps(last)))
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed cannot end anybody."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

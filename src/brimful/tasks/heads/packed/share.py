@@ -17,7 +17,7 @@ from brimful.tasks.heads.packed.packing import Packing, choose
 from brimful.tasks.heads.packed.runner import Finished, Runner
 from brimful.tasks.heads.packed.shelf import Shelf
 from brimful.tasks.heads.packed.state import State
-from brimful.units import show_bytes
+from brimful.units import show_bytes, show_count
 
 SNAPSHOT_S = 20.0
 """A killed sweep loses at most so much of its work."""
@@ -82,7 +82,8 @@ def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Calla
     if isinstance(shelf, OutOfMemory):
         needed = sum(share.rows[key].features.nbytes for key in used)
         raise DoesNotFit(
-            f"the features alone take {show_bytes(needed)} on {share.device}: give more --memory-limit, or fewer molecules, datasets or encoders",
+            f"the features of {show_count(len(used), 'dataset')}, {show_bytes(needed)}, and what it takes to put them on {share.device} do not fit: "
+            "give more --memory-limit, or fewer molecules, datasets or encoders",
             needed_bytes=needed,
         )
     packing = choose(group, shelf, share.budget_bytes, most=share.most)

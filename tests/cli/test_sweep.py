@@ -1,0 +1,287 @@
+"""`brimful sweep` as a user types it: a small grid from molecules to tables, killed and taken up again, and every mistake."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rdkit")
+
+from brimful.cli import main
+from brimful.report.sweep_progress import SweepProgress
+from brimful.tasks.heads.grid import show_grid
+from brimful.tasks.heads.results import read_results
+from brimful.tasks.heads.spec import read_spec
+from brimful.tasks.heads.trivial import TRIVIAL
+from brimful.train.journal import read_events
+
+ROOT = Path(__file__).parents[2]
+CHAINS = ["C" * length for length in range(1, 9)]
+RARE = ["c1cc({})oc1", "c1cc({})sc1", "c1ncc({})cn1", "C1CCC({})C1", "C1CCC({})CN1", "c1ccc2cc({})ccc2c1", "C1CC({})C1",
+        "c1ccc2oc({})cc2c1", "c1ccc2sc({})cc2c1", "C1COC({})CN1", "C1CC2CCC1C2{}", "c1nc({})cs1"]  # fmt: skip
+"""Ring systems of four molecules each; benzene has forty-eight."""
+DATASETS = """
+[[datasets]]
+file = "few.csv"
+split = ["scaffold", "random"]
+label = "acid"
+"""
+TRAIN = """
+[head]
+hidden = [8]
+[train]
+lr = 1e-2
+batch = 8
+epochs = 12
+"""
+SPEC = f'seeds = 2\nmethods = ["dpo", "msp", "knn"]\nencoders = [{{name = "ecfp", bits = 64}}]\n{DATASETS}{TRAIN}'
+HEADS = 2 * 2 * 2
+"""Seeds × splits × methods that train."""
+
+
+def molecules():
+    """SMILES, and whether it is an acid."""
+    benzenes = [f"c1ccc({chain}{end})cc1{other}" for chain in CHAINS for end in ("", "C(=O)O") for other in "CFO"]
+    return [*benzenes, *(ring.format(f"{chain}{end}") for ring in RARE for chain in CHAINS[1:3] for end in ("", "C(=O)O"))]  # fmt: skip
+
+
+def write(folder, spec=SPEC, name="few.toml"):
+    """A spec beside its molecules."""
+    rows = [f"{smiles},{int('C(=O)O' in smiles)},1" for smiles in molecules()]
+    (folder / "few.csv").write_text("\n".join(["smiles,acid,one", *rows, "C1CC,0,1"]) + "\n")
+    (folder / name).write_text(spec)
+    return folder / name
+
+
+def swept(spec, output, *words):
+    """The JSON object of a sweep in this process."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        main(["sweep", str(spec), "--output", str(output), "--cache", str(Path(spec).parent / "cache"), "--device", "cpu", "--json", *words])  # fmt: skip
+    return json.loads(said.getvalue())
+
+
+def same_figures(rows, others):
+    """Packed differently, a head may differ in the last bits of its weights, and so in a pair of molecules or two."""
+    keys = ("dataset", "encoder", "method", "settings", "seed", "run")
+    assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in others]
+    assert [row["auroc"] for row in rows] == pytest.approx([row["auroc"] for row in others], abs=0.01)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(spec):
+    """A whole sweep of the smallest grid, its folder and its JSON."""
+    folder = spec.parent / "undisturbed"
+    return folder, swept(spec, folder)
+
+
+def test_the_object_of_a_sweep_says_how_it_went(undisturbed):
+    folder, told = undisturbed
+    keys = ["output", "finished", "rows", "summary", "remarks", "packs", "seconds", "trained", "ooms", "peak_bytes"]
+    assert list(told)[: len(keys)] == keys
+    assert told["output"] == str(folder) and told["finished"] and told["trained"] == HEADS and told["ooms"] == 0
+    assert {(row["dataset"], row["method"], row["seed"]) for row in told["rows"]} == {
+        (dataset, method, seed)
+        for dataset in ("few-scaffold", "few-random")
+        for method in ("dpo", "msp", "knn", *TRIVIAL)
+        for seed in (0, 1)
+    }
+    assert all(0 <= row["auroc"] <= 1 for row in told["rows"])
+
+
+def test_heads_learn_what_a_scaffold_split_has_to_tell_and_nothing_from_a_coin(undisturbed):
+    found = {(one["dataset"], one["method"]): one["auroc"] for one in undisturbed[1]["summary"]}
+    assert found["few-scaffold", "dpo"] > 0.9
+    assert 0.2 < found["few-random", "dpo"] < 0.8
+
+
+def test_the_parquet_has_the_rows_of_the_object(undisturbed):
+    folder, told = undisturbed
+    assert read_results(folder) == told["rows"]
+
+
+def test_trivial_baselines_stand_in_every_table(undisturbed, spec, capsys):
+    folder, _ = undisturbed
+    main(["sweep", str(spec), "--output", str(folder), "--cache", str(spec.parent / "cache"), "--device", "cpu"])
+    views = [capsys.readouterr().out] + [(folder / name).read_text() for name in ("results.md", "results.tex", "report.html")]  # fmt: skip
+    for view in views:
+        tables = view.split("scaffold split")[1].split("random split")
+        assert all(name in table for table in tables[:2] for name in TRIVIAL), view[:300]
+
+
+def test_what_cannot_be_read_is_listed_with_its_row(undisturbed):
+    lines = (undisturbed[0] / "left_out.csv").read_text().splitlines()
+    assert "few-scaffold,96,unclosed ring" in lines
+
+
+def test_a_finished_sweep_trains_nothing_again(undisturbed, spec):
+    folder, told = undisturbed
+    again = swept(spec, folder)
+    assert again["trained"] == 0 and again["rows"] == told["rows"] and again["remarks"] == told["remarks"]
+
+
+def test_a_grown_spec_trains_what_is_new(spec, undisturbed):
+    folder, told = undisturbed
+    grown = write(spec.parent, SPEC.replace("seeds = 2", "seeds = 3"), "grown.toml")
+    more = swept(grown, shutil.copytree(folder, spec.parent / "growing"))
+    assert more["trained"] == HEADS // 2
+    assert [row for row in more["rows"] if row["seed"] < 2] == told["rows"]
+
+
+def test_two_processes_give_the_rows_of_one(spec, undisturbed):
+    told = swept(spec, spec.parent / "two", "--processes", "2")
+    assert {pack["share"] for pack in told["packs"]} == {0, 1}
+    same_figures(told["rows"], undisturbed[1]["rows"])
+
+
+def test_a_killed_sweep_goes_on_where_it_stopped(spec, undisturbed):
+    folder = spec.parent / "killed"
+    finished = kill_after_the_first_head(spec, folder)
+    assert 0 < len(finished) < HEADS
+    told = swept(spec, folder)
+    assert told["trained"] == HEADS - len(finished)
+    same_figures(told["rows"], undisturbed[1]["rows"])
+    cells = [event["cell"] for event in read_events(folder / "events.jsonl") if event["event"] == "run"]
+    assert len(cells) == len(set(cells)) == len(told["rows"])
+
+
+def kill_after_the_first_head(spec, folder):
+    """The heads that were finished when it was killed, by name."""
+    words = ["sweep", spec, "--output", folder, "--cache", spec.parent / "cache", "--device", "cpu", "--pack", 1]
+    with subprocess.Popen(
+        [sys.executable, "-m", "brimful", *map(str, words)], env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        until = time.monotonic() + 100
+        while time.monotonic() < until and process.poll() is None and not trained(folder):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    return trained(folder)
+
+
+def trained(folder):
+    events = read_events(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
+    return {event["run"] for event in events if event["event"] == "run" and event.get("epochs")}
+
+
+def test_ctrl_c_keeps_what_the_heads_have_learnt(spec, undisturbed, monkeypatch):
+    folder = spec.parent / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepProgress, "__call__", press_ctrl_c)
+        stopped = swept(spec, folder)
+    assert not stopped["finished"] and stopped["trained"] < HEADS and (folder / "state" / "0.safetensors").exists()
+    told = swept(spec, folder)
+    (resumed,) = [event for event in read_events(folder / "events.jsonl") if event["event"] == "resume"]
+    assert 0 < resumed["heads"] <= HEADS
+    assert told["finished"] and not (folder / "state").exists()
+    same_figures(told["rows"], undisturbed[1]["rows"])
+
+
+def press_ctrl_c(progress, event):
+    """Once, after the first epoch: a second one would not wait for anything to be saved."""
+    if event["event"] == "epochs" and not hasattr(progress, "pressed"):
+        progress.pressed = True
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_results_of_other_data_are_not_mixed(tmp_path, spec, undisturbed, capsys):
+    other = write(tmp_path)
+    (tmp_path / "few.csv").write_text((tmp_path / "few.csv").read_text().replace("c1cc(CC)oc1", "c1cc(CCO)oc1"))
+    assert "holds results of other data" in refused(capsys, other, "--output", undisturbed[0])
+
+
+def refused(capsys, spec, *words) -> str:
+    """The one sentence of a mistake."""
+    words = words or ("--output", spec.parent / "out")
+    with pytest.raises(SystemExit) as left:
+        main(["sweep", *map(str, (spec, *words, "--device", "cpu", "--cache", spec.parent / "cache"))])
+    said = capsys.readouterr()
+    assert left.value.code == 2 and not said.out
+    (line,) = [line for line in said.err.splitlines() if not line.startswith("sweep: ")]
+    return line
+
+
+HEAD = 'seeds = 1\nmethods = ["dpo"]\nencoders = ["ecfp"]\n'
+MISTAKES = {
+    "an empty file": (HEAD + DATASETS.replace("few.csv", "empty.csv"), "empty.csv has a header and no rows"),
+    "no readable molecule": (HEAD + DATASETS.replace("few.csv", "broken.csv"), "has no molecule that RDKit can read"),
+    "one class": (HEAD.replace("dpo", "msp") + DATASETS.replace('"acid"', '"one"'), "a classifier needs two classes"),
+    "no label": (HEAD.replace("dpo", "msp") + DATASETS.replace("label", "# label"), "msp trains a classifier"),
+    "NaN features": (HEAD.replace("ecfp", "nan.npy") + DATASETS + TRAIN, "NaN or infinite in row"),
+    "features of other rows": (HEAD.replace("ecfp", "short.npy") + DATASETS + TRAIN, "has 3 rows of features"),
+    "a large batch": (HEAD + DATASETS, "batch 512 is larger than the 2"),
+    "an unknown method": (HEAD.replace("dpo", "dop") + DATASETS, "did you mean dpo?"),
+    "an unknown encoder": (HEAD.replace("ecfp", "ecpf") + DATASETS, "did you mean ecfp?"),
+    "an unknown key": (HEAD + DATASETS + "[train]\nbatches = 8\n", "did you mean batch?"),
+    "an unknown split": (HEAD + DATASETS.replace("scaffold", "scafold"), "did you mean scaffold?"),
+    "an unknown file": (HEAD + DATASETS.replace("few.csv", "fwe.csv"), "near it are few.csv"),
+    "an unknown label": (HEAD.replace("dpo", "msp") + DATASETS.replace("acid", "acids"), "did you mean 'acid'?"),
+    "an encoder without its Python": (HEAD.replace("ecfp", "minimol") + DATASETS + TRAIN, "docs/encoders.md has the commands"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(mistake, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("BRIMFUL_MINIMOL_PYTHON", raising=False)
+    content, sentence = MISTAKES[mistake]
+    spec = write(tmp_path, content)
+    (tmp_path / "empty.csv").write_text("smiles,acid\n")
+    (tmp_path / "broken.csv").write_text("smiles,acid\nC1CC,0\n((,1\n")
+    np.save(tmp_path / "nan.npy", np.full((len(molecules()) + 1, 3), np.nan))
+    np.save(tmp_path / "short.npy", np.zeros((3, 3)))
+    assert sentence in refused(capsys, spec)
+
+
+def test_a_spec_tells_all_its_mistakes_at_once(tmp_path, capsys):
+    content = HEAD.replace("dpo", "dop").replace("seeds", "seed") + DATASETS + "[train]\nlr = -1\n"
+    line = refused(capsys, write(tmp_path, content))
+    assert all(part in line for part in ("did you mean seeds?", "did you mean dpo?", "lr -1: give a number above 0"))
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path, capsys):
+    from brimful.train.lock import RunLock
+
+    with RunLock(tmp_path / "out"):
+        assert "in use by another process" in refused(capsys, write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("example", "files", "runs"),
+    [
+        ("small.toml", [], "3 datasets × 2 encoders × 7 methods in 8 settings × 3 seeds = 144 runs"),
+        ("tox21.toml", ["tox21.csv.gz"], "2 datasets × 1 encoder × 3 methods × 3 seeds = 18 runs"),
+        ("guide004.toml", [f"lbap_core_ic50_{one}.json" for one in ("assay", "scaffold", "size")], "3 datasets × 2 encoders × 11 methods × 10 seeds = 660 runs"),
+    ],
+)  # fmt: skip
+def test_an_example_is_a_spec(example, files, runs, tmp_path):
+    for name in ("molecules.csv", example):
+        (tmp_path / name).write_bytes((ROOT / "examples" / "sweep" / name).read_bytes())
+    for name in files:
+        (tmp_path / name).touch()
+    assert show_grid(read_spec(tmp_path / example)) == runs
+
+
+def test_every_spec_of_the_guide_can_be_read(tmp_path):
+    guide = (ROOT / "docs" / "sweep.md").read_text()
+    blocks = [block for block in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL) if "[[datasets]]" in block]
+    for number, block in enumerate(blocks):
+        for name in re.findall(r'"([\w./]+\.(?:csv|csv\.gz|json|npy))"', block):
+            (tmp_path / name).touch()
+        (tmp_path / f"{number}.toml").write_text(block)
+        read_spec(tmp_path / f"{number}.toml")
+    assert blocks

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from brimful.cli.allocator import prefer_growing_segments
 from brimful.cli.flags import flags_of, given
 from brimful.cli.output import show
-from brimful.errors import BadOption
+from brimful.errors import BadOption, BadRun
 from brimful.tasks.heads.options import SweepOptions
 from brimful.units import show_count, show_seconds
 
@@ -83,7 +83,12 @@ def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> t
         outcome.rows, summaries, lambda name: read_run(root, name), title=asked.source.stem,
         notes=conventions(summaries), remarks=outcome.remarks,
     )  # fmt: skip
-    write_whole(root / "report.html", page)
+    try:
+        write_whole(root / "report.html", page)
+    except OSError as error:
+        raise BadRun(
+            f"{root / 'report.html'} cannot be written: {error.strerror}; the tables beside it are whole"
+        ) from None
     return outcome, summaries
 
 

@@ -198,14 +198,19 @@ def _rig(job: _Job) -> Iterator[Rig]:
 
 
 def _build(task: Task, described: nn.Module, target: Target) -> nn.Module:
-    """Made on the device itself where its code allows: 0.3 s instead of 3.5 for T5 base on a card."""
     if not any(p.is_meta for p in described.parameters()):
         return described.to(target.device).train()
     with blame(task, "model"):
-        try:
-            with torch.device(target.device):
-                return task.model().to(target.device).train()
-        except Exception as error:
-            if is_oom(error):
-                raise
-        return task.model().to(target.device).train()
+        return build(task, target.device)
+
+
+def build(task: Task, device: torch.device) -> nn.Module:
+    """A model whose weights do not matter, made on the device itself where its code allows: 0.3 s instead of 3.5 for T5
+    base on a card, and nothing on the host."""
+    try:
+        with torch.device(device):
+            return task.model().to(device).train()
+    except Exception as error:
+        if is_oom(error):
+            raise
+    return task.model().to(device).train()

@@ -26,6 +26,7 @@ from brimful.data.loader import Loader
 from brimful.errors import BadOption, BadRun, BrimfulError, TaskError
 from brimful.memory.heap import give_back
 from brimful.memory.oom import empty_cache
+from brimful.plan.fit import build
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Choice, Plan
 from brimful.plan.reasons import as_choice
@@ -275,11 +276,12 @@ class _Running:
         )  # fmt: skip
 
     def _model(self, device: torch.device, start: Checkpoint | None) -> nn.Module:
-        """With the weights to begin with, or a checkpoint's."""
-        model = self.task.start() if start is None else self.task.model()
-        if start is not None:
+        """With the weights to begin with, or a checkpoint's: those are read onto the device, never through the host."""
+        if start is None:
+            model = self.task.start().to(device).train()
+        else:
+            model = build(self.task, device)
             state.load_weights(start.path, model)
-        model = model.to(device).train()
         give_back()  # what the host held of a model that lies on a card now
         return model
 

@@ -103,7 +103,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     from safetensors.torch import load_model
 
     try:
-        load_model(model, folder / WEIGHTS, strict=True)
+        load_model(model, folder / WEIGHTS, strict=True, device=str(next(model.parameters()).device))
     except (RuntimeError, SafetensorError, OSError) as error:
         said = " ".join(str(error).split())  # the tensors are named below the first line
         raise BadCheckpoint(f"{folder / WEIGHTS} does not fit the model ({said[:300]})") from None

@@ -12,7 +12,8 @@ import csv
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ class SweepFolder:
                 f"{self.root} holds results of other data: the molecules, the split or the features of {other[0]} have changed; "
                 "name another --output"
             )
-        write_whole(path, json.dumps({"rows": {**before, **now}}, indent=1))
+        with _written(path):
+            write_whole(path, json.dumps({"rows": {**before, **now}}, indent=1))
 
     def keep(self, share: int, state: State) -> None:
         """Runs that have begun."""
@@ -116,15 +118,28 @@ class SweepFolder:
                 "heavy_atoms": prepared.facts.heavy_atoms[places],
             }
         )
-        (self.root / "splits").mkdir(exist_ok=True)
-        pq.write_table(table, self.root / "splits" / f"{prepared.asked.name}.parquet")
+        path = self.root / "splits" / f"{prepared.asked.name}.parquet"
+        with _written(path):
+            path.parent.mkdir(exist_ok=True)
+            pq.write_table(table, path)
 
     def write_left_out(self, found: Iterable[Sequence[Any]]) -> None:
         """dataset, row, why; the header alone where all could be used."""
-        with (self.root / "left_out.csv").open("w", newline="", encoding="utf-8") as file:
+        path = self.root / "left_out.csv"
+        with _written(path), path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(("dataset", "row", "reason"))
             writer.writerows(dict.fromkeys(map(tuple, found)))
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """A disk that is full, or read-only, is one sentence."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise BadRun(f"{path} cannot be written: {why}; make room, or give another --output") from None
 
 
 def fingerprint(rows: Rows) -> str:

@@ -89,7 +89,7 @@ def _tried(jobs: Sequence[Job], shelf: Shelf) -> Trial:
         validation_scores(pack, range(len(pack)))
     seconds, steps = _timed(pack.step, device)
     found = measured.reading()
-    held = 0 if has_peak_statistics(device) else shelf.features.nbytes  # the ledger counts what is new to it
+    held = 0 if has_peak_statistics(device) else shelf.nbytes  # the ledger counts what is new to it
     peak = held + (found.reserved_bytes or found.peak_bytes)
     return Trial(runs=len(jobs), steps_per_s=len(jobs) * steps / seconds, peak_bytes=peak)
 

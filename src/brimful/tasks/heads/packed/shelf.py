@@ -48,6 +48,11 @@ class Shelf:
         """Whether batches are `Bits`."""
         return self._bits is not None
 
+    @property
+    def nbytes(self) -> int:
+        bits = 0 if self._bits is None else self._bits.places.nbytes + self._bits.offsets.nbytes
+        return self.features.nbytes + self.labels.nbytes + bits
+
     def take(self, rows: Tensor) -> Tensor | Bits:
         """The features of these rows, [runs, rows], as [runs, rows, inputs] or as bits."""
         if self._bits is None:
@@ -66,7 +71,9 @@ def _labels(rows: Mapping[str, Rows]) -> Tensor:
 
 
 def _bits(features: Tensor) -> Bits | None:
-    if features.dtype != torch.uint8 or int(features.max()) > 1 or features.float().mean() > SPARSE:
+    if features.dtype != torch.uint8 or int(features.max()) > 1:
+        return None
+    if int(features.sum(dtype=torch.int64)) > SPARSE * features.numel():
         return None
     rows, places = features.nonzero(as_tuple=True)
     return Bits(places, F.pad(torch.bincount(rows, minlength=len(features)).cumsum(0), (1, 0)))

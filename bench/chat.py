@@ -11,6 +11,7 @@ stopped once by SIGTERM and resumed.
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 PIECE_BYTES = 2**27
@@ -44,9 +46,16 @@ def main() -> None:
     phases, start = [], asked.pretrained
     if start is None:
         start = out / "pretrain"
-        phases.append(_phase("chatlm-pretrain", asked, start, asked.pretrain_steps, asked.pretrain_lr, None, baseline))
-    phases.append(_phase("chatlm-sft", asked, out / "sft", asked.sft_steps, asked.sft_lr, start, baseline))
+        phases.append(_alone("chatlm-pretrain", asked, start, asked.pretrain_steps, asked.pretrain_lr, None, baseline))
+    if asked.sft_steps:
+        phases.append(_alone("chatlm-sft", asked, out / "sft", asked.sft_steps, asked.sft_lr, start, baseline))
     print(json.dumps({"size": asked.size, "device": asked.device, "phases": phases}, indent=1))
+
+
+def _alone(*phase) -> dict:
+    """In a process of its own, as a user runs it: what one phase leaves behind is not counted to the next."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_phase, *phase).result()
 
 
 def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
@@ -61,7 +70,7 @@ def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
     how = dict(  # noqa: C408 - keywords read as such
         run=str(run), max_steps=steps, lr=lr, valid=asked.valid, eval_every=max(1, steps // 2), eval_rows=asked.eval_rows,
         generate_rows=asked.generate_rows, device=asked.device, memory_limit=asked.memory_limit, workers=asked.workers,
-        warmup="10%", global_batch=asked.global_batch, save_every=max(1, steps // 3), keep=1, listeners=[events.append], say=_say,
+        warmup="10%", global_batch=asked.global_batch, save_every=max(1, steps // 3), keep=1, listeners=[events.append, _heard], say=_say,
     )  # fmt: skip
     with host:
         hooks = [_Taker(steps // 3)] if asked.take_memory else []
@@ -69,7 +78,18 @@ def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
         assert stopped.reason == "interrupted" and stopped.step == stop_at, stopped
         ending = brimful.train(load_task(name, options=size), asked.train, resume=True, **how)
     assert ending.reason == "finished" and ending.step == steps, ending
-    return {"task": name, "steps": steps, **_figures(events), "host_bytes_beyond_imports": host.most_bytes}
+    return {
+        "task": name,
+        "steps": steps,
+        **_figures(events),
+        "host_bytes_beyond_imports": host.most_bytes,
+        "host_highest_while": host.most_while,
+    }
+
+
+def _heard(event) -> None:
+    global _last_said
+    _last_said = f"after {event['event']} of step {event.get('step')}"
 
 
 def _figures(events) -> dict:
@@ -141,10 +161,10 @@ class _Taker(_Stopper):
 
 
 class _Host:
-    """The most anonymous and shared memory of the process tree, looked at twice a second."""
+    """The most anonymous and shared memory of the process tree, looked at ten times a second."""
 
     def __init__(self, baseline_bytes):
-        self.baseline_bytes, self.most_bytes, self._done = baseline_bytes, 0, threading.Event()
+        self.baseline_bytes, self.most_bytes, self.most_while, self._done = baseline_bytes, 0, "", threading.Event()
 
     def __enter__(self):
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -157,8 +177,10 @@ class _Host:
     def _look(self):
         from brimful.machine.footprint import tree_bytes
 
-        while not self._done.wait(0.5):
-            self.most_bytes = max(self.most_bytes, tree_bytes() - self.baseline_bytes)
+        while not self._done.wait(0.1):
+            now = tree_bytes() - self.baseline_bytes
+            if now > self.most_bytes:
+                self.most_bytes, self.most_while = now, _last_said
 
 
 def _baseline(device) -> int:
@@ -166,7 +188,12 @@ def _baseline(device) -> int:
     return int(found.stdout.split()[-1])
 
 
+_last_said = ""
+
+
 def _say(phrase) -> None:
+    global _last_said
+    _last_said = phrase
     print(f"{time.strftime('%H:%M:%S')} {phrase}", file=sys.stderr, flush=True)
 
 

@@ -94,7 +94,7 @@ def hardest(in_dist, out_dist, margin, hard):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("hard", [1.0, 0.5, 0.1, 0.001])
+@pytest.mark.parametrize("hard", [1.0, 0.5, 0.1, 0.0013])  # the last: 1.56 of 1,200 pairs, so two
 @pytest.mark.parametrize("margin", [0.3, 1.0, 20.0])
 def test_hinge_is_the_mean_of_the_hardest_pairs(margin, hard):
     sides = energies(3, 40, 30)
@@ -132,7 +132,6 @@ def test_pairs_that_violate_alike_count_as_often_as_wanted(hard):
     assert torch.allclose(losses.hinge(*tied(), *numbers), hardest(*tied(), *numbers))
 
 
-@pytest.mark.xfail(strict=True, reason="pairs at the threshold have no slope")
 @pytest.mark.parametrize("hard", [0.4, 0.05])
 def test_pairs_that_violate_alike_share_the_slope(hard):
     """Which of them are the hardest is anybody's choice; that so many are is not."""
@@ -225,7 +224,7 @@ def doubts(exposed, classes):
     return torch.stack(tasks, -1).mean((1, 2))
 
 
-UNEQUAL = pytest.param((2, 4, 3), marks=pytest.mark.xfail(strict=True, reason="tasks weigh by their classes"))
+UNEQUAL = (2, 4, 3)
 
 
 @pytest.mark.parametrize("classes", [(2,), (2, 2, 2), (5,), UNEQUAL])

@@ -66,7 +66,6 @@ def test_a_slow_trial_gets_a_second_chance(monkeypatch):
     assert asked == [1, 2, 2, 4, 8, 10] and found.runs == 10
 
 
-@pytest.mark.xfail(strict=True, reason="one run more must do a tenth more")
 def test_a_last_pack_that_is_hardly_larger_need_not_do_much_more(monkeypatch):
     trials(monkeypatch, float)
     found = choose([made.job(seed) for seed in range(17)], made.shelf(), None)

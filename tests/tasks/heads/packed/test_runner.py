@@ -220,7 +220,6 @@ def test_nothing_has_begun_before_the_first_step_or_after_the_last():
     assert runner.state() is None
 
 
-@pytest.mark.xfail(strict=True, reason="curves are shared with the runs that go on")
 def test_a_state_is_of_its_moment_whatever_the_runs_do_next():
     runner = Runner(ten(), SHELF, 10)
     went(runner, 2)
@@ -231,7 +230,6 @@ def test_a_state_is_of_its_moment_whatever_the_runs_do_next():
     assert state.curves == before.curves and state.losses == before.losses
 
 
-@pytest.mark.xfail(strict=True, reason="a pack trains the given state in place")
 def test_a_state_can_be_gone_on_from_twice():
     before = Runner(ten(), SHELF, 10)
     went(before, 2)

@@ -173,6 +173,7 @@ def _groups(jobs: Sequence[Job], device: torch.device) -> list[_Group]:
         options = {
             name: torch.tensor([jobs[place].options[name] for place in runs], dtype=torch.float32, device=device)
             for name in jobs[runs[0]].options
+            if name != "hard" or any(jobs[place].options[name] < 1 for place in runs)
         }
         found.append(_Group(objective, torch.tensor(runs, device=device), options))
     return found

@@ -5,6 +5,7 @@ Speed is measured: a pack twice as large that does not do clearly more in the sa
 are real steps of copies of the first runs, which are thrown away.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def choose(jobs: Sequence[Job], shelf: Shelf, budget_bytes: int | None, *, most:
             if not trials:
                 raise too_large(jobs[0], shelf.device)
             return _chosen(trials, f"{runs} ran out of memory")
-        if trials and trial.steps_per_s < WORTH * trials[-1].steps_per_s:  # once more: the machine may have been busy
+        if trials and not _worth_it(trial, trials[-1]):  # once more: the machine may have been busy
             again = attempt(lambda runs=runs: _tried(jobs[:runs], shelf), shelf.device)  # type: ignore[misc]
             trial = trial if isinstance(again, OutOfMemory) else max(trial, again, key=lambda one: one.steps_per_s)
         if budget_bytes is not None and trial.peak_bytes > budget_bytes and trials:
@@ -68,7 +69,7 @@ def choose(jobs: Sequence[Job], shelf: Shelf, budget_bytes: int | None, *, most:
                 trials, f"{runs} took {show_bytes(trial.peak_bytes)}, measured, of {show_bytes(budget_bytes)}"
             )
         trials.append(trial)
-        if len(trials) > 1 and trial.steps_per_s < WORTH * trials[-2].steps_per_s:
+        if len(trials) > 1 and not _worth_it(trial, trials[-2]):
             gain = trial.steps_per_s / trials[-2].steps_per_s
             return _chosen(trials, f"{runs} at once do {gain:.2f} times as much as {trials[-2].runs}, measured")
         if runs == limit:
@@ -76,6 +77,11 @@ def choose(jobs: Sequence[Job], shelf: Shelf, budget_bytes: int | None, *, most:
                 trials, f"as many as asked for with --pack {most}" if most == limit else "all runs of this shape"
             )
         runs = min(2 * runs, limit)
+
+
+def _worth_it(trial: Trial, before: Trial) -> bool:
+    """Whether the larger pack does clearly more; one that is hardly larger need do hardly more."""
+    return trial.steps_per_s >= before.steps_per_s * WORTH ** math.log2(trial.runs / before.runs)
 
 
 def _tried(jobs: Sequence[Job], shelf: Shelf) -> Trial:

@@ -46,7 +46,8 @@ class Runner:
     def __init__(self, jobs: Sequence[Job], shelf: Shelf, slots: int, *, begun: Sequence[State] = ()) -> None:
         """`begun`: runs that go on from where they stood; they are not among the jobs."""
         self.shelf, self.slots = shelf, slots
-        self.ooms = 0
+        self.ooms = self.judged = 0
+        """Out-of-memory errors so far; runs whose epoch ended with the last message."""
         self._queue = deque(jobs)
         self._parked = list(begun)
         self._pack: Pack | None = None
@@ -108,7 +109,7 @@ class Runner:
                 parked.append(state.take(range(free, len(state))))
                 state = state.take(range(free))
             free -= len(state)
-            states.append(state.to(self.shelf.device))
+            states.append(state.take(range(len(state))).to(self.shelf.device))  # a pack trains in place
         jobs = [self._queue[place] for place in range(min(max(0, free), len(self._queue)))]
         states += [State.new(jobs, self.shelf.device)] if jobs else []
         pack = Pack(reduce(State.joined, states), self.shelf) if states else None
@@ -140,6 +141,7 @@ class Runner:
         before = dict(zip(scores, state.best_score[list(scores)].tolist(), strict=True))
         better = [place for place, score in scores.items() if score > before[place]]
         state.best[better] = state.weights[better]
+        self.judged = len(set(scores) - self._stopped)
         found = []
         for place, score in scores.items():
             state.curves[place].append(score)

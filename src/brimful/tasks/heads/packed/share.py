@@ -99,7 +99,7 @@ def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Calla
         saved = now if due else saved
         alive, _ = runner.progress()
         yield Went(
-            share=share.number, finished=finished, epochs=alive + len(finished), alive=alive,
+            share=share.number, finished=finished, epochs=runner.judged, alive=alive,
             ooms=runner.ooms - ooms, state=runner.state() if due else None, peak_bytes=peak_bytes(device),
         )  # fmt: skip
         ooms = runner.ooms

@@ -64,21 +64,24 @@ class State:
     def take(self, places: Sequence[int]) -> "State":
         """Some of the runs."""
         index = torch.tensor(list(places), dtype=torch.int64, device=self.step.device)
-        return self._made(lambda name: tuple(getattr(self, name)[place] for place in places), lambda one, _: one[index])
+        return self._made(places, lambda one: one[index])
 
     def joined(self, other: "State") -> "State":
         """These runs, then those."""
-        return self._made(
-            lambda name: getattr(self, name) + getattr(other, name),
-            lambda one, name: torch.cat([one, getattr(other, name).to(one.device)]),
-        )
+        found: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in LISTS}
+        found |= {
+            name: torch.cat([one := getattr(self, name), getattr(other, name).to(one.device)]) for name in TENSORS
+        }
+        return State(**found)
 
     def to(self, device: torch.device | str) -> "State":
-        return self._made(lambda name: getattr(self, name), lambda one, _: one.to(device))
+        return self._made(range(len(self)), lambda one: one.to(device))
 
-    def _made(self, lists: Callable[[str], Any], tensors: Callable[[Tensor, str], Tensor]) -> "State":
-        found: dict[str, Any] = {name: lists(name) for name in LISTS}
-        found |= {name: tensors(getattr(self, name), name) for name in TENSORS}
+    def _made(self, places: Sequence[int], tensors: Callable[[Tensor], Tensor]) -> "State":
+        """Curves are copied: those of runs that go on grow."""
+        found: dict[str, Any] = {"jobs": tuple(self.jobs[place] for place in places)}
+        found |= {name: tuple(list(getattr(self, name)[place]) for place in places) for name in ("curves", "losses")}
+        found |= {name: tensors(getattr(self, name)) for name in TENSORS}
         return State(**found)
 
 

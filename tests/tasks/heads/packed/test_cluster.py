@@ -1,0 +1,53 @@
+"""Shares on a Ray cluster of this box give what they give here. Starting one takes seconds and ports, hence not in `make test`."""
+
+import pytest
+
+from brimful.errors import NoConnection, UserError
+from brimful.tasks.heads.packed import cluster
+from brimful.tasks.heads.packed.share import Share, Went, work
+
+from . import made
+
+pytestmark = pytest.mark.torture
+ROWS = {"a": made.rows()}
+JOBS = [made.job(seed, name, activation="silu") for seed in range(3) for name in ("dpo", "bce")]
+
+
+@pytest.fixture(scope="module")
+def ray():
+    pytest.importorskip("ray")
+    found, cards, cores = cluster.connect("local")
+    assert cards == 0 and cores >= 1
+    yield found
+    found.shutdown()
+
+
+def share(number, jobs, **changes):
+    return Share(number=number, groups=[jobs], rows=ROWS, device="cpu", threads=1, **changes)
+
+
+def weights(messages):
+    return {one.job.name: one.weights for message in messages if isinstance(message, Went) for one in message.finished}
+
+
+def test_two_tasks_train_what_one_process_does(ray):
+    there = weights(cluster.run_shares(ray, [share(0, JOBS[::2], most=3), share(1, JOBS[1::2], most=3)]))
+    here = weights(work(share(0, JOBS, most=3)))
+    assert set(there) == set(here) and len(there) == len(JOBS)
+    assert all((there[name] - here[name]).abs().max() < 1e-5 for name in here)
+
+
+def test_a_task_that_fails_says_why_in_one_sentence(ray):
+    lost = [made.job(0, data="not there")]
+    with pytest.raises(UserError, match="a Ray task failed: ValueError"):
+        list(cluster.run_shares(ray, [share(0, lost)]))
+
+
+def test_stopping_ends_the_tasks(ray):
+    assert weights(cluster.run_shares(ray, [share(0, JOBS)], stop=lambda: True)) == {}
+
+
+def test_a_cluster_that_does_not_answer_is_named(ray):
+    ray.shutdown()
+    with pytest.raises(NoConnection, match=r"--ray auto: no cluster answers there"):
+        cluster.connect("auto")

@@ -17,8 +17,9 @@ class SweepOptions:
     """The share of the limit to use."""
     pack: int | None = None
     """Train at most so many runs at once; as many as pay unless given."""
-    processes: int = 1
-    """Cards of this box to share the runs, a process for each; on the CPU, processes."""
+    processes: int | None = None
+    """Cards of this box to share the runs, a process for each; one unless given. On the CPU processes of one core each:
+    as many as there are cores unless given, where there are six heads or more for each."""
     ray: str | None = None
     """Run on a Ray cluster instead: auto for the one this machine belongs to, an address, or local to start one here."""
 
@@ -26,7 +27,7 @@ class SweepOptions:
         problems = []
         if self.pack is not None and self.pack < 1:
             problems.append(f"--pack {self.pack}: give at least 1")
-        if self.processes < 1:
+        if self.processes is not None and self.processes < 1:
             problems.append(f"--processes {self.processes}: give at least 1")
         if not 0 < self.fill <= 1:
             problems.append(f"--fill {self.fill:g}: give a share of the limit, more than 0 and at most 1")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from brimful.errors import BadRun
+from brimful.machine.host import Host
 from brimful.memory.ledger import virtual_memory
 from brimful.plan.options import FitOptions
 from brimful.plan.target import Target, find_target
@@ -43,6 +44,8 @@ from brimful.units import show_count
 
 Say = Callable[[str], object]
 NONE = np.empty(0)
+HEADS_A_PROCESS = 6
+"""Fewer are trained before another process has imported torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,8 @@ class Sweep:
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
     remarks: dict[str, list[str]] = field(default_factory=dict)
     packings: list[dict[str, Any]] = field(default_factory=list)
+    alive: dict[int, int] = field(default_factory=dict)
+    """Runs in training, by share."""
     trained: int = 0
     ooms: int = 0
     peak_bytes: int | None = None
@@ -206,12 +211,21 @@ class Sweep:
             self.journal.write("resume", heads=sum(map(len, begun)))
         groups = kin(todo, self.rows)
         if self.options.ray is None:
-            devices, threads = _devices(target, self.options.processes)
+            devices, threads = _devices(target, self._processes(target, len(todo)))
             yield from processes.run_shares(self._shares(groups, devices, threads, target.budget_bytes, begun), stop)
             return
         ray, cards, cores = cluster.connect(self.options.ray)
-        devices = ["cuda"] * cards or ["cpu"] * max(1, min(cores, self.options.processes))
+        devices = ["cuda"] * cards or ["cpu"] * max(1, min(cores, self.options.processes or cores))
         yield from cluster.run_shares(ray, self._shares(groups, devices, 1 if not cards else None, None if cards else target.budget_bytes, begun), stop)  # fmt: skip
+
+    def _processes(self, target: Target, heads: int) -> int:
+        """Small products do not spread over cores, runs do: 12 heads took 6 min with two threads beside one busy process,
+        and 2 min with one thread beside several."""
+        if self.options.processes is not None:
+            return self.options.processes
+        if target.device.type != "cpu" or self.options.memory_limit is not None:  # a virtual limit is one process's
+            return 1
+        return max(1, min(Host.detect().cores, heads // HEADS_A_PROCESS))
 
     def _shares(
         self,
@@ -246,6 +260,7 @@ class Sweep:
 
     def _went(self, went: Went, jobs: Mapping[str, list[Cell]]) -> None:
         self.ooms += went.ooms
+        self.alive[went.share] = went.alive
         self.peak_bytes = max((one for one in (self.peak_bytes, went.peak_bytes) if one is not None), default=None)
         if went.ooms:
             self.journal.write("oom", ooms=went.ooms, sentence="out of memory: half of the pack waits")
@@ -258,7 +273,7 @@ class Sweep:
                 self.folder.keep(went.share, went.state)
             except BadRun as error:
                 self.journal.write("note", sentence=str(error))
-        self.journal.write("epochs", epochs=went.epochs, alive=went.alive, trained=self.trained, heads=len(jobs))
+        self.journal.write("epochs", epochs=went.epochs, alive=sum(self.alive.values()), trained=self.trained, heads=len(jobs))
 
     def _finished(self, cell: Cell, finished: Finished) -> None:
         judged = finished.job.sees_ood  # a plain classifier is judged by its loss, which is no AUROC
@@ -320,7 +335,7 @@ def _devices(target: Target, count: int) -> tuple[list[str], int | None]:
     import torch
 
     if target.device.type == "cpu":
-        return ["cpu"] * count, max(1, torch.get_num_threads() // count) if count > 1 else None
+        return ["cpu"] * count, 1
     if count == 1:
         return [str(target.device)], None
     there = torch.accelerator.device_count()

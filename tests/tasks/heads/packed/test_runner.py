@@ -16,7 +16,7 @@ from . import made
 
 SMOOTH = {"activation": "silu"}
 """A ReLU at zero goes by the last digit, which is the pack's."""
-SHELF = made.shelf(a=made.rows(), b=made.rows(1, train=(70, 25)))
+SHELF = made.shelf(a=made.rows(), b=made.rows(1, train=(70, 25), held=9))
 
 
 def ten(**changes):
@@ -79,9 +79,10 @@ def test_fingerprints_as_bits_are_trained_alike_in_any_pack():
 
 
 def test_classifiers_of_all_kinds_are_trained_alike_in_any_pack():
-    shelf = made.shelf(a=made.rows(train=(60, 40), classes=(2, 3)))
+    a, b = made.rows(train=(60, 40), classes=(2, 3)), made.rows(1, train=(30, 70), held=9, classes=(2, 3))
+    shelf = made.shelf(a=a, b=b)
     names = ("classify", "classify-oe", "classify-energy-oe")
-    jobs = [made.job(seed, name, classes=(2, 3), **SMOOTH) for seed in range(2) for name in names]
+    jobs = [made.job(0, name, data, classes=(2, 3), **SMOOTH) for data in ("a", "b") for name in names]
     alone = {name: one for job in jobs for name, one in made.ended(Runner([job], shelf, 1)).items()}
     made.same(made.ended(Runner(jobs, shelf, 6)), alone, within=1e-5)
 
@@ -113,6 +114,12 @@ def test_a_run_stops_when_its_patience_is_over_and_keeps_its_best_weights(monkey
 def test_a_run_stops_with_its_last_epoch():
     (found,) = made.ended(Runner([made.job(epochs=3, patience=99)], SHELF, 1)).values()
     assert found.epochs == 3 == len(found.curve) and not found.diverged
+
+
+def test_a_run_that_has_stopped_is_told_once_though_its_place_is_not_taken_yet():
+    jobs = [made.job(seed, epochs=1 if seed == 7 else 3, patience=9) for seed in range(20)]
+    looks = [[one.job.seed for one in found] for found in Runner(jobs, SHELF, 20).run()]
+    assert looks == [[7], [], [seed for seed in range(20) if seed != 7]]
 
 
 def test_losses_are_told_as_means_of_their_epochs():

@@ -69,11 +69,14 @@ Message = Packed | Went
 
 def work(share: Share, stop: Callable[[], bool] = lambda: False) -> Iterator[Message]:
     """Trains the share from beginning to end, or until it is to stop; then the last message has the state."""
-    if share.threads is not None:
-        torch.set_num_threads(share.threads)
-    for group in share.groups:
-        if not stop():
-            yield from _group(group, share, torch.device(share.device), stop)
+    before = torch.get_num_threads()
+    torch.set_num_threads(share.threads or before)
+    try:
+        for group in share.groups:
+            if not stop():
+                yield from _group(group, share, torch.device(share.device), stop)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Callable[[], bool]) -> Iterator[Message]:

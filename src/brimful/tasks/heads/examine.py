@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from brimful.errors import MissingExtra
 from brimful.machine.host import Host
+from brimful.machine.spawning import may_spawn
 
 _CHUNK = 1000
 """Molecules that a process takes at a time: about half a second, which is also the beat of the progress."""
@@ -51,7 +52,7 @@ def examine(smiles: Sequence[str], say: Callable[[str], object] = lambda phrase:
     chunks = [list(smiles[start : start + _CHUNK]) for start in range(0, len(smiles), _CHUNK)]
     done: dict[int, list[Found]] = {}
     processes = min(Host.detect().cores, len(chunks), _MOST_PROCESSES)
-    if processes > 1 and len(smiles) >= _WORTH_PROCESSES:
+    if processes > 1 and len(smiles) >= _WORTH_PROCESSES and may_spawn():
         _in_processes(chunks, done, processes, lambda: _tell(done, len(smiles), say))
     for index, chunk in enumerate(chunks):
         if index not in done:

@@ -97,7 +97,7 @@ class SweepFolder:
             except (SafetensorError, OSError, KeyError, ValueError):
                 continue
             found += [state] if state is not None else []
-        return found
+        return _furthest(found)
 
     def done(self) -> None:
         """Nothing is left to go on with."""
@@ -140,6 +140,16 @@ def _written(path: Path) -> Iterator[None]:
     except (OSError, pa.ArrowException) as error:
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise BadRun(f"{path} cannot be written: {why}; make room, or give another --output") from None
+
+
+def _furthest(states: Sequence[State]) -> list[State]:
+    """Each run once, where it was furthest: with another number of processes a file is left over from before."""
+    where: dict[str, tuple[int, int, int]] = {}
+    for number, state in enumerate(states):
+        for place, (job, step) in enumerate(zip(state.jobs, state.step.tolist(), strict=True)):
+            where[job.name] = max(where.get(job.name, (-1, 0, 0)), (step, number, place))
+    kept = [[place for _, of, place in where.values() if of == number] for number in range(len(states))]
+    return [state.take(places) for state, places in zip(states, kept, strict=True) if places]
 
 
 def fingerprint(rows: Rows) -> str:

@@ -10,7 +10,7 @@ class SweepOptions:
     """Where a sweep runs; nothing here changes its results."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps or xpu; the first accelerator unless given."""
+    """cpu, cuda, cuda:1 or xpu; the first accelerator unless given."""
     memory_limit: str | None = None
     """Cap on memory, such as 20GiB: a card's reserved bytes, or a virtual limit on the CPU."""
     fill: float = 0.85

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from brimful.errors import BadRun
+from brimful.errors import BadOption, BadRun
 from brimful.machine.host import Host
+from brimful.machine.spawning import may_spawn
 from brimful.memory.ledger import virtual_memory
 from brimful.plan.options import FitOptions
 from brimful.plan.target import Target, find_target
@@ -92,6 +93,8 @@ class Sweep:
         target = find_target(
             FitOptions(device=self.options.device, memory_limit=self.options.memory_limit, fill=self.options.fill)
         )
+        if target.device.type == "mps":
+            raise BadOption("a sweep counts in float64, which the Apple GPU does not have: give --device cpu")
         self._prepare(target)
         jobs = self._jobs(cells)
         self.journal.write("begin", grid=show_grid(self.spec), cells=len(cells), known=self._known(cells), heads=len(jobs), device=target.name)  # fmt: skip
@@ -223,8 +226,8 @@ class Sweep:
         and 2 min with one thread beside several."""
         if self.options.processes is not None:
             return self.options.processes
-        if target.device.type != "cpu" or self.options.memory_limit is not None:  # a virtual limit is one process's
-            return 1
+        if target.device.type != "cpu" or self.options.memory_limit is not None or not may_spawn():
+            return 1  # a virtual limit is one process's
         return max(1, min(Host.detect().cores, heads // HEADS_A_PROCESS))
 
     def _shares(
@@ -273,7 +276,9 @@ class Sweep:
                 self.folder.keep(went.share, went.state)
             except BadRun as error:
                 self.journal.write("note", sentence=str(error))
-        self.journal.write("epochs", epochs=went.epochs, alive=sum(self.alive.values()), trained=self.trained, heads=len(jobs))
+        self.journal.write(
+            "epochs", epochs=went.epochs, alive=sum(self.alive.values()), trained=self.trained, heads=len(jobs)
+        )
 
     def _finished(self, cell: Cell, finished: Finished) -> None:
         judged = finished.job.sees_ood  # a plain classifier is judged by its loss, which is no AUROC

@@ -51,6 +51,6 @@ def lots(keys: Tensor, rows: int, units: int) -> Tensor:
 
 def kept(keys: Tensor, rows: int, units: int, dropout: Tensor) -> Tensor:
     """Dropout's factors, [keys, rows, units]: 0 with a run's probability, else what keeps the mean."""
-    dropped = (dropout.double() * LOTS).round().to(torch.int32)
+    dropped = (dropout.double() * LOTS).round().clamp(max=LOTS - 1).to(torch.int32)
     stays = lots(keys, rows, units) >= (dropped - LOTS // 2).to(torch.int16)[:, None, None]
     return stays * (LOTS / (LOTS - dropped)).to(torch.float32)[:, None, None]

@@ -137,6 +137,8 @@ def too_large(job: Job, device: torch.device) -> DoesNotFit:
 
 
 def _chosen(trials: Sequence[Trial], reason: str) -> Packing:
-    """The fastest of those that ran."""
-    best = max(trials, key=lambda trial: trial.steps_per_s)
+    """The smallest of those that ran which no larger one beats clearly."""
+    best = trials[0]
+    for trial in trials[1:]:
+        best = trial if _worth_it(trial, best) else best
     return Packing(runs=best.runs, reason=reason, trials=tuple(trials))

@@ -85,8 +85,13 @@ class Runner:
         """A pack with every place taken, as far as there are runs; whether there is one at all."""
         if self._pack is not None and not self._worth_it():
             return True
-        while isinstance(attempt(self._rebuild, self.shelf.device), OutOfMemory):
-            self._shrink()
+        if self._pack is not None and not self._alive():
+            self._pack, self._stopped = None, set()
+        if isinstance(attempt(self._rebuild, self.shelf.device), OutOfMemory):
+            self.ooms += 1
+            self._park()  # two packs at a time did not fit, one may
+            while isinstance(attempt(self._rebuild, self.shelf.device), OutOfMemory):
+                self._shrink()
         return self._pack is not None
 
     def _worth_it(self) -> bool:
@@ -128,8 +133,13 @@ class Runner:
             waits = self._pack.jobs if self._pack is not None else [*(job for one in self._parked for job in one.jobs), *self._queue]  # fmt: skip
             raise too_large(waits[0], self.shelf.device)
         self.slots = max(1, min(self.slots, running) // 2)
-        if self._pack is not None:
-            self._parked.append(self._pack.state.to("cpu").take(self._alive()))
+        self._park()
+
+    def _park(self) -> None:
+        """What runs waits on the host."""
+        if alive := self._alive():
+            assert self._pack is not None
+            self._parked.append(self._pack.state.to("cpu").take(alive))
         self._pack, self._stopped = None, set()
         empty_cache(self.shelf.device)
 

@@ -33,14 +33,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from brimful.tasks.heads.asked import DatasetSpec, TrainSpec
-from brimful.tasks.heads.methods import METHODS
-from brimful.tasks.heads.metrics import auroc
 from brimful.tasks.heads.packed import losses
 from brimful.tasks.heads.packed.head import Head, HeadShape
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.runner import Finished
 from brimful.tasks.heads.packed.share import Packed, Share, work
+from brimful.tasks.heads.results.metrics import auroc
+from brimful.tasks.heads.spec.asked import DatasetSpec, TrainSpec
+from brimful.tasks.heads.spec.methods import METHODS
 from brimful.units import show_bytes
 
 DATASETS = {

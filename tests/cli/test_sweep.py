@@ -19,10 +19,10 @@ pytest.importorskip("rdkit")
 
 from brimful.cli import main
 from brimful.report.sweep_progress import SweepProgress
-from brimful.tasks.heads.grid import show_grid
-from brimful.tasks.heads.results import read_results
-from brimful.tasks.heads.spec import read_spec
-from brimful.tasks.heads.trivial import TRIVIAL
+from brimful.tasks.heads.results.files import read_results
+from brimful.tasks.heads.scores.trivial import TRIVIAL
+from brimful.tasks.heads.spec.grid import show_grid
+from brimful.tasks.heads.spec.read import read_spec
 from brimful.train.journal import read_events
 
 ROOT = Path(__file__).parents[2]

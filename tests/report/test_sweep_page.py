@@ -10,8 +10,8 @@ import pytest
 from brimful.report.svg import Frame, area, line, thinned, ticks, widened
 from brimful.report.sweep_charts import curve_chart, histogram_chart, roc, roc_chart
 from brimful.report.sweep_page import sweep_page
-from brimful.tasks.heads.metrics import auroc
-from brimful.tasks.heads.summary import conventions, summarise
+from brimful.tasks.heads.results.metrics import auroc
+from brimful.tasks.heads.results.summary import conventions, summarise
 from tests.tasks.heads.fake_rows import row, seeds
 
 VOID = {"meta", "br"}

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from brimful.report.sweep_table import sweep_table
-from brimful.tasks.heads.summary import conventions, summarise
+from brimful.tasks.heads.results.summary import conventions, summarise
 from tests.tasks.heads.fake_rows import row, seeds
 
 ROWS = [

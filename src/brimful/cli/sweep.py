@@ -11,7 +11,7 @@ from brimful.cli.allocator import prefer_growing_segments
 from brimful.cli.flags import flags_of, given
 from brimful.cli.output import show
 from brimful.errors import BadOption, BadRun
-from brimful.tasks.heads.options import SweepOptions
+from brimful.tasks.heads.spec.options import SweepOptions
 from brimful.units import show_count, show_seconds
 
 Flags: Any = flags_of("Flags", {"Where it runs": SweepOptions}, names={"processes": ("--processes", "--gpus")})
@@ -42,7 +42,7 @@ def sweep(
     json
         Print one JSON object with all result rows.
     """
-    from brimful.tasks.heads.spec import read_spec
+    from brimful.tasks.heads.spec.read import read_spec
 
     asked = read_spec(spec)
     said = given(flags)
@@ -70,8 +70,8 @@ def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> t
     from brimful.plan.cache import folder
     from brimful.report.sweep_page import sweep_page
     from brimful.report.sweep_progress import SweepProgress
-    from brimful.tasks.heads.results import read_run, summarise
-    from brimful.tasks.heads.summary import conventions
+    from brimful.tasks.heads.results.files import read_run, summarise
+    from brimful.tasks.heads.results.summary import conventions
     from brimful.tasks.heads.sweep import sweep as run
     from brimful.train.checkpoint.durable import write_whole
 
@@ -93,7 +93,7 @@ def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> t
 
 
 def _last_words(root: Path, spec: Path, outcome: Any, summaries: Any) -> list[str]:
-    from brimful.tasks.heads.summary import conventions
+    from brimful.tasks.heads.results.summary import conventions
 
     time = f"{show_count(outcome.trained, 'head')} trained in {show_seconds(outcome.seconds)}"
     ended = "" if outcome.finished else f"; not all are done: {shlex.join(['brimful', *sys.argv[1:]])} goes on"

@@ -1,6 +1,6 @@
 """Result rows of a sweep that never ran, with figures chosen by the test."""
 
-from brimful.tasks.heads.results import COLUMNS
+from brimful.tasks.heads.results.files import COLUMNS
 
 
 def row(method, seed=0, auroc=0.7, **changes):

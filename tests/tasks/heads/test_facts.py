@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from brimful.errors import BadData
-from brimful.tasks.heads import facts as module
-from brimful.tasks.heads.facts import Facts, examined, facts_of
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules import facts as module
+from brimful.tasks.heads.molecules.facts import Facts, examined, facts_of
+from brimful.tasks.heads.molecules.molecules import Molecules
 
 pytest.importorskip("rdkit")
 

@@ -12,7 +12,7 @@ import pytest
 from brimful.errors import BadData, BadOption, DoesNotFit
 from brimful.tasks.heads.features import Encoded, features_of
 from brimful.tasks.heads.features import compute as compute_module
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.molecules import Molecules
 
 
 def molecules(count, first=0):

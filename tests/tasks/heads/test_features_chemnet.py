@@ -10,7 +10,7 @@ import torch
 from brimful.errors import BadModel, BadOption
 from brimful.tasks.heads.features import load_encoder
 from brimful.tasks.heads.features.chemnet import COLUMNS, WEIGHTS
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.molecules import Molecules
 
 PACKAGE = """
 import numpy as np, torch

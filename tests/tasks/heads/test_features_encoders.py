@@ -8,7 +8,7 @@ import pytest
 from brimful.errors import BadOption, MissingExtra
 from brimful.tasks.heads.features import ENCODERS, load_encoder
 from brimful.tasks.heads.features.descriptors import LEFT_OUT, used
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.molecules import Molecules
 
 ASPIRIN, BENZENE, COPPER = "CC(=O)Oc1ccccc1C(=O)O", "c1ccccc1", "CCC1=[O+][Cu-3]2([O+]=C(CC)C1)[O+]=C(CC)CC(CC)=[O+]2"
 

@@ -9,7 +9,7 @@ import pytest
 
 from brimful.errors import BadData, BadOption
 from brimful.tasks.heads.features import features_of, load_encoder
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.molecules import Molecules
 
 SMILES = np.array(["C", "CC", "CCC"], dtype=object)
 ROWS = np.array([0, 2, 3])

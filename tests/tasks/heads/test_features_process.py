@@ -16,7 +16,7 @@ import torch
 from brimful.errors import BadModel, BadOption, LostProcess
 from brimful.tasks.heads.features import features_of, load_encoder
 from brimful.tasks.heads.features import process as process_module
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.molecules import Molecules
 
 SERVE = process_module.CHILDREN / "serve.py"
 CHILD = """

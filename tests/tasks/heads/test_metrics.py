@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
 from brimful.errors import BadData, BadOption
-from brimful.tasks.heads.metrics import all_metrics, aupr, auroc, fpr95
+from brimful.tasks.heads.results.metrics import all_metrics, aupr, auroc, fpr95
 
 # Few distinct values, so that most examples have ties within a side and across both.
 few = st.lists(st.sampled_from([-1.5, -0.0, 0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=40)

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from brimful.errors import BadData, BadOption, MissingExtra
-from brimful.tasks.heads import examine
-from brimful.tasks.heads.molecules import Molecules, read_molecules
+from brimful.tasks.heads.molecules import examine
+from brimful.tasks.heads.molecules.molecules import Molecules, read_molecules
 
 pytest.importorskip("rdkit")
 

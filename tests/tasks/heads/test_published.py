@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from brimful.errors import BadData
-from brimful.tasks.heads.published import is_published, read_published
+from brimful.tasks.heads.molecules.published import is_published, read_published
 
 pytest.importorskip("rdkit")
 

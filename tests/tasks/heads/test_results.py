@@ -11,9 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from brimful.errors import BadData, BadRun, InternalError
-from brimful.tasks.heads.result_tables import latex, markdown
-from brimful.tasks.heads.results import COLUMNS, SCHEMA, read_results, read_run, summarise, write_results, write_run
-from brimful.tasks.heads.summary import conventions, show_figure
+from brimful.tasks.heads.results.files import (
+    COLUMNS,
+    SCHEMA,
+    read_results,
+    read_run,
+    summarise,
+    write_results,
+    write_run,
+)
+from brimful.tasks.heads.results.summary import conventions, show_figure
+from brimful.tasks.heads.results.tables import latex, markdown
 from tests.tasks.heads.fake_rows import row, seeds
 
 ROWS = [*seeds("dpo", (0.78, 0.79, 0.80)), *seeds("bce", (0.7801, 0.7899, 0.80)), row("rings", auroc=0.683), row("heavy-atoms", auroc=0.6)]  # fmt: skip
@@ -54,7 +62,7 @@ def test_a_write_that_fails_leaves_the_former_files(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("brimful.tasks.heads.results.pq.write_table", full)
+    monkeypatch.setattr("brimful.tasks.heads.results.files.pq.write_table", full)
     with pytest.raises(BadRun, match="results.parquet cannot be written: No space left on device"):
         write_results(tmp_path, ROWS)
     assert read_results(tmp_path) == ROWS[:1] and len(list(tmp_path.iterdir())) == 3
@@ -188,5 +196,5 @@ def test_names_cannot_break_a_markdown_table():
 
 
 def test_results_load_without_torch():
-    code = "import sys, brimful.tasks.heads.results; sys.exit('torch' in sys.modules)"
+    code = "import sys, brimful.tasks.heads.results.files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -10,11 +10,11 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.neighbors import LocalOutlierFactor
 
 from brimful.errors import BadData, BadOption, MissingExtra
-from brimful.tasks.heads.methods import METHODS
-from brimful.tasks.heads.metrics import auroc
+from brimful.tasks.heads.results.metrics import auroc
 from brimful.tasks.heads.scores import classifier_scores, distance, distance_scores, option_problems
 from brimful.tasks.heads.scores.gaussian import shrunk_covariance
 from brimful.tasks.heads.scores.options import RANGES
+from brimful.tasks.heads.spec.methods import METHODS
 
 DISTANCES = ("mahalanobis", "knn", "lof")
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from brimful.errors import BadOption
-from brimful.tasks.heads.grid import grid, show_grid, show_settings
-from brimful.tasks.heads.spec import read_spec
+from brimful.tasks.heads.spec.grid import grid, show_grid, show_settings
+from brimful.tasks.heads.spec.read import read_spec
 
 TOP = 'seeds = 2\nmethods = ["dpo", "knn"]\nencoders = ["ecfp"]\n'
 DATA = '[[datasets]]\nfile = "some.csv"\nsplit = "scaffold"\n'
@@ -216,6 +216,6 @@ def test_a_file_that_is_no_toml_is_one_sentence(tmp_path, content):
 def test_reading_a_spec_loads_neither_torch_nor_rdkit(tmp_path):
     (tmp_path / "some.csv").write_text("smiles\n")
     (tmp_path / "sweep.toml").write_text(TOP + DATA)
-    code = "import sys; from brimful.tasks.heads.spec import read_spec; from brimful.tasks.heads.grid import grid; assert len(grid(read_spec(sys.argv[1]))) == 4; sys.exit(bool({'torch', 'rdkit', 'sklearn'} & set(sys.modules)))"
+    code = "import sys; from brimful.tasks.heads.spec.read import read_spec; from brimful.tasks.heads.spec.grid import grid; assert len(grid(read_spec(sys.argv[1]))) == 4; sys.exit(bool({'torch', 'rdkit', 'sklearn'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "sweep.toml"], env=os.environ, check=False)
     assert done.returncode == 0

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brimful.errors import BadData, BadOption
-from brimful.tasks.heads.facts import Facts
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.facts import Facts
+from brimful.tasks.heads.molecules.molecules import Molecules
 from brimful.tasks.heads.splits import Part, Split, SplitOptions, check_leakage, leaks, make_split, trimmed
 from brimful.tasks.heads.splits.deal import grouped
 from brimful.tasks.heads.splits.sides import often_from, sides_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from brimful.tasks.heads.statistics import over_seeds, paired_difference
+from brimful.tasks.heads.results.statistics import over_seeds, paired_difference
 
 
 def by_seed(values):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from brimful.errors import BadOption
-from brimful.tasks.heads.facts import Facts, facts_of
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.facts import Facts, facts_of
+from brimful.tasks.heads.molecules.molecules import Molecules
+from brimful.tasks.heads.scores.trivial import TRIVIAL, trivial_scores
 from brimful.tasks.heads.splits import Part, Split
-from brimful.tasks.heads.trivial import TRIVIAL, trivial_scores
 
 pytest.importorskip("rdkit")
 

@@ -28,7 +28,7 @@ from brimful.errors import BadRun
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.state import TENSORS, State
 from brimful.tasks.heads.prepare import Prepared
-from brimful.tasks.heads.results import COLUMNS
+from brimful.tasks.heads.results.files import COLUMNS
 from brimful.train.checkpoint.durable import write_whole
 from brimful.train.journal import read_events
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from brimful.errors import BadOption
-from brimful.tasks.heads.grid import Cell
 from brimful.tasks.heads.packed.head import HeadShape
 from brimful.tasks.heads.packed.job import Job, Rows
+from brimful.tasks.heads.spec.grid import Cell
 
 
 def data_key(cell: Cell) -> str:

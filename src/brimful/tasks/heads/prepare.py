@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from brimful.errors import BadData, BadOption
-from brimful.tasks.heads.asked import DatasetSpec
-from brimful.tasks.heads.facts import Facts, facts_of
 from brimful.tasks.heads.features import Encoder, Features, features_of
-from brimful.tasks.heads.molecules import Molecules, read_molecules
-from brimful.tasks.heads.published import read_published
+from brimful.tasks.heads.molecules.facts import Facts, facts_of
+from brimful.tasks.heads.molecules.molecules import Molecules, read_molecules
+from brimful.tasks.heads.molecules.published import read_published
+from brimful.tasks.heads.spec.asked import DatasetSpec
 from brimful.tasks.heads.splits import Split, SplitOptions, make_split, trimmed
 from brimful.units import show_count
 

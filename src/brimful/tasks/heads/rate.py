@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.tasks.heads.grid import Cell
 from brimful.tasks.heads.packed.chance import SAMPLES, kept, key
 from brimful.tasks.heads.packed.head import Head
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.runner import Finished
 from brimful.tasks.heads.scores import classifier_scores, distance_scores
+from brimful.tasks.heads.spec.grid import Cell
 
 Scores = tuple[Any, Any]
 ROWS = 8192

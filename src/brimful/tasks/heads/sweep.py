@@ -23,12 +23,8 @@ from brimful.machine.spawning import may_spawn
 from brimful.memory.ledger import virtual_memory
 from brimful.plan.options import FitOptions
 from brimful.plan.target import Target, find_target
-from brimful.tasks.heads.asked import SweepSpec
 from brimful.tasks.heads.features import load_encoder
 from brimful.tasks.heads.folder import SweepFolder
-from brimful.tasks.heads.grid import Cell, grid, show_grid
-from brimful.tasks.heads.metrics import all_metrics
-from brimful.tasks.heads.options import SweepOptions
 from brimful.tasks.heads.packed import cluster, processes
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.runner import Finished
@@ -36,8 +32,12 @@ from brimful.tasks.heads.packed.share import Message, Packed, Share, Went
 from brimful.tasks.heads.plan import data_key, job_of, kin
 from brimful.tasks.heads.prepare import Prepared, check_batch, prepare, rows_of
 from brimful.tasks.heads.rate import Scores, head_scores, plain_scores
-from brimful.tasks.heads.results import COLUMNS, write_results, write_run
-from brimful.tasks.heads.trivial import TRIVIAL, trivial_scores
+from brimful.tasks.heads.results.files import COLUMNS, write_results, write_run
+from brimful.tasks.heads.results.metrics import all_metrics
+from brimful.tasks.heads.scores.trivial import TRIVIAL, trivial_scores
+from brimful.tasks.heads.spec.asked import SweepSpec
+from brimful.tasks.heads.spec.grid import Cell, grid, show_grid
+from brimful.tasks.heads.spec.options import SweepOptions
 from brimful.train.journal import Journal, Listener
 from brimful.train.lock import RunLock
 from brimful.train.signals import Interrupts

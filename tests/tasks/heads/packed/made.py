@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from brimful.tasks.heads.asked import TrainSpec
-from brimful.tasks.heads.methods import METHODS
 from brimful.tasks.heads.packed.head import HeadShape
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.shelf import Shelf
+from brimful.tasks.heads.spec.asked import TrainSpec
+from brimful.tasks.heads.spec.methods import METHODS
 
 CPU = torch.device("cpu")
 BY_OBJECTIVE = {method.objective: method for method in METHODS.values() if method.objective}

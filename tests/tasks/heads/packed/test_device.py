@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from brimful.tasks.heads.asked import TrainSpec
-from brimful.tasks.heads.methods import METHODS
 from brimful.tasks.heads.packed.head import HeadShape
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.pack import Pack
 from brimful.tasks.heads.packed.shelf import Shelf
 from brimful.tasks.heads.packed.state import State
 from brimful.tasks.heads.packed.validate import validation_scores
+from brimful.tasks.heads.spec.asked import TrainSpec
+from brimful.tasks.heads.spec.methods import METHODS
 
 META = torch.device("meta")
 SIDE = {"train": np.arange(32), "valid": np.arange(32, 40), "test": np.arange(40, 50)}

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from brimful.tasks.heads.asked import TrainSpec
-from brimful.tasks.heads.methods import METHODS
 from brimful.tasks.heads.packed.head import HeadShape
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.packing import choose
 from brimful.tasks.heads.packed.runner import Runner
 from brimful.tasks.heads.packed.shelf import Shelf
+from brimful.tasks.heads.spec.asked import TrainSpec
+from brimful.tasks.heads.spec.methods import METHODS
 from brimful.units import GiB
 
 pytestmark = pytest.mark.gpu

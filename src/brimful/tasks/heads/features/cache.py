@@ -30,7 +30,7 @@ from brimful.errors import BadData, BadOption
 from brimful.tasks.heads.features.protocol import Encoded, Encoder, Features, Matrix
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 FORMAT = 1
 MATRIX, MANIFEST = "features.npy", "manifest.json"

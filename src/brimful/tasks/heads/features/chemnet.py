@@ -19,7 +19,7 @@ from brimful.tasks.heads.features.protocol import Encoded, Matrix
 from brimful.tasks.heads.features.smiles import parsed, rdkit_version
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 WEIGHTS = "ChemNet_v0.13_pretrained.pt"
 LONGEST = 349

@@ -19,7 +19,7 @@ from brimful.tasks.heads.features.protocol import Encoded, Encoder, Features
 from brimful.units import GiB, show_bytes, show_count, show_rate, show_seconds
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 ROOM_BYTES = GiB
 """What a batch may take where the user names no limit."""

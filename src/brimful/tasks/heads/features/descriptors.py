@@ -19,7 +19,7 @@ from brimful.tasks.heads.features.protocol import Encoded, Matrix
 from brimful.tasks.heads.features.smiles import parsed, rdkit_version
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 LEFT_OUT = (
     *("BCUT2D_MWHI", "BCUT2D_MWLOW", "BCUT2D_CHGHI", "BCUT2D_CHGLO"),

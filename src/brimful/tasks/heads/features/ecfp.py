@@ -14,7 +14,7 @@ from brimful.tasks.heads.features.protocol import Encoded, Matrix, labelled
 from brimful.tasks.heads.features.smiles import parsed, rdkit_version
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 MOST = 255
 """The largest count a byte holds; no fragment of a drug-like molecule comes near it."""

@@ -21,7 +21,7 @@ from brimful.tasks.heads.features.cache import file_hash
 from brimful.tasks.heads.features.protocol import Encoded, Matrix
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 
 @dataclass(frozen=True, kw_only=True)

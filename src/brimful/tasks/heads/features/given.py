@@ -17,7 +17,7 @@ from brimful.tasks.heads.features.protocol import Encoded, Matrix
 from brimful.units import show_rows
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 
 @dataclass(frozen=True, kw_only=True)

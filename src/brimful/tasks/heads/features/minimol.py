@@ -15,7 +15,7 @@ from brimful.tasks.heads.features.process import OwnProcess, command_for, descri
 from brimful.tasks.heads.features.protocol import Encoded
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 VARIABLE = "BRIMFUL_MINIMOL_PYTHON"
 INSTALL = f'give the Python of an environment that has it, as {{name = "minimol", python = "ENV/bin/python"}} or in {VARIABLE}; docs/encoders.md has the commands'

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 Matrix = np.ndarray[Any, np.dtype[Any]]
 

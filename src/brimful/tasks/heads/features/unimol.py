@@ -18,7 +18,7 @@ from brimful.tasks.heads.features.process import OwnProcess, command_for, descri
 from brimful.tasks.heads.features.protocol import Encoded, labelled
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 VARIABLE, WEIGHTS_VARIABLE = "BRIMFUL_UNIMOL_PYTHON", "UNIMOL_WEIGHT_DIR"
 INSTALL = f'give the Python of an environment that has it, as {{name = "unimol", python = "ENV/bin/python", weights = "DIR"}} or in {VARIABLE}; docs/encoders.md has the commands'

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from brimful.tasks.heads.asked import TrainSpec
-from brimful.tasks.heads.methods import Objective
 from brimful.tasks.heads.packed.head import HeadShape
+from brimful.tasks.heads.spec.asked import TrainSpec
+from brimful.tasks.heads.spec.methods import Objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

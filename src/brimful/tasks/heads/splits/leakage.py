@@ -14,7 +14,7 @@ from typing import Any
 import numpy.typing as npt
 
 from brimful.errors import BadData
-from brimful.tasks.heads.facts import Facts
+from brimful.tasks.heads.molecules.facts import Facts
 from brimful.tasks.heads.splits.split import Split
 from brimful.units import show_count
 

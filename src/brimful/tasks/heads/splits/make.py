@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from brimful.errors import BadData
-from brimful.tasks.heads.facts import Facts
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.facts import Facts
+from brimful.tasks.heads.molecules.molecules import Molecules
 from brimful.tasks.heads.splits.deal import deal, deal_few, deal_groups, grouped, in_order
 from brimful.tasks.heads.splits.leakage import check_leakage
 from brimful.tasks.heads.splits.options import SplitOptions

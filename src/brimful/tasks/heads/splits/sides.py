@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.errors import BadData, BadOption
-from brimful.tasks.heads.facts import Facts
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.facts import Facts
+from brimful.tasks.heads.molecules.molecules import Molecules
 from brimful.tasks.heads.splits.deal import draw
 from brimful.tasks.heads.splits.options import SplitOptions
 from brimful.tasks.heads.splits.split import Places

@@ -7,7 +7,7 @@ of the published experiments (2000 : 600 : 1000), no more than those, and no mor
 from dataclasses import replace
 
 from brimful.errors import BadData
-from brimful.tasks.heads.facts import Facts
+from brimful.tasks.heads.molecules.facts import Facts
 from brimful.tasks.heads.splits.deal import in_order
 from brimful.tasks.heads.splits.options import SplitOptions
 from brimful.tasks.heads.splits.split import PARTS, Part, Split

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from brimful.tasks.heads.statistics import OverSeeds, over_seeds, paired_difference
+from brimful.tasks.heads.results.statistics import OverSeeds, over_seeds, paired_difference
 
 FIGURES = ("auroc", "aupr", "fpr95", "aupr_ood", "aupr_id", "fpr95_ood", "fpr95_id")
 LOWER_IS_BETTER = frozenset(("fpr95", "fpr95_ood", "fpr95_id"))

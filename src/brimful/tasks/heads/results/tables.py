@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from brimful.tasks.heads.summary import TRIVIAL, conventions
+from brimful.tasks.heads.results.summary import TRIVIAL, conventions
 
 Summary = dict[str, Any]
 SHOWN = ("auroc", "aupr", "fpr95")

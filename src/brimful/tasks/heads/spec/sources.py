@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from brimful.tasks.heads.asked import PUBLISHED, SPLITS, DatasetSpec, EncoderChoice
-from brimful.tasks.heads.spec_table import TEXT, Kind, SpecTable, one_of, repeated, shown, unknown, whole
+from brimful.tasks.heads.spec.asked import PUBLISHED, SPLITS, DatasetSpec, EncoderChoice
+from brimful.tasks.heads.spec.table import TEXT, Kind, SpecTable, one_of, repeated, shown, unknown, whole
 
 _KEYS = ("file", "smiles", "name", "split", "column", "ood", "train", "valid", "test", "split_seed", "label")
 _DIVIDING = ("split", "column", "ood")

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from brimful.errors import BadData, in_one_line
-from brimful.tasks.heads.five_parts import FIVE, FiveParts
-from brimful.tasks.heads.table import Column
+from brimful.tasks.heads.molecules.five_parts import FIVE, FiveParts
+from brimful.tasks.heads.molecules.table import Column
 
 SHIFTS = ("covariate", "concept")
 _NAMES = dict(zip(FIVE, ("train", "id_val", "id_test", "val", "test"), strict=True))

@@ -1,7 +1,7 @@
 """The rows of a sweep on disk, one for each run, and everything that is made of them.
 
     OUT/results.parquet   one row a run: dataset, split, encoder, method, settings, seed, the figures, how it went
-    OUT/results.md        a table a dataset (`result_tables`), for a README
+    OUT/results.md        a table a dataset (`tables`), for a README
     OUT/results.tex       the same for a paper
     OUT/runs/NAME.npz     test scores of a run, its validation curve and its training loss; NAME is the row's `run`
 
@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from brimful.errors import BadData, BadRun, InternalError
-from brimful.tasks.heads.result_tables import latex, markdown
-from brimful.tasks.heads.summary import summarise
+from brimful.tasks.heads.results.summary import summarise
+from brimful.tasks.heads.results.tables import latex, markdown
 
 __all__ = ["COLUMNS", "read_results", "read_run", "summarise", "write_results", "write_run"]
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.errors import BadData
-from brimful.tasks.heads.facts import Facts, Indices, Say, examined
-from brimful.tasks.heads.table import Column, read_table
+from brimful.tasks.heads.molecules.facts import Facts, Indices, Say, examined
+from brimful.tasks.heads.molecules.table import Column, read_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from brimful.errors import BadData, in_one_line
-from brimful.tasks.heads.five_parts import FIVE, FiveParts
-from brimful.tasks.heads.table import Column, column_of
+from brimful.tasks.heads.molecules.five_parts import FIVE, FiveParts
+from brimful.tasks.heads.molecules.table import Column, column_of
 
 _DOMAINS = ("domain_id", "assay_id")
 """Where the domain of a row stands, the first that is there."""

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from brimful.errors import BadData
-from brimful.tasks.heads.drugood import read_drugood
-from brimful.tasks.heads.facts import Facts, Say, facts_of
-from brimful.tasks.heads.five_parts import FIVE, FiveParts
-from brimful.tasks.heads.good import read_good
-from brimful.tasks.heads.molecules import Molecules, molecules_of
+from brimful.tasks.heads.molecules.drugood import read_drugood
+from brimful.tasks.heads.molecules.facts import Facts, Say, facts_of
+from brimful.tasks.heads.molecules.five_parts import FIVE, FiveParts
+from brimful.tasks.heads.molecules.good import read_good
+from brimful.tasks.heads.molecules.molecules import Molecules, molecules_of
 from brimful.tasks.heads.splits.deal import grouped, in_order
 from brimful.tasks.heads.splits.leakage import leaks
 from brimful.tasks.heads.splits.split import Part, Places, Split

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brimful.tasks.heads.asked import DatasetSpec, EncoderChoice, HeadSpec, MethodChoice, SweepSpec, TrainSpec
-from brimful.tasks.heads.methods import METHODS, Method
+from brimful.tasks.heads.spec.asked import DatasetSpec, EncoderChoice, HeadSpec, MethodChoice, SweepSpec, TrainSpec
+from brimful.tasks.heads.spec.methods import METHODS, Method
 from brimful.units import show_count
 
 

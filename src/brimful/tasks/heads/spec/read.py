@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from brimful.errors import BadOption
-from brimful.tasks.heads.asked import ACTIVATIONS, HeadSpec, MethodChoice, SweepSpec, TrainSpec
-from brimful.tasks.heads.methods import METHODS
-from brimful.tasks.heads.spec_sources import read_datasets, read_encoders
-from brimful.tasks.heads.spec_table import (
+from brimful.tasks.heads.spec.asked import ACTIVATIONS, HeadSpec, MethodChoice, SweepSpec, TrainSpec
+from brimful.tasks.heads.spec.methods import METHODS
+from brimful.tasks.heads.spec.sources import read_datasets, read_encoders
+from brimful.tasks.heads.spec.table import (
     NUMBER,
     SHAPE,
     TEXT,

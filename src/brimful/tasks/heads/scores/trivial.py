@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.errors import BadOption, MissingExtra
-from brimful.tasks.heads.facts import Facts
-from brimful.tasks.heads.metrics import auroc
-from brimful.tasks.heads.molecules import Molecules
+from brimful.tasks.heads.molecules.facts import Facts
+from brimful.tasks.heads.molecules.molecules import Molecules
+from brimful.tasks.heads.results.metrics import auroc
 from brimful.tasks.heads.splits.split import Places, Split
 
 TRIVIAL = ("heavy-atoms", "rings", "nearest-train")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from brimful.tasks.heads.table import Column
+from brimful.tasks.heads.molecules.table import Column
 
 FIVE = ("train", "iid_val", "iid_test", "ood_val", "ood_test")
 """The parts, as DrugOOD calls them."""

@@ -2,7 +2,7 @@
 
 The values left out are those of the work this is for: a head 256–128 with dropout 0.1, AdamW 1e-4 with weight decay 1e-5,
 batches of 512, StepLR 10/0.9, up to 500 epochs with patience 10. Nothing here needs torch or RDKit: a spec is checked, and
-its runs are counted, before either is loaded. `spec` reads these from a file and checks them; `grid` lays them out.
+its runs are counted, before either is loaded. `read` takes these from a file and checks them; `grid` lays them out.
 """
 
 from collections.abc import Mapping

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.errors import BadData, in_one_line
-from brimful.tasks.heads.examine import Found, examine, rdkit_version
+from brimful.tasks.heads.molecules.examine import Found, examine, rdkit_version
 
 if TYPE_CHECKING:
-    from brimful.tasks.heads.molecules import Molecules
+    from brimful.tasks.heads.molecules.molecules import Molecules
 
 _FORMAT = 1
 """Of the cached table and of what is asked of RDKit."""

@@ -143,6 +143,15 @@ def test_a_grown_spec_trains_what_is_new(spec, undisturbed):
     assert [row for row in more["rows"] if row["seed"] < 2] == told["rows"]
 
 
+def test_the_other_side_can_be_asked_for_afterwards(spec, undisturbed):
+    folder, told = undisturbed
+    other = write(spec.parent, f'positive = "id"\n{SPEC}', "other.toml")
+    again = swept(other, shutil.copytree(folder, spec.parent / "other"))
+    assert again["trained"] == 0
+    for row, before in zip(again["rows"], told["rows"], strict=True):
+        assert (row["positive"], row["aupr"], row["fpr95"]) == ("id", before["aupr_id"], before["fpr95_id"])
+
+
 def test_two_processes_give_the_rows_of_one(spec, undisturbed):
     told = swept(spec, spec.parent / "two", "--processes", "2")
     assert {pack["share"] for pack in told["packs"]} == {0, 1}

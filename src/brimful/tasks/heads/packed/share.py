@@ -12,6 +12,7 @@ import torch
 
 from brimful.errors import DoesNotFit
 from brimful.memory.oom import OutOfMemory, attempt
+from brimful.memory.room import room_bytes
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.packing import Packing, choose
 from brimful.tasks.heads.packed.runner import Finished, Runner
@@ -19,6 +20,7 @@ from brimful.tasks.heads.packed.shelf import Shelf
 from brimful.tasks.heads.packed.state import State
 from brimful.units import show_bytes, show_count
 
+FILL = 0.85
 SNAPSHOT_S = 20.0
 """A killed sweep loses at most so much of its work."""
 
@@ -89,7 +91,7 @@ def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Calla
             "give more --memory-limit, or fewer molecules, datasets or encoders",
             needed_bytes=needed,
         )
-    packing = choose(group, shelf, share.budget_bytes, most=share.most)
+    packing = choose(group, shelf, share.budget_bytes or _budget(device), most=share.most)
     yield Packed(share=share.number, jobs=len(group), packing=packing)
     begun = _begun(group, share.begun)
     there = {job.name for state in begun for job in state.jobs}
@@ -118,6 +120,12 @@ def _begun(group: Sequence[Job], states: Sequence[State]) -> list[State]:
         places = [place for place, job in enumerate(state.jobs) if job.name in names]
         found += [state.take(places)] if places else []
     return found
+
+
+def _budget(device: torch.device) -> int | None:
+    """For a card that nobody has looked at yet: most of what is free and what this process has of it already."""
+    room = room_bytes(device)
+    return None if room is None else int(FILL * room)
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -42,6 +42,7 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
     assert pq.read_table(tmp_path / "one").equals(pq.read_table(tmp_path / "other"))
 
 
+@pytest.mark.torture
 def test_commands_are_timed_weighed_and_counted(folder):
     clean, pack = bench(
         "commands", "--rows", 3000, "--tokenizer-rows", 2000, "--folder", folder, "--host-limit", "600MiB"
@@ -56,6 +57,7 @@ def test_commands_are_timed_weighed_and_counted(folder):
     assert 0 < pack["peak_mib"] < 600 and 0 < clean["peak_mib"] < 600
 
 
+@pytest.mark.torture
 def test_padding_falls_from_way_to_way(folder):
     source = folder / "rows-3000.parquet"
     generate(source, 3000)

@@ -38,11 +38,13 @@ def ran(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {**told, "by_name": {row["contestant"]: row for row in told["results"]}}
 
 
+@pytest.mark.torture
 def test_memory_ran_out_for_everybody(bench: ModuleType, ran: dict[str, Any]) -> None:
     assert list(ran["by_name"]) == [*bench.CONTESTANTS, bench.FINER]
     assert all(ran["by_name"][name]["ooms"] >= 1 for name in bench.CONTESTANTS)
 
 
+@pytest.mark.torture
 def test_brimful_trains_what_was_asked(ran: dict[str, Any]) -> None:
     row = ran["by_name"]["brimful"]
     assert (row["steps_done"], row["steps_discarded"], row["died"]) == (STEPS, 0, "")
@@ -51,6 +53,7 @@ def test_brimful_trains_what_was_asked(ran: dict[str, Any]) -> None:
     assert row["distance"] < 1e-4
 
 
+@pytest.mark.torture
 def test_the_trainer_changes_the_global_batch_and_starts_over_on_trained_weights(ran: dict[str, Any]) -> None:
     row = ran["by_name"]["trainer"]
     assert row["steps_done"] > STEPS and row["rows_repeated"] > 0
@@ -58,12 +61,14 @@ def test_the_trainer_changes_the_global_batch_and_starts_over_on_trained_weights
     assert row["distance"] > 1e-3
 
 
+@pytest.mark.torture
 def test_accelerates_finder_throws_the_training_away(ran: dict[str, Any]) -> None:
     row = ran["by_name"]["accelerate"]
     assert row["steps_discarded"] >= 2 and row["steps_done"] == STEPS
     assert row["distance"] > 1e-3
 
 
+@pytest.mark.torture
 def test_lightning_dies_where_memory_went(ran: dict[str, Any]) -> None:
     row = ran["by_name"]["lightning"]
     assert row["died"].startswith("died in step 3: OutOfMemoryError")

@@ -176,6 +176,7 @@ class Deadly(Rows):
         return super().__getitem__(index)
 
 
+@pytest.mark.torture
 def test_a_row_that_ends_its_readers_stops_the_run_before_it_ends_the_run_itself():
     heard = []
     with pytest.raises(

@@ -18,6 +18,7 @@ def test_a_pass_holds_every_row_once(rows, seed, number):
     assert sorted(Stream(rows, seed).take(number * rows, rows).tolist()) == list(range(rows))
 
 
+@settings(max_examples=30)
 @given(rows=st.integers(1, 500), start=st.integers(0, 2000), counts=st.lists(st.integers(0, 300), max_size=6))
 def test_pieces_are_the_same_stream_however_it_is_taken(rows, start, counts):
     stream = Stream(rows, 7)

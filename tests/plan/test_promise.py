@@ -40,8 +40,8 @@ def keeps_its_promise(name, limit, **asked):
     return plan
 
 
-SLOW = ("image_classifier", "unet")
-"""Ten seconds each: `make torture` has them at this limit too."""
+SLOW = ("image_classifier", "unet", "causal_lm")
+"""Five to ten seconds each: `make torture` has them at this limit too."""
 
 
 @pytest.mark.parametrize(

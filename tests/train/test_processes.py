@@ -134,7 +134,7 @@ def any_schedule(fleet, examples):
 
 
 def test_any_schedule_of_faults_is_survived_with_the_same_weights(fleet):
-    any_schedule(fleet, 12)
+    any_schedule(fleet, 6)
 
 
 @pytest.mark.torture

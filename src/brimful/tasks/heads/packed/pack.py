@@ -8,7 +8,8 @@ clips each run's own gradient and updates all weights with each run's own learni
     loss      [runs]                  runs with the same objective together
     gradient  [runs, parameters]      of the sum, which is each run's own since they share nothing
 
-One run of 512 pairs leaves a card idle between launches: 100 at once ran 60 times faster than one after the other.
+One run of 512 pairs leaves a card idle between launches: in a prototype 100 at once did 60 times as much as one fed from
+the host.
 
 Each side's rows are an endless row of shufflings without replacement, read in batches that are always full; an epoch is as
 many steps as go over the larger side once. A step that runs out of memory has changed nothing: the update

@@ -16,7 +16,8 @@ import numpy as np
 from brimful.errors import BadModel, BadOption, in_one_line
 from brimful.tasks.heads.features.cache import file_hash
 from brimful.tasks.heads.features.protocol import Encoded, Matrix
-from brimful.tasks.heads.features.smiles import parsed, rdkit_version
+from brimful.tasks.heads.features.smiles import parsed
+from brimful.tasks.heads.molecules.examine import rdkit_version
 
 if TYPE_CHECKING:
     from brimful.tasks.heads.molecules.molecules import Molecules
@@ -41,7 +42,7 @@ class ChemNet:
 
     def fingerprint(self) -> str:
         package = _package()
-        return f"chemnet fcd_torch weights {file_hash(package / WEIGHTS)} {rdkit_version()}"
+        return f"chemnet fcd_torch weights {file_hash(package / WEIGHTS)} rdkit {rdkit_version()}"
 
     def encode(self, molecules: "Molecules") -> Encoded:
         texts, failed = _texts(molecules)

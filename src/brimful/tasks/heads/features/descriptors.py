@@ -16,7 +16,8 @@ import numpy as np
 
 from brimful.errors import in_one_line
 from brimful.tasks.heads.features.protocol import Encoded, Matrix
-from brimful.tasks.heads.features.smiles import parsed, rdkit_version
+from brimful.tasks.heads.features.smiles import parsed
+from brimful.tasks.heads.molecules.examine import rdkit_version
 
 if TYPE_CHECKING:
     from brimful.tasks.heads.molecules.molecules import Molecules
@@ -40,7 +41,7 @@ class Descriptors:
     reads_rows = False
 
     def fingerprint(self) -> str:
-        return f"descriptors {rdkit_version()} without {' '.join(LEFT_OUT)}"
+        return f"descriptors rdkit {rdkit_version()} without {' '.join(LEFT_OUT)}"
 
     def encode(self, molecules: "Molecules") -> Encoded:
         mols, failed = parsed(molecules.smiles)

@@ -11,7 +11,8 @@ import numpy as np
 
 from brimful.errors import BadOption
 from brimful.tasks.heads.features.protocol import Encoded, Matrix, labelled
-from brimful.tasks.heads.features.smiles import parsed, rdkit_version
+from brimful.tasks.heads.features.smiles import parsed
+from brimful.tasks.heads.molecules.examine import rdkit_version
 
 if TYPE_CHECKING:
     from brimful.tasks.heads.molecules.molecules import Molecules
@@ -52,7 +53,7 @@ class Ecfp:
         )  # a parsed molecule takes 10 to 20 kB; the bits are there packed, unpacked and kept
 
     def fingerprint(self) -> str:
-        return f"ecfp radius={self.radius} bits={self.bits} counts={self.counts} {rdkit_version()}"
+        return f"ecfp radius={self.radius} bits={self.bits} counts={self.counts} rdkit {rdkit_version()}"
 
     def encode(self, molecules: "Molecules") -> Encoded:
         mols, failed = parsed(molecules.smiles)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from brimful.errors import DoesNotFit
+from brimful.memory.meter import has_peak_statistics
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.room import room_bytes
 from brimful.tasks.heads.packed.job import Job, Rows
@@ -21,6 +22,7 @@ from brimful.tasks.heads.packed.state import State
 from brimful.units import show_bytes, show_count
 
 FILL = 0.85
+"""The share of a card's memory to use where no budget is given."""
 SNAPSHOT_S = 20.0
 """A killed sweep loses at most so much of its work."""
 
@@ -130,4 +132,4 @@ def _budget(device: torch.device) -> int | None:
 
 def peak_bytes(device: torch.device) -> int | None:
     """Measured; None where the device cannot tell."""
-    return torch.accelerator.max_memory_allocated(device) if device.type in ("cuda", "xpu") else None
+    return torch.accelerator.max_memory_allocated(device) if has_peak_statistics(device) else None

@@ -36,7 +36,7 @@ def test_the_flags_are_frozen(capsys):
     flags -= {"--freeze."}
     assert flags == {
         "--size", "--from", "--freeze", "--global-batch", "--micro-batch", "--memory-limit", "--host-limit", "--fill", "--device",
-        "--processes", "--checkpointing", "--precision", "--workers", "--prefetch", "--pin-memory", "--lengths", "--allow-inexact", "--cache", "--no-cache",
+        "--processes", "--checkpointing", "--precision", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths", "--allow-inexact", "--cache", "--no-cache",
         "--seed", "--config", "--json",
     }  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_fit_prints_one_json_object(capsys):
         "processes", "deal", "memory_model", "predicted_peak_bytes", "measured_peak_bytes", "reserved_peak_bytes",
         "rows_per_s", "ooms", "probes", "fit_s", "levers", "host", "choices",
     } <= set(plan)  # fmt: skip
-    assert set(plan["levers"]) == {"checkpointing", "compile", "chunked_loss", "precision"}
+    assert set(plan["levers"]) == {"checkpointing", "compile", "chunked_loss", "precision", "cudnn_attention"}
     assert set(plan["host"]) == {"workers", "prefetch", "pin_memory", "predicted_bytes", "limit_bytes"}
     assert all(set(choice) == {"name", "requested", "effective", "reason", "basis"} for choice in plan["choices"])
 

@@ -184,7 +184,7 @@ def test_a_lost_request_can_be_said_again(trained, capsys):
 def test_the_options_are_frozen():
     """A name that a script relies on does not change by accident."""
     assert sorted(set(KNOWN)) == [
-        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "columns", "decay", "device",
+        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "columns", "cudnn_attention", "decay", "device",
         "epochs", "eval_every", "eval_rows", "fill", "freeze", "from", "generate_rows", "global_batch", "gpus",
         "host_limit", "keep", "label_smoothing", "lengths", "lr", "max_steps", "max_tokens", "memory_limit",
         "micro_batch", "min_lr", "mix", "optimizer", "pin_memory", "plan", "precision", "prefetch", "processes",

@@ -459,3 +459,17 @@ def test_it_is_known_that_memory_ran_out_in_backward():
     rig = tagger_rig()
     rig.model[0].weight.register_hook(out_of_memory)
     assert doing_when(rig) == "backward"
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+def test_forward_and_backward_see_the_same_attention(cudnn):
+    """Checkpointed blocks are computed again in backward: with other kernels their tensors would not match."""
+    rig, seen = tagger_rig(), []
+    rig.cudnn_attention = cudnn
+    rig.model[0].register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    rig.model[0].weight.register_post_accumulate_grad_hook(
+        lambda _: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    rig.micro(Tagger().dummy(), ROWS)
+    assert seen == [cudnn, cudnn]
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -4,8 +4,10 @@ import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
+from brimful import Stepper, fit
 from brimful.memory.ledger import Ledger
-from brimful.plan.levers import checkpointing, repeated_blocks
+from brimful.plan.levers import checkpointing, cudnn_attention, repeated_blocks
+from brimful.plan.plan import Plan
 from brimful.task import Task
 from tests.plan.small import Normed, Tagger
 
@@ -95,3 +97,34 @@ def test_a_model_that_came_with_it_on_stays_so():
     model.gradient_checkpointing_enable()
     lever = checkpointing(Task(), model)
     assert lever.already_on and not lever.offered
+
+
+def test_cudnn_attention_is_off_where_shapes_vary_on_a_card():
+    card, cpu = torch.device("cuda"), torch.device("cpu")
+    assert cudnn_attention("auto", card, (256, 256))[0] == "off"
+    assert cudnn_attention("auto", card, ()) == ("on", "left to torch: all rows have one shape")
+    assert cudnn_attention("auto", cpu, (256,))[0] == "on"
+    assert [cudnn_attention(asked, card, (256,)) for asked in ("on", "off")] == [
+        ("on", "as asked for"),
+        ("off", "as asked for"),
+    ]
+
+
+def test_the_plan_says_so_and_a_step_follows_it():
+    task = Tagger()
+    plan = fit(task, device="cpu", memory_limit="64MiB", cache=False, cudnn_attention="off")
+    assert plan.levers.cudnn_attention == "off"
+    assert Plan.from_json(plan.to_json()).levers == plan.levers
+    model, notes = task.model(), []
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    stepper = Stepper(model, task.optimizer(model), task, plan, on_event=lambda event: notes.append(event.sentence))
+    stepper.step(task.dummy(4, task.worst_shape))
+    assert seen and not any(seen)
+    assert "cuDNN's attention is off: as planned" in notes
+
+
+def test_a_plan_from_before_there_was_a_choice_leaves_it_to_torch():
+    plan = fit(Tagger(), device="cpu", memory_limit="64MiB", cache=False, cudnn_attention="off").to_json()
+    del plan["levers"]["cudnn_attention"]
+    assert Plan.from_json(plan).levers.cudnn_attention == "on"

@@ -149,3 +149,21 @@ def test_nccl_is_warmed_up_and_sums_buckets(monkeypatch):
         assert peak == held > before
     finally:
         dist.destroy_process_group()
+
+
+def test_new_shapes_cost_no_host_memory():
+    """cuDNN's attention would keep a plan of some megabytes for each of them."""
+    from brimful.machine.footprint import process_bytes
+    from brimful.tasks.load import load_task
+
+    task = load_task("chatlm-pretrain", options={"size": "tiny"})
+    model = task.model().to(CARD).train()
+    stepper = Stepper(model, task.optimizer(model), task)
+    shapes = [(16 + 3 * number, 100 - 2 * number) for number in range(40)]
+    for shape in shapes[:5]:
+        stepper.step(task.dummy(8, shape))
+    before = process_bytes(os.getpid())
+    for shape in shapes[5:]:
+        stepper.step(task.dummy(8, shape))
+    assert process_bytes(os.getpid()) - before < 30 * MiB
+    assert any("cuDNN" in event.sentence for event in stepper.events)

@@ -32,6 +32,7 @@ PLANNED = (
     "micro_batch",
     "checkpointing",
     "precision",
+    "cudnn_attention",
     "fill",
     "lengths",
     "workers",

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
+from brimful.memory.opened import attention, opened
 from brimful.task import Loss, Task, terms_of
 
 MICRO_PHASES = ("forward", "head", "early", "late")
@@ -39,6 +40,8 @@ class Rig:
     device: torch.device
     autocast: torch.dtype | None
     """None runs the forward in the weights' own precision."""
+    cudnn_attention: bool = True
+    """False keeps attention off cuDNN's kernels, forward and backward: see `opened`."""
     scaler: "torch.amp.GradScaler | None" = None
     """Made here for fp16; one that exists already may be given."""
     doing: str = field(init=False, default="")
@@ -55,8 +58,8 @@ class Rig:
             self.scaler = torch.amp.GradScaler(self.device.type)
 
     def opened(self) -> AbstractContextManager[Any]:
-        """Autocast as the step opens it."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+        """What the step's forward runs in."""
+        return opened(self.device, self.autocast, cudnn_attention=self.cudnn_attention)
 
     def step(self, batches: Iterable[Any], rows: int, mark: Mark | None = None) -> float:
         """One optimizer step over micro-batches of so many rows in all, made one at a time. Returns the mean loss."""
@@ -90,7 +93,8 @@ class Rig:
         if mark:
             mark(f"{prefix}head")
         self.doing = "backward"
-        with nullcontext() if mark is None else _gradient_phases(self.model, mark, prefix):
+        phases = nullcontext() if mark is None else _gradient_phases(self.model, mark, prefix)
+        with attention(cudnn=self.cudnn_attention), phases:
             (self.scaler.scale(scaled) if self.scaler else scaled).backward()
         return terms
 

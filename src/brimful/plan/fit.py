@@ -24,6 +24,7 @@ from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.plan import cache
 from brimful.plan.host import with_host
+from brimful.plan.levers import cudnn_attention
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Plan
 from brimful.plan.prober import Progress, blame, make_rig
@@ -68,7 +69,9 @@ def fit(
     if found is not None:
         return found
     _check_weights(described, target)
-    job = _Job(task=task, described=described, model=model, optimizer=optimizer, target=target, options=options)
+    job = _Job(
+        task=task, described=described, model=model, optimizer=optimizer, target=target, options=options, shape=shape
+    )  # fmt: skip
     plan = _without_a_trace(job, lambda rig: Trials(rig, target, options, shape, progress).plan(key))
     if isinstance(plan, UserError):
         raise plan
@@ -154,6 +157,7 @@ class _Job:
     """The user's own, which are put back afterwards; None for throwaway ones."""
     target: Target
     options: FitOptions
+    shape: Shape
 
 
 def _without_a_trace(job: _Job, work: Callable[[Rig], Plan]) -> Plan | UserError:
@@ -182,13 +186,14 @@ def _rig(job: _Job) -> Iterator[Rig]:
     """The user's model, put back afterwards; else a throwaway one."""
     task, target = job.task, job.target
     autocast, _ = target.autocast(job.options.precision, task.precision)
+    cudnn = cudnn_attention(job.options.cudnn_attention, target.device, job.shape)[0] == "on"
     if job.model is None:
         built = attempt(lambda: _build(task, job.described, target), target.device)
         if isinstance(built, OutOfMemory):
             raise _too_large(job.described, target)
-        yield make_rig(task, built, None, target, autocast)
+        yield make_rig(task, built, None, target, autocast, cudnn_attention=cudnn)
         return
-    rig = make_rig(task, job.model, job.optimizer, target, autocast)
+    rig = make_rig(task, job.model, job.optimizer, target, autocast, cudnn_attention=cudnn)
     state = TrainingState(job.model, rig.optimizer)
     job.model.train()
     try:

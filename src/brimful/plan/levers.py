@@ -3,18 +3,22 @@
 Gradient checkpointing keeps a block's input instead of its activations and runs the block again in backward: two thirds
 of the memory saved on T5 for roughly half the speed at equal rows. It is offered by the task's own hook, else by the
 model's own method (every Hugging Face model), else over repeated blocks of a ModuleList or Sequential.
+
+cuDNN's attention is left out where rows have lengths: it pays for every new shape, in time and host RAM (`memory.opened`).
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from brimful.task import Task
+from brimful.plan.options import Lever3
+from brimful.task import Shape, Task
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Switch = Callable[[bool], Any]
@@ -44,6 +48,17 @@ class Lever:
             yield
         finally:
             self.switch(False)
+
+
+def cudnn_attention(asked: Lever3, device: torch.device, shape: Shape) -> tuple[Literal["on", "off"], str]:
+    """Whether attention may take cuDNN's kernels, and why."""
+    if asked != "auto":
+        return asked, "as asked for"
+    if device.type != "cuda":
+        return "on", "left to torch"
+    if not shape:
+        return "on", "left to torch: all rows have one shape"
+    return "off", "rows differ in length, and it takes about 0.1 s and 5 MB of host RAM for every new shape"
 
 
 def checkpointing(task: Task, model: nn.Module) -> Lever:

@@ -33,6 +33,8 @@ class FitOptions:
     """Gradient checkpointing: only if it is faster or nothing else fits, always, or never."""
     precision: Precision | None = None
     """What the forward is autocast to. The task's own unless given."""
+    cudnn_attention: Lever3 = "auto"
+    """cuDNN's attention on a card: only where all rows have one shape, wherever torch would use it, or never."""
     workers: int | Literal["auto"] = "auto"
     """Loader workers of each process; 0 reads in the process itself."""
     prefetch: int | Literal["auto"] = "auto"
@@ -100,6 +102,7 @@ def _shares(options: FitOptions) -> list[str]:
 def _words(options: FitOptions) -> list[str]:
     allowed = {
         "checkpointing": get_args(Lever3),
+        "cudnn_attention": get_args(Lever3),
         "pin_memory": get_args(Lever3),
         "precision": (None, *get_args(Precision)),
     }

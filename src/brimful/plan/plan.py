@@ -38,6 +38,8 @@ class Levers:
     compile: Literal["on", "off"]
     chunked_loss: Literal["on", "off"]
     precision: Literal["fp32", "bf16", "fp16"]
+    cudnn_attention: Literal["on", "off"] = "on"
+    """On leaves it to torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,8 +168,9 @@ class Prober:
 
 
 def make_rig(
-    task: Task, model: nn.Module, optimizer: Optimizer | None, target: Target, autocast: torch.dtype | None
-) -> Rig:
+    task: Task, model: nn.Module, optimizer: Optimizer | None, target: Target, autocast: torch.dtype | None,
+    *, cudnn_attention: bool = True,
+) -> Rig:  # fmt: skip
     if optimizer is None:
         with blame(task, "optimizer"):
             optimizer = task.optimizer(model)
@@ -177,7 +178,9 @@ def make_rig(
             raise TaskError(
                 f"task {task.name}: its optimizer() returned a {type(optimizer).__name__}, not a torch.optim.Optimizer"
             )
-    return Rig(task=task, model=model, optimizer=optimizer, device=target.device, autocast=autocast)
+    return Rig(
+        task=task, model=model, optimizer=optimizer, device=target.device, autocast=autocast, cudnn_attention=cudnn_attention
+    )  # fmt: skip
 
 
 @contextmanager

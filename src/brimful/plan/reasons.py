@@ -30,6 +30,8 @@ class Decision:
     """Measured only where it was run with and without."""
     precision: str
     precision_why: str
+    cudnn_attention: str
+    cudnn_attention_why: str
     shape_note: str
 
 
@@ -49,7 +51,7 @@ def choices(d: Decision) -> tuple[Choice, ...]:
         as_choice(
             "exactness", "inexact allowed" if o.allow_inexact else None, _exactness(d), d.exactness.sentence, "measured"
         ),
-        *_allocator(d),
+        *_card(d),
     )
 
 
@@ -85,22 +87,21 @@ def _micro_batch(d: Decision) -> Choice:
     return as_choice("micro_batch", asked, rows, f"{why}; {within}", "measured")
 
 
-def _allocator(d: Decision) -> list[Choice]:
-    """How torch's allocator is set on a CUDA card: what is reserved for the same tensors depends on it."""
+def _card(d: Decision) -> list[Choice]:
+    """What there is to say of a CUDA card alone."""
     if d.target.device.type != "cuda":
         return []
+    asked = _unless_auto(d.options.cudnn_attention)
+    return [as_choice("cudnn_attention", asked, d.cudnn_attention, d.cudnn_attention_why, "predicted"), _allocator()]
+
+
+def _allocator() -> Choice:
+    """How torch's allocator is set: what is reserved for the same tensors depends on it."""
     asked = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if asked and "expandable_segments:True" in asked:
-        return [as_choice("allocator", None, asked, "segments that grow are not fragmented by varying shapes", "asked")]
-    return [
-        as_choice(
-            "allocator",
-            None,
-            asked or "torch's own",
-            "PYTORCH_ALLOC_CONF=expandable_segments:True would reserve less",
-            "asked",
-        )
-    ]
+        return as_choice("allocator", None, asked, "segments that grow are not fragmented by varying shapes", "asked")
+    would = "PYTORCH_ALLOC_CONF=expandable_segments:True would reserve less"
+    return as_choice("allocator", None, asked or "torch's own", would, "asked")
 
 
 def _deal_why(d: Decision) -> str:

@@ -14,7 +14,7 @@ from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory
 from brimful.plan.exact import Exactness, check_exactness
 from brimful.plan.frozen import frozen_choice
-from brimful.plan.levers import checkpointing
+from brimful.plan.levers import checkpointing, cudnn_attention
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import HostPlan, Levers, Plan
 from brimful.plan.prober import Mode, Prober, Progress, show_size
@@ -288,11 +288,13 @@ class Trials:
         on = trial.checkpointed or self.lever.already_on
         autocast, precision_why = self.target.autocast(self.options.precision, self.rig.task.precision)
         precision = PRECISION_OF[autocast]
+        cudnn, cudnn_why = cudnn_attention(self.options.cudnn_attention, self.target.device, self.shape)
         decision = Decision(
             options=self.options, task=self.rig.task, target=self.target, deal=self.deal, largest=trial.largest,
             speed=trial.speed, exactness=self.exactness, checkpointing="on" if on else "off", checkpointing_why=why,
             checkpointing_basis="measured" if self.compared_checkpointing or trial.checkpointed else "predicted",
-            precision=precision, precision_why=precision_why, shape_note=survey.shape_note,
+            precision=precision, precision_why=precision_why, cudnn_attention=cudnn, cudnn_attention_why=cudnn_why,
+            shape_note=survey.shape_note,
         )  # fmt: skip
         at_largest = survey.read(trial.largest, self.shape) or chosen
         return Plan(
@@ -320,7 +322,13 @@ class Trials:
             ooms=self.prober.ooms,
             probes=self.prober.probes,
             fit_s=time.perf_counter() - self.started,
-            levers=Levers(checkpointing="on" if on else "off", compile="off", chunked_loss="off", precision=precision),
+            levers=Levers(
+                checkpointing="on" if on else "off",
+                compile="off",
+                chunked_loss="off",
+                precision=precision,
+                cudnn_attention=cudnn,
+            ),
             host=HostPlan(
                 workers=None,
                 prefetch=None,

@@ -16,7 +16,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from brimful.data.reader import seed_all
 from brimful.errors import BadOption, LostProcess, TaskError, UserError
 from brimful.memory.bare import to_device
 from brimful.memory.forward import Forward, Work, undisturbed
+from brimful.memory.opened import opened
 from brimful.plan.prober import blame
 from brimful.task import Dataset, Loss, Shape, Task, terms_of
 from brimful.train.processes import Solo
@@ -112,8 +113,8 @@ class Context:
         self._model, self._limit_bytes, self._fill = model, limit_bytes, fill
 
     def opened(self) -> AbstractContextManager[Any]:
-        """Autocast, as training opens it."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
+        """What a forward runs in: training's precision."""
+        return opened(self.device, self.autocast)
 
     def forward(self, work: Work, *, what: str, **options: Any) -> Forward:
         """Work of one kind, within this evaluation's memory; make it once and keep it."""

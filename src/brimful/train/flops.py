@@ -14,7 +14,6 @@ parts count what they do: no gradients of their own. As usual only matrix produc
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -28,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from brimful.errors import in_one_line
 from brimful.memory.bare import to_device
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
+from brimful.memory.opened import opened
 from brimful.memory.polynomial import Polynomial, Powers
 from brimful.memory.snapshot import Buffers, RandomState
 from brimful.task import Shape, Task, terms_of
@@ -189,11 +189,8 @@ def _count(
     """FLOPs of a dummy. `autograd.grad` leaves gradients and the hooks on them alone."""
     trained = [param for param in model.parameters() if param.requires_grad]
     batch = to_device(task.dummy(rows, shape), device)
-    opened: AbstractContextManager[Any] = (
-        nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
-    )
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
-        with opened:
+        with opened(device, autocast):
             terms = terms_of(task, task.loss(model, batch))
             total = torch.stack([term.sum.reshape(()) for term in terms.values()]).sum()
         torch.autograd.grad(total, trained, allow_unused=True)

@@ -34,7 +34,7 @@ from brimful.errors import BadOption, HalfUpdate, NonFinite, in_one_line
 from brimful.memory.bare import Rig
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
-from brimful.plan.levers import checkpointing
+from brimful.plan.levers import checkpointing, cudnn_attention
 from brimful.plan.plan import Plan
 from brimful.plan.target import autocast_dtype
 from brimful.task import Task
@@ -86,12 +86,15 @@ class Stepper:
         optimizer = suited.check_optimizer(model, optimizer)
         device = next(param for param in model.parameters() if param.requires_grad).device
         precision = self.options.precision or (plan.levers.precision if plan else task.precision)
+        own = cudnn_attention("auto", device, task.worst_shape)
+        cudnn, why = (plan.levers.cudnn_attention, "as planned") if plan else own
         self._rig = Rig(
             task=task,
             model=model,
             optimizer=optimizer,
             device=device,
             autocast=autocast_dtype(precision, device),
+            cudnn_attention=cudnn == "on",
             scaler=self.options.scaler,
         )
         self._events = Events(self.options.on_event)
@@ -108,6 +111,8 @@ class Stepper:
         """Steps begun, skipped ones included."""
         self._ooms_before = 0
         self._tell(wrapper)
+        if cudnn == "off":
+            self._note(f"cuDNN's attention is off: {why}")
         self._pull_levers(task)
 
     @property

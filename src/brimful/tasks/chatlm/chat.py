@@ -5,7 +5,6 @@ The model has only ever seen single questions, so each line stands for itself: n
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ class Chat:
     def __init__(
         self, model: str | Path, options: GenerateOptions, *, device: "torch.device", autocast: "torch.dtype | None" = None
     ) -> None:  # fmt: skip
-        import torch
+        from brimful.memory.opened import opened
 
         self.folder, self.device = resolve(model), device
         config = read_config(self.folder)
@@ -49,7 +48,7 @@ class Chat:
         self._longest: int | None = getattr(config, "max_position_embeddings", None)
         self._generator = Generator(
             load_model(self.folder, device), tokenizer, options, device=device,
-            opened=lambda: nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast),
+            opened=lambda: opened(device, autocast),
         )  # fmt: skip
 
     def ask(self, question: str) -> Iterator[str]:

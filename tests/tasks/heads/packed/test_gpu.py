@@ -32,7 +32,7 @@ def jobs(count, epochs=5):
     return [
         Job(
             name=f"{name}-{seed}", data="a", objective=name, options=METHODS[name].trained, seed=seed,
-            shape=HeadShape(inputs=INPUTS), training=training,
+            shape=HeadShape(inputs=INPUTS, activation="silu"), training=training,  # a ReLU at its kink goes either way
         )
         for seed in range(count)
         for name in ("dpo", "bce", "mse", "hinge")

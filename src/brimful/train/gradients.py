@@ -29,6 +29,7 @@ from brimful.train.events import Events
 from brimful.train.failures import Failures, Pass, Place
 from brimful.train.options import StepOptions
 from brimful.train.processes import Solo, fingerprint
+from brimful.train.shapes import Shapes
 from brimful.train.share import Share
 from brimful.train.tally import Tally
 
@@ -59,9 +60,9 @@ class Gradients:
     """Makes the gradients of a step on one process, together with the others."""
 
     def __init__(
-        self, rig: Rig, ceiling: Ceiling, group: Solo, cuttable: Cuttable, events: Events, options: StepOptions
-    ) -> None:
-        self.rig, self.ceiling, self.group, self._cuttable = rig, ceiling, group, cuttable
+        self, rig: Rig, ceiling: Ceiling, group: Solo, cuttable: Cuttable, shapes: Shapes, events: Events, options: StepOptions
+    ) -> None:  # fmt: skip
+        self.rig, self.ceiling, self.group, self._cuttable, self._shapes = rig, ceiling, group, cuttable, shapes
         self.room = Room(rig.device)
         self._params: list[nn.Parameter] = []
         self._failures = Failures(rig, ceiling, self.room, events, options, group.rank)
@@ -168,7 +169,7 @@ class Gradients:
             shape = _padded(current.share, group)
             self.rig.doing = "collating"
             current.place = Place(index, len(current.groups), group, shape)
-            tally.add(self.rig.micro(current.share.rows.batch(group), over))
+            tally.add(self.rig.micro(self._shapes.noted(current.step, current.share.rows.batch(group)), over))
             current.went_through = max(current.went_through, self.ceiling.measure(len(group), shape))
             if self._versions is not None:
                 suited.check_after_backward(self.rig.model, self.rig.optimizer, self._versions)

@@ -50,6 +50,7 @@ from brimful.train.processes import Solo, join
 from brimful.train.rehearsal import rehearse
 from brimful.train.result import StepResult
 from brimful.train.rows import as_rows
+from brimful.train.shapes import Shapes
 from brimful.train.share import Dealer, Share
 
 NEEDS_KEPT = 7
@@ -103,7 +104,11 @@ class Stepper:
         self._dealer = Dealer(self._group, device, plan, self._ceiling.budget, self.options.rows_are)
         known = plan is not None and plan.task == task.name
         cuttable = Cuttable(self._rig, self._events, known=known, allow_inexact=self.options.allow_inexact)
-        self._gradients = Gradients(self._rig, self._ceiling, self._group, cuttable, self._events, self.options)
+        asked = plan is not None and any(one.name == "cudnn_attention" and one.requested for one in plan.choices)
+        self._shapes = Shapes(self._rig, self._events, asked=asked)
+        self._gradients = Gradients(
+            self._rig, self._ceiling, self._group, cuttable, self._shapes, self._events, self.options
+        )
         self._needs: dict[tuple[int, ...], reserve.Need] = {}
         self._nonfinite = self._states = 0
         self._aftermath = Aftermath(self._rig, self._ceiling, self._gradients.room, self._events)
@@ -179,6 +184,7 @@ class Stepper:
             "nonfinite": self._nonfinite,
             "ceiling": self._ceiling.to_json(),
             "speeds": list(self._dealer.speeds),
+            "many_shapes": self._shapes.many,
             "scaler": None if self._rig.scaler is None else self._rig.scaler.state_dict(),
         }
 
@@ -186,6 +192,8 @@ class Stepper:
         self.steps, self._nonfinite = state["steps"], state["nonfinite"]
         self._ooms_before = state["ooms"] - self._gradients.ooms
         self._ceiling.load(state["ceiling"])
+        if state.get("many_shapes"):
+            self._shapes.switch_off()
         if len(state["speeds"]) == self._group.size:
             self._dealer.speeds = list(state["speeds"])
         if self._rig.scaler is not None and state["scaler"] is not None:

@@ -7,20 +7,17 @@ kernels; on a shape met before, both take the same. A run of ten thousand steps 
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 
-def opened(
-    device: torch.device, autocast: torch.dtype | None, *, cudnn_attention: bool = False
-) -> AbstractContextManager[object]:
+@contextmanager
+def opened(device: torch.device, autocast: torch.dtype | None, *, cudnn_attention: bool = False) -> Iterator[None]:
     """For a forward; `autocast` None computes in the weights' own precision."""
-    stack = ExitStack()
-    stack.enter_context(attention(cudnn=cudnn_attention))
-    if autocast is not None:
-        stack.enter_context(torch.autocast(device.type, dtype=autocast))
-    return stack
+    precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+    with attention(cudnn=cudnn_attention), precision:
+        yield
 
 
 @contextmanager

@@ -71,22 +71,44 @@ def test_rows_that_come_fast_need_no_worker(plan):
 
 
 def test_rows_that_are_waited_for_get_a_worker_that_was_timed_and_weighed(plan):
-    found = fitted(plan, Data(0.001), step_s=0.5)
+    found = fitted(plan, Data(0.005), step_s=2.5)
     assert found.host.workers == 1 and found.host.prefetch == 2
     reason = found.choice("workers").reason
     assert "a worker has a step's rows ready every" in reason and "MiB" in reason
 
 
+def test_a_worker_weighs_what_it_holds(plan):
+    class Hoarder(Data):
+        """Keeps 60 MiB in whatever process reads it, from the first row on."""
+
+        hoard = None
+
+        def __getitem__(self, index):
+            if type(self).hoard is None:
+                type(self).hoard = torch.ones(60 * MiB, dtype=torch.uint8)
+            return super().__getitem__(index)
+
+    def weighed(rows):
+        options = FitOptions(device="cpu", memory_limit="64MiB")
+        fitting = host_module._HostFit(plan, Texts(), Data(), find_target(options), options, lambda phrase: None)
+        fitting.rows = rows
+        return fitting._read(workers=1).worker_bytes
+
+    little = weighed(Data())
+    assert little < 50 * MiB
+    assert 40 * MiB < weighed(Hoarder()) - little < 90 * MiB
+
+
 def test_no_more_workers_than_cores_allow(plan, monkeypatch):
     monkeypatch.setattr(host_module.Host, "detect", classmethod(lambda cls: replace(HOST, cores=4)))
-    found = fitted(plan, Data(0.001), step_s=0.01)
+    found = fitted(plan, Data(0.004), step_s=0.04)
     assert found.host.workers == 3
     assert "4 cores for 1 process allow 3" in found.choice("workers").reason
 
 
 def test_more_workers_where_one_does_not_keep_up(plan, monkeypatch):
     monkeypatch.setattr(host_module.Host, "detect", classmethod(lambda cls: replace(HOST, cores=64)))
-    slow, slower = (fitted(plan, Data(seconds), step_s=0.2).host.workers for seconds in (0.002, 0.008))
+    slow, slower = (fitted(plan, Data(seconds), step_s=0.4).host.workers for seconds in (0.004, 0.016))
     assert 1 <= slow < slower
 
 

@@ -24,6 +24,7 @@ from brimful.machine.footprint import tree_bytes
 from brimful.machine.host import Host
 from brimful.machine.space import Space
 from brimful.memory.bare import tensors_of, to_device
+from brimful.memory.heap import give_back
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Choice, HostPlan, Plan
 from brimful.plan.prober import Progress
@@ -100,6 +101,8 @@ class _HostFit:
         loader = Loader(
             self.rows, self.task, self.plan, workers=workers, prefetch=PREFETCH, pin_memory=False, rank=0, speeds=even
         )
+        give_back()  # as the loader does before it starts a worker
+        alone = tree_bytes()
         steps = iter(loader)
         first = next(steps)
         seconds, computing, began = [], 0.0, time.perf_counter()
@@ -109,10 +112,10 @@ class _HostFit:
             seconds.append(time.perf_counter() - started)
             computing += _busy_s() - busy
         in_all = time.perf_counter() - began
-        together = tree_bytes() if workers else 0
+        # A forked worker shares what it was forked from, and each counts half of that: only all of them together tell. Not
+        # after it has ended: for a while its pages then count as shared with nobody, 300 MiB of them on a card's host.
+        held = max(0, tree_bytes() - alone) // workers if workers else 0
         loader.close()
-        # A forked worker shares what it was forked from, and each counts half of that: only all of them together tell.
-        held = max(0, together - tree_bytes()) // workers if workers else 0
         # Steps that were read ahead come at once: what a worker really takes is the mean.
         each = in_all / len(seconds) if workers else statistics.median(seconds)
         return Timed(first, each, computing / in_all, held)

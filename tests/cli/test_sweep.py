@@ -21,7 +21,7 @@ from brimful.cli import main
 from brimful.report.sweep_progress import SweepProgress
 from brimful.tasks.heads.results.files import read_results
 from brimful.tasks.heads.scores.trivial import TRIVIAL
-from brimful.tasks.heads.spec.grid import show_grid
+from brimful.tasks.heads.spec.grid import grid, show_grid
 from brimful.tasks.heads.spec.read import read_spec
 from brimful.train.journal import read_events
 
@@ -126,7 +126,7 @@ def test_trivial_baselines_stand_in_every_table(undisturbed, spec, capsys):
 
 def test_what_cannot_be_read_is_listed_with_its_row(undisturbed):
     lines = (undisturbed[0] / "left_out.csv").read_text().splitlines()
-    assert "few-scaffold,96,unclosed ring" in lines
+    assert lines[0] == "dataset,row,smiles,reason" and "few-scaffold,96,C1CC,unclosed ring" in lines
 
 
 def test_a_finished_sweep_trains_nothing_again(undisturbed, spec):
@@ -141,6 +141,54 @@ def test_a_grown_spec_trains_what_is_new(spec, undisturbed):
     more = swept(grown, shutil.copytree(folder, spec.parent / "growing"))
     assert more["trained"] == HEADS // 2
     assert [row for row in more["rows"] if row["seed"] < 2] == told["rows"]
+
+
+def test_a_grown_grid_trains_what_is_new_and_names_the_settings_of_all(spec, undisturbed):
+    folder, told = undisturbed
+    text = SPEC.replace("lr = 1e-2", "lr = [1e-2, 1e-3]").replace('"knn"', '{name = "knn", k = [5, 10]}')
+    folder = shutil.copytree(folder, spec.parent / "wider")
+    more = swept(write(spec.parent, text, "wider.toml"), folder)
+    assert more["trained"] == HEADS
+    assert {row["settings"] for row in more["rows"]} == {"lr=0.01", "lr=0.001", "k=5", "k=10", ""}
+    before = [row for row in more["rows"] if row["settings"] in ("lr=0.01", "k=5", "")]
+    assert [{**row, "settings": ""} for row in before] == told["rows"]
+    assert all((folder / "runs" / f"{row['run']}.npz").exists() for row in more["rows"])
+
+
+def test_a_folder_of_an_earlier_version_goes_on(spec, undisturbed):
+    """Its cells began with the run's name, settings included, and every run had the label in its hash."""
+    folder, told = shutil.copytree(undisturbed[0], spec.parent / "earlier"), undisturbed[1]
+    text = (folder / "events.jsonl").read_text()
+    for cell in grid(read_spec(spec)):
+        *_, asked, seed = cell.keys[-1].split("/")
+        text = text.replace(f'"cell": "{cell.keys[0]}"', f'"cell": "few-lr=9-seed{seed}-{asked}/{seed}"')
+    (folder / "events.jsonl").write_text(text)
+    assert text.count('"few-lr=9-seed') == len(grid(read_spec(spec)))
+    again = swept(spec, folder)
+    assert again["trained"] == 0 and again["rows"] == told["rows"]
+
+
+def test_a_label_can_be_added_and_not_changed(tmp_path, capsys):
+    text = SPEC.replace("seeds = 2", "seeds = 1").replace('"msp", "knn"', '"knn", "mahalanobis"')
+    first = swept(write(tmp_path, text.replace("label", "# label")), tmp_path / "out")
+    more = swept(write(tmp_path, text.replace('"knn"', '"knn", "msp"')), tmp_path / "out")
+    assert (first["trained"], more["trained"]) == (2, 2)
+    runs, before = ({(row["dataset"], row["method"]): row["run"] for row in told["rows"]} for told in (more, first))
+    new = {method for dataset, method in runs if runs[dataset, method] != before.get((dataset, method))}
+    assert new == {"msp", "mahalanobis"}  # which has classes now
+    rows = (tmp_path / "few.csv").read_text()
+    (tmp_path / "few.csv").write_text(rows.replace(",1,1\n", ",2,1\n").replace(",0,1\n", ",1,1\n", 3))
+    assert "the label of few-scaffold (acid) has changed" in refused(capsys, tmp_path / "few.toml")
+
+
+def test_runs_that_diverged_are_told_of_by_every_call(tmp_path):
+    text = f'seeds = 1\nmethods = ["dpo"]\nencoders = ["ecfp"]\n{DATASETS}{TRAIN}'.replace(', "random"', "")
+    first = swept(write(tmp_path, text.replace("1e-2", "1e30")), tmp_path / "out")
+    told = first["remarks"]["few-scaffold"]
+    assert told[-1] == "dpo on ecfp, seed 0: the loss was no number any more in epoch 1"
+    more = swept(write(tmp_path, text.replace("1e-2", "[1e30, 1e-2]")), tmp_path / "out")
+    assert more["trained"] == 1
+    assert more["remarks"]["few-scaffold"] == [*told[:-1], told[-1].replace("dpo on", "dpo lr=1e+30 on")]
 
 
 def test_the_other_side_can_be_asked_for_afterwards(spec, undisturbed):
@@ -214,6 +262,16 @@ def test_results_of_other_data_are_not_mixed(tmp_path, spec, undisturbed, capsys
     assert "holds results of other data" in refused(capsys, other, "--output", undisturbed[0])
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_another_split_is_refused_though_the_encoder_is_new(earlier, tmp_path, spec, undisturbed, capsys):
+    folder = shutil.copytree(undisturbed[0], tmp_path / "out")
+    if earlier:  # such a folder has its list of who was where
+        claims = json.loads((folder / "sweep.json").read_text())
+        (folder / "sweep.json").write_text(json.dumps({"rows": claims["rows"]}))
+    other = write(tmp_path, SPEC.replace("bits = 64", "bits = 32").replace("label", "split_seed = 1\nlabel"))
+    assert "the molecules, the split or the features of few-scaffold have changed" in refused(capsys, other)
+
+
 def refused(capsys, spec, *words) -> str:
     """The one sentence of a mistake."""
     words = words or ("--output", spec.parent / "out")
@@ -231,7 +289,7 @@ MISTAKES = {
     "no readable molecule": (HEAD + DATASETS.replace("few.csv", "broken.csv"), "has no molecule that RDKit can read"),
     "one class": (HEAD.replace("dpo", "msp") + DATASETS.replace('"acid"', '"one"'), "a classifier needs two classes"),
     "no label": (HEAD.replace("dpo", "msp") + DATASETS.replace("label", "# label"), "msp trains a classifier"),
-    "NaN features": (HEAD.replace("ecfp", "nan.npy") + DATASETS + TRAIN, "NaN or infinite in row"),
+    "NaN features": (HEAD.replace("ecfp", "nan.npy") + DATASETS + TRAIN, "NaN or infinite"),
     "features of other rows": (HEAD.replace("ecfp", "short.npy") + DATASETS + TRAIN, "has 3 rows of features"),
     "a large batch": (HEAD + DATASETS, "batch 512 is larger than the 2"),
     "an unknown method": (HEAD.replace("dpo", "dop") + DATASETS, "did you mean dpo?"),
@@ -254,6 +312,7 @@ def test_a_mistake_is_one_sentence(mistake, tmp_path, capsys, monkeypatch):
     np.save(tmp_path / "nan.npy", np.full((len(molecules()) + 1, 3), np.nan))
     np.save(tmp_path / "short.npy", np.zeros((3, 3)))
     assert sentence in refused(capsys, spec)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_spec_tells_all_its_mistakes_at_once(tmp_path, capsys):

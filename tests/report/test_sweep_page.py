@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from brimful.report.svg import Frame, area, line, thinned, ticks, widened
+from brimful.report.svg import Frame, area, axes, line, thinned, ticks, widened
 from brimful.report.sweep_charts import curve_chart, histogram_chart, roc, roc_chart
 from brimful.report.sweep_page import sweep_page
 from brimful.tasks.heads.results.metrics import auroc
@@ -218,3 +218,10 @@ def test_thinning_keeps_both_ends_and_no_more_than_asked():
 def test_there_is_always_something_to_draw_on(values):
     low, high = widened(values)
     assert low < high
+
+
+def test_scores_that_lie_close_fill_their_axis():
+    assert widened([0.4986, 0.4999], by=0.0) == (0.4986, 0.4999)
+    low, high = widened([0.5, np.nextafter(0.5, 1)], by=0.0)
+    assert high - low > 0.01  # rounding is no spread
+    assert axes(Frame(x=(0.499999, 0.5), y=(0, 1)), "", "").count(">0.49999") <= 4  # long numbers need room

@@ -39,6 +39,13 @@ def test_trivial_baselines_stand_below_their_own_line():
     assert places == sorted(places) and "best trivial baseline rings" in lines[0]
 
 
+def test_a_narrow_table_says_that_it_has_no_intervals():
+    told = "Below 96 columns the intervals and most deviations are left out here; the report has them."
+    narrow = shown(ROWS, width=80)
+    assert told in " ".join(narrow.split()) and "(+.097" not in narrow and told not in shown(ROWS)
+    assert "           trivial baselines " in narrow  # in one cell
+
+
 def test_what_the_figures_mean_is_told():
     assert "FPR95 is the share of ID molecules wrongly called OOD" in " ".join(shown(ROWS).split())
 

@@ -18,6 +18,8 @@ Span = tuple[float, float]
 
 WIDTH, HEIGHT = 340, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 24, 38
+_LETTERS = 35
+"""That stand side by side below a drawing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,10 @@ def axes(frame: Frame, x_name: str, y_name: str) -> str:
     for value, name in ticks(*frame.y, most=5):
         y = _short(float(frame.down(value)))
         parts.append(f'<path class="rule" d="M{_short(left)} {y}H{_short(right)}"/>{text(left - 6, float(y) + 4, name, "end")}')  # fmt: skip
-    for value, name in ticks(*frame.x, most=6):
+    below = ticks(*frame.x, most=6)
+    if sum(len(name) for _, name in below) > _LETTERS:
+        below = ticks(*frame.x, most=4)
+    for value, name in below:
         x = float(frame.across(value))
         parts.append(f'<path class="tick" d="M{_short(x)} {_short(bottom)}v4"/>{text(x, bottom + 16, name, "middle")}')
     parts.append(f'<path class="axis" d="M{_short(left)} {_short(bottom)}H{_short(right)}"/>')
@@ -113,7 +118,8 @@ def widened(values: Sequence[float] | Floats, *, by: float = 0.04) -> Span:
     if not len(known):
         return 0.0, 1.0
     low, high = float(known.min()), float(known.max())
-    air = (high - low) * by or abs(low) * 0.05 or 0.5
+    apart = high - low > 1e-6 * max(abs(low), abs(high))  # less is rounding, and axes have no digits for it
+    air = (high - low) * by if apart else abs(low) * 0.05 or 0.5
     return low - air, high + air
 
 

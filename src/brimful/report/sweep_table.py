@@ -6,7 +6,8 @@ It shows the texts of the summaries as they are, so that terminal, Markdown, LaT
 red say on which side of the best trivial baseline a method lies; where its interval spans nought neither does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -27,21 +28,26 @@ def sweep_table(
     parts: list[RenderableType] = []
     for dataset in dict.fromkeys(one["dataset"] for one in summaries):
         own = [one for one in summaries if one["dataset"] == dataset]
-        parts += [Text.assemble((dataset, "bold"), f": {own[0]['about']}"), _Fitted(own)]
+        parts += [Text.assemble((dataset, "bold"), f": {own[0]['about']}"), _Fitted(partial(_table, own))]
         if remarks and remarks.get(dataset):
             parts.append(Padding(Text("; ".join(remarks[dataset]), style="dim"), (0, 0, 0, 2)))
         parts.append(Text())
-    return Group(*parts, *(Text(note, style="dim") for note in notes))
+    return Group(*parts, _Fitted(_spared), *(Text(note, style="dim") for note in notes))
 
 
 class _Fitted:
-    """A table as wide as the terminal allows."""
+    """What the terminal has the columns for."""
 
-    def __init__(self, table: Sequence[Summary]) -> None:
-        self._summaries = table
+    def __init__(self, made: Callable[..., RenderableType]) -> None:
+        self._made = made
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _table(self._summaries, narrow=options.max_width < WIDE)
+        yield self._made(narrow=options.max_width < WIDE)
+
+
+def _spared(*, narrow: bool) -> RenderableType:
+    told = f"Below {WIDE} columns the intervals and most deviations are left out here; the report has them."
+    return Text(told, style="dim") if narrow else Group()
 
 
 def _table(table: Sequence[Summary], *, narrow: bool) -> RenderableType:
@@ -57,7 +63,7 @@ def _table(table: Sequence[Summary], *, narrow: bool) -> RenderableType:
     for one in table:
         if trivial and one is trivial[0]:
             shown.add_section()
-            shown.add_row("trivial", Text("baselines", style="dim italic"), style="dim italic")
+            shown.add_row("", "trivial baselines", style="dim italic")
         shown.add_row(*_cells(one, widest, narrow))
     return Padding(shown, (0, 0, 0, 2))
 

@@ -238,7 +238,7 @@ def test_a_value_that_is_not_finite_is_named_by_its_row(tmp_path, value):
             encoded.matrix[encoded.matrix[:, 0] == 5, 1] = value
             return encoded
 
-    with pytest.raises(BadData, match="toy has a value that is NaN or infinite in row 15 .* of some.csv, C5"):
+    with pytest.raises(BadData, match=r"toy is NaN or infinite in row 15 \(C5\) of some.csv .*, 1 of 8 molecules"):
         features_of(Broken(), molecules(8), cache=tmp_path)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from brimful.errors import BadData, BadOption
 from brimful.tasks.heads.features import features_of, load_encoder
+from brimful.tasks.heads.features.given import Given
 from brimful.tasks.heads.molecules.molecules import Molecules
 
 SMILES = np.array(["C", "CC", "CCC"], dtype=object)
@@ -53,8 +54,25 @@ def test_a_value_that_is_not_finite_names_its_row(tmp_path, value):
     matrix = np.zeros((4, 2))
     matrix[2, 1] = value
     np.save(tmp_path / "mine.npy", matrix)
-    with pytest.raises(BadData, match=r"mine has a value that is NaN or infinite in row 2 .* of some.csv, CC"):
+    with pytest.raises(BadData, match=r"mine is NaN or infinite in row 2 \(CC\) of some.csv .*, 1 of 3 molecules"):
         computed("mine.npy", tmp_path)
+
+
+def test_many_values_that_are_not_finite_are_counted_and_what_to_do_keeps_rows_aligned(tmp_path, monkeypatch):
+    matrix = np.zeros((10, 2))
+    matrix[[0, 2, 3, 5, 9]] = np.nan
+    np.save(tmp_path / "mine.npy", matrix)
+    some = Molecules(
+        source="a.csv", smiles=np.array(["C"] * 10, dtype=object), rows=np.arange(10), columns={}, rows_in=10
+    )
+    rows = r"mine is NaN or infinite in rows 0 \(C\), 2 \(C\), 3 \(C\) and 2 more of a.csv .*, 5 of 10 molecules;"
+    with pytest.raises(
+        BadData, match=f"{rows} fill them, or remove those rows from that file and from the features alike"
+    ):
+        computed("mine.npy", tmp_path, some)
+    monkeypatch.setattr(Given, "batch", 7)
+    with pytest.raises(BadData, match=r"and 1 more of a.csv .*, 4 of the first 7 of 10 molecules;"):
+        computed("mine.npy", tmp_path, some)
 
 
 def test_a_row_that_no_molecule_uses_may_be_nan(tmp_path):
@@ -126,6 +144,12 @@ def test_a_function_may_import_its_neighbours_and_leaves_no_bytecode(tmp_path, m
     assert not list(tmp_path.rglob("__pycache__"))
 
 
+def test_what_a_function_prints_is_not_on_stdout(tmp_path, capsys):
+    computed(written(tmp_path, "print('called'); return np.ones((len(smiles), 2))", "import numpy as np; print('read')"), tmp_path)  # fmt: skip
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == "read\ncalled\n"
+
+
 def test_an_edited_function_computes_anew(tmp_path):
     computed(written(tmp_path, "return np.zeros((len(smiles), 2))"), tmp_path)
     assert computed(written(tmp_path, "return np.ones((len(smiles), 2))"), tmp_path).matrix.min() == 1
@@ -139,7 +163,11 @@ def test_an_edited_function_computes_anew(tmp_path):
         ("return np.zeros((3, 0))", r"returned the shape \(3, 0\)"),
         ("return None", "returned a NoneType of object"),
         ("return [[1], [1, 2], [3]]", "returned rows that do not make an array"),
-        ("return np.full((3, 2), np.nan)", "encode has a value that is NaN or infinite in row 0 .* of some.csv, C"),
+        (
+            "return np.full((3, 2), np.nan)",
+            "encode is NaN or infinite in rows 0 .*, 3 of 3 molecules; fill them, or remove those rows from that file$",
+        ),
+        ("import sys; sys.exit(3)", "own.py:encode failed on a batch of 3 SMILES: SystemExit: 3"),
         ("raise KeyError('weights')", "own.py:encode failed on a batch of 3 SMILES: KeyError: 'weights'"),
     ],
 )

@@ -121,6 +121,49 @@ def test_a_missing_column_is_told_with_what_may_be_meant(table: Path) -> None:
         read_molecules(table, columns=["actve"])
 
 
+def test_a_column_of_another_case_is_told_with_the_key_to_set(tmp_path: Path) -> None:
+    (tmp_path / "loud.csv").write_text("SMILES,y\nCCO,1\n")
+    with pytest.raises(BadOption) as caught:
+        read_molecules(tmp_path / "loud.csv")
+    says = "no column 'smiles'; did you mean 'SMILES'? it has SMILES, y; say smiles = \"SMILES\" under [[datasets]]"
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "some.csv",
+            b"smiles;SR-ARE\nCCO;1\n",
+            "columns between commas, and its header has semicolons; write it with com",
+        ),
+        ("some.csv", b'"smiles";"y"\r\n"CCO";"1"\r\n', "its header has semicolons"),
+        ("some.csv", b"smiles|y\nCCO|1\n", "its header has bars; write it with commas"),
+        ("some.csv", b"smiles\ty\nCCO\t1\n", "its header has tabs; call it .tsv"),
+        ("some.tsv.gz", gzip.compress(b"smiles,y\nCCO,1\n"), "between tabs, and its header has commas; call it .csv"),
+        ("some.csv", "smiles,name\nCCO,乙醇\n".encode("gbk"), "is not UTF-8; convert it with iconv -f gbk -t utf-8"),
+        ("some.csv", "smiles,名\nCCO,乙醇\n".encode("gbk"), "not UTF-8; .* convert it with iconv -f gbk -t utf-8"),
+        (
+            "some.csv",
+            "smiles,y\nCCO,1\n".encode("utf-16"),
+            "looks like UTF-16; convert it with iconv -f utf-16 -t utf-8",
+        ),
+        ("some.csv", "smiles,y\nCCO,1\n".encode("utf-16-be"), "convert it with iconv -f utf-16 -t utf-8"),
+    ],
+)
+def test_another_separator_or_encoding_is_told_with_what_to_do(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadData, match=says):
+        read_molecules(tmp_path / name)
+
+
+def test_a_lone_column_may_be_called_anything(tmp_path: Path) -> None:
+    (tmp_path / "lone.csv").write_text("a|b\nCCO\n")
+    assert read_molecules(tmp_path / "lone.csv", smiles="a|b").smiles.tolist() == ["CCO"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -134,6 +177,16 @@ def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path, name: str, c
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadData, match=says):
         read_molecules(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+def test_text_of_a_parquet_is_read_however_it_is_stored(tmp_path: Path, kind: pa.DataType) -> None:
+    columns = {"smiles": ["CCO", "CC", "CCO"], "active": ["yes", None, "no"]}
+    pq.write_table(
+        pa.table({name: pa.array(one).cast(kind) for name, one in columns.items()}), tmp_path / "some.parquet"
+    )
+    found = read_molecules(tmp_path / "some.parquet", columns=["active"])
+    assert found.smiles.tolist() == columns["smiles"] and found.columns["active"].tolist() == ["yes", "", "no"]
 
 
 def test_a_column_of_numbers_is_no_column_of_smiles(tmp_path: Path) -> None:

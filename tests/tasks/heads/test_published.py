@@ -77,6 +77,12 @@ def test_one_domain_is_parted_at_random_and_told(drugood: Path) -> None:
     assert any(remark.endswith("at random: all are of one domain") for remark in split.remarks)
 
 
+def test_the_cut_is_the_boundary_of_domains_nearest_to_three_in_four(drugood: Path) -> None:
+    rows = [{**entry("ood_val", number), "domain_id": number // 6} for number in range(42)]
+    _, split = read_published(changed(drugood, ood_val=rows))
+    assert split.ood.sizes == (30, 12, 8)  # 36 would be further from 31.5
+
+
 def test_a_last_domain_larger_than_all_others_leaves_something_to_validate_with(drugood: Path) -> None:
     for large in range(2):
         rows = [{**entry("ood_val", number), "domain_id": large if number else 1 - large} for number in range(8)]

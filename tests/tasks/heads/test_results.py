@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -148,6 +149,17 @@ def test_validation_chooses_among_settings():
     assert "lr=2 ✓" in markdown(summarise(rows)) and "validation AUROC chooses" in markdown(summarise(rows))
 
 
+def test_settings_that_diverged_are_no_choice():
+    rows = [row("dpo", settings="lr=9", auroc=None, valid_auroc=None), row("dpo", settings="lr=1"), row("dpo", settings="lr=2")]  # fmt: skip
+    assert [one["chosen"] for one in summarise(rows)] == [False, True, False]
+
+
+def test_where_validation_cannot_choose_the_table_says_why():
+    rows = [row("msp", settings=f"lr={lr}", valid_auroc=None) for lr in (1, 2)]
+    assert "get no ✓" in conventions(summarise(rows))[-1]
+    assert not any("✓" in one for one in conventions(summarise([row("msp", valid_auroc=None)])))
+
+
 def test_trivial_baselines_come_last_and_datasets_keep_their_order():
     rows = [row("rings", dataset="b"), row("dpo", dataset="b"), row("rings", dataset="a"), row("dpo", dataset="a")]
     assert [(one["dataset"], one["method"]) for one in summarise(rows)] == [("b", "dpo"), ("b", "rings"), ("a", "dpo"), ("a", "rings")]  # fmt: skip
@@ -188,6 +200,16 @@ def test_latex_is_a_booktabs_table_with_a_rule_above_the_trivial_and_nothing_une
     rows = [line for line in table.splitlines() if line.endswith("\\\\")]
     assert {line.replace("\\&", "").count("&") for line in rows} == {7}
     assert not set("±–−✓↑↓") & set(text)
+
+
+def test_latex_labels_are_unique_whatever_the_names():
+    text = latex(summarise([row("dpo", dataset=name) for name in ("毒性", "活性", "--2", "tox 21")]))
+    assert re.findall(r"\\label\{(.*)\}", text) == [
+        "tab:sweep--",
+        "tab:sweep---2",
+        "tab:sweep---2-2",
+        "tab:sweep-tox-21",
+    ]
 
 
 def test_names_cannot_break_a_markdown_table():

@@ -45,6 +45,10 @@ def test_what_is_left_out_is_the_guides(read):
     assert spec.positive == "ood" and spec.methods[0].options == {"beta": 0.1, "lam": 0.01}
 
 
+def test_a_mark_of_notepads_in_front_is_no_mistake(read):
+    assert read("\ufeff" + TOP + DATA).seeds == (0, 1)
+
+
 def test_a_number_of_seeds_counts_from_nought_and_a_list_is_itself(read):
     assert read(TOP + DATA).seeds == (0, 1)
     assert read(TOP.replace("= 2", "= [7, 3]") + DATA).seeds == (7, 3)

@@ -15,6 +15,7 @@ from brimful.tasks.heads.molecules.facts import Facts
 from brimful.tasks.heads.molecules.molecules import Molecules
 from brimful.tasks.heads.splits import Part, Split, SplitOptions, check_leakage, leaks, make_split, trimmed
 from brimful.tasks.heads.splits.deal import grouped
+from brimful.tasks.heads.splits.leakage import salts
 from brimful.tasks.heads.splits.sides import often_from, sides_of
 
 
@@ -321,6 +322,24 @@ def test_id_parts_may_share_scaffolds_and_no_ring_is_no_scaffold() -> None:
     facts = made(scaffold=["big", "big", "", "x", "", ""])[1]
     checked = check_leakage(six(*CLEAN, kind="scaffold"), facts)
     assert checked == ("checked: no molecule in two parts, no scaffold on both sides or in two OOD parts",)
+
+
+def test_salts_and_charge_states_in_two_parts_are_counted_and_no_error() -> None:
+    names = ["C=C(C)C(=O)[O-]", "CCN", "CC(=O)O", "C=C(C)C(=O)O", "CCN.Cl", "CC(=O)[O-].[Na+]"]
+    clean, told = check_leakage(six(*CLEAN), made(canonical=names)[1])
+    assert clean == "checked: no molecule in two parts"
+    assert told == (
+        "3 molecules are in two parts as another salt or charge state, "
+        "such as 'C=C(C)C(=O)O' in OOD train and 'C=C(C)C(=O)[O-]' in ID train"
+    )
+    same_part = six([0, 3], [1, 4], [2, 5], [6], [7], [8])
+    others = ["O=[N+]([O-])c1ccccc1", "c1ccc(-c2ccccc2)cc1", "C[N+](C)(C)C"]
+    assert salts(same_part, made(canonical=[*names, *others])[1]) == ()
+
+
+def test_a_molecule_twice_as_it_is_counts_as_no_salt() -> None:
+    facts = made(canonical=["CCN.Cl", "CCN.Cl", "C", "CC", "CCC", "CCCC"])[1]
+    assert salts(six(*CLEAN), facts) == ()
 
 
 def test_an_atom_count_on_both_sides_of_a_size_split_is_an_error() -> None:

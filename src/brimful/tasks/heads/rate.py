@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from brimful.errors import BadData, BadOption
 from brimful.tasks.heads.packed.chance import SAMPLES, kept, key
 from brimful.tasks.heads.packed.head import Head
 from brimful.tasks.heads.packed.job import Job, Rows
@@ -31,7 +32,11 @@ def plain_scores(cell: Cell, rows: Rows) -> Scores:
     matrix = rows.features.numpy()
     test = np.concatenate([rows.id["test"], rows.ood["test"]])
     labels = None if rows.labels is None else rows.labels.numpy()[rows.id["train"]]
-    found = distance_scores(cell.method.name, matrix[rows.id["train"]], matrix[test], labels=labels, **cell.options)
+    try:
+        found = distance_scores(cell.method.name, matrix[rows.id["train"]], matrix[test], labels=labels, **cell.options)
+    except (BadData, BadOption) as error:
+        where = f"{cell.dataset.name}, {cell.method.name} on {cell.encoder.name}"
+        raise type(error)(f"{where}: {error}") from None
     return found[: len(rows.id["test"])], found[len(rows.id["test"]) :]
 
 

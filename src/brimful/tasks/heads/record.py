@@ -1,7 +1,7 @@
 """The rows of a sweep as they become known: each written as an event at once, none computed twice.
 
-A row belongs to a cell of the grid; trivial baselines have none and go by dataset, name and seed. What trains nothing is
-the same under every seed and has one run for all of them.
+A row belongs to a cell, whichever grid that was in; trivial baselines have none and go by dataset, name and seed.
+What trains nothing is the same under every seed and has one run for all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ class Record:
     """Sentences on each dataset."""
 
     def has(self, cell: Cell) -> bool:
-        return _key(cell) in self.known
+        return self._found(cell) is not None
 
     def has_trivial(self, dataset: str, method: str, seeds: Iterable[int]) -> bool:
         return all(_trivial_key(dataset, method, seed) in self.known for seed in seeds)
@@ -59,13 +59,13 @@ class Record:
         """One computation for all these cells, which differ in the seed."""
         self._keep(cells[0].run, scores)
         for cell in cells:
-            self._write(_key(cell), self._row(prepared, cells[0].run, scores, **_of(cell), seconds=seconds))
+            self._write(cell.keys[0], self._row(prepared, cells[0].run, scores, **_of(cell), seconds=seconds))
 
     def trained(self, prepared: Prepared, cell: Cell, finished: Finished, scores: Scores) -> None:
         judged = finished.job.sees_ood  # a plain classifier is judged by its loss, which is no AUROC
         if finished.diverged:
-            which = f"{cell.method.name} {cell.settings_text} on {cell.encoder.name}, seed {cell.seed}"
-            self.remark(cell.dataset.name, [f"{which}: the loss was no number any more in epoch {finished.epochs}"])
+            told = {"dataset": cell.dataset.name, "about": cell.keys[0], "sentence": _diverged(cell, finished.epochs)}
+            self.journal.write("note", **told)
         if not finished.best_epoch:  # nothing was learnt that could be measured
             scores = np.full_like(scores[0], np.nan), np.full_like(scores[1], np.nan)
         self._keep(cell.run, scores, np.array(finished.curve) if judged else NONE, np.array(finished.losses))
@@ -73,15 +73,28 @@ class Record:
             prepared, cell.run, scores, **_of(cell), epochs=finished.epochs, best_epoch=finished.best_epoch,
             valid_auroc=finished.valid_score if judged and finished.best_epoch else None,
         )  # fmt: skip
-        self._write(_key(cell), row)
+        self._write(cell.keys[0], row)
+
+    def tell_diverged(self, cells: Sequence[Cell]) -> None:
+        """Those of this call and of earlier ones, in the order and the words of this grid."""
+        noted = {about for about, _ in self.folder.notes()}
+        for cell in cells:
+            row = self._found(cell)
+            if row is not None and any((cell.dataset.name, key) in noted for key in cell.keys):
+                self.remarks.setdefault(cell.dataset.name, []).append(_diverged(cell, row["epochs"]))
 
     def rows(self, cells: Sequence[Cell], datasets: Iterable[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
-        """In the order of the grid, each dataset's trivial baselines after its methods."""
-        keys: list[str] = []
+        """In the order of the grid and with its settings, each dataset's trivial baselines after its methods."""
+        rows: list[dict[str, Any]] = []
         for name in datasets:
-            keys += [_key(cell) for cell in cells if cell.dataset.name == name]
-            keys += [_trivial_key(name, method, seed) for method in TRIVIAL for seed in seeds]
-        return [self._sided(self.known[key]) for key in keys if key in self.known]
+            there = [(cell, self._found(cell)) for cell in cells if cell.dataset.name == name]
+            rows += [{**row, "settings": cell.settings_text} for cell, row in there if row is not None]
+            keys = [_trivial_key(name, method, seed) for method in TRIVIAL for seed in seeds]
+            rows += [self.known[key] for key in keys if key in self.known]
+        return [self._sided(row) for row in rows]
+
+    def _found(self, cell: Cell) -> dict[str, Any] | None:
+        return next((self.known[key] for key in cell.keys if key in self.known), None)
 
     def _sided(self, row: dict[str, Any]) -> dict[str, Any]:
         """As this spec asks: an earlier call may have had the other side for the positive one."""
@@ -112,8 +125,9 @@ def _of(cell: Cell) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _key(cell: Cell) -> str:
-    return f"{cell.run}/{cell.seed}"
+def _diverged(cell: Cell, epoch: int) -> str:
+    which = " ".join(word for word in (cell.method.name, cell.settings_text, "on", cell.encoder.name) if word)
+    return f"{which}, seed {cell.seed}: the loss was no number any more in epoch {epoch}"
 
 
 def _trivial_key(dataset: str, method: str, seed: int) -> str:

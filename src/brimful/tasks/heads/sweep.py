@@ -20,6 +20,7 @@ from brimful.plan.options import FitOptions
 from brimful.plan.target import Target, find_target
 from brimful.tasks.heads.features import load_encoder
 from brimful.tasks.heads.folder import SweepFolder
+from brimful.tasks.heads.packed.cluster import check_address
 from brimful.tasks.heads.packed.job import Job, Rows
 from brimful.tasks.heads.packed.runner import Finished
 from brimful.tasks.heads.plan import data_key, job_of
@@ -30,14 +31,16 @@ from brimful.tasks.heads.results.files import write_results
 from brimful.tasks.heads.scores.trivial import TRIVIAL, trivial_scores
 from brimful.tasks.heads.spec.asked import SweepSpec
 from brimful.tasks.heads.spec.grid import Cell, grid, show_grid
+from brimful.tasks.heads.spec.methods import METHODS
 from brimful.tasks.heads.spec.options import SweepOptions
 from brimful.tasks.heads.training import Training
 from brimful.train.journal import Journal, Listener
-from brimful.train.lock import RunLock
 from brimful.train.signals import Interrupts
 from brimful.units import show_count
 
 Say = Callable[[str], object]
+LeftOut = tuple[str, int, str, str]
+"""Dataset, row, SMILES, why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ def sweep(
 ) -> Outcome:  # fmt: skip
     """Run it, or what is left of it."""
     folder = SweepFolder(output)
-    with RunLock(output, flag="--output"), closing(Journal(folder.events, listeners)) as journal:
+    with folder.held(), closing(Journal(folder.events, listeners)) as journal:
         record = Record(folder=folder, journal=journal, positive=spec.positive, known=folder.finished())
         return _Sweep(spec=spec, options=options, cache=cache, record=record, say=say).run()
 
@@ -81,8 +84,11 @@ class _Sweep:
     def run(self) -> Outcome:
         began, cells, record = time.monotonic(), grid(self.spec), self.record
         target = self._target()
-        self._prepare(target)
+        if self.options.ray:
+            check_address(self.options.ray)
+        left_out = self._prepare(target)
         jobs, readers = self._jobs(cells)
+        self._claim(left_out)
         known = sum(map(record.has, cells))
         record.journal.write("begin", grid=show_grid(self.spec), cells=len(cells), known=known, heads=len(jobs), device=target.name)  # fmt: skip
         self._trivial()
@@ -94,6 +100,7 @@ class _Sweep:
             finished = training.run(lambda one: self._score(one, readers[one.job.name]), lambda: asked.by is not None)
         if asked.by:
             record.journal.write("stop", by=asked.by)
+        record.tell_diverged(cells)
         rows = record.rows(cells, self.prepared, self.spec.seeds)
         write_results(record.folder.root, rows)
         if finished:
@@ -112,9 +119,9 @@ class _Sweep:
             raise BadOption("a sweep counts in float64, which the Apple GPU does not have: give --device cpu")
         return target
 
-    def _prepare(self, target: Target) -> None:
+    def _prepare(self, target: Target) -> list[LeftOut]:
         """Encoders are made first, which shows what is missing, and let go of at the end: some hold a process of their own."""
-        left_out: list[tuple[str, int, str]] = []
+        left_out: list[LeftOut] = []
         encoders = {
             one.name: load_encoder(one.asked, folder=self.spec.source.parent, device=str(target.device))
             for one in self.spec.encoders
@@ -122,16 +129,24 @@ class _Sweep:
         for dataset in self.spec.datasets:
             self.say(f"{dataset.name}: reading {dataset.file.name}")
             prepared = self.prepared[dataset.name] = prepare(dataset, self.cache, self._said(dataset.name))
-            left_out += [(dataset.name, one.row, one.reason) for one in prepared.molecules.unread]
+            if any(METHODS[one.name].needs_labels for one in self.spec.methods):
+                len(prepared.classes)  # refused before features are computed where there are none to learn
+            molecules = prepared.molecules
+            left_out += [(dataset.name, one.row, one.smiles, one.reason) for one in molecules.unread]
             self.record.remark(dataset.name, prepared.remarks)
             for name, encoder in encoders.items():
                 rows, features, failed = rows_of(prepared, encoder, self.cache, self._said(dataset.name))
                 self.rows[f"{dataset.name}/{name}"] = rows
-                left_out += [(dataset.name, row, f"{name}: {reason}") for row, reason in failed]
+                smiles = dict(zip(molecules.rows.tolist(), molecules.smiles, strict=True)) if failed else {}
+                left_out += [(dataset.name, row, smiles[row], f"{name}: {reason}") for row, reason in failed]
                 more = [f"{show_count(len(failed), 'molecule')} without features left out"] if failed else []
                 self.record.remark(dataset.name, [f"{name}: {one}" for one in (*more, *features.remarks)])
+        return left_out
+
+    def _claim(self, left_out: Sequence[LeftOut]) -> None:
+        """The first that is written of a sweep, once all that can be refused has been looked at."""
         folder = self.record.folder
-        folder.claim(self.rows)
+        folder.claim(self.rows, self.prepared)
         folder.write_left_out(left_out)
         for prepared in self.prepared.values():
             folder.write_split(prepared)

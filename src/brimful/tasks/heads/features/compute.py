@@ -102,7 +102,7 @@ class _Work:
         while encoded is None:
             some = self.molecules.take(np.arange(start, min(start + self.batch, len(self.molecules))))
             encoded = self._attempt(some)
-        checked = _checked(self.encoder, some, encoded)
+        checked = _checked(self.encoder, some, encoded, start, len(self.molecules))
         return Chunk(start=start, encoded=checked, seconds=time.monotonic() - began_s)
 
     def _attempt(self, some: "Molecules") -> Encoded | None:
@@ -146,7 +146,7 @@ class _Work:
         self.say(f"{self.encoder.name}: {done:,} of {total:,} molecules, {show_rate(rate)}/s, {left} left")
 
 
-def _checked(encoder: Encoder, some: "Molecules", encoded: Encoded) -> Encoded:
+def _checked(encoder: Encoder, some: "Molecules", encoded: Encoded, start: int, total: int) -> Encoded:
     """What goes to disk: one row for each molecule, finite wherever it counts."""
     matrix = encoded.matrix
     if matrix.ndim != 2 or len(matrix) != len(some):
@@ -156,12 +156,19 @@ def _checked(encoder: Encoder, some: "Molecules", encoded: Encoded) -> Encoded:
     finite = np.atleast_1d(np.isfinite(matrix).all(axis=1))
     finite[list(encoded.failed)] = True
     if not finite.all():
-        first = int(np.flatnonzero(~finite)[0])
-        place = f"row {some.rows[first]} (counted from 0) of {some.source}"
-        raise BadData(
-            f"{encoder.name} has a value that is NaN or infinite in {place}, {some.smiles[first]}; features must be finite, so mend or leave out that row"
-        )
+        raise BadData(_not_finite(encoder, some, np.flatnonzero(~finite), start + len(some), total))
     return encoded
+
+
+def _not_finite(encoder: Encoder, some: "Molecules", broken: Any, seen: int, total: int) -> str:
+    named = ", ".join(f"{some.rows[position]} ({some.smiles[position]})" for position in broken[:NAMED])
+    more = f" and {len(broken) - NAMED:,} more" if len(broken) > NAMED else ""
+    among = f"of {total:,} molecules" if seen == total else f"of the first {seen:,} of {total:,} molecules"
+    also = " and from the features alike" if encoder.reads_rows else ""
+    return (
+        f"{encoder.name} is NaN or infinite in row{'s' * (len(broken) > 1)} {named}{more} of {some.source} (counted from 0), "
+        f"{len(broken):,} {among}; fill them, or remove those rows from that file{also}"
+    )
 
 
 def _tell(features: Features, molecules: "Molecules", say: Say) -> None:

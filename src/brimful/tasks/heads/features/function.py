@@ -2,12 +2,14 @@
 
 The file is run as a module of its own, with its folder importable, as a task's file is. Its content is part of the cache's
 key: an edited function computes anew. What the function imports is not in the key, since nobody can tell what that is.
+What it prints goes to stderr: stdout is for results.
 """
 
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,8 +47,9 @@ class UserFunction:
     def encode(self, molecules: "Molecules") -> Encoded:
         function = self._function
         try:
-            given = function(list(molecules.smiles))
-        except Exception as error:
+            with redirect_stdout(sys.stderr):
+                given = function(list(molecules.smiles))
+        except (Exception, SystemExit) as error:
             raise BadData(
                 f"{self.file}:{self.function} failed on a batch of {len(molecules)} SMILES: {in_one_line(error)}"
             ) from error
@@ -86,7 +89,8 @@ def _run(file: Path) -> ModuleType:
     sys.path.insert(0, str(file.parent.resolve()))
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # the user's folder is not ours to write to
     try:
-        found.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):
+            found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise BadOption(f"{file} cannot be run: {in_one_line(error)}") from error
     finally:

@@ -5,15 +5,32 @@ joins the cluster that this machine belongs to, `--ray local` starts one here fo
 """
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from brimful.errors import LostProcess, MissingExtra, NoConnection, UserError, in_one_line
+from brimful.errors import BadOption, LostProcess, MissingExtra, NoConnection, UserError, in_one_line
 from brimful.tasks.heads.packed.share import Message, Share, work
+
+_ANSWERS_S = 5.0
+
+
+def check_address(address: str) -> None:
+    """Whether something listens at a host and port, which Ray itself asks for minutes; `auto` and `local` name none."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise BadOption(
+            f"--ray {address}: nothing answers there ({in_one_line(error)}); give the address that `ray start --head` printed, or auto or local"
+        ) from None
 
 
 def connect(address: str) -> tuple[Any, int, int]:
     """Ray, and the cluster's cards and cores."""
+    check_address(address)
     try:
         import ray
     except ImportError:

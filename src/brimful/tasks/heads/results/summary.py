@@ -119,9 +119,9 @@ def _mark_chosen(table: Sequence[Summary]) -> None:
     """Of the settings of one method, the first that does best on validation; None where there is nothing to choose."""
     for one in table:
         rivals = [other for other in table if all(other[key] == one[key] for key in ("encoder", "method"))]
-        known = [other["valid_auroc"] for other in rivals if other["valid_auroc"] is not None]
-        chooses = len(rivals) > 1 and len(known) == len(rivals)
-        one["chosen"] = one is rivals[known.index(max(known))] if chooses else None
+        known = [other for other in rivals if other["valid_auroc"] is not None]  # of one that diverged nothing is
+        chooses = len(rivals) > 1 and known
+        one["chosen"] = one is max(known, key=lambda other: other["valid_auroc"]) if chooses else None
 
 
 def _text(one: Summary) -> dict[str, str]:
@@ -175,4 +175,8 @@ def conventions(summaries: Sequence[Summary]) -> list[str]:
     ]  # fmt: skip
     if any(one["chosen"] for one in summaries):
         told.append("✓ marks the settings that validation AUROC chooses: picking by the test figures would flatter.")
+    if any(one["settings"] and one["chosen"] is None and one["valid_auroc"] is None for one in summaries):
+        told.append(
+            "Settings without a validation AUROC get no ✓: plain classifiers must not see OOD, distances train nothing."
+        )
     return told

@@ -4,7 +4,8 @@ The caption names the conventions, since a table without them cannot be compared
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, count
 from typing import Any
 
 from brimful.tasks.heads.results.summary import TRIVIAL, conventions
@@ -34,7 +35,9 @@ def markdown(summaries: Sequence[Summary]) -> str:
 def latex(summaries: Sequence[Summary]) -> str:
     """For a paper: `\\input` it; each table has a caption and a label of its own."""
     parts = ["% Written by brimful sweep. It needs \\usepackage{booktabs}."]
+    labels: list[str] = []
     for dataset, table in by_dataset(summaries).items():
+        labels.append(_label(dataset, labels))
         lines = _lines(table, _escape, r"\textbf{{{}}}".format)
         heads = _heads(table, r" $\uparrow$", r" $\downarrow$")
         blocks = [[f"{' & '.join(cells)} \\\\" for cells in block] for block in lines if block]
@@ -45,7 +48,7 @@ def latex(summaries: Sequence[Summary]) -> str:
                     "\\begin{table}[t]",
                     "  \\centering",
                     f"  \\caption{{{caption}}}",
-                    f"  \\label{{tab:sweep-{re.sub(r'[^A-Za-z0-9-]+', '-', dataset)}}}",
+                    f"  \\label{{{labels[-1]}}}",
                     f"  \\begin{{tabular}}{{{'l' * _names(table)}rrrrr}}",
                     "    \\toprule",
                     f"    {' & '.join(heads)} \\\\",
@@ -57,6 +60,13 @@ def latex(summaries: Sequence[Summary]) -> str:
             )
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _label(dataset: str, taken: Collection[str]) -> str:
+    """Of plain letters, so that names in others may come out alike: these are numbered."""
+    label = f"tab:sweep-{re.sub(r'[^A-Za-z0-9-]+', '-', dataset)}"
+    numbered = (f"{label}-{number}" for number in count(2))
+    return next(one for one in chain([label], numbered) if one not in taken)
 
 
 def by_dataset(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:

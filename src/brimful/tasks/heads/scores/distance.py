@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.errors import BadData, BadOption
+from brimful.tasks.heads.features.bits import only_bits
 from brimful.tasks.heads.scores.gaussian import fit_gaussians
 from brimful.tasks.heads.scores.neighbours import fit_knn, fit_lof
 from brimful.tasks.heads.scores.options import check_options
@@ -64,7 +65,7 @@ def _fit(
 def _scaling(train: Matrix) -> Callable[[Matrix], Singles]:
     """What brings rows to one unit, by what the training rows are like."""
     _check_finite(train)
-    if _is_fingerprint(train):
+    if only_bits(train):
         return _to_length_one
     mean, deviation = train.mean(axis=0, dtype=np.float64), train.std(axis=0, dtype=np.float64)
     # A column that never varies has no unit of its own; what float32 makes of an equal value is no variation.
@@ -84,12 +85,6 @@ def _to_length_one(rows: Matrix) -> Singles:
     length = np.sqrt(np.einsum("ij,ij->i", floats, floats))
     floats /= np.where(length == 0, 1, length)[:, None]
     return floats
-
-
-def _is_fingerprint(train: Matrix) -> bool:
-    return all(
-        bool(np.isin(train[start : start + CHUNK_ROWS], (0, 1)).all()) for start in range(0, len(train), CHUNK_ROWS)
-    )
 
 
 def _check_finite(rows: Matrix) -> None:

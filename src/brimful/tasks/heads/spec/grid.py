@@ -41,6 +41,10 @@ class Cell:
         return self.head is None
 
     @property
+    def reads_labels(self) -> bool:
+        return self.method.needs_labels or self.method.name == "mahalanobis"  # the one distance that knows classes
+
+    @property
     def settings_text(self) -> str:
         return show_settings(self.settings)
 
@@ -51,9 +55,17 @@ class Cell:
         readable = "-".join(re.sub(r"[^\w.=+-]+", "_", word) for word in words if word)[:120]
         return f"{readable}-seed{self.seed}-{self._hash()}"
 
-    def _hash(self) -> str:
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What the run was asked for, whatever else is in the grid; then as earlier versions had it, label included."""
+        hashes = dict.fromkeys((self._hash(), self._hash(labelled=True)))
+        return tuple(f"{self.dataset.name}/{self.encoder.name}/{self.method.name}/{one}/{self.seed}" for one in hashes)
+
+    def _hash(self, *, labelled: bool = False) -> str:
         """Files go by their names: a folder may be moved and its sweep still be finished."""
         asked = dataclasses.asdict(self) | {"settings": None, "method": self.method.name, "encoder": self._encoder()}
+        if not (self.reads_labels or labelled):
+            asked["dataset"]["label"] = ()
         text = json.dumps(asked, sort_keys=True, default=lambda path: path.name)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 

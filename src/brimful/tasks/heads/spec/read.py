@@ -64,7 +64,7 @@ def read_spec(path: str | Path) -> SweepSpec:
     """The grid a file asks for. Everything wrong in it is told at once."""
     path = Path(path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Notepad writes a mark in front
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise BadOption(f"{path} cannot be read as a sweep: {reason}; give a TOML file with datasets, encoders and methods") from None  # fmt: skip

@@ -99,10 +99,15 @@ class SpecTable:
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """`'dop', did you mean dpo? (known are dpo, bce)`: case does not hide a near match."""
+    """`'dop', did you mean dpo? (known are dpo, bce)`."""
+    meant = near(name, known)
+    return f"{name!r}{f', did you mean {_or(meant)}?' if meant else ''} (known are {', '.join(known)})"
+
+
+def near(name: str, known: Sequence[str], *, cutoff: float = 0.6) -> list[str]:
+    """What may be meant, the likeliest first; case does not hide it."""
     by_lower = {one.lower(): one for one in known}
-    near = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=3)]
-    return f"{name!r}{f', did you mean {_or(near)}?' if near else ''} (known are {', '.join(known)})"
+    return [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)]
 
 
 def repeated(values: Iterable[Any]) -> list[Any]:

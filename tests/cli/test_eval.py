@@ -1,6 +1,7 @@
 """`brimful eval` as a user types it."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -41,6 +42,25 @@ def test_a_store_gives_the_same_figures_as_its_rows(place, capsys):
         _, out, _ = call(place, "--rows", "6", "--json", capsys=capsys, data=data)
         figures.append([json.loads(out)[name] for name in ("loss", "bleu", "chrf", "tokens")])
     assert figures[0] == figures[1]
+
+
+def test_a_run_is_measured_on_rows_cut_as_in_training_and_says_so(place, capsys, tmp_path):
+    shutil.copytree(place.model, tmp_path / "checkpoints" / "step-00000010" / "model")
+    (tmp_path / "model").symlink_to("checkpoints/step-00000010/model")
+    asked = json.dumps({"task": "chatlm-sft", "data": "rows", "asked": {"max_tokens": "6"}})
+    (tmp_path / "run.json").write_text(asked)
+    by_run, by_flag, plain = (
+        json.loads(call(place, "--metrics", "loss", "--json", *flags, capsys=capsys, model=model)[1])
+        for model, flags in ((tmp_path, []), (place.model, ["--max-tokens", "6"]), (place.model, []))
+    )
+    assert by_run["loss"] == by_flag["loss"] != plain["loss"]
+    assert by_run["max_tokens"] == by_flag["max_tokens"] == {"prompt": 6, "response": 6}
+    assert by_run["truncated"] == by_flag["truncated"] and by_run["truncated"]["prompt"] == 24
+    assert plain["truncated"] == {"prompt": 0, "response": 0} and plain["max_tokens"]["prompt"] == 256
+    _, out, _ = call(place, "--metrics", "loss", capsys=capsys, model=tmp_path)
+    assert "longer than 6+6 tokens are cut, as in the model's run: 24 prompts and" in " ".join(out.split())
+    _, out, _ = call(place, "--metrics", "loss", capsys=capsys, model=tmp_path, data=place.folder / "store")
+    assert "256+256 tokens are cut, when they were packed; no row has one" in " ".join(out.split())
 
 
 def test_a_memory_limit_is_kept_and_changes_nothing(place, capsys):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from brimful.cli import main
-from brimful.cli.train import KNOWN
+from brimful.cli.train import KNOWN, _request
+from brimful.errors import BadOption
+from brimful.train.folder import RunFolder
 from brimful.train.journal import last_steps, read_events
 from tests.train import runs
 
@@ -135,6 +137,9 @@ def test_gradients_that_are_no_numbers_end_in_one_sentence(tmp_path, plan):
         ([TASK, "rows", "--gpus", "2", "--processes", "3"], "they mean the same"),
         ([TASK, "rows", "--demo-data"], "leave rows out"),
         ([TASK, "rows", "--wrong", "1"], "--wrong"),
+        ([TASK, "a.jsonl", "b.jsonl", "c.jsonl"], "b.jsonl c.jsonl came after a.jsonl: put the files into a folder"),
+        ([TASK, "rows", "--best", "bleu"], "--best: nothing is evaluated without --valid"),
+        ([TASK, "rows", "--recipe", "small", "--eval-every", "5"], "--eval-every: nothing is evaluated without --valid"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence_before_anything_is_started(words, said, capsys, tmp_path, monkeypatch):
@@ -179,6 +184,67 @@ def test_a_lost_request_can_be_said_again(trained, capsys):
         assert done.returncode == 0, done.stderr
     finally:
         (run / "run.json").write_text(kept)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A run with a model and packed rows of its own; all that it was made from is gone."""
+    run = tmp_path / "runs" / "s"
+    for place in ("model", "checkpoints/step-00000002", "data/train-0", "data/valid-0"):
+        (run / place).mkdir(parents=True)
+    gone = {"valid": "valid.jsonl", "from": "models/v1/base", "tokenizer": "models/v1/tokenizer"}
+    asked = {name: str(tmp_path / path) for name, path in gone.items()}
+    request = {"task": "chatlm-sft", "data": str(tmp_path / "rows.jsonl"), "asked": {**asked, "max_tokens": 256}}
+    RunFolder(run).remember({**request, "prepared": {"data": "data/train-0", "valid": "data/valid-0"}})
+    return run
+
+
+def resumed(run, task=None, data=None, **said):
+    return _request(task, data, None, None, False, {"run": str(run), "resume": True, **said})
+
+
+def test_a_run_that_has_all_of_its_own_is_resumed_from_its_folder_alone(bare):
+    request = resumed(bare)
+    assert request["data"] == str(bare / "data" / "train-0")
+    assert request["asked"]["valid"] == str(bare / "data" / "valid-0")
+
+
+def test_packed_rows_serve_where_the_tokenizer_alone_is_gone(bare):
+    (bare.parents[1] / "rows.jsonl").touch()
+    assert resumed(bare)["data"] == str(bare / "data" / "train-0")
+
+
+def test_a_run_that_was_copied_has_its_own_rows(bare):
+    request = json.loads((bare / "run.json").read_text())
+    (bare.parent / "other" / "train-0").mkdir(parents=True)
+    RunFolder(bare).remember({**request, "data": str(bare.parent / "other" / "train-0")})
+    assert resumed(bare)["data"] == str(bare / "data" / "train-0")
+
+
+def test_without_a_model_of_its_own_a_run_needs_the_one_to_begin_with(bare):
+    (bare / "model").rmdir()
+    with pytest.raises(BadOption, match="^--from .*/models/v1/base: there is no such file or folder$"):
+        resumed(bare)
+    (bare.parents[1] / "v2").mkdir()
+    assert resumed(bare, **{"from": str(bare.parents[1] / "v2")})["asked"]["from"].endswith("v2")
+
+
+def test_what_is_named_now_and_not_there_is_refused(bare):
+    with pytest.raises(BadOption, match="--valid new.jsonl: there is no such file"):
+        resumed(bare, valid="new.jsonl")
+
+
+def test_a_recipe_that_evaluates_says_so_where_nothing_is_evaluated(capsys, tmp_path):
+    _request(TASK, "rows", "pretrain", None, False, {"run": str(tmp_path / "run")})
+    assert "nothing is evaluated" in capsys.readouterr().err
+
+
+def test_a_task_of_one_s_own_may_be_named_by_another_path(bare):
+    request = json.loads((bare / "run.json").read_text())
+    RunFolder(bare).remember({**request, "task": "mine.py:Tagger"})
+    assert resumed(bare, "../mine.py:Tagger")["task"] == "../mine.py:Tagger"
+    with pytest.raises(BadOption, match="is a run of mine.py:Tagger, not of mine.py:Other"):
+        resumed(bare, "mine.py:Other")
 
 
 def test_the_options_are_frozen():

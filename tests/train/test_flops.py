@@ -264,3 +264,19 @@ def test_a_precision_without_products_has_no_peak(small_matrices):
     peak, how = peak_flops(CPU, torch.bool)
     assert peak is None
     assert how.startswith("unknown: two bool matrices cannot be multiplied here")
+
+
+def test_where_a_short_precision_is_slow_fp32_tells_the_peak(monkeypatch):
+    """fp16 on a CPU: the model gets around it, so that its products are no bound."""
+    took = {torch.float16: 2.0, torch.bfloat16: 0.1, torch.float32: 0.5, torch.float64: 1.0}
+    monkeypatch.setattr(flops, "_best_s", lambda device, dtype, side: took[dtype])
+    found = {dtype: peak_flops(CPU, dtype) for dtype in took}
+    assert found[torch.float16] == found[torch.float32]
+    assert "float32" in found[torch.float16][1] and "bfloat16" in found[torch.bfloat16][1]
+    assert found[torch.bfloat16][0] == 2 * 1024**3 / 0.1
+    assert found[torch.float64][0] == 2 * 1024**3 / 1.0
+
+
+def test_more_than_everything_is_no_utilisation():
+    assert utilisation(10e12, 1.0, 10e12) == 1.0
+    assert utilisation(10.1e12, 1.0, 10e12) is None

@@ -7,7 +7,7 @@ import pytest
 
 from brimful.errors import BadOption, BadRun
 from brimful.train import folder as module
-from brimful.train.folder import RunFolder, go_on, new_run, newest_run, opened
+from brimful.train.folder import RunFolder, go_on, new_run, newest_run, opened, same_task
 from brimful.train.journal import Journal
 
 REQUEST = {"task": "chatlm-sft", "data": "rows.jsonl", "asked": {"lr": 0.1}}
@@ -153,6 +153,53 @@ def test_what_was_asked_comes_back(run):
     assert sorted(path.name for path in run.root.iterdir()) == ["checkpoints", "run.json"]
 
 
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder to work in, with rows, a task and a run of it, all named as from within."""
+    folder = tmp_path / "project"
+    (folder / "elsewhere").mkdir(parents=True)
+    for name in ("rows.jsonl", "valid.jsonl", "mine.py"):
+        (folder / name).touch()
+    monkeypatch.chdir(folder)
+    run = RunFolder(Path("runs/m"))
+    run.make()
+    asked = {"run": "runs/m", "valid": "valid.jsonl", "from": "owner/name", "lr": 0.1}
+    run.remember({"task": "mine.py:Tagger", "data": "rows.jsonl", "asked": asked})
+    return folder
+
+
+def places(request):
+    return request["task"], request["data"], request["asked"]["valid"], request["asked"]["from"]
+
+
+def test_a_run_can_be_resumed_from_any_folder(project, monkeypatch):
+    monkeypatch.chdir("elsewhere")
+    expected = (f"{project}/mine.py:Tagger", f"{project}/rows.jsonl", f"{project}/valid.jsonl", "owner/name")
+    assert places(RunFolder(Path("../runs/m")).remembered()) == expected
+
+
+def test_what_was_moved_together_with_the_run_is_found(project, monkeypatch):
+    there = project.rename(project.parent / "moved")
+    monkeypatch.chdir(there)
+    (there / "valid.jsonl").unlink()
+    expected = (f"{there}/mine.py:Tagger", f"{there}/rows.jsonl", f"{project}/valid.jsonl", "owner/name")
+    assert places(RunFolder(Path("runs/m")).remembered()) == expected
+
+
+def test_the_newest_run_of_a_task_is_found_by_any_name_of_its_file(project):
+    assert newest_run("mine.py:Tagger") == newest_run("elsewhere/../mine.py:Tagger") == Path("runs/m")
+    with pytest.raises(BadRun):
+        newest_run("other.py:Tagger")
+
+
+@pytest.mark.parametrize(
+    ("now", "same"),
+    [("../mine.py:Tagger", True), ("mine.py:Other", False), ("Tagger", False), ("chatlm-sft", False)],
+)
+def test_a_task_whose_file_moved_is_the_same_by_its_name(now, same):
+    assert same_task("/a/mine.py:Tagger", now, moved=True) is same
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"task": "x"}', '{"task": "x", "data": "y", "asked": 5}'])
 def test_a_damaged_request_is_refused_with_a_way_out(run, content):
     (run.root / "run.json").write_text(content)
@@ -231,6 +278,25 @@ def test_what_would_make_it_another_run_cannot_be_changed(name):
     )
 
 
+def test_a_number_of_a_recipe_may_be_said_again_as_a_flag():
+    assert go_on({"asked": {"max_tokens": 256}}, {"max_tokens": "256"})["max_tokens"] == "256"
+
+
+@pytest.mark.parametrize("name", ["from", "tokenizer"])
+def test_a_folder_that_was_moved_may_be_named_anew(name, tmp_path):
+    before = {"asked": {name: str(tmp_path / "v1")}}
+    (tmp_path / "v2").mkdir()
+    assert go_on(before, {name: str(tmp_path / "v2")})[name] == str(tmp_path / "v2")
+    (tmp_path / "v1").mkdir()
+    with pytest.raises(BadOption, match="that would be another run"):
+        go_on(before, {name: str(tmp_path / "v2")})
+
+
+def test_a_folder_that_is_gone_may_be_said_again_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert go_on({"asked": {"from": str(tmp_path / "v1")}}, {"from": "v1"})["from"] == str(tmp_path / "v1")
+
+
 @pytest.mark.parametrize(("name", "value"), [("seed", 5), ("freeze", "none"), ("size", "tiny")])
 def test_neither_can_what_was_left_to_its_default(name, value):
     with pytest.raises(BadOption):
@@ -239,3 +305,7 @@ def test_neither_can_what_was_left_to_its_default(name, value):
 
 def test_the_command_that_goes_on_names_the_folder(run):
     assert run.resume_command == f"brimful train --run {run.root} --resume"
+
+
+def test_the_command_that_goes_on_can_be_pasted_into_a_shell():
+    assert RunFolder(Path("runs/my run")).resume_command == "brimful train --run 'runs/my run' --resume"

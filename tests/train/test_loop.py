@@ -1,11 +1,16 @@
-"""Decisions of the loop that need no training: which evaluation is the best one."""
+"""Decisions of the loop that need no training: which evaluation is the best one, and which checkpoint may go."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from brimful.train.checkpoint import Best
-from brimful.train.loop import Loop
+from brimful.train import state
+from brimful.train.checkpoint import Best, Checkpoints
+from brimful.train.journal import Journal
+from brimful.train.loop import Hook, Loop
+from brimful.train.processes import Solo
+from tests.train.checkpoint.saved import names, writer
 
 
 def at(step: int, best: Best | None = None, best_by: str = "loss") -> Loop:
@@ -41,3 +46,34 @@ def test_another_figure_starts_anew():
     loop = at(20, Best(step=10, metric="loss", score=-2.5), best_by="bleu")
     assert loop._is_best(0.1)
     assert loop.best == Best(step=20, metric="bleu", score=0.1)
+
+
+def saving(folder, monkeypatch, hook) -> Loop:
+    """A loop that writes checkpoints of no model."""
+    monkeypatch.setattr(state, "write", lambda folder, position, **_: writer(position.step)(folder))
+    monkeypatch.setattr(state, "needed_bytes", lambda model, optimizer: 20_000)
+    loop = at(0)
+    loop.checkpoints, loop.hooks, loop.journal = Checkpoints(folder, keep=2, tell=pytest.fail), (hook,), Journal(None)
+    loop.stepper, loop.task = SimpleNamespace(group=Solo(), model=None), SimpleNamespace(name="none")
+    loop.optimizer = loop.rows = loop.loss = None
+    return loop
+
+
+def test_the_former_best_goes_when_the_new_one_is_saved_and_linked(tmp_path, monkeypatch):
+    there = []
+
+    class Look(Hook):
+        def after_save(self, loop, folder):
+            there.append(names(tmp_path))
+
+    loop = saving(tmp_path, monkeypatch, Look())
+    for step, is_best in ((30, True), (40, False), (50, False), (60, True)):
+        loop.step = step
+        loop.best = Best(step=step, metric="loss", score=step) if is_best else loop.best
+        loop._position = state.Position(
+            step=step, loader={"samples": 0}, own=(None,), best=loop.best, data="", optimizer=""
+        )
+        loop.save()
+    assert "step-00000030" in there[-1], "a link may lead to it until here"
+    assert names(tmp_path) == ["best.json", "step-00000050", "step-00000060"]
+    assert Checkpoints(tmp_path).best() == loop.best

@@ -71,6 +71,10 @@ def test_mfu_is_unknown_where_either_side_is(how):
     assert meter(**how).of(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
 
 
+def test_mfu_is_never_above_everything():
+    assert meter(flops=FLOPS, peak_flops=1_000.0).of(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
+
+
 def test_figures_are_those_of_all_processes():
     class Two(Solo):
         size = 2

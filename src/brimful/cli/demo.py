@@ -5,14 +5,15 @@ package (a few hundred questions in Chinese), and the three questions are worded
 """
 
 import json as json_
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from brimful.errors import UserError
+from brimful.errors import BadRun, UserError
 from brimful.tasks.chatlm.demo import questions, valid_file
-from brimful.train.folder import new_run
+from brimful.train.folder import RunFolder, new_run
 
 
 def demo(*, run: Path | None = None, device: str = "cpu", memory_limit: str = "1GiB") -> None:
@@ -28,6 +29,10 @@ def demo(*, run: Path | None = None, device: str = "cpu", memory_limit: str = "1
         What it may take; on the CPU a virtual limit, kept by counting.
     """
     folder = str(run or new_run("demo"))
+    if RunFolder(Path(folder)).has_run:
+        raise BadRun(
+            f"{folder} has a run in it already: name another folder with --run, or leave --run out for a new one"
+        )
     limit = ["--device", device, "--memory-limit", memory_limit]
     _run(["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--run", folder, *limit])
     _run(["eval", folder, str(valid_file()), "--device", device])
@@ -39,15 +44,15 @@ def demo(*, run: Path | None = None, device: str = "cpu", memory_limit: str = "1
         good = answer["response"] == question.response
         right += good
         print(f"  {question.prompt}\n    {answer['response']}  {'✓' if good else f'✗ expected: {question.response}'}")
-    print(f"\n{right} of {len(asked)} answers are right.\nThe run lies in {folder}; talk to it: brimful chat {folder}")
+    print(f"\n{right} of {len(asked)} answers are right.")
+    print(f"The run lies in {folder}; talk to it: {shlex.join(['brimful', 'chat', folder])}")
     if right < len(asked):
         raise UserError("the demo's model did not answer all of its questions as expected")
 
 
 def _run(words: Sequence[str], *, capture: bool = False) -> str:
     """One command, as it would be typed."""
-    shown = " ".join(f'"{word}"' if not word.isascii() else word for word in words)
-    print(f"\n$ brimful {shown}", flush=True)
+    print(f"\n$ {shlex.join(['brimful', *words])}", flush=True)
     done = subprocess.run(
         [sys.executable, "-m", "brimful", *words], stdout=subprocess.PIPE if capture else None, text=True, check=False
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
+from rich.console import Group
+from rich.text import Text
 
 from brimful.cli.output import progress, show
 from brimful.errors import BadOption, DoesNotFit
@@ -66,7 +68,8 @@ def evaluate(
     columns
         Which column of raw rows is what, such as prompt=question,response=answer; found by name unless given.
     max_tokens
-        Cut longer sides of raw rows to so many tokens: one number, or one for each side, such as 256,320.
+        Cut longer sides of raw rows to so many tokens: one number, or one for each side, such as 256,320; where the model's
+        run cut them, or at 256, unless given.
     output
         A .jsonl file for all answers: row, prompt, response, reference.
     device
@@ -113,7 +116,15 @@ def evaluate(
         "output": None if output is None else str(output), **found, **task.facts(),
         "samples": [one.to_json() for one in task.answers[:SAMPLES]],
     }  # fmt: skip
-    show(eval_table(report), report, as_json=json)
+    show(Group(eval_table(report), _cut(report)), report, as_json=json)
+
+
+def _cut(report: dict[str, Any]) -> Text:
+    """The last line: where rows were cut, and how many."""
+    at, why = "+".join(map(str, report["max_tokens"].values())), report["max_tokens_because"]
+    longer = [f"{count:,} {side}{'s' * (count != 1)}" for side, count in report["truncated"].items() if count]
+    what = f": {' and '.join(longer)} of {report['rows_available']:,} rows" if longer else "; no row has one"
+    return Text(f"Sides longer than {at} tokens are cut, {why}{what}.", style="" if longer else "dim")
 
 
 def _figures(text: str) -> list[str]:

@@ -25,7 +25,7 @@ from brimful.cli.output import show
 from brimful.errors import BadOption, BadRun
 from brimful.plan.options import FitOptions
 from brimful.tasks.chatlm.options import ChatOptions
-from brimful.train.folder import RunFolder, go_on, new_run, newest_run, opened
+from brimful.train.folder import RunFolder, go_on, new_run, newest_run, opened, same_task
 from brimful.train.settings import TrainOptions
 
 PLANNED = (
@@ -41,6 +41,8 @@ PLANNED = (
     "allow_inexact",
 )
 """What a plan settles."""
+EVALUATION = ("eval_every", "eval_rows", "generate_rows", "best")
+"""What is of use with --valid alone."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 OPTIONS = {"Model and data of the chat tasks": ChatOptions, "Training": TrainOptions, "Memory and speed": FitOptions}
 KNOWN = known(OPTIONS)
@@ -60,7 +62,7 @@ def train(
     task: str | None = None,
     data: str | None = None,
     /,
-    *,
+    *more: Annotated[str, Parameter(show=False)],
     recipe: str | None = None,
     config: Path | None = None,
     demo_data: Annotated[bool, Parameter(negative="")] = False,
@@ -76,7 +78,8 @@ def train(
     task
         A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name. Known already when a run is resumed.
     data
-        Rows: files, a folder or a data set that the task reads; for the chat tasks raw files or a token store.
+        Rows: a file, a folder or a data set that the task reads; for the chat tasks a file of rows, a folder of them, a
+        quoted pattern such as 'rows-*.jsonl', or a token store.
     recipe
         A set of options that comes with Brimful: small, fast, pretrain, low-memory or demo. Flags win over it.
     config
@@ -86,6 +89,11 @@ def train(
     json
         Print how it ended as one JSON object.
     """
+    if more:
+        raise BadOption(
+            f"train: DATA is one name, and {' '.join(more)} came after {data}: put the files into a folder and name that, or, "
+            "for the chat tasks, give a quoted pattern such as 'rows-*.jsonl'"
+        )
     request = _request(task, data, recipe, config, demo_data, given(flags))
     prefer_growing_segments()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher's process
@@ -123,12 +131,20 @@ def _request(
     asked.update(run=str(root), resume=resume)
     if isinstance(asked.get("lengths"), str):
         asked["lengths"] = lengths_of(asked["lengths"])
-    _check(asked)
+    _check(asked, _kept(run, before))
+    _check_evaluation(asked, said)
     return {**before, "task": task, "data": data, "asked": asked, "run": str(root), "resume": resume}
 
 
-def _check(asked: dict[str, Any]) -> None:
-    """All that can be known to be wrong before anything is read or made, in one sentence."""
+def _kept(run: RunFolder, before: dict[str, Any]) -> dict[str, str]:
+    """What the run no longer needs, since it has its own: a model to begin with, a tokenizer to pack with."""
+    own = {"from": str(run.root / "model"), "tokenizer": _prepared(run, before).get("data")}
+    was = before.get("asked", {})
+    return {name: was[name] for name, place in own.items() if name in was and place and Path(place).exists()}
+
+
+def _check(asked: dict[str, Any], kept: dict[str, str]) -> None:
+    """All that can be known to be wrong before anything is read or made, in one sentence. `kept` may be gone."""
     problems = []
     for owner, more in ((TrainOptions, {}), (FitOptions, {"processes": _processes(asked)}), (ChatOptions, {})):
         try:
@@ -140,10 +156,22 @@ def _check(asked: dict[str, Any]) -> None:
         problems += [f"--plan with {', '.join(both)}: the plan has decided that; give one or the other"] if both else []
     for name in ("valid", "from", "tokenizer"):
         value = asked.get(name)
-        if value and not Path(value).exists() and not HUB_NAME.fullmatch(value):
+        if value and value != kept.get(name) and not Path(value).exists() and not HUB_NAME.fullmatch(value):
             problems.append(f"--{name} {value}: there is no such file or folder")
     if problems:
         raise BadOption("; ".join(problems))
+
+
+def _check_evaluation(asked: dict[str, Any], said: dict[str, Any]) -> None:
+    """What is about evaluation needs rows for it. Flags are meant; a recipe or a file may serve with and without."""
+    if asked.get("valid"):
+        return
+    if flags := [f"--{name.replace('_', '-')}" for name in EVALUATION if name in said]:
+        raise BadOption(
+            f"{', '.join(flags)}: nothing is evaluated without --valid; name rows to evaluate on, or leave that out"
+        )
+    if any(name in asked for name in EVALUATION) and os.environ.get("RANK", "0") == "0":
+        _say("nothing is evaluated, and no best model kept, since there is no --valid")
 
 
 def _before(run: RunFolder, task: str | None, data: str | None) -> dict[str, Any]:
@@ -154,7 +182,7 @@ def _before(run: RunFolder, task: str | None, data: str | None) -> dict[str, Any
         if task is None or data is None:
             raise
         return {}
-    if task not in (None, before["task"]):
+    if task is not None and not same_task(before["task"], task, moved=True):
         raise BadOption(f"--resume: {run.root} is a run of {before['task']}, not of {task}")
     return before
 
@@ -168,14 +196,24 @@ def _data(data: str | None, before: dict[str, Any], demo: bool, asked: dict[str,
             raise BadOption(f"--demo-data: leave {data} out, or leave --demo-data out")
         asked.setdefault("valid", str(valid_file()))
         return str(train_file())
+    prepared = _prepared(run, before)
+    valid = asked.get("valid")
+    if valid and valid == before.get("asked", {}).get("valid") and not Path(valid).exists():
+        asked["valid"] = prepared.get("valid", valid)
     if data is not None:
         return data
     if "data" not in before:
         raise BadOption("train: name the rows to train on, or --demo-data for a small set that comes with Brimful")
-    prepared = {name: str(run.root / place) for name, place in (before.get("prepared") or {}).items() if place}
-    if asked.get("valid") and "valid" in prepared and not Path(asked["valid"]).exists():
-        asked["valid"] = prepared["valid"]
-    return before["data"] if Path(before["data"]).exists() else prepared.get("data", before["data"])
+    raw = str(before["data"])
+    packed = prepared.get("data", raw)
+    is_packed = Path(raw).name == Path(packed).name  # of a run that was copied, its own store is meant
+    there = all(Path(path).exists() for path in (raw, asked.get("tokenizer")) if path)
+    return raw if there and not (is_packed and Path(packed).exists()) else packed
+
+
+def _prepared(run: RunFolder, before: dict[str, Any]) -> dict[str, str]:
+    """Where the packed rows of the run before lie."""
+    return {name: str(run.root / place) for name, place in (before.get("prepared") or {}).items() if place}
 
 
 def _processes(asked: dict[str, Any]) -> int:

@@ -40,7 +40,13 @@ def train(
         task = task()
     if not isinstance(task, Task):
         raise TaskError(f"train takes a brimful.Task, not a {type(task).__name__}")
+    if not isinstance(data, (str, os.PathLike)):
+        raise TaskError(
+            f"train takes DATA as a path that the task's rows() reads, not a {type(data).__name__}: return rows that are in "
+            "memory from rows() itself"
+        )
     options, fitting = split(asked)
+    _check_processes("gpus" if options.gpus else "processes", options.gpus or fitting.processes)
     root = Path(options.run) if options.run else new_run(task.name)
     run, resume = opened(root, resume=options.resume)
     before = run.remembered() if resume and run.knows_its_request else {}
@@ -51,6 +57,16 @@ def train(
     )  # fmt: skip
     with RunLock(root) if os.environ.get("RANK", "0") == "0" else nullcontext():
         return session.train()
+
+
+def _check_processes(word: str, asked: int) -> None:
+    """A call is one process: several are started by the command line or by a launcher."""
+    there = [int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if asked not in (1, *there):
+        raise BadOption(
+            f"{word}={asked}: brimful.train trains in the process that calls it, and there {'is' if there[0] == 1 else 'are'} "
+            f"{there[0]}; start the script with `torchrun --nproc-per-node {asked}`, or use `brimful train --{word} {asked}`"
+        )
 
 
 def split(asked: dict[str, Any]) -> tuple[TrainOptions, FitOptions]:

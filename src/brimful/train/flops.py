@@ -5,7 +5,8 @@
 Both sides are measured here. **What a row costs** is counted while the task's own loss runs, forward and backward, on a
 few small dummies, and is a polynomial of the row's lengths (attention is their square): counted on T5 base at 8 to 24
 tokens, it tells 64 + 48 tokens to the last FLOP. **What the device can do** is the best of repeated large matrix products
-in the run's precision: data sheets promise what no program reaches, and a card that is shared or throttled less.
+in the run's precision, or in fp32 where that is faster (fp16 on a CPU: 0.001 TFLOP/s): data sheets promise what no program
+reaches, and a card that is shared or throttled less.
 
 Only a row's own lengths count, so padding is waste and lowers the figure; so does work done twice, be it gradient
 checkpointing, attention kernels that compute their scores again or a step redone after an out-of-memory error. Frozen
@@ -44,6 +45,7 @@ SMALLEST = 256
 """No smaller matrices are tried where there is no memory for these."""
 TIMED_S = 0.1
 """So long products are repeated, and at least three times; fp16 on a CPU, at 2 s each, once."""
+SHORT = (torch.float16, torch.bfloat16)
 
 aten = torch.ops.aten
 
@@ -90,14 +92,26 @@ class FlopModel:
 
 
 def utilisation(flops: float, seconds: float, peak_flops_per_s: float | None, processes: int = 1) -> float | None:
-    """MFU; None where the peak is unknown."""
-    if not peak_flops_per_s or seconds <= 0:
+    """MFU; None where the peak is unknown, or where more was done than that: then it is no peak."""
+    if not flops or not peak_flops_per_s or seconds <= 0:
         return None
-    return flops / seconds / (peak_flops_per_s * processes)
+    share = flops / seconds / (peak_flops_per_s * processes)
+    return share if share <= 1 else None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
-    """The most FLOP/s that a matrix product reached on this device, measured now, and how; None, and why not."""
+    """The most FLOP/s that a matrix product reached on this device, measured now, and how; None, and why not.
+
+    Where a short precision is slow, as fp16 is on a CPU, a model gets around it; what fp32 reaches is the peak then.
+    """
+    found = _peak(device, dtype)
+    if found[0] is None or dtype not in SHORT:
+        return found
+    plain = _peak(device, torch.float32)
+    return plain if plain[0] is not None and plain[0] > found[0] else found
+
+
+def _peak(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
     side, kind = MATRIX.get(device.type, 4096), str(dtype).removeprefix("torch.")
     try:
         while isinstance(outcome := attempt(partial(_best_s, device, dtype, side), device), OutOfMemory):

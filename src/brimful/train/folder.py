@@ -14,7 +14,9 @@ Imports no torch: the supervising parent reads and writes here too.
 
 import json
 import os
+import shlex
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ from brimful.train.journal import read_events
 REQUEST = "run.json"
 FIXED = ("size", "from", "freeze", "tokenizer", "columns", "max_tokens", "seed")
 """Options that a resumed run keeps: with others, its weights, rows or random numbers would be another run's."""
+PATHS = ("run", "valid", "from", "tokenizer", "plan")
+"""Options that name a file or folder."""
 PAUSES = ("time-limit", "window")
 """Endings after which the same command goes on without being told to resume."""
 
@@ -66,7 +70,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        return f"brimful train --run {self.root} --resume"
+        return f"brimful train --run {shlex.quote(str(self.root))} --resume"
 
     def ending(self) -> dict[str, Any] | None:
         """The last `end` line, unless something was begun after it."""
@@ -90,20 +94,28 @@ class RunFolder:
             ) from None
 
     def remember(self, request: dict[str, Any]) -> None:
+        """With whole paths: a run may be resumed from any folder."""
         part = self.root / f".{REQUEST}.part"
-        part.write_text(json.dumps(request, indent=1) + "\n")
+        part.write_text(json.dumps(_placed(request, _whole), indent=1) + "\n")
         part.replace(self.root / REQUEST)
 
     def remembered(self) -> dict[str, Any]:
-        """What `remember` kept."""
+        """What `remember` kept. Where the run was moved with all around it, paths have moved with it."""
         path = self.root / REQUEST
         try:
             request = json.loads(path.read_text())
-            return {"task": request["task"], "data": request["data"], "asked": dict(request["asked"]), **request}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return _placed(request, lambda path: self._moved(path, request["asked"].get("run")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadRun(
                 f"{path} cannot be read ({type(error).__name__}): give task, data and options again together with --resume"
             ) from None
+
+    def _moved(self, path: str, before: str | None) -> str:
+        """Where something lies that lay just so beside this folder when it was at `before`."""
+        if not (before and Path(before).is_absolute() and Path(path).is_absolute()) or Path(path).exists():
+            return path
+        here = self.root.resolve() / os.path.relpath(path, before)
+        return str(here.resolve()) if here.exists() else path
 
     @property
     def knows_its_request(self) -> bool:
@@ -121,7 +133,7 @@ def newest_run(task: str | None) -> Path:
     found = []
     for path in Path("runs").glob(f"*/{REQUEST}"):
         with suppress(BadRun):  # one that cannot be read is no reason to refuse the others
-            if task is None or RunFolder(path.parent).remembered()["task"] == task:
+            if task is None or same_task(RunFolder(path.parent).remembered()["task"], task, moved=False):
                 found.append(path.parent)
     if not found:
         which = f" of {task}" if task else ""
@@ -148,7 +160,7 @@ def opened(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
 def go_on(before: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     """The options of a run that goes on: what is said now wins, but for what makes it the run that it is."""
     was = {"seed": FitOptions.seed, **before["asked"]}
-    changed = [name for name in FIXED if name in said and said[name] != was.get(name)]
+    changed = [name for name in FIXED if name in said and not _same(name, was.get(name), said[name])]
     if changed:
         now = ", ".join(
             f"--{name.replace('_', '-')} {said[name]} (it was {was.get(name, 'left to its default')})"
@@ -158,7 +170,37 @@ def go_on(before: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
             f"--resume: {now}: that would be another run; begin one with another --run, --from this one if you like"
         )
     kept = {name: value for name, value in was.items() if name != "plan"}  # the run's folder has the plan
-    return {**kept, **said}
+    gone = [name for name in PATHS if name in said and was.get(name) and not Path(said[name]).exists()]
+    return {**kept, **said, **{name: was[name] for name in gone if _same(name, was[name], said[name])}}
+
+
+def same_task(was: str, now: str, *, moved: bool) -> bool:
+    """Whether both name one task; where its file may have moved, its name after the colon decides."""
+    (old_file, _, old_name), (new_file, colon, new_name) = was.rpartition(":"), now.rpartition(":")
+    if not colon or not old_file:
+        return was == now
+    return old_name == new_name and (moved or Path(old_file).resolve() == Path(new_file).resolve())
+
+
+def _same(name: str, was: Any, now: Any) -> bool:
+    """A number may come as a word, and a folder under another name: from elsewhere, or since it was moved."""
+    if was is None or name not in PATHS:
+        return str(was) == str(now)
+    moved = Path(now).exists() and not Path(was).exists()
+    return moved or Path(was).resolve() == Path(now).resolve()
+
+
+def _placed(request: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    """A request with every path in it put through `place`."""
+    asked = {name: place(value) if value and name in PATHS else value for name, value in request["asked"].items()}
+    file, colon, name = request["task"].rpartition(":")
+    task = f"{place(file)}:{name}" if colon else name
+    return {**request, "task": task, "data": place(request["data"]), "asked": asked}
+
+
+def _whole(path: str) -> str:
+    """What is no file or folder here stays: a name on the hub, or one that only the task knows."""
+    return str(Path(path).absolute()) if os.path.exists(path) else path  # noqa: PTH110 - Path's fails on what is no path
 
 
 def _how_far(folder: RunFolder) -> str:

@@ -231,6 +231,8 @@ class Loop:
             self._saved_at = self.step
             for hook in self.hooks:
                 hook.after_save(self, self.checkpoints.path(self.step))
+            if group.rank == 0 and self.best is not None and self.best.step == self.step:
+                self.checkpoints.rotate()  # the former best may go, now that nothing leads to it any more
         elif last:
             raise SaveFailed(failure)
 

@@ -29,6 +29,7 @@ from brimful.memory.oom import empty_cache
 from brimful.plan.fit import build
 from brimful.plan.options import FitOptions
 from brimful.plan.plan import Choice, Plan
+from brimful.plan.prober import blame
 from brimful.plan.reasons import as_choice
 from brimful.plan.target import Target, autocast_dtype, find_target
 from brimful.task import Dataset, Task
@@ -165,8 +166,10 @@ class _Running:
         return None
 
     def _read(self, data: str) -> Dataset:
-        rows = self.task.rows(data)
-        if not len(rows):
+        with blame(self.task, "rows", data):
+            rows = self.task.rows(data)
+            count = len(rows)
+        if not count:
             raise TaskError(f"task {self.task.name}: there are no rows in {data}")
         return rows
 
@@ -382,7 +385,7 @@ def _places(run: Path, data: str, valid: Dataset | None) -> dict[str, str | None
 
     other = getattr(valid, "path", None)
     return {
-        "data": place(Path(data)) if Path(data).exists() else data,
+        "data": place(Path(data)) if os.path.exists(data) else data,  # noqa: PTH110 - Path's fails on what is no path
         "valid": None if other is None else place(Path(other)),
     }
 

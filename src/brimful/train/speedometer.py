@@ -12,7 +12,7 @@ import numpy as np
 
 from brimful.data.reader import StepRows
 from brimful.task import Dataset
-from brimful.train.flops import FlopModel
+from brimful.train.flops import FlopModel, utilisation
 from brimful.train.processes import Solo
 from brimful.train.result import StepResult
 
@@ -28,7 +28,7 @@ class Speedometer:
     ) -> None:
         self._shapes = getattr(rows, "shapes", None)
         self._group, self._flops, self._limit_bytes = group, flops, limit_bytes
-        self._peak = None if peak_flops is None else peak_flops * group.size
+        self._peak = peak_flops
         self._took: deque[float] = deque(maxlen=WINDOW)
         self._last = time.perf_counter()
 
@@ -47,7 +47,7 @@ class Speedometer:
             "limit_bytes": self._limit_bytes,
             "rows_per_s": result.rows / (result.seconds + waited_s),
             "tokens_per_s": tokens / (result.seconds + waited_s) if tokens else None,
-            "mfu": flops / result.seconds / self._peak if flops and self._peak else None,
+            "mfu": utilisation(flops, result.seconds, self._peak, self._group.size),
             "eta_s": steps_left * median(self._took),
         }
 

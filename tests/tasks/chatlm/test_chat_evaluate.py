@@ -1,5 +1,7 @@
 """A chat model examined: every row answered and counted, in training and from a folder."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -7,11 +9,12 @@ from brimful import virtual_memory
 from brimful.data.pack.run import pack
 from brimful.errors import BadData
 from brimful.tasks.chatlm import evaluate as module
-from brimful.tasks.chatlm.evaluate import Examination, longest_answer
+from brimful.tasks.chatlm.evaluate import Examination, lengths_in_training, longest_answer
 from brimful.tasks.chatlm.generate import GenerateOptions
 from brimful.tasks.chatlm.options import ChatOptions
-from brimful.tasks.chatlm.task import Pretrain
+from brimful.tasks.chatlm.task import SIZES, Pretrain
 from brimful.train.evaluate import Evaluator
+from brimful.train.folder import RunFolder
 from brimful.units import KiB
 from tests.tasks.chatlm.tiny import ROOMY, ROWS, make_tokenizer
 from tests.train.test_evaluate import Team
@@ -108,6 +111,30 @@ def test_an_examination_under_a_limit_gives_the_same_figures(place):
     assert tight.loss == pytest.approx(plain.loss, rel=1e-6)
     assert memory.peak_bytes < 500 * KiB
     assert tight.forward["generation"]["batches"] > plain.forward["generation"]["batches"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "lengths"),
+    [
+        ({"asked": {"max_tokens": "6"}}, (6,)),
+        ({"asked": {"size": "tiny"}}, SIZES["tiny"].worst_shape),
+        ({"asked": {}, "prepared": {"data": "gone", "valid": None}}, SIZES["base"].worst_shape),
+        ({"asked": {"max_tokens": 6}, "prepared": {"data": "store", "valid": None}}, (256, 256)),
+    ],
+    ids=["asked", "the size's", "base", "the rows it trained on"],
+)
+def test_rows_are_cut_where_the_run_of_the_model_cut_them(place, tmp_path, request_, lengths):
+    model = tmp_path / "checkpoints" / "step-00000010" / "model"
+    shutil.copytree(place.model, model)
+    shutil.copytree(place.folder / "store", tmp_path / "store")
+    assert lengths_in_training(model) is None, "nobody knows what the run was"
+    RunFolder(tmp_path).remember({"task": "chatlm-sft", "data": "rows", **request_})
+    (tmp_path / "best").symlink_to(model)
+    assert lengths_in_training(model) == lengths_in_training(tmp_path / "best") == lengths
+    assert Examination(tmp_path / "best", metrics=[]).max_tokens == lengths
+    assert Examination(tmp_path / "best", metrics=[], max_tokens="7").max_tokens == (7,)
+    (tmp_path / "run.json").write_text("{")
+    assert Examination(model, metrics=[]).max_tokens == SIZES["base"].worst_shape
 
 
 def test_a_store_of_another_tokenizer_is_refused(place, tmp_path):

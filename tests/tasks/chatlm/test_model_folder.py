@@ -191,6 +191,26 @@ def test_an_unfinished_checkpoint_is_passed_over(run):
     assert resolve(run) == run / "checkpoints" / "step-00000010" / "model"
 
 
+def test_a_run_of_another_kind_of_task_is_named(tmp_path):
+    run = tmp_path / "run"
+    made = Checkpoints(run / "checkpoints").save(
+        5, lambda folder: (folder / "model").mkdir(), needs_bytes=1, facts={"task": "Tagger"}
+    )
+    for name in ("model", "best"):
+        point(run / name, made.path / "model", tell=pytest.fail)
+    refused(run, "is a run of Tagger, which is no chat model", by=resolve)
+    for place in (run / "best", made.path):
+        refused(place, "lies in a run of Tagger, which is no chat model", by=resolve)
+
+
+def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    refused(tmp_path / "new", "is a run that has no checkpoint yet", by=resolve)
+    for step in (10, 20):
+        (run / "checkpoints" / f"step-{step:08}" / "manifest.json").unlink()
+    refused(run, "is a run that has no whole checkpoint (step-00000020: it has no manifest.json; ", by=resolve)
+
+
 def test_the_tokenizer_encodes_as_pack_does_and_decodes_back(place):
     tokenizer = tokenizer_of(place.model)
     for number in range(len(place.store)):

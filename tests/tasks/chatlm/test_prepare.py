@@ -67,6 +67,14 @@ def test_what_is_for_raw_files_is_refused_with_a_store(place, desk, option, flag
     assert str(told.value).startswith(f"{flag}: {place.store.path} is a token store, packed already")
 
 
+@pytest.mark.parametrize("options", [{"max_tokens": 6}, {"columns": "prompt=response,response=prompt"}])
+def test_but_not_with_a_store_that_was_packed_here_as_asked(place, desk, raw, options):
+    """So a run goes on when the raw files are gone."""
+    store = desk.pack(task(place, **options), raw)
+    raw.unlink()
+    assert desk.pack(task(place, **options), store) == store
+
+
 def test_a_store_to_evaluate_on_has_the_tokenizer_of_the_rows_to_train_on(place, desk, raw, tmp_path):
     other = make_tokenizer(tmp_path / "other", ROWS[:2])
     valid = desk.pack(task(place, tokenizer=str(other)), raw)

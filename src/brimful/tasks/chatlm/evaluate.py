@@ -2,22 +2,26 @@
 
 During training (`scores`) the tokenizer is the token store's own copy, so that ids mean what they meant in the data.
 `Examination` is the same for a saved model: what `brimful eval` runs, with the figures and the kind of decoding it was asked
-for. A reference is what the store holds of it: cut at the same length as the answers that the model was trained on.
+for. A reference is what the store holds of it: cut where the run that the model lies in cut its rows, unless asked
+otherwise, so that the figures are those that training told of the same rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from brimful.data.store import Store
+from brimful.data.store.meta import NAME, StoreMeta
 from brimful.data.tokens import TokenizerFacts
-from brimful.errors import BadData
+from brimful.errors import BadData, BadRun
+from brimful.task import Dataset
 from brimful.tasks.chatlm.generate import GenerateOptions, Generator, most_rows
 from brimful.tasks.chatlm.metrics import METRICS, corpus_scores, has_sacrebleu, signatures
-from brimful.tasks.chatlm.model_folder import ModelTokenizer, tokenizer_of
+from brimful.tasks.chatlm.model_folder import ModelTokenizer, run_of, tokenizer_of
 from brimful.tasks.chatlm.options import ChatOptions
-from brimful.tasks.chatlm.task import SIDES, Pretrain
+from brimful.tasks.chatlm.task import SIDES, SIZES, Pretrain
 from brimful.train.evaluate import Chosen, Context
 
 LONGEST_ANSWER = 256
@@ -85,6 +89,19 @@ def answered(
     return context.shared(len(rows), answer)
 
 
+def lengths_in_training(folder: Path) -> tuple[int, ...] | None:
+    """Where the run of a model cut the rows it evaluated on, or else those it trained on; None for a model of no run."""
+    if (run := run_of(folder)) is None:
+        return None
+    request = run.remembered()
+    prepared, asked = request.get("prepared") or {}, request["asked"]
+    for place in filter(None, (prepared.get("valid"), prepared.get("data"))):
+        with suppress(BadData):
+            if (run.root / place / NAME).is_file():
+                return tuple(StoreMeta.read(run.root / place).max_tokens.values())
+    return ChatOptions(max_tokens=asked.get("max_tokens")).lengths or SIZES[asked.get("size") or "base"].worst_shape
+
+
 class Examination(Pretrain):
     """A saved model and its data, asked for particular figures."""
 
@@ -96,12 +113,28 @@ class Examination(Pretrain):
     ) -> None:  # fmt: skip
         super().__init__(options=ChatOptions(from_=str(folder), columns=columns, max_tokens=max_tokens))
         self.words = tokenizer_of(folder)
+        self._cut: dict[str, Any] = {}
+        self._cut_because = "as asked for"
+        if max_tokens is None:
+            trained = None
+            with suppress(BadRun):  # a run.json that cannot be read is no reason not to measure the model
+                trained = lengths_in_training(folder)
+            self.max_tokens = trained or self.max_tokens
+            self._cut_because = "as in the model's run" if trained else "unless --max-tokens says otherwise"
         self.answers: list[Answer] = []
         """Of the last evaluation."""
         self.generation, self._as_references = options or GenerateOptions(), answers_as_long_as_references
         self._metrics = tuple(metrics)
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package is told now, not after an hour
+
+    def prepare(
+        self, data: str, folder: Path, say: Callable[[str], object], like: Dataset | None = None, name: str = "eval"
+    ) -> str:
+        store = super().prepare(data, folder, say, like, name)
+        if store == data:
+            self._cut_because = "when they were packed"
+        return store
 
     def rows(self, data: str) -> Store:
         """A token store packed with the model's own tokenizer."""
@@ -113,6 +146,7 @@ class Examination(Pretrain):
                 f"{data} was packed with another tokenizer than that of {self.source}, so its numbers are other words; give the "
                 f"raw files, or pack them with `brimful data pack --tokenizer {self.source}`"
             )
+        self._cut = {"max_tokens": store.meta.max_tokens, "truncated": store.meta.truncated}
         if self._as_references:
             self.generation = replace(self.generation, max_new_tokens=longest_answer(store))
         return store
@@ -126,8 +160,10 @@ class Examination(Pretrain):
         return corpus_scores(told, meant, self._metrics)
 
     def facts(self) -> dict[str, Any]:
-        """How the figures came about: the decoding, and sacrebleu's signatures."""
+        """How the figures came about: where rows were cut and how many, the decoding, and sacrebleu's signatures."""
         return {
+            **self._cut,
+            "max_tokens_because": self._cut_because,
             "generation": asdict(self.generation) if self.answers else None,
             "signatures": signatures(self._metrics) if self._metrics else {},
         }

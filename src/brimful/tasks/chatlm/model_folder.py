@@ -11,7 +11,7 @@ either: a name without a folder is looked for in the hub's cache on this disk, a
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from brimful.data.tokens import MODEL_FILE, TokenizerFacts, load_tokenizer
 from brimful.errors import BadCheckpoint, BadData, BadModel, in_one_line
-from brimful.train.checkpoint import Checkpoints
+from brimful.train.checkpoint import Checkpoints, Found
 from brimful.train.checkpoint.manifest import NAME as MANIFEST
 from brimful.train.checkpoint.manifest import Manifest
+from brimful.train.folder import RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +44,36 @@ def resolve(path: str | Path) -> Path:
     for place in (folder, folder / "best", folder / "model"):
         if (place / CONFIG).is_file():
             return place
-    newest = Checkpoints(folder / "checkpoints").newest().checkpoint if (folder / "checkpoints").is_dir() else None
-    if newest is not None and (newest.path / "model" / CONFIG).is_file():
-        return newest.path / "model"
+    has_some = (folder / "checkpoints").is_dir()
+    found = Checkpoints(folder / "checkpoints").newest() if has_some else Found(checkpoint=None)
+    if found.checkpoint is not None and (found.checkpoint.path / "model" / CONFIG).is_file():
+        return found.checkpoint.path / "model"
+    raise _no_model(folder, found)
+
+
+def run_of(model: Path) -> RunFolder | None:
+    """The run that a model's folder, as `resolve` gives it, is a checkpoint of; None where it lies elsewhere."""
+    places = model.resolve().parents  # RUN/checkpoints/step-…/model
+    run = RunFolder(places[2]) if len(places) > 2 and places[1].name == "checkpoints" else None
+    return run if run is not None and run.knows_its_request else None
+
+
+def _no_model(folder: Path, found: Found) -> BadModel:
+    """Why there is nothing to load: a run that has saved nothing yet, one of another kind of task, or no run at all."""
+    needed = "give a run of chatlm-pretrain or chatlm-sft, or a folder that save_pretrained wrote"
+    if found.checkpoint is None and (RunFolder(folder).knows_its_request or (folder / "checkpoints").is_dir()):
+        why = f"no whole checkpoint ({'; '.join(map(str, found.skipped))})" if found.skipped else "no checkpoint yet"
+        return BadModel(f"{folder} is a run that has {why}; {needed}")
+    saved = [folder, folder.resolve().parent] if found.checkpoint is None else [found.checkpoint.path]
+    for place in saved:
+        with suppress(BadCheckpoint):
+            task = Manifest.read(place).facts.get("task", "another task")
+            lies = "lies in" if found.checkpoint is None else "is"
+            return BadModel(f"{folder} {lies} a run of {task}, which is no chat model (it saves no {CONFIG}); {needed}")
     there = ", ".join(sorted(one.name for one in folder.iterdir())[:8]) or "nothing"
-    raise BadModel(
-        f"{folder} is no model folder, run or checkpoint: it has no {CONFIG}, best/, model/ or whole checkpoint, but {there}; "
-        "give the folder that save_pretrained wrote, or a run of `brimful train`"
+    return BadModel(
+        f"{folder} is no model folder, run or checkpoint: there is no {CONFIG} in it, in best/ or in model/, and no whole "
+        f"checkpoint, but {there}; {needed}"
     )
 
 

@@ -37,7 +37,7 @@ def packed(
 
         tokenizer_of(task.source)  # ids at odds with the model are the folder's fault, and told before any work
     if (Path(data) / NAME).is_file():
-        _check_store(task, data, like)
+        _check_store(task, data, folder, like)
         return data
     from brimful.data.pack.options import PackOptions
     from brimful.data.pack.run import pack
@@ -68,11 +68,13 @@ def packed(
     return str(store)
 
 
-def _check_store(task: "Pretrain", data: str, like: Dataset | None) -> None:
-    """Rows that are packed already leave nothing to ask for, and rows to evaluate on have the tokens of those to train on."""
+def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
+    """Rows that are packed already leave nothing to ask for, unless they were packed here, as asked; and rows to evaluate
+    on have the tokens of those to train on."""
     asked = {"--tokenizer": task.tokenizer, "--columns": task.columns, "--max-tokens": task.cut_at}
     given = [flag for flag, value in asked.items() if value is not None]
-    if given and like is None:
+    packed_here = Path(data).resolve().is_relative_to(folder.resolve())
+    if given and like is None and not packed_here:
         raise BadOption(f"{', '.join(given)}: {data} is a token store, packed already; leave out what is for raw files")
     if isinstance(like, Store):
         theirs, ours = StoreMeta.read(Path(data)).tokenizer_fingerprint, like.meta.tokenizer_fingerprint

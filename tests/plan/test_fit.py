@@ -13,6 +13,7 @@ import torch
 import brimful
 from brimful import Plan, fit
 from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
+from brimful.plan.speed import Speed, Timing
 from tests.plan.small import Normed, Pairs, Tagger
 
 LIMIT = "4MiB"
@@ -167,6 +168,10 @@ def test_data_gives_the_longest_lengths(tmp_path):
     assert fit(WithRows(), data="x", memory_limit=LIMIT, device="cpu", cache=False).shape == (33,)
 
 
+def test_lengths_may_come_as_a_list():
+    assert fit(Tagger(), lengths=[32], memory_limit="600KiB", device="cpu", cache=False).shape == (32,)
+
+
 def test_a_model_of_fixed_input_size_is_fitted_by_rows_alone():
     class Fixed(Tagger):
         def loss(self, model, batch):
@@ -308,6 +313,12 @@ class TestTooSmallALimit:
         with pytest.raises(DoesNotFit, match="before any row.*--memory-limit"):
             fit(Tagger(), memory_limit="200KiB", device="cpu", cache=False)
 
+    def test_smaller_than_the_optimizer_state_advises_room_for_a_row(self):
+        with pytest.raises(DoesNotFit, match="before any row") as caught:
+            fit(Tagger(), memory_limit="200KiB", device="cpu", cache=False)
+        (limit,) = re.findall(r"--memory-limit (\S+) or more", str(caught.value))
+        assert fit(Tagger(), memory_limit=limit, device="cpu", cache=False).largest_micro_batch == 1
+
     def test_smaller_than_one_row_says_what_is_needed_and_that_suffices(self):
         with pytest.raises(DoesNotFit, match=r"1 row of 64 needs .*--memory-limit") as caught:
             fit(Tagger(), memory_limit="430KiB", device="cpu", cache=False, checkpointing="off", global_batch=1)
@@ -390,3 +401,38 @@ def test_checkpointing_that_was_never_run_is_not_called_measured():
     plan = fit(Tagger(), memory_limit="64MiB", device="cpu", cache=False)
     assert plan.choice("checkpointing").reason == "the whole step fits without it"
     assert plan.choice("checkpointing").basis == "predicted"
+
+
+class OneShape(Tagger):
+    """Rows of one length: only more of them tell what more of them cost."""
+
+    worst_shape = ()
+
+    def dummy(self, rows, shape):
+        return super().dummy(rows, (64,))
+
+
+class TestWhereHardlyARowFits:
+    @pytest.mark.parametrize("task", [Tagger, OneShape])
+    @pytest.mark.parametrize(("limit", "rows"), [("560KiB", 2), ("560KiB", 16), ("600KiB", 16), ("700KiB", 16)])
+    def test_the_model_knows_what_more_rows_cost(self, task, limit, rows):
+        plan = fit(task(), memory_limit=limit, device="cpu", cache=False, global_batch=rows)
+        assert plan.one_more_predicted_peak_bytes > plan.budget_bytes >= plan.largest_measured_peak_bytes
+        model = plan.memory_model
+        assert model.peak_bytes(16, plan.shape) > 2 * model.peak_bytes(1, plan.shape)
+
+    def test_a_size_is_not_given_up_for_what_does_not_grow_with_the_rows(self):
+        plan = fit(Normed(), memory_limit="70KiB", device="cpu", cache=False, global_batch=16)
+        assert (plan.largest_micro_batch, plan.ooms) == (16, 0)
+
+    def test_checkpointing_that_is_slower_in_the_end_is_not_chosen(self, monkeypatch):
+        speeds = iter((100.0, 200.0, 50.0))  # without; with it at the first size; with it at what then fits
+
+        def find_fastest(step_rows, largest, *_, **__):
+            timing = Timing(largest, -(-step_rows // largest), next(speeds), 0.1)
+            return Speed(timing, (timing,))
+
+        monkeypatch.setattr("brimful.plan.trial.find_fastest", find_fastest)
+        plan = fit(Tagger(), memory_limit="600KiB", device="cpu", cache=False, global_batch=16)
+        assert (plan.levers.checkpointing, plan.rows_per_s) == ("off", 100.0)
+        assert plan.choice("checkpointing").reason == "50 rows/s with it at 1 row, 100 without"

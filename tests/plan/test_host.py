@@ -45,6 +45,9 @@ class Data:
         return {"ids": torch.full((1 + index % 64,), index % 100), "pixels": torch.ones(self.numbers)}
 
 
+OPTIONS = FitOptions(device="cpu", memory_limit="64MiB")
+
+
 @pytest.fixture(scope="module")
 def plan():
     return fit(Texts(), memory_limit="64MiB", device="cpu", cache=False)
@@ -207,3 +210,21 @@ def test_what_cannot_be_asked_is_told(asked, said):
 
 HOST = host_module.Host.detect()
 assert HOST.ram_limit_bytes > GiB
+
+
+def test_of_a_huge_step_only_the_first_rows_are_read_and_the_rest_is_in_proportion(plan):
+    class Counted(Data):
+        read = 0
+
+        def __getitem__(self, index):
+            self.read += 1
+            return super().__getitem__(index)
+
+    rows = Counted()
+    huge = replace(plan, global_batch=1_000_000, deal=(1_000_000,))
+    fit_of_it = host_module._HostFit(huge, Texts(), rows, find_target(OPTIONS), OPTIONS, lambda phrase: None)
+    assert rows.read <= 9 * host_module.ROWS
+    assert fit_of_it.trains_s > 100 * host_module.ROWS / plan.rows_per_s / 64
+    found = fit_of_it.plan_it()
+    assert found.warnings[-1].startswith("a step of 1,000,000 rows goes through the data's 400 rows 2,500 times")
+    assert not fitted(plan, Data()).warnings

@@ -101,7 +101,7 @@ def _shape(task: Task, rows: Any, options: FitOptions) -> Shape:
                 f"--lengths {','.join(map(str, options.lengths))}: task {task.name} has {len(task.worst_shape)} lengths, "
                 f"{task.worst_shape} at worst"
             )
-        return options.lengths
+        return tuple(options.lengths)  # a list where they come from a file
     if rows is None:
         return task.worst_shape
     longest = getattr(rows, "longest", None)  # a token store knows without looking at ten million rows

@@ -45,6 +45,10 @@ FILL_HOST = 0.90
 """The share of the host limit that is planned for; from there on the watchdog warns."""
 STEPS, SECONDS = 8, 0.5
 """So many steps are timed, or as many as come in so many seconds."""
+ROWS = 4096
+"""A larger step is not read whole: its first rows are, and its times and bytes are those in proportion."""
+PASSES = 10
+"""A step that goes through the data more often than this is worth a warning."""
 COPIES = 5
 """So many copies to the card are timed."""
 
@@ -60,7 +64,7 @@ class Timed:
 
     rows: StepRows
     seconds: float
-    """Until a step's rows of one process were ready, at the median."""
+    """Until a step's rows of one process were ready, at the median; in proportion where only some of them were read."""
     computing: float
     """The share of that in which this process computed or wanted to."""
     worker_bytes: int
@@ -75,6 +79,8 @@ class _HostFit:
     ) -> None:
         self.plan, self.task, self.rows, self.target = plan, task, rows, target
         self.options, self.progress, self.host = options, progress, Host.detect()
+        self.read_rows = min(plan.global_batch, max(ROWS, plan.processes))
+        self.scale = plan.global_batch / self.read_rows
         self.here = None if rows is None else self._read(workers=0)
         self.worker: Timed | None = None
 
@@ -92,15 +98,23 @@ class _HostFit:
         )
         mine = (workers, prefetch, pinned)
         others = (choice for choice in self.plan.choices if choice.name not in {one.name for one in mine})
-        return replace(self.plan, host=host, choices=(*others, *mine))
+        plan = replace(self.plan, host=host, choices=(*others, *mine))
+        passes = 0.0 if self.rows is None else plan.global_batch / len(self.rows)
+        if passes <= PASSES:
+            return plan
+        return plan.warned(
+            f"a step of {plan.global_batch:,} rows goes through the data's {len(self.rows):,} rows {passes:,.0f} times; "
+            f"give a smaller --global-batch"
+        )
 
     def _read(self, workers: int) -> Timed:
         """A few steps, after one that opens files and fills caches."""
         self.progress(f"reading a few steps {'with a worker' if workers else 'of the data'}")
         even = (1.0,) * self.plan.processes
         loader = Loader(
-            self.rows, self.task, self.plan, workers=workers, prefetch=PREFETCH, pin_memory=False, rank=0, speeds=even
-        )
+            self.rows, self.task, self.plan, global_batch=self.read_rows, workers=workers, prefetch=PREFETCH,
+            pin_memory=False, rank=0, speeds=even,
+        )  # fmt: skip
         give_back()  # as the loader does before it starts a worker
         alone = tree_bytes()
         steps = iter(loader)
@@ -118,16 +132,18 @@ class _HostFit:
         loader.close()
         # Steps that were read ahead come at once: what a worker really takes is the mean.
         each = in_all / len(seconds) if workers else statistics.median(seconds)
-        return Timed(first, each, computing / in_all, held)
+        return Timed(first, self.scale * each, computing / in_all, held)
 
     @property
     def trains_s(self) -> float:
-        """Seconds that the step just read would train, as predicted from the rows/s at the planned lengths."""
+        """Seconds that a step of such rows would train, as predicted from the rows/s at the planned lengths."""
         assert self.here is not None
         per_work = 1 / (self.plan.rows_per_s * max(1, sum(self.plan.shape)))
         rows = self.here.rows
-        return per_work * sum(
-            len(group) * max(1, sum(shape)) for group, shape in zip(rows.groups, rows.shapes, strict=True)
+        return (
+            self.scale
+            * per_work
+            * sum(len(group) * max(1, sum(shape)) for group, shape in zip(rows.groups, rows.shapes, strict=True))
         )
 
     def _workers(self) -> Choice:
@@ -163,13 +179,17 @@ class _HostFit:
 
     @property
     def _step_bytes(self) -> int:
+        return round(self.scale * self._read_bytes)
+
+    @property
+    def _read_bytes(self) -> int:
         return 0 if self.here is None else sum(tensor.nbytes for tensor in tensors_of(self.here.rows.parts))
 
     def _bytes(self, workers: int, prefetch: int) -> int:
         """Host RAM of the job: this process's as it is now times the processes, and their workers as one was weighed."""
         mine = tree_bytes() + (self.plan.measured_peak_bytes if self.target.device.type == "cpu" else 0)
         weighed = self.worker.worker_bytes if self.worker else 0
-        own = max(0, weighed - PREFETCH * self._step_bytes)
+        own = max(0, weighed - PREFETCH * self._read_bytes)
         return self.plan.processes * (mine + workers * (own + prefetch * self._step_bytes))
 
     def _within_the_limit(self, workers: Choice, prefetch: Choice) -> tuple[Choice, Choice]:
@@ -217,7 +237,7 @@ class _HostFit:
         if self.here is None:
             return as_choice("pin_memory", asked, asked, "no DATA was given, so no copy could be timed", "asked")
         plain, pinned = self.here.rows, self.here.rows.pin_memory()
-        slow, fast = _copy_s(plain, device), _copy_s(pinned, device)
+        slow, fast = (self.scale * _copy_s(rows, device) for rows in (plain, pinned))
         worth = slow - fast > WORTH_PINNING * self.trains_s
         said = (
             f"copying a step ({show_bytes(self._step_bytes)}) to the card takes {_ms(fast)} from pinned memory and {_ms(slow)} "

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brimful.errors import TaskError, UserError, in_one_line
+from brimful.machine.host import Host
 from brimful.memory.bare import Rig, rows_of, to_device
+from brimful.memory.ledger import active_limit_bytes
 from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
@@ -51,12 +53,20 @@ class Prober:
         self._progress(f"{'verify' if reserved else 'probe'} {show_size(rows, shape)}")
         return self._attempt(lambda: self._metered(rows, shape, mode, reserved))
 
-    def peak_without_limit(self, rows: int, shape: Shape, mode: Mode) -> int | None:
+    def run_without_limit(self, rows: int, shape: Shape, mode: Mode) -> Probe | None:
         """What a step of this size would take if nothing limited it; None where only the device could tell."""
         if has_peak_statistics(self.rig.device):
             return None
+        self._progress(f"probe {show_size(rows, shape)}")
         result = self._attempt(lambda: self._metered(rows, shape, mode, reserved=False, limited=False))
-        return None if isinstance(result, OutOfMemory) else result.peak_bytes
+        return None if isinstance(result, OutOfMemory) else result
+
+    @property
+    def room_bytes(self) -> int:
+        """What may be used in truth, whatever limit was asked for: half of what is free, or of the block around this call."""
+        if has_peak_statistics(self.rig.device):
+            return self.target.limit_bytes
+        return (active_limit_bytes() or Host.detect().ram_available_bytes) // 2
 
     def time(self, rows: int, shape: Shape, *, whole: bool, reserved: bool) -> tuple[float, Probe | None] | OutOfMemory:
         """Median seconds of forward and backward: warmed up, synchronised, outside any ledger.

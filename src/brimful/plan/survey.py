@@ -9,8 +9,10 @@ while the model has not yet proved right on a size it had not seen.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from brimful.errors import TaskError
+from brimful.memory.bare import FIRST_PHASES, MICRO_PHASES
 from brimful.memory.meter import has_peak_statistics
 from brimful.memory.model import MemoryModel, Probe
 from brimful.memory.oom import OutOfMemory
@@ -51,6 +53,8 @@ class Survey:
         self.shape_note = ""
         self._readings: dict[tuple[int, Shape], Probe] = {}
         self._failed: set[tuple[int, Shape]] = set()
+        self._assumed: list[Probe] = []
+        """What no probe told; see `settle`."""
         self._surveyed = False
         self._foreseen: dict[tuple[int, Shape], int] = {}
         self._model: MemoryModel | None = None
@@ -60,7 +64,9 @@ class Survey:
         """Of all that was read so far; fitted when it is asked for."""
         if self._model is None:
             assert self._readings, "nothing was read yet"
-            self._model = MemoryModel.fit(self._readings.values(), error=self._error())
+            readings = tuple(self._readings.values())
+            model = MemoryModel.fit((*readings, *self._assumed), error=self._error())
+            self._model = replace(model, probes=readings)
         return self._model
 
     def read(self, rows: int, shape: Shape, mode: Mode | None = None, *, reserved: bool = False) -> Probe | None:
@@ -97,10 +103,25 @@ class Survey:
         self._surveyed = True
 
     def explore_beside(self, other: int) -> None:
-        """Two probes at sizes that fitted with a lever that saves less: enough to tell where this one leads."""
-        for rows in (max(self.least, other // 2), other):
+        """Two probes at sizes that fitted with a lever that saves less: enough to tell where this one leads.
+
+        There is only one such size where nothing smaller may be run; then short rows tell what a row takes.
+        """
+        if other // 2 < self.least:
+            self.explore()
+            return
+        for rows in (other // 2, other):
             self.read(rows, self.worst)
         self._surveyed = True
+
+    def settle(self, largest: int, budget_bytes: int) -> None:
+        """The end of the search: where the model knows no growth with the rows, or too little for its own edge, it is
+        given some."""
+        named = {name for name in self.model.phases if name in MICRO_PHASES} or set(FIRST_PHASES)
+        if len({probe.rows for probe in self._readings.values() if named & probe.phases.keys()}) == 1:
+            self._assume(named)
+        if largest < self.most and self.predicted(largest + 1) <= budget_bytes:
+            self._assume(named)
 
     def largest(self, budget_bytes: int) -> int:
         """The most rows of the worst shape that ran within the budget, with the model sure that one more would not."""
@@ -115,7 +136,9 @@ class Survey:
             if edge > fits:
                 rows = self._within_reach(fits, edge, budget_bytes)
                 if self._would_break(rows):
-                    return fits
+                    if not self._weighed(rows):
+                        return fits
+                    continue
                 self.read(rows, self.worst, "full" if edge == self.most else "later", reserved=True)
             elif fits == 0 or not self._on_card or read[fits].reserved_bytes is not None:
                 return fits
@@ -193,6 +216,18 @@ class Survey:
         self._model = None
         return self._readings[rows, shape]
 
+    def _assume(self, names: set[str]) -> None:
+        """Of these phases, that twice the rows take twice what is not fixed."""
+        of = [probe for probe in self._readings.values() if names & probe.phases.keys()]
+        if not of:
+            return
+        top = max(of, key=lambda probe: (probe.shape == self.worst, probe.rows))
+        fixed, gradients = self.prober.fixed_bytes, self.prober.gradient_bytes
+        held = {name: fixed + gradients * (name not in FIRST_PHASES) for name in names}
+        phases = {name: peak + max(0, peak - held[name]) for name, peak in top.phases.items() if name in names}
+        self._assumed.append(Probe(rows=2 * top.rows, shape=top.shape, phases=phases))
+        self._model = None
+
     def _error(self) -> float:
         """The model's miss on the last size it climbed to, and on the last of all that it had not seen."""
         shapes = {self.worst, *[shape for _, shape in self._foreseen][-1:]}
@@ -230,6 +265,13 @@ class Survey:
             return False
         most, fixed = max(read), self.prober.fixed_bytes + self.prober.gradient_bytes
         return rows > most and fixed + (read[most].peak_bytes - fixed) * rows / most > self._limit
+
+    def _weighed(self, rows: int) -> bool:
+        """Read a size that may be over a limit which exists on paper alone, where there is room for it in truth."""
+        if self._bound(rows, self.worst) > self.prober.room_bytes:
+            return False
+        result = self.prober.run_without_limit(rows, self.worst, "whole" if rows == self.most else "later")
+        return result is not None and self._learn(rows, self.worst, result) is not None
 
     def _safe(self, rows: int, shape: Shape) -> bool:
         if not self._readings or self._bound(rows, shape) <= self._limit:

@@ -23,7 +23,7 @@ from brimful.plan.speed import Speed, Timing, find_fastest, micro_rows
 from brimful.plan.survey import PROVEN_REACH, Survey
 from brimful.plan.target import Target
 from brimful.task import Shape, Task
-from brimful.units import flag_bytes, show_bytes, show_rate
+from brimful.units import flag_bytes, show_bytes, show_rate, show_rows
 
 WORTH_CHECKPOINTING = 1.03
 """Checkpointing must be this much faster to be chosen where the step fits without it."""
@@ -73,6 +73,7 @@ class Trials:
         with self.lever.set(trial.checkpointed):
             trial.survey.explore()  # what a second trial left out; all is read already after a first
             trial.survey.check_corner(self.target.budget_bytes)
+            trial.survey.settle(trial.largest, self.target.budget_bytes)
             chosen = trial.survey.read(trial.speed.chosen.rows, self.shape, "full", reserved=True)
             overhead = self._overhead(trial.speed.chosen)
             frozen = frozen_choice(self.rig, self.shape, trial.speed.chosen.rows)
@@ -137,16 +138,19 @@ class Trials:
         with self.lever.set(True):
             survey = Survey(self.prober, self.shape, self.most, least=self._least)
             survey.explore_beside(plain.largest)
-            if not survey.readings:
+            if not survey.read_at_worst:
                 return plain, "even sizes that fit without it ran out of memory with it"
             most = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
             rows = self._even(max(1, min(most, PROVEN_REACH * plain.largest)))
             first = find_fastest(self.most, rows, survey.time, self.once_s, only=True).chosen
             if first.rows_per_s <= WORTH_CHECKPOINTING * off:
-                said = f"{show_rate(first.rows_per_s)} rows/s with it at {first.rows} rows, {show_rate(off)} without"
-                return plain, said
+                return plain, _slower(first, off)
             largest = survey.largest(self.target.budget_bytes)
+            if largest == 0:
+                return plain, "even sizes that fit without it are over the budget with it"
             speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least)
+        if speed.chosen.rows_per_s <= WORTH_CHECKPOINTING * off:  # fewer rows fit than were timed at first
+            return plain, _slower(speed.chosen, off)
         said = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.how}"
         return Trial(survey, largest, speed, True), said
 
@@ -222,7 +226,8 @@ class Trials:
         """What one row takes: counted on the CPU, predicted on a card, a lower bound where nothing could be read."""
         with self.lever.set(trial.checkpointed):
             mode: Mode = "whole" if self._least == self.most else "full"
-            peak, basis = self.prober.peak_without_limit(self._least, self.shape, mode), ""
+            probe, basis = self.prober.run_without_limit(self._least, self.shape, mode), ""
+            peak = None if probe is None else probe.peak_bytes
         if peak is None and trial.survey.readings:
             peak, basis = trial.survey.predicted(self._least), " as predicted"
         elif peak is None:
@@ -245,13 +250,28 @@ class Trials:
         )
 
     def _fixed_part_too_large(self) -> DoesNotFit:
-        fixed, grads = self.prober.fixed_bytes, self.prober.gradient_bytes
+        """Where a row can be counted without the limit, what is advised has room for one."""
+        held = self.prober.fixed_bytes + self.prober.gradient_bytes
+        peak = self._smallest_step_bytes()
+        needed = max(held, peak or 0) / self.target.fill
         return DoesNotFit(
-            f"weights, optimizer state and gradients take {show_bytes(fixed + grads)} before any row, and the limit is "
+            f"weights, optimizer state and gradients take {show_bytes(held)} before any row, and the limit is "
             f"{show_bytes(self.target.limit_bytes)}{self.target.holders}: give --memory-limit "
-            f"{flag_bytes((fixed + grads) / self.target.fill)} or more, an optimizer with less state, or fewer trainable weights",
-            needed_bytes=round((fixed + grads) / self.target.fill),
+            f"{flag_bytes(needed)} {'at the very least' if peak is None else 'or more'}, an optimizer with less state, "
+            f"or fewer trainable weights",
+            needed_bytes=round(needed) + 1,
         )
+
+    def _smallest_step_bytes(self) -> int | None:
+        """What a step in micro-batches of one row takes, of two where one is refused; None where it cannot be told."""
+        for rows in (1, 2):
+            try:
+                with self.lever.set(self.options.checkpointing != "off" and self.lever.offered):
+                    probe = self.prober.run_without_limit(rows, self.shape, "whole" if rows == self.most else "full")
+                return None if probe is None else probe.peak_bytes
+            except TaskError:  # BatchNorm refuses a single row
+                continue
+        return None
 
     def _first_step_too_large(self, rows: int, shape: Shape) -> DoesNotFit:
         """Nothing was read yet: what the optimizer's state takes is known only once a step has run."""
@@ -341,6 +361,10 @@ class Trials:
             key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+
+
+def _slower(on: Timing, off: float) -> str:
+    return f"{show_rate(on.rows_per_s)} rows/s with it at {show_rows(on.rows)}, {show_rate(off)} without"
 
 
 def _dealt(task: Task, options: FitOptions) -> tuple[int, ...]:

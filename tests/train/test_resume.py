@@ -49,7 +49,7 @@ def test_killed_and_resumed_it_is_the_same(folder, plan, whole):
 @pytest.mark.torture
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_twenty_times_it_is_the_same(folder, processes):
-    plan, steps = runs.plan_file(folder, processes), 150
+    plan, steps = runs.plan_file(folder, processes), {1: 450, 2: 1200}[processes]
     undisturbed = folder / f"whole-{processes}-of-torture"
     assert runs.finish(runs.start(undisturbed, plan, processes, max_steps=steps)) == [0] * processes
     run = folder / f"killed-{processes}-of-torture"

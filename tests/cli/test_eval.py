@@ -60,7 +60,7 @@ def test_a_run_is_measured_on_rows_cut_as_in_training_and_says_so(place, capsys,
     _, out, _ = call(place, "--metrics", "loss", capsys=capsys, model=tmp_path)
     assert "longer than 6+6 tokens are cut, as in the model's run: 24 prompts and" in " ".join(out.split())
     _, out, _ = call(place, "--metrics", "loss", capsys=capsys, model=tmp_path, data=place.folder / "store")
-    assert "256+256 tokens are cut, when they were packed; no row has one" in " ".join(out.split())
+    assert "256+256 tokens are cut, when they were packed: no row has one" in " ".join(out.split())
 
 
 def test_a_memory_limit_is_kept_and_changes_nothing(place, capsys):

@@ -17,7 +17,8 @@ REPORT = {
     "signatures": {"bleu": "tok:zh|version:2.6.0", "chrf": "nc:6"},
     "samples": [{"prompt": "问题", "response": "回答\n两行", "reference": "[参考]"}] * 5,
     "forward": {"evaluation": PLAN, "generation": PLAN}, "limit_bytes": 64 * 2**20, "limit_reason": "as asked for",
-    "peak_bytes": 40 * 2**20, "ooms": 0, "seconds": 12.34, "output": None,
+    "max_tokens": {"prompt": 256, "response": 320}, "truncated": {"prompt": 1, "response": 0},
+    "max_tokens_because": "as in the model's run", "peak_bytes": 40 * 2**20, "ooms": 0, "seconds": 12.34, "output": None,
 }  # fmt: skip
 
 
@@ -34,6 +35,14 @@ def test_all_figures_are_there_with_what_they_run_over():
     assert "1,000 rows, chosen with seed 7 from 5,000" in text
 
 
+def test_rows_that_were_cut_are_counted():
+    cut = "sides longer than 256+320 tokens are cut, as in the model's run"
+    assert f"{cut}: 1 prompt of 5,000 rows" in shown()
+    both = shown(truncated={"prompt": 2, "response": 1200})
+    assert f"{cut}: 2 prompts and 1,200 responses of 5,000 rows" in both
+    assert f"{cut}: no row has one" in shown(truncated={"prompt": 0, "response": 0})
+
+
 def test_memory_is_named_measured_or_predicted():
     text = " ".join(shown().split())
     assert "predicted 3 MiB" in text and "measured 40 MiB" in text and "no out-of-memory errors" in text
@@ -48,7 +57,7 @@ def test_three_answers_are_shown_on_a_line_each():
 
 
 def test_what_was_not_asked_for_is_not_there():
-    text = shown(loss=None, perplexity=None, samples=[], signatures={}, bleu=None, chrf=None)
+    text = shown(loss=None, perplexity=None, samples=[], signatures={}, bleu=None, chrf=None, truncated={})
     assert not any(word in text for word in ("loss", "perplexity", "BLEU", "chrF", "prompt"))
 
 

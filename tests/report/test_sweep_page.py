@@ -171,7 +171,8 @@ def test_one_far_molecule_does_not_flatten_a_histogram():
 
 def test_equal_scores_and_counts_can_be_drawn():
     for scores in (np.zeros(5), np.arange(5.0), np.full(5, 0.3)):
-        ET.fromstring(histogram_chart([{"id_scores": scores, "ood_scores": scores}], "x", "score"))
+        drawn = ET.fromstring(histogram_chart([{"id_scores": scores, "ood_scores": scores}], "x", "score"))
+        assert "nan" not in ET.tostring(drawn, encoding="unicode") and list(drawn.iter())
 
 
 def test_a_line_breaks_where_a_value_is_missing():

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Group
-from rich.text import Text
 
 from brimful.cli.output import progress, show
 from brimful.errors import BadOption, DoesNotFit
@@ -116,15 +114,7 @@ def evaluate(
         "output": None if output is None else str(output), **found, **task.facts(),
         "samples": [one.to_json() for one in task.answers[:SAMPLES]],
     }  # fmt: skip
-    show(Group(eval_table(report), _cut(report)), report, as_json=json)
-
-
-def _cut(report: dict[str, Any]) -> Text:
-    """The last line: where rows were cut, and how many."""
-    at, why = "+".join(map(str, report["max_tokens"].values())), report["max_tokens_because"]
-    longer = [f"{count:,} {side}{'s' * (count != 1)}" for side, count in report["truncated"].items() if count]
-    what = f": {' and '.join(longer)} of {report['rows_available']:,} rows" if longer else "; no row has one"
-    return Text(f"Sides longer than {at} tokens are cut, {why}{what}.", style="" if longer else "dim")
+    show(eval_table(report), report, as_json=json)
 
 
 def _figures(text: str) -> list[str]:

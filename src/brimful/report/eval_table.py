@@ -75,6 +75,7 @@ def _facts(report: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    table.add_row("lengths", Text(_cut(report)))
     for kind, plan in report["forward"].items():
         table.add_row(kind, Text(_plan(plan)))
     table.add_row("memory", Text(_memory(report), style="yellow" if report["ooms"] else ""))
@@ -82,6 +83,14 @@ def _facts(report: dict[str, Any]) -> Table:
     if report["output"]:
         table.add_row("answers", Text(report["output"]))
     return table
+
+
+def _cut(report: dict[str, Any]) -> str:
+    """Where rows were cut, and how many."""
+    at, why = "+".join(map(str, report["max_tokens"].values())), report["max_tokens_because"]
+    longer = [f"{count:,} {side}{'s' * (count != 1)}" for side, count in report["truncated"].items() if count]
+    what = f"{' and '.join(longer)} of {report['rows_available']:,} rows" if longer else "no row has one"
+    return f"sides longer than {at} tokens are cut, {why}: {what}"
 
 
 def _plan(plan: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from brimful.plan.reasons import as_choice
 from brimful.plan.target import Target, autocast_dtype, find_target
 from brimful.task import Dataset, Task
 from brimful.train import preflight, state
-from brimful.train.checkpoint import Checkpoint, Checkpoints, point
+from brimful.train.checkpoint import Checkpoint, Checkpoints
 from brimful.train.clock import Clock
 from brimful.train.device import device_of, limited
 from brimful.train.evaluate import Evaluator
@@ -42,6 +42,7 @@ from brimful.train.events import Event
 from brimful.train.flops import FlopModel, peak_flops
 from brimful.train.folder import RunFolder
 from brimful.train.journal import Journal
+from brimful.train.links import Links
 from brimful.train.loop import Ending, Hook, Loop
 from brimful.train.optimizers import name_of, set_optimizer
 from brimful.train.planning import Planning, by_the_first
@@ -243,7 +244,7 @@ class _Running:
             eval_every=asked.eval_every or max(LEAST_APART, steps // EVALUATIONS),
             save_every=asked.save_every,
             save_s=SAVE_S,
-            hooks=(_Links(self.run, self._note), *self.s.hooks) if self.first else self.s.hooks,
+            hooks=(Links(self.run, self._note), *self.s.hooks) if self.first else self.s.hooks,
         )
         at_once = asked.keep + 1 + (valid is not None)
         needed = state.needed_bytes(model, optimizer)
@@ -352,28 +353,6 @@ class _Running:
     def _newest(self) -> str | None:
         newest = None if self.loop is None else self.loop.newest
         return None if newest is None else str(newest)
-
-
-class _Links(Hook):
-    """RUN/model and RUN/best follow the checkpoints."""
-
-    def __init__(self, run: RunFolder, tell: Callable[[str], object]) -> None:
-        self._run, self._tell = run, tell
-
-    def before(self, loop: Loop) -> None:
-        """A run that was killed between a save and its links."""
-        if loop.newest is not None:
-            self._point("model", loop.newest)
-        if loop.best is not None and (best := loop.checkpoints.path(loop.best.step)).is_dir():
-            self._point("best", best)
-
-    def after_save(self, loop: Loop, folder: Path) -> None:
-        self._point("model", folder)
-        if loop.best is not None and loop.best.step == loop.step:
-            self._point("best", folder)
-
-    def _point(self, name: str, folder: Path) -> None:
-        point(self._run.root / name, folder / "model", tell=self._tell)
 
 
 def _places(run: Path, data: str, valid: Dataset | None) -> dict[str, str | None]:

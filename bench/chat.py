@@ -29,9 +29,9 @@ os.environ.setdefault(
 )  # as the command line does, before torch is imported
 
 BASELINE = """
-import torch, brimful.train.session, brimful.tasks.chatlm.generate, sacrebleu, transformers.models.t5.modeling_t5, pyarrow
+import torch, brimful.training.session, brimful.tasks.generate, sacrebleu, transformers.models.t5.modeling_t5, pyarrow
 import sys
-from brimful.machine.footprint import tree_bytes
+from brimful.machine.host import tree_bytes
 if sys.argv[1] != "cpu":
     torch.zeros(8, 8, device="cuda") @ torch.zeros(8, 8, device="cuda")
 print(tree_bytes())
@@ -139,7 +139,7 @@ class _Taker(_Stopper):
     def after_step(self, loop, result):
         import torch
 
-        from brimful.memory.room import room_bytes
+        from brimful.memory.meter import room_bytes
 
         device = next(loop.stepper.model.parameters()).device
         if loop.step == self.at:
@@ -175,7 +175,7 @@ class _Host:
         self._thread.join()
 
     def _look(self):
-        from brimful.machine.footprint import tree_bytes
+        from brimful.machine.host import tree_bytes
 
         while not self._done.wait(0.1):
             now = tree_bytes() - self.baseline_bytes

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import brimful
-from brimful.memory.bare import Rig, to_device
+from brimful.memory.context import StepContext, to_device
 from brimful.memory.meter import Meter, meter
 from brimful.memory.oom import is_oom
-from brimful.plan.target import Target
+from brimful.planning.target import Target
 from brimful.task import Shape, Task
 
 
@@ -34,19 +34,19 @@ class Contest:
     def device(self) -> torch.device:
         return self.target.device
 
-    def build(self, *, on_host: bool = False) -> Rig:
+    def build(self, *, on_host: bool = False) -> StepContext:
         """A new model and optimizer on the device: made there, or on the host and moved as most scripts do."""
         torch.manual_seed(0)
         with torch.device("cpu" if on_host else self.device):
             model = self.task.model()
         model = model.to(self.device).train()
         optimizer = self.task.optimizer(model)
-        return Rig(task=self.task, model=model, optimizer=optimizer, device=self.device, autocast=self.autocast)
+        return StepContext(task=self.task, model=model, optimizer=optimizer, device=self.device, autocast=self.autocast)
 
     def batch(self, rows: int) -> Any:
         return self.task.dummy(rows, self.shape)
 
-    def meter(self, rig: Rig) -> Meter:
+    def meter(self, rig: StepContext) -> Meter:
         """Peaks as the card reports them, or as a ledger with the limit counts them."""
         limit_bytes = self.target.limit_bytes if self.device.type == "cpu" else None
         return meter(self.device, limit_bytes=limit_bytes, adopt=held(rig), reserved=True)
@@ -103,7 +103,7 @@ class Limit:
     """
 
     def __init__(self, target: Target) -> None:
-        self._ledger = brimful.virtual_memory(target.limit_bytes) if target.device.type == "cpu" else None
+        self._ledger = brimful.simulated_memory(target.limit_bytes) if target.device.type == "cpu" else None
         self._seen = 0
 
     @contextlib.contextmanager
@@ -125,7 +125,7 @@ class Limit:
         return self._seen if self._ledger is None else self._ledger.ooms
 
 
-def full_step(rig: Rig, batch: Any) -> None:
+def full_step(rig: StepContext, batch: Any) -> None:
     """What a plain training loop does once, and no more."""
     forward_backward(rig, batch)
     if rig.scaler:
@@ -136,14 +136,14 @@ def full_step(rig: Rig, batch: Any) -> None:
     rig.optimizer.zero_grad(set_to_none=True)
 
 
-def forward_backward(rig: Rig, batch: Any) -> None:
+def forward_backward(rig: StepContext, batch: Any) -> None:
     with rig.opened():
         loss = rig.task.loss(rig.model, to_device(batch, rig.device))
     mean = loss.sum / loss.count
     (rig.scaler.scale(mean) if rig.scaler else mean).backward()
 
 
-def held(rig: Rig) -> Iterator[torch.Tensor]:
+def held(rig: StepContext) -> Iterator[torch.Tensor]:
     """Weights, buffers and optimizer state: what lives through a step."""
     yield from rig.model.parameters()
     yield from rig.model.buffers()

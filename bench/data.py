@@ -29,13 +29,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from brimful.machine.footprint import tree_bytes
+from brimful.machine.host import tree_bytes
 from brimful.units import MiB, show_seconds
 from generated import generate
 
 IMPORTS = {
-    "clean": "import brimful.cli, brimful.data.clean.run, brimful.report.clean_table, duckdb, pyarrow.parquet",
-    "pack": "import brimful.cli, brimful.data.pack.run, brimful.report.pack_table, pyarrow.parquet, tokenizers",
+    "clean": "import brimful.cli, brimful.data.clean.clean, brimful.report.data_tables, duckdb, pyarrow.parquet",
+    "pack": "import brimful.cli, brimful.data.tokenize, brimful.report.data_tables, pyarrow.parquet, tokenizers",
 }
 SAMPLE_S = 0.1
 
@@ -191,7 +191,7 @@ def three_processes(store: Path, workers: int) -> dict[str, Any]:
         peak = max(peak, sum(tree_bytes(process.pid) for process in processes))
         time.sleep(SAMPLE_S)
     printed = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
-    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.chatlm.task, brimful.data.store.store")
+    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.chatlm, brimful.data.store")
     return {
         "workers": workers,
         "together_mib": round((peak - base) / MiB),
@@ -204,8 +204,8 @@ import json, sys, time
 import torch
 from brimful.data.loader import Loader
 from brimful.data.store import Store
-from brimful.memory.cut import cut
-from brimful.tasks.chatlm.task import Pretrain
+from brimful.memory.split import cut
+from brimful.tasks.chatlm import Pretrain
 
 torch.set_num_threads(1)
 store, workers, rank, processes = sys.argv[1], *map(int, sys.argv[2:])

@@ -24,7 +24,7 @@ import torch
 import brimful
 from brimful.data.loader import Loader
 from brimful.data.reader import StepRows
-from brimful.plan.plan import Plan
+from brimful.planning.plan import Plan
 from brimful.task import Task
 from brimful.tasks.load import load_task
 from brimful.units import GiB, parse_bytes
@@ -108,13 +108,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=22)
     args = parser.parse_args()
     task = load_task(args.task, options={"size": args.size})
-    plan = brimful.fit(
+    plan = brimful.plan(
         task, data=str(args.store), memory_limit=args.memory_limit, device=args.device, cache=False, global_batch=256,
         progress=lambda phrase: print(phrase, file=sys.stderr),
     )  # fmt: skip
     choices = {choice.name: [choice.effective, choice.reason] for choice in plan.choices}
     print(json.dumps({"bench": "plan", "micro_batch": plan.micro_batch, "largest": plan.largest_micro_batch,
-                      "overhead": plan.overhead, "rows_per_s": plan.rows_per_s, "fit_s": plan.fit_s, "choices": choices,
+                      "overhead": plan.overhead, "rows_per_s": plan.rows_per_s, "plan_s": plan.plan_s, "choices": choices,
                       "host": plan.to_json()["host"]}), flush=True)  # fmt: skip
     if plan.device.startswith("cuda"):
         total = torch.cuda.get_device_properties(plan.device).total_memory

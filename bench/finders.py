@@ -4,7 +4,7 @@
     python bench/finders.py --device cpu --global-batch 256          the CPU under a virtual limit of 512 MiB
 
 `accelerate.find_executable_batch_size`, Lightning's `Tuner.scale_batch_size` in both modes, a straight line through
-small batches as Ultralytics draws it, and `brimful.fit`: one process, one task, its worst shape, one limit, one
+small batches as Ultralytics draws it, and `brimful.plan`: one process, one task, its worst shape, one limit, one
 precision, one optimizer, the same largest batch (`--global-batch`). On an H200 capped to 20 GiB, accelerate ran out of
 memory 25 times in 91 s where a few probes and a check needed 6 s and no failure: that difference is what is measured.
 
@@ -13,7 +13,7 @@ the model and optimizer built inside the decorated function, so it builds them a
 and then moved, as scripts do: that is part of its seconds, and said apart. `--repeats N` runs all finders N times in turn; the run of median seconds stands.
 
 **The limit** on CUDA is torch's cap on the process, for everyone. On the CPU each attempt to train runs under
-`brimful.virtual_memory`, which raises the errors that the peers know and slows steps by 4–90 %; Brimful probes under a
+`brimful.simulated_memory`, which raises the errors that the peers know and slows steps by 4–90 %; Brimful probes under a
 ledger too but times without one. So on the CPU trust rows, OOMs and peaks; compare seconds only roughly.
 
 **OOMs** are those met during the search. Afterwards every result is run in one and the same way: a new model, two full
@@ -51,10 +51,9 @@ import torch
 import brimful
 from brimful.errors import BadOption, UserError
 from brimful.memory.oom import OutOfMemory, attempt
-from brimful.plan.levers import checkpointing
-from brimful.plan.options import FitOptions
-from brimful.plan.prober import show_size
-from brimful.plan.target import Target, find_target
+from brimful.planning.levers import checkpointing
+from brimful.planning.probe import show_size
+from brimful.planning.target import PlanOptions, Target, find_target
 from brimful.task import Shape
 from brimful.tasks.load import BUILT_IN, load_task
 from brimful.units import KiB, show_bytes, show_rate
@@ -83,7 +82,7 @@ def find_with_brimful(contest: Contest) -> list[Result]:
             rows=plan.micro_batch,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             note=f"{_said(plan.predicted_peak_bytes, plan.measured_peak_bytes)}; checkpointing "
-            f"{plan.levers.checkpointing}; {plan.fit_s:.1f} s in {plan.probes} probes and the timings",
+            f"{plan.levers.checkpointing}; {plan.plan_s:.1f} s in {plan.probes} probes and the timings",
         ),
         made(
             finder="brimful-largest",
@@ -292,7 +291,7 @@ def capped(target: Target) -> Iterator[None]:
 
 def prepare(args: argparse.Namespace) -> Contest:
     """The contest that the flags describe; refuses what cannot work before anything runs."""
-    device = find_target(FitOptions(device=args.device)).device
+    device = find_target(PlanOptions(device=args.device)).device
     if device.type not in DEFAULTS:
         raise BadOption(f"--device {args.device}: this comparison knows cpu and cuda, not {device.type}")
     size, limit = DEFAULTS[device.type]
@@ -300,7 +299,7 @@ def prepare(args: argparse.Namespace) -> Contest:
     shape = task.worst_shape if args.lengths is None else args.lengths
     if len(shape) != len(task.worst_shape):
         raise BadOption(f"--lengths {shape}: task {task.name} has {len(task.worst_shape)}, {task.worst_shape} at worst")
-    options = FitOptions(device=str(device), memory_limit=args.memory_limit or limit, lengths=shape)
+    options = PlanOptions(device=str(device), memory_limit=args.memory_limit or limit, lengths=shape)
     target = find_target(options)
     autocast, _ = target.autocast(None, task.precision)
     start = min(args.start, args.global_batch)

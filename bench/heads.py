@@ -33,14 +33,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from brimful.tasks.heads.packed import losses
-from brimful.tasks.heads.packed.head import Head, HeadShape
-from brimful.tasks.heads.packed.job import Job, Rows
-from brimful.tasks.heads.packed.runner import Finished
-from brimful.tasks.heads.packed.share import Packed, Share, work
-from brimful.tasks.heads.results.metrics import auroc
-from brimful.tasks.heads.spec.asked import DatasetSpec, TrainSpec
-from brimful.tasks.heads.spec.methods import METHODS
+from brimful.molecules import losses
+from brimful.molecules.job import Head, HeadShape, Job, Rows
+from brimful.molecules.metrics import auroc
+from brimful.molecules.runner import Finished
+from brimful.molecules.spec import METHODS, DatasetSpec, TrainSpec
+from brimful.molecules.workers import Packed, Share, work
 from brimful.units import show_bytes
 
 DATASETS = {
@@ -97,9 +95,9 @@ def rows_from(source: Path, names: Sequence[str]) -> dict[str, Rows]:
 
 
 def made_ready(folder: Path, name: str) -> Rows:
-    from brimful.plan.cache import folder as cached
-    from brimful.tasks.heads.features import load_encoder
-    from brimful.tasks.heads.prepare import prepare, rows_of
+    from brimful.molecules.features.compute import load_encoder
+    from brimful.molecules.prepare import prepare, rows_of
+    from brimful.planning.planner import folder as cached
 
     file, split, (train, valid, test) = DATASETS[name]
     asked = DatasetSpec(name=name, file=folder / file, split=split, train=train, valid=valid, test=test)

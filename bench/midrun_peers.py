@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 import brimful
 from brimful.errors import BadOption
 from brimful.memory.oom import OutOfMemory, attempt
-from brimful.plan.plan import Plan
+from brimful.planning.plan import Plan
 from brimful.task import Loss, Shape
-from brimful.tasks.chatlm.task import IGNORED, PAD, Sft
+from brimful.tasks.chatlm import IGNORED, PAD, Sft
 from brimful.units import show_bytes
 from peers import _import_lightning
 
@@ -53,7 +53,7 @@ class Memory:
 
     def __init__(self, device: torch.device, limit_bytes: int, take_bytes: int) -> None:
         self.device, self.limit_bytes, self.take_bytes = device, limit_bytes, take_bytes
-        self.ledger = brimful.virtual_memory(limit_bytes) if device.type == "cpu" else None
+        self.ledger = brimful.simulated_memory(limit_bytes) if device.type == "cpu" else None
         self._taken: torch.Tensor | None = None
         self._ooms_before = 0
 

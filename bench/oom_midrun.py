@@ -45,10 +45,9 @@ from torch.optim import Optimizer
 
 import brimful
 from brimful.errors import BadOption, UserError, in_one_line
-from brimful.memory.bare import to_device
-from brimful.plan.options import FitOptions
-from brimful.plan.target import Target, find_target
-from brimful.tasks.chatlm.task import SIZES
+from brimful.memory.context import to_device
+from brimful.planning.target import PlanOptions, Target, find_target
+from brimful.tasks.chatlm import SIZES
 from brimful.units import parse_bytes, show_bytes
 from finders import _count, _lengths, _versions, capped
 from midrun_peers import CLIP, CONTESTANTS, Chat, Memory, Recorder, Training, generate_rows, quiet, read_rows
@@ -316,7 +315,7 @@ def _free(device: torch.device) -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
     """The training that the flags describe, the device with its limit, and the bytes that go away."""
-    device = find_target(FitOptions(device=args.device)).device
+    device = find_target(PlanOptions(device=args.device)).device
     if device.type not in DEFAULTS:
         raise BadOption(f"--device {args.device}: this comparison knows cpu and cuda, not {device.type}")
     for name, value in DEFAULTS[device.type].items():
@@ -326,7 +325,7 @@ def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
         args.give_back_after = args.give_back_after or MEDIAN_OVER + 10
         args.steps = BEFORE + args.give_back_after + AFTER
     args.take_at = args.take_at or max(2, args.steps // 2)
-    target = find_target(FitOptions(device=str(device), memory_limit=args.memory_limit))
+    target = find_target(PlanOptions(device=str(device), memory_limit=args.memory_limit))
     _check(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     task = Chat(args.size, args.lengths, torch.bfloat16 if args.precision == "bf16" else None)
@@ -358,9 +357,9 @@ def _bytes_to_take(text: str, limit_bytes: int) -> int:
 
 
 def with_plan(training: Training, target: Target) -> Training:
-    """Brimful cuts by predicted bytes, as after `brimful fit`."""
+    """Brimful cuts by predicted bytes, as after `brimful plan`."""
     model, optimizer = training.build()
-    plan = brimful.fit(training.task, model=model, optimizer=optimizer, memory_limit=target.limit_bytes,
+    plan = brimful.plan(training.task, model=model, optimizer=optimizer, memory_limit=target.limit_bytes,
                        global_batch=training.global_batch, lengths=training.task.worst_shape, cache=False)  # fmt: skip
     return replace(training, plan=plan)
 

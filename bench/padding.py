@@ -15,7 +15,7 @@ import numpy as np
 
 from brimful.data.batches import Batches, Mix
 from brimful.data.store import Store
-from brimful.memory.cut import cut
+from brimful.memory.split import cut
 
 GLOBAL_BATCH, MICRO_BATCHES = 256, 8
 

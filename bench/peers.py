@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from brimful.memory.bare import Rig, rows_of
+from brimful.memory.context import StepContext, rows_of
 from brimful.memory.oom import OutOfMemory, attempt
 from contest import Contest, Limit, Result, forward_backward, full_step, held
 
@@ -69,7 +69,7 @@ def _import_lightning() -> Any:
     raise ImportError("neither lightning nor pytorch_lightning is installed; pip install lightning")
 
 
-def _lightning_module(lightning: Any, contest: Contest, rig: Rig, limit: Limit, ran: list[int]) -> Any:
+def _lightning_module(lightning: Any, contest: Contest, rig: StepContext, limit: Limit, ran: list[int]) -> Any:
     """The task as Lightning wants it, with automatic optimisation; every size that got through a step goes to `ran`."""
 
     class Module(lightning.LightningModule):
@@ -144,7 +144,7 @@ def find_like_ultralytics(contest: Contest) -> list[Result]:
     return [replace(result, seconds=seconds)]
 
 
-def _peaks(contest: Contest, rig: Rig) -> dict[int, int | None]:
+def _peaks(contest: Contest, rig: StepContext) -> dict[int, int | None]:
     """The peak at each of the small sizes up to the first that fails; None for that one."""
     peaks: dict[int, int | None] = {}
     for rows in (rows for rows in LINE_ROWS if rows <= contest.most):
@@ -156,7 +156,7 @@ def _peaks(contest: Contest, rig: Rig) -> dict[int, int | None]:
     return peaks
 
 
-def _forward_backward_peak(contest: Contest, rig: Rig, rows: int) -> int:
+def _forward_backward_peak(contest: Contest, rig: StepContext, rows: int) -> int:
     batch = contest.batch(rows)
     with contest.meter(rig) as metered:
         metered.phase("step")

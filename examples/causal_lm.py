@@ -1,4 +1,4 @@
-"""A GPT-2-like causal language model on text cut into lines. `brimful fit examples/causal_lm.py:task [TEXT_FILE]`"""
+"""A GPT-2-like causal language model on text cut into lines. `brimful plan examples/causal_lm.py:task [TEXT_FILE]`"""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from brimful import Loss, Task
+from brimful.task import Loss, Task
 
 VOCAB, PAD = 257, 256  # bytes, and a padding token
 

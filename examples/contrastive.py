@@ -1,13 +1,13 @@
 """A contrastive encoder: every other row of the batch is a negative, so the batch must not be cut.
 
-`brimful fit examples/contrastive.py:task` keeps the step whole, and refuses a global batch that does not fit whole.
+`brimful plan examples/contrastive.py:task` keeps the step whole, and refuses a global batch that does not fit whole.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful import Loss, Task
+from brimful.task import Loss, Task
 
 
 class Contrastive(Task):

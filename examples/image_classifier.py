@@ -1,10 +1,10 @@
-"""An image classifier with BatchNorm. `brimful fit examples/image_classifier.py:task`"""
+"""An image classifier with BatchNorm. `brimful plan examples/image_classifier.py:task`"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful import Loss, Task
+from brimful.task import Loss, Task
 
 
 def block(wide, out, stride):

@@ -1,10 +1,10 @@
-"""A small U-Net for segmentation; the side of the (square) image drives memory. `brimful fit examples/unet.py:task`"""
+"""A small U-Net for segmentation; the side of the (square) image drives memory. `brimful plan examples/unet.py:task`"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful import Loss, Task
+from brimful.task import Loss, Task
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 
 import brimful
 
-PUBLIC = ["Loss", "Machine", "Plan", "Stepper", "Task", "fit", "train", "virtual_memory"]
+PUBLIC = ["Loss", "Machine", "Plan", "Stepper", "Task", "plan", "simulated_memory", "train"]
 
 
 def run(code: str) -> str:
@@ -47,7 +47,7 @@ def test_an_unknown_name_is_no_attribute():
         "import brimful.tasks.load",
         "from brimful import Task, Loss, Machine",
         "from brimful.cli import main; main(['--help'])",
-        "from brimful.cli import main; main(['fit', '--help'])",
+        "from brimful.cli import main; main(['plan', '--help'])",
     ],
 )
 def test_torch_is_not_imported_by(code):

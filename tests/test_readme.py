@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from brimful.cli import main
+from brimful.cli.app import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 GUIDE = (Path(__file__).parents[1] / "docs" / "step.md").read_text()

@@ -6,9 +6,9 @@ import pytest
 
 from brimful.cli.flags import from_recipe, part
 from brimful.cli.train import KNOWN
-from brimful.plan.options import FitOptions
-from brimful.tasks.chatlm.options import ChatOptions
-from brimful.train.settings import TrainOptions
+from brimful.planning.target import PlanOptions
+from brimful.tasks.chatlm import ChatOptions
+from brimful.training.options import TrainOptions
 
 NAMES = sorted(
     one.name.removesuffix(".toml") for one in resources.files("brimful.recipes").iterdir() if one.name.endswith(".toml")
@@ -22,7 +22,7 @@ def test_the_recipes_that_the_help_names_are_there():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_holds_options_that_train_takes(name):
     asked = from_recipe(name, KNOWN, "train")
-    for owner in (ChatOptions, TrainOptions, FitOptions):
+    for owner in (ChatOptions, TrainOptions, PlanOptions):
         owner(**part(asked, owner))
 
 

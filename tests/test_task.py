@@ -49,7 +49,7 @@ def test_a_variant_of_a_named_task_is_not_called_like_its_parent():
         ),
         (
             lambda task: task.rows("rows.parquet"),
-            "task Bare does not read data itself: define rows(data); without it, `brimful fit` takes its worst shape and no DATA",
+            "task Bare does not read data itself: define rows(data); without it, `brimful plan` takes its worst shape and no DATA",
         ),
     ],
     ids=["model", "loss", "dummy", "rows"],

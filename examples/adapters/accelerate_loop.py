@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import brimful  # new
-from brimful.adapters.accelerate import exact_stepper  # new
+from brimful.integrations.accelerate import exact_stepper  # new
 
 VOCAB, PAD, ROWS = 128, 0, 1024
 
@@ -44,7 +44,7 @@ def main():
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     stepper = exact_stepper(accelerator, model, optimizer, loss, clip_norm=1.0, grow_after=3)  # new
 
-    with brimful.virtual_memory("16MiB") as memory:  # stands for the card
+    with brimful.simulated_memory("16MiB") as memory:  # stands for the card
         for step, batch in enumerate(loader, 1):
             memory.limit_bytes = (6 if 4 <= step < 8 else 16) * 2**20  # what others leave of it
             result = stepper.step(batch)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import brimful  # for the virtual limit only
-from brimful.adapters.hf_trainer import exact  # new
+from brimful.integrations.transformers import exact  # new
 
 STEPS, PAD, VOCAB = 12, 0, 128
 
@@ -56,7 +56,7 @@ class AnotherProcess(TrainerCallback):
 
 def main():
     torch.manual_seed(0)
-    with brimful.virtual_memory("1GiB") as memory, tempfile.TemporaryDirectory() as folder:  # stands for the card
+    with brimful.simulated_memory("1GiB") as memory, tempfile.TemporaryDirectory() as folder:  # stands for the card
         args = Seq2SeqTrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=4,

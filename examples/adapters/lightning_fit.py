@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import brimful
-from brimful.adapters.lightning import ExactSteps  # new
+from brimful.integrations.lightning import ExactSteps  # new
 
 VOCAB, PAD, STEPS = 128, 0, 16
 
@@ -58,7 +58,7 @@ def main():
     loader = DataLoader(rows, batch_size=64, collate_fn=pad)
     exact = ExactSteps(grow_after=3)  # new
 
-    with brimful.virtual_memory("24MiB") as memory:  # stands for the card
+    with brimful.simulated_memory("24MiB") as memory:  # stands for the card
         trainer = L.Trainer(
             max_epochs=1,
             accelerator="cpu",

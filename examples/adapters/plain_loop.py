@@ -36,7 +36,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     stepper = brimful.Stepper(model, optimizer, loss, collate=pad, clip_norm=1.0, grow_after=3)  # new
 
-    with brimful.virtual_memory("16MiB") as memory:  # stands for the card
+    with brimful.simulated_memory("16MiB") as memory:  # stands for the card
         for step, batch in enumerate(loader, 1):
             memory.limit_bytes = (6 if 4 <= step < 8 else 16) * 2**20  # what others leave of it
             result = stepper.step(batch)

@@ -2,7 +2,7 @@
 
     import brimful
 
-    plan = brimful.fit(task, global_batch=256)     # probe, predict, verify: the fastest configuration that fits
+    plan = brimful.plan(task, global_batch=256)     # probe, predict, verify: the fastest configuration that fits
     stepper = brimful.Stepper(model, optimizer, task, plan)
     for rows in loader:                            # a whole global batch
         result = stepper.step(rows)                # survives out-of-memory, with the same result
@@ -16,33 +16,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from brimful.machine import Machine as Machine
-    from brimful.memory.ledger import virtual_memory as virtual_memory
-    from brimful.plan.fit import fit as fit
-    from brimful.plan.plan import Plan as Plan
+    from brimful.machine.machine import Machine as Machine
+    from brimful.memory.ledger import simulated_memory as simulated_memory
+    from brimful.planning.plan import Plan as Plan
+    from brimful.planning.planner import plan as plan
+    from brimful.step.stepper import Stepper as Stepper
     from brimful.task import Loss as Loss
     from brimful.task import Task as Task
-    from brimful.train.api import train as train
-    from brimful.train.step import Stepper as Stepper
+    from brimful.training.session import train as train
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Loss": "brimful.task",
     "Machine": "brimful.machine",
-    "Plan": "brimful.plan.plan",
-    "Stepper": "brimful.train.step",
+    "Plan": "brimful.planning.plan",
+    "Stepper": "brimful.step.stepper",
     "Task": "brimful.task",
-    "fit": "brimful.plan.fit",
-    "virtual_memory": "brimful.memory.ledger",
+    "plan": "brimful.planning.planner",
+    "simulated_memory": "brimful.memory.ledger",
+    "train": "brimful.training.session",
 }
 
-__all__ = ["Loss", "Machine", "Plan", "Stepper", "Task", "fit", "train", "virtual_memory"]
+__all__ = ["Loss", "Machine", "Plan", "Stepper", "Task", "plan", "simulated_memory", "train"]
 
 
 def __getattr__(name: str) -> object:
-    if name == "train":  # the package is the function too
-        return import_module("brimful.train")
     if name not in _HOME:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

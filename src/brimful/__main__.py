@@ -1,5 +1,5 @@
 """`python -m brimful`: the same as `brimful`."""
 
-from brimful.cli import main
+from brimful.cli.app import main
 
 main()

@@ -123,7 +123,7 @@ class Task:
     def rows(self, data: str) -> Dataset:
         """The dataset behind a path or name, as anything with `len` and indexing."""
         raise TaskError(
-            f"task {self.name} does not read data itself: define rows(data); without it, `brimful fit` takes its worst shape and no DATA"
+            f"task {self.name} does not read data itself: define rows(data); without it, `brimful plan` takes its worst shape and no DATA"
         )
 
     def prepare(

@@ -13,7 +13,7 @@ from io import StringIO
 import pytest
 
 from tests.cli.test_cli import run
-from tests.tasks.chatlm.tiny import the_place
+from tests.tasks.tiny import the_place
 
 QUESTION, ANSWER = "甲的花是什么颜色？", "红色。"
 OTHER, OTHER_ANSWER = "丁的车是什么颜色？", "绿色𠀀。"

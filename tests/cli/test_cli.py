@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from brimful.cli import main
+from brimful.cli.app import main
 
 TASK = str(Path(__file__).parents[1] / "plan" / "small.py") + ":Tagger"
 
@@ -31,7 +31,7 @@ def test_help_does_not_import_torch():
 
 
 def test_the_flags_are_frozen(capsys):
-    _, out, _ = run("fit", "--help", capsys=capsys)
+    _, out, _ = run("plan", "--help", capsys=capsys)
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     flags -= {"--freeze."}
     assert flags == {
@@ -42,13 +42,13 @@ def test_the_flags_are_frozen(capsys):
 
 
 def test_fit_prints_one_json_object(capsys):
-    code, out, _ = run("fit", TASK, "--memory-limit", "4MiB", "--device", "cpu", "--json", capsys=capsys)
+    code, out, _ = run("plan", TASK, "--memory-limit", "4MiB", "--device", "cpu", "--json", capsys=capsys)
     plan = json.loads(out)
     assert code == 0
     assert {
         "task", "device", "limit_bytes", "fill", "global_batch", "micro_batch", "largest_micro_batch", "accumulation",
         "processes", "deal", "memory_model", "predicted_peak_bytes", "measured_peak_bytes", "reserved_peak_bytes",
-        "rows_per_s", "ooms", "probes", "fit_s", "levers", "host", "choices",
+        "rows_per_s", "ooms", "probes", "plan_s", "levers", "host", "choices",
     } <= set(plan)  # fmt: skip
     assert set(plan["levers"]) == {"checkpointing", "compile", "chunked_loss", "precision", "cudnn_attention"}
     assert set(plan["host"]) == {"workers", "prefetch", "pin_memory", "predicted_bytes", "limit_bytes"}
@@ -56,7 +56,7 @@ def test_fit_prints_one_json_object(capsys):
 
 
 def test_fit_prints_a_table_and_progress(capsys):
-    code, out, err = run("fit", TASK, "--memory-limit", "4MiB", "--device", "cpu", capsys=capsys)
+    code, out, err = run("plan", TASK, "--memory-limit", "4MiB", "--device", "cpu", capsys=capsys)
     assert code == 0
     assert "safe" in out and "micro batch" in out and "because" in out
     assert "probe 2 rows of 16" in err
@@ -65,7 +65,7 @@ def test_fit_prints_a_table_and_progress(capsys):
 def test_a_config_file_is_read_and_flags_win(tmp_path, capsys):
     config = tmp_path / "fit.toml"
     config.write_text('memory-limit = "4MiB"\ndevice = "cpu"\n[fit]\nglobal_batch = 12\nfill = 0.5\n')
-    _, out, _ = run("fit", TASK, "--config", str(config), "--global-batch", "20", "--json", capsys=capsys)
+    _, out, _ = run("plan", TASK, "--config", str(config), "--global-batch", "20", "--json", capsys=capsys)
     plan = json.loads(out)
     assert (plan["global_batch"], plan["fill"], plan["limit_bytes"]) == (20, 0.5, 4 * 2**20)
 
@@ -108,7 +108,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tokens, said, capsys):
 
 def test_what_a_task_prints_stays_out_of_the_json(tmp_path, capsys):
     (tmp_path / "loud.py").write_text(
-        "from tests.plan.small import Tagger\nclass Loud(Tagger):\n    def model(self):\n        print('hello')\n"
+        "from tests.planning.small import Tagger\nclass Loud(Tagger):\n    def model(self):\n        print('hello')\n"
         "        return super().model()\n"
     )
     _, out, err = run(
@@ -119,7 +119,7 @@ def test_what_a_task_prints_stays_out_of_the_json(tmp_path, capsys):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    command = f"{sys.executable} -m brimful fit {TASK} --memory-limit 4MiB --device cpu --json | head -c 10"
+    command = f"{sys.executable} -m brimful plan {TASK} --memory-limit 4MiB --device cpu --json | head -c 10"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout.startswith('{"task"')
     assert "Traceback" not in done.stderr
@@ -127,7 +127,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 def test_a_mistake_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run("fit", TASK, "--memory-limit", "100KiB", "--device", "cpu", capsys=capsys)
+    run("plan", TASK, "--memory-limit", "100KiB", "--device", "cpu", capsys=capsys)
     assert not list(tmp_path.iterdir())
 
 

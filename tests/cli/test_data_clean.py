@@ -106,7 +106,7 @@ def test_a_broken_line_is_named_and_leaves_nothing(data, tmp_path, capsys):
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on(data, tmp_path, capsys, monkeypatch):
-    from brimful.data.clean import run as clean
+    from brimful.data.clean import clean as clean
 
     def stop(*args, **kwargs):
         raise KeyboardInterrupt

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from brimful.cli import main
+from brimful.cli.app import main
 from tests.data.tokenizer.tokenizer_rows import write_rows
 
 

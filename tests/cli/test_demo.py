@@ -5,7 +5,7 @@ import shlex
 import subprocess
 
 from brimful.cli import demo as module
-from brimful.tasks.chatlm.demo import questions
+from brimful.tasks.demo import questions
 from tests.cli.test_cli import run
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.cli.test_cli import run
-from tests.tasks.chatlm.tiny import ROWS, the_place
+from tests.tasks.tiny import ROWS, the_place
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,15 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from brimful.cli import main
+from brimful.cli.app import main
 from brimful.cli.flags import flags_of, from_file, from_recipe, given, known, part, sentences
 from brimful.cli.train import KNOWN
 from brimful.errors import BadOption
-from brimful.plan.options import FitOptions
-from brimful.tasks.chatlm.options import ChatOptions
-from brimful.train.settings import TrainOptions
+from brimful.planning.target import PlanOptions
+from brimful.tasks.chatlm import ChatOptions
+from brimful.training.options import TrainOptions
 
-OWNERS = [ChatOptions, TrainOptions, FitOptions]
+OWNERS = [ChatOptions, TrainOptions, PlanOptions]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def test_some_fields_may_be_left_out():
 def test_a_class_takes_its_part_of_what_was_asked():
     asked = {"lr": 0.1, "fill": 0.5, "from": "model", "seed": 3}
     assert part(asked, TrainOptions) == {"lr": 0.1}
-    assert part(asked, FitOptions) == {"fill": 0.5, "seed": 3}
+    assert part(asked, PlanOptions) == {"fill": 0.5, "seed": 3}
     assert part(asked, ChatOptions) == {"from_": "model"}
 
 

@@ -17,13 +17,13 @@ import pytest
 
 pytest.importorskip("rdkit")
 
-from brimful.cli import main
-from brimful.report.sweep_progress import SweepProgress
-from brimful.tasks.heads.results.files import read_results
-from brimful.tasks.heads.scores.trivial import TRIVIAL
-from brimful.tasks.heads.spec.grid import grid, show_grid
-from brimful.tasks.heads.spec.read import read_spec
-from brimful.train.journal import read_events
+from brimful.cli.app import main
+from brimful.molecules.progress import SweepProgress
+from brimful.molecules.results import read_results
+from brimful.molecules.spec import grid, show_grid
+from brimful.molecules.spec_file import read_spec
+from brimful.molecules.trivial import TRIVIAL
+from brimful.training.events import read_events
 
 ROOT = Path(__file__).parents[2]
 CHAINS = ["C" * length for length in range(1, 9)]
@@ -322,7 +322,7 @@ def test_a_spec_tells_all_its_mistakes_at_once(tmp_path, capsys):
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path, capsys):
-    from brimful.train.lock import RunLock
+    from brimful.training.run import RunLock
 
     with RunLock(tmp_path / "out"):
         assert "in use by another process" in refused(capsys, write(tmp_path))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from brimful.cli import main
+from brimful.cli.app import main
 from brimful.cli.train import KNOWN, _request
 from brimful.errors import BadOption
-from brimful.train.folder import RunFolder
-from brimful.train.journal import last_steps, read_events
-from tests.train import runs
+from brimful.training.events import last_steps, read_events
+from brimful.training.run import RunFolder
+from tests.training import runs
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{ROOT / 'tests' / 'train' / 'runs.py'}:Run"
@@ -154,7 +154,7 @@ def test_a_folder_with_a_run_is_not_trained_over(trained, capsys):
 
 
 def test_a_folder_in_use_is_left_alone(trained, capsys):
-    from brimful.train.lock import RunLock
+    from brimful.training.run import RunLock
 
     run, _ = trained
     with RunLock(run):

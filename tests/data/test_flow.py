@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from brimful.data.flow import in_order, read_ahead
+from brimful.data.progress import in_order, read_ahead
 
 
 def test_results_come_in_order_whoever_is_first():

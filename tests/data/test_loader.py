@@ -319,7 +319,7 @@ def test_what_cannot_work_is_told_at_once(options, said):
 
 
 def test_a_watchdog_lowers_the_loader_that_takes_too_much_and_says_so(monkeypatch):
-    monkeypatch.setattr("brimful.data.watchdog.EVERY_S", 0.05)
+    monkeypatch.setattr("brimful.data.loader.EVERY_S", 0.05)
     heard, taken = [], []
     loader = made(
         workers=2, prefetch=2, host_limit_bytes=2**20, listener=lambda sentence, details: heard.append(sentence)

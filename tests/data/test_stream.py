@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brimful.data.stream import Stream
+from brimful.data.batches import Stream
 
 
 @settings(max_examples=12)

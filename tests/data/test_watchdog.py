@@ -3,8 +3,8 @@
 import os
 import time
 
-from brimful.data import watchdog
-from brimful.data.watchdog import SETTLE, Watchdog, held_bytes
+from brimful.data import loader
+from brimful.data.loader import SETTLE, Watchdog, held_bytes
 
 GIB = 2**30
 
@@ -78,8 +78,8 @@ def test_what_the_machine_lacks_counts_too(monkeypatch):
         def detect(cls, root):
             return cls
 
-    monkeypatch.setattr(watchdog, "Host", Full)
-    monkeypatch.setattr(watchdog, "tree_bytes", lambda pid, root: 3 * GIB)
+    monkeypatch.setattr(loader, "Host", Full)
+    monkeypatch.setattr(loader, "tree_bytes", lambda pid, root: 3 * GIB)
     assert held_bytes(16 * GIB) == 15 * GIB
     Full.ram_available_bytes = 14 * GIB
     assert held_bytes(16 * GIB) == 3 * GIB

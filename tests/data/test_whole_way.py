@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from brimful import Stepper, fit
-from brimful.cli import main
+from brimful.cli.app import main
 from brimful.data.loader import Loader
 from brimful.data.store import Store
 from brimful.errors import BadData
-from brimful.tasks.chatlm.task import Pretrain, Sft
+from brimful.planning.planner import plan as make_plan
+from brimful.step.stepper import Stepper
+from brimful.tasks.chatlm import Pretrain, Sft
 
 
 def rows(count):
@@ -57,7 +58,7 @@ def test_a_stored_row_reads_as_it_was_written(made):
 
 def test_the_chat_model_trains_on_the_store_with_the_gradient_of_the_plain_batch(made):
     task = Sft("tiny")
-    plan = fit(task, data=str(made / "store"), memory_limit="256MiB", device="cpu", global_batch=48, cache=False)
+    plan = make_plan(task, data=str(made / "store"), memory_limit="256MiB", device="cpu", global_batch=48, cache=False)
     assert plan.shape == Store.open(made / "store").longest and plan.host.workers is not None
     store = task.rows(str(made / "store"))
     step = next(iter(Loader(store, task, plan)))
@@ -105,7 +106,7 @@ def test_workers_hand_over_the_same_batches_as_reading_here(made):
 def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, monkeypatch):
     from dataclasses import replace
 
-    from brimful.tasks.chatlm import task as module
+    from brimful.tasks import chatlm as module
 
     sizes = {**module.SIZES, "tiny": replace(module.SIZES["tiny"], vocab=500)}
     monkeypatch.setattr(module, "SIZES", sizes)

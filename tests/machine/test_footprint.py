@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from brimful.machine.footprint import process_bytes, tree, tree_bytes
+from brimful.machine.host import process_bytes, tree, tree_bytes
 
 MIB = 2**20
 CHILD = "x = bytearray(b'1' * 64 * 2**20); print('ready', flush=True); input()"

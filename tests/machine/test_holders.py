@@ -2,7 +2,7 @@
 
 import pytest
 
-from brimful.machine import Gpu, GpuProcess, describe_holders, gpu_holders
+from brimful.machine.gpu import Gpu, GpuProcess, describe_holders, gpu_holders
 from brimful.units import GiB, MiB
 
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from brimful.machine.spawning import may_spawn
+from brimful.machine.host import may_spawn
 
 
 @pytest.mark.parametrize(("file", "allowed"), [("/somewhere/bin/brimful", True), ("train.py", False), (None, False)])

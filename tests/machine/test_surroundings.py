@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import brimful
-from brimful.machine import Machine, Software, Space
-from brimful.machine.container import container_sign
+from brimful.machine.host import Space, container_sign
+from brimful.machine.machine import Machine, Software
 from brimful.units import GiB
 
 

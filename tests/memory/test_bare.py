@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from brimful.errors import TaskError
-from brimful.memory import bare
-from brimful.memory.bare import FIRST_PHASES, MICRO_PHASES, Rig, rows_of, split, to_device
+from brimful.memory import context
+from brimful.memory.context import FIRST_PHASES, MICRO_PHASES, StepContext, rows_of, split, to_device
 from brimful.task import Loss, Task
 
 CPU = torch.device("cpu")
@@ -38,11 +38,11 @@ class Tagger(Task):
         }
 
 
-def tagger_rig(optimizer=torch.optim.SGD, **options) -> Rig:
+def tagger_rig(optimizer=torch.optim.SGD, **options) -> StepContext:
     torch.manual_seed(0)
     model = Tagger().model()
     made = optimizer(model.parameters(), **({"lr": 0.5} | options))
-    return Rig(task=Tagger(), model=model, optimizer=made, device=CPU, autocast=None)
+    return StepContext(task=Tagger(), model=model, optimizer=made, device=CPU, autocast=None)
 
 
 def parts(cut: list[int]):
@@ -232,15 +232,19 @@ def test_autocast_is_open_in_the_loss():
 
     model = nn.Linear(3, 2)
     sgd = torch.optim.SGD(model.parameters())
-    Rig(task=Cast(), model=model, optimizer=sgd, device=CPU, autocast=torch.bfloat16).step([torch.ones(4, 3)], 4)
-    Rig(task=Cast(), model=model, optimizer=sgd, device=CPU, autocast=None).step([torch.ones(4, 3)], 4)
+    StepContext(task=Cast(), model=model, optimizer=sgd, device=CPU, autocast=torch.bfloat16).step(
+        [torch.ones(4, 3)], 4
+    )
+    StepContext(task=Cast(), model=model, optimizer=sgd, device=CPU, autocast=None).step([torch.ones(4, 3)], 4)
     assert seen == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize(("autocast", "scaled"), [(None, False), (torch.bfloat16, False), (torch.float16, True)])
 def test_only_fp16_scales_its_gradients(autocast, scaled):
     model = nn.Linear(1, 1)
-    rig = Rig(task=Tagger(), model=model, optimizer=torch.optim.SGD(model.parameters()), device=CPU, autocast=autocast)
+    rig = StepContext(
+        task=Tagger(), model=model, optimizer=torch.optim.SGD(model.parameters()), device=CPU, autocast=autocast
+    )
     assert (rig.scaler is not None) is scaled
 
 
@@ -254,11 +258,11 @@ class Sum(Task):
         return Loss(sum=model(batch).float().sum() * self.factor, count=2)
 
 
-def ones_rig(factor: float, lr: float, autocast: torch.dtype | None) -> Rig:
+def ones_rig(factor: float, lr: float, autocast: torch.dtype | None) -> StepContext:
     model = nn.Linear(3, 1)
     nn.init.ones_(model.weight)
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
-    return Rig(task=Sum(factor), model=model, optimizer=sgd, device=CPU, autocast=autocast)
+    return StepContext(task=Sum(factor), model=model, optimizer=sgd, device=CPU, autocast=autocast)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.float16])
@@ -333,7 +337,7 @@ class Two(Tagger):
         return {"tokens": super().loss(model, batch), "penalty": Loss(sum=penalty, count=len(batch["x"]))}
 
 
-def two_rig() -> Rig:
+def two_rig() -> StepContext:
     rig = tagger_rig()
     rig.task = Two()
     return rig
@@ -396,7 +400,7 @@ def test_a_scaler_that_was_given_is_the_one_that_is_used(autocast):
     mine = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = nn.Linear(3, 1)
     sgd = torch.optim.SGD(model.parameters())
-    rig = Rig(task=Sum(1.0), model=model, optimizer=sgd, device=CPU, autocast=autocast, scaler=mine)
+    rig = StepContext(task=Sum(1.0), model=model, optimizer=sgd, device=CPU, autocast=autocast, scaler=mine)
     rig.micro(torch.ones(2, 3), 2)
     assert rig.scaler is mine
     assert model.weight.grad.tolist() == [[8.0] * 3]
@@ -438,14 +442,14 @@ def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def doing_when(rig: Rig) -> str:
+def doing_when(rig: StepContext) -> str:
     with pytest.raises(torch.OutOfMemoryError):
         rig.micro(Tagger().dummy(), ROWS)
     return rig.doing
 
 
 def test_it_is_known_that_memory_ran_out_on_the_way_to_the_device(monkeypatch):
-    monkeypatch.setattr(bare, "to_device", out_of_memory)
+    monkeypatch.setattr(context, "to_device", out_of_memory)
     assert doing_when(tagger_rig()) == "to device"
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from brimful.memory.cut import cut, deal, deal_rows
+from brimful.memory.split import cut, deal, deal_rows
 
 rows, processes = st.integers(0, 100_000), st.integers(1, 300)
 shapes = st.integers(0, 2).flatmap(lambda lengths: st.lists(st.tuples(*[st.integers(0, 60)] * lengths), max_size=50))

@@ -11,7 +11,7 @@ from brimful.errors import DoesNotFit
 from brimful.machine.host import Host
 from brimful.memory import forward as module
 from brimful.memory.forward import Forward, probe_sizes, undisturbed
-from brimful.memory.ledger import Ledger, virtual_memory
+from brimful.memory.ledger import Ledger, simulated_memory
 from brimful.units import KiB, MiB
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_every_row_is_run_once_and_alike_rows_together(net):
 def test_batches_stay_below_a_limit_without_one_error(net):
     shapes = lengths()
     job = Job(net, shapes, fewest=True)
-    with virtual_memory(256 * KiB) as memory:
+    with simulated_memory(256 * KiB) as memory:
         memory.adopt(net.parameters())
         found = job.all()
     assert found == pytest.approx(alone(net, shapes), abs=0.002)
@@ -118,7 +118,7 @@ def test_out_of_memory_is_survived_with_the_same_results(net):
     """The real work takes several times what the probes saw."""
     shapes = lengths()
     job = Job(net, shapes, hidden=6, fewest=True)
-    with virtual_memory(256 * KiB) as memory:
+    with simulated_memory(256 * KiB) as memory:
         memory.adopt(net.parameters())
         found = job.all()
     assert found == pytest.approx(alone(net, shapes), abs=0.002)
@@ -130,7 +130,7 @@ def test_out_of_memory_is_survived_with_the_same_results(net):
 
 def test_an_error_lowers_the_ceiling_for_all_and_teaches_the_next_pass(net):
     job = Job(net, [(40,)] * 64, hidden=8, fewest=True)
-    with virtual_memory(400 * KiB) as memory:
+    with simulated_memory(400 * KiB) as memory:
         memory.adopt(net.parameters())
         job.all()
         sizes = [len(group) for group in job.calls]
@@ -143,7 +143,7 @@ def test_a_row_that_does_not_fit_alone_is_named(net):
     shapes = [(4,), (5,), (300,)]
     job = Job(net, shapes)
     job.forward.fit((8,))
-    with virtual_memory(64 * KiB) as memory:
+    with simulated_memory(64 * KiB) as memory:
         memory.adopt(net.parameters())
         with pytest.raises(DoesNotFit, match="evaluation: line 2 of 300 does not fit even alone") as failure:
             list(job.forward.over(shapes, job.run, name=lambda row: f"line {row}"))
@@ -152,7 +152,7 @@ def test_a_row_that_does_not_fit_alone_is_named(net):
 
 def test_a_limit_too_small_for_any_probe_is_one_sentence(net):
     job = Job(net, [(100,)])
-    with virtual_memory(4 * KiB) as memory:
+    with simulated_memory(4 * KiB) as memory:
         memory.adopt(net.parameters())
         with pytest.raises(DoesNotFit, match="not even one short row"):
             job.all()
@@ -217,7 +217,7 @@ def test_the_cpu_without_a_virtual_limit_takes_a_share_of_the_host(net, monkeypa
 
 def test_what_is_held_already_is_left_out_of_a_virtual_limit(net):
     job = Job(net, lengths())
-    with virtual_memory(MiB) as memory:
+    with simulated_memory(MiB) as memory:
         other = torch.zeros(64 * KiB)  # an optimizer's state, say
         memory.adopt([*net.parameters(), other])
         job.all()

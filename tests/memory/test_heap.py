@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from brimful.memory.heap import give_back
+from brimful.memory.meter import give_back
 from brimful.units import MiB
 
 GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "malloc_trim")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from brimful.errors import BadOption
-from brimful.memory.ledger import Ledger, active_limit_bytes, virtual_memory
+from brimful.memory.ledger import Ledger, active_limit_bytes, simulated_memory
 from brimful.units import MiB
 
 FLOATS = 1000
@@ -447,13 +447,13 @@ def test_no_limit_is_active_after_the_block_even_if_it_failed():
     assert active_limit_bytes() is None
 
 
-def test_virtual_memory_takes_a_size_as_people_write_it():
-    with virtual_memory("1MiB") as memory:
+def test_simulated_memory_takes_a_size_as_people_write_it():
+    with simulated_memory("1MiB") as memory:
         assert (active_limit_bytes(), memory.limit_bytes) == (MiB, MiB)
         with pytest.raises(torch.OutOfMemoryError):
             floats(MiB)
 
 
-def test_virtual_memory_refuses_what_is_not_a_size():
-    with pytest.raises(BadOption, match=r"^virtual_memory: 'lots' is not a size"):
-        virtual_memory("lots")
+def test_simulated_memory_refuses_what_is_not_a_size():
+    with pytest.raises(BadOption, match=r"^simulated_memory: 'lots' is not a size"):
+        simulated_memory("lots")

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.memory.bare import FIRST_PHASES, MICRO_PHASES, Rig
+from brimful.memory.context import FIRST_PHASES, MICRO_PHASES, StepContext
 from brimful.memory.ledger import Ledger, active_limit_bytes
 from brimful.memory.meter import Reading, has_peak_statistics, meter
 from brimful.task import Loss, Task
@@ -23,11 +23,11 @@ class Classifier(Task):
         return torch.randn(rows, 16), torch.randint(0, 8, (rows,))
 
 
-def rig() -> Rig:
+def rig() -> StepContext:
     """A model that has stepped once, so that its optimizer state is there."""
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     optimizer = torch.optim.AdamW(model.parameters())
-    made = Rig(task=Classifier(), model=model, optimizer=optimizer, device=CPU, autocast=None)
+    made = StepContext(task=Classifier(), model=model, optimizer=optimizer, device=CPU, autocast=None)
     made.step([made.task.dummy(2, ())], 2)
     return made
 
@@ -36,7 +36,7 @@ def batches(count: int, rows: int = 4):
     return (Classifier().dummy(rows) for _ in range(count))
 
 
-def held(rig: Rig) -> list[torch.Tensor]:
+def held(rig: StepContext) -> list[torch.Tensor]:
     state = [value for states in rig.optimizer.state.values() for value in states.values()]
     return [*rig.model.parameters(), *state]
 

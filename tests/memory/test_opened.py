@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from brimful.memory.opened import attention, opened
+from brimful.memory.context import attention, opened
 
 CPU = torch.device("cpu")
 enabled = torch.backends.cuda.cudnn_sdp_enabled

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brimful.memory.polynomial import Polynomial, candidates, fit_polynomial
+from brimful.memory.model import Polynomial, candidates, fit_polynomial
 
 ROWS_ONLY = candidates(0, lengths_vary=False)
 ONE_LENGTH = candidates(1, lengths_vary=True)

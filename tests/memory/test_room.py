@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from brimful.memory import room
+from brimful.memory import meter
 from brimful.memory.ledger import Ledger
-from brimful.memory.room import Room, allocator_retries, cap_bytes, held_bytes, room_bytes
+from brimful.memory.meter import Room, allocator_retries, cap_bytes, held_bytes, room_bytes
 
 CPU, CUDA, MPS, XPU = (torch.device(kind) for kind in ("cpu", "cuda", "mps", "xpu"))
 
@@ -223,4 +223,4 @@ def test_on_a_real_card_an_allocation_is_taken_and_given_back():
     del taken
     assert here.taken() == 0
     assert allocator_retries(device) == retries
-    assert room.cap_bytes(device, 100) == 100
+    assert meter.cap_bytes(device, 100) == 100

@@ -6,8 +6,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from brimful.data.check.run import check
-from brimful.report.check_table import _share, check_table
+from brimful.data.check import check
+from brimful.report.data_tables import _share, check_table
 
 
 def shown(tmp_path, *rows, width=100, **options):

@@ -4,9 +4,9 @@ from io import StringIO
 
 from rich.console import Console
 
-from brimful.data.check.report import Place
-from brimful.data.clean.report import CleanReport
-from brimful.report.clean_table import clean_table
+from brimful.data.check import Place
+from brimful.data.clean.clean import CleanReport
+from brimful.report.data_tables import clean_table
 
 
 def report(**changes):

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from brimful.report.eval_table import eval_table
+from brimful.report.tables import eval_table
 
 PLAN = {
     "batches": 3, "largest_batch": {"rows": 8, "shape": [20, 30]}, "predicted_added_bytes": 3 * 2**20,

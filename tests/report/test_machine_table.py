@@ -6,8 +6,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from brimful.machine import Gpu, GpuProcess, Host, Machine, Software, Space
-from brimful.report.machine_table import machine_table
+from brimful.machine.gpu import Gpu, GpuProcess
+from brimful.machine.host import Host, Space
+from brimful.machine.machine import Machine, Software
+from brimful.report.tables import machine_table
 from brimful.units import GiB, MiB
 
 HOST = Host(

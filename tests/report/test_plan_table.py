@@ -3,9 +3,9 @@
 import pytest
 from rich.console import Console
 
-from brimful import fit
-from brimful.report.plan_table import plan_table
-from tests.plan.small import Normed, Tagger
+from brimful.planning.planner import plan as make_plan
+from brimful.report.tables import plan_table
+from tests.planning.small import Normed, Tagger
 
 
 def shown(plan):
@@ -16,7 +16,7 @@ def shown(plan):
 
 @pytest.fixture(scope="module")
 def plan():
-    return fit(Tagger(), memory_limit="4MiB", device="cpu", cache=False)
+    return make_plan(Tagger(), memory_limit="4MiB", device="cpu", cache=False)
 
 
 def test_the_headline_is_what_to_run(plan):
@@ -35,13 +35,15 @@ def test_a_prediction_is_called_one(plan):
 
 @pytest.mark.parametrize(("rows", "zone"), [(700, "safe"), (760, "edge"), (860, "danger")])
 def test_the_zone_is_named(rows, zone):
-    plan = fit(Normed(), memory_limit="1MiB", device="cpu", cache=False, fill=0.95, micro_batch=rows, global_batch=1200)
+    plan = make_plan(
+        Normed(), memory_limit="1MiB", device="cpu", cache=False, fill=0.95, micro_batch=rows, global_batch=1200
+    )
     assert plan.zone == zone
     assert f"% {zone}" in shown(plan)
 
 
 def test_a_warning_is_shown():
-    assert "warning: BatchNorm" in shown(fit(Normed(), memory_limit="4MiB", device="cpu", cache=False))
+    assert "warning: BatchNorm" in shown(make_plan(Normed(), memory_limit="4MiB", device="cpu", cache=False))
 
 
 def test_a_cached_plan_says_so(plan):

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from brimful.report import progress as module
-from brimful.report.figures import UNKNOWN, Figures, sentence, step_line
-from brimful.report.progress import Progress, RunPanel
+from brimful.report.progress import UNKNOWN, Figures, Progress, RunPanel, sentence, step_line
 from brimful.units import GiB
 
 log = logging.getLogger("brimful")

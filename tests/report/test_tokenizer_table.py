@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from brimful.data.tokenizer.options import check_ids
-from brimful.data.tokenizer.report import Choice, Fit, TokenizerReport, together
-from brimful.data.tokenizer.train import SPECIAL
-from brimful.report.tokenizer_table import tokenizer_table
+from brimful.data.tokenizer.algorithms import SPECIAL, check_ids
+from brimful.data.tokenizer.train import Choice, Fit, TokenizerReport, together
+from brimful.report.data_tables import tokenizer_table
 from brimful.units import GiB, MiB
 
 MODEL = {"vocab_size": 29298, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}

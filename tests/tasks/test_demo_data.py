@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from brimful.data.check.run import check
-from brimful.tasks.chatlm import demo
+from brimful.data.check import check
+from brimful.tasks import demo
 
 LETTERS = re.compile(r"\w")
 

@@ -14,8 +14,8 @@ from brimful.cli.chat import chat
 from brimful.cli.data import data
 from brimful.cli.demo import demo
 from brimful.cli.eval import evaluate
-from brimful.cli.fit import fit
 from brimful.cli.machine import machine
+from brimful.cli.plan import plan
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train
 from brimful.errors import UserError
@@ -28,7 +28,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(machine)
-app.command(fit)
+app.command(plan)
 app.command(train)
 app.command(evaluate, name="eval")
 app.command(chat)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.output import show
+from brimful.cli.flags import show
 
 
 def chat(
@@ -51,7 +51,7 @@ def chat(
     json
         Print one JSON object with all answers, at the end.
     """
-    from brimful.tasks.chatlm.generate import GenerateOptions
+    from brimful.tasks.generate import GenerateOptions
 
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, beams=beams, temperature=temperature, top_p=top_p,
@@ -73,11 +73,10 @@ def chat(
 
 
 def _open(model: str, options: Any, device: str) -> Any:
-    from brimful.plan.options import FitOptions
-    from brimful.plan.target import autocast_dtype, find_target
-    from brimful.tasks.chatlm.chat import Chat
+    from brimful.planning.target import PlanOptions, autocast_dtype, find_target
+    from brimful.tasks.generate import Chat
 
-    target = find_target(FitOptions(device=device))
+    target = find_target(PlanOptions(device=device))
     return Chat(model, options, device=target.device, autocast=autocast_dtype("auto", target.device))
 
 
@@ -97,7 +96,7 @@ def _lines() -> Iterable[str]:
 def _in_the_terminal(opened: Any) -> None:
     with suppress(ImportError):  # not every Python has it
         import readline  # noqa: F401 - makes input() a line that can be edited
-    from brimful.tasks.chatlm.chat import HELP, talk
+    from brimful.tasks.generate import HELP, talk
 
     print(f"{opened.folder} on {opened.device}. {HELP}")
     talk(opened, _reader("> "), _say)

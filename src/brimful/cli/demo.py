@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from brimful.errors import BadRun, UserError
-from brimful.tasks.chatlm.demo import questions, valid_file
-from brimful.train.folder import RunFolder, new_run
+from brimful.tasks.demo import questions, valid_file
+from brimful.training.run import RunFolder, new_run
 
 
 def demo(*, run: Path | None = None, device: str = "cpu", memory_limit: str = "1GiB") -> None:

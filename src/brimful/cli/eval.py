@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from brimful.cli.output import progress, show
+from brimful.cli.flags import progress, show
 from brimful.errors import BadOption, DoesNotFit
 from brimful.units import show_bytes
 
 if TYPE_CHECKING:
-    from brimful.plan.target import Target
-    from brimful.tasks.chatlm.evaluate import Answer, Examination
+    from brimful.planning.target import Target
+    from brimful.tasks.chat_scores import Answer, Examination
 
 FIGURES = ("loss", "bleu", "chrf")
 SAMPLES = 8
@@ -86,15 +86,14 @@ def evaluate(
         raise BadOption(f"--rows {rows}: give a whole number of at least 1, or all")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    from brimful.plan.options import FitOptions
-    from brimful.plan.target import find_target
-    from brimful.report.eval_table import eval_table
-    from brimful.tasks.chatlm.evaluate import Examination
-    from brimful.tasks.chatlm.generate import GenerateOptions
-    from brimful.tasks.chatlm.model_folder import resolve
+    from brimful.planning.target import PlanOptions, find_target
+    from brimful.report.tables import eval_table
+    from brimful.tasks.chat_scores import Examination
+    from brimful.tasks.generate import GenerateOptions
+    from brimful.tasks.model_folder import resolve
 
     options = GenerateOptions(beams=beams, **({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}))
-    fitting = FitOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
+    fitting = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
     with ExitStack() as stack:
         write = stack.enter_context(_answers_file(output))
         say = stack.enter_context(progress("eval", every_s=5))
@@ -130,8 +129,8 @@ def _run(
     figures: Sequence[str], *, answers: bool, say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     """The evaluation under its limit, as the figures of the report."""
-    from brimful.plan.target import autocast_dtype
-    from brimful.train.evaluate import Evaluator
+    from brimful.planning.target import autocast_dtype
+    from brimful.training.evaluate import Evaluator
 
     with target.capped(), _model(task, target, virtual=memory_limit is not None) as (model, ledger):
         evaluator = Evaluator(
@@ -151,7 +150,7 @@ def _run(
 @contextmanager
 def _model(task: "Examination", target: "Target", *, virtual: bool) -> Iterator[tuple[Any, Any]]:
     """The model on its device, and on the CPU the ledger that keeps the virtual limit."""
-    from brimful.memory.ledger import virtual_memory
+    from brimful.memory.ledger import simulated_memory
     from brimful.memory.oom import is_oom
 
     try:
@@ -159,7 +158,7 @@ def _model(task: "Examination", target: "Target", *, virtual: bool) -> Iterator[
         if not (virtual and target.device.type == "cpu"):
             ledger = None
         else:
-            ledger = virtual_memory(target.limit_bytes)
+            ledger = simulated_memory(target.limit_bytes)
             ledger.adopt([*model.parameters(), *model.buffers()])
     except Exception as error:
         if not is_oom(error):

@@ -6,9 +6,14 @@ run that is resumed can speak. Hence a second class, made here, in which every f
 
 import ast
 import inspect
+import json
+import os
+import sys
 import textwrap
+import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, make_dataclass
 from importlib import resources
 from itertools import pairwise
@@ -16,11 +21,59 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
+from rich.console import Console, RenderableType
 
 from brimful.errors import BadOption
 
+# How torch's allocator takes memory from a card, which is fixed before torch is imported.
+
+
+def prefer_growing_segments() -> None:
+    """Varying shapes fragment torch's default segments (20.0 GiB reserved for 15.4 in use); these can grow instead."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+# How commands speak: results on stdout (one JSON object, or a table), progress on stderr.
+
+
+def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None:
+    """The result: as one JSON object and nothing else, or as people read it."""
+    if as_json:
+        print(json.dumps(data), flush=True)
+    elif isinstance(result, str):
+        print(result, flush=True)  # as it is: a command that is told must not be broken over two lines
+    else:
+        Console().print(result)
+
+
+@contextmanager
+def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None]]:
+    """A phrase for each piece of work: a spinner on a terminal, plain lines elsewhere, one in `every_s` at most."""
+    console, count = Console(stderr=True), 0
+    if not sys.stderr.isatty():
+        last = -every_s
+
+        def line(phrase: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= every_s:
+                last = time.monotonic()
+                print(f"{title}: {phrase}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    with console.status(title) as status:
+
+        def say(phrase: str) -> None:
+            nonlocal count
+            count += 1
+            status.update(f"{title}  [dim]{count:>2}[/]  {phrase}")
+
+        yield say
+
+
 RECIPES = "brimful.recipes"
-TABLES = ("fit", "train")
+TABLES = ("plan", "train")
 """Commands that read a config file."""
 
 

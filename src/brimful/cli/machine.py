@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from brimful.cli.output import show
+from brimful.cli.flags import show
 
 
 def machine(
@@ -22,8 +22,8 @@ def machine(
     json
         Print one JSON object.
     """
-    from brimful.machine import Machine
-    from brimful.report.machine_table import machine_table
+    from brimful.machine.machine import Machine
+    from brimful.report.tables import machine_table
 
     found = Machine.detect(run)
     show(machine_table(found), found.to_json(), as_json=json)

@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.allocator import prefer_growing_segments
-from brimful.cli.flags import flags_of, given
-from brimful.cli.output import show
+from brimful.cli.flags import flags_of, given, prefer_growing_segments, show
 from brimful.errors import BadOption, BadRun
-from brimful.tasks.heads.spec.options import SweepOptions
+from brimful.molecules.spec import SweepOptions
 from brimful.units import show_count, show_seconds
 
 Flags: Any = flags_of("Flags", {"Where it runs": SweepOptions}, names={"processes": ("--processes", "--gpus")})
@@ -42,7 +40,7 @@ def sweep(
     json
         Print one JSON object with all result rows.
     """
-    from brimful.tasks.heads.spec.read import read_spec
+    from brimful.molecules.spec_file import read_spec
 
     asked = read_spec(spec)
     said = given(flags)
@@ -56,7 +54,7 @@ def sweep(
         raise BadOption(f"--output {root} is a file; name a folder")
     prefer_growing_segments()
     outcome, summaries = _run(asked, root, options, cache)
-    from brimful.report.sweep_table import sweep_table
+    from brimful.molecules.progress import sweep_table
 
     report = {
         "output": str(root), "finished": outcome.finished, "rows": outcome.rows, "summary": summaries,
@@ -67,13 +65,12 @@ def sweep(
 
 
 def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> tuple[Any, Any]:
-    from brimful.plan.cache import folder
-    from brimful.report.sweep_page import sweep_page
-    from brimful.report.sweep_progress import SweepProgress
-    from brimful.tasks.heads.results.files import read_run, summarise
-    from brimful.tasks.heads.results.summary import conventions
-    from brimful.tasks.heads.sweep import sweep as run
-    from brimful.train.checkpoint.durable import write_whole
+    from brimful.files import write_whole
+    from brimful.molecules.page import sweep_page
+    from brimful.molecules.progress import SweepProgress
+    from brimful.molecules.results import conventions, read_run, summarise
+    from brimful.molecules.sweep import sweep as run
+    from brimful.planning.planner import folder
 
     with SweepProgress() as progress:
         features = cache or folder("features")
@@ -93,7 +90,7 @@ def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> t
 
 
 def _last_words(root: Path, spec: Path, outcome: Any, summaries: Any) -> list[str]:
-    from brimful.tasks.heads.results.summary import conventions
+    from brimful.molecules.results import conventions
 
     time = f"{show_count(outcome.trained, 'head')} trained in {show_seconds(outcome.seconds)}"
     ended = "" if outcome.finished else f"; not all are done: {shlex.join(['brimful', *sys.argv[1:]])} goes on"

@@ -18,15 +18,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.allocator import prefer_growing_segments
-from brimful.cli.fit import lengths_of
-from brimful.cli.flags import flags_of, from_file, from_recipe, given, known, part
-from brimful.cli.output import show
+from brimful.cli.flags import flags_of, from_file, from_recipe, given, known, part, prefer_growing_segments, show
+from brimful.cli.plan import lengths_of
 from brimful.errors import BadOption, BadRun
-from brimful.plan.options import FitOptions
-from brimful.tasks.chatlm.options import ChatOptions
-from brimful.train.folder import RunFolder, go_on, new_run, newest_run, opened, same_task
-from brimful.train.settings import TrainOptions
+from brimful.planning.target import PlanOptions
+from brimful.tasks.chatlm import ChatOptions
+from brimful.training.options import TrainOptions
+from brimful.training.run import RunFolder, go_on, new_run, newest_run, opened, same_task
 
 PLANNED = (
     "micro_batch",
@@ -44,7 +42,7 @@ PLANNED = (
 EVALUATION = ("eval_every", "eval_rows", "generate_rows", "best")
 """What is of use with --valid alone."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-OPTIONS = {"Model and data of the chat tasks": ChatOptions, "Training": TrainOptions, "Memory and speed": FitOptions}
+OPTIONS = {"Model and data of the chat tasks": ChatOptions, "Training": TrainOptions, "Memory and speed": PlanOptions}
 KNOWN = known(OPTIONS)
 Flags: Any = flags_of(
     "Flags",
@@ -146,7 +144,7 @@ def _kept(run: RunFolder, before: dict[str, Any]) -> dict[str, str]:
 def _check(asked: dict[str, Any], kept: dict[str, str]) -> None:
     """All that can be known to be wrong before anything is read or made, in one sentence. `kept` may be gone."""
     problems = []
-    for owner, more in ((TrainOptions, {}), (FitOptions, {"processes": _processes(asked)}), (ChatOptions, {})):
+    for owner, more in ((TrainOptions, {}), (PlanOptions, {"processes": _processes(asked)}), (ChatOptions, {})):
         try:
             owner(**{**part(asked, owner), **more})
         except BadOption as error:
@@ -190,7 +188,7 @@ def _before(run: RunFolder, task: str | None, data: str | None) -> dict[str, Any
 def _data(data: str | None, before: dict[str, Any], demo: bool, asked: dict[str, Any], run: RunFolder) -> str:
     """The rows: as given, the demo's, or those of the run before, packed already where the raw files are gone."""
     if demo:
-        from brimful.tasks.chatlm.demo import train_file, valid_file
+        from brimful.tasks.demo import train_file, valid_file
 
         if data is not None:
             raise BadOption(f"--demo-data: leave {data} out, or leave --demo-data out")
@@ -225,8 +223,8 @@ def _processes(asked: dict[str, Any]) -> int:
 
 def _supervised(request: dict[str, Any], run: RunFolder) -> Any:
     """Run it below this process, again and again where it keeps hours."""
-    from brimful.train.lock import RunLock
-    from brimful.train.parent import keep_hours, supervise
+    from brimful.training.launch import keep_hours, supervise
+    from brimful.training.run import RunLock
 
     processes, window = _processes(request["asked"]), TrainOptions.of(part(request["asked"], TrainOptions)).hours
     with _left_clean(run), RunLock(run.root) as lock, tempfile.TemporaryDirectory(prefix="brimful-job-") as job:

@@ -10,16 +10,14 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from brimful.cli.allocator import prefer_growing_segments
-from brimful.cli.flags import part
+from brimful.cli.flags import part, prefer_growing_segments
 from brimful.errors import UserError
-from brimful.plan.options import FitOptions
-from brimful.tasks.chatlm.options import ChatOptions
-from brimful.train.folder import RunFolder
-from brimful.train.lock import RunLock
-from brimful.train.parent import bind_to_parent
-from brimful.train.settings import TrainOptions
-from brimful.train.supervise import has_parent, watch
+from brimful.planning.target import PlanOptions
+from brimful.tasks.chatlm import ChatOptions
+from brimful.training.launch import bind_to_parent
+from brimful.training.options import TrainOptions
+from brimful.training.run import RunFolder, RunLock
+from brimful.training.supervise import has_parent, watch
 
 
 def main() -> None:
@@ -39,7 +37,7 @@ def work(request: dict[str, Any]) -> None:
     """Train as asked, on this process."""
     from brimful.report.progress import Progress
     from brimful.tasks.load import load_task
-    from brimful.train.session import Session
+    from brimful.training.session import Session
 
     asked, run = request["asked"], RunFolder(Path(request["run"]))
     with redirect_stdout(sys.stderr):  # what a task prints is not part of the result
@@ -52,7 +50,7 @@ def work(request: dict[str, Any]) -> None:
                 data=request["data"],
                 run=run,
                 options=TrainOptions.of(part(asked, TrainOptions)),
-                fitting=FitOptions.of(part(asked, FitOptions)),
+                fitting=PlanOptions.of(part(asked, PlanOptions)),
                 resume=request["resume"],
                 request={key: value for key, value in request.items() if key not in ("run", "resume")},
                 listeners=(progress,) if first else (),

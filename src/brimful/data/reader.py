@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from brimful.data.batches import Lengths, Step
+from brimful.data.batches import Ints, Lengths, Step
 from brimful.data.store import Store
-from brimful.data.stream import Ints
 from brimful.errors import BrimfulError, TaskError, in_one_line
-from brimful.memory.bare import rows_of
+from brimful.memory.context import rows_of
 from brimful.task import Shape, Task
 
 Cut = Callable[[list[Shape]], list[list[int]]]

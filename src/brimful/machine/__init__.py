@@ -12,11 +12,8 @@ Looking changes nothing: no CUDA context is made where NVML answers (one would c
 found out is None with a note that says why. Importing this package does not import torch; detecting does.
 """
 
-from brimful.machine.gpu import Gpu, GpuProcess
-from brimful.machine.holders import describe_holders, gpu_holders
-from brimful.machine.host import Host
-from brimful.machine.machine import Machine
-from brimful.machine.software import Software
-from brimful.machine.space import Space
+from brimful.machine.gpu import Gpu, GpuProcess, describe_holders, gpu_holders
+from brimful.machine.host import Host, Space
+from brimful.machine.machine import Machine, Software
 
 __all__ = ["Gpu", "GpuProcess", "Host", "Machine", "Software", "Space", "describe_holders", "gpu_holders"]

@@ -1,18 +1,72 @@
-"""What the control groups allow this process: memory, swap and CPU time, in cgroup v2, v1 and the mix of both.
+"""One limit on memory, and the limits a shell sets: `ulimit`.
 
-Inside a container /proc/meminfo and the core count are those of the host, but the kernel kills at the *group's* limit:
-whoever sizes workers by meminfo in a 16 GiB pod on a 1 TiB host dies without an exception. A limit may sit at any
-level, so every level is read from this process's own group up to the highest that can be seen from here.
-
-Where the files lie is taken from /proc/self/mountinfo, since it also says which part of the tree is mounted: in a
-container the process may be in `/docker/4f2…` while that very folder is mounted as the top.
+Limits come from several places (the machine, every cgroup level, `ulimit`) and all hold at once. Each becomes a
+`Bound`; the tightest total and the tightest remainder are then two plain `min`s, and need not be the same bound.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from brimful.machine.limits import Bound
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """Something that limits memory, and how far it is used up."""
+
+    name: str
+    """As the user would find it: `cgroup v2 memory.max of /system.slice/x`, `ulimit -v`, `physical memory`."""
+    limit_bytes: int
+    """What it allows altogether."""
+    used_bytes: int
+    """What already counts against it, less what the kernel would give back at once."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What can still be had; 0 where the limit was lowered below what is in use."""
+        return max(0, self.limit_bytes - self.used_bytes)
+
+
+def ulimit(name: str) -> int | None:
+    """The soft limit `RLIMIT_<name>`; None where there is none, or no such thing on this system."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    number = getattr(resource, f"RLIMIT_{name}", None)
+    if number is None:
+        return None
+    soft, _ = resource.getrlimit(number)
+    return None if soft == resource.RLIM_INFINITY else int(soft)
+
+
+def memory_ulimits() -> list[Bound]:
+    """`ulimit -v` and `ulimit -d`, on Linux: macOS accepts them and does not enforce them.
+
+    Both count address space, not pages: what torch has mapped and never touched counts as used.
+    """
+    limits = {"ulimit -v": (ulimit("AS"), "vms"), "ulimit -d": (ulimit("DATA"), "data")}
+    if sys.platform != "linux" or not any(limit is not None for limit, _ in limits.values()):
+        return []
+    import psutil
+
+    used = psutil.Process().memory_info()
+    return [
+        Bound(name=name, limit_bytes=limit, used_bytes=getattr(used, field))
+        for name, (limit, field) in limits.items()
+        if limit is not None
+    ]
+
+
+# What the control groups allow this process: memory, swap and CPU time, in cgroup v2, v1 and the mix of both.
+#
+# Inside a container /proc/meminfo and the core count are those of the host, but the kernel kills at the *group's* limit:
+# whoever sizes workers by meminfo in a 16 GiB pod on a 1 TiB host dies without an exception. A limit may sit at any
+# level, so every level is read from this process's own group up to the highest that can be seen from here.
+#
+# Where the files lie is taken from /proc/self/mountinfo, since it also says which part of the tree is mounted: in a
+# container the process may be in `/docker/4f2…` while that very folder is mounted as the top.
+
 
 _UNLIMITED = 2**60
 """v1 writes "no limit" as the largest number of whole pages, just under 2⁶³; no machine has an exbibyte."""

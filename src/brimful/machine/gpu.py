@@ -15,7 +15,125 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from brimful.machine.nvml import CardUse, Nvml, open_nvml
+from brimful.machine.host import container_sign
+from brimful.units import MiB, show_bytes
+
+# NVML, asked politely: a missing library or a refused question is None and a note, never an exception.
+#
+# NVML knows what torch does not: what *other* processes hold, without a CUDA context of our own. It also refuses often:
+# no library in a container without the `utility` capability, no process list for a MIG slice, no permission on a shared
+# host, a library that does not match the driver's kernel module. None of these may keep anybody from training.
+#
+# Used memory is reckoned as torch's total less NVML's free. NVML's own `used` counts the driver's reserve (615 MiB on an
+# H200), torch's total leaves it out; measured there, the difference of the two is exact to the byte.
+
+
+_PROCESS_LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+"""A desktop's X server or a game is in the second list only; the first alone decides whether the answer is known."""
+
+_SLICE = 0.8
+"""torch's total is within 1 % of NVML's for a whole card; far below it torch has a MIG slice, and NVML the card."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardUse:
+    """What NVML says of one card."""
+
+    uuid: str
+    """With its prefix: `GPU-…` or `MIG-…`."""
+    free_bytes: int
+    """What nobody holds."""
+    processes: dict[int, int | None] | None
+    """Bytes by pid, None where NVML does not tell them; None altogether where it does not list processes."""
+
+
+class Nvml:
+    """A session with NVML, open or not. Refusals that cost the user something are collected in `notes`."""
+
+    def __init__(self, module: Any, problem: str = "") -> None:
+        self.module = module
+        """pynvml, or None where NVML is not available."""
+        self.problem = problem
+        """Why it is not available; empty where it is."""
+        self.notes: list[str] = []
+
+    def ask(self, question: str, *args: Any, unknown: str = "") -> Any:
+        """The answer, or None. With `unknown` a refusal is noted, together with what is unknown for it."""
+        if self.module is None:
+            return None
+        try:
+            return getattr(self.module, question)(*args)
+        except (self.module.NVMLError, AttributeError, ValueError) as error:  # too old a pynvml; an undecodable name
+            if unknown:
+                self.notes.append(f"NVML did not answer {question} ({error}), so {unknown}.")
+            return None
+
+    def driver(self) -> str | None:
+        """The driver's version, such as `580.159.04`."""
+        return _text(self.ask("nvmlSystemGetDriverVersion"))
+
+    def names(self) -> list[str]:
+        """Every NVIDIA card of the machine, whether torch sees it or not."""
+        count = self.ask("nvmlDeviceGetCount") or 0
+        handles = [self.ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+        known = [handle for handle in handles if handle is not None]
+        return [_text(self.ask("nvmlDeviceGetName", handle)) or "an NVIDIA card" for handle in known]
+
+    def card(self, index: int, uuid: str, total_bytes: int) -> CardUse | None:
+        """The card torch numbers `index`, found by its UUID, since CUDA_VISIBLE_DEVICES renumbers cards.
+
+        torch gives the UUID without its prefix, so both are tried; MIG slices have UUIDs of their own.
+        """
+        unknown, notes_before = f"who uses GPU {index} is unknown", len(self.notes)
+        for full in (f"MIG-{uuid}", f"GPU-{uuid}"):
+            handle = self.ask("nvmlDeviceGetHandleByUUID", full)
+            memory = self.ask("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
+            if memory is not None and total_bytes >= _SLICE * memory.total:
+                return CardUse(uuid=full, free_bytes=int(memory.free), processes=self._processes(handle, unknown))
+        if self.module is not None and len(self.notes) == notes_before:
+            self.notes.append(f"NVML gives no figures for the card torch calls GPU {index} ({uuid}), so {unknown}.")
+        return None
+
+    def process_name(self, pid: int) -> str | None:
+        """The name as NVML sees it; it knows some processes that psutil may not look at."""
+        path = _text(self.ask("nvmlSystemGetProcessName", pid))
+        return path.split(" ")[0].rpartition("/")[2] or None if path else None
+
+    def _processes(self, handle: Any, unknown: str) -> dict[int, int | None] | None:
+        """One entry a pid: a process that computes and draws is in both lists, with the same memory."""
+        found: dict[int, int | None] = {}
+        for question, loss in zip(_PROCESS_LISTS, (unknown, ""), strict=True):
+            processes = self.ask(question, handle, unknown=loss)
+            if processes is None and loss:
+                return None
+            for process in processes or ():
+                found[process.pid] = found.get(process.pid) or process.usedGpuMemory
+        return found
+
+
+@contextmanager
+def open_nvml() -> Iterator[Nvml]:
+    """A session that is always given, and closed in the end if it could be opened."""
+    try:
+        import pynvml
+    except ImportError:
+        yield Nvml(None, "the package nvidia-ml-py is not installed")
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        yield Nvml(None, str(error))
+        return
+    nvml = Nvml(pynvml)
+    try:
+        yield nvml
+    finally:
+        nvml.ask("nvmlShutdown")
+
+
+def _text(value: str | bytes | None) -> str | None:
+    """Older bindings answer in bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,3 +364,56 @@ def _warnings_as(notes: list[str]) -> Iterator[None]:
 
 def _first_line(problem: object) -> str:
     return str(problem).strip().split("\n")[0].rstrip(".")
+
+
+# Who holds a card's memory, in one phrase: what a user asks first when a card is full.
+#
+# python3 (pid 4711) holds 61.2 GiB
+# processes outside this container hold 61.2 GiB
+
+
+_NAMED = 3
+"""More processes than this are summed up: the phrase goes into one-sentence errors."""
+
+_NOISE_BYTES = 64 * MiB
+"""Less than this is nobody: starting CUDA takes 3 MiB that no process is charged for, and NVML rounds."""
+
+
+def gpu_holders(index: int) -> str:
+    """Look now, and say who else holds memory of the GPU torch numbers `index`."""
+    for gpu in detect_gpus().gpus:
+        if gpu.index == index:
+            return describe_holders(gpu, in_container=container_sign() is not None)
+    return f"there is no GPU {index}"
+
+
+def describe_holders(gpu: Gpu, *, in_container: bool) -> str:
+    """Who else holds the card's memory, the largest first; what NVML lists nobody for goes to the unseen."""
+    if gpu.used_by_others_bytes is None:
+        return "who holds the rest is unknown"
+    named = [process for process in gpu.other_processes if process.name is not None and process.used_bytes]
+    phrases = [f"{_who(process)} holds {show_bytes(process.used_bytes)}" for process in named[:_NAMED]]
+    if more := named[_NAMED:]:
+        total = sum(process.used_bytes or 0 for process in more)
+        phrases.append(f"{len(more)} more {'hold' if len(more) > 1 else 'holds'} {show_bytes(total)}")
+    rest = gpu.used_by_others_bytes - sum(process.used_bytes or 0 for process in named)
+    if rest >= _NOISE_BYTES:
+        phrases.append(_rest(gpu, rest, in_container))
+    return _list(phrases) or "no other process holds memory"
+
+
+def _rest(gpu: Gpu, rest_bytes: int, in_container: bool) -> str:
+    """Memory whose holder has a name but no bytes (all of it is theirs), or neither."""
+    who = [_who(process) for process in gpu.other_processes if process.name is not None and process.used_bytes is None]
+    if not who or any(process.name is None for process in gpu.other_processes):
+        who.append("processes outside this container" if in_container else "processes that cannot be seen from here")
+    verb = "holds" if len(who) == 1 and not who[0].startswith("processes") else "hold"
+    return f"{_list(who)} {verb} {show_bytes(rest_bytes)}"
+
+
+def _who(process: GpuProcess) -> str:
+    return f"{process.name} (pid {process.pid})"
+
+
+def _list(items: list[str]) -> str:
+    return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)

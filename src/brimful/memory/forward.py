@@ -26,12 +26,11 @@ from torch import nn
 
 from brimful.errors import DoesNotFit
 from brimful.machine.host import Host
-from brimful.memory.cut import cut
-from brimful.memory.meter import has_peak_statistics, meter
+from brimful.memory.meter import has_peak_statistics, held_bytes, meter, room_bytes
 from brimful.memory.model import MemoryModel, Probe, work
 from brimful.memory.oom import OutOfMemory, attempt
-from brimful.memory.room import held_bytes, room_bytes
 from brimful.memory.snapshot import RandomState
+from brimful.memory.split import cut
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rows
 
@@ -81,7 +80,7 @@ class Forward:
         self._limit_bytes, self._fill, self._processes, self._most = limit_bytes, fill, processes, most_rows
         self._overhead = None if fewest else OVERHEAD.get(device.type, OVERHEAD_ELSEWHERE)
         self._factor = 1.0
-        self._fit_s = 0.0
+        self._plan_s = 0.0
         self._budget: tuple[int, str] = (0, "nothing was run yet")
         self._largest: tuple[int, Shape] = (0, ())
 
@@ -100,7 +99,7 @@ class Forward:
         if not readings:
             raise self._does_not_fit("not even one short row", probe_sizes(longest)[0][1])
         self.model = MemoryModel.fit(readings)
-        self._fit_s += time.perf_counter() - started
+        self._plan_s += time.perf_counter() - started
         return self.model
 
     def over(
@@ -146,7 +145,7 @@ class Forward:
             "largest_batch": {"rows": rows, "shape": list(shape)},
             "predicted_added_bytes": round(self._predicted(rows, shape)) if rows else None,
             "measured_peak_bytes": self.peak_bytes,
-            "fit_s": round(self._fit_s, 3),
+            "plan_s": round(self._plan_s, 3),
             "memory_model": self.model.to_json() if self.model else None,
         }
 

@@ -125,9 +125,9 @@ class Ledger(TorchDispatchMode):
         )
 
 
-def virtual_memory(limit: str | int) -> Ledger:
-    """`with virtual_memory("1GiB") as memory:` limits the CPU tensors of the block, as a card of that size would."""
-    return Ledger(parse_bytes(limit, flag="virtual_memory"))
+def simulated_memory(limit: str | int) -> Ledger:
+    """`with simulated_memory("1GiB") as memory:` limits the CPU tensors of the block, as a card of that size would."""
+    return Ledger(parse_bytes(limit, flag="simulated_memory"))
 
 
 def active_limit_bytes() -> int | None:

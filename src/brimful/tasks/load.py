@@ -17,11 +17,11 @@ from typing import Any
 
 from brimful.errors import BadOption, TaskError, UnknownTask, in_one_line
 from brimful.task import Task
-from brimful.tasks.chatlm.options import ChatOptions
+from brimful.tasks.chatlm import ChatOptions
 
 BUILT_IN = {
-    "chatlm-pretrain": "brimful.tasks.chatlm.task:Pretrain",
-    "chatlm-sft": "brimful.tasks.chatlm.task:Sft",
+    "chatlm-pretrain": "brimful.tasks.chatlm:Pretrain",
+    "chatlm-sft": "brimful.tasks.chatlm:Sft",
 }
 
 

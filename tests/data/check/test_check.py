@@ -9,12 +9,10 @@ import pyarrow.compute as pc
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from brimful.data.check import duplicates as check_duplicates
-from brimful.data.check.duplicates import Duplicates, row_hashes
-from brimful.data.check.histogram import Bin, Histogram
-from brimful.data.check.run import check
-from brimful.data.read import sides as columns_sides
-from brimful.data.source import CHUNK_ROWS
+from brimful.data import check as check_duplicates
+from brimful.data.check import Bin, Duplicates, Histogram, check, row_hashes
+from brimful.data.read import columns as columns_sides
+from brimful.data.read.files import CHUNK_ROWS
 from brimful.errors import BadData, BadOption
 from tests.data.read.test_source import write
 

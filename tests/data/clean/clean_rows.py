@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from brimful.data.clean.options import Budget, CleanOptions
-from brimful.data.clean.run import clean_source
-from brimful.data.source import Broken, Chunk, Layout, Source
+from brimful.data.clean.clean import clean_source
+from brimful.data.clean.prepare import Budget, CleanOptions
+from brimful.data.read.columns import Layout
+from brimful.data.read.files import Broken
+from brimful.data.read.source import Chunk, Source
 
 SMALL = Budget(threads=2, segment_bytes=4_000, bucket_bytes=4_000, duckdb_bytes=64 * 2**20)
 """Pieces so small that a few hundred rows make several segments and buckets."""

@@ -17,10 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from brimful.data.clean.options import CleanOptions
-from brimful.data.clean.prepare import REASONS
-from brimful.data.clean.run import clean
-from brimful.data.clean.work import FOLDER, locked
+from brimful.data.clean.clean import clean
+from brimful.data.clean.prepare import REASONS, CleanOptions
+from brimful.data.clean.segments import FOLDER, locked
 from brimful.errors import BadData, BadOption, MissingExtra
 from tests.data.clean.clean_rows import SMALL, cleaned, outcome, read_back, varied, with_copies
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from brimful.data.clean.disk import check_room, full_disk_told, is_full, still_needed
-from brimful.data.clean.work import FOLDER
+from brimful.data.clean.segments import FOLDER
+from brimful.data.clean.write import check_room, full_disk_told, is_full, still_needed
 from brimful.errors import BadData
 from brimful.units import MiB
 from tests.data.clean.clean_rows import cleaned, outcome, varied

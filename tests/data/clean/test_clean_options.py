@@ -2,7 +2,7 @@
 
 import pytest
 
-from brimful.data.clean.options import Budget, CleanOptions
+from brimful.data.clean.prepare import Budget, CleanOptions
 from brimful.errors import BadOption
 from brimful.units import GiB, MiB
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from brimful.data.clean.options import CleanOptions
-from brimful.data.clean.run import clean_source
-from brimful.data.clean.work import FOLDER, Work
+from brimful.data.clean.clean import clean_source
+from brimful.data.clean.prepare import CleanOptions
+from brimful.data.clean.segments import FOLDER, Work
 from tests.data.clean.clean_rows import SMALL, Rows, cleaned, outcome, read_back, varied, with_copies
 
 ROWS = with_copies(200)[0]

@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brimful.data.clean import shuffle
+from brimful.data.clean import write
 from brimful.data.clean import write as clean_write
-from brimful.data.clean.report import CleanReport
-from brimful.data.clean.shuffle import bits_for, in_key_order, keys, write_segment
-from brimful.data.clean.write import GroupedWriter, split_rows, write_splits
+from brimful.data.clean.clean import CleanReport
+from brimful.data.clean.write import (
+    GroupedWriter,
+    bits_for,
+    in_key_order,
+    keys,
+    split_rows,
+    write_segment,
+    write_splits,
+)
 from brimful.errors import BadOption, InternalError
 
 
@@ -127,7 +134,7 @@ def test_rows_come_back_once_each_in_the_order_of_their_keys(tmp_path_factory, s
         first += size
     dropped = (np.arange(first) % 5 == 0).astype(np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "MAX_OPEN", most_open)
+        patch.setattr(write, "MAX_OPEN", most_open)
         tables = list(in_key_order(paths, dropped, bits=bits, parts=parts))
     found = [int(text) for part in tables for text in part["text"].to_pylist()]
     kept = np.flatnonzero(dropped == 0)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from brimful.data.clean.dedup import EXACT, NEAR, Dedup, Found, connect, need_duckdb, run
-from brimful.data.clean.minhash import HASHES, alike
+from brimful.data.clean.similarity import HASHES, alike
 from brimful.errors import MissingExtra
 
 BANDS = 16

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brimful.data.clean import minhash
-from brimful.data.clean.minhash import GRAM, HASHES, RECALL, alike, band_rows, join, sketch
+from brimful.data.clean import similarity
+from brimful.data.clean.similarity import GRAM, HASHES, RECALL, alike, band_rows, join, sketch
 
 TEXTS = st.lists(st.text("ab中文🙂", min_size=1, max_size=40), min_size=1, max_size=12)
 
@@ -69,7 +69,7 @@ def test_a_sketch_does_not_depend_on_the_neighbours(texts, place):
 def test_a_sketch_does_not_depend_on_the_blocks(texts):
     whole = sketched(texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minhash, "_BLOCK", 5)
+        patch.setattr(similarity, "_BLOCK", 5)
         blocks = sketched(texts)
     assert np.array_equal(whole.signatures, blocks.signatures) and np.array_equal(whole.bands, blocks.bands)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brimful.data.clean.normalise import MAX_INDENT, normalise
+from brimful.data.clean.similarity import MAX_INDENT, normalise
 
 NASTY = " \t\n\r\v\f\x00\x1f\x85\u2028\u200b\u200c\u200d\u200e\ufeff\u00ad\u3000\u00a0！!。….·-=_*~≠\u0338\u0301e™👨👩️🏴\U000e0067\U000e007fبﹰक्㊗"
 

@@ -7,14 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, trainers
 
-from brimful.data.pack import encode as pack_encode
-from brimful.data.pack import run as pack_module
-from brimful.data.pack.encode import pieces
-from brimful.data.pack.options import PIECES_IN_FLIGHT, PackOptions, piece_size
-from brimful.data.pack.run import pack
+from brimful.data import encode as pack_encode
+from brimful.data import tokenize as pack_module
+from brimful.data.encode import PIECES_IN_FLIGHT, PackOptions, piece_size, pieces
 from brimful.data.store import Store
+from brimful.data.tokenize import pack
 from brimful.errors import BadData, BadOption
-from brimful.machine.space import Space
+from brimful.machine.host import Space
 from brimful.units import GiB, MiB
 
 TEXTS = [

@@ -9,17 +9,17 @@ import sys
 
 import pytest
 
-from brimful.data.pack.options import PackOptions
-from brimful.data.pack.run import pack
+from brimful.data.encode import PackOptions
 from brimful.data.store import Store
+from brimful.data.tokenize import pack
 from brimful.errors import BadData, BadOption
 from tests.data.pack.test_pack import make_tokenizer, rows, write_jsonl
 
 FILE_ROWS = 50
 KILLED = """
 import os, signal, sys
-from brimful.data.pack.run import pack
-from brimful.data.pack.options import PackOptions
+from brimful.data.tokenize import pack
+from brimful.data.encode import PackOptions
 
 def kill(phrase):
     if phrase.startswith(sys.argv[4]):

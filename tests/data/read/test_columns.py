@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brimful.data.read import sides as columns_sides
+from brimful.data.read import columns as columns_sides
 from brimful.data.read.columns import find_layout
-from brimful.data.read.raw import TEXT, Columns
-from brimful.data.source import open_source
+from brimful.data.read.files import TEXT, Columns
+from brimful.data.read.source import open_source
 from brimful.errors import BadData, BadOption
 from tests.data.read.test_source import broken_of, rows_of, write
 

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brimful.data.source import CHUNK_ROWS, Broken, open_source
+from brimful.data.read.files import CHUNK_ROWS, Broken
+from brimful.data.read.source import open_source
 from brimful.errors import BadData, MissingExtra
 
 ROWS = [
@@ -335,5 +336,5 @@ def test_a_row_group_is_not_held(text, count, tmp_path):
 
 
 def test_importing_the_reader_does_not_import_torch():
-    script = "import sys, brimful.data.source, brimful.data.check.run; assert not {'torch', 'datasets', 'tokenizers', 'duckdb'} & set(sys.modules)"
+    script = "import sys, brimful.data.read.source, brimful.data.check; assert not {'torch', 'datasets', 'tokenizers', 'duckdb'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

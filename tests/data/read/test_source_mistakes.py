@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brimful.data.source import open_source
+from brimful.data.read.source import open_source
 from brimful.errors import BadData
 from tests.data.read.test_source import ROWS, rows_of, write
 

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from brimful.data.read import byte_stream as read_stream
-from brimful.data.read import json_list as read_json
-from brimful.data.read import objects as read_objects
-from brimful.data.read.raw import TEXT, Field, turns
-from brimful.data.source import open_source
+from brimful.data.read import files as read_stream
+from brimful.data.read import json_rows as read_json
+from brimful.data.read import json_rows as read_objects
+from brimful.data.read.files import TEXT, Field, turns
+from brimful.data.read.source import open_source
 from brimful.errors import BadData
 from tests.data.read.test_source import ROWS, broken_of, rows_of, write
 

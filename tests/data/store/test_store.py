@@ -9,10 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brimful.data.store import meta as store_meta
-from brimful.data.store.meta import NAME
-from brimful.data.store.store import Store, column_numbers
-from brimful.data.store.write import StoreWriter
+from brimful.data import store as store_meta
+from brimful.data.store import NAME, Store, StoreWriter, column_numbers
 from brimful.errors import BadData, InternalError
 
 FACTS = {
@@ -184,7 +182,7 @@ def test_opening_takes_no_memory_of_its_own(tmp_path):
         writer.add(np.ones(400_000, np.uint16), np.ones((200_000, 2), np.int32))
     writer.finish(tokenizer=None, rows_in=1_000_000, **FACTS)
     script = (
-        "import os, numpy as np; from brimful.data.store.store import Store; from brimful.machine.footprint import process_bytes\n"
+        "import os, numpy as np; from brimful.data.store import Store; from brimful.machine.host import process_bytes\n"
         f"b = process_bytes(os.getpid()); s = Store.open({str(tmp_path)!r}, verify=False)\n"
         "rows = s.__getitems__(np.arange(0, len(s), 500)); print(process_bytes(os.getpid()) - b)"
     )

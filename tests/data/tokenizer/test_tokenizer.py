@@ -13,11 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from brimful.data.tokenizer import run as training
-from brimful.data.tokenizer.options import TokenizerOptions
-from brimful.data.tokenizer.report import measure
-from brimful.data.tokenizer.run import train_tokenizer
-from brimful.data.tokenizer.train import FIRST_BYTE, FIRST_PIECE, SPECIAL, WORDS
+from brimful.data.tokenizer import train as training
+from brimful.data.tokenizer.algorithms import FIRST_BYTE, FIRST_PIECE, SPECIAL, WORDS, TokenizerOptions
+from brimful.data.tokenizer.train import measure, train_tokenizer
 from brimful.data.tokens import TokenizerFacts, load_tokenizer
 from brimful.errors import BadData, BadOption
 from tests.data.tokenizer.tokenizer_rows import texts, write_rows

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from brimful.data.tokenizer.options import TokenizerOptions
-from brimful.data.tokenizer.room import (
+from brimful.data.tokenizer.algorithms import TokenizerOptions
+from brimful.data.tokenizer.sample import (
     BYTES_PER_PAIR,
     BYTES_PER_WORD_CHARACTER,
     LEAST_BYTES,

@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from brimful.data.tokenizer import run as training
-from brimful.data.tokenizer.options import TokenizerOptions
-from brimful.data.tokenizer.run import train_tokenizer
-from brimful.data.tokenizer.save import folder_beside
+from brimful.data.tokenizer import train as training
+from brimful.data.tokenizer.algorithms import TokenizerOptions, folder_beside
+from brimful.data.tokenizer.train import train_tokenizer
 from brimful.errors import BadData, BadOption
 from tests.data.tokenizer.tokenizer_rows import write_rows
 
@@ -99,7 +98,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(rows, tmp_path, monkeypa
     def sync(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("brimful.data.tokenizer.save.sync", sync)
+    monkeypatch.setattr("brimful.data.tokenizer.algorithms.sync", sync)
     with pytest.raises(BadData, match="the disk is full; free some space"):
         train_tokenizer([rows], output=tmp_path / "t", options=OPTIONS)
     assert not list(tmp_path.iterdir())

@@ -5,8 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from brimful.data.tokenizer.train import find_alphabet, train_bpe
-from brimful.data.tokenizer.unigram import _best_without, _scores, _worth_keeping, train_unigram
+from brimful.data.tokenizer.algorithms import (
+    _best_without,
+    _scores,
+    _worth_keeping,
+    find_alphabet,
+    train_bpe,
+    train_unigram,
+)
 from tests.data.tokenizer.tokenizer_rows import texts
 
 TRAINING, OTHERS = texts(600, seed=1, words=2000), texts(2000, seed=1, words=2000)[600:]

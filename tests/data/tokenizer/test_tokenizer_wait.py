@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from brimful.data.tokenizer.wait import Watch
+from brimful.data.tokenizer.sample import Watch
 
 
 def test_the_result_comes_back_and_time_is_told():

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from brimful.data.clean.minhash import HASHES, Bytes, Slots, alike
-from brimful.data.clean.work import replace_text
+from brimful.data.clean.segments import replace_text
+from brimful.data.clean.similarity import HASHES, Bytes, Slots, alike
 from brimful.errors import MissingExtra
 
 EXACT, NEAR = 1, 2

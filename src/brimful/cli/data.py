@@ -1,0 +1,308 @@
+"""`brimful data …`: from files of rows to a token store, one file per command."""
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from brimful.cli.flags import progress, show
+from brimful.errors import BadData, BadOption
+from brimful.units import parse_bytes
+
+# `brimful data check FILES`: what is in there, and how much of it can be used.
+
+
+def check(
+    *files: str,
+    columns: str | None = None,
+    tokenizer: str | None = None,
+    max_chars: str | None = None,
+    max_tokens: str | None = None,
+    max_bad: float = 0.01,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Show which columns were found, three rows, how many rows can be used, and how long they are.
+
+    Reads everything once and writes nothing. Ends with exit code 2 where more rows are broken, empty or over-long than
+    --max-bad allows.
+
+    Parameters
+    ----------
+    files
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+    columns
+        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+    tokenizer
+        A folder with a tokenizer.json: lengths are shown in tokens, too.
+    max_chars
+        Count rows with more characters as over-long: one number, or one for each side, such as 256,512.
+    max_tokens
+        Likewise in tokens, the closing eos included.
+    max_bad
+        The share of rows that may be broken, empty or over-long.
+    json
+        Print one JSON object.
+    """
+    if not files:
+        raise BadOption("data check: name the files, folders or data sets to look at")
+    from brimful.data.check import check as make_report
+    from brimful.report.data_tables import check_table
+
+    with progress("check", every_s=5) as say:
+        report = make_report(
+            files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens, max_bad=max_bad, progress=say
+        )  # fmt: skip
+    show(check_table(report), report.to_json(), as_json=json)
+    complaint = report.complaint()
+    if complaint:
+        raise BadData(complaint)
+
+
+# `brimful data clean FILES`: normalised, without duplicates, shuffled and split, within a memory limit.
+
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def clean(
+    *files: str,
+    output: Path,
+    columns: str | None = None,
+    tokenizer: str | None = None,
+    min_chars: str | None = None,
+    max_chars: str | None = None,
+    max_tokens: str | None = None,
+    near: float = 0.85,
+    no_near: Flag = False,
+    valid: float = 0.01,
+    test: float = 0,
+    seed: int = 0,
+    host_limit: str = "1GiB",
+    max_bad: float = 0,
+    overwrite: Flag = False,
+    json: Flag = False,
+) -> None:
+    """Normalise rows, drop what cannot be used and what came before, shuffle, split into train, valid and test.
+
+    Writes train.parquet, valid.parquet, test.parquet as asked for, and clean.json, which says why each row was dropped.
+    Interrupted, it leaves no half file; the same command goes on where it was.
+
+    Parameters
+    ----------
+    files
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+    output
+        The folder for the results; the work is done in its hidden folder .clean.
+    columns
+        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+    tokenizer
+        A folder with a tokenizer.json, to count tokens with.
+    min_chars
+        Drop rows with fewer characters: one number, or one for each side, such as 2,5.
+    max_chars
+        Drop rows with more characters, likewise.
+    max_tokens
+        Drop rows with more tokens, the closing eos included.
+    near
+        From which similarity on, by character 4-grams, a row counts as a near duplicate of an earlier one.
+    no_near
+        Keep near duplicates; exact ones go all the same.
+    valid
+        Rows of valid.parquet: a share below 1, or a number; 0 for none.
+    test
+        Rows of test.parquet, likewise.
+    seed
+        Of the order of the rows, hence of the split.
+    host_limit
+        Memory to stay within, what Python and its libraries take at the start not counted.
+    max_bad
+        The share of rows that may be broken; they are dropped and counted.
+    overwrite
+        Replace the results that are in the folder already.
+    json
+        Print the report as one JSON object.
+    """
+    if not files:
+        raise BadOption("data clean: name the files, folders or data sets to clean")
+    from brimful.data.clean.clean import clean as make_report
+    from brimful.data.clean.prepare import CleanOptions
+    from brimful.report.data_tables import clean_table
+
+    options = CleanOptions(
+        columns=columns, tokenizer=tokenizer, min_chars=min_chars, max_chars=max_chars, max_tokens=max_tokens,
+        near=None if no_near else near, valid=valid, test=test, seed=seed, host_limit=host_limit, max_bad=max_bad,
+        overwrite=overwrite,
+    )  # fmt: skip
+    try:
+        with progress("clean", every_s=5) as say:
+            report = make_report(files, output=output, options=options, progress=say)
+    except KeyboardInterrupt:
+        if (output / ".clean").exists():
+            print("clean: the same command goes on where it was", file=sys.stderr)
+        raise
+    show(clean_table(report), report.to_json(), as_json=json)
+
+
+# `brimful data tokenizer FILES`: rows in, a folder out that transformers loads.
+
+
+def tokenizer(
+    *files: str,
+    output: Path,
+    vocab_size: int | None = None,
+    kind: Literal["bpe", "unigram"] = "bpe",
+    columns: str | None = None,
+    host_limit: str = "4GiB",
+    model: str = "base",
+    seed: int = 0,
+    max_bad: float = 0.0,
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Train a tokenizer on as many rows as the RAM holds, and save it for transformers and `brimful data pack`.
+
+    Chinese-ready: NFKC, no word borders needed, and rare characters become bytes, so that no text is unknown and every
+    text comes back exactly. Special tokens have fixed ids: [PAD] 0, [EOS] 1, [SEP] 2, [BOS] 3, [CLS] 4, [MASK] 5, [UNK] 6.
+
+    Parameters
+    ----------
+    files
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+    output
+        The folder to make.
+    vocab_size
+        Entries, special tokens and 256 bytes counted; the model's unless given.
+    kind
+        bpe: merged byte pairs, the shorter and faster; unigram: the most likely segmentation.
+    columns
+        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+    host_limit
+        The host RAM it may take; decides how many rows are used.
+    model
+        The model it is for: base, tiny, or a folder with a config.json; its ids and size are checked.
+    seed
+        Of the sample.
+    max_bad
+        The share of rows that may be broken; they are left out and counted.
+    overwrite
+        Replace a tokenizer that is at --output already, once the new one is whole.
+    json
+        Print one JSON object.
+    """
+    if not files:
+        raise BadOption("data tokenizer: name the files, folders or data sets to train on")
+    limit_bytes, expected = parse_bytes(host_limit, flag="--host-limit"), _expected(model)
+    from brimful.data.tokenizer.algorithms import TokenizerOptions
+    from brimful.data.tokenizer.train import train_tokenizer
+    from brimful.report.data_tables import tokenizer_table
+
+    options = TokenizerOptions(
+        vocab_size=vocab_size, kind=kind, columns=columns, host_limit_bytes=limit_bytes, seed=seed, max_bad=max_bad,
+        overwrite=overwrite,
+    )  # fmt: skip
+    with progress("tokenizer", every_s=5) as say:
+        report = train_tokenizer(files, output=output, options=options, expected=expected, progress=say)
+    show(tokenizer_table(report), report.to_json(), as_json=json)
+
+
+_KEYS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+def _expected(model: str) -> dict[str, Any]:
+    """What the model's config says of its tokenizer: of a built-in size, or of a folder's config.json."""
+    from brimful.tasks.chatlm import EOS, PAD, SIZES
+
+    if model in SIZES:
+        return dict(zip(_KEYS, (SIZES[model].vocab, PAD, EOS, PAD), strict=True))
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise BadOption(f"--model {model}: neither one of {', '.join(SIZES)} nor a folder with a config.json")
+    try:
+        config = json_format.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadOption(f"--model {model}: its config.json cannot be read ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
+        raise BadOption(f"--model {model}: its config.json has no vocab_size; give the folder of a text model")
+    return {key: config.get(key) for key in _KEYS}
+
+
+# `brimful data pack FILES`: rows in, token store out.
+
+
+def pack(
+    *files: str,
+    tokenizer: Path,
+    output: Path,
+    columns: str | None = None,
+    max_tokens: str = "256",
+    keep_end: str | None = None,
+    host_limit: str = "1GiB",
+    max_bad: float = 0.0,
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Tokenise rows into a token store: memory-mapped, checksummed, shared by all workers and processes.
+
+    Every side of a row ends with one eos. Rows with an empty side are dropped and counted. Interrupted, it leaves nothing
+    at --output; run again with the same options, it goes on where it was.
+
+    Parameters
+    ----------
+    files
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+    tokenizer
+        A folder with a tokenizer.json, such as `brimful data tokenizer` makes.
+    output
+        The folder to make.
+    columns
+        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+    max_tokens
+        Cut longer sides to this many tokens, the eos counted: one number, or one for each side, such as 256,320.
+    keep_end
+        Sides that lose their beginning where they are too long, such as prompt; others lose their end. Unless given, the
+        prompts of conversations keep their end, where the question is.
+    host_limit
+        The host RAM it may take.
+    max_bad
+        The share of rows that may be broken; they are dropped and counted.
+    overwrite
+        Replace a token store that is at --output already, once the new one is whole.
+    json
+        Print one JSON object.
+    """
+    if not files:
+        raise BadOption("data pack: name the files, folders or data sets to pack")
+    limits, limit_bytes = _numbers(max_tokens), parse_bytes(host_limit, flag="--host-limit")
+    from brimful.data.encode import PackOptions
+    from brimful.data.tokenize import pack as make_store
+    from brimful.report.data_tables import pack_table
+
+    options = PackOptions(
+        columns=columns,
+        max_tokens=limits,
+        keep_end=_names(keep_end),
+        host_limit_bytes=limit_bytes,
+        max_bad=max_bad,
+        overwrite=overwrite,
+    )
+    with progress("pack", every_s=5) as say:
+        report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=say)
+    show(pack_table(report), report.to_json(), as_json=json)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(filter(None, text.split(",")))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BadOption(f"--max-tokens {text}: write a whole number, or one for each side, such as 256,320") from None
+
+
+data = App(name="data", help="Rows in, token store out: check, clean, train a tokenizer, pack.")
+for command in (check, clean, tokenizer, pack):
+    data.command(command)

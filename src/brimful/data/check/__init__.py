@@ -1,1 +1,0 @@
-"""`brimful data check`: what is in files of rows, and how much of it is usable."""

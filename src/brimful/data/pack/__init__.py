@@ -1,1 +1,0 @@
-"""`brimful data pack`: rows to tokens, in parallel, into a token store."""

@@ -1,0 +1,1 @@
+"""One exact optimizer step, whatever memory does: the heart of Brimful."""

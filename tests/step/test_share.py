@@ -1,0 +1,371 @@
+"""Dealing: every row of a step once, by work and speed, and none to a card that cannot hold it."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from brimful.errors import BadOption
+from brimful.memory.model import MemoryModel, Polynomial
+from brimful.step.distributed import MEASURED_STEPS, Dealer, Member, Share, SingleProcess
+from brimful.step.rows import as_rows
+from brimful.task import Task
+
+CPU = torch.device("cpu")
+
+
+class Text(Task):
+    """Rows are as long as they are."""
+
+    def shape(self, row):
+        return (len(row),)
+
+    def collate(self, rows):
+        return list(rows)
+
+
+class Ranks:
+    """Several processes as threads of one: whatever they gather, they gather in order of rank."""
+
+    def __init__(self, size: int, names: list[str] | None = None) -> None:
+        self.size, self.names = size, names
+        self.gathered = 0
+        self._table: list[Any] = [None] * size
+        self._all_there = threading.Barrier(size, timeout=10)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._table[rank] = value
+        if self._all_there.wait() == 0:
+            self.gathered += 1
+        table = list(self._table)
+        self._all_there.wait()
+        return table
+
+    def run(self, work: Callable[["OneOf"], Any]) -> list[Any]:
+        """What each rank returns or raises."""
+        found: list[Any] = [None] * self.size
+
+        def one(rank: int) -> None:
+            try:
+                found[rank] = work(OneOf(self, rank))
+            except BaseException as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        broken = [error for error in found if isinstance(error, (threading.BrokenBarrierError, AssertionError))]
+        if broken:
+            raise broken[0]
+        return found
+
+
+class OneOf(SingleProcess):
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank, self.size = ranks, rank, ranks.size
+
+    def gather(self, values):
+        return self.ranks.exchange(self.rank, list(values))
+
+    def gather_objects(self, value):
+        if self.ranks.names and isinstance(value, Member):
+            value = dataclasses.replace(value, device_name=self.ranks.names[self.rank])
+        return self.ranks.exchange(self.rank, value)
+
+
+def plan(rows_per_s: float = 1.0, bytes_per_unit: float = 1.0) -> Any:
+    model = MemoryModel(
+        phases={"forward": Polynomial({(1, 1): bytes_per_unit})}, margin=1.0, reserved_ratio=1.0, error=0.0, probes=()
+    )
+    return SimpleNamespace(rows_per_s=rows_per_s, memory_model=model)
+
+
+def rows_of(given: Any, task: Task | None = None, is_rows: bool = True):
+    return as_rows(given, task or Text(), (), is_rows=is_rows)
+
+
+def dealer(group: SingleProcess, plan_=None, limit=float("inf"), rows_are="global") -> Dealer:
+    return Dealer(group, CPU, plan_, limit, rows_are)
+
+
+def shares(given: list, plans: list, limits: list[float] | None = None) -> list[list[int]]:
+    """Which rows each of so many processes takes of these, the same for all."""
+    ranks = Ranks(len(plans))
+
+    def work(group: OneOf) -> list[int]:
+        limit = limits[group.rank] if limits else float("inf")
+        return dealer(group, plans[group.rank], limit).share(rows_of(given), given).indices
+
+    return ranks.run(work)
+
+
+# Who takes what
+
+
+def test_one_process_takes_all_rows():
+    given = ["a", "bb", "c"]
+    share = dealer(SingleProcess()).share(rows_of(given), given)
+    assert (share.indices, share.step_rows) == ([0, 1, 2], 3)
+
+
+def test_rows_of_ones_own_are_all_taken_and_nobody_knows_how_many_there_are():
+    given = ["a", "bb", "c"]
+    ranks = Ranks(2)
+    found = ranks.run(lambda group: dealer(group, rows_are="local").share(rows_of(given), given))
+    assert [(share.indices, share.step_rows) for share in found] == [([0, 1, 2], None)] * 2
+
+
+def test_rows_of_ones_own_may_differ():
+    mine = {0: ["a"], 1: ["b", "cc"]}
+    found = Ranks(2).run(
+        lambda group: dealer(group, rows_are="local").share(rows_of(mine[group.rank]), mine[group.rank]).indices
+    )
+    assert found == [[0], [0, 1]]
+
+
+def test_every_process_knows_the_rows_of_the_whole_step():
+    given = ["row"] * 7
+    found = Ranks(3).run(lambda group: dealer(group).share(rows_of(given), given).step_rows)
+    assert found == [7, 7, 7]
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=20),
+    st.lists(st.none() | st.floats(0.1, 100), min_size=2, max_size=4),
+    st.lists(st.integers(1, 120), min_size=4, max_size=4),
+)
+@settings(max_examples=40)
+def test_every_row_is_taken_exactly_once(lengths, speeds, limits):
+    given = ["x" * length for length in lengths]
+    plans = [None if speed is None else plan(speed) for speed in speeds]
+    found = shares(given, plans, [float(limit) for limit in limits[: len(plans)]])
+    assert sorted(row for indices in found for row in indices) == list(range(len(given)))
+
+
+def test_equal_rows_are_dealt_evenly_and_in_runs():
+    assert shares(["row"] * 8, [None, None, None]) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_rows_are_dealt_by_the_speeds_of_the_plans():
+    assert [len(rows) for rows in shares(["row"] * 8, [plan(300.0), plan(100.0)])] == [6, 2]
+
+
+def test_speeds_count_only_if_everybody_has_a_plan():
+    assert [len(rows) for rows in shares(["row"] * 8, [plan(300.0), None])] == [4, 4]
+
+
+def test_long_rows_are_dealt_by_work_and_not_by_number():
+    assert shares(["x" * 99, "x", "x", "x"], [None, None]) == [[0], [1, 2, 3]]
+
+
+def test_a_row_too_long_for_a_small_card_goes_to_a_larger_one():
+    given = ["x" * 50, "x" * 10, "x" * 50, "x" * 10]
+    assert shares(given, [plan(), plan()], [20.0, 1000.0]) == [[1, 3], [0, 2]]
+
+
+def test_a_row_too_long_for_all_is_dealt_all_the_same():
+    found = shares(["x" * 500, "x"], [plan(), plan()], [20.0, 20.0])
+    assert sorted(row for indices in found for row in indices) == [0, 1]
+
+
+def test_a_card_holds_a_row_of_just_its_limit_and_not_a_byte_more():
+    member = Member("card", None, plan().memory_model, 20.0)
+    assert member.holds((20,))
+    assert not member.holds((21,))
+
+
+def test_a_card_without_a_model_is_thought_to_hold_everything():
+    assert Member("card", None, None, 0.0).holds((10**9,))
+
+
+def test_there_may_be_fewer_rows_than_processes():
+    found = shares(["row"], [None, None, None])
+    assert sorted(found) == [[], [], [0]]
+
+
+def test_the_work_of_a_share_is_that_of_its_rows():
+    given = ["abc", "a", "abcde"]
+    assert Share(rows_of(given), [0, 2], 3).work == 4 + 6
+
+
+# Is it the same step everywhere?
+
+
+def compared(given_to: list[Any], is_rows: bool = True) -> list[Any]:
+    """What happens to each process when they are given these."""
+    task = Text() if is_rows else Task()
+
+    def work(group: OneOf) -> list[int]:
+        given = given_to[group.rank]
+        return dealer(group).share(rows_of(given, task, is_rows), given).indices
+
+    return Ranks(len(given_to)).run(work)
+
+
+def test_another_number_of_rows_is_refused_on_every_process():
+    found = compared([["row"] * 4, ["row"] * 4, ["row"] * 6])
+    assert {type(error) for error in found} == {BadOption}
+    assert {str(error) for error in found} == {
+        "process 2 was given other rows than process 0 (6 and 4 of them): give every process the whole step's rows, or say "
+        'Stepper(..., rows_are="local") where each has its own'
+    }
+
+
+DIFFERENT = {
+    "strings": ([["aa", "bb", "cc"], ["dd", "ee", "ff"]], True),
+    "only the last row": ([["aa", "bb", "cc"], ["aa", "bb", "xx"]], True),
+    "only the middle row": ([["aa", "bb", "cc"], ["aa", "xx", "cc"]], True),
+    "tensors": ([[torch.zeros(3)] * 6, [torch.ones(3)] * 6], True),
+    "tensors in dicts": ([[{"x": torch.zeros(3)}] * 3, [{"x": torch.ones(3)}] * 3], False),
+    "a batch": ([torch.zeros(6, 2), torch.ones(6, 2)], False),
+    "a batch in a dict": ([{"x": torch.zeros(6, 2)}, {"x": torch.ones(6, 2)}], False),
+    "a batch in a tuple": ([(torch.zeros(6), torch.zeros(6)), (torch.zeros(6), torch.ones(6))], False),
+}
+
+
+@pytest.mark.parametrize(("given_to", "is_rows"), DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_other_rows_are_refused(given_to, is_rows):
+    assert [type(error) for error in compared(given_to, is_rows)] == [BadOption, BadOption]
+
+
+def test_other_rows_in_a_list_of_inputs_and_targets_are_refused():
+    found = compared([[torch.zeros(6, 2), torch.zeros(6)], [torch.ones(6, 2), torch.ones(6)]], is_rows=False)
+    assert [type(error) for error in found] == [BadOption, BadOption]
+
+
+@dataclasses.dataclass
+class Row:
+    x: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+EQUAL: dict[str, Callable[[], Any]] = {
+    "strings": lambda: ["aa", "bb", "cc"],
+    "tensors": lambda: [torch.arange(3.0) for _ in range(6)],
+    "tensors in dicts in lists": lambda: [[{"x": torch.arange(3.0)}] for _ in range(6)],
+    "tensors that are not contiguous": lambda: [torch.arange(6.0).view(2, 3).T for _ in range(6)],
+    "numbers that are none": lambda: [torch.full((2,), float("nan")) for _ in range(6)],
+    "rows that cannot be pickled": lambda: [[lambda: 0] for _ in range(6)],
+}
+
+
+@pytest.mark.parametrize("given", EQUAL.values(), ids=EQUAL.keys())
+def test_equal_rows_are_the_same_rows(given):
+    assert [type(found) for found in compared([given(), given()])] == [list, list]
+
+
+def test_equal_rows_that_are_objects_with_tensors_are_the_same_rows():
+    keep = [torch.arange(3.0) for _ in range(20)]  # so that no two of the rows' tensors share an address
+    found = compared([[Row(torch.arange(3.0)) for _ in range(6)] for _ in range(2)])
+    assert found == [[0, 1, 2], [3, 4, 5]], keep
+
+
+def test_equal_rows_are_the_same_whether_or_not_their_strings_are_one_object():
+    text = "hello world"
+    other = "".join(["hello ", "world"])
+    found = compared([[{"a": text, "b": text}] * 3, [{"a": text, "b": other}] * 3])
+    assert [type(one) for one in found] == [list, list]
+
+
+def test_rows_are_compared_once():
+    given, ranks = ["aa", "bb"], Ranks(2)
+
+    def work(group: OneOf) -> None:
+        deals = dealer(group)
+        for _ in range(5):
+            deals.share(rows_of(given), given)
+
+    ranks.run(work)
+    assert ranks.gathered == 2  # the members, the comparison
+
+
+# Speed that is measured
+
+
+def timing(seconds_per_unit: list[float], steps: int = MEASURED_STEPS, names=("H200", "T4"), **options) -> list[Any]:
+    """Each process's dealer and what it said, after so many steps of its own speed."""
+
+    def work(group: OneOf):
+        deals = dealer(group, **options)
+        said = [deals.timed(10.0, 10 * seconds_per_unit[group.rank]) for _ in range(steps) if deals.measuring]
+        return deals, said
+
+    return Ranks(len(seconds_per_unit), list(names)).run(work)
+
+
+def test_unlike_devices_without_plans_are_measured():
+    assert all(deals.measuring for deals, _ in timing([1.0, 1.0], steps=0))
+
+
+def test_like_devices_are_not_measured():
+    assert not any(deals.measuring for deals, _ in timing([1.0, 1.0], steps=0, names=("H200", "H200")))
+
+
+def test_devices_with_plans_are_not_measured():
+    assert not any(deals.measuring for deals, _ in timing([1.0, 1.0], steps=0, plan_=plan()))
+
+
+def test_devices_with_rows_of_their_own_are_not_measured():
+    assert not any(deals.measuring for deals, _ in timing([1.0, 1.0], steps=0, rows_are="local"))
+
+
+def test_after_five_steps_rows_are_dealt_by_speed_and_it_is_said():
+    found = timing([1.0, 3.0])
+    sentence = "rows are dealt by measured speed from here on: H200 75%, T4 25%"
+    assert [said for _, said in found] == [[None] * 4 + [sentence]] * 2
+    assert [deals.speeds for deals, _ in found] == [pytest.approx([0.75, 0.25])] * 2
+
+
+def test_after_five_steps_nothing_is_measured_any_more():
+    assert not any(deals.measuring for deals, _ in timing([1.0, 3.0]))
+
+
+def test_devices_of_about_the_same_speed_share_evenly():
+    found = timing([1.0, 1.09])
+    assert [(deals.speeds, said) for deals, said in found] == [([1.0, 1.0], [None] * 5)] * 2
+
+
+def test_devices_that_differ_by_more_than_a_tenth_do_not():
+    assert timing([1.0, 1.12])[0][0].speeds != [1.0, 1.0]
+
+
+def test_one_slow_step_does_not_decide():
+    def work(group: OneOf):
+        deals = dealer(group)
+        for step in range(MEASURED_STEPS):
+            deals.timed(10.0, 1000.0 if step == 0 and group.rank == 1 else 10.0)
+        return deals.speeds
+
+    assert Ranks(2, ["H200", "T4"]).run(work) == [[1.0, 1.0]] * 2
+
+
+def test_the_measured_speeds_deal_the_next_step():
+    given = ["row"] * 8
+
+    def work(group: OneOf) -> int:
+        deals = dealer(group)
+        for _ in range(MEASURED_STEPS):
+            deals.timed(10.0, 10.0 if group.rank == 0 else 30.0)
+        return len(deals.share(rows_of(given), given).indices)
+
+    assert Ranks(2, ["H200", "T4"]).run(work) == [6, 2]
+
+
+def test_speed_is_work_and_not_rows_per_second():
+    def work(group: OneOf):
+        deals = dealer(group)
+        for _ in range(MEASURED_STEPS):
+            deals.timed(*((30.0, 30.0) if group.rank == 0 else (10.0, 10.0)))
+        return deals.speeds
+
+    assert Ranks(2, ["H200", "T4"]).run(work) == [[1.0, 1.0]] * 2

@@ -1,0 +1,654 @@
+"""The step gives the plain large batch's result, whatever memory does on the way."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from brimful.errors import BadOption, DoesNotFit, HalfUpdate, Inexact, NonFinite, TaskError
+from brimful.memory.ledger import simulated_memory
+from brimful.step import optimizer_memory
+from brimful.step.stepper import Stepper
+from brimful.task import Loss, Task
+from tests.training.small import PLACES, Faults, TwoTerms, Words, distance, out_of_memory, plain_loop, steps_of_rows
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "sgd": SGD,
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=1e-3),
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
+}
+STEPS = steps_of_rows()
+MICRO_BATCHES = 4
+EVERYWHERE = [(index, place) for place in PLACES[:3] for index in range(MICRO_BATCHES)] + [(0, p) for p in PLACES[3:]]
+
+
+@functools.cache
+def plain(optimizer: str, dtype=torch.float64):
+    return plain_loop(Words(dtype), STEPS, OPTIMIZERS[optimizer])
+
+
+def run(optimizer="adamw", due=(), *, task=None, steps=STEPS, micro_batch=3, seed=0, **options):
+    """The same training through the stepper, with faults."""
+    task = task or Words()
+    model = task.model()
+    stepper = Stepper(
+        model, OPTIMIZERS[optimizer](model.parameters()), task, micro_batch=micro_batch, clip_norm=1.0, **options
+    )
+    faults = Faults(model, due)
+    torch.manual_seed(seed)
+    results = []
+    with faults.installed():
+        for number, rows in enumerate(steps, start=1):
+            faults.begin(number)
+            results.append(stepper.step(rows))
+    assert not faults.due, "every fault was to strike"
+    return model, stepper, results
+
+
+def every_third_step(index, place):
+    return [(step, index, place) for step in range(2, 21, 3)]
+
+
+@pytest.mark.parametrize(("index", "place"), EVERYWHERE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_in_float64_an_oom_leaves_the_weights_of_the_undisturbed_run(optimizer, index, place):
+    model, stepper, _ = run(optimizer, every_third_step(index, place))
+    assert distance(plain(optimizer), model) < 1e-10
+    assert stepper.ooms == 7
+
+
+@pytest.mark.parametrize(("index", "place"), EVERYWHERE)
+@pytest.mark.parametrize(("optimizer", "tolerance"), [("sgd", 1e-6), ("adamw", 1e-4)])
+def test_in_float32_too_within_rounding(optimizer, tolerance, index, place):
+    model, _, _ = run(optimizer, every_third_step(index, place), task=Words(torch.float32))
+    assert distance(plain(optimizer, torch.float32), model) < tolerance
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 12, None])
+def test_any_cut_gives_the_plain_large_batch(micro_batch):
+    assert distance(plain("adamw"), run(micro_batch=micro_batch)[0]) < 1e-10
+
+
+def test_a_mean_of_means_would_have_been_seen():
+    """The rows are uneven enough for these tests to mean something."""
+    task = Words()
+    model = task.model()
+    optimizer = ADAMW(model.parameters())
+    for rows in STEPS:
+        optimizer.zero_grad()
+        for start in range(0, 12, 3):
+            loss = task.loss(model, task.collate(rows[start : start + 3]))
+            (loss.sum / loss.count / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert distance(plain("adamw"), model) > 1e-3
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_many_faults_in_one_step_are_survived(place):
+    due = [(step, index, place) for step in (2, 3, 9) for index in range(3)] + [(2, 0, "clip"), (9, 1, "forward")]
+    assert distance(plain("adamw"), run(due=due)[0]) < 1e-10
+
+
+def test_the_optimizer_is_applied_once_a_step():
+    calls = itertools.count()
+    task = Words()
+    model = task.model()
+    optimizer = ADAMW(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: next(calls))
+    stepper = Stepper(model, optimizer, task, micro_batch=3)
+    faults = Faults(model, [(step, 1, place) for step in range(2, 21, 6) for place in PLACES[1:4]])
+    with faults.installed():
+        for number, rows in enumerate(STEPS, start=1):
+            faults.begin(number)
+            stepper.step(rows)
+    assert next(calls) == 20
+
+
+def test_every_row_is_in_the_gradient_once():
+    """A loss whose gradient is the sum of one-hot row ids."""
+    rows = [{"id": index, "words": torch.ones(1 + index % 7, dtype=torch.long)} for index in range(12)]
+    bag = nn.Embedding(12, 1)
+
+    def loss(model, batch):
+        return Loss(model(batch["id"]).sum(), len(batch["id"]))
+
+    stepper = Stepper(bag, torch.optim.SGD(bag.parameters(), lr=0.0), loss, collate=Words().collate, micro_batch=5)
+    seen = itertools.count()
+
+    def fault(_module, _inputs, _output):
+        if torch.is_grad_enabled() and next(seen) == 2:
+            out_of_memory()
+
+    bag.register_forward_hook(fault)
+    result = stepper.backward(rows)
+    assert result.ooms == 1
+    assert torch.equal(bag.weight.grad * result.count, torch.ones(12, 1))
+
+
+def test_with_dropout_the_same_seed_and_faults_give_the_same_bits():
+    due = [(2, 1, "backward"), (5, 0, "forward"), (6, 2, "to device")]
+    first, again = (run(due=due, task=Words(dropout=0.3))[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_with_dropout_a_retry_at_the_same_cut_draws_the_same_masks():
+    """What fails after the last micro-batch is redone with the cut it had."""
+    undisturbed = run(task=Words(dropout=0.3))[0]
+    disturbed = run(due=[(3, 0, "reservation"), (7, 0, "clip")], task=Words(dropout=0.3))[0]
+    assert distance(undisturbed, disturbed) == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_batch_norm_counts_only_the_micro_batches_that_went_through(place):
+    model, _, results = run(due=[(2, 1, place), (4, 0, place)], task=Words(norm=True), grow_after=1)
+    assert int(model.middle.num_batches_tracked) == sum(result.micro_batches for result in results)
+
+
+def test_batch_norm_is_never_left_with_a_single_row():
+    inputs = torch.randn(7, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    stepper = Stepper(model, SGD(model.parameters()), lambda m, x: Loss(m(x).sum(), len(x)), micro_batch=2)
+    result = stepper.step(inputs)
+    assert (result.rows, result.micro_batches) == (7, 3)
+
+
+def test_batch_norm_is_warned_about_once():
+    _, stepper, _ = run(task=Words(norm=True))
+    assert [event.sentence for event in stepper.events if "although BatchNorm" in event.sentence] == [
+        "the step is cut although BatchNorm ('middle') averages over the micro-batch, so its statistics are those of the cut and not of the global batch"
+    ]
+
+
+def test_an_average_kept_by_a_hook_sees_each_update_once():
+    def averaged(due):
+        task = Words()
+        model = task.model()
+        optimizer = ADAMW(model.parameters())
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+        stepper = Stepper(model, optimizer, task, micro_batch=3, clip_norm=1.0)
+        faults = Faults(model, due)
+        with faults.installed():
+            for number, rows in enumerate(STEPS, start=1):
+                faults.begin(number)
+                stepper.step(rows)
+        return average
+
+    assert distance(averaged([]), averaged(every_third_step(1, "backward"))) < 1e-10
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_low_precision_an_oom_changes_rounding_only(precision):
+    task = Words(torch.float32)
+    undisturbed, _, results = run("sgd", task=task, precision=precision)
+    disturbed, _, again = run("sgd", [*every_third_step(1, "backward"), (6, 0, "clip")], task=task, precision=precision)
+    assert distance(undisturbed, disturbed) < 5e-3
+    assert all(result.applied for result in results[-5:] + again[-5:])
+
+
+def test_the_scaler_is_the_users_and_grows_as_without_a_fault():
+    def scale(due):
+        scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        run("sgd", due, task=Words(torch.float32), precision="fp16", scaler=scaler)
+        return scaler.get_scale()
+
+    assert scale([]) == scale([(2, 1, "backward"), (3, 0, "clip"), (4, 0, "reservation")])
+
+
+def test_a_norm_that_overflows_is_skipped_with_a_scaler_too():
+    """Each gradient is a number, their norm is none, and the scaler alone would have stepped."""
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    stepper = Stepper(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        lambda m, x: Loss(m(x).sum() * 1e25, len(x)),
+        scaler=torch.amp.GradScaler("cpu", init_scale=1.0),
+        clip_norm=1.0,
+    )
+    assert not stepper.step(torch.ones(3, 4)).applied
+    assert torch.equal(before, model.weight)
+
+
+def test_without_a_task_a_batch_is_cut_by_its_rows():
+    inputs, targets = torch.randn(10, 4, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+    model = nn.Linear(4, 1).double()
+
+    def loss(model, batch):
+        return Loss((model(batch[0]).squeeze(1) - batch[1]).square().sum(), len(batch[0]))
+
+    stepper = Stepper(model, SGD(model.parameters()), loss, micro_batch=4)
+    result = stepper.backward([inputs, targets])
+    whole = (model(inputs).squeeze(1) - targets).square().mean()
+    assert torch.allclose(model.weight.grad, torch.autograd.grad(whole, model.weight)[0], atol=0, rtol=1e-12)
+    assert (result.rows, result.micro_batches, result.largest_micro_batch) == (10, 3, 4)
+
+
+@pytest.mark.parametrize("due", [[], [(1, 1, "backward")]])
+def test_terms_with_different_counts_are_exact(due):
+    task = TwoTerms()
+    model, reference = task.model(), task.model()
+    stepper = Stepper(model, SGD(model.parameters()), task, micro_batch=5)
+    with Faults(model, due).installed() as faults:
+        faults.begin(1)
+        result = stepper.backward(STEPS[0])
+    terms = task.loss(reference, task.collate(STEPS[0]))
+    means = {name: term.sum / term.count for name, term in terms.items()}
+    sum(means.values()).backward()
+    for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(got.grad, expected.grad, rtol=1e-12, atol=1e-15)
+    assert result.terms == pytest.approx({name: float(mean.detach()) for name, mean in means.items()}, rel=1e-12)
+
+
+def test_terms_that_counts_does_not_know_are_one_sentence():
+    class Other(TwoTerms):
+        def counts(self, batch):
+            return {"rows": len(batch["words"])}
+
+    task = Other()
+    model = task.model()
+    with pytest.raises(TaskError, match=r"its loss has the terms \['rows', 'words'\], its counts\(batch\) \['rows'\]"):
+        Stepper(model, SGD(model.parameters()), task).step(STEPS[0])
+
+
+def test_the_loss_of_a_step_is_the_mean_over_everything_counted():
+    task = Words()
+    model = task.model()
+    whole = task.loss(model, task.collate(STEPS[0]))
+    result = Stepper(model, SGD(model.parameters()), task, micro_batch=5).step(STEPS[0])
+    assert result.loss == pytest.approx(float(whole.sum.detach() / whole.count), rel=1e-12)
+    assert result.count == float(whole.count)
+    assert result.rows == 12
+
+
+# The cut: finer after a failure, back again later.
+
+
+def test_the_cut_grows_back_after_clean_steps():
+    _, stepper, results = run(due=[(3, 0, "forward")], micro_batch=None, grow_after=4)
+    cuts = [result.micro_batches for result in results]
+    assert cuts[:2] == [1, 1] and min(cuts[2:6]) >= 2 and cuts[7:] == [1] * 13
+    assert [event.event for event in stepper.events if event.event in ("oom", "grow")] == ["oom", "grow"]
+
+
+def test_an_oom_is_an_event_with_what_was_tried_and_what_changed():
+    heard = []
+    run(due=[(3, 1, "backward")], on_event=heard.append)
+    (event,) = [event for event in heard if event.event == "oom"]
+    told = event.to_json()
+    assert (told["step"], told["doing"], told["micro_batch"], told["micro_batches"]) == (3, "backward", 1, 4)
+    assert told["rows"] == 3 and told["change"] and "injected" in told["message"]
+
+
+def test_a_listener_that_fails_does_not_stop_training():
+    def broken(_event):
+        raise ValueError("disk full")
+
+    assert distance(plain("adamw"), run(due=[(3, 1, "backward")], on_event=broken)[0]) < 1e-10
+
+
+def test_a_step_learns_from_a_real_limit_and_recovers_when_it_rises():
+    task = Words()
+    model = task.model()
+    stepper = Stepper(model, ADAMW(model.parameters()), task, clip_norm=1.0, grow_after=3)
+    cuts = []
+    with simulated_memory("10MiB") as memory:
+        for number, rows in enumerate(STEPS, start=1):
+            if number == 5:
+                memory.limit_bytes = memory.live_bytes + 350_000
+            if number == 10:
+                memory.limit_bytes = 10 * 2**20
+            cuts.append(stepper.step(rows).micro_batches)
+    assert cuts[:4] == [1] * 4 and min(cuts[4:9]) > 1 and cuts[-5:] == [1] * 5
+    assert stepper.ooms == memory.ooms > 0
+    assert distance(plain("adamw"), model) < 1e-10
+
+
+# Rows that do not fit.
+
+
+def long_row_fails(task):
+    model = task.model()
+
+    def fault(_module, inputs, _output):
+        if inputs[0].shape[1] == 40:
+            out_of_memory()
+
+    model.first.register_forward_hook(fault)
+    return model
+
+
+def rows_with_one_long():
+    rows = [{"id": index, "words": torch.full((3,), 1 + index)} for index in range(6)]
+    rows[4]["words"] = torch.full((40,), 7)
+    return rows
+
+
+def test_a_row_that_does_not_fit_alone_is_named_and_stops_the_run():
+    task = Words()
+    model = long_row_fails(task)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(
+        DoesNotFit, match=r"^row 4 of step 1 \(lengths 40\) cannot be cut and needs .*skip_oversized=True"
+    ):
+        Stepper(model, ADAMW(model.parameters()), task).step(rows_with_one_long())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_it_is_set_aside_when_asked_and_the_rest_is_exact():
+    task = Words()
+    model, reference = long_row_fails(task), task.model()
+    stepper = Stepper(model, ADAMW(model.parameters()), task, skip_oversized=True)
+    rows = rows_with_one_long()
+    result = stepper.step(rows)
+    optimizer = ADAMW(reference.parameters())
+    loss = task.loss(reference, task.collate(rows[:4] + rows[5:]))
+    (loss.sum / loss.count).backward()
+    optimizer.step()
+    assert (result.set_aside, result.rows) == ((4,), 5)
+    assert distance(reference, model) < 1e-10
+    assert any(event.event == "oversized" for event in stepper.events)
+
+
+def test_rows_that_only_the_held_gradients_keep_out_are_not_set_aside():
+    """The first row goes through alone, the second finds the first one's gradients in its way: no row is to blame."""
+    task = Words()
+    model = task.model()
+
+    def fault(_module, _inputs, _output):
+        if torch.is_grad_enabled() and model.head.weight.grad is not None:
+            out_of_memory()
+
+    model.first.register_forward_hook(fault)
+    rows = [{"id": index, "words": torch.full((3,), 1 + index)} for index in range(6)]
+    stepper = Stepper(model, ADAMW(model.parameters()), task, skip_oversized=True, micro_batch=4)
+    with pytest.raises(DoesNotFit, match="no second micro-batch fits beside the gradients of the first"):
+        stepper.step(rows)
+    assert stepper.ooms > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (lambda m, o: (o, m, Words()), "the model is a SGD, not a torch.nn.Module"),
+        (lambda m, o: (m, o, nn.CrossEntropyLoss()), r"a CrossEntropyLoss is a criterion.*write loss\(model, batch\)"),
+        (
+            lambda m, o: (m, o, Words(), "plan.json"),
+            r"the plan is a str, not a brimful.Plan: Plan.load\(path\) reads one",
+        ),
+        (lambda m, o: (m.to("meta"), o, Words()), "on the meta device"),
+        (lambda m, o: (nn.Linear(2, 2), o, Words()), "steps none of the model's trainable parameters"),
+    ],
+)
+def test_a_mix_up_of_arguments_is_one_sentence(arguments, sentence):
+    model = nn.Linear(2, 2)
+    with pytest.raises(TaskError, match=sentence):
+        Stepper(*arguments(model, SGD(model.parameters())))
+
+
+@pytest.mark.parametrize("option", [{"on_event": 3}, {"collate": "x"}, {"scaler": 1}])
+def test_an_option_of_the_wrong_kind_is_one_sentence(option):
+    with pytest.raises(BadOption, match=rf"^{next(iter(option))} .*: write a"):
+        linear(lambda model, batch: None, **option)
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_told_of():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    stepper = Stepper(model, SGD(model[1].parameters()), lambda m, x: Loss(m(x).sum(), len(x)))
+    assert "does not step '0.weight' and 1 more" in stepper.events[0].sentence
+
+
+# No half update.
+
+
+def test_an_optimizer_that_fails_stops_the_run_and_names_the_checkpoint():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            out_of_memory()
+
+    task = Words()
+    model = task.model()
+    stepper = Stepper(model, Broken(model.parameters(), lr=0.1), task, checkpoint=lambda: "run/checkpoints/400")
+    with pytest.raises(HalfUpdate, match=r"last checkpoint is run/checkpoints/400"):
+        stepper.step(STEPS[0])
+
+
+def test_the_optimizers_first_step_is_proven_before_it_begins():
+    """AdamW's state does not fit: the error comes before a single weight has moved, and no cut can help."""
+    model = nn.Linear(1000, 100, bias=False)
+    before = model.weight.detach().clone()
+
+    def loss(model, batch):
+        return Loss(model(batch).sum(), len(batch))
+
+    with simulated_memory("1000KiB") as memory:
+        memory.adopt(model.parameters())
+        stepper = Stepper(model, torch.optim.AdamW(model.parameters(), foreach=False), loss)
+        with pytest.raises(DoesNotFit, match=r"reserving the optimizer's bytes .* which no cut makes smaller"):
+            stepper.step(torch.ones(2, 1000))
+    assert torch.equal(before, model.weight)
+
+
+def test_other_parameters_in_the_next_step_are_reserved_for_anew(monkeypatch):
+    asked = []
+    monkeypatch.setattr(optimizer_memory, "reserve", lambda sizes, device: asked.append(sum(sizes)))
+    heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(1000, 100)])
+
+    def loss(model, batch):
+        head = model[0] if batch.shape[1] == 4 else model[1]
+        return Loss(head(batch).sum(), len(batch))
+
+    stepper = Stepper(heads, torch.optim.AdamW(heads.parameters(), fused=True), loss)
+    stepper.step(torch.ones(2, 4))
+    stepper.step(torch.ones(2, 1000))
+    assert asked[1] == 2 * 4 * (1000 * 100 + 100)
+
+
+def test_what_is_reserved_is_what_the_optimizer_takes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(optimizer_memory, "reserve", lambda sizes, device: asked.append(sum(sizes)))
+    model = nn.Linear(100, 10, bias=False)
+
+    def loss(model, batch):
+        return Loss(model(batch).sum(), len(batch))
+
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), foreach=True), loss)
+    stepper.step(torch.ones(2, 100))
+    stepper.step(torch.ones(2, 100))
+    assert asked == [3 * 4000, 4000]
+
+
+# Bad input: one sentence each, before damage is done.
+
+
+def linear(loss, **options):
+    model = nn.Linear(4, 1)
+    return model, Stepper(model, SGD(model.parameters()), loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (lambda x: x.sum(), r"returned a Tensor; return brimful.Loss\(sum=…, count=…\)"),
+        (lambda x: Loss(x.sum(), None), r"Loss.count must be one number"),
+        (lambda x: Loss(x, len(x)), r"Loss.sum must be one number"),
+        (lambda x: Loss(x.sum().detach(), len(x)), r"depends on the model's trainable weights"),
+        (lambda x: Loss(x.sum() * 0, 0), r"counted 0 over the whole step"),
+        (lambda x: Loss(x.sum(), float("nan")), r"counted nan over the whole step"),
+        (lambda x: {"a": Loss(x.sum(), 1), "b": Loss(x.sum(), 1)}, r"several terms \(a, b\).*define counts\(batch\)"),
+    ],
+)
+def test_a_loss_that_cannot_be_weighed_is_one_sentence(returned, sentence):
+    model, stepper = linear(lambda model, batch: returned(model(batch)))
+    before = model.weight.detach().clone()
+    with pytest.raises(TaskError, match=sentence):
+        stepper.step(torch.ones(3, 4))
+    assert torch.equal(before, model.weight) and model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        ({"x": torch.ones(3, 4), "y": torch.ones(2)}, r"\['x'\] has 3, \['y'\] has 2"),
+        ({"x": 3}, r"there are none"),
+        (object(), r"this is a object, which cannot be cut"),
+        (torch.ones(0, 4), r"no rows"),
+        ([], r"no rows"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_one_sentence(batch, sentence):
+    _, stepper = linear(lambda model, batch: Loss(model(batch["x"]).sum(), 1))
+    with pytest.raises(TaskError, match=sentence):
+        stepper.step(batch)
+
+
+def test_a_loss_across_rows_is_refused_before_the_first_cut():
+    def pairs(model, batch):
+        x = model(batch)
+        return Loss((x - x.T).square().mean() * len(x), len(x))
+
+    model, stepper = linear(pairs, micro_batch=2)
+    before = model.weight.detach().clone()
+    with pytest.raises(Inexact, match=r"looks across rows.*allow_inexact=True"):
+        stepper.step(torch.randn(6, 4))
+    assert torch.equal(before, model.weight)
+
+
+def test_a_loss_across_rows_runs_whole_and_is_told_of_at_once():
+    def pairs(model, batch):
+        x = model(batch)
+        return Loss((x - x.T).square().mean() * len(x), len(x))
+
+    _, stepper = linear(pairs)
+    assert stepper.step(torch.randn(6, 4)).applied
+    assert "looks across rows" in stepper.events[0].sentence
+
+
+def test_a_model_that_looks_at_padding_is_refused_before_the_first_cut():
+    class Padded(Words):
+        def loss(self, model, batch):
+            return Loss(model(batch["words"]).square().sum(), len(batch["words"]))
+
+    task = Padded()
+    model = task.model()
+    with pytest.raises(Inexact, match="looks across rows or at their padding"):
+        Stepper(model, SGD(model.parameters()), task, micro_batch=2).step(STEPS[0])
+
+
+def test_every_try_begins_without_gradients():
+    """An adapter tells by this that a step starts over."""
+    task = Words()
+    model = task.model()
+    held, seen = [], itertools.count()
+
+    def look(_module, _inputs, _output):
+        if torch.is_grad_enabled():
+            held.append(any(param.grad is not None for param in model.parameters()))
+            if next(seen) == 2:
+                out_of_memory()
+
+    model.first.register_forward_hook(look)
+    Stepper(model, SGD(model.parameters()), task, micro_batch=4).step(STEPS[0])
+    assert held[:3] == [False, True, True] and held[3:5] == [False, True]
+
+
+def test_a_part_that_is_thawed_in_the_middle_of_a_run_is_trained():
+    task = Words()
+    model = task.model()
+    model.embed.requires_grad_(False)
+    stepper = Stepper(model, SGD(model.parameters()), task, micro_batch=4)
+    stepper.step(STEPS[0])
+    before = model.embed.weight.detach().clone()
+    model.embed.requires_grad_(True)
+    stepper.step(STEPS[1])
+    assert not torch.equal(before, model.embed.weight)
+
+
+def test_gradients_that_are_no_numbers_are_skipped_and_then_stop_the_run():
+    model, stepper = linear(lambda model, batch: Loss(model(batch).sum() * batch[0, 0], len(batch)), skip_nonfinite=2)
+    stepper.step(torch.ones(3, 4))
+    before = model.weight.detach().clone()
+    bad = torch.full((3, 4), float("nan"))
+    assert [stepper.step(bad).applied for _ in range(2)] == [False, False]
+    with pytest.raises(NonFinite, match=r"number 3 in a row that was skipped"):
+        stepper.step(bad)
+    assert torch.equal(before, model.weight)
+    skips = [event for event in stepper.events if event.event == "skip"]
+    assert "first in 'weight': the step is skipped, 1 in a row of at most 2" in skips[0].sentence
+
+
+def test_a_good_step_between_bad_ones_starts_the_count_again():
+    _, stepper = linear(lambda model, batch: Loss(model(batch).sum() * batch[0, 0], len(batch)), skip_nonfinite=1)
+    values = (float("inf"), 1.0, float("inf"), 1.0)
+    assert [stepper.step(torch.full((3, 4), value)).applied for value in values] == [False, True, False, True]
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(BadOption, match=r"Stepper has no option microbatch; it has allow_inexact, "):
+        linear(lambda model, batch: None, microbatch=3)
+
+
+# State.
+
+
+def test_a_stepper_goes_on_from_its_state():
+    task = Words()
+    model = task.model()
+    optimizer = ADAMW(model.parameters())
+    stepper = Stepper(model, optimizer, task, clip_norm=1.0)
+    faults = Faults(model, [(2, 0, "forward"), (3, 1, "backward")])
+    with faults.installed():
+        for number in (1, 2, 3):
+            faults.begin(number)
+            stepper.step(STEPS[number - 1])
+    later = Stepper(model, optimizer, task, clip_norm=1.0)
+    later.load_state_dict(stepper.state_dict())
+    assert later.step(STEPS[3]).micro_batches == stepper.step(STEPS[4]).micro_batches > 1
+    assert (later.steps, later.ooms) == (4, 2)
+
+
+def test_a_task_class_and_a_tasks_own_loss_do_as_well_as_a_task():
+    task = Words()
+    for given in (task, task.loss):
+        model = task.model()
+        assert Stepper(model, SGD(model.parameters()), given, micro_batch=4).step(STEPS[0]).rows == 12
+
+
+def test_something_else_is_not_a_loss():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TaskError, match=r"takes a brimful.Task or a loss\(model, batch\), not a int"):
+        Stepper(model, SGD(model.parameters()), 3)
+
+
+class Unused(Task):
+    """A parameter that gets no gradient must keep none: AdamW would decay it."""
+
+    name = "unused"
+
+    def model(self):
+        model = nn.Module()
+        model.used, model.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+        return model
+
+    def loss(self, model, batch):
+        return Loss(model.used(batch).sum(), len(batch))
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    task = Unused()
+    model = task.model()
+    before = model.unused.weight.detach().clone()
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.5), task, micro_batch=2)
+    stepper.step(torch.ones(4, 4))
+    assert torch.equal(before, model.unused.weight)

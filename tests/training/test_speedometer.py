@@ -1,0 +1,163 @@
+"""The figures of a step: what counts is the rows as they are; and the peak that a CPU's ledger gives to a step."""
+
+import numpy as np
+import pytest
+import torch
+
+from brimful.data.reader import StepRows
+from brimful.memory.ledger import active_peak_bytes, reset_active_peak, simulated_memory
+from brimful.memory.model import Polynomial
+from brimful.step.distributed import SingleProcess
+from brimful.step.interface import StepResult
+from brimful.step.stepper import Stepper
+from brimful.training import metrics as module
+from brimful.training.metrics import FlopModel, Speedometer
+from brimful.units import KiB
+from tests.training.small import Words, steps_of_rows
+
+LENGTHS = np.array([[3, 1], [5, 2], [100, 40], [7, 4]])
+
+
+class Rows(list):
+    """Rows that tell their lengths."""
+
+    def shapes(self, indices):
+        return LENGTHS[np.asarray(indices)]
+
+
+def step_rows(indices, groups, shapes):
+    return StepRows(
+        start=0, step_rows=len(indices), indices=np.array(indices, dtype=np.int64), groups=groups, shapes=shapes, parts=[], collated=False
+    )  # fmt: skip
+
+
+ROWS = step_rows([0, 1, 3], [[0, 2], [1]], [(7, 4), (5, 2)])
+
+
+def result(**changes):
+    facts = {
+        "step": 1, "loss": 2.0, "terms": {"loss": 2.0}, "rows": 6, "count": 7.0, "applied": True, "grad_norm": 1.0, "micro_batches": 2,
+        "largest_micro_batch": 2, "ooms": 0, "ooms_of_all": 0, "set_aside": (), "seconds": 0.5, "peak_bytes": 10,
+    }  # fmt: skip
+    return StepResult(**{**facts, **changes})
+
+
+def meter(rows=None, group=None, flops=None, peak_flops=None, limit_bytes=None):
+    rows = Rows() if rows is None else rows
+    return Speedometer(rows, group or SingleProcess(), flops=flops, peak_flops=peak_flops, limit_bytes=limit_bytes)
+
+
+FLOPS = FlopModel(polynomial=Polynomial({(1, 0): 10.0, (0, 1): 100.0}))
+
+
+def test_tokens_are_those_of_the_rows_not_of_the_padded_batch():
+    assert meter().of(ROWS, result(), 0.0, steps_left=1)["tokens"] == 3 + 1 + 5 + 2 + 7 + 4
+
+
+def test_speed_counts_the_wait_for_data():
+    found = meter(limit_bytes=99).of(ROWS, result(), 1.5, steps_left=1)
+    assert (found["rows_per_s"], found["tokens_per_s"]) == (6 / 2.0, 22 / 2.0)
+    assert (found["seconds"], found["data_wait_s"], found["peak_bytes"], found["limit_bytes"]) == (0.5, 1.5, 10, 99)
+
+
+def test_mfu_is_the_rows_arithmetic_over_what_the_device_could_have_done():
+    found = meter(flops=FLOPS, peak_flops=10_000.0).of(ROWS, result(), 1.5, steps_left=1)
+    assert found["mfu"] == pytest.approx((10 * (3 + 5 + 7) + 100 * (1 + 2 + 4)) / 0.5 / 10_000)
+
+
+@pytest.mark.parametrize("how", [{"flops": FLOPS}, {"peak_flops": 1e4}], ids=["no peak", "no formula"])
+def test_mfu_is_unknown_where_either_side_is(how):
+    assert meter(**how).of(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
+
+
+def test_mfu_is_never_above_everything():
+    assert meter(flops=FLOPS, peak_flops=1_000.0).of(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
+
+
+def test_figures_are_those_of_all_processes():
+    class Two(SingleProcess):
+        size = 2
+
+        def gather(self, values):
+            return [list(values), [78.0, 150.0]]
+
+    found = meter(group=Two(), flops=FLOPS, peak_flops=10_000.0).of(ROWS, result(), 0.5, steps_left=1)
+    assert (found["tokens"], found["tokens_per_s"]) == (100, 100.0)
+    assert found["mfu"] == pytest.approx((850 + 150) / 0.5 / 20_000)
+
+
+def test_a_process_without_rows_has_figures_too():
+    found = meter(flops=FLOPS, peak_flops=1e4).of(step_rows([], [], []), result(), 0.0, steps_left=1)
+    assert (found["tokens"], found["tokens_per_s"], found["mfu"]) == (None, None, None)
+
+
+def test_rows_that_do_not_tell_their_lengths_count_as_long_as_their_micro_batch():
+    assert meter(rows=[]).of(ROWS, result(), 0.0, steps_left=1)["tokens"] == 2 * (7 + 4) + (5 + 2)
+
+
+@pytest.mark.parametrize("shapes", [[(3, 2)], lambda indices: np.ones((len(indices), 3))], ids=["a list", "others"])
+def test_a_data_set_with_shapes_of_its_own_kind_does_not_end_the_run(shapes):
+    class Own(list):
+        pass
+
+    rows = Own()
+    rows.shapes = shapes
+    assert meter(rows=rows, flops=FLOPS, peak_flops=1e4).of(ROWS, result(), 0.0, steps_left=1)["tokens"] == 29
+
+
+def test_rows_without_lengths_have_no_tokens():
+    found = meter(rows=[]).of(step_rows([0, 1], [[0, 1]], [()]), result(), 0.0, steps_left=1)
+    assert (found["tokens"], found["tokens_per_s"]) == (None, None)
+
+
+def test_the_time_left_is_told_from_the_median_of_the_last_steps(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    found, watch = [], meter()
+    for took in [100.0, 1.0, 2.0, *[50.0] * 30, *[3.0] * module.WINDOW]:
+        now[0] += took
+        found.append(watch.of(ROWS, result(), 0.0, steps_left=10)["eta_s"])
+    assert found[:3] == [1000.0, 505.0, 20.0]
+    assert found[-1] == 30.0
+    now[0] += 5.0
+    assert watch.of(ROWS, result(), 0.0, steps_left=0)["eta_s"] == 0.0
+
+
+def test_outside_of_a_limit_there_is_no_peak():
+    reset_active_peak()
+    assert active_peak_bytes() is None
+
+
+def test_a_peak_counts_from_where_it_was_set_back():
+    with simulated_memory("1MiB") as memory:
+        kept = torch.zeros(4 * KiB, dtype=torch.uint8)
+        large = torch.zeros(32 * KiB, dtype=torch.uint8)
+        del large
+        assert active_peak_bytes() == 36 * KiB
+        reset_active_peak()
+        assert active_peak_bytes() == 4 * KiB
+        small = torch.zeros(8 * KiB, dtype=torch.uint8)
+        del small, kept
+        assert active_peak_bytes() == 12 * KiB
+        assert memory.peak_bytes == 36 * KiB
+
+
+def test_of_two_limits_the_tighter_one_tells_the_peak():
+    with simulated_memory("1MiB") as outer:
+        before = torch.zeros(64 * KiB, dtype=torch.uint8)
+        with simulated_memory("512KiB"):
+            inner = torch.zeros(8 * KiB, dtype=torch.uint8)
+            assert active_peak_bytes() == 8 * KiB
+            reset_active_peak()
+            del inner, before
+        assert active_peak_bytes() == outer.recent_peak_bytes == 72 * KiB
+
+
+def test_the_peak_of_a_step_is_that_step_s_own():
+    task = Words(dtype=torch.float32)
+    model = task.model()
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    rows = [row for step in steps_of_rows(2, 30) for row in step]
+    with simulated_memory("64MiB"):
+        large, small = stepper.step(rows), stepper.step(rows[:1])
+    assert small.peak_bytes < large.peak_bytes / 4

@@ -1,27 +1,27 @@
 """Every error Brimful raises on purpose, in one tree.
 
     BrimfulError
-    ├── UserError            something asked for cannot work: one sentence, exit code 2, no traceback
-    │   ├── BadOption        a value of a flag, a config file or an argument
-    │   ├── UnknownTask      no such built-in task, file or name in the file
-    │   ├── BadData          a file of rows, a token store or a tokenizer cannot be used; names file and line
-    │   ├── TaskError        the task itself is at fault: `dummy` and `loss` disagree, a NaN, no rows
-    │   ├── Inexact          cutting this batch would change the result, and nobody allowed that
-    │   ├── DoesNotFit       the memory asked for is too small; carries the bytes needed
-    │   ├── DeviceBusy       the device is missing, or full with other processes' memory
-    │   ├── Unsuited         the model or optimizer is of a kind whose step cannot be redone
-    │   ├── NonFinite        gradients were NaN or inf in too many steps in a row
-    │   ├── HalfUpdate       the optimizer's own step failed: only a checkpoint helps
-    │   ├── LostProcess      another process of the job ended
-    │   ├── BadModel         a model folder of another kind, damaged, or at odds with its tokenizer
-    │   ├── BadRun           a run folder in use, unwritable, of another run, or with nothing to resume
-    │   ├── BadCheckpoint    a checkpoint that is incomplete or damaged; names the file
-    │   ├── SaveFailed       a checkpoint could not be written; those before it are whole
-    │   ├── NoConnection     the processes of a job cannot talk to each other; names what helps
-    │   └── MissingExtra     an optional package is needed; names the pip command
-    └── InternalError        a bug in Brimful; never the user's fault
+    ├── UserError                   a request that cannot work: exit code 2, no traceback
+    │   ├── BadOption               a flag, a value in a config file, or an argument
+    │   ├── UnknownTask             no such built-in task, file, or name in the file
+    │   ├── BadData                 rows, a token store or a tokenizer that cannot be read
+    │   ├── TaskError               a fault of the task itself
+    │   ├── InexactSplit            splitting this batch would change the result
+    │   ├── DoesNotFit              the memory limit is too small; carries the bytes needed
+    │   ├── DeviceBusy              the device is missing, or other processes hold its memory
+    │   ├── UnsupportedModel        a model or optimizer whose step cannot be repeated
+    │   ├── NonFiniteGradients      too many consecutive steps with NaN or inf
+    │   ├── PartialUpdate           the optimizer's step failed midway; only a checkpoint helps
+    │   ├── ProcessLost             another process of the job ended
+    │   ├── ConnectionFailed        the processes of a job cannot reach each other
+    │   ├── BadModel                a model folder that cannot be used
+    │   ├── BadRun                  a run folder that cannot be used
+    │   ├── BadCheckpoint           a checkpoint that is incomplete or damaged
+    │   ├── SaveFailed              a checkpoint that could not be written
+    │   └── MissingExtra            an optional package is not installed
+    └── InternalError               a bug in Brimful; never the user's fault
 
-The message of a `UserError` says what was wrong, what was available and what to do, in one sentence.
+The message of a `UserError` has two sentences at most: what is wrong with the value seen, then what to do.
 """
 
 
@@ -30,11 +30,11 @@ class BrimfulError(Exception):
 
 
 class UserError(BrimfulError):
-    """Something asked for cannot work. Printed as one sentence, exit code 2."""
+    """A request that cannot work. The command line prints the message and exits with code 2."""
 
 
 class BadOption(UserError):
-    """A flag, a config value or an argument is out of range; lists every problem at once."""
+    """A flag, a config value or an argument is out of range. Lists every problem at once."""
 
 
 class UnknownTask(UserError):
@@ -42,15 +42,15 @@ class UnknownTask(UserError):
 
 
 class BadData(UserError):
-    """A file of rows, a token store or a tokenizer cannot be read; names the file, and the line where there is one."""
+    """Rows, a token store or a tokenizer cannot be read. Names the file, and the line where there is one."""
 
 
 class TaskError(UserError):
-    """The task is at fault: its parts disagree, or its loss is not a number."""
+    """The task is at fault: a method is missing, its parts disagree, or its loss is not a number."""
 
 
-class Inexact(UserError):
-    """Cutting the batch would change the result, and `--allow-inexact` was not given."""
+class InexactSplit(UserError):
+    """Splitting the batch would change the result, and `--allow-inexact` was not given."""
 
 
 class DoesNotFit(UserError):
@@ -65,28 +65,32 @@ class DeviceBusy(UserError):
     """The device does not exist, or other processes hold its memory."""
 
 
-class Unsuited(UserError):
-    """A model, wrapper or optimizer whose step cannot be cut and redone; named, with what to use instead."""
+class UnsupportedModel(UserError):
+    """A model, wrapper or optimizer whose step cannot be split and repeated. Names it, and what to use instead."""
 
 
-class NonFinite(UserError):
-    """The gradients were NaN or inf more often in a row than allowed."""
+class NonFiniteGradients(UserError):
+    """The gradients were NaN or inf in more consecutive steps than allowed."""
 
 
-class HalfUpdate(UserError):
-    """The optimizer's own step failed, so the weights may be half updated; names the last checkpoint."""
+class PartialUpdate(UserError):
+    """The optimizer's step failed midway, so some weights may be updated and others not. Names the last checkpoint."""
 
 
-class LostProcess(UserError):
-    """Another process of this job ended, or stopped with a sentence of its own."""
+class ProcessLost(UserError):
+    """Another process of this job ended, or stopped with an error of its own."""
+
+
+class ConnectionFailed(UserError):
+    """The processes of a job cannot reach each other before training begins."""
 
 
 class BadModel(UserError):
-    """A model folder cannot be used: another architecture, missing or damaged weights, ids at odds with its tokenizer."""
+    """A model folder cannot be used: another architecture, damaged weights, or ids its tokenizer does not have."""
 
 
 class BadRun(UserError):
-    """A run folder cannot be used: another process trains in it, it cannot be written, there is nothing to resume."""
+    """A run folder cannot be used: another process trains in it, it is not writable, or there is nothing to resume."""
 
 
 class BadCheckpoint(UserError):
@@ -94,25 +98,21 @@ class BadCheckpoint(UserError):
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written. Nothing that was there before is lost."""
-
-
-class NoConnection(UserError):
-    """The processes of a job cannot reach each other before training begins."""
+    """A checkpoint could not be written. Earlier checkpoints are intact."""
 
 
 class MissingExtra(UserError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; it comes with: pip install 'brimful[{extra}]'")
+        super().__init__(f"{package} is not installed. Try: pip install 'brimful[{extra}]'")
 
 
 class InternalError(BrimfulError):
-    """An invariant of Brimful broke."""
+    """An invariant of Brimful is broken."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """`KeyError: 'ids'`: the kind of error and the first line of what it says."""
+    """`KeyError: 'ids'`: the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import brimful
-from brimful.errors import BadOption, TaskError, Unsuited
+from brimful.errors import BadOption, TaskError, UnsupportedModel
 from brimful.integrations.accelerate import AcceleratedStepper, exact_stepper, model_loss
 
 ROOT = Path(__file__).parents[2]
@@ -247,7 +247,7 @@ def test_parts_padded_to_different_lengths_are_refused() -> None:
 def test_sharded_training_is_refused_by_name(kind: DistributedType, name: str) -> None:
     script = Script()
     script.accelerator.state.distributed_type = kind
-    with pytest.raises(Unsuited, match=f"^{name}.*: processes talk to each other inside the forward"):
+    with pytest.raises(UnsupportedModel, match=f"^{name}.*: processes talk to each other inside the forward"):
         script.stepper()
 
 
@@ -262,7 +262,7 @@ def test_what_was_not_prepared_is_refused() -> None:
 def test_a_wrapper_that_does_not_come_off_is_refused() -> None:
     script = Script()
     buried = script.accelerator.prepare(nn.Sequential(nn.DataParallel(make_model())))
-    with pytest.raises(Unsuited, match="before accelerator.prepare, and leave dynamo_backend at 'no'"):
+    with pytest.raises(UnsupportedModel, match="before accelerator.prepare, and leave dynamo_backend at 'no'"):
         exact_stepper(script.accelerator, buried, script.optimizer, loss)
 
 
@@ -351,7 +351,7 @@ with brimful.simulated_memory("1GiB") as memory:
     stepper = rough.exact(memory if rank == 1 else None)
 try:
     rough.model(next(iter(rough.loader)))
-except brimful.errors.Unsuited as error:
+except brimful.errors.UnsupportedModel as error:
     found["refused"] = str(error)
 found |= dict(calm=calm.weights(), rough=rough.weights(), ooms=stepper.ooms, steps=stepper.steps, rates=rough.rates,
               unwrapped=type(stepper.model).__name__)

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import brimful
-from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
 from brimful.integrations.transformers import exact
 
 ROOT = Path(__file__).parents[2]
@@ -299,7 +299,7 @@ def test_a_compute_loss_func_is_honoured(plain, tmp_path):
 
 
 def test_a_mean_over_rows_is_refused_before_the_first_cut_and_exact_once_the_count_is_told(tmp_path):
-    with pytest.raises(Inexact, match=r"looks across rows.*exact\(…, count=…\) tells over what"):
+    with pytest.raises(InexactSplit, match=r"looks across rows.*exact\(…, count=…\) tells over what"):
         trained(exact(RowMeans, micro_batch=3), tmp_path, **CUT)
     whole = trained(RowMeans, tmp_path, **WHOLE)
     ours = trained(exact(RowMeans, micro_batch=3, count=lambda batch: len(batch["labels"])), tmp_path, **CUT)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Accuracy
 
 import brimful
-from brimful.errors import BadOption, HalfUpdate, Inexact, MissingExtra, TaskError, Unsuited
+from brimful.errors import BadOption, InexactSplit, MissingExtra, PartialUpdate, TaskError, UnsupportedModel
 from brimful.integrations.lightning import ExactSteps
 
 ROOT = Path(__file__).parents[2]
@@ -220,7 +220,7 @@ def test_a_mean_over_tokens_without_a_count_is_refused_and_the_count_named():
             return self.mean(batch)
 
     with pytest.raises(
-        Inexact, match="looks across rows.*return {'loss': mean, 'count': how many} from training_step$"
+        InexactSplit, match="looks across rows.*return {'loss': mean, 'count': how many} from training_step$"
     ):
         fit(Silent(), ExactSteps(micro_batch=5))
 
@@ -555,13 +555,13 @@ def test_a_plan_for_another_precision_is_said_so(caplog):
 def test_manual_optimisation_is_refused():
     module = Model()
     module.automatic_optimization = False
-    with pytest.raises(Unsuited, match="^automatic_optimization=False: "):
+    with pytest.raises(UnsupportedModel, match="^automatic_optimization=False: "):
         fit(module, ExactSteps())
 
 
 def test_an_optimizer_that_calls_the_loss_itself_is_refused_before_the_first_step():
     recorder = Recorder()
-    with pytest.raises(Unsuited, match="^LBFGS calls the loss several times"):
+    with pytest.raises(UnsupportedModel, match="^LBFGS calls the loss several times"):
         fit(Model(torch.optim.LBFGS), ExactSteps(), recorder)
     assert recorder.batches == []
 
@@ -571,7 +571,7 @@ def test_a_backward_of_the_modules_own_is_refused():
         def backward(self, loss):
             (2 * loss).backward()
 
-    with pytest.raises(Unsuited, match="^Own overrides backward"):
+    with pytest.raises(UnsupportedModel, match="^Own overrides backward"):
         fit(Own(), ExactSteps())
 
 
@@ -580,7 +580,7 @@ def test_a_step_over_an_iterator_is_refused():
         def training_step(self, dataloader_iter):
             return self.mean(next(dataloader_iter)[0])
 
-    with pytest.raises(Unsuited, match="^training_step\\(dataloader_iter\\)"):
+    with pytest.raises(UnsupportedModel, match="^training_step\\(dataloader_iter\\)"):
         fit(Iterating(), ExactSteps())
 
 
@@ -592,12 +592,12 @@ def test_a_step_over_an_iterator_is_refused():
     ],
 )
 def test_a_strategy_that_cannot_redo_a_step_is_refused_by_name(options, match):
-    with pytest.raises(Unsuited, match=match):
+    with pytest.raises(UnsupportedModel, match=match):
         ExactSteps().setup(SimpleNamespace(accumulate_grad_batches=1, callbacks=[], **options), Model(), "fit")
 
 
 def test_sync_batch_norm_is_refused_before_the_model_is_converted():
-    with pytest.raises(Unsuited, match="^Trainer\\(sync_batchnorm=True\\): SyncBatchNorm talks"):
+    with pytest.raises(UnsupportedModel, match="^Trainer\\(sync_batchnorm=True\\): SyncBatchNorm talks"):
         ExactSteps().setup(trainer(devices=2, strategy="ddp", sync_batchnorm=True), Model(), "fit")
 
 
@@ -631,7 +631,7 @@ def test_out_of_memory_after_the_gradients_stops_the_run_and_names_the_last_chec
 
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=3)
     with pytest.raises(
-        HalfUpdate, match=f"^memory ran out in step 5 after its gradients .*checkpoint, {tmp_path}.step=3"
+        PartialUpdate, match=f"^memory ran out in step 5 after its gradients .*checkpoint, {tmp_path}.step=3"
     ):
         fit(Model(), ExactSteps(), Full(), saving, enable_checkpointing=True)
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from brimful.errors import BadModel, BadOption, LostProcess
+from brimful.errors import BadModel, BadOption, ProcessLost
 from brimful.molecules.dataset import Molecules
 from brimful.molecules.features import external as process_module
 from brimful.molecules.features.compute import features_of, load_encoder
@@ -99,16 +99,16 @@ def test_only_bad_molecules_are_no_error_of_the_process(child):
 def test_a_process_that_dies_is_told_with_its_last_line(child, word, how):
     encoder = child()
     with pytest.raises(
-        LostProcess, match=f"the process of minimol ended {how}.*printed while encoding.*starting again"
+        ProcessLost, match=f"the process of minimol ended {how}.*printed while encoding.*starting again"
     ):
         encoder.encode(molecules("C", word))
-    with pytest.raises(LostProcess, match="minimol"):
+    with pytest.raises(ProcessLost, match="minimol"):
         encoder.encode(molecules("C"))
 
 
 def test_batches_before_a_death_are_kept(child, tmp_path):
     some = molecules("C", "CC", "die")
-    with pytest.raises(LostProcess):
+    with pytest.raises(ProcessLost):
         features_of(child(), some, cache=tmp_path, memory_limit_bytes=1)
     assert len(list(tmp_path.glob(".minimol-*/*.npz"))) == 2
 

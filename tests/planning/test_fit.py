@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import brimful
-from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
 from brimful.planning.plan import Plan
 from brimful.planning.planner import plan as make_plan
 from brimful.planning.survey import Speed, Timing
@@ -143,7 +143,7 @@ def test_a_loss_across_rows_is_kept_whole():
 
 
 def test_a_loss_across_rows_that_would_have_to_be_cut_is_refused():
-    with pytest.raises(Inexact, match="looks across rows.*--allow-inexact"):
+    with pytest.raises(InexactSplit, match="looks across rows.*--allow-inexact"):
         make_plan(Pairs(), memory_limit="64MiB", device="cpu", cache=False)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from brimful.errors import BadOption, DoesNotFit, HalfUpdate, Inexact, NonFinite, TaskError
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, NonFiniteGradients, PartialUpdate, TaskError
 from brimful.memory.ledger import simulated_memory
 from brimful.step import optimizer_memory
 from brimful.step.stepper import Stepper
@@ -420,7 +420,7 @@ def test_an_optimizer_that_fails_stops_the_run_and_names_the_checkpoint():
     task = Words()
     model = task.model()
     stepper = Stepper(model, Broken(model.parameters(), lr=0.1), task, checkpoint=lambda: "run/checkpoints/400")
-    with pytest.raises(HalfUpdate, match=r"last checkpoint is run/checkpoints/400"):
+    with pytest.raises(PartialUpdate, match=r"last checkpoint is run/checkpoints/400"):
         stepper.step(STEPS[0])
 
 
@@ -520,7 +520,7 @@ def test_a_loss_across_rows_is_refused_before_the_first_cut():
 
     model, stepper = linear(pairs, micro_batch=2)
     before = model.weight.detach().clone()
-    with pytest.raises(Inexact, match=r"looks across rows.*allow_inexact=True"):
+    with pytest.raises(InexactSplit, match=r"looks across rows.*allow_inexact=True"):
         stepper.step(torch.randn(6, 4))
     assert torch.equal(before, model.weight)
 
@@ -542,7 +542,7 @@ def test_a_model_that_looks_at_padding_is_refused_before_the_first_cut():
 
     task = Padded()
     model = task.model()
-    with pytest.raises(Inexact, match="looks across rows or at their padding"):
+    with pytest.raises(InexactSplit, match="looks across rows or at their padding"):
         Stepper(model, SGD(model.parameters()), task, micro_batch=2).step(STEPS[0])
 
 
@@ -581,7 +581,7 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_stop_the_run():
     before = model.weight.detach().clone()
     bad = torch.full((3, 4), float("nan"))
     assert [stepper.step(bad).applied for _ in range(2)] == [False, False]
-    with pytest.raises(NonFinite, match=r"number 3 in a row that was skipped"):
+    with pytest.raises(NonFiniteGradients, match=r"number 3 in a row that was skipped"):
         stepper.step(bad)
     assert torch.equal(before, model.weight)
     skips = [event for event in stepper.events if event.event == "skip"]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from brimful.errors import TaskError, Unsuited
+from brimful.errors import TaskError, UnsupportedModel
 from brimful.step.checks import check_after_backward, check_model, check_optimizer, unwrap, versions_of
 
 
@@ -18,7 +18,7 @@ def sgd(model: nn.Module) -> optim.Optimizer:
     return optim.SGD(model.parameters(), lr=0.1)
 
 
-def refusal(call, *args, kind=Unsuited) -> str:
+def refusal(call, *args, kind=UnsupportedModel) -> str:
     with pytest.raises(kind) as refused:
         call(*args)
     assert "\n" not in str(refused.value)

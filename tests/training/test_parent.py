@@ -18,7 +18,7 @@ from brimful.training.stop import Window
 from brimful.training.supervise import alive, identity
 
 HEAD = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
-WATCHED = HEAD + "from brimful.errors import BadData, LostProcess\nfrom brimful.train import supervise\n"
+WATCHED = HEAD + "from brimful.errors import BadData, ProcessLost\nfrom brimful.train import supervise\n"
 WATCHED += "watch = supervise.watch(rank, int(os.environ['WORLD_SIZE']))\n"
 POLITE = (
     HEAD
@@ -159,13 +159,13 @@ def test_a_mistake_that_one_process_finds_names_it(monkeypatch):
 
 
 def test_who_lost_a_peer_is_not_the_cause():
-    outcome = end(WATCHED + "if rank: time.sleep(0.2); os._exit(3)\nwatch.fail(LostProcess('no answer')); sys.exit(2)")
+    outcome = end(WATCHED + "if rank: time.sleep(0.2); os._exit(3)\nwatch.fail(ProcessLost('no answer')); sys.exit(2)")
     assert "process 1 of 2" in outcome.sentence and "left with exit code 3" in outcome.sentence
     assert outcome.code == 1
 
 
 def test_a_job_that_lost_a_process_elsewhere_is_no_mistake():
-    outcome = end(WATCHED + "watch.fail(LostProcess('no answer')); sys.exit(2)")
+    outcome = end(WATCHED + "watch.fail(ProcessLost('no answer')); sys.exit(2)")
     assert outcome.code == 1
     assert outcome.sentence.endswith(") failed: no answer; the other processes were ended")
 

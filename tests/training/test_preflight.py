@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from brimful.errors import NoConnection
+from brimful.errors import ConnectionFailed
 from brimful.training import preflight
 from brimful.training.preflight import TIMED_OUT, Surroundings, fix_for, gist
 from brimful.units import GiB, MiB
@@ -109,7 +109,7 @@ def test_what_the_sum_gives_is_checked(monkeypatch, happens, words):
     if words is None:
         preflight.check_connection(torch.device("cpu"), "nccl", timeout_s=0.5)
     else:
-        with pytest.raises(NoConnection) as caught:
+        with pytest.raises(ConnectionFailed) as caught:
             preflight.check_connection(torch.device("cpu"), "nccl", timeout_s=0.05)
         assert words in str(caught.value)
 
@@ -121,7 +121,7 @@ def test_processes_that_never_start_are_missed(monkeypatch, rank):
     port = int(os.environ["MASTER_PORT"])
     served = rank and torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(
-        NoConnection, match=r"cannot talk through gloo \(.*\): see why the other processes have not started"
+        ConnectionFailed, match=r"cannot talk through gloo \(.*\): see why the other processes have not started"
     ):
         preflight.check_connection(torch.device("cpu"), "gloo", meet_s=0.2, timeout_s=0.2)
     del served
@@ -129,7 +129,7 @@ def test_processes_that_never_start_are_missed(monkeypatch, rank):
 
 WORKER = """
 import sys, torch, torch.distributed as dist
-from brimful.errors import NoConnection
+from brimful.errors import ConnectionFailed
 from brimful.training.preflight import check_connection
 device = torch.device("cpu")
 check_connection(device, "gloo")
@@ -139,7 +139,7 @@ print(int(total))
 if dist.get_rank() == 0:
     try:
         check_connection(device, "gloo", timeout_s=0.3)
-    except NoConnection as error:
+    except ConnectionFailed as error:
         print(error)
 print("done", flush=True)
 sys.stdin.readline()

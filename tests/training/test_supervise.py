@@ -211,7 +211,7 @@ def test_a_process_says_in_one_line_why_it_fails(error, words):
         (ValueError("row 7"), Blame.OWN),
         (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"), Blame.SECOND_HAND),
         (ConnectionResetError("Connection reset by peer"), Blame.SECOND_HAND),
-        (type("LostProcess", (BadOption,), {})("process 1 does not answer"), Blame.SECOND_HAND),
+        (type("ProcessLost", (BadOption,), {})("process 1 does not answer"), Blame.SECOND_HAND),
         (KeyboardInterrupt(), Blame.OUTSIDE),
     ],
 )

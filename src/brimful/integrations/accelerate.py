@@ -31,7 +31,7 @@ from accelerate.utils import DistributedType, concatenate
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from brimful.errors import BadOption, TaskError, Unsuited
+from brimful.errors import BadOption, TaskError, UnsupportedModel
 from brimful.memory.oom import is_oom
 from brimful.planning.plan import Plan
 from brimful.step.interface import StepResult
@@ -190,7 +190,7 @@ def _check(accelerator: Accelerator, model: nn.Module, optimizer: Any, options: 
         if not getattr(one, "_is_accelerate_prepared", False):
             raise BadOption(f"the {what} was not prepared: give exact_stepper what accelerator.prepare(...) returned")
     if any(isinstance(part, _WRAPPERS) for part in _inside(model).modules()):
-        raise Unsuited(
+        raise UnsupportedModel(
             "the model holds a DistributedDataParallel wrapper that cannot be taken off, as dynamo_backend leaves it: compile "
             "the model yourself before accelerator.prepare, and leave dynamo_backend at 'no'"
         )
@@ -202,12 +202,12 @@ def _check(accelerator: Accelerator, model: nn.Module, optimizer: Any, options: 
 def _check_accelerator(accelerator: Accelerator) -> None:
     kind = _REFUSED.get(accelerator.distributed_type) or _parallel(accelerator)
     if kind is not None:
-        raise Unsuited(
+        raise UnsupportedModel(
             f"{kind}: processes talk to each other inside the forward, so none can redo a step alone; launch with plain "
             "data parallelism (accelerate launch --multi_gpu)"
         )
     if accelerator.mixed_precision == "fp8":
-        raise Unsuited("mixed_precision='fp8' keeps scales that a redone step would count twice; use 'bf16'")
+        raise UnsupportedModel("mixed_precision='fp8' keeps scales that a redone step would count twice; use 'bf16'")
     parts = accelerator.gradient_state.num_steps
     if parts > 1 and not accelerator.gradient_state.sync_with_dataloader:
         raise BadOption(

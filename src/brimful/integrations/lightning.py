@@ -50,7 +50,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from brimful.errors import BadOption, BrimfulError, HalfUpdate, Inexact, MissingExtra, TaskError, Unsuited, in_one_line
+from brimful.errors import (
+    BadOption,
+    BrimfulError,
+    InexactSplit,
+    MissingExtra,
+    PartialUpdate,
+    TaskError,
+    UnsupportedModel,
+    in_one_line,
+)
 from brimful.memory.context import rows_of
 from brimful.memory.oom import is_oom
 from brimful.planning.plan import Plan
@@ -354,8 +363,8 @@ class ExactSteps(_Callback):
         with self._micro_batches(strategy, plain, rest) as now:
             try:
                 result = stepper.backward(batch)
-            except Inexact as error:
-                raise Inexact(f"{error}; {HINT}") from None
+            except InexactSplit as error:
+                raise InexactSplit(f"{error}; {HINT}") from None
         self._aside = [(p, p.grad) for p in strategy.lightning_module.parameters() if p.grad is not None]
         stepper.model.zero_grad(set_to_none=True)
         self.ooms += result.ooms_of_all
@@ -473,7 +482,7 @@ class _ExactStrategy:
 
     def _together(self, name: str) -> Any:
         if self._exact.in_micro_batch and self._strategy.world_size > 1:
-            raise Unsuited(
+            raise UnsupportedModel(
                 f"training_step calls {name} of all processes, where one that runs out of memory would leave the others waiting "
                 "for ever; move it to a hook that runs once a step, such as on_train_batch_end"
             )
@@ -500,15 +509,17 @@ def _check_trainer(trainer: Any, module: Any) -> None:
     if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
         raise BadOption("GradientAccumulationScheduler: a batch of the loader is a whole step here; leave it out")
     if not module.automatic_optimization:
-        raise Unsuited(
+        raise UnsupportedModel(
             "automatic_optimization=False: with manual optimisation your training_step steps by itself, and a redone one would step "
             "twice; use automatic optimisation, or brimful.Stepper in a loop of your own"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise Unsuited("training_step(dataloader_iter) takes batches that nobody can cut; take training_step(batch)")
+        raise UnsupportedModel(
+            "training_step(dataloader_iter) takes batches that nobody can cut; take training_step(batch)"
+        )
     owner = next(base for base in type(module).__mro__ if "backward" in vars(base))
     if owner.__name__ != "LightningModule":
-        raise Unsuited(
+        raise UnsupportedModel(
             f"{owner.__name__} overrides backward, which runs here once for each micro-batch and for the sum of the loss; move what "
             "it does into training_step or on_after_backward"
         )
@@ -528,26 +539,26 @@ def _check_strategy(strategy: Any) -> None:
     name = type(strategy).__name__
     kinds = {base.__name__ for base in type(strategy).__mro__}
     if not kinds & {"SingleDeviceStrategy", "DDPStrategy"} or "XLA" in name:
-        raise Unsuited(
+        raise UnsupportedModel(
             f"{name}: only one device and DDP can redo a step, since sharded weights are gathered inside the forward; use "
             "Trainer(strategy='auto') or 'ddp'"
         )
     if getattr(strategy, "_layer_sync", None) is not None:
-        raise Unsuited(
+        raise UnsupportedModel(
             "Trainer(sync_batchnorm=True): SyncBatchNorm talks to the other processes inside the forward, where one that runs out of "
             "memory would leave them waiting for ever; leave it out, or use GroupNorm or LayerNorm"
         )
     for option in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
         if getattr(strategy, f"_{option}", None) is not None:
-            raise Unsuited(
+            raise UnsupportedModel(
                 f"{name}({option}=…) changes what the DDP wrapper does, and there is none here; leave it out"
             )
 
 
-def _half_update(trainer: Any, error: BaseException) -> HalfUpdate:
+def _half_update(trainer: Any, error: BaseException) -> PartialUpdate:
     saved = trainer.checkpoint_callback
     last = saved and (getattr(saved, "last_model_path", "") or getattr(saved, "best_model_path", ""))
-    return HalfUpdate(
+    return PartialUpdate(
         f"memory ran out in step {trainer.global_step + 1} after its gradients were made, in a hook, in Lightning's clipping or in the "
         "optimizer's own step, so the weights may be half updated: go back to "
         f"{f'the last checkpoint, {last}' if last else 'your last checkpoint'} ({in_one_line(error)})"

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.training_args import ParallelMode
 
-from brimful.errors import BadOption, DoesNotFit, Inexact
+from brimful.errors import BadOption, DoesNotFit, InexactSplit
 from brimful.memory.oom import empty_cache, is_oom
 from brimful.memory.snapshot import RandomState
 from brimful.planning.plan import Plan
@@ -248,9 +248,9 @@ class _ExactTrainer(Trainer):
         self._task.lengths.settle(rows)
         try:
             return self.stepper.backward(rows)
-        except Inexact as error:
+        except InexactSplit as error:
             hint = "where the loss is a mean over something else than the labels, exact(…, count=…) tells over what"
-            raise Inexact(f"{error}; {hint}") from None
+            raise InexactSplit(f"{error}; {hint}") from None
 
     def _loss_of(self, model: nn.Module, batch: Any) -> Loss:
         """`compute_loss` of one micro-batch, as sum and count: its own mean times what that is a mean over.

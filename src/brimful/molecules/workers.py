@@ -24,10 +24,10 @@ import torch
 from brimful.errors import (
     BadOption,
     BrimfulError,
+    ConnectionFailed,
     DoesNotFit,
-    LostProcess,
     MissingExtra,
-    NoConnection,
+    ProcessLost,
     UserError,
     in_one_line,
 )
@@ -221,7 +221,7 @@ class _Processes:
             process = self._processes[place]
             if process.exitcode:  # one that ends well says so in its last message
                 how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
-                raise LostProcess(
+                raise ProcessLost(
                     f"the process on {process.name} ended with {how}; what was trained is kept: the same command goes on from there"
                 )
 
@@ -289,7 +289,7 @@ def connect(address: str) -> tuple[Any, int, int]:
                 logging_level=logging.ERROR,
             )
     except Exception as error:
-        raise NoConnection(
+        raise ConnectionFailed(
             f"--ray {address}: no cluster answers there ({in_one_line(error)}); start one with `ray start --head`, or use --ray local"
         ) from None
     there = ray.cluster_resources()
@@ -320,10 +320,10 @@ def run_shares_cluster(
             except ray.exceptions.RayTaskError as error:
                 cause = error.cause
                 raise (
-                    cause if isinstance(cause, UserError) else LostProcess(f"a Ray task failed: {in_one_line(cause)}")
+                    cause if isinstance(cause, UserError) else ProcessLost(f"a Ray task failed: {in_one_line(cause)}")
                 ) from None
             except ray.exceptions.RayError as error:
-                raise LostProcess(
+                raise ProcessLost(
                     f"a machine of the cluster was lost ({in_one_line(error)}); what was trained is kept: the same command goes on from there"
                 ) from None
             yield message

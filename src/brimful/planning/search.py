@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from brimful.errors import BadOption, DoesNotFit, Inexact, TaskError
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
 from brimful.memory.context import StepContext
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory
@@ -312,7 +312,7 @@ class Trials:
         """The trial, or the one sentence that says why nothing that is allowed fits."""
         if trial.speed is not None:
             if self._must_stay_whole and len(self.deal) > 1:
-                raise Inexact(f"{self.exactness.sentence}, and {len(self.deal)} processes would cut it; "
+                raise InexactSplit(f"{self.exactness.sentence}, and {len(self.deal)} processes would cut it; "
                               f"use one process, or --allow-inexact")  # fmt: skip
             return trial
         if trial.largest == 0:
@@ -320,7 +320,7 @@ class Trials:
         fixed = self.options.micro_batch
         if self._must_stay_whole:
             cut = micro_rows(self.most, trial.largest if fixed == "auto" else min(fixed, trial.largest))
-            raise Inexact(
+            raise InexactSplit(
                 f"task {self.rig.task.name}: {self.exactness.sentence}; {self.most} rows would have to be cut into {cut}: ask for "
                 f"--global-batch {trial.largest} or fewer, a higher --memory-limit, or go on with --allow-inexact"
             )

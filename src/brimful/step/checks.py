@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from brimful.errors import Inexact, TaskError, Unsuited
+from brimful.errors import InexactSplit, TaskError, UnsupportedModel
 from brimful.memory.context import StepContext, tensors_of
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import RandomState
@@ -110,7 +110,7 @@ class Cuttable:
         if parts < 2 or self._told or self._found is None or self._found.exact:
             return
         if self._found.looks_across_rows and not self._allow_inexact:
-            raise Inexact(
+            raise InexactSplit(
                 f"{self._found.sentence}; step {step} would be cut into {parts}: give it the memory to run whole, or say "
                 "allow_inexact=True"
             )
@@ -158,20 +158,20 @@ def check_model(model: nn.Module) -> None:
     kinds = {base.__name__ for part in model.modules() for base in type(part).__mro__}
     sharded = next((name for name in _SHARDED if name in kinds), None)
     if sharded or any(type(param).__name__ == "DTensor" for param in model.parameters()):
-        raise Unsuited(
+        raise UnsupportedModel(
             f"{sharded or 'DTensor'}: sharded weights are gathered inside the forward, so a step of them cannot be redone by one "
             "process alone; use the plain model on each process"
         )
     inside = next((name for name in ("DistributedDataParallel", "DataParallel") if name in kinds), None)
     if inside:
-        raise Unsuited(
+        raise UnsupportedModel(
             f"a {inside} wrapper lies inside the model, where it cannot be taken off (under torch.compile, or as a part); give the "
             "stepper the model without it"
         )
     if "SyncBatchNorm" in kinds:
         parts = ((name, type(part).__mro__) for name, part in model.named_modules())
         where = next(name for name, bases in parts if "SyncBatchNorm" in {base.__name__ for base in bases})
-        raise Unsuited(
+        raise UnsupportedModel(
             f"SyncBatchNorm ({where!r}) talks to the other processes inside the forward, where one that runs out of memory would "
             "leave them waiting for ever; use BatchNorm, GroupNorm or LayerNorm"
         )
@@ -186,12 +186,12 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     inside = any(hasattr(param, "_in_backward_optimizers") for param in model.parameters())
     if inside or any(base.__name__ in _STEPS_IN_BACKWARD for base in type(optimizer).__mro__):
-        raise Unsuited(
+        raise UnsupportedModel(
             f"{name} steps inside backward, one layer at a time: weights would have changed before a retry could begin; use an "
             "optimizer that steps after backward"
         )
     if not isinstance(optimizer, Optimizer):
-        raise Unsuited(f"the optimizer is a {name}, not a torch.optim.Optimizer")
+        raise UnsupportedModel(f"the optimizer is a {name}, not a torch.optim.Optimizer")
     trained = [param for param in model.parameters() if param.requires_grad]
     stepped = _stepped(optimizer)
     if trained and not any(param in stepped for param in trained):
@@ -201,7 +201,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise Unsuited(
+        raise UnsupportedModel(
             f"{name} calls the loss several times within one step, which cannot be cut; use another optimizer"
         )
     return optimizer
@@ -222,12 +222,12 @@ def check_after_backward(model: nn.Module, optimizer: Optimizer, versions: dict[
     """After the first backward ever: did something change the weights, or take the gradients away?"""
     for name, param in model.named_parameters():
         if param._version != versions[name]:
-            raise Unsuited(
+            raise UnsupportedModel(
                 f"{name!r} changed during backward: {type(optimizer).__name__} or a hook steps inside backward, before a retry "
                 "could begin; use an optimizer that steps after backward"
             )
         if param.grad is not None and param.grad.layout is not torch.strided:
-            raise Unsuited(
+            raise UnsupportedModel(
                 f"{name!r} has a sparse gradient, which cannot be summed exactly; use Embedding(sparse=False)"
             )
     if all(param.grad is None for param in model.parameters()):
@@ -243,7 +243,7 @@ def versions_of(model: nn.Module) -> dict[str, int]:
 
 def _refuse_wrapper(module: nn.Module, args: Any) -> None:
     if module.training and torch.is_grad_enabled():
-        raise Unsuited(
+        raise UnsupportedModel(
             f"the loss calls the {type(module).__name__} wrapper, which reduces gradients inside backward; call the model that "
             "the loss is given"
         )

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brimful.errors import BadOption, LostProcess
+from brimful.errors import BadOption, ProcessLost
 from brimful.memory.model import MemoryModel
 from brimful.memory.oom import is_oom
 from brimful.memory.split import deal_rows
@@ -217,7 +217,7 @@ def _lost_processes_named(group: SingleProcess) -> Iterator[None]:
     except (dist.DistError, RuntimeError) as error:
         if is_oom(error):
             raise
-        raise LostProcess(
+        raise ProcessLost(
             f"process {group.rank} of {group.size} lost another process of the job while they were to agree: "
             f"{(str(error).splitlines() or [''])[0][:200]}"
         ) from error

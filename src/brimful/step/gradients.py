@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from brimful.errors import LostProcess, TaskError
+from brimful.errors import ProcessLost, TaskError
 from brimful.memory.context import StepContext
 from brimful.memory.meter import Room
 from brimful.memory.oom import OutOfMemory, attempt
@@ -268,7 +268,7 @@ class Gradients:
         if current.stop is not None:
             raise current.stop
         if stopped is not None:
-            raise LostProcess(f"process {stopped} of {self.group.size} stopped; its own sentence says why")
+            raise ProcessLost(f"process {stopped} of {self.group.size} stopped; its own sentence says why")
 
     def _added_up(
         self, votes: list[list[float]], over: float | dict[str, float]

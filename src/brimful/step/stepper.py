@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from brimful.errors import BadOption, HalfUpdate, NonFinite, TaskError, in_one_line
+from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, in_one_line
 from brimful.memory.context import StepContext
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
@@ -312,14 +312,14 @@ class Stepper:
         )
         if self._nonfinite > most:
             self._rig.drop_gradients()
-            raise NonFinite(
+            raise NonFiniteGradients(
                 f"{found} in step {self.steps}, number {self._nonfinite} in a row that was skipped for it: lower the learning "
                 f"rate (--lr), clip the gradients (--clip-norm) or look at these rows{self._last_checkpoint()}"
             )
 
-    def _half_update(self, error: Exception) -> HalfUpdate:
+    def _half_update(self, error: Exception) -> PartialUpdate:
         back = f"go back to your last checkpoint{self._last_checkpoint()}"
-        return HalfUpdate(
+        return PartialUpdate(
             f"the optimizer's own step failed in step {self.steps}, so the weights may be half updated: {back} ({in_one_line(error)})"
         )
 

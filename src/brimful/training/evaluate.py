@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from brimful.data.reader import seed_all
-from brimful.errors import BadOption, LostProcess, TaskError, UserError
+from brimful.errors import BadOption, ProcessLost, TaskError, UserError
 from brimful.memory.context import opened, to_device
 from brimful.memory.forward import Forward, Work, undisturbed
 from brimful.planning.probe import blame
@@ -148,7 +148,7 @@ def agreed(group: SingleProcess, run: Callable[[], T]) -> list[T]:
         raise failure
     for rank, (sentence, _) in enumerate(everybody):
         if sentence is not None:
-            raise LostProcess(f"process {rank} of {group.size} could not evaluate its rows: {sentence}")
+            raise ProcessLost(f"process {rank} of {group.size} could not evaluate its rows: {sentence}")
     return [part for _, part in everybody]
 
 

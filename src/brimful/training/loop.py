@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from brimful.data.loader import Loader
 from brimful.data.reader import StepRows
-from brimful.errors import BadOption, BadRun, HalfUpdate, LostProcess, NonFinite, SaveFailed, UserError
+from brimful.errors import BadOption, BadRun, NonFiniteGradients, PartialUpdate, ProcessLost, SaveFailed, UserError
 from brimful.memory.snapshot import RandomState
 from brimful.step.interface import StepResult
 from brimful.step.stepper import Stepper
@@ -260,7 +260,7 @@ class Loop:
     def _rescue(self, error: Exception) -> None:
         """Save what is whole. Where processes may have failed alone, or the weights be half updated, there is nothing to do."""
         useless = isinstance(
-            error, (HalfUpdate, LostProcess, NonFinite, SaveFailed)
+            error, (PartialUpdate, ProcessLost, NonFiniteGradients, SaveFailed)
         )  # a run that diverged is not to push out a good one
         if useless or self.stepper.group.size > 1 or self.step in (0, self._saved_at):
             return

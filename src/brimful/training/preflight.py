@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from brimful.errors import BadOption, DeviceBusy, NoConnection
+from brimful.errors import BadOption, ConnectionFailed, DeviceBusy
 from brimful.machine.host import Space
 from brimful.memory.ledger import Ledger
 from brimful.planning.target import PlanOptions, Target, find_target
@@ -97,7 +97,7 @@ class Surroundings:
 
 
 def check_connection(device: "torch.device", backend: str, *, timeout_s: float = 60.0, meet_s: float = 600.0) -> None:
-    """Start torch.distributed where nobody has, and add up one number over all processes; NoConnection where that fails.
+    """Start torch.distributed where nobody has, and add up one number over all processes; ConnectionFailed where that fails.
 
     `meet_s` is how long the processes wait for one another to start, `timeout_s` how long the sum may then take.
     """
@@ -106,13 +106,13 @@ def check_connection(device: "torch.device", backend: str, *, timeout_s: float =
         total, size = _in_time(lambda: _sum_of_ranks(device), timeout_s)
     except TimeoutError:
         what = f"the processes could not add up one number through {backend} within {timeout_s:g} s"
-        raise NoConnection(f"{what}: {fix_for(TIMED_OUT, Surroundings.detect(backend))}") from None
+        raise ConnectionFailed(f"{what}: {fix_for(TIMED_OUT, Surroundings.detect(backend))}") from None
     except Exception as error:
         fix = fix_for(str(error), Surroundings.detect(backend))
-        raise NoConnection(f"the processes cannot talk through {backend} ({gist(str(error))}): {fix}") from error
+        raise ConnectionFailed(f"the processes cannot talk through {backend} ({gist(str(error))}): {fix}") from error
     if total != size * (size + 1) / 2:
         what = f"the processes added up 1 to {size} through {backend} and got {total:g}"
-        raise NoConnection(f"{what}: {fix_for('P2P', Surroundings.detect(backend))}")
+        raise ConnectionFailed(f"{what}: {fix_for('P2P', Surroundings.detect(backend))}")
 
 
 def _meet(backend: str, meet_s: float, timeout_s: float) -> None:

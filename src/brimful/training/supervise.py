@@ -44,7 +44,7 @@ from brimful.errors import UserError, in_one_line
 _JOIN_S = 20.0
 """How long a process that was started again waits for the sidecar of its earlier life to be through."""
 _LAUNCHERS = {"torchrun", "torch.distributed.run", "accelerate", "accelerate-launch", "accelerate.commands.launch"}
-_LOST_PEER = {"LostProcess", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER = {"ProcessLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_SAYS = ("gloo/transport", "by peer", "ncclRemoteError")
 JOB, PARENT = "BRIMFUL_JOB", "BRIMFUL_PARENT"
 """Variables in which `brimful train` tells the processes it starts where their files go, and its pid."""

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from brimful.errors import BadOption, NoConnection, UserError
+from brimful.errors import BadOption, ConnectionFailed, UserError
 from brimful.molecules import workers
 from brimful.molecules.workers import Share, Went, work
 
@@ -55,7 +55,7 @@ def test_stopping_ends_the_tasks(ray):
 @torture
 def test_a_cluster_that_does_not_answer_is_named(ray):
     ray.shutdown()
-    with pytest.raises(NoConnection, match=r"--ray auto: no cluster answers there"):
+    with pytest.raises(ConnectionFailed, match=r"--ray auto: no cluster answers there"):
         workers.connect("auto")
 
 

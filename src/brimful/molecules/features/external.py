@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from brimful.errors import BadModel, BadOption, InternalError, LostProcess
+from brimful.errors import BadModel, BadOption, InternalError, ProcessLost
 from brimful.molecules.features.cache import file_hash
 from brimful.molecules.features.encoder import Encoded, labelled
 
@@ -92,7 +92,7 @@ class OwnProcess:
             raise BadModel(f"{self.name} cannot be used: {said['error']}")
         return said
 
-    def _lost(self) -> LostProcess:
+    def _lost(self) -> ProcessLost:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_S)
         code = self._process.poll()
@@ -101,7 +101,7 @@ class OwnProcess:
         lines = [line.strip() for line in self._printed.read().decode(errors="replace").splitlines() if line.strip()]
         last = f"; the last it printed: {lines[-1][:200]}" if lines else ""
         hint = " (signal 9 is what a full memory looks like: lower memory_limit)" if code == -9 else ""
-        return LostProcess(
+        return ProcessLost(
             f"the process of {self.name} ended {how}{hint}{last}; what it finished is kept, so starting again goes on from there"
         )
 

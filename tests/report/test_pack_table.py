@@ -5,7 +5,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from brimful.data.tokenize import PackReport, Side
-from brimful.report.data_tables import pack_table
+from brimful.report.tokenize_tables import pack_table
 
 PROMPT = Side(
     column="instruction+input", characters=40_000, tokens=21_000, max_tokens=256, keeps_end=False, truncated=0, lost_tokens=0, mean=21.0,

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from brimful.data.tokenizer.algorithms import SPECIAL, check_ids
 from brimful.data.tokenizer.train import Choice, Fit, TokenizerReport, together
-from brimful.report.data_tables import tokenizer_table
+from brimful.report.tokenize_tables import tokenizer_table
 from brimful.units import GiB, MiB
 
 MODEL = {"vocab_size": 29298, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}

@@ -196,7 +196,7 @@ def tokenizer(
     limit_bytes, expected = parse_bytes(host_limit, flag="--host-limit"), _expected(model)
     from brimful.data.tokenizer.algorithms import TokenizerOptions
     from brimful.data.tokenizer.train import train_tokenizer
-    from brimful.report.data_tables import tokenizer_table
+    from brimful.report.tokenize_tables import tokenizer_table
 
     options = TokenizerOptions(
         vocab_size=vocab_size, kind=kind, columns=columns, host_limit_bytes=limit_bytes, seed=seed, max_bad=max_bad,
@@ -277,7 +277,7 @@ def pack(
     limits, limit_bytes = _numbers(max_tokens), parse_bytes(host_limit, flag="--host-limit")
     from brimful.data.encode import PackOptions
     from brimful.data.tokenize import pack as make_store
-    from brimful.report.data_tables import pack_table
+    from brimful.report.tokenize_tables import pack_table
 
     options = PackOptions(
         columns=columns,

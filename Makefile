@@ -1,36 +1,36 @@
-# make demo     install into .venv, train a tiny chat model and ask it three questions: Python 3.11+ and make will do
-# make test     lint, types, import contract, tests (what CI runs; under 10 minutes on 2 cores)
-# make torture  the long sets; their figures go to bench/RESULTS.md
-
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint types contract pytest torture install clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types contract pytest torture install clean
 
-demo: $(VENV)/.runtime
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+demo: $(VENV)/.runtime  ## install, train a tiny chat model and ask it three questions
 	$(BIN)/brimful demo
 
-test: lint types contract pytest
+test: lint types contract pytest  ## everything CI runs: ruff, mypy, import layers, pytest
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff: mistakes and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-contract: $(STAMP)
+contract: $(STAMP)  ## imports point one way
 	$(BIN)/lint-imports
 
-pytest: $(STAMP)
+pytest: $(STAMP)  ## the tests alone
 	$(BIN)/python -m pytest -m "not torture"
 
-torture: $(STAMP)
+torture: $(STAMP)  ## long fault and load tests; put their figures into bench/RESULTS.md
 	$(BIN)/python -m pytest -m torture -s
 
-install: $(STAMP)
+install: $(STAMP)  ## the package and its development tools, in .venv
 
 # The demo needs the package alone; the tests need the tools as well.
 $(VENV)/.runtime: pyproject.toml constraints.txt
@@ -43,5 +43,5 @@ $(STAMP): $(VENV)/.runtime
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-clean:
+clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from brimful.memory.context import StepContext, rows_of
+from brimful.memory.context import StepContext
 from brimful.memory.oom import OutOfMemory, attempt
+from brimful.task import rows_of
 from contest import Contest, Limit, Result, forward_backward, full_step, held
 
 LINE_ROWS = (1, 2, 4, 8, 16)

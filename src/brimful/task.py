@@ -1,38 +1,44 @@
-"""What to train: a model, a loss, and batches of a given shape. Nothing about memory, loops or devices.
+"""What to train: a model, a loss, and batches of rows. Nothing about memory, loops or devices.
 
-A task is a subclass of `Task` that says at least three things:
+A task is a subclass of `Task`. With data, a model and a loss are enough:
 
-    class MyTask(Task):
-        worst_shape = (512,)                                   # the longest row you will ever feed it
+    class Chat(Task):
+        worst_shape = (512,)                                   # the longest row, in tokens
 
         def model(self):
-            return MyModel()
+            return AutoModelForCausalLM.from_pretrained("gpt2")
+
+        def collate(self, rows):
+            return self.collator(rows)                         # input_ids, attention_mask, labels
 
         def loss(self, model, batch):
-            logits = model(batch["ids"])
-            losses = F.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten(), reduction="sum")
-            return Loss(sum=losses, count=batch["ids"].numel())
+            return model(**batch)                              # its mean is over the labels, and so is the count
 
-        def dummy(self, rows, shape):
-            return {"ids": torch.randint(0, 1000, (rows, *shape))}
+        def shape(self, row):
+            return (len(row["input_ids"]),)
 
-**Why a sum and a count.** A step is cut into micro-batches of different sizes, and a mean of means is wrong as soon as
-the counts differ. The step runs backward on `sum / rows`, and multiplies the gradients once by `rows / total count`
-when every micro-batch is in: any cut of the same rows gives the same gradient.
+**What a loss may return.** `Loss(sum, count)` is the exact form. `(mean, count)`, a Hugging Face output whose batch has
+`labels`, and a plain mean (weighted by rows) are converted to it by `loss_terms`.
 
-**Several terms.** Terms with different counts (tokens here, rows there) cannot share one scaling at the end. Such a loss
-returns them by name, `{"tokens": Loss(...), "router": Loss(...)}`, and `counts(batch)` gives the same names' counts from
-the labels alone, so that their totals over the step are known before the first forward. What is minimised is the sum of
-the terms' means; a weight belongs into the term's sum.
+**Why a sum and a count.** A step is split into micro-batches of different sizes, and a mean of means is wrong as soon as
+the counts differ. The step runs backward on `sum / rows` and multiplies the gradients once by `rows / total count` after
+the last micro-batch, so any split of the same rows gives the same gradient.
 
-**Shapes.** `shape(row)` names the lengths that drive memory: `()` for rows that are all alike, `(tokens,)` for text,
+**Several terms.** Terms with different counts (tokens and rows, say) cannot share one scaling at the end. Such a loss
+returns a mapping, `{"tokens": Loss(...), "router": Loss(...)}`, and `counts(batch)` returns the count of each name from
+the labels alone, so that the totals of the step are known before the first forward. The step minimises the sum of the
+terms' means. To weight a term, multiply the weight into its sum.
+
+**Shapes.** `shape(row)` gives the lengths that drive memory: `()` for rows that are all alike, `(tokens,)` for text,
 `(source, target)` for an encoder-decoder, `(side,)` for square images. A batch is padded to the largest of each.
 """
 
+import inspect
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from brimful.errors import TaskError
 
@@ -41,16 +47,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 Shape = tuple[int, ...]
 """The lengths of a row, or of a padded batch of rows."""
 
 Precision = Literal["fp32", "bf16", "fp16", "auto"]
-"""What autocast is opened with; `auto` is bf16 on accelerators that have it and fp32 elsewhere."""
+"""The precision of autocast; `auto` is bf16 on accelerators that support it and fp32 elsewhere."""
 
 
 class Dataset(Protocol):
-    """Rows by number, as torch calls it map-style: a list is one, a token store, any `torch.utils.data.Dataset`."""
+    """Rows by number, which torch calls a map-style dataset: a list, a token store, any `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int: ...
 
@@ -59,55 +66,87 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss that can be cut: the sum over whatever is counted, and how many that was.
+    """A loss that can be split: the sum over whatever is counted, and the count.
 
-    `Loss(sum=cross_entropy(..., reduction="sum"), count=number_of_tokens)`; the mean is `sum / count` over the *step*.
+    >>> import torch
+    >>> losses = torch.tensor([0.5, 1.5])
+    >>> Loss(sum=losses.sum(), count=2)
+    Loss(sum=tensor(2.), count=2, log={})
+
+    The loss of a step is `sum / count` over all its micro-batches.
     """
 
     sum: "Tensor"
     """Differentiable scalar: the loss summed over everything counted."""
     count: "Tensor | float"
     """What the sum runs over: rows, tokens or pairs. Not part of the graph."""
+    log: "Mapping[str, Tensor | float]" = field(default_factory=dict)
+    """Further numbers to record, such as an accuracy: averaged over the step, weighted by `count`."""
 
 
 class Task:
-    """What to train. Override `model`, `loss` and `dummy`; the rest has defaults."""
+    """What to train. Override `model` and `loss`, and `dummy` to plan without data; the rest has defaults.
+
+    >>> class Regression(Task):
+    ...     def model(self):
+    ...         return torch.nn.Linear(4, 1)
+    ...     def loss(self, model, batch):
+    ...         errors = (model(batch["x"]) - batch["y"]) ** 2
+    ...         return Loss(sum=errors.sum(), count=errors.numel())
+    >>> Regression().name
+    'Regression'
+    """
 
     name: str = ""
-    """How the task is called in plans and messages; the class's name unless set."""
+    """The task's name in plans and messages. Default: the name of the class."""
+    Options: ClassVar[type | None] = None
+    """A frozen, keyword-only dataclass of the task's own options, each with a default and a docstring, or None."""
+    options: Any = None
+    """The instance of `Options` this task was made with."""
     worst_shape: Shape = ()
-    """The largest lengths a row may have. Fitting without data assumes every row is this long."""
+    """The largest lengths a row may have. Planning without data assumes that every row is this long."""
     global_batch: int = 256
-    """Rows per optimizer step, over all micro-batches and processes, unless the user asks for another number."""
+    """Rows per optimizer step, over all micro-batches and processes, unless the user sets another number."""
     precision: Precision = "fp32"
-    """Weights stay as `model()` made them; this is what the forward is autocast to."""
+    """The precision of autocast. The weights stay as `model()` made them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
 
+    def __init__(self, options: Any = None) -> None:
+        self.options = self.Options() if options is None and self.Options is not None else options
+
     def model(self) -> "nn.Module":
-        """A new model, on the CPU. Also called under `torch.device("meta")` to learn its shape without its bytes."""
-        raise TaskError(f"task {self.name} has no model(): define one that returns a torch.nn.Module")
+        """A new model, on the CPU. Also called under `torch.device("meta")`, which allocates nothing."""
+        raise TaskError(f"task {self.name} has no model(). Try: define model() that returns a torch.nn.Module.")
+
+    def initial_model(self) -> "nn.Module":
+        """The model that training begins with. Default: `model()`; override it to load pretrained weights."""
+        return self.model()
 
     def optimizer(self, model: "nn.Module") -> "Optimizer":
-        """The optimizer over the model's trainable parameters, which lie on the training device already."""
+        """The optimizer of the model's trainable parameters, which are on the training device already."""
         import torch
 
         trainable = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trainable, lr=1e-4, fused=all(p.is_cuda for p in trainable) or None)
 
-    def loss(self, model: "nn.Module", batch: Any) -> "Loss | Mapping[str, Loss]":
-        """Forward pass and loss of one micro-batch. Autocast is open already; the batch is on the device."""
-        raise TaskError(f"task {self.name} has no loss(model, batch): define one that returns brimful.Loss(sum, count)")
+    def schedule(self, optimizer: "Optimizer", steps: int) -> "LRScheduler | None":
+        """A learning-rate scheduler for a run of `steps` steps, used instead of `--schedule`; None uses `--schedule`."""
+        return None
+
+    def loss(self, model: "nn.Module", batch: Any) -> Any:
+        """The forward pass and the loss of one micro-batch, on the device and under autocast: see `loss_terms`."""
+        raise TaskError(f"task {self.name} has no loss(). Try: define loss(model, batch) that returns brimful.Loss.")
 
     def counts(self, batch: Any) -> "Mapping[str, Tensor | float] | None":
-        """The count of each named term of the loss, told from a collated batch alone; None where the loss has one term."""
+        """The count of each term of a loss of several terms, from a collated batch alone; None for a single term."""
         return None
 
     def collate(self, rows: Sequence[Any]) -> Any:
-        """Rows of the dataset as one batch, padded to the longest of them."""
+        """One batch of these rows, padded to the longest of them."""
         from torch.utils.data import default_collate
 
         return default_collate(list(rows))
@@ -117,88 +156,190 @@ class Task:
         return self.worst_shape
 
     def dummy(self, rows: int, shape: Shape) -> Any:
-        """A batch as `collate` would give it, of so many rows padded to this shape, for probing."""
-        raise TaskError(f"task {self.name} has no dummy(rows, shape): define one that returns a batch of that shape")
-
-    def rows(self, data: str) -> Dataset:
-        """The dataset behind a path or name, as anything with `len` and indexing."""
+        """A batch of `rows` rows padded to `shape`, as `collate` would return it. Needed only without data."""
         raise TaskError(
-            f"task {self.name} does not read data itself: define rows(data); without it, `brimful plan` takes its worst shape and no DATA"
+            f"task {self.name} has no dummy(), so it cannot be planned without data. "
+            "Try: give data, or define dummy(rows, shape) that returns a batch."
         )
 
-    def prepare(
-        self, data: str, folder: "Path", say: Callable[[str], object], like: Dataset | None = None, name: str = "train"
-    ) -> str:
-        """Make data ready for `rows`, below a folder of the run if it must be written: what `rows` is then given.
+    @property
+    def has_dummy(self) -> bool:
+        """Whether `dummy` is defined. Without it the longest rows of the data are used to probe."""
+        return getattr(self.dummy, "__func__", None) is not Task.dummy
 
-        Data to evaluate on come second, with the rows to train on as `like`.
+    def rows(self, data: str) -> Dataset:
+        """The dataset at a path or of a name."""
+        raise TaskError(f"task {self.name} has no rows(), so it cannot read {data!r}. Try: define rows(data).")
+
+    def prepare(
+        self,
+        data: str,
+        folder: "Path",
+        progress: Callable[[str], object],
+        like: Dataset | None = None,
+        name: str = "train",
+    ) -> str:
+        """Make data ready for `rows`, in `folder` if something must be written. Returns what `rows` is then given.
+
+        Data to evaluate on are prepared second, with the training rows as `like`.
         """
         return data
 
     def remarks(self, rows: Dataset) -> "Sequence[tuple[str, Any, Any, str]]":
-        """Decisions about model and data that the user should see in the plan: name, what was asked, what it is, why."""
+        """Choices about model and data to show in the plan: name, requested, effective, reason."""
         return ()
 
-    def start(self) -> "nn.Module":
-        """The model that training begins with: `model()`, with random weights, unless there are better ones."""
-        return self.model()
-
     def evaluate(self, model: "nn.Module", rows: Sequence[Any], context: Any) -> "Mapping[str, float]":
-        """Figures besides the mean loss, higher is better. `context` runs gradient-free work in batches that fit."""
+        """Scores besides the mean loss, higher is better. `context` runs gradient-free work in batches that fit."""
         return {}
 
     def save(self, model: "nn.Module", folder: "Path", rows: Dataset) -> None:
-        """Write the model for others to load. The weights are in `model.safetensors`; `rows` is what it was trained on."""
+        """Write the model for others to load, its weights as `model.safetensors`. `rows` is what it was trained on."""
         from safetensors.torch import save_model
 
         if hasattr(model, "save_pretrained"):
             from transformers.utils import logging
 
-            logging.disable_progress_bar()  # one file, a tenth of a second: a bar would only tear the run's own
+            logging.disable_progress_bar()  # one file, a tenth of a second: its bar would break the run's own
             model.save_pretrained(folder, max_shard_size="1000GB")  # type: ignore[operator]
         else:
             save_model(model, str(folder / "model.safetensors"))
 
     def checkpointing(self, model: "nn.Module", on: bool) -> bool:
-        """Turn gradient checkpointing on or off for a model with its own way of doing it; False where there is none."""
+        """Switch gradient checkpointing in a model with its own way of doing it; False if there is none."""
         return False
 
 
-def terms_of(task: Task, given: Any, *, to_train: bool = True) -> dict[str, Loss]:
-    """What `task.loss` returned, as named terms; a single one is called `loss`."""
-    terms = {"loss": given} if isinstance(given, Loss) else given
+def loss_terms(task: Task, value: Any, *, model: "nn.Module", batch: Any, needs_grad: bool = True) -> dict[str, Loss]:
+    """What `task.loss` returned, as named terms; a single one is called `loss`.
+
+    A mean is turned into a sum by its count: the one returned with it, the labels of a Hugging Face batch that the
+    model's own mean runs over, or else the rows. `needs_grad=False` accepts a loss without a graph, for evaluation.
+    """
+    if _is_output(value):
+        count = _label_count(model, batch)
+        terms: Any = _mean_to_loss(task, value.loss, rows_of(batch) if count is None else count)
+    elif isinstance(value, Loss):
+        terms = value
+    elif isinstance(value, tuple) and len(value) == 2:
+        terms = _mean_to_loss(task, *value)
+    elif _is_scalar_tensor(value):
+        terms = _mean_to_loss(task, value, rows_of(batch))
+    else:
+        terms = value
+    if isinstance(terms, Loss):
+        terms = {"loss": terms}
     if not isinstance(terms, Mapping) or not terms or not all(isinstance(term, Loss) for term in terms.values()):
         raise TaskError(
-            f"task {task.name}: its loss returned a {type(given).__name__}; return brimful.Loss(sum=…, count=…), or several "
-            "by name together with counts(batch)"
+            f"task {task.name}: loss() returned a {type(value).__name__}. Try: return brimful.Loss(sum, count), "
+            "(mean, count), a mean, or a mapping of Loss with counts(batch)."
         )
-    for name, term in terms.items():
-        which = "Loss" if name == "loss" else f"{name!r}: Loss"
-        if getattr(term.sum, "numel", lambda: 0)() != 1 or (to_train and not term.sum.requires_grad):
-            raise TaskError(
-                f"task {task.name}: {which}.sum must be one number that depends on the model's trainable weights"
-            )
-        if not _is_a_number(term.count):
-            raise TaskError(
-                f"task {task.name}: {which}.count must be one number, what the sum runs over; it is {term.count!r}"
-            )
-    return dict(terms)
+    return {name: _checked(task, name, term, needs_grad) for name, term in terms.items()}
 
 
-def totals_of(task: Task, counts: Any) -> dict[str, float]:
+def weighted_by_rows(value: Any, *, model: "nn.Module", batch: Any) -> bool:
+    """Whether `loss_terms` weights this loss by rows because it is a mean that says nothing of its count."""
+    return _is_scalar_tensor(value) or (_is_output(value) and _label_count(model, batch) is None)
+
+
+def term_counts(task: Task, counts: Any) -> dict[str, float]:
     """What `task.counts` returned, as numbers by name."""
     if not isinstance(counts, Mapping) or not counts:
         raise TaskError(
-            f"task {task.name}: its counts(batch) returned a {type(counts).__name__}; return a number for each term of the loss"
+            f"task {task.name}: counts() returned a {type(counts).__name__}. "
+            "Try: return a mapping with a number for each term of the loss."
         )
-    wrong = {name: count for name, count in counts.items() if not _is_a_number(count)}
+    wrong = {name: count for name, count in counts.items() if not _is_number(count)}
     if wrong:
-        raise TaskError(f"task {task.name}: its counts(batch) must be numbers, one for each term; {wrong} are not")
+        raise TaskError(f"task {task.name}: counts() must return one number for each term, not {wrong}.")
     return {str(name): float(count) for name, count in counts.items()}
 
 
-def _is_a_number(value: Any) -> bool:
-    """One that can be added up: a number of Python or NumPy, or a tensor with a single one."""
+def rows_of(batch: Any) -> int:
+    """The rows of a batch: the first dimension that all its tensors share."""
+    sizes: set[int] = set()
+    map_tensors(batch, lambda tensor: sizes.update(tensor.shape[:1]))
+    if len(sizes) != 1:
+        seen = f"have first dimensions {sorted(sizes)}" if sizes else "are missing"
+        raise TaskError(f"the tensors of a batch {seen}. Try: return tensors that share their first dimension.")
+    return sizes.pop()
+
+
+def map_tensors(batch: Any, function: "Callable[[Tensor], Any]") -> Any:
+    """The batch with every tensor replaced. Hugging Face's `BatchEncoding` is a mapping that torch's pytree does not know."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    if isinstance(batch, UserDict):
+        return type(batch)({key: map_tensors(value, function) for key, value in batch.items()})
+    return tree_map_only(torch.Tensor, function, batch)
+
+
+def _checked(task: Task, name: str, term: Loss, needs_grad: bool) -> Loss:
+    which = "Loss" if name == "loss" else f"{name!r}: Loss"
+    if getattr(term.sum, "numel", lambda: 0)() != 1 or (needs_grad and not term.sum.requires_grad):
+        raise TaskError(f"task {task.name}: {which}.sum must be one number that depends on trainable weights.")
+    if not _is_number(term.count):
+        raise TaskError(f"task {task.name}: {which}.count must be one number, not {term.count!r}.")
+    if not term.log:
+        return term
+    wrong = {key: value for key, value in term.log.items() if not _is_number(value)}
+    if wrong:
+        raise TaskError(f"task {task.name}: {which}.log must hold one number for each name, not {wrong}.")
+    return replace(term, log={key: getattr(value, "detach", lambda v=value: v)() for key, value in term.log.items()})
+
+
+def _mean_to_loss(task: Task, mean: Any, count: Any) -> Loss:
+    import torch
+
+    if not _is_scalar_tensor(mean) or not _is_number(count):
+        raise TaskError(
+            f"task {task.name}: loss() returned a mean and a count of types {type(mean).__name__} and "
+            f"{type(count).__name__}. Try: return two numbers, the mean a tensor."
+        )
+    exact = mean.to(torch.promote_types(mean.dtype, torch.float32))  # bf16 cannot even hold a count of 300
+    number = torch.as_tensor(count, device=mean.device)
+    # The mean over nothing is NaN although its gradient is zero, as with a micro-batch whose labels are all ignored.
+    return Loss(sum=torch.where(number > 0, exact * number, torch.zeros_like(exact)), count=count)
+
+
+def _label_count(model: "nn.Module", batch: Any) -> "Tensor | None":
+    """How many labels the mean of a Hugging Face model runs over; None if it is not known, or if it runs over rows.
+
+    A wrong answer for an unusual model shows when planning compares a batch with its two halves.
+    """
+    labels: Any = batch.get("labels") if isinstance(batch, (Mapping, UserDict)) else None
+    if not hasattr(labels, "is_floating_point") or labels.is_floating_point():
+        return None
+    while (inner := getattr(model, "get_base_model", None)) is not None:  # PEFT wraps a model more than once
+        model = inner()
+    model = getattr(model, "_orig_mod", model)  # compiled
+    kind = getattr(model, "loss_type", None) or type(model).__name__
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if "MaskedLM" in kind or "Classification" in kind or encoder_decoder:
+        shifts = False
+    elif "ConditionalGeneration" in kind:  # images or sound in, text out: a causal language model
+        shifts = True
+    elif "CausalLM" in kind or "LMHead" in kind:
+        # transformers' shared loss function shifts the labels; decoders such as BartForCausalLM use their own, which does not
+        shifts = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    else:
+        return None
+    counted: Tensor = (labels[..., 1:] if shifts else labels) != -100
+    return counted.sum()
+
+
+def _is_output(value: Any) -> bool:
+    """A Hugging Face `ModelOutput`: a mapping with its loss as an attribute."""
+    return _is_scalar_tensor(getattr(value, "loss", None))
+
+
+def _is_scalar_tensor(value: Any) -> bool:
+    return hasattr(value, "requires_grad") and value.numel() == 1
+
+
+def _is_number(value: Any) -> bool:
+    """A number of Python or NumPy, or a tensor with one element."""
     if hasattr(value, "numel"):
         return bool(value.numel() == 1)
     return isinstance(value, Real) or getattr(value, "shape", None) == ()

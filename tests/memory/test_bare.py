@@ -11,8 +11,8 @@ from torch import nn
 
 from brimful.errors import TaskError
 from brimful.memory import context
-from brimful.memory.context import FIRST_PHASES, MICRO_PHASES, StepContext, rows_of, split, to_device
-from brimful.task import Loss, Task
+from brimful.memory.context import FIRST_PHASES, MICRO_PHASES, StepContext, split, to_device
+from brimful.task import Loss, Task, rows_of
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 8, 5

@@ -97,7 +97,7 @@ def test_answers_may_be_as_long_as_the_longest_reference(place):
 def test_an_examination_under_a_limit_gives_the_same_figures(place):
     def examined(limit):
         task = Examination(place.model, answers_as_long_as_references=True)
-        store, model = task.rows(str(place.folder / "store")), task.start().eval()
+        store, model = task.rows(str(place.folder / "store")), task.initial_model().eval()
         with simulated_memory(limit) as memory:
             memory.adopt(model.parameters())
             found = Evaluator(task, model, store, device=CPU).run()
@@ -146,7 +146,7 @@ def test_a_store_of_another_tokenizer_is_refused(place, tmp_path):
 def test_figures_that_were_not_asked_for_are_not_made(place):
     task = Examination(place.model, metrics=["chrf"], options=GenerateOptions(max_new_tokens=4))
     rows = task.rows(str(place.folder / "store"))
-    found = Evaluator(task, task.start(), rows, device=CPU, max_rows=3).run(loss=False)
+    found = Evaluator(task, task.initial_model(), rows, device=CPU, max_rows=3).run(loss=False)
     assert set(found.metrics) == {"chrf"} and found.loss != found.loss
     assert set(task.facts()["signatures"]) == {"chrf"}
     assert task.facts()["generation"]["max_new_tokens"] == 4

@@ -18,7 +18,7 @@ FREEZES = ("none", "encoder", "encoder+embeddings")
 def started(place, freeze=None, kind=Pretrain, **options):
     """The task and its model, in training, from the weights that all tests share."""
     task = kind(options=ChatOptions(from_=str(place.model), freeze=freeze, **options))
-    return task, task.start().train()
+    return task, task.initial_model().train()
 
 
 def batch_of(task, place, rows=6):
@@ -226,7 +226,7 @@ def test_a_new_model_has_random_weights_and_a_loaded_one_the_folders(place):
 
 def test_no_model_keeps_a_cache_of_what_it_has_read(place, tmp_path):
     task = task_of(place, tmp_path, use_cache=True)
-    models = (task.model(), task.start(), Pretrain("tiny").model())
+    models = (task.model(), task.initial_model(), Pretrain("tiny").model())
     assert [model.config.use_cache for model in models] == [False] * 3
 
 
@@ -280,7 +280,7 @@ def test_elsewhere_it_answers_with_a_cache_of_what_it_has_read(saved):
 
 def test_tied_weights_survive_saving_and_loading(saved):
     model, folder = saved
-    loaded = Pretrain(options=ChatOptions(from_=str(folder))).start()
+    loaded = Pretrain(options=ChatOptions(from_=str(folder))).initial_model()
     assert loaded.lm_head.weight is loaded.shared.weight is loaded.encoder.embed_tokens.weight
     assert torch.equal(loaded.shared.weight, model.shared.weight)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from brimful.memory import context
 from brimful.step import optimizer_memory, stepper
-from brimful.task import Loss, Task, terms_of
+from brimful.task import Loss, Task, loss_terms
 
 PLACES = ("to device", "forward", "backward", "clip", "reservation")
 VOCABULARY = 50
@@ -117,7 +117,8 @@ def plain_loop(task: Task, steps: Iterable[list], optimizer: Callable, clip_norm
     chosen = optimizer(model.parameters())
     for rows in steps:
         chosen.zero_grad()
-        terms = terms_of(task, task.loss(model, task.collate(rows)))
+        batch = task.collate(rows)
+        terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch)
         sum(term.sum / term.count for term in terms.values()).backward()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

@@ -11,7 +11,7 @@ from brimful.errors import BadOption, DoesNotFit, ProcessLost, TaskError
 from brimful.memory.ledger import simulated_memory
 from brimful.step.distributed import SingleProcess
 from brimful.step.stepper import Stepper
-from brimful.task import Loss, terms_of
+from brimful.task import Loss, loss_terms
 from brimful.training.evaluate import Evaluator, choose
 from brimful.units import KiB
 from tests.training.small import TwoTerms, Words, steps_of_rows
@@ -27,7 +27,8 @@ def evaluator(task, model, rows=ROWS, **options):
 def plain_loss(task, model, rows=ROWS):
     """All rows in one batch."""
     with torch.no_grad():
-        terms = terms_of(task, task.loss(model.eval(), task.collate(rows)), to_train=False)
+        batch = task.collate(rows)
+        terms = loss_terms(task, task.loss(model.eval(), batch), model=model, batch=batch, needs_grad=False)
     return sum(float(term.sum / term.count) for term in terms.values())
 
 

@@ -154,7 +154,7 @@ def _model(task: "Examination", target: "Target", *, virtual: bool) -> Iterator[
     from brimful.memory.oom import is_oom
 
     try:
-        model = task.start().to(target.device).eval()
+        model = task.initial_model().to(target.device).eval()
         if not (virtual and target.device.type == "cpu"):
             ledger = None
         else:

@@ -20,8 +20,7 @@ import torch
 from brimful.data.batches import Ints, Lengths, Step
 from brimful.data.store import Store
 from brimful.errors import BrimfulError, TaskError, in_one_line
-from brimful.memory.context import rows_of
-from brimful.task import Shape, Task
+from brimful.task import Shape, Task, rows_of
 
 Cut = Callable[[list[Shape]], list[list[int]]]
 """Rows of these shapes as micro-batches: `Plan.cut`."""

@@ -60,13 +60,12 @@ from brimful.errors import (
     UnsupportedModel,
     in_one_line,
 )
-from brimful.memory.context import rows_of
 from brimful.memory.oom import is_oom
 from brimful.planning.plan import Plan
 from brimful.step import checks
 from brimful.step.interface import StepOptions, StepResult
 from brimful.step.stepper import Stepper
-from brimful.task import Loss
+from brimful.task import Loss, rows_of
 
 # The micro-batches of one Lightning step: each runs `training_step`, and what it logs and returns is kept until the step is
 # through, then told once.

@@ -10,7 +10,6 @@ phase by less than 1 %. Backward is told apart by hooks on the gradients: before
 at work, after half of them most activations are gone.
 """
 
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
-from brimful.task import Loss, Task, terms_of
+from brimful.task import Loss, Task, loss_terms, map_tensors
 
 # What a forward is opened with: autocast, and attention whose kernels need no preparation where shapes vary.
 #
@@ -115,7 +113,7 @@ class StepContext:
         batch = to_device(batch, self.device)
         self.doing = "forward"
         with self.opened():
-            terms = terms_of(self.task, self.task.loss(self.model, batch))
+            terms = loss_terms(self.task, self.task.loss(self.model, batch), model=self.model, batch=batch)
             scaled = _mean(self.task, terms, over)
         del batch  # in backward only what the graph needs of it is kept
         if mark:
@@ -170,36 +168,18 @@ def _mean(task: Task, terms: Mapping[str, Loss], over: float | Mapping[str, floa
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Every tensor of the batch on the device; anything else as it is."""
-    return _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    _each(batch, found.append)
+    map_tensors(batch, found.append)
     return found
-
-
-def rows_of(batch: Any) -> int:
-    """The first dimension that all tensors of a batch share."""
-    sizes: set[int] = set()
-    _each(batch, lambda tensor: sizes.update(tensor.shape[:1]))
-    if len(sizes) != 1:
-        raise TaskError(
-            f"the tensors of a batch must share their first dimension; found {sorted(sizes) or 'no tensors: collate must make them'}"
-        )
-    return sizes.pop()
 
 
 def split(batch: Any, at: int) -> tuple[Any, Any]:
     """The batch's rows before and from `at`."""
-    return _each(batch, lambda t: t[:at] if t.ndim else t), _each(batch, lambda t: t[at:] if t.ndim else t)
-
-
-def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The batch with every tensor changed. Hugging Face's `BatchEncoding` is a mapping that torch's trees do not know."""
-    if isinstance(batch, UserDict):
-        return type(batch)({key: _each(value, change) for key, value in batch.items()})
-    return tree_map_only(torch.Tensor, change, batch)
+    return map_tensors(batch, lambda t: t[:at] if t.ndim else t), map_tensors(batch, lambda t: t[at:] if t.ndim else t)
 
 
 @contextmanager

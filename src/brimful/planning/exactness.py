@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
-from brimful.memory.context import StepContext, rows_of, split, to_device
+from brimful.memory.context import StepContext, split, to_device
 from brimful.memory.snapshot import Buffers
-from brimful.task import terms_of
+from brimful.task import loss_terms, rows_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference of whole and halves that rounding may cause, by the least precision used on the way; 2e-2 below."""
@@ -121,7 +121,10 @@ class _Value:
 def _value(rig: StepContext, parts: Any) -> _Value:
     """The mean over everything counted in these parts, and how much that was; of several terms, the sum of both."""
     with _Precisions() as precisions:
-        losses = [terms_of(rig.task, rig.task.loss(rig.model, part), to_train=False) for part in parts]
+        losses = [
+            loss_terms(rig.task, rig.task.loss(rig.model, part), model=rig.model, batch=part, needs_grad=False)
+            for part in parts
+        ]
     counts = {name: sum(float(terms[name].count) for terms in losses) for name in losses[0]}
     if any(count == 0 for count in counts.values()):
         raise NothingCounted(

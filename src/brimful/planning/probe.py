@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from brimful.errors import TaskError, UserError, in_one_line
 from brimful.machine.host import Host
-from brimful.memory.context import StepContext, rows_of, to_device
+from brimful.memory.context import StepContext, to_device
 from brimful.memory.ledger import active_limit_bytes
 from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.planning.target import Target
-from brimful.task import Shape, Task, terms_of
+from brimful.task import Shape, Task, loss_terms, rows_of
 from brimful.units import show_rows
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Prober:
     def _first_step(self, batch: Any, rows: int, shape: Shape) -> None:
         with blame(self.rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
             with self.rig.opened():
-                _check_loss(self.rig.task, self.rig.task.loss(self.rig.model, to_device(batch, self.rig.device)))
+                _check_loss(self.rig, to_device(batch, self.rig.device))
             self.rig.micro(batch, rows)
         with blame(self.rig.task, "optimizer"):
             self.rig.finish(1.0)
@@ -221,9 +221,10 @@ def _held(rig: StepContext) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _check_loss(task: Task, given: Any) -> None:
+def _check_loss(rig: StepContext, batch: Any) -> None:
     """A first look, before any training: finite sums, counts above 0, and names that `counts` knows."""
-    for term in terms_of(task, given).values():
+    task = rig.task
+    for term in loss_terms(task, task.loss(rig.model, batch), model=rig.model, batch=batch).values():
         value, count = float(term.sum.detach()), float(term.count)
         if not math.isfinite(value):
             raise TaskError(

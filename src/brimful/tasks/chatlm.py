@@ -128,7 +128,7 @@ class Pretrain(Task):
 
         return self._frozen(AutoModelForSeq2SeqLM.from_config(_config(self.size, self.source)))
 
-    def start(self) -> "nn.Module":
+    def initial_model(self) -> "nn.Module":
         if self.source is None:
             return self.model()
         from brimful.tasks.model_folder import load_model

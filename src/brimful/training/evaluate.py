@@ -30,7 +30,7 @@ from brimful.memory.forward import Forward, Work, undisturbed
 from brimful.planning.probe import blame
 from brimful.step.distributed import SingleProcess
 from brimful.step.gradients import Tally
-from brimful.task import Dataset, Loss, Shape, Task, terms_of
+from brimful.task import Dataset, Loss, Shape, Task, loss_terms
 
 T = TypeVar("T")
 Tell = Callable[[str], object]
@@ -260,7 +260,9 @@ class Evaluator:
 
     def _terms(self, batch: Any) -> dict[str, Loss]:
         with blame(self.task, "loss"), self.context.opened():
-            return terms_of(self.task, self.task.loss(self.model, to_device(batch, self.device)), to_train=False)
+            batch = to_device(batch, self.device)
+            value = self.task.loss(self.model, batch)
+            return loss_terms(self.task, value, model=self.model, batch=batch, needs_grad=False)
 
     def _metrics(self) -> dict[str, float]:
         if not len(self._generate_rows) or type(self.task).evaluate is Task.evaluate:

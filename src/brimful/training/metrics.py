@@ -35,7 +35,7 @@ from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import Buffers, RandomState
 from brimful.step.distributed import SingleProcess
 from brimful.step.interface import StepResult
-from brimful.task import Dataset, Shape, Task, terms_of
+from brimful.task import Dataset, Shape, Task, loss_terms
 
 ROWS = 2
 """Rows of a dummy: BatchNorm refuses to train on one."""
@@ -209,7 +209,7 @@ def _count(
     batch = to_device(task.dummy(rows, shape), device)
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
         with opened(device, autocast):
-            terms = terms_of(task, task.loss(model, batch))
+            terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch)
             total = torch.stack([term.sum.reshape(()) for term in terms.values()]).sum()
         torch.autograd.grad(total, trained, allow_unused=True)
     return int(counter.get_total_flops())

@@ -425,7 +425,7 @@ class _Running:
     def _model(self, device: torch.device, start: Checkpoint | None) -> nn.Module:
         """With the weights to begin with, or a checkpoint's: those are read onto the device, never through the host."""
         if start is None:
-            model = self.task.start().to(device).train()
+            model = self.task.initial_model().to(device).train()
         else:
             model = build(self.task, device)
             state.load_weights(start.path, model)

@@ -445,7 +445,7 @@ def out_of_memory(*_: object) -> None:
 def doing_when(rig: StepContext) -> str:
     with pytest.raises(torch.OutOfMemoryError):
         rig.micro(Tagger().dummy(), ROWS)
-    return rig.doing
+    return rig.phase
 
 
 def test_it_is_known_that_memory_ran_out_on_the_way_to_the_device(monkeypatch):

@@ -286,7 +286,7 @@ def test_an_oom_is_an_event_with_what_was_tried_and_what_changed():
     run(due=[(3, 1, "backward")], on_event=heard.append)
     (event,) = [event for event in heard if event.event == "oom"]
     told = event.to_json()
-    assert (told["step"], told["doing"], told["micro_batch"], told["micro_batches"]) == (3, "backward", 1, 4)
+    assert (told["step"], told["phase"], told["micro_batch"], told["micro_batches"]) == (3, "backward", 1, 4)
     assert told["rows"] == 3 and told["change"] and "injected" in told["message"]
 
 
@@ -435,7 +435,7 @@ def test_the_optimizers_first_step_is_proven_before_it_begins():
     with simulated_memory("1000KiB") as memory:
         memory.adopt(model.parameters())
         stepper = Stepper(model, torch.optim.AdamW(model.parameters(), foreach=False), loss)
-        with pytest.raises(DoesNotFit, match=r"reserving the optimizer's bytes .* which no cut makes smaller"):
+        with pytest.raises(DoesNotFit, match=r"optimizer state reservation .* which no cut makes smaller"):
             stepper.step(torch.ones(2, 1000))
     assert torch.equal(before, model.weight)
 

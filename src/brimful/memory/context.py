@@ -13,6 +13,7 @@ at work, after half of them most activations are gone.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -56,6 +57,25 @@ FIRST_PHASES = tuple(f"first_{phase}" for phase in MICRO_PHASES)
 Mark = Callable[[str], None]
 
 
+class Phase(StrEnum):
+    """What a step is doing. The value is how messages and events name it."""
+
+    IDLE = "idle"
+    COLLATE = "collate"
+    TO_DEVICE = "to device"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    SCALE = "gradient scaling"
+    CLIP = "clipping"
+    RESERVE = "optimizer state reservation"
+
+    @property
+    def in_micro_batch(self) -> bool:
+        """Whether a smaller micro-batch would need less memory here."""
+        return self in (Phase.COLLATE, Phase.TO_DEVICE, Phase.FORWARD, Phase.BACKWARD)
+
+
 @dataclass(kw_only=True)
 class StepContext:
     """A model and its optimizer on their device, ready to step."""
@@ -70,8 +90,8 @@ class StepContext:
     """False keeps attention off cuDNN's kernels, forward and backward: see `opened`."""
     scaler: "torch.amp.GradScaler | None" = None
     """Made here for fp16; one that exists already may be given."""
-    doing: str = field(init=False, default="")
-    """What a micro-batch is in the middle of, for whoever has to tell what ran out of memory."""
+    phase: Phase = field(init=False, default=Phase.IDLE)
+    """What the step is doing now. It stands still when an error is raised, so it tells where memory ran out."""
     params: list[nn.Parameter] = field(init=False)
     """All of the model's, and whatever else the optimizer steps."""
     _graded: list[nn.Parameter] = field(init=False, default_factory=list)
@@ -109,16 +129,16 @@ class StepContext:
         """
         if mark:
             mark(f"{prefix}forward")
-        self.doing = "to device"
+        self.phase = Phase.TO_DEVICE
         batch = to_device(batch, self.device)
-        self.doing = "forward"
+        self.phase = Phase.FORWARD
         with self.opened():
             terms = loss_terms(self.task, self.task.loss(self.model, batch), model=self.model, batch=batch)
             scaled = _mean(self.task, terms, over)
         del batch  # in backward only what the graph needs of it is kept
         if mark:
             mark(f"{prefix}head")
-        self.doing = "backward"
+        self.phase = Phase.BACKWARD
         phases = nullcontext() if mark is None else _gradient_phases(self.model, mark, prefix)
         with attention(cudnn=self.cudnn_attention), phases:
             (self.scaler.scale(scaled) if self.scaler else scaled).backward()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from brimful.errors import ProcessLost, TaskError
-from brimful.memory.context import StepContext
+from brimful.memory.context import Phase, StepContext
 from brimful.memory.meter import Room
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import Buffers, RandomState
@@ -26,7 +26,7 @@ from brimful.step.checks import Cuttable, Shapes
 from brimful.step.distributed import Share, SingleProcess, fingerprint
 from brimful.step.interface import Events, StepOptions
 from brimful.step.recovery import Ceiling, Failures, Pass, Place
-from brimful.task import Loss, Shape, Task, totals_of
+from brimful.task import Loss, Shape, Task, term_counts
 
 # What the micro-batches of a step added up to, kept on the device until the step is through.
 #
@@ -179,7 +179,7 @@ class Gradients:
             return self._rows_over
         mine: Counter[str] = Counter()
         for group in self._cut(share, share.indices):
-            mine.update(totals_of(task, task.counts(share.rows.batch(group))))
+            mine.update(term_counts(task, task.counts(share.rows.batch(group))))
         self._put_back()  # a collate that draws random numbers draws the same ones again
         totals: Counter[str] = Counter()
         for one in self.group.gather_objects(dict(mine)):
@@ -209,7 +209,7 @@ class Gradients:
         self._cuttable.check(current.step, max(len(current.groups), self.group.size))
         for index, group in enumerate(current.groups):
             shape = _padded(current.share, group)
-            self.rig.doing = "collating"
+            self.rig.phase = Phase.COLLATE
             current.place = Place(index, len(current.groups), group, shape)
             tally.add(self.rig.micro(self._shapes.noted(current.step, current.share.rows.batch(group)), over))
             current.went_through = max(current.went_through, self.ceiling.measure(len(group), shape))
@@ -293,7 +293,7 @@ class Gradients:
         norm: list[float | None] = []
 
         def work() -> None:
-            self.rig.doing = "scaling the gradients"
+            self.rig.phase = Phase.SCALE
             self.rig.scale_gradients(1.0 if isinstance(over, dict) else over / terms["loss"][1])
             norm.append(finish())
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from brimful.errors import DoesNotFit, UserError
-from brimful.memory.context import StepContext
+from brimful.memory.context import Phase, StepContext
 from brimful.memory.meter import Room, allocator_retries, held_bytes
 from brimful.memory.model import MemoryModel, work
 from brimful.memory.split import cut
@@ -310,7 +310,6 @@ FINISH_TRIES = 4
 SAME_CUT = 2
 """So many of those retries keep the cut. A finer one can only help against fragments, and where a step ran whole it costs
 memory: gradients then wait through a forward."""
-IN_A_MICRO_BATCH = ("collating", "to device", "forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,15 +364,15 @@ class Failures:
         current.ooms += 1
         self.ooms += 1
         place, room = current.place, self._room.now()
-        doing = self._rig.doing
+        phase = self._rig.phase
         whole = place.of == 1
         rows, shape = len(place.rows), place.shape
         predicted = self._ceiling.predicted_bytes(rows, shape, whole=whole) if rows else None
-        in_micro_batch = doing in IN_A_MICRO_BATCH
+        in_micro_batch = phase.in_micro_batch
         if in_micro_batch and rows <= self.least:
             change = self._alone(current, place, room)
         elif current.finish_failures >= FINISH_TRIES:
-            change = self._give_up(current, doing, room)
+            change = self._give_up(current, phase, room)
         elif rows > 1 and (in_micro_batch or (current.finish_failures >= SAME_CUT and not whole)):
             change = self._ceiling.failed(rows, shape, whole=whole, room_bytes=room, again=current.ooms > 1)
         else:
@@ -381,9 +380,9 @@ class Failures:
         self._events.add(
             "oom",
             current.step,
-            f"out of memory in {_where(place, doing)}: {change}",
+            f"out of memory in {_where(place, phase)}: {change}",
             process=self._rank,
-            doing=doing,
+            phase=phase,
             micro_batch=place.index,
             micro_batches=place.of,
             rows=rows,
@@ -444,21 +443,21 @@ class Failures:
         skip = "; skip_oversized=True sets such rows aside and goes on" if rows else ""
         return f"what would make it fit: {', '.join(ways)}{skip}"
 
-    def _give_up(self, current: Pass, doing: str, room: int | None) -> str:
+    def _give_up(self, current: Pass, phase: Phase, room: int | None) -> str:
         has = f"the device has room for {show_bytes(room)}" if room is not None else "the device has no room for it"
         current.stop = DoesNotFit(
-            f"memory ran out {FINISH_TRIES + 1} times in {doing} of step {current.step}, which no cut makes smaller: {has}; an optimizer "
+            f"memory ran out {FINISH_TRIES + 1} times in {phase} of step {current.step}, which no cut makes smaller: {has}; an optimizer "
             "with less state, a smaller model or more memory would let the run go on",
             needed_bytes=(room or 0) + 1,
         )
         return "the run stops"
 
 
-def _where(place: Place, doing: str) -> str:
-    if doing in IN_A_MICRO_BATCH:
+def _where(place: Place, phase: Phase) -> str:
+    if phase.in_micro_batch:
         lengths = f" of {'+'.join(map(str, place.shape))}" if place.shape else ""
-        return f"{doing}, micro-batch {place.index + 1} of {place.of} ({show_rows(len(place.rows))}{lengths})"
-    return f"{doing}, after {place.of} micro-batch{'es' if place.of != 1 else ''}"
+        return f"{phase}, micro-batch {place.index + 1} of {place.of} ({show_rows(len(place.rows))}{lengths})"
+    return f"{phase}, after {place.of} micro-batch{'es' if place.of != 1 else ''}"
 
 
 def _names(rows: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, in_one_line
-from brimful.memory.context import StepContext
+from brimful.memory.context import Phase, StepContext
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
 from brimful.planning.levers import checkpointing, cudnn_attention
@@ -249,7 +249,7 @@ class Stepper:
         return share, self._gradients.make(self.steps, share, finish)
 
     def _clip_and_reserve(self) -> float:
-        self._rig.doing = "clipping"
+        self._rig.phase = Phase.CLIP
         if self._rig.scaler:
             self._rig.scaler.unscale_(self._rig.optimizer)
         graded = self._gradients.graded
@@ -261,7 +261,7 @@ class Stepper:
 
     def _reserve(self) -> None:
         """Prove that the bytes of the optimizer's step are there."""
-        self._rig.doing = "reserving the optimizer's bytes"
+        self._rig.phase = Phase.RESERVE
         graded, optimizer = self._gradients.graded, self._rig.optimizer
         which = tuple(map(id, graded))  # which parameters a step reaches may change from step to step
         if which not in self._needs:

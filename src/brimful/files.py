@@ -1,42 +1,212 @@
-"""On the disk for certain: what is written here is still there after a power cut.
+"""Files that survive a crash: atomic writes, fsync, locks, hashes, and how a full disk is recognised.
 
-A rename is atomic for readers but not durable by itself: the content must be synced before it, the folder after it.
+**Atomic writes.** A rename is atomic for readers but not durable: the content must be synced before it and the folder
+after it. `atomic_path` does both, so a file has its old content or the new one, also after a power cut.
+
+**Locks.** `FileLock` is `flock`, as in the filelock package, which does not serve here for two reasons: its descriptor is
+never inherited, while a run folder must stay locked until the worker that still saves has ended, not only its parent; and
+it cannot lock a folder, while outputs are written in a locked folder that is then renamed.
+
+**Hashes.** One sha256 for each 64 MiB lets threads share a file and tells which part of it is damaged. Measured from the
+page cache: 1.5 GiB/s with one thread, 3.0 with two on two cores.
 """
 
 import errno
+import hashlib
+import json
 import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-_FOLDERS_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)
+from brimful.units import MiB
+
+BLOCK_BYTES = 64 * MiB
+_PIECE_BYTES = MiB
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file exceeds what the disk or `ulimit -f` allows",
+}
+_ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+_DUCKDB_FULL = ("No space left", "max_temp_directory_size", "File too large", "quota exceeded")
+_TORCH_FULL = ("unexpected pos", "iostream error", "failed writing file")
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of names of a folder, is on the disk; a full disk may show only here."""
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to. It replaces `path` when the block ends and is removed on an error."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        os.fsync(descriptor)
-    except OSError as error:  # some network filesystems write folders at once and refuse to be asked
-        if error.errno not in _FOLDERS_NOT_SYNCED or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(folder: Path) -> None:
-    """Everything below a folder, files before the folders that name them, and the folder itself last."""
-    for path in sorted(folder.rglob("*"), reverse=True):
-        sync(path)
-    sync(folder)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file has its old content or the new one, never a part of it."""
-    draft = path.with_name(f".{path.name}.part")
-    try:
-        draft.write_text(text, encoding="utf-8")
+        yield draft
         sync(draft)
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a whole file, or leave it as it was."""
+    with atomic_path(path) as draft:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk. Some full disks show only here."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network filesystems write folders at once and refuse to sync them
+        if error.errno not in _NO_FOLDER_SYNC or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync everything below a folder, files before the folders that name them, and the folder itself last."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)
+
+
+class FileLock:
+    """An exclusive lock on a file or a folder, held until `close` or until every process with its `fd` has ended.
+
+    The kernel holds it, so however a process dies there is nothing to clean up. Pass `fd` to a child with `pass_fds`,
+    and the child holds the lock too.
+    """
+
+    def __init__(self, path: Path, *, folder: bool = False, wait: bool = False) -> None:
+        """Creates the file or folder. Raises `BlockingIOError` if another process holds it, unless `wait`."""
+        self.path = path
+        self.supported = True
+        """False on filesystems without locks (some network mounts): nothing is locked then."""
+        self.fd = -1
+        try:
+            while not self._acquire(folder, wait):  # the former holder has renamed or removed what we had opened
+                self.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release it in this process. Never by `LOCK_UN`, which would release it in the others too."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _acquire(self, folder: bool, wait: bool) -> bool:
+        import fcntl  # not on Windows, where this module must still import
+
+        if folder:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.fd = os.open(self.path, os.O_RDONLY)
+        else:
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.supported = False
+            return True
+        try:
+            return os.path.samestat(os.fstat(self.fd), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def disk_full(error: BaseException | None) -> str | None:
+    """`the disk is full`, or how else there was no room to write; None for an error of another kind.
+
+    Looks at the causes of the error too, the first one first: it knows most. Seen on real disks: Python's OSError,
+    safetensors' `(os error 28)`, Arrow's and DuckDB's texts, and torch.save's `unexpected pos`, which names no cause.
+    """
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return next(filter(None, map(_why_full, reversed(chain))), None)
+
+
+def _why_full(error: BaseException) -> str | None:
+    text = str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return _FULL.get(error.errno)
+    if match := _ERRNO_IN_TEXT.search(text):
+        return _FULL.get(int(match[1] or match[2]))
+    if type(error).__module__.lstrip("_").startswith("duckdb") and any(words in text for words in _DUCKDB_FULL):
+        return _FULL[errno.ENOSPC]
+    return "a file was truncated, as on a full disk" if any(words in text for words in _TORCH_FULL) else None
+
+
+def sha256(content: str | bytes) -> str:
+    """The hash of a text or bytes, as hexadecimal digits."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def json_sha256(content: Any) -> str:
+    """The hash of plain JSON values, whatever the order of their keys."""
+    return sha256(json.dumps(content, sort_keys=True))
+
+
+def file_sha256(path: Path) -> str:
+    """The hash of a whole file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def block_hashes(paths: Sequence[Path], *, threads: int = 1) -> list[tuple[str, ...]]:
+    """The hashes of the 64 MiB blocks of each file. Reads pieces of 1 MiB, so it costs no memory."""
+    counts = [-(-path.stat().st_size // BLOCK_BYTES) for path in paths]
+    blocks = [(path, block) for path, count in zip(paths, counts, strict=True) for block in range(count)]
+    with ThreadPoolExecutor(threads) as pool:
+        hashes = pool.map(lambda block: _hash_block(*block), blocks)
+        return [tuple(next(hashes) for _ in range(count)) for count in counts]
+
+
+def damage(
+    folder: Path, name: str, size_bytes: int, hashes: Sequence[str] | None = None, *, threads: int = 1
+) -> str | None:
+    """What is wrong with a file of a known size and, with `hashes`, of known contents; None if nothing is."""
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != size_bytes:
+            return f"{name} is {'truncated' if size < size_bytes else 'too long'}: {size:,} bytes instead of {size_bytes:,}"
+        seen = block_hashes([path], threads=threads)[0] if hashes is not None else ()
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    for block, (is_now, was) in enumerate(zip(seen, hashes or (), strict=True)):
+        if is_now != was:
+            first, last = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size_bytes)
+            return f"{name} is damaged between bytes {first:,} and {last:,}: its checksum differs"
+    return None
+
+
+def _hash_block(path: Path, block: int) -> str:
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    digest, left = hashlib.sha256(), BLOCK_BYTES
+    with path.open("rb", buffering=0) as file:
+        file.seek(block * BLOCK_BYTES)
+        while left and (size := file.readinto(piece[: min(left, _PIECE_BYTES)])):
+            digest.update(piece[:size])
+            left -= size
+    return digest.hexdigest()

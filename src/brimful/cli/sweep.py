@@ -65,7 +65,7 @@ def sweep(
 
 
 def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> tuple[Any, Any]:
-    from brimful.files import write_whole
+    from brimful.files import write_atomic
     from brimful.molecules.page import sweep_page
     from brimful.molecules.progress import SweepProgress
     from brimful.molecules.results import conventions, read_run, summarise
@@ -81,7 +81,7 @@ def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> t
         notes=conventions(summaries), remarks=outcome.remarks,
     )  # fmt: skip
     try:
-        write_whole(root / "report.html", page)
+        write_atomic(root / "report.html", page)
     except OSError as error:
         raise BadRun(
             f"{root / 'report.html'} cannot be written: {error.strerror}; the tables beside it are whole"

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from brimful.errors import BadRun
-from brimful.files import write_whole
+from brimful.files import write_atomic
 from brimful.molecules.job import Job, Rows
 from brimful.molecules.pack import TENSORS, State
 from brimful.molecules.prepare import Prepared
@@ -96,7 +96,7 @@ class SweepFolder:
             if before["rows"].get(key, features) not in (features, fingerprint(rows[key], labelled=True)):
                 raise self._other(f"the molecules, the split, the features or the label of {key} have")
         with _written(self.claims):
-            write_whole(self.claims, json.dumps({kind: {**before[kind], **now[kind]} for kind in now}, indent=1))
+            write_atomic(self.claims, json.dumps({kind: {**before[kind], **now[kind]} for kind in now}, indent=1))
 
     def _other(self, what: str) -> BadRun:
         return BadRun(f"{self.root} holds results of other data: {what} changed; name another --output")

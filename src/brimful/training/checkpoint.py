@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from brimful.errors import BadCheckpoint, BadOption, InternalError, SaveFailed, in_one_line
-from brimful.files import sync, sync_tree, write_whole
+from brimful.files import sync, sync_tree, write_atomic
 from brimful.machine.host import Space
 from brimful.training.manifest import Manifest
 from brimful.units import KiB, show_bytes
@@ -111,7 +111,7 @@ class Best:
     def write(self, folder: Path) -> None:
         """On the disk when this returns."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / NAME, json.dumps(asdict(self)) + "\n")
+        write_atomic(folder / NAME, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def read(cls, folder: Path, tell: Callable[[str], object]) -> "Best | None":

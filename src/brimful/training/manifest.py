@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import BadCheckpoint
-from brimful.files import write_whole
+from brimful.files import write_atomic
 from brimful.machine.host import Host
 from brimful.units import MiB
 
@@ -103,7 +103,7 @@ class Manifest:
         plain = json.loads(json.dumps(dict(facts)))  # as it will be read: a key 2 comes back, and is sealed, as "2"
         manifest = cls(step=step, serial=serial, created=created, files=read_facts(folder, names), facts=plain)
         content = asdict(manifest)
-        write_whole(folder / NAME, json.dumps({"sha256": _seal(content), **content}, indent=1) + "\n")
+        write_atomic(folder / NAME, json.dumps({"sha256": _seal(content), **content}, indent=1) + "\n")
         return manifest
 
     @classmethod

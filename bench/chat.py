@@ -139,13 +139,13 @@ class _Taker(_Stopper):
     def after_step(self, loop, result):
         import torch
 
-        from brimful.memory.meter import room_bytes
+        from brimful.memory.meter import available_bytes
 
         device = next(loop.stepper.model.parameters()).device
         if loop.step == self.at:
             if device.type != "cpu":
                 torch.accelerator.empty_cache()
-            room = room_bytes(device)
+            room = available_bytes(device)
             held = torch.accelerator.memory_allocated(device) if device.type != "cpu" else 0
             free = (room or 0) - held
             self.taken = []

@@ -137,7 +137,7 @@ def full_step(rig: StepContext, batch: Any) -> None:
 
 
 def forward_backward(rig: StepContext, batch: Any) -> None:
-    with rig.opened():
+    with rig.forward_context():
         loss = rig.task.loss(rig.model, to_device(batch, rig.device))
     mean = loss.sum / loss.count
     (rig.scaler.scale(mean) if rig.scaler else mean).backward()

@@ -204,14 +204,14 @@ import json, sys, time
 import torch
 from brimful.data.loader import Loader
 from brimful.data.store import Store
-from brimful.memory.split import cut
+from brimful.memory.split import split_by_memory
 from brimful.tasks.chatlm import Pretrain
 
 torch.set_num_threads(1)
 store, workers, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
 task = Pretrain("base")
 loader = Loader(Store.open(store, verify=False), task, global_batch=256, workers=workers, rank=rank, speeds=[1.0] * processes)
-loader._reader._cut = lambda shapes: cut(shapes, lambda rows, shape, whole=False: rows * sum(shape), 1e9, overhead=1500)
+loader._reader._cut = lambda shapes: split_by_memory(shapes, lambda rows, shape, whole=False: rows * sum(shape), 1e9, overhead=1500)
 steps, rows = iter(loader), 0
 for _ in range(1000):  # pages of the store are mapped 16 at a time as they are touched
     next(steps)

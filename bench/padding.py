@@ -15,7 +15,7 @@ import numpy as np
 
 from brimful.data.batches import Batches, Mix
 from brimful.data.store import Store
-from brimful.memory.split import cut
+from brimful.memory.split import split_by_memory
 
 GLOBAL_BATCH, MICRO_BATCHES = 256, 8
 
@@ -66,7 +66,7 @@ def in_parts(lengths: np.ndarray, rows: np.ndarray, wanted: int) -> list[np.ndar
     low, high, best = 0.0, 2e4, None
     for _ in range(12):
         price = (low + high) / 2
-        best = cut(shapes, lambda count, shape, whole=False: count * sum(shape), 1e12, overhead=price)
+        best = split_by_memory(shapes, lambda count, shape, whole=False: count * sum(shape), 1e12, overhead=price)
         if len(best) == wanted:
             break
         low, high = (price, high) if len(best) > wanted else (low, price)

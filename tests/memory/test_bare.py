@@ -11,7 +11,7 @@ from torch import nn
 
 from brimful.errors import TaskError
 from brimful.memory import context
-from brimful.memory.context import FIRST_PHASES, MICRO_PHASES, StepContext, split, to_device
+from brimful.memory.context import FIRST_PHASES, MICRO_PHASES, StepContext, split_batch, to_device
 from brimful.task import Loss, Task, rows_of
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def tagger_rig(optimizer=torch.optim.SGD, **options) -> StepContext:
 def parts(cut: list[int]):
     batch, left = Tagger().dummy(), None
     for rows in cut[:-1]:
-        left, batch = split(batch, rows)
+        left, batch = split_batch(batch, rows)
         yield left
     yield batch
 
@@ -114,9 +114,9 @@ def test_no_gradients_are_left_after_a_step():
 def test_gradients_add_up_over_micro_batches():
     rig = tagger_rig()
     whole = tagger_rig()
-    whole.micro(Tagger().dummy(), ROWS)
+    whole.run_micro_batch(Tagger().dummy(), ROWS)
     for batch in parts([3, 5]):
-        rig.micro(batch, ROWS)
+        rig.run_micro_batch(batch, ROWS)
     for one, other in zip(rig.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-14)
 
@@ -153,13 +153,13 @@ def test_a_model_of_one_weight_has_every_phase():
     rig = tagger_rig()
     rig.model = nn.Linear(3, 4, bias=False).double()
     seen: list[str] = []
-    rig.micro(Tagger().dummy(), ROWS, seen.append)
+    rig.run_micro_batch(Tagger().dummy(), ROWS, seen.append)
     assert seen == list(MICRO_PHASES)
 
 
 def test_late_begins_when_half_of_the_gradients_are_there():
     rig, ready = tagger_rig(), {}
-    rig.micro(
+    rig.run_micro_batch(
         Tagger().dummy(),
         ROWS,
         lambda name: ready.update({name: sum(p.grad is not None for p in rig.model.parameters())}),
@@ -173,7 +173,7 @@ def hooks(model: nn.Module) -> int:
 
 def test_hooks_are_on_the_weights_only_during_backward():
     rig, during = tagger_rig(), []
-    rig.micro(Tagger().dummy(), ROWS, lambda _: during.append(hooks(rig.model)))
+    rig.run_micro_batch(Tagger().dummy(), ROWS, lambda _: during.append(hooks(rig.model)))
     assert during == [0, 0, 4, 4]
     assert hooks(rig.model) == 0
 
@@ -185,7 +185,7 @@ def test_no_hook_stays_when_backward_fails():
     rig = tagger_rig()
     rig.model[0].weight.register_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        rig.micro(Tagger().dummy(), ROWS)
+        rig.run_micro_batch(Tagger().dummy(), ROWS)
     assert hooks(rig.model) == 0
 
 
@@ -209,7 +209,7 @@ def test_held_gradients_are_zero_and_shaped_like_their_weights():
 def test_holding_gradients_leaves_those_that_are_there():
     rig = tagger_rig()
     rig.step(parts([8]), ROWS)
-    rig.micro(Tagger().dummy(), ROWS)
+    rig.run_micro_batch(Tagger().dummy(), ROWS)
     before = [p.grad.clone() for p in rig.model.parameters()]
     rig.hold_gradients()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(rig.model.parameters(), before, strict=True))
@@ -217,7 +217,7 @@ def test_holding_gradients_leaves_those_that_are_there():
 
 def test_gradients_can_be_dropped():
     rig = tagger_rig()
-    rig.micro(Tagger().dummy(), ROWS)
+    rig.run_micro_batch(Tagger().dummy(), ROWS)
     rig.drop_gradients()
     assert all(p.grad is None for p in rig.model.parameters())
 
@@ -312,7 +312,7 @@ def test_a_batch_without_a_common_first_dimension_is_refused(batch, found):
 
 def test_a_split_keeps_every_row_in_order_and_what_has_no_rows_on_both_sides():
     batch = {"x": torch.arange(10).view(5, 2), "scale": torch.tensor(2.0), "name": "a"}
-    first, second = split(batch, 2)
+    first, second = split_batch(batch, 2)
     assert (rows_of(first), rows_of(second)) == (2, 3)
     assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
     assert first["scale"] == second["scale"] == 2.0
@@ -323,7 +323,7 @@ def test_a_hugging_face_batch_is_moved_counted_and_split():
     from transformers import BatchEncoding
 
     batch = BatchEncoding({"ids": torch.arange(12).reshape(4, 3), "mask": torch.ones(4, 3)})
-    first, rest = split(to_device(batch, torch.device("cpu")), 1)
+    first, rest = split_batch(to_device(batch, torch.device("cpu")), 1)
     assert (rows_of(batch), rows_of(first), rows_of(rest)) == (4, 1, 3)
     assert isinstance(rest, BatchEncoding)
     assert torch.equal(rest["ids"], batch["ids"][1:])
@@ -352,25 +352,25 @@ def totals() -> dict[str, float]:
 def test_any_cut_of_several_terms_gives_the_gradient_of_the_sum_of_their_means(cut):
     rig, plain = two_rig(), two_rig()
     for batch in parts(cut):
-        rig.micro(batch, totals())
+        rig.run_micro_batch(batch, totals())
     sum(term.sum / term.count for term in plain.task.loss(plain.model, Tagger().dummy()).values()).backward()
     for one, other in zip(rig.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-13)
 
 
 def test_a_micro_batch_of_several_terms_hands_them_back_by_name():
-    terms = two_rig().micro(Tagger().dummy(), totals())
+    terms = two_rig().run_micro_batch(Tagger().dummy(), totals())
     assert list(terms) == ["tokens", "penalty"]
     assert float(terms["penalty"].count) == ROWS
 
 
 def test_a_single_term_is_called_loss():
-    assert list(tagger_rig().micro(Tagger().dummy(), ROWS)) == ["loss"]
+    assert list(tagger_rig().run_micro_batch(Tagger().dummy(), ROWS)) == ["loss"]
 
 
 def test_several_terms_can_be_divided_by_one_number():
     rig, plain = two_rig(), two_rig()
-    rig.micro(Tagger().dummy(), 5.0)
+    rig.run_micro_batch(Tagger().dummy(), 5.0)
     (sum(term.sum for term in plain.task.loss(plain.model, Tagger().dummy()).values()) / 5).backward()
     for one, other in zip(rig.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-13)
@@ -382,7 +382,7 @@ def test_several_terms_can_be_divided_by_one_number():
 def test_terms_and_counts_of_other_names_are_refused(over):
     rig = two_rig()
     with pytest.raises(TaskError) as refused:
-        rig.micro(Tagger().dummy(), over)
+        rig.run_micro_batch(Tagger().dummy(), over)
     assert str(refused.value) == (
         f"task Two: its loss has the terms ['penalty', 'tokens'], its counts(batch) {sorted(over)}; they must be the same"
     )
@@ -391,7 +391,7 @@ def test_terms_and_counts_of_other_names_are_refused(over):
 def test_terms_and_counts_of_other_names_are_refused_before_backward():
     rig = two_rig()
     with pytest.raises(TaskError):
-        rig.micro(Tagger().dummy(), {"tokens": 1.0})
+        rig.run_micro_batch(Tagger().dummy(), {"tokens": 1.0})
     assert all(p.grad is None for p in rig.model.parameters())
 
 
@@ -401,7 +401,7 @@ def test_a_scaler_that_was_given_is_the_one_that_is_used(autocast):
     model = nn.Linear(3, 1)
     sgd = torch.optim.SGD(model.parameters())
     rig = StepContext(task=Sum(1.0), model=model, optimizer=sgd, device=CPU, autocast=autocast, scaler=mine)
-    rig.micro(torch.ones(2, 3), 2)
+    rig.run_micro_batch(torch.ones(2, 3), 2)
     assert rig.scaler is mine
     assert model.weight.grad.tolist() == [[8.0] * 3]
 
@@ -417,14 +417,14 @@ def test_a_scaler_that_was_given_is_told_of_the_step():
 
 def test_gradients_are_scaled_once_and_by_what_was_asked():
     rig = ones_rig(1.0, 0.5, None)
-    rig.micro(torch.ones(2, 3), 2)
+    rig.run_micro_batch(torch.ones(2, 3), 2)
     rig.scale_gradients(0.25)
     assert rig.model.weight.grad.tolist() == [[0.25] * 3]
 
 
 def test_applying_keeps_the_gradients():
     rig = ones_rig(1.0, 0.5, None)
-    rig.micro(torch.ones(2, 3), 2)
+    rig.run_micro_batch(torch.ones(2, 3), 2)
     rig.apply()
     assert rig.model.weight.tolist() == [[0.5] * 3]
     assert rig.model.weight.grad is not None
@@ -433,7 +433,7 @@ def test_applying_keeps_the_gradients():
 def test_gradients_of_weights_that_the_optimizer_does_not_hold_are_dropped_as_well():
     rig = tagger_rig()
     rig.optimizer = torch.optim.SGD(rig.model[2].parameters())
-    rig.micro(Tagger().dummy(), ROWS)
+    rig.run_micro_batch(Tagger().dummy(), ROWS)
     rig.drop_gradients()
     assert all(p.grad is None for p in rig.model.parameters())
 
@@ -444,7 +444,7 @@ def out_of_memory(*_: object) -> None:
 
 def doing_when(rig: StepContext) -> str:
     with pytest.raises(torch.OutOfMemoryError):
-        rig.micro(Tagger().dummy(), ROWS)
+        rig.run_micro_batch(Tagger().dummy(), ROWS)
     return rig.phase
 
 
@@ -474,6 +474,6 @@ def test_forward_and_backward_see_the_same_attention(cudnn):
     rig.model[0].weight.register_post_accumulate_grad_hook(
         lambda _: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
     )
-    rig.micro(Tagger().dummy(), ROWS)
+    rig.run_micro_batch(Tagger().dummy(), ROWS)
     assert seen == [cudnn, cudnn]
     assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from brimful.memory.split import cut, deal, deal_rows
+from brimful.memory.split import deal, deal_rows, split_by_memory
 
 rows, processes = st.integers(0, 100_000), st.integers(1, 300)
 shapes = st.integers(0, 2).flatmap(lambda lengths: st.lists(st.tuples(*[st.integers(0, 60)] * lengths), max_size=50))
@@ -61,54 +61,54 @@ def partitions(items):
 
 @given(shapes, budgets, mosts, overheads)
 def test_every_row_is_in_one_micro_batch(shapes, budget, most, overhead):
-    groups = cut(shapes, cost, budget, most=most, overhead=overhead)
+    groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     assert sorted(row for group in groups for row in group) == list(range(len(shapes)))
 
 
 @given(shapes, budgets, mosts, overheads)
 def test_a_micro_batch_of_more_than_one_row_keeps_to_the_budget(shapes, budget, most, overhead):
-    groups = cut(shapes, cost, budget, most=most, overhead=overhead)
+    groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     assert all(cost(len(group), padded(shapes, group)) <= budget for group in groups if len(group) > 1)
 
 
 @given(shapes, budgets, st.integers(1, 20), overheads)
 def test_no_micro_batch_has_more_rows_than_allowed(shapes, budget, most, overhead):
-    assert all(len(group) <= most for group in cut(shapes, cost, budget, most=most, overhead=overhead))
+    assert all(len(group) <= most for group in split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead))
 
 
 @given(shapes, budgets, mosts, overheads)
 def test_rows_ascend_within_a_micro_batch(shapes, budget, most, overhead):
-    groups = cut(shapes, cost, budget, most=most, overhead=overhead)
+    groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     assert all(group == sorted(group) for group in groups)
 
 
 @given(shapes, budgets, mosts, overheads)
 def test_the_costliest_micro_batch_comes_first(shapes, budget, most, overhead):
-    groups = cut(shapes, cost, budget, most=most, overhead=overhead)
+    groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     costs = [cost(len(group), padded(shapes, group)) for group in groups]
     assert costs == sorted(costs, reverse=True)
 
 
 def test_of_micro_batches_that_cost_the_same_the_larger_comes_first():
-    groups = cut([(1,), (9,), (5,)], lambda rows, shape, whole=False: 10.0, 10, most=1)
+    groups = split_by_memory([(1,), (9,), (5,)], lambda rows, shape, whole=False: 10.0, 10, max_rows=1)
     assert groups == [[1], [2], [0]]
 
 
 @given(st.integers(1, 300), st.integers(1, 60), st.integers(0, 2), mosts)
 def test_identical_rows_come_in_the_fewest_micro_batches(count, capacity, lengths, most):
-    groups = cut([(7,) * lengths] * count, lambda rows, shape, whole=False: rows, capacity, most=most)
+    groups = split_by_memory([(7,) * lengths] * count, lambda rows, shape, whole=False: rows, capacity, max_rows=most)
     assert len(groups) == -(-count // min(capacity, most or capacity))
 
 
 @given(st.integers(1, 300), st.integers(1, 60), st.integers(0, 2))
 def test_identical_rows_come_in_even_runs(count, capacity, lengths):
-    groups = cut([(7,) * lengths] * count, lambda rows, shape, whole=False: rows, capacity)
+    groups = split_by_memory([(7,) * lengths] * count, lambda rows, shape, whole=False: rows, capacity)
     assert [row for group in groups for row in group] == list(range(count))
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
 def test_50_rows_that_fit_34_at_a_time_come_as_25_and_25():
-    groups = cut([(256, 256)] * 50, lambda rows, shape, whole=False: rows, 34)
+    groups = split_by_memory([(256, 256)] * 50, lambda rows, shape, whole=False: rows, 34)
     assert groups == [list(range(25)), list(range(25, 50))]
 
 
@@ -121,7 +121,7 @@ def test_one_length_is_cut_into_the_fewest_micro_batches_with_the_least_padding(
         for groups in partitions(list(range(len(shapes))))
         if all(cost(len(group), padded(shapes, group)) <= budget for group in groups)
     ]
-    groups = cut(shapes, cost, budget)
+    groups = split_by_memory(shapes, cost, budget)
     assert (len(groups), work(shapes, groups)) == min(every)
 
 
@@ -134,7 +134,7 @@ def test_one_length_is_cut_at_the_least_overhead_and_work(shapes, budget, overhe
         for groups in partitions(list(range(len(shapes))))
         if all(cost(len(group), padded(shapes, group)) <= budget for group in groups)
     ]
-    groups = cut(shapes, cost, budget, overhead=overhead)
+    groups = split_by_memory(shapes, cost, budget, overhead=overhead)
     assert overhead * len(groups) + work(shapes, groups) == min(every)
 
 
@@ -142,7 +142,7 @@ def test_one_length_is_cut_at_the_least_overhead_and_work(shapes, budget, overhe
 @pytest.mark.parametrize("axis", [0, 1])
 def test_two_lengths_need_less_padding_and_no_more_micro_batches_than_sorted_by_one(budget, axis):
     for shapes in map(two_lengths, range(4)):
-        groups = cut(shapes, cost, budget)
+        groups = split_by_memory(shapes, cost, budget)
         by_one = filled(shapes, sorted(range(256), key=lambda row: shapes[row][axis], reverse=True), budget)
         assert len(groups) <= len(by_one)
         assert padding(shapes, groups) < 0.85 * padding(shapes, by_one)
@@ -151,14 +151,14 @@ def test_two_lengths_need_less_padding_and_no_more_micro_batches_than_sorted_by_
 @pytest.mark.parametrize(("budget", "micro_batches", "share"), [(3000, 16, 0.215), (7000, 8, 0.265), (16000, 4, 0.35)])
 def test_padding_of_256_rows_of_two_lengths(budget, micro_batches, share):
     shapes = two_lengths()
-    groups = cut(shapes, cost, budget)
+    groups = split_by_memory(shapes, cost, budget)
     assert len(groups) == micro_batches
     assert padding(shapes, groups) < share
 
 
 def test_cheap_micro_batches_leave_less_than_5_percent_of_padding():
     shapes = two_lengths()
-    assert padding(shapes, cut(shapes, cost, 16000, overhead=20)) < 0.05
+    assert padding(shapes, split_by_memory(shapes, cost, 16000, overhead=20)) < 0.05
 
 
 def test_256_rows_take_fewer_than_150_questions_to_the_memory_model():
@@ -168,15 +168,15 @@ def test_256_rows_take_fewer_than_150_questions_to_the_memory_model():
         asked.append((rows, shape, whole))
         return cost(rows, shape)
 
-    cut(two_lengths(), counted, 6000)
+    split_by_memory(two_lengths(), counted, 6000)
     assert len(asked) < 150
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(200, 2000), overheads)
 def test_rows_too_large_for_any_micro_batch_come_alone_and_change_nothing_else(shapes, budget, overhead):
     assume(all(cost(1, shape) <= budget for shape in shapes))
-    others = cut(shapes, cost, budget, overhead=overhead)
-    spoilt = cut([(5000, 1), *shapes, (1, 5000)], cost, budget, overhead=overhead)
+    others = split_by_memory(shapes, cost, budget, overhead=overhead)
+    spoilt = split_by_memory([(5000, 1), *shapes, (1, 5000)], cost, budget, overhead=overhead)
     last = len(shapes) + 1
     assert [last] in spoilt and [0] in spoilt
     assert [[row - 1 for row in group] for group in spoilt if group not in ([0], [last])] == others
@@ -188,46 +188,46 @@ def held(gradients):
 
 
 def test_a_whole_step_is_one_micro_batch_where_no_two_would_fit():
-    assert cut([(4,), (3,), (9,)], held(10), 5) == [[0, 1, 2]]
+    assert split_by_memory([(4,), (3,), (9,)], held(10), 5) == [[0, 1, 2]]
 
 
 def test_a_whole_step_is_kept_whole_rather_than_cut_beyond_the_budget():
-    assert cut([(1,), (1,), (100,)], held(10), 5, overhead=1) == [[0, 1, 2]]
+    assert split_by_memory([(1,), (1,), (100,)], held(10), 5, overhead=1) == [[0, 1, 2]]
 
 
 def test_a_whole_step_is_kept_whole_where_cutting_it_saves_no_more_than_the_overhead():
-    assert cut([(3,), (1,)], held(1), 2, overhead=1) == [[0], [1]]
-    assert cut([(3,), (1,)], held(1), 2, overhead=2) == [[0, 1]]
+    assert split_by_memory([(3,), (1,)], held(1), 2, overhead=1) == [[0], [1]]
+    assert split_by_memory([(3,), (1,)], held(1), 2, overhead=2) == [[0, 1]]
 
 
 def test_a_whole_step_of_more_rows_than_allowed_is_cut():
-    assert cut([()] * 4, lambda rows, shape, whole=False: 0.0, 1, most=2) == [[0, 1], [2, 3]]
+    assert split_by_memory([()] * 4, lambda rows, shape, whole=False: 0.0, 1, max_rows=2) == [[0, 1], [2, 3]]
 
 
 def test_a_step_that_fits_whole_is_cut_where_that_saves_more_than_the_overhead():
     shapes = [(100,), (1,), (1,), (1,)]
-    assert cut(shapes, cost, 1e9, overhead=296) == [[0], [1, 2, 3]]
-    assert cut(shapes, cost, 1e9, overhead=297) == [[0, 1, 2, 3]]
+    assert split_by_memory(shapes, cost, 1e9, overhead=296) == [[0], [1, 2, 3]]
+    assert split_by_memory(shapes, cost, 1e9, overhead=297) == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("overhead", [100, 300, 1000])
 def test_an_overhead_is_weighed_against_the_padding(overhead):
     for shapes in map(two_lengths, range(4)):
-        few, best = cut(shapes, cost, 16000), cut(shapes, cost, 16000, overhead=overhead)
+        few, best = split_by_memory(shapes, cost, 16000), split_by_memory(shapes, cost, 16000, overhead=overhead)
         assert len(best) > len(few)
         assert overhead * len(best) + work(shapes, best) < 0.97 * (overhead * len(few) + work(shapes, few))
 
 
 @given(shapes, budgets)
 def test_micro_batches_that_cost_nothing_leave_no_padding(shapes, budget):
-    groups = cut(shapes, cost, budget, overhead=0)
+    groups = split_by_memory(shapes, cost, budget, overhead=0)
     assert work(shapes, groups) == sum(max(1, sum(shape)) for shape in shapes)
 
 
 @given(shapes, budgets, mosts, overheads)
 def test_the_same_rows_are_always_cut_the_same(shapes, budget, most, overhead):
-    once = cut(shapes, cost, budget, most=most, overhead=overhead)
-    assert cut(list(shapes), cost, budget, most=most, overhead=overhead) == once
+    once = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
+    assert split_by_memory(list(shapes), cost, budget, max_rows=most, overhead=overhead) == once
 
 
 @given(rows, processes)

@@ -10,7 +10,7 @@ from torch import nn
 from brimful.errors import DoesNotFit
 from brimful.machine.host import Host
 from brimful.memory import forward as module
-from brimful.memory.forward import Forward, probe_sizes, undisturbed
+from brimful.memory.forward import Forward, eval_mode, probe_sizes
 from brimful.memory.ledger import Ledger, simulated_memory
 from brimful.units import KiB, MiB
 
@@ -63,7 +63,7 @@ class Job:
 
     def all(self):
         found = {}
-        with undisturbed(self.net, CPU):
+        with eval_mode(self.net, CPU):
             for group, (values, _) in self.forward.over(self.shapes, self.run):
                 found.update(zip(group, values, strict=True))
         return [found[row] for row in sorted(found)]
@@ -71,7 +71,7 @@ class Job:
 
 def alone(net, shapes):
     job = Job(net, shapes)
-    with undisturbed(net, CPU):
+    with eval_mode(net, CPU):
         return [job.run([row])[0][0] for row in range(len(shapes))]
 
 
@@ -80,7 +80,7 @@ def peak_of(net, job, rows, shape):
     ledger = Ledger()
     ledger.adopt(net.parameters())
     before = ledger.live_bytes
-    with undisturbed(net, CPU), ledger:
+    with eval_mode(net, CPU), ledger:
         job.dummy(rows, shape)
     return ledger.peak_bytes - before
 
@@ -183,7 +183,7 @@ def test_an_error_inside_leaves_them_alone_too(net):
     net.train()
     net.frozen.eval()
     before = states()
-    with pytest.raises(RuntimeError, match="mine"), undisturbed(net, CPU):
+    with pytest.raises(RuntimeError, match="mine"), eval_mode(net, CPU):
         assert not net.training and not torch.is_grad_enabled()
         torch.rand(3), random.random(), np.random.rand()
         raise RuntimeError("mine")

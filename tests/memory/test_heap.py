@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from brimful.memory.meter import give_back
+from brimful.memory.meter import trim_heap
 from brimful.units import MiB
 
 GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "malloc_trim")
@@ -24,6 +24,6 @@ def test_what_was_freed_below_something_that_lives_is_given_back():
     pins = blocks[::8]
     del blocks
     before = anonymous_bytes()
-    give_back()
+    trim_heap()
     assert before - anonymous_bytes() > 64 * MiB
     assert len(pins) == 16

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brimful.errors import BadModel, BadOption
-from brimful.memory.forward import Forward, undisturbed
+from brimful.memory.forward import Forward, eval_mode
 from brimful.memory.ledger import simulated_memory
 from brimful.tasks.generate import GenerateOptions, Generator
 from brimful.tasks.model_folder import tokenizer_of
@@ -31,7 +31,7 @@ def batched(made, prompts, *, probe=False, **options):
         if made.options.beams not in _fitted:
             _fitted[made.options.beams] = forward.fit((17, 8))
         forward.model = _fitted[made.options.beams]
-    with undisturbed(made.model, CPU):
+    with eval_mode(made.model, CPU):
         return made.answers(prompts, forward), forward
 
 
@@ -48,7 +48,7 @@ def test_batches_answer_as_one_by_one(place, options):
     made, prompts = generator(place, **options), place.prompts()[:6]
     answers, forward = batched(made, prompts, fewest=True)
     assert forward.batches == 1
-    with undisturbed(made.model, CPU):
+    with eval_mode(made.model, CPU):
         assert answers == [made._batch([prompt])[0] for prompt in prompts]
 
 
@@ -112,7 +112,7 @@ def test_what_generation_takes_is_predicted_from_shorter_ones(place, beams):
     made = generator(place, beams=beams)
     forward = Forward(made.dummy, place.net, CPU)
     model = forward.fit((17, 8))
-    with simulated_memory("1GiB") as memory, undisturbed(place.net, CPU):
+    with simulated_memory("1GiB") as memory, eval_mode(place.net, CPU):
         memory.adopt(place.net.parameters())
         before = memory.live_bytes
         made.dummy(24, (17, 32))

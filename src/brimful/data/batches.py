@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brimful.errors import BadOption
-from brimful.memory.split import alike_in_order, deal, deal_rows
+from brimful.memory.split import deal, deal_rows, order_by_similarity
 
 # The order in which rows come: one endless stream of seeded permutations, computed and never kept.
 #
@@ -250,7 +250,7 @@ class Batches:
         assert self.lengths is not None
         rows = self.stream.take(start, size)
         counts = [count for count in deal(self.global_batch, RUNS) if count]
-        order, _ = alike_in_order(self.lengths(rows), math.inf, max(1, counts[0] // 2))
+        order, _ = order_by_similarity(self.lengths(rows), math.inf, max(1, counts[0] // 2))
         ends = np.cumsum(counts * self.mix.window)[:-1]
         runs = np.split(rows[order], ends)
         draw = np.random.Generator(np.random.Philox(key=[self.stream.seed % 2**64, start % 2**64]))

@@ -32,15 +32,15 @@ from brimful.task import Loss, Task, loss_terms, map_tensors
 
 
 @contextmanager
-def opened(device: torch.device, autocast: torch.dtype | None, *, cudnn_attention: bool = False) -> Iterator[None]:
+def forward_context(device: torch.device, autocast: torch.dtype | None, *, cudnn_attention: bool = False) -> Iterator[None]:
     """For a forward; `autocast` None computes in the weights' own precision."""
     precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
-    with attention(cudnn=cudnn_attention), precision:
+    with attention_kernels(cudnn=cudnn_attention), precision:
         yield
 
 
 @contextmanager
-def attention(*, cudnn: bool) -> Iterator[None]:
+def attention_kernels(*, cudnn: bool) -> Iterator[None]:
     """Without cuDNN's kernels in here, or as torch is set. A backward that computes blocks again needs the forward's."""
     if cudnn or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
@@ -103,15 +103,15 @@ class StepContext:
         if self.scaler is None and self.autocast is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
 
-    def opened(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """What the step's forward runs in."""
-        return opened(self.device, self.autocast, cudnn_attention=self.cudnn_attention)
+        return forward_context(self.device, self.autocast, cudnn_attention=self.cudnn_attention)
 
     def step(self, batches: Iterable[Any], rows: int, mark: Mark | None = None) -> float:
         """One optimizer step over micro-batches of so many rows in all, made one at a time. Returns the mean loss."""
         total = count = 0.0
         for index, batch in enumerate(batches):
-            for term in self.micro(batch, rows, mark, "first_" if index == 0 else "").values():
+            for term in self.run_micro_batch(batch, rows, mark, "first_" if index == 0 else "").values():
                 total, count = total + float(term.sum.detach()), count + float(term.count)
             del term
         mark = mark or (lambda _: None)
@@ -120,7 +120,7 @@ class StepContext:
         mark("idle")
         return total / count if count else float("nan")
 
-    def micro(
+    def run_micro_batch(
         self, batch: Any, over: float | Mapping[str, float], mark: Mark | None = None, prefix: str = ""
     ) -> dict[str, Loss]:
         """Forward and backward of one micro-batch; its gradients are added to those held.
@@ -132,7 +132,7 @@ class StepContext:
         self.phase = Phase.TO_DEVICE
         batch = to_device(batch, self.device)
         self.phase = Phase.FORWARD
-        with self.opened():
+        with self.forward_context():
             terms = loss_terms(self.task, self.task.loss(self.model, batch), model=self.model, batch=batch)
             scaled = _mean(self.task, terms, over)
         del batch  # in backward only what the graph needs of it is kept
@@ -140,7 +140,7 @@ class StepContext:
             mark(f"{prefix}head")
         self.phase = Phase.BACKWARD
         phases = nullcontext() if mark is None else _gradient_phases(self.model, mark, prefix)
-        with attention(cudnn=self.cudnn_attention), phases:
+        with attention_kernels(cudnn=self.cudnn_attention), phases:
             (self.scaler.scale(scaled) if self.scaler else scaled).backward()
         return terms
 
@@ -197,7 +197,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     return found
 
 
-def split(batch: Any, at: int) -> tuple[Any, Any]:
+def split_batch(batch: Any, at: int) -> tuple[Any, Any]:
     """The batch's rows before and from `at`."""
     return map_tensors(batch, lambda t: t[:at] if t.ndim else t), map_tensors(batch, lambda t: t[at:] if t.ndim else t)
 

@@ -26,11 +26,11 @@ from torch import nn
 
 from brimful.errors import DoesNotFit
 from brimful.machine.host import Host
-from brimful.memory.meter import has_peak_statistics, held_bytes, meter, room_bytes
+from brimful.memory.meter import allocated_bytes, available_bytes, has_peak_statistics, meter
 from brimful.memory.model import MemoryModel, Probe, work
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import RandomState
-from brimful.memory.split import cut
+from brimful.memory.split import split_by_memory
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rows
 
@@ -85,9 +85,9 @@ class Forward:
         self._largest: tuple[int, Shape] = (0, ())
 
     def fit(self, longest: Shape) -> MemoryModel:
-        """Learn the cost from a few small sizes, no row longer than `longest`. Whatever the model was doing is undisturbed."""
+        """Learn the cost from a few small sizes, no row longer than `longest`. Whatever the model was doing is eval_mode."""
         started, readings = time.perf_counter(), list[Probe]()
-        with undisturbed(self._module, self.device):
+        with eval_mode(self._module, self.device):
             if self.device.type != "cpu":  # libraries take their workspaces at the first use, which is no row's cost
                 attempt(partial(self._work, 1, probe_sizes(longest)[0][1]), self.device)
             for rows, shape in probe_sizes(longest):
@@ -183,7 +183,7 @@ class Forward:
         return self.model.measure(rows, shape, factor=self._factor)
 
     def _cut(self, shapes: Sequence[Shape], ceiling: float) -> list[list[int]]:
-        return cut(shapes, self._measure, ceiling, most=self._most, overhead=self._overhead)
+        return split_by_memory(shapes, self._measure, ceiling, max_rows=self._most, overhead=self._overhead)
 
     def _lowered(self, rows: int, shape: Shape) -> float:
         """After an out-of-memory error: the model is raised to the room that was not enough, and half the rows are left."""
@@ -199,8 +199,8 @@ class Forward:
 
     def _added_budget(self) -> tuple[int, str]:
         """Bytes that batches may add to what is alive now, and what set the number."""
-        known = [size for size in (self._limit_bytes, room_bytes(self.device)) if size is not None]
-        held = held_bytes(self.device)
+        known = [size for size in (self._limit_bytes, available_bytes(self.device)) if size is not None]
+        held = allocated_bytes(self.device)
         budgets = []
         if held is None:  # the CPU without a virtual limit: nobody counts there, so the host has a say
             held = _bytes_of(_tensors(self._module))
@@ -224,7 +224,7 @@ class Forward:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def eval_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model in eval mode and without gradients; afterwards each part's mode and all random state as they were."""
     random_state, modes = RandomState(device), [(module, module.training) for module in model.modules()]
     model.eval()

@@ -24,7 +24,7 @@ from brimful.memory.oom import empty_cache
 # that was garbage when they were forked is theirs until they end, whatever the parent does with its own.
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return what is free in the heap; where the C library has no way to ask for it, nothing happens."""
     trim = _trim()
     if trim is not None:
@@ -42,7 +42,7 @@ def _trim() -> Any:
 # limit of its own short of the kernel's, so there only a virtual limit is known.
 
 
-class Room:
+class AvailableMemory:
     """What is left for training: the device's room, less what the same process took for something else since.
 
     Whatever is alive between two steps, beyond the least that ever was, is not training's.
@@ -54,39 +54,39 @@ class Room:
 
     def settle(self, *, anew: bool = False) -> None:
         """Between two steps: what is alive now is needed for ever. `anew`: training itself has grown since, by its state."""
-        held = held_bytes(self._device)
+        held = allocated_bytes(self._device)
         if held is not None:
             self._idle_bytes = held if anew or self._idle_bytes is None else min(self._idle_bytes, held)
 
     def now(self, *, besides: int = 0) -> int | None:
         """Bytes, while nothing of a step is alive besides so many; None where nothing can tell."""
-        room = room_bytes(self._device)
+        room = available_bytes(self._device)
         return None if room is None else room - self.taken(besides=besides)
 
     def taken(self, *, besides: int = 0) -> int:
         """Bytes alive between two steps that are not training's."""
-        held = held_bytes(self._device)
+        held = allocated_bytes(self._device)
         return 0 if held is None or self._idle_bytes is None else max(0, held - besides - self._idle_bytes)
 
 
-def room_bytes(device: torch.device) -> int | None:
+def available_bytes(device: torch.device) -> int | None:
     """The most this process could hold there now; None where nothing can tell."""
     if device.type == "cpu":
         return active_limit_bytes()
     if device.type == "mps":
         return None
     free, total = torch.accelerator.get_memory_info(device)
-    return min(free + torch.accelerator.memory_reserved(device), cap_bytes(device, total))
+    return min(free + torch.accelerator.memory_reserved(device), process_limit_bytes(device, total))
 
 
-def held_bytes(device: torch.device) -> int | None:
+def allocated_bytes(device: torch.device) -> int | None:
     """What is allocated there by this process."""
     if device.type == "cpu":
         return active_live_bytes()
     return None if device.type == "mps" else torch.accelerator.memory_allocated(device)
 
 
-def cap_bytes(device: torch.device, total: int) -> int:
+def process_limit_bytes(device: torch.device, total: int) -> int:
     """What torch lets this process reserve of the card's memory."""
     if device.type != "cuda":
         return total

@@ -205,7 +205,7 @@ class Probe:
     def peak_bytes(self) -> int:
         return max(self.phases.values())
 
-    def joined(self, later: "Probe") -> "Probe":
+    def merged(self, later: "Probe") -> "Probe":
         """Both readings of one size: the higher of each phase, and the reserved bytes of the one that knows them."""
         names = {**self.phases, **later.phases}
         return Probe(

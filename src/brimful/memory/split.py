@@ -36,12 +36,12 @@ class Cost(Protocol):
     def __call__(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float: ...
 
 
-def cut(
-    shapes: Sequence[Shape], cost: Cost, budget: float, *, most: int | None = None, overhead: float | None = None
+def split_by_memory(
+    shapes: Sequence[Shape], cost: Cost, budget: float, *, max_rows: int | None = None, overhead: float | None = None
 ) -> list[list[int]]:
     """Partition rows into micro-batches over all their lengths: indices, ascending, the costliest micro-batch first.
 
-    Each costs no more than the budget and has no more than `most` rows; a row that alone exceeds the budget comes alone.
+    Each costs no more than the budget and has no more than `max_rows` rows; a row that alone exceeds the budget comes alone.
     `overhead` is what a further micro-batch costs, in rows × padded lengths, and the sum of both is minimised; without
     it, the fewest micro-batches come first and the padding second.
     """
@@ -50,7 +50,7 @@ def cut(
     lengths = np.array(shapes, dtype=np.int64)
     rows = np.argsort(-lengths.sum(axis=1), kind="stable")  # the longest first; from here on, rows are places in this
     lengths, count = lengths[rows], len(rows)
-    room = _Room(cost, budget, count if most is None else most)
+    room = _Room(cost, budget, count if max_rows is None else max_rows)
     whole = count <= room.most and cost(count, _shape(lengths), whole=True) <= budget
     groups = [np.arange(count)]
     if not whole or overhead is not None:
@@ -69,7 +69,7 @@ def _groups(lengths: Ints, rows: Ints, room: "_Room", price: float) -> list[Ints
     if not len(rows):
         return []
     lengths = lengths[rows]
-    order, gains = alike_in_order(lengths, price)
+    order, gains = order_by_similarity(lengths, price)
     ordered = lengths[order]
     forward, backward = _filled(ordered, room), len(rows) - np.array(_filled(ordered[::-1], room))
     worth_it = max(CUTS + 2 * len(forward), int(np.count_nonzero(2 * gains > price)))
@@ -127,7 +127,7 @@ def _too_large(lengths: Ints, rows: Ints, room: _Room) -> list[int]:
     return _too_large(lengths, rows[:half], room) + _too_large(lengths, rows[half:], room)
 
 
-def alike_in_order(lengths: Ints, price: float, leaf: int | None = None) -> tuple[Ints, Ints]:
+def order_by_similarity(lengths: Ints, price: float, leaf: int | None = None) -> tuple[Ints, Ints]:
     """The rows with those alike in all lengths side by side, and for each what cutting before it saved.
 
     Parts of `leaf` rows that cost less than `price` are not ordered further.
@@ -209,7 +209,7 @@ def _costliest_first(groups: list[tuple[Shape, list[int]]], cost: Cost) -> list[
     return [rows for _, _, rows in sorted(sized)]
 
 
-def paired(groups: list[list[int]]) -> list[list[int]]:
+def without_single_rows(groups: list[list[int]]) -> list[list[int]]:
     """The same rows with nobody alone: BatchNorm cannot average over a single row."""
     lone = [group[0] for group in groups if len(group) == 1]
     rest = [group for group in groups if len(group) > 1]

@@ -31,7 +31,7 @@ from brimful.errors import (
     UserError,
     in_one_line,
 )
-from brimful.memory.meter import has_peak_statistics, room_bytes
+from brimful.memory.meter import available_bytes, has_peak_statistics
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.molecules.feature_store import Shelf
 from brimful.molecules.job import Job, Rows
@@ -144,7 +144,7 @@ def _begun(group: Sequence[Job], states: Sequence[State]) -> list[State]:
 
 def _budget(device: torch.device) -> int | None:
     """For a card that nobody has looked at yet: most of what is free and what this process has of it already."""
-    room = room_bytes(device)
+    room = available_bytes(device)
     return None if room is None else int(FILL * room)
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
-from brimful.memory.context import StepContext, split, to_device
+from brimful.memory.context import StepContext, split_batch, to_device
 from brimful.memory.snapshot import Buffers
 from brimful.task import loss_terms, rows_of
 
@@ -50,7 +50,7 @@ def check_exactness(rig: StepContext, batch: Any, halves: Sequence[Any] | None =
     Halves that were collated for themselves have their own padding, and show a model that looks at it.
     """
     norms = [name for name, part in rig.model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    across, difference = _in_best_precision(rig, [batch, *(halves or split(batch, rows_of(batch) // 2))], bool(norms))
+    across, difference = _in_best_precision(rig, [batch, *(halves or split_batch(batch, rows_of(batch) // 2))], bool(norms))
     if across:
         return Exactness(True, bool(norms), (
             f"the loss looks across rows{' or at their padding' if halves else ''}: a batch of {rows_of(batch)} and its two halves differ by "

@@ -22,7 +22,7 @@ from brimful.data.reader import StepRows
 from brimful.errors import DoesNotFit
 from brimful.machine.host import Host, Space, tree_bytes
 from brimful.memory.context import tensors_of, to_device
-from brimful.memory.meter import give_back
+from brimful.memory.meter import trim_heap
 from brimful.planning.plan import Choice, HostPlan, Plan
 from brimful.planning.probe import Progress
 from brimful.planning.search import as_choice
@@ -112,7 +112,7 @@ class _HostFit:
             self.rows, self.task, self.plan, global_batch=self.read_rows, workers=workers, prefetch=PREFETCH,
             pin_memory=False, rank=0, speeds=even,
         )  # fmt: skip
-        give_back()  # as the loader does before it starts a worker
+        trim_heap()  # as the loader does before it starts a worker
         alone = tree_bytes()
         steps = iter(loader)
         first = next(steps)

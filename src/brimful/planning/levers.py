@@ -99,7 +99,7 @@ def _held_bytes(rig: StepContext, shape: Shape, rows: int) -> int:
         return tensor.detach()  # an output packed as itself would keep its own graph alive for ever
 
     batch = to_device(rig.task.dummy(rows, shape), rig.device)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), rig.opened():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), rig.forward_context():
         held = rig.task.loss(rig.model, batch)
     total = sum(kept.values())
     del held

@@ -1,12 +1,12 @@
 """Answers from an encoder-decoder: many at once in batches that fit, or one that streams.
 
-Decoding is transformers' own (`generate`): greedy unless told otherwise, with a cache of keys and values although training
-configurations switch it off. Without the cache an answer of 32 tokens costs 32 passes over all tokens so far. A text ends at
-the *tokenizer's* eos, passed on explicitly: the old scripts had a number in the code that was another token.
+Decoding is `generate` of transformers: greedy by default, and always with a cache of keys and values, which training
+configurations switch off (without it an answer of 32 tokens runs the decoder over all earlier tokens 32 times). An answer
+ends at the *tokenizer's* eos id, which is passed explicitly because a model's config may name another one.
 
-Many prompts run in batches of alike lengths. What a batch takes is modelled from a few short generations with dummies:
-cache and scores grow with rows, source, new tokens and beams, and every row is counted as if its answer went on to
-`max_new_tokens`. A step of the tiny model takes 2 ms for one row and 4.4 ms for 32, so the fewest batches are the fastest.
+Prompts are answered in batches of similar lengths. The memory of a batch is modelled from a few short generations of
+dummies: cache and scores grow with rows, prompt length, new tokens and beams, and every answer counts as if it had
+`max_new_tokens`. A decoding step of the tiny model takes 2 ms for one row and 4.4 ms for 32, so fewer batches are faster.
 """
 
 import time
@@ -25,54 +25,59 @@ if TYPE_CHECKING:
 
     from brimful.memory.forward import Forward
 
-MOST_ROWS = {"cpu": 64}
-"""Beyond it a CPU gains nothing; a card takes `forward.MOST_ROWS`."""
-PROBED_TOKENS = 8
-"""Probes generate no more than this: bytes grow on a line with the tokens, and each takes a pass."""
-PROBED_SOURCE = 256
-HALF_A_CHARACTER = "\ufffd"
-"""What bytes decode to that are no character yet."""
+MAX_ROWS = {"cpu": 64}
+"""Prompts per batch, by device: a CPU gains nothing from more. Others use `forward.MOST_ROWS`."""
+PROBE_TOKENS = 8
+"""New tokens of a probe. Memory grows linearly with them, and each takes a forward pass."""
+PROBE_SOURCE = 256
+"""Prompt tokens of a probe."""
+INCOMPLETE_CHARACTER = "\ufffd"
+"""What the first bytes of a character decode to."""
+HELP = (
+    "Each line is one question; the model does not remember earlier ones. /quit or Ctrl-D ends, Ctrl-C stops an answer."
+)
+QUIT = ("/quit", "/exit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How answers are made."""
+    """How answers are generated."""
 
     max_new_tokens: int = 256
-    """An answer ends here if it does not end by itself."""
+    """Tokens of an answer at most."""
     beams: int = 1
-    """Sequences that are followed at once; 1 takes the likeliest token each time."""
+    """Beams of beam search; 1 is greedy."""
     temperature: float = 0.0
-    """0 is no chance at all; above it tokens are drawn, the likelier ones more often the nearer it is to 0."""
+    """Sampling temperature; 0 always takes the most likely token."""
     top_p: float = 1.0
-    """Draw only among the likeliest tokens that together have this share."""
+    """Sample only from the most likely tokens that together have this probability."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that are there already become less likely."""
+    """Above 1, tokens that were generated already become less likely."""
     seed: int = 0
-    """Of the drawing."""
+    """Seed of sampling."""
 
     def __post_init__(self) -> None:
-        wrong = [sentence for good, sentence in self._checks() if not good]
-        if wrong:
-            raise BadOption("; ".join(wrong))
+        problems = list(self._problems())
+        if problems:
+            raise BadOption(" ".join(problems))
 
-    def _checks(self) -> Iterator[tuple[bool, str]]:
-        yield self.max_new_tokens >= 1, f"--max-new-tokens {self.max_new_tokens}: give a whole number of at least 1"
-        yield self.beams >= 1, f"--beams {self.beams}: give a whole number of at least 1"
-        yield 0 <= self.temperature <= 100, f"--temperature {self.temperature}: give 0 for no chance, or about 0.7"
-        yield 0 < self.top_p <= 1, f"--top-p {self.top_p}: give a share above 0 and up to 1, such as 0.9"
-        yield (
-            self.repetition_penalty > 0,
-            f"--repetition-penalty {self.repetition_penalty}: give 1 for none, or about 1.2",
-        )
-        yield (
-            self.beams == 1 or not self.temperature,
-            "--beams and --temperature: beams are not drawn; give one of the two",
-        )
+    def _problems(self) -> Iterator[str]:
+        if self.max_new_tokens < 1:
+            yield f"max_new_tokens={self.max_new_tokens} must be at least 1."
+        if self.beams < 1:
+            yield f"beams={self.beams} must be at least 1."
+        if not 0 <= self.temperature <= 100:
+            yield f"temperature={self.temperature} must be between 0 and 100."
+        if not 0 < self.top_p <= 1:
+            yield f"top_p={self.top_p} must be above 0 and at most 1."
+        if not self.repetition_penalty > 0:
+            yield f"repetition_penalty={self.repetition_penalty} must be positive."
+        if self.beams > 1 and self.temperature:
+            yield f"beams={self.beams} cannot be combined with temperature={self.temperature}."
 
 
 class Generator:
-    """A model and its tokenizer, ready to answer."""
+    """A model in eval mode and its tokenizer. `autocast` opens the context that forward passes run in."""
 
     def __init__(
         self,
@@ -81,148 +86,134 @@ class Generator:
         options: GenerateOptions,
         *,
         device: "torch.device",
-        opened: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`opened` is the autocast to run in. The model is expected in eval mode."""
         self.model, self.tokenizer, self.options, self.device = model, tokenizer, options, device
-        self._opened = opened
-        self._start = _start_id(model)
+        self._autocast = autocast
+        self._start_id = _start_id(model)
 
     def answers(
         self, prompts: Sequence[Sequence[int]], forward: "Forward", progress: Callable[[str], object] = lambda _: None
     ) -> list[list[int]]:
-        """An answer's tokens for each prompt's. `forward` is over `dummy`, and keeps what it learns."""
+        """The tokens of an answer to each prompt. `forward` was made for `dummy` and keeps its memory model."""
         new, answers = self.options.max_new_tokens, dict[int, list[int]]()
         if prompts and forward.model is None:
-            forward.fit((min(PROBED_SOURCE, max(map(len, prompts))), min(PROBED_TOKENS, new)))
+            forward.fit((min(PROBE_SOURCE, max(map(len, prompts))), min(PROBE_TOKENS, new)))
         shapes = [(len(prompt), new) for prompt in prompts]
-        for rows, made in forward.over(shapes, lambda rows: self._batch([prompts[row] for row in rows])):
-            answers.update(zip(rows, made, strict=True))
+        for rows, batch in forward.over(shapes, lambda rows: self.answer_batch([prompts[row] for row in rows])):
+            answers.update(zip(rows, batch, strict=True))
             progress(f"answered {len(answers):,} of {len(prompts):,} prompts")
         return [answers[row] for row in range(len(prompts))]
 
+    def answer_batch(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The tokens of an answer to each prompt, generated together."""
+        import torch
+
+        ids = torch.full((len(prompts), max(map(len, prompts))), self.tokenizer.pad_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor([int(token) for token in prompt])
+            mask[row, : len(prompt)] = 1
+        output = self._generate(ids.to(self.device), mask.to(self.device), self.options.max_new_tokens)
+        return [_before_eos(tokens[1:], self.tokenizer.eos_id) for tokens in output.tolist()]  # [0] is the start id
+
     def dummy(self, rows: int, shape: Shape) -> None:
-        """Generation of this size to the very end, for probing."""
+        """Generate exactly `shape[1]` tokens for random prompts of `shape[0]` tokens, to measure memory."""
         import torch
 
         source, new = shape
         ids = torch.randint(0, self.model.config.vocab_size, (rows, source), device=self.device)
-        self._generate(ids, torch.ones_like(ids), new, at_least=new)
+        self._generate(ids, torch.ones_like(ids), new, min_new=new)
 
     def stream(self, prompt: Sequence[int]) -> Iterator[str]:
-        """One answer in pieces, each a run of whole characters."""
-        if self.options.beams > 1:  # which of them wins is known at the end
-            yield self.tokenizer.decode(self._batch([prompt])[0])
+        """One answer in pieces of whole characters. Beam search yields a single piece."""
+        if self.options.beams > 1:
+            yield self.tokenizer.decode(self.answer_batch([prompt])[0])
             return
-        said, ids = "", list[int]()
+        shown, ids = "", list[int]()
         for token in self._tokens(prompt):
             ids.append(token)
             text = self.tokenizer.decode(ids)
-            if not text.endswith(HALF_A_CHARACTER):
-                yield text[len(said) :]
-                said = text
-        if rest := self.tokenizer.decode(ids)[len(said) :]:
+            if not text.endswith(INCOMPLETE_CHARACTER):
+                yield text[len(shown) :]
+                shown = text
+        if rest := self.tokenizer.decode(ids)[len(shown) :]:
             yield rest
 
-    def _batch(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        import torch
-
-        longest = max(map(len, prompts))
-        ids = torch.full((len(prompts), longest), self.tokenizer.pad_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor([int(one) for one in prompt])
-            mask[row, : len(prompt)] = 1
-        made = self._generate(ids.to(self.device), mask.to(self.device), self.options.max_new_tokens)
-        return [
-            _until(row[1:], self.tokenizer.eos_id) for row in made.tolist()
-        ]  # the first is what decoding starts with
-
-    def _generate(self, ids: "torch.Tensor", mask: "torch.Tensor", new: int, at_least: int | None = None) -> Any:
+    def _generate(self, ids: "torch.Tensor", mask: "torch.Tensor", new: int, min_new: int | None = None) -> Any:
         import torch
         from transformers import GenerationConfig
 
         options = self.options
-        drawn = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0} if options.temperature else {}
+        sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0} if options.temperature else {}  # fmt: skip
         config = GenerationConfig(
-            max_new_tokens=new, min_new_tokens=at_least, num_beams=options.beams, do_sample=bool(options.temperature),
+            max_new_tokens=new, min_new_tokens=min_new, num_beams=options.beams, do_sample=bool(options.temperature),
             repetition_penalty=options.repetition_penalty, use_cache=True, eos_token_id=self.tokenizer.eos_id,
-            pad_token_id=self.tokenizer.pad_id, decoder_start_token_id=self._start, **drawn,
+            pad_token_id=self.tokenizer.pad_id, decoder_start_token_id=self._start_id, **sampling,
         )  # fmt: skip
         if options.temperature:
             torch.manual_seed(options.seed)
-        with torch.no_grad(), self._opened(), quiet():
+        with torch.no_grad(), self._autocast(), quiet():
             return self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
 
     def _tokens(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Token by token up to the eos: the same as `generate` gives without chance."""
+        """The answer token by token, up to the eos. Without sampling it is the answer of `generate`."""
         import torch
 
-        ids = torch.tensor([[int(one) for one in prompt]], device=self.device)
-        mask, chance = torch.ones_like(ids), torch.Generator().manual_seed(self.options.seed)
-        so_far, cache = torch.full((1, 1), self._start, device=self.device), None
-        with torch.no_grad(), self._opened():
+        ids = torch.tensor([[int(token) for token in prompt]], device=self.device)
+        mask, rng = torch.ones_like(ids), torch.Generator().manual_seed(self.options.seed)
+        decoded, cache = torch.full((1, 1), self._start_id, device=self.device), None
+        with torch.no_grad(), self._autocast():
             encoded = self.model.get_encoder()(input_ids=ids, attention_mask=mask)
         for _ in range(self.options.max_new_tokens):
-            with torch.no_grad(), self._opened():
-                found = self.model(
-                    encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=so_far[:, -1:],
+            with torch.no_grad(), self._autocast():
+                output = self.model(
+                    encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=decoded[:, -1:],
                     past_key_values=cache, use_cache=True,
                 )  # fmt: skip
-            token, cache = self._choose(so_far, found.logits[:, -1].float(), chance), found.past_key_values
+            token, cache = self._choose(decoded, output.logits[:, -1].float(), rng), output.past_key_values
             if token == self.tokenizer.eos_id:
                 return
-            so_far = torch.cat([so_far, torch.full((1, 1), token, device=self.device)], dim=1)
+            decoded = torch.cat([decoded, torch.full((1, 1), token, device=self.device)], dim=1)
             yield token
 
-    def _choose(self, so_far: "torch.Tensor", scores: "torch.Tensor", chance: "torch.Generator") -> int:
+    def _choose(self, decoded: "torch.Tensor", scores: "torch.Tensor", rng: "torch.Generator") -> int:
         from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
         options = self.options
         if options.repetition_penalty != 1:
-            scores = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)(so_far, scores)
+            scores = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)(decoded, scores)
         if not options.temperature:
             return int(scores.argmax())
-        scores = TemperatureLogitsWarper(options.temperature)(so_far, scores)
+        scores = TemperatureLogitsWarper(options.temperature)(decoded, scores)
         if options.top_p < 1:
-            scores = TopPLogitsWarper(options.top_p)(so_far, scores)
-        return int(scores.softmax(-1).cpu().multinomial(1, generator=chance))
+            scores = TopPLogitsWarper(options.top_p)(decoded, scores)
+        return int(scores.softmax(-1).cpu().multinomial(1, generator=rng))
 
 
-def most_rows(device: "torch.device") -> int:
-    """Prompts that are worth answering at once."""
+def max_rows(device: "torch.device") -> int:
+    """Prompts worth answering in one batch."""
     from brimful.memory import forward
 
-    return MOST_ROWS.get(device.type, forward.MOST_ROWS)
+    return MAX_ROWS.get(device.type, forward.MOST_ROWS)
 
 
 def _start_id(model: Any) -> int:
     """The token that decoding starts with: pad for T5, eos for BART, bos for others."""
     for config in (model.generation_config, model.config):
         for name in ("decoder_start_token_id", "bos_token_id"):
-            if isinstance(found := getattr(config, name, None), int):
-                return found
-    raise BadModel("the model's config names no decoder_start_token_id, so no answer can begin; add it to config.json")
+            if isinstance(token := getattr(config, name, None), int):
+                return token
+    raise BadModel("the model's config has no decoder_start_token_id. Try: add it to config.json.")
 
 
-def _until(tokens: list[int], eos_id: int) -> list[int]:
+def _before_eos(tokens: list[int], eos_id: int) -> list[int]:
     return tokens[: tokens.index(eos_id)] if eos_id in tokens else tokens
-
-
-# A trained model that is talked to: one question, one answer, piece by piece.
-#
-# The model has only ever seen single questions, so each line stands for itself: nothing said before is remembered.
-
-
-HELP = (
-    "One line is one question; the model does not remember earlier ones. /quit or Ctrl-D ends, Ctrl-C stops an answer."
-)
-QUIT = ("/quit", "/exit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A question, the whole answer to it, and how long that took."""
+    """A question, its answer and the seconds that took."""
 
     prompt: str
     response: str
@@ -233,53 +224,54 @@ class Reply:
 
 
 class Chat:
-    """A model folder, opened for questions."""
+    """A model that answers single questions. It was trained on those, so earlier questions are not passed on."""
 
     def __init__(
         self, model: str | Path, options: GenerateOptions, *, device: "torch.device", autocast: "torch.dtype | None" = None
     ) -> None:  # fmt: skip
-        from brimful.memory.context import opened
+        from brimful.memory.context import forward_context
 
         self.folder, self.device = resolve(model), device
         config = read_config(self.folder)
-        tokenizer = tokenizer_of(self.folder, config)
-        self._longest: int | None = getattr(config, "max_position_embeddings", None)
-        self._generator = Generator(
-            load_model(self.folder, device), tokenizer, options, device=device,
-            opened=lambda: opened(device, autocast),
-        )  # fmt: skip
+        self.max_question_tokens: int | None = getattr(config, "max_position_embeddings", None)
+        self.generator = Generator(
+            load_model(self.folder, device),
+            tokenizer_of(self.folder, config),
+            options,
+            device=device,
+            autocast=lambda: forward_context(device, autocast),
+        )
 
     def ask(self, question: str) -> Iterator[str]:
         """The answer in pieces of whole characters."""
         from brimful.memory.oom import is_oom
 
-        text = question.encode("utf-8", "replace").decode()  # a terminal may hand over bytes that are no text
-        ids = self._generator.tokenizer.encode(text)
-        if self._longest is not None and len(ids) > self._longest:
-            raise BadOption(
-                f"the question has {len(ids):,} tokens and the model reads {self._longest:,}; ask a shorter one"
-            )
+        text = question.encode("utf-8", "replace").decode()  # a terminal may pass on bytes that are not text
+        ids, limit = self.generator.tokenizer.encode(text), self.max_question_tokens
+        if limit is not None and len(ids) > limit:
+            raise BadOption(f"the question has {len(ids):,} tokens, but the model reads {limit:,} at most.")
         try:
-            yield from self._generator.stream(ids)
+            yield from self.generator.stream(ids)
         except Exception as error:
             if not is_oom(error):
                 raise
             raise DoesNotFit(
-                f"memory ran out while answering a question of {len(ids):,} tokens; ask a shorter one, or lower --max-new-tokens",
+                f"out of memory while answering a question of {len(ids):,} tokens. "
+                "Try: a shorter question, or a lower max_new_tokens=.",
                 needed_bytes=0,
             ) from None
 
-    def reply(self, question: str, say: Callable[[str], object] = lambda _: None) -> Reply:
-        """The whole answer; `say` hears each piece of it as it comes."""
+    def reply(self, question: str, write: Callable[[str], object] = lambda _: None) -> Reply:
+        """The whole answer. `write` is called with each piece of it as it comes."""
         started, pieces = time.perf_counter(), list[str]()
         for piece in self.ask(question):
             pieces.append(piece)
-            say(piece)
+            write(piece)
         return Reply(prompt=question, response="".join(pieces), seconds=time.perf_counter() - started)
 
 
-def talk(chat: Chat, read: Callable[[], str], say: Callable[[str], object]) -> None:
-    """Questions from `read` until it ends (EOFError) or says /quit; whatever goes wrong with one, the next is heard."""
+def talk(chat: Chat, read: Callable[[], str], write: Callable[[str], object]) -> None:
+    """Answer questions from `read` until it raises EOFError or returns /quit. A failed question does not end it."""
     while True:
         try:
             line = read().strip()
@@ -288,16 +280,12 @@ def talk(chat: Chat, read: Callable[[], str], say: Callable[[str], object]) -> N
         if line in QUIT:
             return
         if line == "/help":
-            say(f"{HELP}\n")
+            write(f"{HELP}\n")
         elif line:
-            _answer(chat, line, say)
-
-
-def _answer(chat: Chat, line: str, say: Callable[[str], object]) -> None:
-    try:
-        chat.reply(line, say)
-        say("\n")
-    except KeyboardInterrupt:
-        say(" …\n")
-    except UserError as error:
-        say(f"({error})\n")
+            try:
+                chat.reply(line, write)
+                write("\n")
+            except KeyboardInterrupt:
+                write(" …\n")
+            except UserError as error:
+                write(f"({error})\n")

@@ -25,8 +25,8 @@ from torch import nn
 
 from brimful.data.reader import seed_all
 from brimful.errors import BadOption, ProcessLost, TaskError, UserError
-from brimful.memory.context import opened, to_device
-from brimful.memory.forward import Forward, Work, undisturbed
+from brimful.memory.context import forward_context, to_device
+from brimful.memory.forward import Forward, Work, eval_mode
 from brimful.planning.probe import blame
 from brimful.step.distributed import SingleProcess
 from brimful.step.gradients import Tally
@@ -111,9 +111,9 @@ class Context:
         self.forwards: list[Forward] = []
         self._model, self._limit_bytes, self._fill = model, limit_bytes, fill
 
-    def opened(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """What a forward runs in: training's precision."""
-        return opened(self.device, self.autocast)
+        return forward_context(self.device, self.autocast)
 
     def forward(self, work: Work, *, what: str, **options: Any) -> Forward:
         """Work of one kind, within this evaluation's memory; make it once and keep it."""
@@ -195,7 +195,7 @@ class Evaluator:
     def run(self, *, loss: bool = True) -> EvalResult:
         """Once over all chosen rows. Without `loss`, only the task's own figures."""
         started, before = time.perf_counter(), self._counters()
-        with undisturbed(self.model, self.device):
+        with eval_mode(self.model, self.device):
             seed_all(self.context.seed, 0)
             terms = self._loss() if loss else {}
             metrics = self._metrics()
@@ -259,7 +259,7 @@ class Evaluator:
         self._terms(batch)
 
     def _terms(self, batch: Any) -> dict[str, Loss]:
-        with blame(self.task, "loss"), self.context.opened():
+        with blame(self.task, "loss"), self.context.forward_context():
             batch = to_device(batch, self.device)
             value = self.task.loss(self.model, batch)
             return loss_terms(self.task, value, model=self.model, batch=batch, needs_grad=False)

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from brimful.data.reader import StepRows
 from brimful.errors import in_one_line
-from brimful.memory.context import opened, to_device
+from brimful.memory.context import forward_context, to_device
 from brimful.memory.model import Polynomial, Powers
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import Buffers, RandomState
@@ -208,7 +208,7 @@ def _count(
     trained = [param for param in model.parameters() if param.requires_grad]
     batch = to_device(task.dummy(rows, shape), device)
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
-        with opened(device, autocast):
+        with forward_context(device, autocast):
             terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch)
             total = torch.stack([term.sum.reshape(()) for term in terms.values()]).sum()
         torch.autograd.grad(total, trained, allow_unused=True)

@@ -209,7 +209,7 @@ from brimful.tasks.chatlm import Pretrain
 
 torch.set_num_threads(1)
 store, workers, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
-task = Pretrain("base")
+task = Pretrain()
 loader = Loader(Store.open(store, verify=False), task, global_batch=256, workers=workers, rank=rank, speeds=[1.0] * processes)
 loader._reader._cut = lambda shapes: split_by_memory(shapes, lambda rows, shape, whole=False: rows * sum(shape), 1e9, overhead=1500)
 steps, rows = iter(loader), 0

@@ -14,7 +14,7 @@ from brimful.data.store import Store
 from brimful.errors import BadData
 from brimful.planning.planner import plan as make_plan
 from brimful.step.stepper import Stepper
-from brimful.tasks.chatlm import Pretrain, Sft
+from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
 
 
 def rows(count):
@@ -57,7 +57,7 @@ def test_a_stored_row_reads_as_it_was_written(made):
 
 
 def test_the_chat_model_trains_on_the_store_with_the_gradient_of_the_plain_batch(made):
-    task = Sft("tiny")
+    task = Sft(ChatOptions(size="tiny"))
     plan = make_plan(task, data=str(made / "store"), memory_limit="256MiB", device="cpu", global_batch=48, cache=False)
     assert plan.shape == Store.open(made / "store").longest and plan.host.workers is not None
     store = task.rows(str(made / "store"))
@@ -78,7 +78,7 @@ def test_the_chat_model_trains_on_the_store_with_the_gradient_of_the_plain_batch
 def test_a_batch_is_padded_and_masked(made):
     store = Store.open(made / "store")
     few = [store[0], store[1], store[2]]
-    batch = Pretrain("tiny").collate(few)
+    batch = Pretrain(ChatOptions(size="tiny")).collate(few)
     for place, row in enumerate(few):
         source, target = len(row["prompt"]), len(row["response"])
         assert batch["input_ids"][place, :source].tolist() == row["prompt"].tolist()
@@ -89,7 +89,7 @@ def test_a_batch_is_padded_and_masked(made):
 
 
 def test_workers_hand_over_the_same_batches_as_reading_here(made):
-    store, task = Store.open(made / "store"), Pretrain("tiny")
+    store, task = Store.open(made / "store"), Pretrain(ChatOptions(size="tiny"))
     steps = []
     for workers in (0, 1):
         loader = Loader(store, task, workers=workers)
@@ -112,12 +112,12 @@ def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, mo
     monkeypatch.setattr(module, "SIZES", sizes)
     monkeypatch.setattr(module, "_config", module._config.__wrapped__)  # which remembers the real one
     with pytest.raises(BadData, match="its tokenizer has 900 tokens and chatlm-pretrain tiny knows 500"):
-        Pretrain("tiny").rows(str(made / "store"))
+        Pretrain(ChatOptions(size="tiny")).rows(str(made / "store"))
 
 
 def test_raw_files_are_told_to_be_packed_first(made):
     with pytest.raises(BadData, match="not a token store: pack it first with `brimful data pack`"):
-        Pretrain("tiny").rows(str(made / "raw.jsonl"))
+        Pretrain(ChatOptions(size="tiny")).rows(str(made / "raw.jsonl"))
 
 
 def test_the_guides_loop_trains_one_pass(made, monkeypatch):

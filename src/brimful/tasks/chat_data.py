@@ -1,7 +1,8 @@
-"""Raw files on their way into training: packed once into the run's folder, with the tokenizer that the model needs.
+"""From raw files to the token store that a chat task trains on.
 
-The store's folder carries a digest of the files, the tokenizer and the lengths, so that a resumed run finds it and a
-changed file is packed anew. A tokenizer is trained only where nobody has one: a new model, and none given.
+Files are tokenized once, into the run's folder. The store's name carries a hash of the files, the tokenizer and the
+lengths, so a resumed run reuses it and changed files are tokenized again. A new tokenizer is trained only for a new model
+without `--tokenizer`.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brimful.data.store import NAME, Store, StoreMeta
-from brimful.data.tokens import TokenizerFacts
+from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadData, BadOption
 from brimful.machine.host import tree_bytes
 from brimful.task import Dataset
@@ -21,113 +22,107 @@ from brimful.units import GiB
 if TYPE_CHECKING:
     from brimful.tasks.chatlm import Pretrain
 
-PACKED = re.compile(r"train-[0-9a-f]{8}")
-"""What a store of rows to train on is called that was packed here."""
-PACKING_BYTES = GiB
-"""What packing may take of host RAM, beyond what this process holds already."""
+TOKENIZED_HERE = re.compile(r"train-[0-9a-f]{8}")
+"""Names of stores that `token_store` makes for training rows."""
+TOKENIZING_BYTES = GiB
+"""Host RAM for tokenizing, beyond what this process holds already."""
 
 
-def packed(
-    task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], *, like: Dataset | None, name: str
+def token_store(
+    task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object], *, like: Dataset | None, name: str
 ) -> str:
-    """The token store behind `data`; one that is packed here is called `name`. `like` is one to share its tokenizer."""
+    """The path of the token store for `data`. One that is made here is called `name` and uses the tokenizer of `like`."""
     if task.source is not None and (Path(task.source) / "tokenizer.json").is_file():
         from brimful.tasks.model_folder import tokenizer_of
 
-        tokenizer_of(task.source)  # ids at odds with the model are the folder's fault, and told before any work
+        tokenizer_of(task.source)  # refuses a model whose tokenizer has other ids, before any work
     if (Path(data) / NAME).is_file():
         _check_store(task, data, folder, like)
         return data
-    from brimful.data.encode import PackOptions
-    from brimful.data.read.source import open_source
-    from brimful.data.tokenize import pack
+        from brimful.data.read.source import open_source
+    from brimful.data.tokenize import TokenizeOptions, tokenize
 
-    source = open_source([data], columns=task.columns)
-    tokenizer = _tokenizer(task, data, folder, say, like)
+    source = open_source([data], columns=task.options.columns)
+    tokenizer = _find_tokenizer(task, data, folder, progress, like)
     facts = TokenizerFacts.read(tokenizer)
     key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens)]
     store = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}"
-    if not (store / NAME).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        options = PackOptions(
-            columns=task.columns, max_tokens=task.max_tokens, host_limit_bytes=tree_bytes() + PACKING_BYTES
-        )
-        report = pack([data], tokenizer=tokenizer, output=store, options=options, progress=say)
-        dropped = ", ".join(f"{count:,} {why}" for why, count in report.dropped.items() if count)
-        cut = sum(side.truncated for side in report.sides.values())
-        say(
-            f"packed {report.rows_out:,} of {report.rows_in:,} rows of {data}"
-            + (f"; dropped: {dropped}" if dropped else "")
-            + (
-                f"; {cut:,} sides were longer than {'+'.join(map(str, task.max_tokens))} tokens and are cut"
-                if cut
-                else ""
-            )
-        )
+    if (store / NAME).is_file():
+        return str(store)
+    folder.mkdir(parents=True, exist_ok=True)
+    host_limit_bytes = tree_bytes() + TOKENIZING_BYTES
+    options = TokenizeOptions(
+        columns=task.options.columns, max_tokens=task.max_tokens, host_limit_bytes=host_limit_bytes
+    )
+    report = tokenize([data], tokenizer=tokenizer, output=store, options=options, progress=progress)
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items() if count)
+    truncated = sum(side.truncated for side in report.sides.values())
+    message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}"
+    if dropped:
+        message += f", dropped {dropped}"
+    if truncated:
+        message += f", truncated {truncated:,} texts to {'+'.join(map(str, task.max_tokens))} tokens"
+    progress(message)
     return str(store)
 
 
-def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
-    """Rows that are packed already leave nothing to ask for, unless they were packed here, as asked; and rows to evaluate
-    on have the tokens of those to train on."""
-    asked = {"--tokenizer": task.tokenizer, "--columns": task.columns, "--max-tokens": task.cut_at}
-    given = [flag for flag, value in asked.items() if value is not None]
-    packed_here = Path(data).resolve().is_relative_to(folder.resolve())
-    if given and like is None and not packed_here:
-        raise BadOption(f"{', '.join(given)}: {data} is a token store, packed already; leave out what is for raw files")
-    if isinstance(like, Store):
-        theirs, ours = StoreMeta.read(Path(data)).tokenizer_fingerprint, like.meta.tokenizer_fingerprint
-        if theirs != ours:
-            raise BadData(
-                f"--valid {data} was packed with another tokenizer than {like.path}, so its tokens mean other things: give raw "
-                "files, or pack it with the same one"
-            )
-
-
 def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
-    """What became of the texts: whose tokens they are, and how many were cut."""
+    """Where the tokens come from and how many texts were truncated, as choices of the plan."""
     if not isinstance(rows, Store):
         return []
-    meta = rows.meta
-    cut = [f"{count:,} of {meta.rows:,} {side}s" for side, count in meta.truncated.items() if count]
-    said = (
-        f"{' and '.join(cut)} were longer and are cut there; --max-tokens cuts elsewhere" if cut else "no row is longer"
-    )
+    options, meta = task.options, rows.meta
+    longer = [f"{count:,} of {meta.rows:,} {side}s" for side, count in meta.truncated.items() if count]
     limits = "+".join(str(limit) for limit in meta.max_tokens.values())
-    asked = None if task.cut_at is None else "+".join(map(str, task.cut_at))
+    requested = None if options.lengths is None else "+".join(map(str, options.lengths))
+    reason = f"{' and '.join(longer)} were longer and are truncated" if longer else "no row is longer"
     return [
-        ("tokenizer", task.tokenizer, task.tokenizer or f"{meta.vocab_size:,} tokens", _whose(task, rows)),
-        ("max_tokens", asked, limits, said),
+        ("tokenizer", options.tokenizer, options.tokenizer or f"{meta.vocab_size:,} tokens", _origin(task, rows)),
+        ("max_tokens", requested, limits, reason),
     ]
 
 
-def _whose(task: "Pretrain", store: Store) -> str:
-    """Where the tokens come from. Only what lies as `packed` lays it was trained here."""
-    if task.tokenizer:
-        return "as asked for"
+def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
+    """Refuse options for raw files with rows that are tokens already, and rows of another tokenizer than `like`."""
+    options = task.options
+    given = {"tokenizer": options.tokenizer, "columns": options.columns, "max_tokens": options.max_tokens}
+    unused = [f"{name}=" for name, value in given.items() if value is not None]
+    made_here = Path(data).resolve().is_relative_to(folder.resolve())
+    if unused and like is None and not made_here:
+        raise BadOption(f"{', '.join(unused)} cannot be used with {data}, which is a token store. Try: the raw files.")
+    if isinstance(like, Store) and StoreMeta.read(Path(data)).tokenizer_fingerprint != like.meta.tokenizer_fingerprint:
+        raise BadData(
+            f"valid={data!r} was made with another tokenizer than {like.path}. "
+            "Try: give raw files, or tokenize them with the same tokenizer."
+        )
+
+
+def _origin(task: "Pretrain", store: Store) -> str:
+    if task.options.tokenizer:
+        return "as requested"
     if task.source:
-        return "the model's"
-    made = store.path.parent / "tokenizer" / "tokenizer.json"
-    ours = PACKED.fullmatch(store.path.name) is not None and made.is_file()
-    if ours and TokenizerFacts.read(made.parent).fingerprint == store.meta.tokenizer_fingerprint:
-        return "trained on the data, since a new model has none"
-    return "the store's own"
+        return "the tokenizer of the model"
+    trained = store.path.parent / "tokenizer"
+    made_here = TOKENIZED_HERE.fullmatch(store.path.name) and (trained / "tokenizer.json").is_file()
+    if made_here and TokenizerFacts.read(trained).fingerprint == store.meta.tokenizer_fingerprint:
+        return "trained on the data, because a new model has none"
+    return "the tokenizer of the token store"
 
 
-def _tokenizer(task: "Pretrain", data: str, folder: Path, say: Callable[[str], object], like: Dataset | None) -> Path:
-    """The other rows' own, the one given, the model's, or a new one for a new model."""
-    others = getattr(like, "path", None)
-    for known in (others and others / "tokenizer", task.tokenizer, task.source):
+def _find_tokenizer(
+    task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None
+) -> Path:
+    """The tokenizer of `like`, the requested one, the model's, or a new one."""
+    other = getattr(like, "path", None)
+    for known in (other and other / "tokenizer", task.options.tokenizer, task.source):
         if known is not None:
             return Path(known)
-    made = folder / "tokenizer"
-    if not made.is_dir():
-        from brimful.data.tokenizer.algorithms import TokenizerOptions
-        from brimful.data.tokenizer.train import train_tokenizer
+    output = folder / "tokenizer"
+    if not output.is_dir():
+        from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
         from brimful.tasks.chatlm import SIZES
 
         folder.mkdir(parents=True, exist_ok=True)
-        options = TokenizerOptions(vocab_size=SIZES[task.size].vocab, columns=task.columns)
-        report = train_tokenizer([data], output=made, options=options, progress=say)
-        say(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}, since a new model has none: {made}")
-    return made
+        options = TokenizerOptions(vocab_size=SIZES[task.size].vocab, columns=task.options.columns)
+        report = train_tokenizer([data], output=output, options=options, progress=progress)
+        progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}: {output}")
+    return output

@@ -4,15 +4,14 @@ import json
 
 import torch
 
-from brimful.data.encode import PackOptions
 from brimful.data.store import Store
-from brimful.data.tokenizer.algorithms import TokenizerOptions
-from brimful.data.tokenizer.train import train_tokenizer
-from brimful.data.tokens import TokenizerFacts
+from brimful.data.tokenize import TokenizeOptions
+from brimful.data.tokenizer.folder import TokenizerFacts
+from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
 from brimful.tasks.chatlm import ChatOptions, Pretrain
 from brimful.units import GiB
 
-ROOMY = PackOptions(host_limit_bytes=8 * GiB)
+ROOMY = TokenizeOptions(host_limit_bytes=8 * GiB)
 """The limit counts all of the process, and after a few thousand tests that is more than the usual one."""
 COLOURS = ["红", "橙", "黄", "绿", "青", "蓝", "紫", "白"]
 ROWS = [
@@ -73,12 +72,12 @@ class Place:
     """What the tests share: raw rows, a tokenizer, a store, a model that knows the rows, its folder."""
 
     def __init__(self, folder):
-        from brimful.data.tokenize import pack
+        from brimful.data.tokenize import tokenize
 
         self.folder = folder
         self.raw = write_jsonl(folder / "rows.jsonl", ROWS)
         self.tokenizer = make_tokenizer(folder / "tokenizer")
-        pack([str(self.raw)], tokenizer=self.tokenizer, output=folder / "store")
+        tokenize([str(self.raw)], tokenizer=self.tokenizer, output=folder / "store")
         self.store = Store.open(folder / "store")
         self.net = learn(make_model(TokenizerFacts.read(self.tokenizer).vocab_size), self.store)
         self.model = save(self.net, folder / "model", self.tokenizer)

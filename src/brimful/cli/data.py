@@ -1,4 +1,4 @@
-"""`brimful data …`: from files of rows to a token store, one file per command."""
+"""`brimful data …`: from files of rows to a token store."""
 
 import json as json_format
 import sys
@@ -11,7 +11,7 @@ from brimful.cli.flags import progress, show
 from brimful.errors import BadData, BadOption
 from brimful.units import parse_bytes
 
-# `brimful data check FILES`: what is in there, and how much of it can be used.
+Flag = Annotated[bool, Parameter(negative="")]
 
 
 def check(
@@ -21,7 +21,7 @@ def check(
     max_chars: str | None = None,
     max_tokens: str | None = None,
     max_bad: float = 0.01,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> None:
     """Show which columns were found, three rows, how many rows can be used, and how long they are.
 
@@ -37,7 +37,7 @@ def check(
     tokenizer
         A folder with a tokenizer.json: lengths are shown in tokens, too.
     max_chars
-        Count rows with more characters as over-long: one number, or one for each side, such as 256,512.
+        Count rows with more characters as over-long: one number, or one for each field, such as 256,512.
     max_tokens
         Likewise in tokens, the closing eos included.
     max_bad
@@ -58,12 +58,6 @@ def check(
     complaint = report.complaint()
     if complaint:
         raise BadData(complaint)
-
-
-# `brimful data clean FILES`: normalised, without duplicates, shuffled and split, within a memory limit.
-
-
-Flag = Annotated[bool, Parameter(negative="")]
 
 
 def clean(
@@ -100,7 +94,7 @@ def clean(
     tokenizer
         A folder with a tokenizer.json, to count tokens with.
     min_chars
-        Drop rows with fewer characters: one number, or one for each side, such as 2,5.
+        Drop rows with fewer characters: one number, or one for each field, such as 2,5.
     max_chars
         Drop rows with more characters, likewise.
     max_tokens
@@ -145,9 +139,6 @@ def clean(
     show(clean_table(report), report.to_json(), as_json=json)
 
 
-# `brimful data tokenizer FILES`: rows in, a folder out that transformers loads.
-
-
 def tokenizer(
     *files: str,
     output: Path,
@@ -158,44 +149,44 @@ def tokenizer(
     model: str = "base",
     seed: int = 0,
     max_bad: float = 0.0,
-    overwrite: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    overwrite: Flag = False,
+    json: Flag = False,
 ) -> None:
-    """Train a tokenizer on as many rows as the RAM holds, and save it for transformers and `brimful data pack`.
+    """Train a tokenizer on as many rows as the RAM holds, for transformers and `brimful data tokenize`.
 
-    Chinese-ready: NFKC, no word borders needed, and rare characters become bytes, so that no text is unknown and every
-    text comes back exactly. Special tokens have fixed ids: [PAD] 0, [EOS] 1, [SEP] 2, [BOS] 3, [CLS] 4, [MASK] 5, [UNK] 6.
+    Made for Chinese as well: NFKC, no word borders needed, and rare characters become bytes, so that every text can be
+    encoded and decodes exactly. Special tokens have fixed ids: [PAD] 0, [EOS] 1, [SEP] 2, [BOS] 3, [CLS] 4, [MASK] 5,
+    [UNK] 6.
 
     Parameters
     ----------
     files
         Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
     output
-        The folder to make.
+        The folder to create.
     vocab_size
-        Entries, special tokens and 256 bytes counted; the model's unless given.
+        Entries, including special tokens and 256 bytes. Default: the model's.
     kind
-        bpe: merged byte pairs, the shorter and faster; unigram: the most likely segmentation.
+        bpe: byte-pair merges, shorter and faster; unigram: the most likely segmentation.
     columns
-        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+        Which column is what, such as prompt=question,response=answer or prompt=instruction+input. Default: found by name.
     host_limit
         The host RAM it may take; decides how many rows are used.
     model
         The model it is for: base, tiny, or a folder with a config.json; its ids and size are checked.
     seed
-        Of the sample.
+        Of the random sample.
     max_bad
         The share of rows that may be broken; they are left out and counted.
     overwrite
-        Replace a tokenizer that is at --output already, once the new one is whole.
+        Replace an existing tokenizer at --output once the new one is complete.
     json
         Print one JSON object.
     """
     if not files:
-        raise BadOption("data tokenizer: name the files, folders or data sets to train on")
-    limit_bytes, expected = parse_bytes(host_limit, flag="--host-limit"), _expected(model)
-    from brimful.data.tokenizer.algorithms import TokenizerOptions
-    from brimful.data.tokenizer.train import train_tokenizer
+        raise BadOption("data tokenizer needs files, folders or data sets to train on")
+    limit_bytes, config = parse_bytes(host_limit, flag="--host-limit"), _model_config(model)
+    from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
     from brimful.report.tokenize_tables import tokenizer_table
 
     options = TokenizerOptions(
@@ -203,35 +194,11 @@ def tokenizer(
         overwrite=overwrite,
     )  # fmt: skip
     with progress("tokenizer", every_s=5) as say:
-        report = train_tokenizer(files, output=output, options=options, expected=expected, progress=say)
+        report = train_tokenizer(files, output=output, options=options, model_config=config, progress=say)
     show(tokenizer_table(report), report.to_json(), as_json=json)
 
 
-_KEYS = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-
-
-def _expected(model: str) -> dict[str, Any]:
-    """What the model's config says of its tokenizer: of a built-in size, or of a folder's config.json."""
-    from brimful.tasks.chatlm import EOS, PAD, SIZES
-
-    if model in SIZES:
-        return dict(zip(_KEYS, (SIZES[model].vocab, PAD, EOS, PAD), strict=True))
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        raise BadOption(f"--model {model}: neither one of {', '.join(SIZES)} nor a folder with a config.json")
-    try:
-        config = json_format.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadOption(f"--model {model}: its config.json cannot be read ({error})") from None
-    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
-        raise BadOption(f"--model {model}: its config.json has no vocab_size; give the folder of a text model")
-    return {key: config.get(key) for key in _KEYS}
-
-
-# `brimful data pack FILES`: rows in, token store out.
-
-
-def pack(
+def tokenize(
     *files: str,
     tokenizer: Path,
     output: Path,
@@ -240,13 +207,13 @@ def pack(
     keep_end: str | None = None,
     host_limit: str = "1GiB",
     max_bad: float = 0.0,
-    overwrite: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    overwrite: Flag = False,
+    json: Flag = False,
 ) -> None:
-    """Tokenise rows into a token store: memory-mapped, checksummed, shared by all workers and processes.
+    """Tokenize rows into a token store: memory-mapped, checksummed, shared by all workers and processes.
 
-    Every side of a row ends with one eos. Rows with an empty side are dropped and counted. Interrupted, it leaves nothing
-    at --output; run again with the same options, it goes on where it was.
+    Every field of a row ends with one eos. Rows with an empty field are dropped and counted. Interrupted, it leaves nothing
+    at --output; run again with the same options, it continues where it was.
 
     Parameters
     ----------
@@ -255,54 +222,65 @@ def pack(
     tokenizer
         A folder with a tokenizer.json, such as `brimful data tokenizer` makes.
     output
-        The folder to make.
+        The folder to create.
     columns
-        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+        Which column is what, such as prompt=question,response=answer or prompt=instruction+input. Default: found by name.
     max_tokens
-        Cut longer sides to this many tokens, the eos counted: one number, or one for each side, such as 256,320.
+        Truncate fields to this many tokens, eos included: one number, or one for each field, such as 256,320.
     keep_end
-        Sides that lose their beginning where they are too long, such as prompt; others lose their end. Unless given, the
-        prompts of conversations keep their end, where the question is.
+        Fields that lose their beginning when truncated, such as prompt; others lose their end. Default: the prompts of
+        conversations, where the question comes last.
     host_limit
         The host RAM it may take.
     max_bad
         The share of rows that may be broken; they are dropped and counted.
     overwrite
-        Replace a token store that is at --output already, once the new one is whole.
+        Replace an existing token store at --output once the new one is complete.
     json
         Print one JSON object.
     """
     if not files:
-        raise BadOption("data pack: name the files, folders or data sets to pack")
+        raise BadOption("data tokenize needs files, folders or data sets")
     limits, limit_bytes = _numbers(max_tokens), parse_bytes(host_limit, flag="--host-limit")
-    from brimful.data.encode import PackOptions
-    from brimful.data.tokenize import pack as make_store
-    from brimful.report.tokenize_tables import pack_table
+    from brimful.data.tokenize import TokenizeOptions
+    from brimful.data.tokenize import tokenize as make_store
+    from brimful.report.tokenize_tables import tokenize_table
 
-    options = PackOptions(
-        columns=columns,
-        max_tokens=limits,
-        keep_end=_names(keep_end),
-        host_limit_bytes=limit_bytes,
-        max_bad=max_bad,
-        overwrite=overwrite,
-    )
-    with progress("pack", every_s=5) as say:
+    options = TokenizeOptions(
+        columns=columns, max_tokens=limits, keep_end=None if keep_end is None else tuple(filter(None, keep_end.split(","))),
+        host_limit_bytes=limit_bytes, max_bad=max_bad, overwrite=overwrite,
+    )  # fmt: skip
+    with progress("tokenize", every_s=5) as say:
         report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=say)
-    show(pack_table(report), report.to_json(), as_json=json)
+    show(tokenize_table(report), report.to_json(), as_json=json)
 
 
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(filter(None, text.split(",")))
+def _model_config(model: str) -> dict[str, Any]:
+    """What the config of a built-in size, or of a folder's config.json, says about its tokenizer."""
+    from brimful.tasks.chatlm import EOS, PAD, SIZES
+
+    keys = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
+    if model in SIZES:
+        return dict(zip(keys, (SIZES[model].vocab, PAD, EOS, PAD), strict=True))
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise BadOption(f"--model {model} is neither one of {', '.join(SIZES)} nor a folder with a config.json")
+    try:
+        config = json_format.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadOption(f"--model {model}: its config.json cannot be read ({error})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
+        raise BadOption(f"--model {model}: its config.json has no vocab_size. Try: the folder of a text model")
+    return {key: config.get(key) for key in keys}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise BadOption(f"--max-tokens {text}: write a whole number, or one for each side, such as 256,320") from None
+        raise BadOption(f"--max-tokens {text} must be a whole number, or one for each field, such as 256,320") from None
 
 
-data = App(name="data", help="Rows in, token store out: check, clean, train a tokenizer, pack.")
-for command in (check, clean, tokenizer, pack):
+data = App(name="data", help="Rows in, token store out: check, clean, tokenizer, tokenize.")
+for command in (check, clean, tokenizer, tokenize):
     data.command(command)

@@ -1,19 +1,38 @@
-"""`store.json`: what a token store says about itself, and the checksums that find a flipped byte.
+"""The token store: rows as tokens in memory-mapped Arrow files, shared by every worker and process at no extra memory.
 
-It is written last, so a folder without it is an unfinished store. It carries its own sha256, and for every other file its
-size and a sha256 for each 64 MiB: a check of 2.5 GB takes 2 s (1.57 GiB/s measured) and tells file and block.
+    STORE/
+    ├── tokens-00000.arrow   one column `tokens: list<uint16>`: all fields of a row one after the other, each with its eos
+    ├── index-00000.arrow    as many rows: `start: int64`, where the row begins, and the length in tokens of each field
+    ├── tokens-00001.arrow   … about a million rows per file
+    ├── tokenizer/           a copy of the tokenizer the tokens were made with
+    └── store.json           written last: what is in here, and the size and checksums of every file
+
+Tokens are two bytes each (four where the vocabulary exceeds 65,536), uncompressed, so that a row is a view of the file:
+nothing is read, parsed or copied before it is used. `start` counts tokens from the first byte of the file. Ten million rows
+of chat are 2.6 GB on disk; opening them takes 2 ms and 0.04 MiB of a process's own memory, verifying them 3 s, and random
+rows come at 800,000/s. The kernel is not told that reads are random (MADV_RANDOM): with a cold cache that made them 20 times
+slower, because its read-ahead soon has the whole store in RAM.
+
+A folder without `store.json` is an unfinished store. A new file begins at about a million rows or 256 M tokens, so an
+interrupted writer loses a minute's work at most; it keeps one record batch and one file's lengths in memory, some 20 MB.
+
+Anybody can read a store with pyarrow alone:
+
+    import pyarrow as pa
+    tokens = pa.ipc.open_file(pa.memory_map("STORE/tokens-00000.arrow")).read_all()["tokens"]
+    lengths = pa.ipc.open_file(pa.memory_map("STORE/index-00000.arrow")).read_all()
+    prompt = tokens[7].values[: lengths["prompt"][7].as_py()]
 """
 
-import hashlib
+import dataclasses
 import json
 import mmap
 import operator
-import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,13 +41,131 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.errors import BadData, InternalError
-from brimful.units import MiB
+from brimful.files import block_hashes, damage, json_sha256, sha256, sync, write_atomic
 
-VERSION = 1
-"""Of the format: another one is refused."""
+VERSION = 2
+"""Of the format; another one is refused."""
 NAME = "store.json"
-BLOCK_BYTES = 64 * MiB
-_PIECE_BYTES = MiB
+FILE_ROWS = 1_000_000
+FILE_TOKENS = 256 * 2**20
+BATCH_ROWS = 8_192
+"""Of a record batch: a reader that takes whole batches gets 2 MB of chat at a time."""
+TOKENIZER_FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
+)  # fmt: skip
+"""What makes up a tokenizer in a folder that may also hold a model's weights."""
+_AGAIN = "Try: copy it again, or tokenize the rows again"
+
+Tokens: TypeAlias = npt.NDArray[Any]
+Indices: TypeAlias = Sequence[int] | npt.NDArray[Any]
+
+
+class Store:
+    """A map-style data set: `store[7]` is `{"prompt": array, "response": array}`, read-only views of the file."""
+
+    def __init__(self, path: Path, meta: "StoreMeta") -> None:
+        self.path, self.meta = path, meta
+        self.fields = meta.fields
+        names = [one.name for one in meta.files if one.rows]
+        self._tokens = [_map_tokens(path / name, meta.dtype) for name in names if name.startswith("tokens")]
+        indexes = [_map_index(path / name, meta.fields) for name in names if name.startswith("index")]
+        self._starts = [index[0] for index in indexes]
+        self._lengths = [index[1:] for index in indexes]
+        self._bounds = np.cumsum([0, *(len(starts) for starts in self._starts)])
+        self._firsts: list[int] = self._bounds[:-1].tolist()
+        if self._bounds[-1] != meta.rows or len(self._tokens) != len(indexes):
+            raise BadData(f"{path}: its index has {self._bounds[-1]:,} rows and {NAME} says {meta.rows:,}. {_AGAIN}")
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True) -> "Store":
+        """Map a store. `verify` reads all of it once (1.5 GB/s) and detects any flipped byte; sizes are always checked."""
+        folder = Path(path)
+        if not (folder / NAME).is_file():
+            raise BadData(_why_no_store(folder))
+        meta = StoreMeta.read(folder)
+        check_files(folder, meta.files, contents=verify)
+        return cls(folder, meta)
+
+    def __len__(self) -> int:
+        return self.meta.rows
+
+    def __getitem__(self, index: int) -> dict[str, Tokens]:
+        number = operator.index(index)
+        place = number + len(self) if number < 0 else number
+        if not 0 <= place < len(self):
+            raise IndexError(f"row {number} of a store of {len(self):,} rows")
+        file = bisect_right(self._firsts, place) - 1
+        within, row = place - self._firsts[file], {}
+        start = int(self._starts[file][within])
+        for field, lengths in zip(self.fields, self._lengths[file], strict=True):
+            end = start + int(lengths[within])
+            row[field], start = self._tokens[file][start:end], end
+        return row
+
+    def __getitems__(self, indices: Indices) -> list[dict[str, Tokens]]:
+        """Many rows at once, as torch's DataLoader requests them: the index is read for all of them together."""
+        places = self._places(indices)
+        rows: list[Any] = [None] * len(places)
+        for file, positions, within in self._by_file(places):
+            edges = [self._starts[file][within]]
+            for lengths in self._lengths[file]:
+                edges.append(edges[-1] + lengths[within])
+            views = _row_views(self._tokens[file], self.fields, [edge.tolist() for edge in edges])
+            for position, row in zip(positions.tolist(), views, strict=True):
+                rows[position] = row
+        return rows
+
+    def shapes(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """Lengths in tokens of these rows: one line per row, one column per field. Reads the index only."""
+        places = self._places(indices)
+        lengths = np.empty((len(places), len(self.fields)), dtype=np.int64)
+        for file, positions, within in self._by_file(places):
+            for number, field in enumerate(self._lengths[file]):
+                lengths[positions, number] = field[within]
+        return lengths
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """The largest length of each field."""
+        return tuple(self.meta.longest[field] for field in self.fields)
+
+    @property
+    def mean_lengths(self) -> tuple[float, ...]:
+        """The mean length of each field."""
+        return tuple(self.meta.tokens[field] / max(1, self.meta.rows) for field in self.fields)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when any token, their order or a special id does."""
+        return self.meta.fingerprint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is its path: a spawned worker maps the files itself and need not verify them again."""
+        return _reopen, (str(self.path.absolute()), self.fingerprint)
+
+    def _places(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """Positions from 0; negative indices count from the end."""
+        numbers = np.asarray(indices)
+        if numbers.dtype.kind not in "iu" and len(numbers):
+            raise TypeError(f"indices of a store must be integers, not {numbers.dtype}")
+        places = numbers.astype(np.int64)
+        places = np.where(places < 0, places + len(self), places)
+        outside = (places < 0) | (places >= len(self))
+        if outside.any():
+            raise IndexError(f"row {numbers[outside][0]} of a store of {len(self):,} rows")
+        return places
+
+    def _by_file(self, places: npt.NDArray[np.int64]) -> Iterable[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]:
+        """For each file that has some of these rows: their positions in `places`, and their positions in the file."""
+        if len(self._starts) == 1:
+            yield 0, np.arange(len(places)), places
+            return
+        order = np.argsort(places, kind="stable")
+        ordered = places[order]
+        edges = np.searchsorted(ordered, self._bounds)
+        for file in np.flatnonzero(np.diff(edges)).tolist():
+            part = slice(edges[file], edges[file + 1])
+            yield file, order[part], ordered[part] - self._bounds[file]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +184,7 @@ class FileFacts:
     def of(cls, folder: Path, name: str, *, rows: int = 0) -> "FileFacts":
         """Reads the whole file."""
         path = folder / name
-        return cls(name=name, size_bytes=path.stat().st_size, sha256=tuple(block_hashes(path)), rows=rows)
+        return cls(name=name, size_bytes=path.stat().st_size, sha256=block_hashes([path])[0], rows=rows)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "FileFacts":
@@ -56,332 +193,79 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeta:
-    """Everything in `store.json`. Lengths and tokens count the eos that ends each side."""
+    """Everything in `store.json`. Lengths and tokens include the eos that ends each field."""
 
-    sides: tuple[str, ...]
+    fields: tuple[str, ...]
     dtype: str
     """`uint16`, or `int32` where the vocabulary exceeds 65,536."""
     rows: int
     tokens: dict[str, int]
-    """By side, over all rows."""
+    """By field, over all rows."""
     longest: dict[str, int]
-    """By side, tokens of the longest."""
+    """By field, the tokens of the longest row."""
     max_tokens: dict[str, int]
-    """By side, where longer ones were cut, the eos counted."""
+    """By field, the length to which longer ones were truncated, eos included."""
     eos_id: int
     pad_id: int | None
     """None where the tokenizer has none."""
     vocab_size: int
     tokenizer_fingerprint: str
     sources: tuple[str, ...] = ()
-    """The files it was packed from."""
+    """The files it was made from."""
     rows_in: int
     dropped: dict[str, int]
     """Rows of the source that are not in here, by reason."""
     truncated: dict[str, int]
-    """Rows cut, by side."""
+    """Rows truncated, by field."""
     files: tuple[FileFacts, ...]
     version: int = VERSION
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the tokens, their order, the sides and the special ids, not with where they came from."""
+        """Changes with the tokens, their order, the fields and the special ids, not with where they came from."""
         content = {
-            "sides": self.sides, "dtype": self.dtype, "rows": self.rows, "eos": self.eos_id, "pad": self.pad_id,
+            "sides": self.fields, "dtype": self.dtype, "rows": self.rows, "eos": self.eos_id, "pad": self.pad_id,
             "vocab": self.vocab_size, "files": [[one.name, one.sha256] for one in self.files if one.rows],
         }  # fmt: skip
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+        return sha256(json.dumps(content))[:32]
 
     @property
     def size_bytes(self) -> int:
-        """Of all files on disk, this one left out."""
+        """Of all files on disk except `store.json`."""
         return sum(one.size_bytes for one in self.files)
 
     def to_text(self) -> str:
         content = asdict(self)
-        return json.dumps({"sha256": _seal(content), **content}, indent=1) + "\n"
+        return json.dumps({"sha256": json_sha256(content), **content}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> "StoreMeta":
-        """From a store's folder; the caller made sure that `store.json` is there."""
+        """From the `store.json` of a store's folder, which must exist."""
         path = folder / NAME
         try:
             content = json.loads(path.read_bytes())
             version = content["version"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadData(f"{path} cannot be read ({type(error).__name__}); pack the rows again") from None
+            raise BadData(f"{path} cannot be read ({type(error).__name__}). {_AGAIN}") from None
         if version != VERSION:
             raise BadData(
-                f"{path} is of format version {version} and this Brimful reads version {VERSION}; "
-                "pack the rows again with `brimful data pack`, or use the Brimful that made it"
+                f"{path} has format version {version}, and this Brimful reads version {VERSION}. "
+                "Try: tokenize the rows again, or use the Brimful that made it"
             )
-        return cls._of(content, path)
-
-    @classmethod
-    def _of(cls, content: dict[str, Any], path: Path) -> "StoreMeta":
-        seal = content.pop("sha256", None)
-        if seal != _seal(content) or content.keys() != {one.name for one in fields(cls)}:
-            raise BadData(f"{path} was changed after it was written: its checksum differs; pack the rows again")
+        checksum = content.pop("sha256", None)
+        if checksum != json_sha256(content) or content.keys() != {one.name for one in dataclasses.fields(cls)}:
+            raise BadData(f"{path} was changed after it was written: its checksum differs. {_AGAIN}")
         files = tuple(FileFacts.from_json(one) for one in content["files"])
-        tuples = {name: tuple(content[name]) for name in ("sides", "sources")}
+        tuples = {name: tuple(content[name]) for name in ("fields", "sources")}
         return cls(**{**content, **tuples, "files": files})
 
 
-def block_hashes(path: Path) -> Iterator[str]:
-    """Read in pieces of 1 MiB, so that checking costs no memory."""
-    piece = memoryview(bytearray(_PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while True:
-            digest, left = hashlib.sha256(), BLOCK_BYTES
-            while left and (size := file.readinto(piece[: min(left, _PIECE_BYTES)])):
-                digest.update(piece[:size])
-                left -= size
-            if left < BLOCK_BYTES:
-                yield digest.hexdigest()
-            if left:
-                return
-
-
 def check_files(folder: Path, files: Sequence[FileFacts], *, contents: bool) -> None:
-    """Every file is there with its size and, if asked for, with its checksums."""
-    for one in files:
-        path = folder / one.name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise BadData(f"{path} is missing from the token store; copy it again or pack the rows again") from None
-        if size != one.size_bytes:
-            how = "truncated" if size < one.size_bytes else "too long"
-            raise BadData(
-                f"{path} is {how}: {size:,} bytes instead of {one.size_bytes:,}; copy it again or pack the rows again"
-            )
-    for one in files if contents else ():
-        for block, (found, written) in enumerate(zip(block_hashes(folder / one.name), one.sha256, strict=True)):
-            if found != written:
-                raise BadData(
-                    f"{folder / one.name} is damaged in block {block} (bytes {block * BLOCK_BYTES:,} to "
-                    f"{min((block + 1) * BLOCK_BYTES, one.size_bytes):,}): its checksum differs; "
-                    "copy it again or pack the rows again"
-                )
-
-
-def _seal(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# The token store: rows as tokens in memory-mapped Arrow files, shared by every worker and process at no extra memory.
-#
-#     STORE/
-#     ├── tokens-00000.arrow   one column `tokens: list<uint16>`: all sides of a row one after the other, each with its eos
-#     ├── index-00000.arrow    as many rows: `start: int64`, where the row begins, and for each side its length in tokens
-#     ├── tokens-00001.arrow   … about a million rows a file
-#     ├── tokenizer/           a copy of the tokenizer the tokens were made with
-#     └── store.json           written last: what is in here, and the size and checksums of every file
-#
-# Tokens are two bytes each (four where the vocabulary exceeds 65,536), uncompressed, so that a row is a view of the file:
-# nothing is read, parsed or copied before it is used. `start` counts tokens from the first byte of the file. Ten million
-# rows of chat are 2.6 GB on disk; opening them takes 2 ms and 0.04 MiB of a process's own memory, checking them 3 s, and
-# random rows come at 800,000/s. The kernel is not told that reads are random (MADV_RANDOM): on a cold cache that made them
-# 20 times slower, because its read-ahead soon has all of the store in RAM.
-#
-# Anybody can read it with pyarrow alone:
-#
-#     import pyarrow as pa
-#     tokens = pa.ipc.open_file(pa.memory_map("STORE/tokens-00000.arrow")).read_all()["tokens"]
-#     lengths = pa.ipc.open_file(pa.memory_map("STORE/index-00000.arrow")).read_all()
-#     prompt = tokens[7].values[: lengths["prompt"][7].as_py()]
-
-
-Tokens: TypeAlias = npt.NDArray[Any]
-Indices: TypeAlias = Sequence[int] | npt.NDArray[Any]
-
-
-class Store:
-    """A map-style data set: `store[7]` is `{"prompt": array, "response": array}`, read-only views of the file."""
-
-    def __init__(self, path: Path, meta: StoreMeta) -> None:
-        self.path, self.meta = path, meta
-        self.sides = meta.sides
-        names = [one.name for one in meta.files if one.rows]
-        self._tokens = [_map_tokens(path / name, meta.dtype) for name in names if name.startswith("tokens")]
-        indexes = [_map_index(path / name, meta.sides) for name in names if name.startswith("index")]
-        self._starts = [index[0] for index in indexes]
-        self._lengths = [index[1:] for index in indexes]
-        self._bounds = np.cumsum([0, *(len(starts) for starts in self._starts)])
-        self._firsts: list[int] = self._bounds[:-1].tolist()
-        if self._bounds[-1] != meta.rows or len(self._tokens) != len(indexes):
-            raise BadData(f"{path}: its index has {self._bounds[-1]:,} rows and {NAME} says {meta.rows:,}; pack again")
-
-    @classmethod
-    def open(cls, path: str | Path, *, verify: bool = True) -> "Store":
-        """Map a store. `verify` reads all of it once (1.5 GB/s) and finds any flipped byte; sizes are always checked."""
-        folder = Path(path)
-        if not (folder / NAME).is_file():
-            raise BadData(_what_it_is(folder))
-        meta = StoreMeta.read(folder)
-        check_files(folder, meta.files, contents=verify)
-        return cls(folder, meta)
-
-    def __len__(self) -> int:
-        return self.meta.rows
-
-    def __getitem__(self, index: int) -> dict[str, Tokens]:
-        wanted = operator.index(index)
-        place = wanted + len(self) if wanted < 0 else wanted
-        if not 0 <= place < len(self):
-            raise IndexError(f"row {wanted} of a store of {len(self):,} rows")
-        file = bisect_right(self._firsts, place) - 1
-        within, row = place - self._firsts[file], {}
-        start = int(self._starts[file][within])
-        for side, lengths in zip(self.sides, self._lengths[file], strict=True):
-            end = start + int(lengths[within])
-            row[side], start = self._tokens[file][start:end], end
-        return row
-
-    def __getitems__(self, indices: Indices) -> list[dict[str, Tokens]]:
-        """Many rows at once, which torch's DataLoader asks for: the index is looked up for all of them together."""
-        wanted = self._checked(indices)
-        rows: list[Any] = [None] * len(wanted)
-        for file, places, within in self._by_file(wanted):
-            edges = [self._starts[file][within]]
-            for lengths in self._lengths[file]:
-                edges.append(edges[-1] + lengths[within])
-            found = _rows(self._tokens[file], self.sides, [edge.tolist() for edge in edges])
-            for place, row in zip(places.tolist(), found, strict=True):
-                rows[place] = row
-        return rows
-
-    def shapes(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """Lengths in tokens of these rows: one line a row, one column a side. Touches the index only."""
-        wanted = self._checked(indices)
-        lengths = np.empty((len(wanted), len(self.sides)), dtype=np.int64)
-        for file, places, within in self._by_file(wanted):
-            for number, side in enumerate(self._lengths[file]):
-                lengths[places, number] = side[within]
-        return lengths
-
-    @property
-    def longest(self) -> tuple[int, ...]:
-        """The largest length of each side."""
-        return tuple(self.meta.longest[side] for side in self.sides)
-
-    @property
-    def mean_lengths(self) -> tuple[float, ...]:
-        """The mean length of each side."""
-        return tuple(self.meta.tokens[side] / max(1, self.meta.rows) for side in self.sides)
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when any token, their order or a special id does."""
-        return self.meta.fingerprint
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is its path: a spawned worker maps the files itself and need not check them again."""
-        return _reopen, (str(self.path.absolute()), self.fingerprint)
-
-    def _checked(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """As an array of positions from 0; negative ones count from the end."""
-        found = np.asarray(indices)
-        if found.dtype.kind not in "iu" and len(found):
-            raise TypeError(f"rows of a store are counted in whole numbers, not {found.dtype}")
-        wanted = found.astype(np.int64)
-        wanted = np.where(wanted < 0, wanted + len(self), wanted)
-        outside = (wanted < 0) | (wanted >= len(self))
-        if outside.any():
-            raise IndexError(f"row {found[outside][0]} of a store of {len(self):,} rows")
-        return wanted
-
-    def _by_file(self, wanted: npt.NDArray[np.int64]) -> Iterable[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]:
-        """For each file that has some of these rows: which of the wanted they are, and their position in the file."""
-        if len(self._starts) == 1:
-            yield 0, np.arange(len(wanted)), wanted
-            return
-        order = np.argsort(wanted, kind="stable")
-        ordered = wanted[order]
-        cuts = np.searchsorted(ordered, self._bounds)
-        for file in np.flatnonzero(np.diff(cuts)).tolist():
-            part = slice(cuts[file], cuts[file + 1])
-            yield file, order[part], ordered[part] - self._bounds[file]
-
-
-def _rows(tokens: Tokens, sides: tuple[str, ...], edges: list[list[int]]) -> list[dict[str, Tokens]]:
-    """Views between these edges. Two sides are the common case; written out they take half the time."""
-    if len(sides) == 2:
-        one, two = sides
-        return [{one: tokens[a:b], two: tokens[b:c]} for a, b, c in zip(*edges, strict=True)]
-    steps = zip(*edges, strict=True)
-    return [{side: tokens[step[n] : step[n + 1]] for n, side in enumerate(sides)} for step in steps]
-
-
-def _reopen(path: str, fingerprint: str) -> Store:
-    store = Store.open(path, verify=False)
-    if store.fingerprint != fingerprint:
-        raise BadData(f"{path} was packed anew while it was in use; start again")
-    return store
-
-
-def _map(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-
-
-def _map_tokens(path: Path, dtype: str) -> Tokens:
-    mapping = _map(path)
-    return np.frombuffer(mapping, dtype=dtype, count=len(mapping) // np.dtype(dtype).itemsize)
-
-
-def _map_index(path: Path, sides: tuple[str, ...]) -> list[Tokens]:
-    """`start` and the lengths of each side: the file has one record batch, so each column is one stretch of the mapping."""
-    try:
-        batch = pa.ipc.open_file(pa.py_buffer(_map(path))).get_batch(0)
-        return [column_numbers(batch.column(name)) for name in ("start", *sides)]
-    except (pa.ArrowInvalid, KeyError, OSError) as error:
-        raise BadData(f"{path} is damaged ({type(error).__name__}); copy it again or pack the rows again") from None
-
-
-def column_numbers(column: pa.Array) -> Tokens:
-    """A column without nulls as a view. Arrow's own `to_numpy` imports pandas, 30 MB in every worker."""
-    dtype = np.dtype(column.type.to_pandas_dtype())
-    return np.frombuffer(column.buffers()[1], dtype, count=len(column), offset=column.offset * dtype.itemsize)
-
-
-def _what_it_is(path: Path) -> str:
-    """Why a path is no store, and what to do with what it is."""
-    pack = "pack it first with `brimful data pack`"
-    if not path.exists():
-        return f"there is no token store at {path}; make one with `brimful data pack`"
-    if path.is_file():
-        kind = path.suffix.lstrip(".") or "plain"
-        return f"{path} is a {kind} file, not a token store: {pack}"
-    if list(path.glob("tokens-*.arrow")):
-        return f"{path} is an unfinished token store, without {NAME}; run the same `brimful data pack` again"
-    if (path / "tokenizer.json").is_file():
-        return f"{path} is a tokenizer's folder, not a token store: pack rows with it by `brimful data pack --tokenizer {path}`"
-    for suffix in ("parquet", "jsonl", "json", "csv"):
-        if any(path.glob(f"*.{suffix}*")):
-            return f"{path} is a folder of {suffix} files, not a token store: {pack}"
-    return f"{path} is not a token store: it has no {NAME}; make one with `brimful data pack`"
-
-
-# Writing a token store: chunks of tokens in, Arrow files out, each whole and checksummed before the next begins.
-#
-# A file ends at about a million rows or 256 M tokens, so that an interrupted pack has lost a minute's work at most, and
-# what the writer keeps in memory is one record batch and the lengths of one file's rows: some 20 MB.
-
-
-FILE_ROWS = 1_000_000
-FILE_TOKENS = 256 * 2**20
-BATCH_ROWS = 8_192
-"""Of a record batch: a reader that takes whole batches gets 2 MB of chat at a time."""
-TOKENIZER_FILES = (
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
-)  # fmt: skip
-"""What makes up a tokenizer in a folder that may also hold a model's weights."""
-
-
-def token_dtype(vocab_size: int) -> str:
-    """Two bytes where every id fits."""
-    return "uint16" if vocab_size <= 2**16 else "int32"
+    """Every file exists with its size and, with `contents`, its checksums. Sizes first: they cost nothing."""
+    for hashes in (False, True) if contents else (False,):
+        for one in files:
+            if problem := damage(folder, one.name, one.size_bytes, one.sha256 if hashes else None):
+                raise BadData(f"{folder}: {problem}. {_AGAIN}")
 
 
 @dataclass
@@ -389,9 +273,9 @@ class StoreWriter:
     """Appends rows to a folder that becomes a store with `finish`. `files` are those of an earlier, interrupted writer."""
 
     folder: Path
-    sides: tuple[str, ...]
+    fields: tuple[str, ...]
     vocab_size: int
-    files: list[FileFacts] = field(default_factory=list)
+    files: list[FileFacts] = dataclasses.field(default_factory=list)
     file_rows: int = FILE_ROWS
     file_tokens: int = FILE_TOKENS
 
@@ -408,12 +292,12 @@ class StoreWriter:
         return sum(one.rows for one in self.files) // 2 + self._rows
 
     def add(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> bool:
-        """Rows one after the other, sides within a row too; `lengths` has a line a row, a column a side.
+        """Rows one after the other, fields within a row too; `lengths` has a line per row, a column per field.
 
-        True when that filled the file: it is then whole, synced to disk and in `files`.
+        True when that filled the file: it is then complete, synced to disk and in `files`.
         """
         ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-        if lengths.shape[1] != len(self.sides) or len(tokens) != (ends[-1] if len(ends) else 0):
+        if lengths.shape[1] != len(self.fields) or len(tokens) != (ends[-1] if len(ends) else 0):
             raise InternalError(f"{len(tokens)} tokens do not match the lengths {lengths.shape}")
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise InternalError(f"token {int(tokens.max())} is outside the vocabulary of {self.vocab_size}")
@@ -428,7 +312,7 @@ class StoreWriter:
         return full
 
     def seal(self) -> None:
-        """End the open file: its index is written, both are synced and their checksums taken."""
+        """End the open file: write its index, sync both and take their checksums."""
         if self._open is None:
             return
         number = len(self.files) // 2
@@ -436,26 +320,26 @@ class StoreWriter:
         for part in self._open:
             part.close()
         lengths = np.concatenate(self._lengths)
-        _write_index(self.folder / index, _starts(self.folder / tokens, self.dtype, lengths), lengths, self.sides)
+        _write_index(self.folder / index, _starts(self.folder / tokens, self.dtype, lengths), lengths, self.fields)
         for name in (tokens, index):
             sync(self.folder / name)
             self.files.append(FileFacts.of(self.folder, name, rows=self._rows))
         self._open, self._lengths, self._rows, self._tokens = None, [], 0, 0
 
     def finish(self, *, tokenizer: Path | None, **facts: Any) -> StoreMeta:
-        """Seal, copy the tokenizer in, write `store.json`. `facts` are the fields of `StoreMeta` the writer cannot know."""
+        """Seal, copy the tokenizer, write `store.json`. `facts` are the fields of `StoreMeta` the writer cannot know."""
         self.seal()
-        copied = [] if tokenizer is None else copy_tokenizer(tokenizer, self.folder)
-        tokens, longest = self._sums()
+        copied = [] if tokenizer is None else _copy_tokenizer(tokenizer, self.folder)
+        tokens, longest = self._totals()
         meta = StoreMeta(
-            sides=self.sides, dtype=self.dtype, vocab_size=self.vocab_size, rows=self.rows, tokens=tokens, longest=longest,
+            fields=self.fields, dtype=self.dtype, vocab_size=self.vocab_size, rows=self.rows, tokens=tokens, longest=longest,
             files=(*self.files, *copied), **facts,
         )  # fmt: skip
-        write_synced(self.folder / NAME, meta.to_text())
+        write_atomic(self.folder / NAME, meta.to_text())
         return meta
 
     def abandon(self) -> None:
-        """Close what is open; the half file stays for the next writer to overwrite."""
+        """Close what is open; the next writer overwrites the incomplete file."""
         for part in self._open or ():
             with suppress(OSError, pa.ArrowException):  # the disk may be full
                 part.close()
@@ -472,20 +356,83 @@ class StoreWriter:
             self._open = pa.ipc.new_file(sink, batch.schema), sink
         self._open[0].write_batch(batch)
 
-    def _sums(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Tokens and longest row of each side, read back from what was written."""
-        tokens, longest = dict.fromkeys(self.sides, 0), dict.fromkeys(self.sides, 0)
+    def _totals(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Tokens and longest row of each field, read back from what was written."""
+        tokens, longest = dict.fromkeys(self.fields, 0), dict.fromkeys(self.fields, 0)
         for one in self.files[1::2]:
             batch = pa.ipc.open_file(pa.memory_map(str(self.folder / one.name))).get_batch(0)
-            for side in self.sides:
-                lengths = column_numbers(batch.column(side))
-                tokens[side] += int(lengths.sum(dtype=np.int64))
-                longest[side] = max(longest[side], int(lengths.max()))
+            for field in self.fields:
+                lengths = column_numbers(batch.column(field))
+                tokens[field] += int(lengths.sum(dtype=np.int64))
+                longest[field] = max(longest[field], int(lengths.max()))
         return tokens, longest
 
 
+def token_dtype(vocab_size: int) -> str:
+    """Two bytes where every id fits."""
+    return "uint16" if vocab_size <= 2**16 else "int32"
+
+
+def column_numbers(column: pa.Array) -> Tokens:
+    """A column without nulls as a view. Arrow's own `to_numpy` imports pandas, 30 MB in every worker."""
+    dtype = np.dtype(column.type.to_pandas_dtype())
+    return np.frombuffer(column.buffers()[1], dtype, count=len(column), offset=column.offset * dtype.itemsize)
+
+
+def _row_views(tokens: Tokens, fields: tuple[str, ...], edges: list[list[int]]) -> list[dict[str, Tokens]]:
+    """Views between these edges. Two fields are the common case; written out they take half the time."""
+    if len(fields) == 2:
+        one, two = fields
+        return [{one: tokens[a:b], two: tokens[b:c]} for a, b, c in zip(*edges, strict=True)]
+    steps = zip(*edges, strict=True)
+    return [{field: tokens[step[n] : step[n + 1]] for n, field in enumerate(fields)} for step in steps]
+
+
+def _reopen(path: str, fingerprint: str) -> Store:
+    store = Store.open(path, verify=False)
+    if store.fingerprint != fingerprint:
+        raise BadData(f"{path} was replaced by another store while it was in use. Try: start again")
+    return store
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
+def _map_tokens(path: Path, dtype: str) -> Tokens:
+    mapping = _map(path)
+    return np.frombuffer(mapping, dtype=dtype, count=len(mapping) // np.dtype(dtype).itemsize)
+
+
+def _map_index(path: Path, fields: tuple[str, ...]) -> list[Tokens]:
+    """`start` and the lengths of each field. The file has one record batch, so each column is contiguous in the mapping."""
+    try:
+        batch = pa.ipc.open_file(pa.py_buffer(_map(path))).get_batch(0)
+        return [column_numbers(batch.column(name)) for name in ("start", *fields)]
+    except (pa.ArrowInvalid, KeyError, OSError) as error:
+        raise BadData(f"{path} is damaged ({type(error).__name__}). {_AGAIN}") from None
+
+
+def _why_no_store(path: Path) -> str:
+    """Why a path is not a store, and what to do with what it is."""
+    advice = "Try: `brimful data tokenize`"
+    if not path.exists():
+        return f"there is no token store at {path}. {advice}"
+    if path.is_file():
+        return f"{path} is a {path.suffix.lstrip('.') or 'plain'} file, not a token store. {advice}"
+    if list(path.glob("tokens-*.arrow")):
+        return f"{path} is an unfinished token store without {NAME}. Try: the same `brimful data tokenize` again"
+    if (path / "tokenizer.json").is_file():
+        return f"{path} is a tokenizer, not a token store. Try: `brimful data tokenize FILES --tokenizer {path}`"
+    for suffix in ("parquet", "jsonl", "json", "csv"):
+        if any(path.glob(f"*.{suffix}*")):
+            return f"{path} is a folder of {suffix} files, not a token store. {advice}"
+    return f"{path} is not a token store, since it has no {NAME}. {advice}"
+
+
 def _starts(path: Path, dtype: str, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Where each row begins in the file, in tokens: asked of the written file, because Arrow puts headers in between."""
+    """Where each row begins in the file, in tokens: read from the written file, because Arrow puts headers in between."""
     size, mapping = np.dtype(dtype).itemsize, pa.memory_map(str(path))
     base = mapping.read_buffer(1).address
     reader = pa.ipc.open_file(mapping)
@@ -499,17 +446,17 @@ def _starts(path: Path, dtype: str, lengths: npt.NDArray[np.int32]) -> npt.NDArr
     return np.concatenate(starts)
 
 
-def _write_index(path: Path, starts: Tokens, lengths: npt.NDArray[np.int32], sides: Sequence[str]) -> None:
-    """One record batch, so that each column is one stretch of memory once mapped."""
+def _write_index(path: Path, starts: Tokens, lengths: npt.NDArray[np.int32], fields: Sequence[str]) -> None:
+    """One record batch, so that each column is contiguous once mapped."""
     batch = pa.record_batch(
-        [pa.array(starts), *(pa.array(lengths[:, n].copy()) for n in range(len(sides)))], names=["start", *sides]
+        [pa.array(starts), *(pa.array(lengths[:, n].copy()) for n in range(len(fields)))], names=["start", *fields]
     )
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> list[FileFacts]:
-    """The tokenizer's files, and nothing else that lies beside them."""
+def _copy_tokenizer(source: Path, folder: Path) -> list[FileFacts]:
+    """The tokenizer's files, and nothing else that is beside them."""
     target = folder / "tokenizer"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -518,20 +465,3 @@ def copy_tokenizer(source: Path, folder: Path) -> list[FileFacts]:
         shutil.copyfile(source / name, target / name)
         sync(target / name)
     return [FileFacts.of(folder, f"tokenizer/{name}") for name in names]
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Whole or not at all: beside it, synced, renamed."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    sync(part)
-    part.rename(path)
-
-
-def sync(path: Path) -> None:
-    """Have the kernel write a file to the disk now: a full disk is told here and not at the next power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

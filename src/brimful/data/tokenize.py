@@ -1,16 +1,22 @@
-"""`brimful data pack`: rows of any format, tokenised into a token store.
+"""`brimful data tokenize`: rows of any format, tokenized into a token store.
 
-    source ─► read ahead ─► pieces ─► tokenise (threads) ─► join ─► write (thread) ─► files, then store.json, then rename
+    source ─► read ahead ─► pieces ─► encode (threads) ─► join ─► write (thread) ─► files, then store.json, then rename
 
-Tokenising is nine tenths of the work; reading and writing happen beside it. Everything in flight is bounded: two chunks of
-rows, four pieces being tokenised, one chunk being written, so memory is the same for one million rows and for ten. 50,000
+Encoding is nine tenths of the work; reading and writing happen beside it. Everything in flight is bounded (two chunks of
+rows, four pieces being encoded, one chunk being written), so memory is the same for one million rows and for ten. 50,000
 rows of chat took 5.2 s of processor time, where `datasets.map` took 7.6 to 9.9 s for the same ids.
+
+The store is made in `.OUTPUT.part` beside the output and renamed when it is complete. `progress.json` in there lists the
+finished files with their checksums and how far in the source they reach. Interrupted and run again with the same source,
+tokenizer and options, it continues after the last of them and gives the same store.
 """
 
-import errno
+import dataclasses
+import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,69 +25,114 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from brimful.data.encode import (
-    PIECES_IN_FLIGHT,
-    Encoded,
-    Encoder,
-    PackOptions,
-    begun,
-    by_side,
-    check_output,
-    joined,
-    kept_ends,
-    part_folder,
-    piece_size,
-    pieces,
-    publish,
-    save,
+from brimful.data.encode import PIECES_IN_FLIGHT, EncodedRows, Encoder, in_pieces, piece_size
+from brimful.data.output import OutputFolder
+from brimful.data.pipeline import PeakMemory, in_order, read_ahead
+from brimful.data.read.files import refuse_output_inside
+from brimful.data.read.source import BrokenRowLimit, Chunk, RowProblem, Source, open_source
+from brimful.data.store import (
+    FILE_ROWS,
+    NAME,
+    VERSION,
+    FileFacts,
+    Store,
+    StoreMeta,
+    StoreWriter,
+    check_files,
+    token_dtype,
 )
-from brimful.data.progress import Patience, Peak, in_order, read_ahead
-from brimful.data.read.files import Broken, refuse_output_inside
-from brimful.data.read.source import Chunk, Source, open_source
-from brimful.data.store import VERSION, Store, StoreMeta, StoreWriter, token_dtype
-from brimful.data.tokens import TokenizerFacts, load_tokenizer
-from brimful.errors import BadData, InternalError
+from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
+from brimful.errors import BadData, BadOption, InternalError
+from brimful.files import FileLock, write_atomic
 from brimful.machine.host import Space
-from brimful.units import show_bytes
-
-# What a pack did, as numbers: rows and tokens that add up, lengths, time, memory, disk.
-
+from brimful.units import GiB, show_bytes
 
 PERCENTILES = (50, 90, 99)
-_AT_ONCE = 100_000
+THREADS = 2
+"""That encode: while one turns its ids into an array, the cores work for the other."""
+_PROGRESS_FILE = "progress.json"
+_LENGTHS_AT_ONCE = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One side of all rows."""
+class TokenizeOptions:
+    """How to tokenize."""
+
+    columns: str | None = None
+    """Which columns make up which field: `prompt=question,response=answer`. Default: found by name."""
+    max_tokens: tuple[int, ...] = (256,)
+    """Fields are truncated to this, eos included: one number for all fields, or one for each."""
+    keep_end: tuple[str, ...] | None = None
+    """Fields that lose their beginning when truncated, not their end. Default: the prompts of conversations."""
+    host_limit_bytes: int = GiB
+    max_bad: float = 0.0
+    """The share of rows that may be broken."""
+    overwrite: bool = False
+    """Replace an existing token store."""
+    file_rows: int = FILE_ROWS
+    """Rows after which a new file begins."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.max_tokens or min(self.max_tokens) < 2:
+            value = ",".join(map(str, self.max_tokens)) or "(none)"
+            problems.append(f"--max-tokens {value} must be at least 2, one token and the eos")
+        if not 0 <= self.max_bad <= 1:
+            problems.append(f"--max-bad {self.max_bad} must be a share from 0 to 1")
+        if self.host_limit_bytes <= 0:
+            problems.append(f"--host-limit {self.host_limit_bytes} must be positive")
+        if problems:
+            raise BadOption("; ".join(problems))
+
+    def limits(self, fields: tuple[str, ...]) -> tuple[int, ...]:
+        """By field, the most tokens."""
+        if len(self.max_tokens) not in (1, len(fields)):
+            raise BadOption(
+                f"--max-tokens {','.join(map(str, self.max_tokens))} does not match the {len(fields)} fields of the rows "
+                f"({', '.join(fields)}). Try: one number for all, or one for each"
+            )
+        return self.max_tokens * len(fields) if len(self.max_tokens) == 1 else self.max_tokens
+
+    def keeps_end(self, fields: tuple[str, ...], *, conversations: bool) -> tuple[bool, ...]:
+        """By field, whether truncation keeps the end: in a conversation the question comes last."""
+        default = ("prompt",) if conversations else ()
+        names = default if self.keep_end is None else self.keep_end
+        if unknown := [name for name in names if name not in fields]:
+            raise BadOption(f"--keep-end {','.join(unknown)}: the rows have the fields {', '.join(fields)}")
+        return tuple(field in names for field in fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldStats:
+    """One field of all rows."""
 
     column: str
     """Of the files."""
     characters: int
-    """Before cutting."""
+    """Before truncation."""
     tokens: int
-    """In the store, the eos of each row counted."""
+    """In the store, the eos of each row included."""
     max_tokens: int
     keeps_end: bool
-    """Whether a cut takes its beginning instead of its end."""
+    """Whether truncation removes the beginning instead of the end."""
     truncated: int
-    """Rows cut to `max_tokens`."""
+    """Rows longer than `max_tokens`."""
     lost_tokens: int
-    """Cut off."""
+    """Removed by truncation."""
     mean: float
     percentiles: dict[str, int]
     longest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackReport:
-    """The result of `pack`. `rows_in` is `rows_out` plus everything in `dropped`, or there is no report."""
+class TokenizeReport:
+    """The result of `tokenize`. `rows_in` is `rows_out` plus everything in `dropped`."""
 
     store: str
     rows_in: int
     rows_out: int
     dropped: dict[str, int]
-    sides: dict[str, Side]
+    fields: dict[str, FieldStats]
     layout_reason: str
     requested_max_tokens: tuple[int, ...]
     first_broken: str | None
@@ -93,38 +144,257 @@ class PackReport:
     dtype: str
     seconds: float
     rows_per_s: float
-    """Rows read a second, those of an earlier, interrupted pack left out."""
+    """Rows read per second, without those of an earlier, interrupted run."""
     peak_bytes: int
-    """Measured: the anonymous and shared memory of the process at its highest; 0 where the kernel does not tell."""
+    """Measured: the most anonymous and shared memory of the process; 0 where the kernel does not report it."""
     start_bytes: int
     """The same before the first row was read: Python, libraries, tokenizer."""
     host_limit_bytes: int
     size_bytes: int
     """On disk."""
     resumed_rows: int
-    """Rows in the store that an interrupted pack had written."""
+    """Rows in the store that an interrupted run had written."""
     started_over: str
-    """Why what an interrupted pack had left could not be used; empty where there was nothing."""
+    """Why the files of an interrupted run could not be used; empty where there were none."""
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
-        sides = content.pop("sides")
+        fields = content.pop("fields")
         for name in ("tokens", "truncated", "lost_tokens", "characters", "max_tokens"):
-            content[name] = {side: about[name] for side, about in sides.items()}
-        content["columns"] = {side: about["column"] for side, about in sides.items()}
+            content[name] = {field: values[name] for field, values in fields.items()}
+        content["columns"] = {field: values["column"] for field, values in fields.items()}
         content["lengths"] = {
-            side: {"mean": about["mean"], **about["percentiles"], "longest": about["longest"]}
-            for side, about in sides.items()
+            field: {"mean": values["mean"], **values["percentiles"], "longest": values["longest"]}
+            for field, values in fields.items()
         }
         return content
 
 
-def length_percentiles(store: Store) -> list[dict[str, int]]:
-    """By side, the lengths that 50, 90 and 99 % of the rows do not exceed: counted, a hundred thousand rows at a time."""
+def tokenize(
+    paths: Sequence[str],
+    *,
+    tokenizer: str | Path,
+    output: str | Path,
+    options: TokenizeOptions | None = None,
+    progress: Callable[[str], object] = lambda phrase: None,
+) -> TokenizeReport:
+    """Tokenize all rows behind these paths into a new token store. Run again after an interruption, it continues."""
+    options, path, begin_s = options or TokenizeOptions(), Path(output).resolve(), time.monotonic()
+    folder = OutputFolder(path=path, kind="token store", marker=NAME, overwrite=options.overwrite)
+    folder.check()
+    refuse_output_inside(path, paths)
+    source = open_source(paths, columns=options.columns)
+    facts = TokenizerFacts.read(tokenizer)
+    with folder.errors(), PeakMemory() as peak, _part_folder(path) as part:
+        job = _Job(source, facts, Path(tokenizer), part, path, options, peak)
+        job.run(progress)
+        meta = job.finish()
+        folder.publish(part)
+        (path / _PROGRESS_FILE).unlink(missing_ok=True)
+    return job.report(Store(path, meta), time.monotonic() - begin_s)
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Rows and tokens so far; lists have one entry per field."""
+
+    chunks: int = 0
+    rows_in: int = 0
+    broken: int = 0
+    empty: int = 0
+    rows_out: int = 0
+    truncated: list[int] = dataclasses.field(default_factory=list)
+    lost_tokens: list[int] = dataclasses.field(default_factory=list)
+    characters: list[int] = dataclasses.field(default_factory=list)
+    first_broken: list[Any] | None = None
+    """File, line and reason of the first row that could not be read."""
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return {"broken": self.broken, "empty": self.empty}
+
+    def add(self, chunk: Chunk, encoded: EncodedRows) -> None:
+        if chunk.broken and self.first_broken is None:
+            first = chunk.broken[0]
+            self.first_broken = [first.file, first.line, first.message]
+        self.chunks += 1
+        self.rows_in += chunk.rows_in
+        self.broken += len(chunk.broken)
+        self.empty += encoded.empty
+        self.rows_out += len(encoded.lengths)
+        for name in ("truncated", "lost_tokens", "characters"):
+            new = getattr(encoded, name)
+            total = getattr(self, name) or [0] * len(new)
+            setattr(self, name, [one + other for one, other in zip(total, new, strict=True)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Earlier:
+    """What an interrupted run left that can be used: nothing, where `files` is empty."""
+
+    counts: Counts
+    files: tuple[FileFacts, ...] = ()
+    discarded: str = ""
+    """Why its files cannot be used; empty where there were none."""
+
+
+class _Job:
+    """One run of `tokenize`."""
+
+    def __init__(
+        self, source: Source, facts: TokenizerFacts, tokenizer: Path, part: Path, output: Path, options: TokenizeOptions, peak: PeakMemory
+    ) -> None:  # fmt: skip
+        self.source, self.facts, self.tokenizer, self.options = source, facts, tokenizer, options
+        self.part, self.output, self.peak = part, output, peak
+        self.fields = source.layout.fields
+        self.max_tokens = options.limits(self.fields)
+        self.keep_end = options.keeps_end(self.fields, conversations=source.layout.kind == "conversations")
+        self.encoder = Encoder(
+            tokenizer=load_tokenizer(tokenizer), max_tokens=self.max_tokens, keep_end=self.keep_end, eos_id=facts.eos_id,
+            dtype=token_dtype(facts.vocab_size),
+        )  # fmt: skip
+        self.start_bytes = peak.measure()
+        self.piece_bytes = piece_size(options.host_limit_bytes, self.start_bytes)
+        self.key = {
+            "format": VERSION, "source": source.fingerprint(),
+            "tokenizer": f"{facts.fingerprint}, eos {facts.eos_id}, pad {facts.pad_id}",
+            "max-tokens": list(self.max_tokens), "keep-end": list(self.keep_end), "rows per file": options.file_rows,
+        }  # fmt: skip
+        self.earlier = _take_over(part, self.key)
+        self.counts = self.earlier.counts
+        self.resumed_in, self.resumed_out = self.counts.rows_in, self.counts.rows_out
+        first = self.counts.first_broken
+        self.broken_rows = BrokenRowLimit(
+            options.max_bad, self.counts.rows_in, self.counts.broken, None if first is None else RowProblem(*first)
+        )
+        self.writer = StoreWriter(
+            part, self.fields, facts.vocab_size, files=list(self.earlier.files), file_rows=options.file_rows
+        )
+        self.run_s = 0.0
+
+    def run(self, progress: Callable[[str], object]) -> None:
+        """Write all rows that are left to files."""
+        if self.resumed_in:
+            progress(f"continuing after {self.resumed_in:,} rows of an interrupted run")
+        elif self.earlier.discarded:
+            progress(f"starting over, because an interrupted run cannot be continued: {self.earlier.discarded}")
+        begin_s = time.monotonic()
+        try:
+            with closing(in_order(self._write, self._encoded(), threads=1, in_flight=2)) as written:
+                for rows_in, read_bytes in written:
+                    self.run_s = time.monotonic() - begin_s
+                    total = self.source.total_bytes
+                    share = f", {min(1, read_bytes / total):.0%}" if total else ""
+                    progress(f"tokenized {rows_in:,} rows, {self._rate(rows_in):,.0f} rows/s{share}")
+        except BaseException:
+            self.writer.abandon()
+            raise
+        self.writer.seal()
+        self._save()
+
+    def finish(self) -> StoreMeta:
+        """Check that the rows add up, and write `store.json`."""
+        counts = self.counts
+        self.broken_rows.check()
+        if not counts.rows_out:
+            raise BadData(
+                f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({counts.broken:,} broken, {counts.empty:,} "
+                "with an empty field). Try: `brimful data check`"
+            )
+        meta = self.writer.finish(
+            tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
+            pad_id=self.facts.pad_id, tokenizer_fingerprint=self.facts.fingerprint, sources=self.source.files,
+            rows_in=counts.rows_in, dropped=counts.dropped, truncated=self._by_field(counts.truncated),
+        )  # fmt: skip
+        if not meta.rows == counts.rows_out == counts.rows_in - sum(counts.dropped.values()):
+            raise InternalError(f"rows do not add up: {counts} but the store has {meta.rows:,}")
+        return meta
+
+    def report(self, store: Store, seconds: float) -> TokenizeReport:
+        counts, meta, layout = self.counts, store.meta, self.source.layout
+        fields = {
+            field: FieldStats(
+                column=layout.columns[field], characters=counts.characters[n], tokens=meta.tokens[field],
+                max_tokens=self.max_tokens[n], keeps_end=self.keep_end[n], truncated=counts.truncated[n],
+                lost_tokens=counts.lost_tokens[n], mean=store.mean_lengths[n], percentiles=percentiles,
+                longest=store.longest[n],
+            )
+            for n, (field, percentiles) in enumerate(zip(self.fields, _length_percentiles(store), strict=True))
+        }  # fmt: skip
+        return TokenizeReport(
+            store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, dropped=counts.dropped, fields=fields,
+            layout_reason=layout.reason, requested_max_tokens=self.options.max_tokens,
+            first_broken=None if self.broken_rows.first is None else str(self.broken_rows.first),
+            sources=len(self.source.files), tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
+            seconds=seconds, rows_per_s=self._rate(counts.rows_in), peak_bytes=self.peak.bytes, start_bytes=self.start_bytes,
+            host_limit_bytes=self.options.host_limit_bytes, size_bytes=meta.size_bytes, resumed_rows=self.resumed_out,
+            started_over=self.earlier.discarded, fingerprint=meta.fingerprint,
+        )  # fmt: skip
+
+    def _encoded(self) -> Iterator[tuple[Chunk, EncodedRows]]:
+        """Chunks in order, encoded."""
+        chunks = read_ahead(self.source.chunks(skip=self.counts.chunks), in_flight=2)
+        parts: list[EncodedRows] = []
+        encoded = in_order(self._encode, self._pieces(chunks), threads=THREADS, in_flight=PIECES_IN_FLIGHT)
+        for chunk, part, last in encoded:
+            parts.append(part)
+            if last:
+                yield chunk, EncodedRows.join(parts)
+                parts = []
+
+    def _pieces(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, pa.RecordBatch, bool]]:
+        for chunk in chunks:
+            pieces = list(in_pieces(chunk.rows, piece_bytes=self.piece_bytes))
+            for number, rows in enumerate(pieces, start=1):
+                yield chunk, rows, number == len(pieces)
+
+    def _encode(self, piece: tuple[Chunk, pa.RecordBatch, bool]) -> tuple[Chunk, EncodedRows, bool]:
+        chunk, rows, last = piece
+        return chunk, self.encoder(rows), last
+
+    def _write(self, item: tuple[Chunk, EncodedRows]) -> tuple[int, int]:
+        """Add one chunk to the files and the counts, in one thread. Returns rows and bytes of the source read so far."""
+        chunk, encoded = item
+        self.broken_rows.add(chunk)
+        if not self.counts.chunks:
+            self._check_space(chunk, encoded)
+        self.counts.add(chunk, encoded)
+        if self.writer.add(encoded.tokens, encoded.lengths):
+            self._save()
+        return self.counts.rows_in, chunk.read_bytes
+
+    def _check_space(self, chunk: Chunk, encoded: EncodedRows) -> None:
+        """Extrapolate the size from the first chunk, before anything large is written."""
+        space, total = Space.around(self.part), self.source.total_bytes
+        if space is None or not chunk.read_bytes or not total:
+            return
+        index_bytes = len(encoded.lengths) * (12 + 4 * len(self.fields))
+        needed = (encoded.tokens.nbytes + index_bytes) * max(1.0, total / chunk.read_bytes)
+        if needed > space.free_bytes:
+            raise BadData(
+                f"{self.output}: the token store will take about {show_bytes(needed)} and the disk has "
+                f"{show_bytes(space.free_bytes)} free. Try: free some, or another disk with --output"
+            )
+
+    def _save(self) -> None:
+        """After each finished file: what a later run needs to continue."""
+        files = [asdict(one) for one in self.writer.files]
+        content = {"key": self.key, "counts": asdict(self.counts), "files": files}
+        write_atomic(self.part / _PROGRESS_FILE, json.dumps(content))
+
+    def _by_field(self, values: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.fields, values, strict=True))
+
+    def _rate(self, rows_in: int) -> float:
+        return (rows_in - self.resumed_in) / max(self.run_s, 1e-9)
+
+
+def _length_percentiles(store: Store) -> list[dict[str, int]]:
+    """By field, the lengths that 50, 90 and 99 % of the rows do not exceed."""
     counts = [np.zeros(longest + 1, dtype=np.int64) for longest in store.longest]
-    for first in range(0, len(store), _AT_ONCE):
-        shapes = store.shapes(np.arange(first, min(len(store), first + _AT_ONCE)))
+    for first in range(0, len(store), _LENGTHS_AT_ONCE):
+        shapes = store.shapes(np.arange(first, min(len(store), first + _LENGTHS_AT_ONCE)))
         for number, count in enumerate(counts):
             count += np.bincount(shapes[:, number], minlength=len(count))
     return [{f"p{share}": _percentile(count, share) for share in PERCENTILES} for count in counts]
@@ -136,196 +406,48 @@ def _percentile(count: npt.NDArray[np.int64], share: int) -> int:
     return int(np.searchsorted(below, share / 100 * below[-1]))
 
 
-THREADS = 2
-"""That tokenise: while one turns its ids into an array, the cores work for the other."""
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def pack(
-    paths: Sequence[str],
-    *,
-    tokenizer: str | Path,
-    output: str | Path,
-    options: PackOptions | None = None,
-    progress: Callable[[str], object] = lambda phrase: None,
-) -> PackReport:
-    """Tokenise all rows behind these paths into a new token store. Run again after an interruption, it goes on."""
-    options, target, begin_s = options or PackOptions(), Path(output).resolve(), time.monotonic()
-    check_output(target, overwrite=options.overwrite)
-    refuse_output_inside(target, paths)
-    source = open_source(paths, columns=options.columns)
-    facts = TokenizerFacts.read(tokenizer)
+@contextmanager
+def _part_folder(output: Path) -> Iterator[Path]:
+    """The folder that becomes the output, locked for one process. After an error it stays if a later run can use it."""
+    part = output.with_name(f".{output.name}.part")
     try:
-        with Peak() as peak, part_folder(target) as part:
-            job = _Packing(source, facts, Path(tokenizer), part, target, options, peak)
-            job.run(progress)
-            meta = job.finish()
-            publish(part, target, overwrite=options.overwrite)
-    except OSError as error:
-        raise _write_error(error, target) from None
-    return job.report(Store(target, meta), time.monotonic() - begin_s)
-
-
-class _Packing:
-    """One pack under way."""
-
-    def __init__(
-        self, source: Source, facts: TokenizerFacts, tokenizer: Path, part: Path, output: Path, options: PackOptions, peak: Peak
-    ) -> None:  # fmt: skip
-        self.source, self.facts, self.tokenizer, self.options = source, facts, tokenizer, options
-        self.part, self.output, self.peak = part, output, peak
-        self.sides = source.layout.sides
-        self.max_tokens = by_side(options.max_tokens, self.sides)
-        conversations = source.layout.kind == "conversations"
-        self.keep_end = kept_ends(options.keep_end, self.sides, conversations=conversations)
-        self.encoder = Encoder(
-            tokenizer=load_tokenizer(tokenizer), max_tokens=self.max_tokens, keep_end=self.keep_end, eos_id=facts.eos_id,
-            dtype=token_dtype(facts.vocab_size),
-        )  # fmt: skip
-        self.start_bytes = peak.look()
-        self.piece_bytes = piece_size(options.host_limit_bytes, self.start_bytes)
-        self.key = {
-            "format": VERSION, "source": source.fingerprint(),
-            "tokenizer": f"{facts.fingerprint}, eos {facts.eos_id}, pad {facts.pad_id}",
-            "max-tokens": list(self.max_tokens), "keep-end": list(self.keep_end), "rows a file": options.file_rows,
-        }  # fmt: skip
-        self.begun = begun(part, self.key)
-        self.counts = self.begun.counts
-        self.resumed_in, self.resumed_out = self.counts.rows_in, self.counts.rows_out
-        first = self.counts.first_broken
-        self.patience = Patience(
-            options.max_bad, self.counts.rows_in, self.counts.broken, None if first is None else Broken(*first)
-        )
-        self.writer = StoreWriter(
-            part, self.sides, facts.vocab_size, files=list(self.begun.files), file_rows=options.file_rows
-        )
-        self.run_s = 0.0
-
-    def run(self, progress: Callable[[str], object]) -> None:
-        """All rows that are left, into files."""
-        if self.resumed_in:
-            progress(f"going on after {self.resumed_in:,} rows of an interrupted pack")
-        elif self.begun.discarded:
-            progress(f"starting over: an interrupted pack cannot be used, {self.begun.discarded}")
-        begin_s = time.monotonic()
+        lock = FileLock(part, folder=True)
+    except BlockingIOError:
+        raise BadOption(f"--output {output} is being written by another process. Try: another folder") from None
+    with lock:
         try:
-            with closing(in_order(self._write, self._encoded(), threads=1, in_flight=2)) as written:
-                for rows_in, read_bytes in written:
-                    self.run_s = time.monotonic() - begin_s
-                    progress(self._phrase(rows_in, read_bytes))
+            yield part
         except BaseException:
-            self.writer.abandon()
+            if not (part / _PROGRESS_FILE).exists():
+                shutil.rmtree(part, ignore_errors=True)
             raise
-        self.writer.seal()
-        save(self.part, self.key, self.counts, self.writer.files)
-
-    def finish(self) -> StoreMeta:
-        """Check that the rows add up, and write `store.json`."""
-        counts = self.counts
-        self.patience.close()
-        if not counts.rows_out:
-            raise BadData(
-                f"{self.source.files[0]}: no row is left to pack: of {counts.rows_in:,} rows {counts.broken:,} are broken "
-                f"and {counts.empty:,} have an empty side; see `brimful data check`"
-            )
-        meta = self.writer.finish(
-            tokenizer=self.tokenizer, max_tokens=self._named(self.max_tokens), eos_id=self.facts.eos_id,
-            pad_id=self.facts.pad_id, tokenizer_fingerprint=self.facts.fingerprint, sources=self.source.files,
-            rows_in=counts.rows_in, dropped=counts.dropped, truncated=self._named(counts.cut),
-        )  # fmt: skip
-        if not meta.rows == counts.rows_out == counts.rows_in - sum(counts.dropped.values()):
-            raise InternalError(f"rows do not add up: {counts} but the store has {meta.rows:,}")
-        return meta
-
-    def report(self, store: Store, seconds: float) -> PackReport:
-        counts, meta, layout = self.counts, store.meta, self.source.layout
-        sides = {
-            side: Side(
-                column=layout.columns[side], characters=counts.characters[n], tokens=meta.tokens[side],
-                max_tokens=self.max_tokens[n], keeps_end=self.keep_end[n], truncated=counts.cut[n], lost_tokens=counts.lost[n],
-                mean=store.mean_lengths[n], percentiles=percentiles, longest=store.longest[n],
-            )
-            for n, (side, percentiles) in enumerate(zip(self.sides, length_percentiles(store), strict=True))
-        }  # fmt: skip
-        return PackReport(
-            store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, dropped=counts.dropped, sides=sides,
-            layout_reason=layout.reason, requested_max_tokens=self.options.max_tokens,
-            first_broken=None if self.patience.first is None else str(self.patience.first),
-            sources=len(self.source.files), tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
-            seconds=seconds, rows_per_s=self._rate(counts.rows_in), peak_bytes=self.peak.bytes, start_bytes=self.start_bytes,
-            host_limit_bytes=self.options.host_limit_bytes, size_bytes=meta.size_bytes, resumed_rows=self.resumed_out,
-            started_over=self.begun.discarded, fingerprint=meta.fingerprint,
-        )  # fmt: skip
-
-    def _encoded(self) -> Iterator[tuple[Chunk, Encoded]]:
-        """Chunks in order, tokenised."""
-        chunks = read_ahead(self.source.chunks(skip=self.counts.chunks), in_flight=2)
-        parts: list[Encoded] = []
-        for chunk, part, last in in_order(
-            self._encode, self._pieces(chunks), threads=THREADS, in_flight=PIECES_IN_FLIGHT
-        ):
-            parts.append(part)
-            if last:
-                yield chunk, joined(parts)
-                parts = []
-
-    def _pieces(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, pa.RecordBatch, bool]]:
-        for chunk in chunks:
-            cut = list(pieces(chunk.rows, piece_bytes=self.piece_bytes))
-            for number, rows in enumerate(cut, start=1):
-                yield chunk, rows, number == len(cut)
-
-    def _encode(self, piece: tuple[Chunk, pa.RecordBatch, bool]) -> tuple[Chunk, Encoded, bool]:
-        chunk, rows, last = piece
-        return chunk, self.encoder(rows), last
-
-    def _write(self, done: tuple[Chunk, Encoded]) -> tuple[int, int]:
-        """One chunk to the files and into the counts, by one thread; rows and bytes of the source read so far."""
-        (chunk, encoded), counts = done, self.counts
-        self.patience.add(chunk)
-        if not counts.chunks:
-            self._check_space(chunk, encoded)
-        if chunk.broken and counts.first_broken is None:
-            first = chunk.broken[0]
-            counts.first_broken = [first.file, first.line, first.why]
-        counts.chunks += 1
-        counts.rows_in += chunk.rows_in
-        counts.broken += len(chunk.broken)
-        counts.empty += encoded.empty
-        counts.rows_out += len(encoded.lengths)
-        counts.add_sides(cut=encoded.cut, lost=encoded.lost, characters=encoded.characters)
-        if self.writer.add(encoded.tokens, encoded.lengths):
-            save(self.part, self.key, counts, self.writer.files)
-        return counts.rows_in, chunk.read_bytes
-
-    def _check_space(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Extrapolated from the first chunk, before anything of size is written."""
-        space, total = Space.around(self.part), self.source.total_bytes
-        if space is None or not chunk.read_bytes or not total:
-            return
-        index_bytes = len(encoded.lengths) * (12 + 4 * len(self.sides))
-        needed = (encoded.tokens.nbytes + index_bytes) * max(1.0, total / chunk.read_bytes)
-        if needed > space.free_bytes:
-            raise BadData(
-                f"{self.output}: the token store will take about {show_bytes(needed)} and the disk has "
-                f"{show_bytes(space.free_bytes)} free; free some, or name a folder on another disk with --output"
-            )
-
-    def _named(self, values: Sequence[int]) -> dict[str, int]:
-        return dict(zip(self.sides, values, strict=True))
-
-    def _rate(self, rows_in: int) -> float:
-        return (rows_in - self.resumed_in) / max(self.run_s, 1e-9)
-
-    def _phrase(self, rows_in: int, read_bytes: int) -> str:
-        total = self.source.total_bytes
-        share = f", {min(1, read_bytes / total):.0%}" if total else ""
-        return f"packed {rows_in:,} rows, {self._rate(rows_in):,.0f} rows/s{share}"
 
 
-def _write_error(error: OSError, output: Path) -> BadData:
-    if error.errno in _DISK_FULL:
-        return BadData(f"{output}: the disk is full; free some space and run the same command again")
-    place = Path(str(error.filename or output))
-    advice = "; name another folder with --output" if place.is_relative_to(output.parent) else ""
-    return BadData(f"{place}: {error.strerror or error}{advice}")
+def _take_over(part: Path, key: dict[str, Any]) -> _Earlier:
+    """What an earlier run of the same rows has finished; everything else in the folder is removed."""
+    earlier = _read_progress(part, key)
+    keep = {one.name for one in earlier.files} | ({_PROGRESS_FILE} if earlier.files else set())
+    for path in part.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in keep:
+            path.unlink()
+    return earlier
+
+
+def _read_progress(part: Path, key: dict[str, Any]) -> _Earlier:
+    path = part / _PROGRESS_FILE
+    if not path.is_file():
+        return _Earlier(counts=Counts())
+    try:
+        content = json.loads(path.read_bytes())
+        files = tuple(FileFacts.from_json(one) for one in content["files"])
+        changed = [name for name in key if content["key"].get(name) != key[name]]
+        if changed:
+            return _Earlier(counts=Counts(), discarded=f"it had another {' and '.join(changed)}")
+        check_files(part, files, contents=True)
+        return _Earlier(counts=Counts(**content["counts"]), files=files)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return _Earlier(counts=Counts(), discarded=f"its {_PROGRESS_FILE} cannot be read")
+    except BadData as error:
+        return _Earlier(counts=Counts(), discarded=str(error).partition(". Try")[0])

@@ -1,320 +1,145 @@
-"""A uniform sample of rows that fits the RAM, taken in one pass, the same whenever the files and the seed are.
+"""Which rows a tokenizer is trained on: a random sample that fits the RAM.
 
-Each row's number is hashed with the seed; the rows with the smallest hashes make up the sample, as many as fit, and those
-with the largest are held out to measure on. No total has to be known beforehand, and the result does not depend on how
-the rows come in chunks. What lies between the two ends is dropped as soon as it is known to: the sample takes about 3
-bytes a character while it is read.
+**The sample** is uniform over all rows and read in one pass. Each row's number is hashed with the seed; the rows with the
+smallest hashes are trained on, as many as fit, and those with the largest are held out to measure on. The result does not
+depend on how rows come in chunks, and no total has to be known in advance.
+
+**Memory** is predicted from the texts. The library keeps each distinct word and, for each distinct pair of neighbours, the
+words it is in, so bytes per character vary widely: 20 for made-up Latin words, 140 for Chinese, 350 for random Han. A fixed
+factor safe for all of them would use a third of the Chinese text that fits. So distinct words and pairs are counted while
+rows are added until the prediction reaches the limit. Measured peaks of the process at 29,298 entries, limit and prediction
+beside them:
+
+    texts                              --host-limit   characters        measured     predicted
+    3,000 real rows                    1 GiB           0.61 M, all        223 MiB      285 MiB
+    3,000 real rows, Unigram           4 GiB           0.61 M, all        301 MiB      297 MiB
+    Markov chain                       1 GiB           5.60 M             989 MiB    1,018 MiB
+    Markov chain                       4 GiB          27.75 M           3,017 MiB    4,092 MiB
+    random Han                         1 GiB           1.90 M             759 MiB    1,016 MiB
+    random Han, frequent ones often    1 GiB           2.94 M, all        819 MiB      856 MiB
+    made-up Latin words                1 GiB           4.01 M, all        207 MiB      275 MiB
 """
 
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.data.tokenizer.algorithms import Kind, TokenizerOptions, normalised
+from brimful.data.tokenizer.vocabulary import normalized_texts
 from brimful.errors import BadOption
-from brimful.machine.host import Host, tree_bytes
-from brimful.units import MiB, flag_bytes, show_bytes, show_seconds
+from brimful.machine.host import Host
+from brimful.units import MiB, flag_bytes, show_bytes
 
-# One long native call, with a sign of life and an open ear: the library trains for minutes and says nothing.
-#
-# The call runs in a thread of its own, so that memory can be watched, progress told, and Ctrl-C heard at once. What Ctrl-C
-# leaves behind is ended with the process; while the call is still reading texts it is told to stop.
+Kind = Literal["bpe", "unigram"]
+Ints = npt.NDArray[np.int64]
 
-
-T = TypeVar("T")
-_EVERY_S = 0.25
-
-
-class Watch:
-    """The highest memory seen so far, and whether work in threads should end."""
-
-    def __init__(self) -> None:
-        self.start_bytes = self.peak_bytes = tree_bytes()
-        self._stopped = threading.Event()
-
-    def look(self) -> int:
-        """Memory now."""
-        now = tree_bytes()
-        self.peak_bytes = max(self.peak_bytes, now)
-        return now
-
-    def until_stopped(self, items: Iterator[T]) -> Iterator[T]:
-        """The same items; raises in the thread that asks for the next after Ctrl-C."""
-        for item in items:
-            if self._stopped.is_set():
-                raise InterruptedError("stopped")
-            yield item
-
-    def wait_for(self, work: Callable[[], T], tell: Callable[[str], object]) -> T:
-        """What the work returns or raises. `tell` gets the seconds and bytes so far, a few times a second."""
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="brimful-tokenizer", daemon=True)
-        begin_s = time.monotonic()
-        thread.start()
-        try:
-            while thread.is_alive():
-                thread.join(_EVERY_S)
-                tell(f"{show_seconds(time.monotonic() - begin_s)}, {show_bytes(self.look())}")
-        except BaseException:
-            self._stopped.set()
-            thread.join(2 * _EVERY_S)
-            raise
-        if errors:
-            raise errors[0]
-        return results[0]
-
-
-# How much text a training may see, so that it stays within the RAM it was given.
-#
-# The library keeps each distinct word as a list of symbols, and for each distinct pair of neighbours the words it is in. So
-# bytes per character say little: 20 for made-up Latin words, about 140 for Chinese, over 350 for Han characters drawn at
-# random. What does predict the peak is counted in the sample itself: characters of distinct words, and distinct pairs. Peaks
-# of `Pss_Anon + Pss_Shmem` of the whole process at 29,298 entries. The figures below were fitted to seven runs on these same
-# texts and rounded up, so the table shows the fit, not a test on others; only the one of 27.75 M characters lies beyond them:
-#
-#     texts                                 --host-limit   characters used   measured       predicted
-#     3,000 real rows                       1 GiB           0.61 M, all        223 MiB        285 MiB
-#     3,000 real rows, as Unigram           4 GiB           0.61 M, all        301 MiB        297 MiB
-#     generated by a Markov chain           1 GiB           2.95 M, all        530 MiB        638 MiB
-#     the same, as Unigram                  1 GiB           2.95 M, all        571 MiB        686 MiB
-#     the same, 26 times as many rows       1 GiB           5.60 M             989 MiB      1,018 MiB
-#     the same                              2 GiB          12.90 M           1,884 MiB      2,044 MiB
-#     the same                              4 GiB          27.75 M           3,017 MiB      4,092 MiB
-#     Han at random                         1 GiB           1.90 M             759 MiB      1,016 MiB
-#     the same                              4 GiB           2.94 M, all      1,179 MiB      1,459 MiB
-#     Han at random, frequent ones often    1 GiB           2.94 M, all        819 MiB        856 MiB
-#     made-up Latin words                   1 GiB           4.01 M, all        207 MiB        275 MiB
-
-
-BYTES_PER_WORD_CHARACTER = 190
-BYTES_PER_PAIR = 300
-OWN_BYTES = 128 * MiB
-"""Beside the text: a chunk of rows being read, counts of words and pairs that are freed but not given back, the vocabulary."""
+LONGEST_TEXT = 100_000
+"""Characters of one text that are used, so that a book in one row does not fill the sample."""
+HELD_OUT_CHARACTERS, HELD_OUT_SHARE = 1_000_000, 1 / 50
+"""Held out at most, about 5,000 rows of chat; of a small data set one character in 50."""
+MAX_CHARACTERS = 200_000_000
+"""Used at most, however much RAM there is: the library counts pairs in 32 bits."""
+READ_BYTES_PER_CHARACTER = 32
+"""Of the training memory, for each character read before it is known how many can be used: 100 M of them for 4 GiB."""
+BYTES_PER_WORD_CHARACTER, BYTES_PER_PAIR = 190, 300
+"""Fitted to seven measured runs and rounded up."""
 KIND_FACTOR: dict[Kind, float] = {"bpe": 1.0, "unigram": 1.1}
 """Unigram starts from twice as many byte pairs."""
-LEAST_BYTES = 192 * MiB
-"""Enough for the first stretch of rows, were they as long as they may be."""
-READ_BYTES_PER_CHARACTER = 32
-"""Of the room, for each character that is read before it is known how many can be used: 100 M of them for 4 GiB."""
-MOST_CHARACTERS = 200_000_000
-"""Used at most, however much RAM there is: the library counts pairs in 32 bits."""
+OVERHEAD_BYTES = 128 * MiB
+"""Beside the text: a chunk being read, the counts of words and pairs, the vocabulary."""
+MIN_TRAINING_BYTES = 192 * MiB
+"""Enough for the first batch of rows, were they as long as they may be."""
+
+_SLACK = 1.5
+"""How far the rows kept may exceed the sample before they are reduced: reducing copies all of them."""
+_LARGEST_HASH = np.uint64(2**64 - 1)
 _BATCH_CHARACTERS = 50_000
 _HAN = r"㐀-䶿一-鿿豈-﫿\U00020000-\U0003FFFF"
 _WORD = re.compile(rf"[{_HAN}]+| ?[^\W\d_{_HAN}]+")
-"""Nearly `tokenizer_train.WORDS`, in the syntax of Python; single characters cost nothing."""
+"""Nearly `vocabulary.WORDS`, in Python's syntax; single characters cost nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What a training may take."""
-
-    limit_bytes: int
-    limit_reason: str
-    training_bytes: int
-    """Of the limit, for the training."""
-
-    @property
-    def read_characters(self) -> int:
-        """The largest sample that could be of use."""
-        return min(MOST_CHARACTERS, self.training_bytes // READ_BYTES_PER_CHARACTER)
-
-
-def find_room(options: TokenizerOptions, taken_bytes: int, host: Host | None = None) -> Room:
-    """Beside what this process takes already."""
-    asked, available = options.host_limit_bytes, taken_bytes + (host or Host.detect()).ram_available_bytes
-    limit = min(asked, available)
-    if limit - taken_bytes - OWN_BYTES < LEAST_BYTES:
-        given = f"--host-limit {flag_bytes(asked)}" + (
-            "" if limit == asked else f", of which {show_bytes(limit)} are free,"
-        )
+def available_memory(host_limit_bytes: int, start_bytes: int, host: Host | None = None) -> tuple[int, int]:
+    """The limit in effect (no more than is free), and what it leaves for training beside the process itself."""
+    limit = min(host_limit_bytes, start_bytes + (host or Host.detect()).ram_available_bytes)
+    training_bytes = limit - start_bytes - OVERHEAD_BYTES
+    if training_bytes < MIN_TRAINING_BYTES:
+        free = "" if limit == host_limit_bytes else f" (of which {show_bytes(limit)} are free)"
         raise BadOption(
-            f"{given} is too small: Python and libraries take {show_bytes(taken_bytes)}; "
-            f"give {flag_bytes(taken_bytes + OWN_BYTES + LEAST_BYTES)} or more"
+            f"--host-limit {flag_bytes(host_limit_bytes)}{free} is too small: Python and its libraries take "
+            f"{show_bytes(start_bytes)}. Try: {flag_bytes(start_bytes + OVERHEAD_BYTES + MIN_TRAINING_BYTES)} or more"
         )
-    reason = "as asked" if limit == asked else "no more RAM is free now"
-    return Room(limit_bytes=limit, limit_reason=reason, training_bytes=limit - taken_bytes - OWN_BYTES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitting:
-    """The first rows of a sample, as many as fit."""
-
-    rows: pa.Table
-    characters: int
-    predicted_bytes: int
-    """What training on them takes."""
-    complete: bool
-    """Whether these are all rows."""
-
-
-class Load:
-    """What training on the texts added so far takes. A prediction."""
-
-    def __init__(self) -> None:
-        self.word_characters = 0
-        self._words: set[int] = set()
-        self._pairs: set[int] = set()
-
-    @property
-    def bytes(self) -> int:
-        return BYTES_PER_WORD_CHARACTER * self.word_characters + BYTES_PER_PAIR * len(self._pairs)
-
-    def add(self, texts: list[str]) -> None:
-        fresh = [
-            word for word in {word for text in texts for word in _WORD.findall(text)} if hash(word) not in self._words
-        ]
-        self._words.update(map(hash, fresh))
-        self.word_characters += sum(map(len, fresh))
-        codes = np.frombuffer("\n".join(fresh).encode("utf-32-le"), dtype=np.uint32).astype(np.int64)
-        pairs = np.unique(codes[:-1] << 32 | codes[1:])
-        between = (pairs >> 32 == ord("\n")) | (pairs & 0xFFFFFFFF == ord("\n"))
-        self._pairs.update(pairs[~between].tolist())
-
-
-def fitting(rows: pa.Table, room: Room, kind: Kind, tell: Callable[[str], object]) -> Fitting:
-    """Rows from the first on, until training on one more stretch of them would not fit."""
-    load, kept, characters, predicted = Load(), 0, 0, 0
-    for stretch in _stretches(rows):
-        for texts in normalised(stretch)():
-            load.add(texts)
-        needed = round(KIND_FACTOR[kind] * load.bytes)
-        if needed > room.training_bytes:
-            break
-        kept, predicted = kept + stretch.num_rows, needed
-        characters += _characters_room(stretch)
-        tell(f"weighed {characters:,} characters: {show_bytes(predicted)} to train on them")
-    whole = kept == rows.num_rows
-    part = rows if whole else rows.take(pa.array(np.arange(kept)))  # a slice would keep all of them in memory
-    return Fitting(rows=part, characters=characters, predicted_bytes=predicted, complete=whole)
-
-
-def _stretches(rows: pa.Table) -> Iterator[pa.Table]:
-    """Rows of about 50,000 characters together."""
-    ends = np.cumsum(sum(np.asarray(pc.utf8_length(side), dtype=np.int64) for side in rows.columns))
-    wanted = np.arange(_BATCH_CHARACTERS, ends[-1] + 1 if len(ends) else 0, _BATCH_CHARACTERS)
-    cuts = np.searchsorted(ends, wanted) + 1
-    for first, last in pairwise(np.unique(np.concatenate([[0], cuts, [rows.num_rows]])).tolist()):
-        yield rows.slice(first, last - first)
-
-
-def _characters_room(rows: pa.Table) -> int:
-    return sum(pc.sum(pc.utf8_length(side)).as_py() or 0 for side in rows.columns)
-
-
-LONGEST_TEXT = 100_000
-"""Characters of one text that are used: a book in one row must not fill the sample alone."""
-HELD_OUT_CHARACTERS = 1_000_000
-"""Held out at most, about 5,000 rows of chat; of a small data set one character in 50."""
-HELD_OUT_SHARE = 1 / 50
-_SLACK = 1.5
-"""How far what is kept may exceed what is needed before it is cut back: a cut copies all of it."""
-
-_LARGEST = np.uint64(2**64 - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """The rows to train on and those to measure on, a column a side, and what they were taken from."""
-
-    rows: pa.Table
-    held_out: pa.Table
-    rows_seen: int
-    characters_seen: int
-    rows_cut: int
-    """Rows with a text that is longer than what is used of it."""
+    return limit, training_bytes
 
 
 class Sampler:
-    """Takes all rows in their order and keeps those of the sample."""
+    """Is given all rows in order and keeps a uniform sample of them, and others held out."""
 
     def __init__(self, *, characters: int, seed: int) -> None:
         self.budget, self.seed = characters, seed
-        self.rows_seen = self.characters_seen = self.rows_cut = 0
-        self._parts: list[_Kept] = []
+        self.rows_seen = self.characters_seen = self.rows_truncated = 0
+        self._parts: list[pa.Table] = []
+        """The fields, then each row's hash and its characters."""
         # Hashes of the first rows, from either end, that do not fit. So far all do.
-        self._low, self._high = _LARGEST, np.uint64(0)
-
-    def add(self, rows: pa.RecordBatch) -> None:
-        """The next rows: one string column a side."""
-        hashes = row_hashes(self.rows_seen, rows.num_rows, self.seed)
-        self.rows_seen += rows.num_rows
-        lengths = [np.asarray(pc.utf8_length(side), dtype=np.int64) for side in rows.columns]
-        self.characters_seen += int(sum(length.sum() for length in lengths))
-        self.rows_cut += int((np.max(lengths, axis=0) > LONGEST_TEXT).sum())
-        wanted = (hashes < self._low) | (hashes > self._high)
-        kept = rows.filter(pa.array(wanted))
-        texts = [pc.utf8_slice_codeunits(pc.cast(side, pa.large_string()), 0, LONGEST_TEXT) for side in kept.columns]
-        table = pa.table(texts, names=rows.schema.names)
-        self._parts.append(_Kept(hashes[wanted], _characters(table), table))
-        if sum(int(part.characters.sum()) for part in self._parts) > _SLACK * (self.budget + HELD_OUT_CHARACTERS):
-            self._cut_back()
-
-    def finish(self) -> Sample:
-        """All rows were added."""
-        kept = _Kept.joined(self._parts)
-        share = int(min(HELD_OUT_CHARACTERS, self.characters_seen * HELD_OUT_SHARE))
-        held_out = _prefix(kept.characters[::-1], share)
-        training = kept.head(len(kept.hashes) - held_out)
-        training = training.head(int(np.searchsorted(training.hashes, self._low)))
-        training = training.head(_prefix(training.characters, self.budget))
-        apart = pa.array(range(len(kept.hashes) - held_out, len(kept.hashes)), pa.int64())
-        return Sample(  # rows are copied out where a slice would keep all others in memory
-            rows=training.rows, held_out=kept.rows.take(apart), rows_seen=self.rows_seen,
-            characters_seen=self.characters_seen, rows_cut=self.rows_cut,
-        )  # fmt: skip
-
-    def _cut_back(self) -> None:
-        """Keep what can still be in the sample or held out: both ends only shrink while more rows come."""
-        kept = _Kept.joined(self._parts)
-        low, high = _prefix(kept.characters, self.budget), _prefix(kept.characters[::-1], HELD_OUT_CHARACTERS)
-        if low + high >= len(kept.hashes):
-            self._parts = [kept]
-            return
-        self._low, self._high = kept.hashes[low], kept.hashes[-1 - high]
-        self._parts = [kept.head(low), kept.tail(high)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Rows with their hashes and lengths."""
-
-    hashes: npt.NDArray[np.uint64]
-    characters: npt.NDArray[np.int64]
-    rows: pa.Table
+        self._low, self._high = _LARGEST_HASH, np.uint64(0)
 
     @classmethod
-    def joined(cls, parts: "list[_Kept]") -> "_Kept":
-        """All of them, by ascending hash."""
-        hashes = np.concatenate([part.hashes for part in parts])
-        order = np.argsort(hashes)
-        rows = pa.concat_tables([part.rows for part in parts]).combine_chunks()
-        return cls(
-            hashes[order], np.concatenate([part.characters for part in parts])[order], rows.take(pa.array(order))
-        )
+    def within(cls, training_bytes: int, *, seed: int) -> "Sampler":
+        """With the most characters that training could use in so much memory."""
+        return cls(characters=min(MAX_CHARACTERS, training_bytes // READ_BYTES_PER_CHARACTER), seed=seed)
 
-    def head(self, count: int) -> "_Kept":
-        return _Kept(self.hashes[:count], self.characters[:count], self.rows.slice(0, count))
+    def add(self, rows: pa.RecordBatch) -> None:
+        """The next rows: one string column per field."""
+        hashes = row_hashes(self.rows_seen, rows.num_rows, self.seed)
+        self.rows_seen += rows.num_rows
+        lengths = [np.asarray(pc.utf8_length(field), dtype=np.int64) for field in rows.columns]
+        self.characters_seen += int(sum(length.sum() for length in lengths))
+        self.rows_truncated += int((np.max(lengths, axis=0) > LONGEST_TEXT).sum())
+        wanted = (hashes < self._low) | (hashes > self._high)
+        texts = [
+            pc.utf8_slice_codeunits(pc.cast(field, pa.large_string()), 0, LONGEST_TEXT)
+            for field in rows.filter(pa.array(wanted)).columns
+        ]
+        table = pa.table(texts, names=rows.schema.names)
+        table = table.append_column("hash", pa.array(hashes[wanted]))
+        self._parts.append(table.append_column("characters", pa.array(row_lengths(table.drop_columns("hash")))))
+        if sum(pc.sum(part["characters"]).as_py() or 0 for part in self._parts) > _SLACK * (
+            self.budget + HELD_OUT_CHARACTERS
+        ):
+            self._reduce()
 
-    def tail(self, count: int) -> "_Kept":
-        begin = len(self.hashes) - count
-        return _Kept(self.hashes[begin:], self.characters[begin:], self.rows.slice(begin))
+    def finish(self) -> tuple[pa.Table, pa.Table]:
+        """The rows to train on and those held out, a column per field, in order of their hashes."""
+        rows, hashes, characters = self._sorted()
+        share = int(min(HELD_OUT_CHARACTERS, self.characters_seen * HELD_OUT_SHARE))
+        training = len(hashes) - _count_within(characters[::-1], share)
+        held_out = rows.take(
+            pa.array(range(training, len(hashes)), pa.int64())
+        )  # a slice would keep all others in memory
+        training = int(np.searchsorted(hashes[:training], self._low))
+        sample = rows.slice(0, _count_within(characters[:training], self.budget))
+        return sample.drop_columns(["hash", "characters"]), held_out.drop_columns(["hash", "characters"])
+
+    def _reduce(self) -> None:
+        """Drop what can no longer be in the sample or held out: both only shrink while more rows come."""
+        rows, hashes, characters = self._sorted()
+        low = _count_within(characters, self.budget)
+        high = _count_within(characters[::-1], HELD_OUT_CHARACTERS)
+        self._parts = [rows]
+        if low + high < len(hashes):
+            self._low, self._high = hashes[low], hashes[-1 - high]
+            self._parts = [rows.slice(0, low), rows.slice(len(hashes) - high)]
+
+    def _sorted(self) -> tuple[pa.Table, npt.NDArray[np.uint64], Ints]:
+        """All rows kept, by ascending hash."""
+        rows = pa.concat_tables(self._parts).combine_chunks()
+        rows = rows.take(pa.array(np.argsort(np.asarray(rows["hash"]))))
+        return rows, np.asarray(rows["hash"]), np.asarray(rows["characters"])
 
 
 def row_hashes(first: int, count: int, seed: int) -> npt.NDArray[np.uint64]:
@@ -327,14 +152,56 @@ def row_hashes(first: int, count: int, seed: int) -> npt.NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _characters(rows: pa.RecordBatch | pa.Table) -> npt.NDArray[np.int64]:
-    """Of each row, on all sides."""
+def rows_that_fit(
+    rows: pa.Table, training_bytes: int, kind: Kind, progress: Callable[[str], object]
+) -> tuple[pa.Table, int]:
+    """The first rows, as many as can be trained on, and the bytes that is predicted to take."""
+    memory, kept, characters, predicted = TrainingMemory(), 0, 0, 0
+    ends = np.cumsum(row_lengths(rows))
+    marks = np.arange(_BATCH_CHARACTERS, ends[-1] + 1 if len(ends) else 0, _BATCH_CHARACTERS)
+    edges = np.unique(np.concatenate([[0], np.searchsorted(ends, marks) + 1, [rows.num_rows]])).tolist()
+    for first, last in pairwise(edges):
+        for texts in normalized_texts(rows.slice(first, last - first))():
+            memory.add(texts)
+        needed = round(KIND_FACTOR[kind] * memory.bytes)
+        if needed > training_bytes:
+            return rows.take(pa.array(np.arange(kept))), predicted  # a slice would keep all of them in memory
+        kept, predicted, characters = last, needed, int(ends[last - 1])
+        progress(f"weighed {characters:,} characters: {show_bytes(predicted)} to train on them")
+    return rows, predicted
+
+
+class TrainingMemory:
+    """Predicts the bytes that training on the texts added so far takes."""
+
+    def __init__(self) -> None:
+        self.word_characters = 0
+        self._words: set[int] = set()
+        self._pairs: set[int] = set()
+
+    @property
+    def bytes(self) -> int:
+        return BYTES_PER_WORD_CHARACTER * self.word_characters + BYTES_PER_PAIR * len(self._pairs)
+
+    def add(self, texts: list[str]) -> None:
+        words = {word for text in texts for word in _WORD.findall(text)}
+        new = [word for word in words if hash(word) not in self._words]
+        self._words.update(map(hash, new))
+        self.word_characters += sum(map(len, new))
+        codes = np.frombuffer("\n".join(new).encode("utf-32-le"), dtype=np.uint32).astype(np.int64)
+        pairs = np.unique(codes[:-1] << 32 | codes[1:])
+        between = (pairs >> 32 == ord("\n")) | (pairs & 0xFFFFFFFF == ord("\n"))
+        self._pairs.update(pairs[~between].tolist())
+
+
+def row_lengths(rows: pa.Table) -> Ints:
+    """Characters of each row, over all fields."""
     lengths = np.zeros(rows.num_rows, dtype=np.int64)
-    for side in rows.columns:
-        lengths += np.asarray(pc.utf8_length(side), dtype=np.int64)
+    for field in rows.columns:
+        lengths += np.asarray(pc.utf8_length(field), dtype=np.int64)
     return lengths
 
 
-def _prefix(characters: npt.NDArray[np.int64], budget: int) -> int:
+def _count_within(characters: Ints, budget: int) -> int:
     """How many of the first rows stay within so many characters."""
     return int(np.searchsorted(np.cumsum(characters), budget, side="right"))

@@ -25,7 +25,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from brimful.data.store import sync
+from brimful.files import sync
 from brimful.errors import BadData, BadOption
 from brimful.molecules.features.encoder import Encoded, Encoder, Features, Matrix
 

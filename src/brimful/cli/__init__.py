@@ -1,3 +1,3 @@
-"""The command line: one file per command, each a function. Nothing here imports torch before a command needs it."""
+"""The command line: one file per command. Torch is imported only when a command needs it."""
 
 from brimful.cli.app import main as main

@@ -1,7 +1,4 @@
-"""The program: its commands, and how every mistake ends.
-
-A user's mistake is one sentence on stderr and exit code 2, never a traceback; Ctrl-C is exit code 130.
-"""
+"""The program `brimful` and its commands. A user's mistake ends in one message and exit code 2, Ctrl-C in exit code 130."""
 
 import os
 import sys
@@ -13,6 +10,7 @@ import brimful
 from brimful.cli.chat import chat
 from brimful.cli.data import data
 from brimful.cli.demo import demo
+from brimful.cli.errors import fail
 from brimful.cli.eval import evaluate
 from brimful.cli.machine import machine
 from brimful.cli.plan import plan
@@ -22,7 +20,8 @@ from brimful.errors import UserError
 
 app = App(
     name="brimful",
-    help="Train PyTorch models as fast as the memory at hand allows, without out-of-memory errors.",
+    help="Train PyTorch models as fast as the available memory allows, without out-of-memory errors.",
+    help_epilogue="Set BRIMFUL_TRACEBACK=1 to see the full traceback of an error.",
     version=brimful.__version__,
     help_format="markdown",
     suppress_keyboard_interrupt=False,
@@ -38,21 +37,15 @@ app.command(sweep)
 
 
 def main(tokens: Sequence[str] | None = None) -> None:
-    """Run one command and leave with its exit code."""
+    """Run one command and exit with its code."""
     try:
         app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UserError as error:
-        leave(str(error))
+        fail(error)
     except CycloptsError as error:
-        leave(" ".join(str(error).split()))
+        fail(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        leave("stopped by Ctrl-C", code=130)
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        fail("stopped by Ctrl-C", code=130)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-
-
-def leave(sentence: str, *, code: int = 2) -> None:
-    """Say it on stderr and end."""
-    print(f"brimful: {sentence}", file=sys.stderr)
-    raise SystemExit(code)

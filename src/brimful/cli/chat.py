@@ -1,13 +1,16 @@
-"""`brimful chat MODEL`: questions and answers in the terminal, through a pipe, or given as flags."""
+"""`brimful chat MODEL`: questions and answers in the terminal, through a pipe, or as flags."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from brimful.cli.flags import show
+
+if TYPE_CHECKING:
+    from brimful.tasks.generate import Chat
 
 
 def chat(
@@ -24,88 +27,71 @@ def chat(
     device: str = "auto",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Talk to a trained chat model. Answers appear as they are made; each question stands for itself.
+    """Talk to a trained chat model. Answers appear as they are generated; the model does not remember earlier questions.
 
-    Without --prompt it asks in the terminal until /quit or Ctrl-D; where a pipe comes in, each line of it is a question.
+    Without --prompt, questions are read from the terminal until /quit or Ctrl-D, or from a pipe, one per line.
 
     Parameters
     ----------
     model
-        A folder that save_pretrained wrote, a run of `brimful train` (its best model) or one of its checkpoints.
+        A run of `brimful train` (its best model), one of its checkpoints, or a folder written by save_pretrained.
     prompt
-        A question to answer; may be given several times.
+        A question to answer. Can be repeated.
     max_new_tokens
         Tokens of an answer at most.
     beams
-        Sequences followed at once; 1 takes the likeliest token each time.
+        Beams of beam search; 1 is greedy.
     temperature
-        0 is no chance; above it tokens are drawn, 0.7 say.
+        Sampling temperature, such as 0.7; 0 always takes the most likely token.
     top_p
-        Draw only among the likeliest tokens that together have this share.
+        Sample only from the most likely tokens that together have this probability.
     repetition_penalty
-        Above 1, tokens that are there already become less likely.
+        Above 1, tokens that were generated already become less likely.
     seed
-        Of the drawing.
+        Seed of sampling.
     device
-        cpu, cuda, cuda:1, mps or xpu; the first accelerator unless given.
+        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
     json
-        Print one JSON object with all answers, at the end.
+        Print one JSON object with all answers at the end.
     """
-    from brimful.tasks.generate import GenerateOptions
+    from brimful.planning.plan_options import PlanOptions
+    from brimful.planning.target import autocast_dtype, find_target
+    from brimful.tasks.generate import Chat, GenerateOptions
 
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, beams=beams, temperature=temperature, top_p=top_p,
         repetition_penalty=repetition_penalty, seed=seed,
     )  # fmt: skip
-    opened = _open(model, options, device)
-    if prompt is None and sys.stdin.isatty() and not json:
-        _in_the_terminal(opened)
-        return
-    questions = _lines() if prompt is None else prompt
-    replies = [_told(opened, question, quiet=json) for question in questions if question.strip()]
-    if json:
-        found = {
-            "model": str(opened.folder),
-            "device": str(opened.device),
-            "answers": [one.to_json() for one in replies],
-        }
-        show("", found, as_json=True)
-
-
-def _open(model: str, options: Any, device: str) -> Any:
-    from brimful.planning.target import PlanOptions, autocast_dtype, find_target
-    from brimful.tasks.generate import Chat
-
     target = find_target(PlanOptions(device=device))
-    return Chat(model, options, device=target.device, autocast=autocast_dtype("auto", target.device))
-
-
-def _told(opened: Any, question: str, *, quiet: bool) -> Any:
-    reply = opened.reply(question, (lambda _: None) if quiet else _say)
-    if not quiet:
-        _say("\n")
-    return reply
+    session = Chat(model, options, device=target.device, autocast=autocast_dtype("auto", target.device))
+    if prompt is None and sys.stdin.isatty() and not json:
+        _talk_in_terminal(session)
+        return
+    replies = []
+    for question in filter(str.strip, _lines() if prompt is None else prompt):
+        replies.append(session.reply(question, (lambda _: None) if json else _write))
+        if not json:
+            _write("\n")
+    if json:
+        answers = [reply.to_json() for reply in replies]
+        show("", {"model": str(session.folder), "device": str(session.device), "answers": answers}, as_json=True)
 
 
 def _lines() -> Iterable[str]:
-    """Of a pipe, one at a time: a program that asks and waits gets its answer before it asks again."""
+    """The lines of a pipe, one at a time: a program that asks and waits gets each answer before its next question."""
     for line in iter(sys.stdin.readline, ""):
         yield line.strip()
 
 
-def _in_the_terminal(opened: Any) -> None:
+def _talk_in_terminal(session: "Chat") -> None:
     with suppress(ImportError):  # not every Python has it
-        import readline  # noqa: F401 - makes input() a line that can be edited
+        import readline  # noqa: F401 - gives input() line editing
     from brimful.tasks.generate import HELP, talk
 
-    print(f"{opened.folder} on {opened.device}. {HELP}")
-    talk(opened, _reader("> "), _say)
+    print(f"{session.folder} on {session.device}. {HELP}")
+    talk(session, lambda: input("> "), _write)
     print()
 
 
-def _reader(sign: str) -> Callable[[], str]:
-    return lambda: input(sign)
-
-
-def _say(text: str) -> None:
+def _write(text: str) -> None:
     print(text, end="", flush=True)

@@ -1,10 +1,10 @@
-"""`brimful demo`: the whole way in two minutes on a laptop: fit, train, evaluate, ask three questions.
+"""`brimful demo`: plan, train, evaluate and ask three questions, in about two minutes on a laptop.
 
-Each part is a command that the user could have typed, shown before it runs. The model is tiny, the rows come with the
-package (a few hundred questions in Chinese), and the three questions are worded in ways that are not among them.
+Each part is a command that the user could type, shown before it runs. The model is tiny, the rows come with the package
+(a few hundred questions in Chinese), and the three questions are worded differently from all of them.
 """
 
-import json as json_
+import json
 import shlex
 import subprocess
 import sys
@@ -22,40 +22,39 @@ def demo(*, run: Path | None = None, device: str = "cpu", memory_limit: str = "1
     Parameters
     ----------
     run
-        The run's folder; runs/demo-DATE-TIME unless given.
+        Folder of the run. Default: runs/demo-DATE-TIME.
     device
         cpu, cuda, …; two CPU cores take about two minutes.
     memory_limit
-        What it may take; on the CPU a virtual limit, kept by counting.
+        Memory to use at most; on the CPU a simulated limit.
     """
     folder = str(run or new_run("demo"))
     if RunFolder(Path(folder)).has_run:
-        raise BadRun(
-            f"{folder} has a run in it already: name another folder with --run, or leave --run out for a new one"
-        )
-    limit = ["--device", device, "--memory-limit", memory_limit]
-    _run(["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--run", folder, *limit])
-    _run(["eval", folder, str(valid_file()), "--device", device])
-    asked = questions()
-    words = [word for question in asked for word in ("--prompt", question.prompt)]
-    answers = json_.loads(_run(["chat", folder, *words, "--device", device, "--json"], capture=True))["answers"]
-    right = 0
-    for question, answer in zip(asked, answers, strict=True):
-        good = answer["response"] == question.response
-        right += good
-        print(f"  {question.prompt}\n    {answer['response']}  {'✓' if good else f'✗ expected: {question.response}'}")
-    print(f"\n{right} of {len(asked)} answers are right.")
-    print(f"The run lies in {folder}; talk to it: {shlex.join(['brimful', 'chat', folder])}")
-    if right < len(asked):
-        raise UserError("the demo's model did not answer all of its questions as expected")
+        raise BadRun(f"{folder} already has a run in it. Try: another folder with run=.")
+    device_flags = ["--device", device]
+    limit_flags = ["--memory-limit", memory_limit]
+    train = ["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--run", folder]
+    _run_command([*train, *device_flags, *limit_flags])
+    _run_command(["eval", folder, str(valid_file()), *device_flags])
+    prompts = [word for question in questions() for word in ("--prompt", question.prompt)]
+    answers = json.loads(_run_command(["chat", folder, *prompts, *device_flags, "--json"], capture=True))["answers"]
+    correct = 0
+    for question, answer in zip(questions(), answers, strict=True):
+        is_correct = answer["response"] == question.response
+        correct += is_correct
+        mark = "✓" if is_correct else f"✗ expected: {question.response}"
+        print(f"  {question.prompt}\n    {answer['response']}  {mark}")
+    print(f"\n{correct} of {len(answers)} answers are correct. Saved to {folder}")
+    print(f"Try: {shlex.join(['brimful', 'chat', folder])}")
+    if correct < len(answers):
+        raise UserError("the demo's model did not answer all questions correctly.")
 
 
-def _run(words: Sequence[str], *, capture: bool = False) -> str:
-    """One command, as it would be typed."""
-    print(f"\n$ {shlex.join(['brimful', *words])}", flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "brimful", *words], stdout=subprocess.PIPE if capture else None, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return done.stdout or ""
+def _run_command(arguments: Sequence[str], *, capture: bool = False) -> str:
+    """Run one command as the user would type it; returns its output if captured."""
+    print(f"\n$ {shlex.join(['brimful', *arguments])}", flush=True)
+    stdout = subprocess.PIPE if capture else None
+    process = subprocess.run([sys.executable, "-m", "brimful", *arguments], stdout=stdout, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return process.stdout or ""

@@ -1,4 +1,4 @@
-"""`brimful eval MODEL DATA`: loss, perplexity, BLEU-4 and chrF over a fixed set of rows, within its own memory."""
+"""`brimful eval MODEL DATA`: loss, perplexity, BLEU-4 and chrF over a fixed set of rows, within a memory limit."""
 
 import json as json_module
 import os
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import progress, show
+from brimful.cli.flags import prefer_growing_segments, progress, show
 from brimful.errors import BadOption, DoesNotFit
 from brimful.units import show_bytes
 
 if TYPE_CHECKING:
     from brimful.planning.target import Target
-    from brimful.tasks.chat_scores import Answer, Examination
+    from brimful.tasks.chat_scores import Answer, ChatEvaluation
 
-FIGURES = ("loss", "bleu", "chrf")
+METRICS = ("loss", "bleu", "chrf")
 SAMPLES = 8
-"""Answers that the report holds."""
+"""Answers in the report."""
 
 
 def evaluate(
@@ -30,7 +30,7 @@ def evaluate(
     *,
     rows: Literal["all"] | int = 1000,
     seed: int = 0,
-    metrics: str = ",".join(FIGURES),
+    metrics: str = ",".join(METRICS),
     max_new_tokens: int | None = None,
     beams: int = 1,
     columns: str | None = None,
@@ -42,141 +42,129 @@ def evaluate(
     fill: float = 0.85,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Measure a chat model: loss, perplexity, BLEU-4 and chrF over all rows of a fixed set.
+    """Evaluate a chat model: loss, perplexity, BLEU-4 and chrF over a fixed set of rows.
 
-    Batches are of alike lengths and fit a memory model of their own; where memory runs out all the same, they become
-    smaller, and the figures stay the same.
+    Batches have rows of similar lengths and fit a memory model of their own. If memory runs out all the same, they get
+    smaller; the scores stay the same.
 
     Parameters
     ----------
     model
-        A folder that save_pretrained wrote, a run of `brimful train` (its best model) or one of its checkpoints.
+        A run of `brimful train` (its best model), one of its checkpoints, or a folder written by save_pretrained.
     data
-        Raw rows (parquet, jsonl, json, csv …), tokenised on the fly, or a token store of the model's own tokenizer.
+        Raw rows (parquet, jsonl, json, csv …), or a token store made with the model's tokenizer.
     rows
-        Measure on so many rows, chosen by the seed; or all.
+        Number of rows to evaluate on, chosen by the seed, or all.
     seed
-        Of that choice.
+        Seed of that choice.
     metrics
-        What to measure, with commas between: loss (and perplexity), bleu, chrf.
+        What to compute, separated by commas: loss (and perplexity), bleu, chrf.
     max_new_tokens
-        Tokens of an answer at most; as many as the longest reference has unless given.
+        Tokens of an answer at most. Default: the length of the longest reference.
     beams
-        Sequences followed at once while answering; 1 is greedy.
+        Beams of beam search; 1 is greedy.
     columns
-        Which column of raw rows is what, such as prompt=question,response=answer; found by name unless given.
+        Columns of raw rows, such as prompt=question,response=answer. Default: found by name.
     max_tokens
-        Cut longer sides of raw rows to so many tokens: one number, or one for each side, such as 256,320; where the model's
-        run cut them, or at 256, unless given.
+        Truncate prompts and responses of raw rows to this many tokens: 256, or 256,320 for both. Default: as in the model's run,
+        else 256.
     output
         A .jsonl file for all answers: row, prompt, response, reference.
     device
-        cpu, cuda, cuda:1, mps or xpu; the first accelerator unless given.
+        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
     memory_limit
-        Cap on memory, such as 20GiB: a card's reserved bytes, or a virtual limit on the CPU.
+        Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU.
     host_limit
-        Cap on host RAM, such as 16GiB.
+        Host RAM to use at most, such as 16GiB.
     fill
-        The share of the limit to use.
+        Share of the memory limit to use.
     json
         Print one JSON object.
     """
-    figures = _figures(metrics)
+    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    if not names or not set(names) <= set(METRICS):
+        raise BadOption(f"metrics={metrics!r} must be some of {', '.join(METRICS)}, separated by commas.")
     if isinstance(rows, int) and rows < 1:
-        raise BadOption(f"--rows {rows}: give a whole number of at least 1, or all")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    from brimful.planning.target import PlanOptions, find_target
+        raise BadOption(f"rows={rows} must be at least 1, or all.")
+    prefer_growing_segments()
+    from brimful.planning.plan_options import PlanOptions
+    from brimful.planning.target import find_target
     from brimful.report.tables import eval_table
-    from brimful.tasks.chat_scores import Examination
-    from brimful.tasks.generate import GenerateOptions
+    from brimful.tasks.chat_scores import ChatEvaluation
     from brimful.tasks.model_folder import resolve
 
-    options = GenerateOptions(beams=beams, **({} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}))
-    fitting = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
+    options = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
     with ExitStack() as stack:
         write = stack.enter_context(_answers_file(output))
-        say = stack.enter_context(progress("eval", every_s=5))
-        task = Examination(
-            resolve(model), metrics=[name for name in figures if name != "loss"], options=options,
-            answers_as_long_as_references=max_new_tokens is None, columns=columns, max_tokens=max_tokens,
+        show_progress = stack.enter_context(progress("eval", every_s=5))
+        task = ChatEvaluation(
+            resolve(model), metrics=[name for name in names if name != "loss"], beams=beams,
+            max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens,
         )  # fmt: skip
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brimful-eval-")))
-        store = task.rows(task.prepare(data, folder, say, name="eval"))
-        target = find_target(fitting)
-        most = None if rows == "all" else rows
-        found = _run(task, store, target, memory_limit, most, seed, figures, answers=bool(output), say=say)
+        store = task.rows(task.prepare(data, folder, show_progress, name="eval"))
+        target = find_target(options)
+        needs_answers = output is not None or set(names) != {"loss"}
+        result = _run(
+            task, store, target, loss="loss" in names, answers=needs_answers, max_rows=None if rows == "all" else rows,
+            seed=seed, progress=show_progress,
+        )  # fmt: skip
         write(task.answers)
     report = {
         "model": str(task.source), "data": data, "device": str(target.device), "device_name": target.name, "seed": seed,
         "rows_available": len(store), "limit_bytes": target.limit_bytes, "limit_reason": target.limit_reason,
-        "output": None if output is None else str(output), **found, **task.facts(),
-        "samples": [one.to_json() for one in task.answers[:SAMPLES]],
+        "output": None if output is None else str(output), **result, **task.facts(),
+        "samples": [answer.to_json() for answer in task.answers[:SAMPLES]],
     }  # fmt: skip
     show(eval_table(report), report, as_json=json)
 
 
-def _figures(text: str) -> list[str]:
-    asked = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in asked if name not in FIGURES]
-    if unknown or not asked:
-        raise BadOption(f"--metrics {text}: give some of {', '.join(FIGURES)}, with commas between")
-    return asked
-
-
 def _run(
-    task: "Examination", store: Any, target: "Target", memory_limit: str | None, rows: int | None, seed: int,
-    figures: Sequence[str], *, answers: bool, say: Callable[[str], None],
+    task: "ChatEvaluation", store: Any, target: "Target", *, loss: bool, answers: bool, max_rows: int | None, seed: int,
+    progress: Callable[[str], object],
 ) -> dict[str, Any]:  # fmt: skip
-    """The evaluation under its limit, as the figures of the report."""
+    """The evaluation under its limit, as fields of the report."""
     from brimful.planning.target import autocast_dtype
     from brimful.training.evaluate import Evaluator
 
-    with target.capped(), _model(task, target, virtual=memory_limit is not None) as (model, ledger):
-        evaluator = Evaluator(
+    with _model_on(task, target) as (model, ledger):
+        result = Evaluator(
             task, model, store, device=target.device, autocast=autocast_dtype(task.precision, target.device),
-            limit_bytes=target.limit_bytes, fill=target.fill, max_rows=rows,
-            generate_rows=None if answers or set(figures) - {"loss"} else 0, seed=seed, tell=say, progress=say,
-        )  # fmt: skip
-        found = evaluator.run(loss="loss" in figures)
-    loss = found.loss if "loss" in figures else None
+            limit_bytes=target.limit_bytes, fill=target.fill, max_rows=max_rows, generate_rows=None if answers else 0,
+            seed=seed, tell=progress, progress=progress,
+        ).run(loss=loss)  # fmt: skip
     return {
-        "rows": found.rows, "loss": loss, "perplexity": found.perplexity, "tokens": int(found.count), **found.metrics,
-        "seconds": found.seconds, "batches": found.batches, "ooms": found.ooms,
-        "peak_bytes": found.peak_bytes if ledger is None else ledger.peak_bytes, "forward": found.forward,
+        "rows": result.rows, "loss": result.loss if loss else None, "perplexity": result.perplexity,
+        "tokens": int(result.count), **result.metrics, "seconds": result.seconds, "batches": result.batches,
+        "ooms": result.ooms, "peak_bytes": result.peak_bytes if ledger is None else ledger.peak_bytes,
+        "forward": result.forward,
     }  # fmt: skip
 
 
 @contextmanager
-def _model(task: "Examination", target: "Target", *, virtual: bool) -> Iterator[tuple[Any, Any]]:
-    """The model on its device, and on the CPU the ledger that keeps the virtual limit."""
-    from brimful.memory.ledger import simulated_memory
+def _model_on(task: "ChatEvaluation", target: "Target") -> Iterator[tuple[Any, Any]]:
+    """The model on its device under the memory limit, and the ledger of a simulated limit, if any."""
     from brimful.memory.oom import is_oom
 
-    try:
-        model = task.initial_model().to(target.device).eval()
-        if not (virtual and target.device.type == "cpu"):
-            ledger = None
-        else:
-            ledger = simulated_memory(target.limit_bytes)
-            ledger.adopt([*model.parameters(), *model.buffers()])
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        raise DoesNotFit(
-            f"the model alone does not fit {target.name}: {show_bytes(target.limit_bytes)} are allowed ({target.limit_reason}); "
-            "raise --memory-limit, or choose another --device",
-            needed_bytes=target.limit_bytes,
-        ) from None
+    model = task.initial_model().eval()
     with ExitStack() as stack:
-        if ledger is not None:
-            stack.enter_context(ledger)
+        try:
+            ledger = stack.enter_context(target.enforce([*model.parameters(), *model.buffers()]))
+            model.to(target.device)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            raise DoesNotFit(
+                f"the model alone does not fit {target.name}, where {show_bytes(target.limit_bytes)} may be used "
+                f"({target.limit_reason}). Try: a higher memory_limit=, or another device=.",
+                needed_bytes=target.limit_bytes,
+            ) from None
         yield model, ledger
 
 
 @contextmanager
 def _answers_file(path: Path | None) -> Iterator[Callable[[Sequence["Answer"]], None]]:
-    """Opened before the work and renamed when it is whole: a folder that cannot be written is told at once."""
+    """Writes answers to the file, which is opened first, so that a folder that is not writable shows at once."""
     if path is None:
         yield lambda answers: None
         return
@@ -184,10 +172,10 @@ def _answers_file(path: Path | None) -> Iterator[Callable[[Sequence["Answer"]], 
     try:
         with part.open("w", encoding="utf-8") as file:
             yield lambda answers: file.writelines(
-                json_module.dumps(one.to_json(), ensure_ascii=False) + "\n" for one in answers
+                json_module.dumps(answer.to_json(), ensure_ascii=False) + "\n" for answer in answers
             )
         part.replace(path)
     except OSError as error:
-        raise BadOption(f"--output {path}: {error.strerror or error}; name another file") from None
+        raise BadOption(f"output={str(path)!r} cannot be written ({error.strerror or error}).") from None
     finally:
         part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`brimful machine`: what this box has."""
+"""`brimful machine`: what this machine has."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,22 +8,18 @@ from cyclopts import Parameter
 from brimful.cli.flags import show
 
 
-def machine(
-    *,
-    run: Path = Path(),
-    json: Annotated[bool, Parameter(negative="")] = False,
-) -> None:
-    """Show what was detected: GPUs and who uses them, host RAM and cores as the container allows, disk.
+def machine(*, run: Path = Path(), json: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Show the GPUs and who uses them, host RAM and cores as the container allows, and the disk.
 
     Parameters
     ----------
     run
-        The folder whose disk is meant.
+        Folder whose disk is shown.
     json
         Print one JSON object.
     """
     from brimful.machine.machine import Machine
     from brimful.report.tables import machine_table
 
-    found = Machine.detect(run)
-    show(machine_table(found), found.to_json(), as_json=json)
+    detected = Machine.detect(run)
+    show(machine_table(detected), detected.to_json(), as_json=json)

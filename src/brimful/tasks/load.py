@@ -43,9 +43,6 @@ def load_task(spec: str, *, options: Mapping[str, Any] | None = None) -> Task:
 
 
 def _made(task: Any, options: dict[str, Any]) -> Task:
-    size = options.get("size")
-    if size is not None and size not in task.sizes:
-        raise BadOption(f"--size {size}: {task.name} comes in the sizes {', '.join(task.sizes)}")
     made: Task = task(options=ChatOptions(**options))
     return made
 

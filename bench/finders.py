@@ -53,7 +53,8 @@ from brimful.errors import BadOption, UserError
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.levers import checkpointing
 from brimful.planning.probe import show_size
-from brimful.planning.target import PlanOptions, Target, find_target
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.target import Target, find_target
 from brimful.task import Shape
 from brimful.tasks.load import BUILT_IN, load_task
 from brimful.units import KiB, show_bytes, show_rate

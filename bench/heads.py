@@ -97,7 +97,7 @@ def rows_from(source: Path, names: Sequence[str]) -> dict[str, Rows]:
 def made_ready(folder: Path, name: str) -> Rows:
     from brimful.molecules.features.compute import load_encoder
     from brimful.molecules.prepare import prepare, rows_of
-    from brimful.planning.planner import folder as cached
+    from brimful.planning.planner import cache_folder as cached
 
     file, split, (train, valid, test) = DATASETS[name]
     asked = DatasetSpec(name=name, file=folder / file, split=split, train=train, valid=valid, test=test)

@@ -46,7 +46,8 @@ from torch.optim import Optimizer
 import brimful
 from brimful.errors import BadOption, UserError, in_one_line
 from brimful.memory.context import to_device
-from brimful.planning.target import PlanOptions, Target, find_target
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.target import Target, find_target
 from brimful.tasks.chatlm import SIZES
 from brimful.units import parse_bytes, show_bytes
 from finders import _count, _lengths, _versions, capped

@@ -11,7 +11,8 @@ from brimful.machine.host import tree_bytes
 from brimful.planning import host_memory as host_module
 from brimful.planning.host_memory import FILL_HOST, with_host
 from brimful.planning.planner import plan as make_plan
-from brimful.planning.target import PlanOptions, find_target
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.target import find_target
 from brimful.units import GiB, MiB
 from tests.planning.small import Tagger
 

@@ -3,7 +3,7 @@
 import pytest
 
 from brimful.errors import BadOption
-from brimful.planning.target import PlanOptions
+from brimful.planning.plan_options import PlanOptions
 
 
 @pytest.mark.parametrize(
@@ -36,5 +36,5 @@ def test_the_sentence(asked, said):
 
 def test_all_problems_at_once():
     with pytest.raises(BadOption) as caught:
-        PlanOptions.of({"global_batch": 0, "fill": 2.0})
+        PlanOptions(**{"global_batch": 0, "fill": 2.0})
     assert "--global-batch" in str(caught.value) and "--fill" in str(caught.value)

@@ -8,7 +8,8 @@ import torch
 from brimful.errors import DeviceBusy
 from brimful.memory.ledger import simulated_memory
 from brimful.planning import target
-from brimful.planning.target import PlanOptions, find_target
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.target import find_target
 from brimful.units import GiB, MiB
 
 

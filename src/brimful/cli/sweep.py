@@ -70,10 +70,10 @@ def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> t
     from brimful.molecules.progress import SweepProgress
     from brimful.molecules.results import conventions, read_run, summarise
     from brimful.molecules.sweep import sweep as run
-    from brimful.planning.planner import folder
+    from brimful.planning.planner import cache_folder
 
     with SweepProgress() as progress:
-        features = cache or folder("features")
+        features = cache or cache_folder("features")
         outcome = run(asked, root, options, cache=features, listeners=[progress], say=progress.say)
     summaries = summarise(outcome.rows)
     page = sweep_page(

@@ -23,7 +23,7 @@ from brimful.errors import BrimfulError, TaskError, in_one_line
 from brimful.task import Shape, Task, rows_of
 
 Cut = Callable[[list[Shape]], list[list[int]]]
-"""Rows of these shapes as micro-batches: `Plan.cut`."""
+"""Rows of these shapes as micro-batches: `Plan.split`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 from brimful.errors import BadOption, BadRun
 from brimful.machine.host import Host, may_spawn
-from brimful.memory.ledger import simulated_memory
 from brimful.molecules import workers
 from brimful.molecules.folder import SweepFolder
 from brimful.molecules.job import HeadShape, Job, Rows
@@ -89,9 +88,7 @@ class Training:
     def run(self, scored: Callable[[Finished], None], stop: Callable[[], bool]) -> bool:
         """Whether all were trained; `scored` is called with each head that is."""
         with ExitStack() as stack:
-            stack.enter_context(self.target.capped())
-            if self.target.device.type == "cpu" and self.options.memory_limit is not None:
-                stack.enter_context(simulated_memory(self.target.limit_bytes))
+            stack.enter_context(self.target.enforce())
             for message in stack.enter_context(closing(self._messages(stop))):
                 if isinstance(message, Packed):
                     self._packed(message)

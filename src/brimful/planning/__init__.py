@@ -1,15 +1,13 @@
 """From a task and a machine to the fastest configuration that fits.
 
-options   what the user may fix, validated
-target    the device, its limit, and who else is on it
-prober    a model on that device, stepped and metered without a trace left behind
-exact     whether the task's batches may be cut at all
-levers    what can be switched on a model: gradient checkpointing
-survey    small probes, the model of what they cost, and the largest micro-batch it leads to
-speed     the fastest cut among the sizes that fit
-trial     the levers tried one after the other, and the plan made of the better trial
-reasons   every choice put into words
-plan      the result: every choice with what was asked, what it became and why
-cache     plans kept under a key of all that they depend on
-fit       the whole of it
+plan_options   what the user may set
+target         the device, its memory limit, and where that limit is enforced
+planner        `plan`: the whole of it, and the saved plans
+probe          a step of any size, run and metered
+exactness      whether splitting a step changes its result
+levers         gradient checkpointing and other switches of a model
+survey         small probes, the memory model, and the largest micro-batch that fits
+micro_batch    the fastest split among the sizes that fit: here a micro-batch size is decided
+host_memory    loader workers, prefetch, pinned memory and the host RAM they take
+plan           the result: every choice with its reason
 """

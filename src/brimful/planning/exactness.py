@@ -1,14 +1,14 @@
-"""May a batch of this task be cut? Told by running one batch whole and in halves, and comparing.
+"""Does splitting a batch of this task change its result? Found by running one batch whole and in halves.
 
-A loss that looks across rows (in-batch negatives, all pairs) gives another value for two halves than for the whole. At
-small random weights the difference can be as little as 1e-8 (all pairs with β = 0.1), so the comparison runs in float64
-and with doubled weights, which makes rows differ more; float32 serves only where the model's code insists on it. Where
-the training forward is random (dropout) it cannot be compared with itself, and evaluation mode is used; BatchNorm hides
-there and is found by its class.
+A loss that looks across rows (in-batch negatives, all pairs) differs between a batch and its halves. At small random
+weights the difference can be as little as 1e-8 (all pairs with β = 0.1), so the comparison runs in float64 and with
+doubled weights, which makes rows differ more; float32 is used only if the model's code insists on it. A forward with
+dropout cannot be compared with itself, so it runs in evaluation mode. BatchNorm does not show there and is found by its
+class.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,99 +16,155 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from brimful.errors import TaskError
-from brimful.memory.context import StepContext, split_batch, to_device
+from brimful.memory.context import StepContext, split_batch, tensors_of, to_device
 from brimful.memory.snapshot import Buffers
-from brimful.task import loss_terms, rows_of
+from brimful.task import Dataset, Shape, loss_terms, map_tensors, rows_of, weighted_by_rows
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Relative difference of whole and halves that rounding may cause, by the least precision used on the way; 2e-2 below."""
+"""Relative difference that rounding may cause, by the lowest precision that was used; 2e-2 for lower ones."""
+LOOKED_AT = 256
+"""Rows of the data among which those to compare are chosen."""
 
 
 class NothingCounted(TaskError):
-    """These rows have nothing to compare: all their labels are masked."""
+    """These rows cannot be compared, because all their labels are masked."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """Whether a cut gives the same result, and the sentence that says so."""
+    """Whether a split gives the same result, and why."""
 
-    looks_across_rows: bool
-    batch_norm: bool
-    sentence: str
+    looks_across_rows: bool = False
+    batch_norm: bool = False
+    unequal_rows: bool = False
+    """The loss is a plain mean in which rows count differently, so weighting micro-batches by their rows changes it."""
+    reason: str
 
     @property
     def exact(self) -> bool:
         return not self.looks_across_rows and not self.batch_norm
 
 
-def check_exactness(rig: StepContext, batch: Any, halves: Sequence[Any] | None = None) -> Exactness:
+def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | None = None) -> Exactness:
     """Compare a small batch with its two halves. Changes neither weights nor buffers.
 
-    Halves that were collated for themselves have their own padding, and show a model that looks at it.
+    Halves that were collated by themselves have their own padding, and show a model that looks at padding.
     """
-    norms = [name for name, part in rig.model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    across, difference = _in_best_precision(rig, [batch, *(halves or split_batch(batch, rows_of(batch) // 2))], bool(norms))
-    if across:
-        return Exactness(True, bool(norms), (
-            f"the loss looks across rows{' or at their padding' if halves else ''}: a batch of {rows_of(batch)} and its two halves differ by "
-            f"{f'{difference:.0%}' if difference > 0.01 else f'a relative {difference:.0e}'}, so cutting a step changes what "
-            "is trained"
-        ))  # fmt: skip
+    norms = [name for name, part in context.model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    parts = [batch, *(halves or split_batch(batch, rows_of(batch) // 2))]
+    result = _in_best_precision(context, parts, bool(norms))
+    share = f"{result.difference:.0%}" if result.difference > 0.01 else f"{result.difference:.0e} (relative)"
+    if result.unequal_rows:
+        reason = f"the loss is a plain mean weighted by rows, and a batch and its two halves differ by {share}"
+        return Exactness(unequal_rows=True, batch_norm=bool(norms), reason=reason)
+    if result.differs:
+        padding = " or at their padding" if halves else ""
+        reason = f"the loss looks across rows{padding}: {rows_of(batch)} rows and their two halves differ by {share}"
+        return Exactness(looks_across_rows=True, batch_norm=bool(norms), reason=reason)
     if norms:
-        which = f"{norms[0]!r}" + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
-        return Exactness(
-            False,
-            True,
-            f"BatchNorm ({which}) averages over the micro-batch, so its statistics are those of the cut and not of the global batch",
-        )
-    return Exactness(False, False, "a batch and its two halves give the same loss")
+        more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+        reason = f"BatchNorm ({norms[0]!r}{more}) averages over the micro-batch instead of the global batch"
+        return Exactness(batch_norm=True, reason=reason)
+    mean = "; the loss is a plain mean, weighted by rows" if result.plain_mean else ""
+    return Exactness(reason=f"a batch and its two halves give the same loss{mean}")
 
 
-def _in_best_precision(rig: StepContext, parts: list[Any], has_norms: bool) -> tuple[bool, float]:
-    parts = [to_device(part, rig.device) for part in parts]
-    buffers = Buffers(rig.model)
+def check_rows(context: StepContext, rows: Dataset, shape: Callable[[Any], Shape], count: int) -> Exactness:
+    """The same for real rows of different lengths, the short half of them collated apart from the long half."""
+    step = max(1, len(rows) // LOOKED_AT)
+    some = sorted((rows[index] for index in range(0, len(rows), step)), key=lambda row: sum(shape(row)))
+    some = some[: max(count, len(some) // 2)]  # in float64 the longest rows could take more memory than the step
+    chosen = (
+        [some[index * (len(some) - 1) // (count - 1)] for index in range(min(count, len(some)))] if count > 1 else some
+    )
+    collate, half = context.task.collate, len(chosen) // 2
+    whole = collate(chosen)
+    if not all(map(torch.equal, tensors_of(whole), tensors_of(collate(chosen)))):
+        return check_exactness(context, whole)  # a collate that draws random numbers: slices of one batch are compared
+    return check_exactness(context, whole, [collate(chosen[:half]), collate(chosen[half:])])
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A batch compared with its halves."""
+
+    differs: bool
+    difference: float
+    plain_mean: bool
+    unequal_rows: bool = False
+
+
+def _in_best_precision(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
+    parts = [to_device(part, context.device) for part in parts]
+    buffers = Buffers(context.model)
     try:
         with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
             try:
-                with _in_float64(rig.model, doubled=True):
-                    across, difference = _compare(rig, [_as_float64(part) for part in parts], has_norms)
-                if math.isfinite(difference):
-                    return across, difference
-                with _in_float64(rig.model):
-                    return _compare(rig, [_as_float64(part) for part in parts], has_norms)
+                with _in_float64(context.model, doubled=True):
+                    result = _compare(context, [_as_float64(part) for part in parts], has_norms)
+                if math.isfinite(result.difference):
+                    return result
+                with _in_float64(context.model):
+                    return _compare(context, [_as_float64(part) for part in parts], has_norms)
             except (RuntimeError, TypeError):  # code that mixes in float32 of its own, or a device without float64
-                return _compare(rig, parts, has_norms)
+                return _compare(context, parts, has_norms)
     finally:
         buffers.restore()
 
 
-def _compare(rig: StepContext, parts: list[Any], has_norms: bool) -> tuple[bool, float]:
-    if not has_norms and not _drops_out(rig.model):
-        with _mode(rig.model, training=True):
-            if _value(rig, parts[:1]) == _value(rig, parts[:1]):
-                return _differs(rig, parts)
-    with _mode(rig.model, training=False):
-        return _differs(rig, parts)
+def _compare(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
+    if not has_norms and not _has_dropout(context.model):
+        with _mode(context.model, training=True):
+            if _value(context, parts[:1]) == _value(context, parts[:1]):
+                return _difference(context, parts)
+    with _mode(context.model, training=False):
+        return _difference(context, parts)
 
 
-def _drops_out(model: nn.Module) -> bool:
+def _has_dropout(model: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
 
 
-def _differs(rig: StepContext, parts: list[Any]) -> tuple[bool, float]:
-    whole, halves = _value(rig, parts[:1]), _value(rig, parts[1:])
+def _difference(context: StepContext, parts: list[Any]) -> _Result:
+    whole, halves = _value(context, parts[:1]), _value(context, parts[1:])
     difference = abs(halves.mean - whole.mean) / max(abs(whole.mean), abs(halves.mean), 1e-12)
-    if whole.count == halves.count and abs(halves.mean - 2 * whole.mean) <= TOLERANCE.get(whole.dtype, 2e-2) * abs(
-        halves.mean
-    ):
+    tolerance, same_count = TOLERANCE.get(whole.dtype, 2e-2), whole.count == halves.count
+    if same_count and abs(halves.mean - 2 * whole.mean) <= tolerance * abs(halves.mean):
         raise TaskError(
-            f"task {rig.task.name}: Loss.sum seems to be a mean, since two halves of a batch add up to twice the whole; give the "
-            "sum, as from reduction='sum', or multiply the mean by the count"
+            f"task {context.task.name}: Loss.sum seems to be a mean, since two halves of a batch add up to twice the "
+            "whole. Try: return the sum, as with reduction='sum', or (mean, count)."
         )
-    return difference > TOLERANCE.get(whole.dtype, 2e-2) or whole.count != halves.count, difference
+    if difference <= tolerance and same_count:
+        return _Result(False, difference, whole.plain_mean)
+    unequal = whole.plain_mean and _is_weighted_mean(context, parts[0], 10 * tolerance)
+    return _Result(not unequal, difference, whole.plain_mean, unequal)
+
+
+def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float) -> bool:
+    """Whether the loss is a mean of its rows with some weights, such as their tokens, so that no row sees another.
+
+    Of three groups of rows, the means of two pairs give the weights, and those must give the mean of all three.
+    """
+    count = rows_of(batch)
+    if count < 3:
+        return False
+
+    def mean(first: int, last: int) -> float:
+        start, end = (count * third // 3 for third in (first, last))
+        return _value(context, [map_tensors(batch, lambda tensor: tensor[start:end] if tensor.ndim else tensor)]).mean
+
+    def weight(own: float, other: float, both: float) -> float:
+        """Of a group against another, told by the mean of both."""
+        return (both - other) / (own - both) if own != both else -1.0
+
+    a, b, c = mean(0, 1), mean(1, 2), mean(2, 3)
+    of_a, of_c = weight(a, b, mean(0, 2)), weight(c, b, mean(1, 3))
+    if of_a <= 0 or of_c <= 0:
+        return False
+    predicted, actual = (of_a * a + b + of_c * c) / (of_a + 1 + of_c), mean(0, 3)
+    return abs(predicted - actual) <= tolerance * max(abs(predicted), abs(actual))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,26 +172,26 @@ class _Value:
     mean: float
     count: float
     dtype: torch.dtype
+    plain_mean: bool
 
 
-def _value(rig: StepContext, parts: Any) -> _Value:
-    """The mean over everything counted in these parts, and how much that was; of several terms, the sum of both."""
+def _value(context: StepContext, parts: list[Any]) -> _Value:
+    """The mean over everything counted in these parts, and the count; of several terms, the sum of both."""
+    task, model = context.task, context.model
     with _Precisions() as precisions:
-        losses = [
-            loss_terms(rig.task, rig.task.loss(rig.model, part), model=rig.model, batch=part, needs_grad=False)
-            for part in parts
-        ]
+        values = [task.loss(model, part) for part in parts]
+        pairs = list(zip(values, parts, strict=True))
+        losses = [loss_terms(task, value, model=model, batch=part, needs_grad=False) for value, part in pairs]
     counts = {name: sum(float(terms[name].count) for terms in losses) for name in losses[0]}
     if any(count == 0 for count in counts.values()):
-        raise NothingCounted(
-            f"task {rig.task.name}: its loss counted nothing on a batch of {sum(map(rows_of, parts))} rows"
-        )
+        raise NothingCounted(f"task {task.name}: loss() counted nothing in {sum(map(rows_of, parts))} rows.")
     mean = sum(sum(float(terms[name].sum) for terms in losses) / count for name, count in counts.items())
-    return _Value(mean, sum(counts.values()), precisions.least(next(iter(losses[0].values())).sum.dtype))
+    plain_mean = weighted_by_rows(values[0], model=model, batch=parts[0])
+    return _Value(mean, sum(counts.values()), precisions.least(next(iter(losses[0].values())).sum.dtype), plain_mean)
 
 
 class _Precisions(TorchDispatchMode):
-    """Which precisions the code used, whatever its weights have: T5 norms in float32 also when all else is float64."""
+    """Which precisions the code used: T5 normalises in float32 even if all its weights are float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,12 +208,12 @@ class _Precisions(TorchDispatchMode):
 
 
 def _as_float64(batch: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
+    return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 @contextmanager
 def _in_float64(model: nn.Module, *, doubled: bool = False) -> Iterator[None]:
-    """Weights and buffers swapped for wider copies, then swapped back: every reference to them stays valid."""
+    """Swap weights and buffers for wider copies and back. Every reference to them stays valid."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     try:

@@ -1,6 +1,7 @@
-"""The plan: every value with what was asked, what it became, why, and whether it was measured.
+"""The plan: how a step is split and what it costs, with every choice and its reason.
 
-`basis` is `measured` for what ran, `predicted` for what the memory model says, `asked` for what the user fixed.
+Each choice has a basis: `measured` if it ran, `predicted` if the memory model says so, `asked` if the user or the task
+set it. A plan is saved as JSON and loaded again bit for bit.
 """
 
 import json
@@ -8,15 +9,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from brimful.files import write_atomic
 from brimful.memory.model import MemoryModel
-from brimful.memory.split import cut, paired
+from brimful.memory.split import split_by_memory, without_single_rows
 from brimful.task import Shape
+from brimful.units import show_bytes, show_rate, show_rows
 
 Basis = Literal["measured", "predicted", "asked"]
 Zone = Literal["safe", "edge", "danger"]
 
 EDGE, DANGER = 0.85, 0.90
-"""Peaks up to 85 % of the limit are safe, up to 90 % on the edge, in danger above."""
+"""Peaks up to 85 % of the limit are safe, up to 90 % on the edge, above that in danger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,40 +28,62 @@ class Choice:
 
     name: str
     requested: Any
+    """None if the user left it open."""
     effective: Any
     reason: str
     basis: Basis
 
+    @classmethod
+    def of(cls, name: str, requested: Any, effective: Any, reason: str, basis: Basis) -> "Choice":
+        """A choice with this basis, or `asked` where it is what the user requested."""
+        kept = requested is not None and requested == effective
+        return cls(name=name, requested=requested, effective=effective, reason=reason, basis="asked" if kept else basis)
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The choice as a row of a table: name, requested, effective, basis, reason."""
+        requested, effective = (
+            "–" if value is None else show_bytes(value) if self.name == "memory_limit" else str(value)
+            for value in (self.requested, self.effective)
+        )
+        return self.name.replace("_", " "), requested, effective, self.basis, self.reason
+
+
+COLUMNS = ("choice", "requested", "effective", "basis", "reason")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levers:
-    """What is switched how."""
+    """What trades time for memory, and how it is set."""
 
     checkpointing: Literal["on", "off"]
-    compile: Literal["on", "off"]
-    chunked_loss: Literal["on", "off"]
+    compile: Literal["on", "off"] = "off"
+    chunked_loss: Literal["on", "off"] = "off"
     precision: Literal["fp32", "bf16", "fp16"]
-    cudnn_attention: Literal["on", "off"] = "on"
-    """On leaves it to torch."""
+    cudnn_attention: Literal["on", "off"]
+    """`on` leaves the choice of kernels to torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """The host's side. None is unknown: nothing was measured about it."""
+    """Loader and host memory. None is unknown: without data nothing could be measured."""
 
-    workers: int | None
-    """Loader workers of each process; 0 reads in the process itself."""
+    workers: int | None = None
+    """Loader workers of each process; 0 reads in the training process."""
     prefetch: int | None = None
     """Steps that each worker reads ahead."""
-    pin_memory: bool | None
-    predicted_bytes: int | None
+    pin_memory: bool | None = None
+    predicted_bytes: int | None = None
     """Host RAM of all processes of the job with their workers, beyond the libraries they import."""
     limit_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The fastest configuration found that fits, and everything that was learnt on the way."""
+    """The fastest configuration found that fits, with every choice and its reason.
+
+    `print(plan)` shows the choices as a table. Sizes are bytes, for rows of the planned `shape`.
+    """
 
     task: str
     device: str
@@ -66,12 +91,12 @@ class Plan:
     limit_bytes: int
     fill: float
     shape: Shape
-    """The lengths planned for: every figure below is for rows of this shape."""
+    """The lengths planned for. Every number below is for rows of this shape."""
     global_batch: int
     micro_batch: int
     """Rows per forward and backward, at most."""
     largest_micro_batch: int
-    """The most rows that ran within `fill` of the limit."""
+    """The most rows that ran within the budget."""
     accumulation: int
     """Micro-batches per optimizer step in the process with the most rows."""
     processes: int
@@ -79,18 +104,18 @@ class Plan:
     """Rows of the step for each process."""
     memory_model: MemoryModel
     predicted_peak_bytes: int
-    """Allocated bytes at the chosen size, as predicted by a model that had not seen it (unless it is the only reading)."""
+    """Allocated bytes at the chosen size, predicted by a model that had not seen it (unless it is the only probe)."""
     measured_peak_bytes: int
-    """Allocated bytes at the chosen size, as it ran."""
+    """Allocated bytes at the chosen size, as measured."""
     reserved_peak_bytes: int | None
-    """Bytes taken from the device at the chosen size; None where the device keeps no such count."""
+    """Bytes reserved on the device at the chosen size; None if the device does not count them."""
     largest_predicted_peak_bytes: int
     largest_measured_peak_bytes: int
     one_more_predicted_peak_bytes: int | None
-    """What one row more than the largest would cost against the limit; None where the global batch ends first."""
+    """What one row more than the largest would cost; None if the step has no more rows."""
     rows_per_s: float
     overhead: float | None = None
-    """What a further micro-batch costs, in rows × padded lengths, as timed; None where cuts are to be few, or unknown."""
+    """Measured cost of a further micro-batch in rows × padded lengths; None if unknown or if splits should be few."""
     ooms: int
     probes: int
     plan_s: float
@@ -104,6 +129,7 @@ class Plan:
 
     @property
     def budget_bytes(self) -> int:
+        """What the plan may use: `fill` of the limit."""
         return int(self.limit_bytes * self.fill)
 
     @property
@@ -117,22 +143,51 @@ class Plan:
 
     @property
     def micro_limit(self) -> float:
-        """What the chosen micro-batch measures: rows of other lengths are cut to the same."""
-        return self.memory_model.measure(self.micro_batch, self.shape, whole=self.accumulation == 1)
+        """The measure of the chosen micro-batch. Rows of other lengths are split to the same."""
+        return self.memory_model.rising_cost(self.micro_batch, self.shape, whole=self.accumulation == 1)
 
-    def cut(self, shapes: list[Shape]) -> list[list[int]]:
-        """Rows of these lengths in micro-batches as this plan would have them: what a loader proposes to the step."""
-        most, exact = self.choice("micro_batch").requested, self.choice("exactness").effective == "exact"
-        groups = cut(shapes, self.memory_model.measure, self.micro_limit, most=most, overhead=self.overhead)
-        return groups if exact else paired(groups)
+    def split(self, shapes: list[Shape]) -> list[list[int]]:
+        """Rows of these lengths as micro-batches, by index. The loader proposes this split to the step."""
+        most, together = self.choice("micro_batch").requested, self.choice("exactness").effective
+        groups = split_by_memory(
+            shapes, self.memory_model.rising_cost, self.micro_limit, max_rows=most, overhead=self.overhead
+        )
+        return without_single_rows(groups) if together in ("inexact", "whole step") else groups
 
     def choice(self, name: str) -> Choice:
+        """The choice of this name: `plan.choice("micro_batch").reason`."""
         return next(choice for choice in self.choices if choice.name == name)
 
+    def with_warning(self, warning: str) -> "Plan":
+        return replace(self, warnings=(*self.warnings, warning))
+
+    @property
+    def headline(self) -> str:
+        """Split and speed in one line."""
+        split = f"{show_rows(self.micro_batch)} × {self.accumulation}"
+        if self.processes > 1:
+            split += f" on each of {self.processes} processes ({'+'.join(map(str, self.deal))})"
+        elif self.micro_batch * self.accumulation != self.global_batch:
+            split = f"{self.accumulation} micro-batches of at most {show_rows(self.micro_batch)}"
+        rows = f"rows of {'+'.join(map(str, self.shape))}" if self.shape else "rows of one size"
+        speed = f"{show_rate(self.rows_per_s)} rows/s"
+        return f"{self.task} on {self.device_name}: {split} = {self.global_batch} a step, {speed} at {rows}"
+
+    def __repr__(self) -> str:
+        split = f"{self.micro_batch} × {self.accumulation} of {self.global_batch} rows"
+        return f"<Plan {self.task}: {split}, {self.used:.0%} of {show_bytes(self.limit_bytes)} on {self.device_name}>"
+
+    def __str__(self) -> str:
+        taken = max(self.measured_peak_bytes, self.reserved_peak_bytes or 0)
+        table = [COLUMNS, *(choice.cells for choice in self.choices)]
+        widths = [max(len(row[column]) for row in table) for column in range(4)] + [0]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        memory = f"{show_bytes(taken)} of {show_bytes(self.limit_bytes)}, {self.used:.0%} {self.zone}"
+        return "\n".join([self.headline, memory, "", *lines, *(f"warning: {warning}" for warning in self.warnings)])
+
     def to_json(self) -> dict[str, Any]:
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            **plain,
+            **_as_dict(self),
             "zone": self.zone,
             "shape": list(self.shape),
             "deal": list(self.deal),
@@ -161,25 +216,13 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.part")
-        try:
-            temporary.write_text(json.dumps(self.to_json(), indent=1))
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(path), json.dumps(self.to_json(), indent=1))
 
     @classmethod
     def load(cls, path: Path | str) -> "Plan":
+        """Read a plan that `save` wrote."""
         return cls.from_json(json.loads(Path(path).read_text()))
-
-    def warned(self, warning: str) -> "Plan":
-        return replace(self, warnings=(*self.warnings, warning))
-
-    def as_cached(self) -> "Plan":
-        return replace(self, cached=True)
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

@@ -1,12 +1,17 @@
-"""From a task to a plan: probe small, model, search the levers, verify with a real step, return only what ran.
+"""`plan`: from a task to a plan. Probe small, model the memory, search, verify with a real step, return what ran.
 
-find the target ─► key ─► cached plan?  yes ─► done, no probe
+find the target ─► key ─► saved plan?  yes ─► done, no probe
                             no
                              ▼
-model on the device ─► warm up ─► may it be cut? ─► trial without checkpointing: survey, largest, fastest
-                                                          │ does not fit, or speed still rises with the rows
-                                                          ▼
-                                                 trial with checkpointing ─► the faster of the two ─► plan
+model on the device ─► warm up ─► may a step be split? ─► trial without checkpointing: probes, largest, fastest
+                                                                │ does not fit, or speed still rises with the rows
+                                                                ▼
+                                            trial with checkpointing ─► the faster of the two ─► loader ─► plan
+
+Plans are saved under a key of everything they depend on, and reused without a probe. The key is a hash of the model
+built on the meta device (0.07 s for T5 base), the source of the task and of the model's classes, the options, the
+device and the versions. Free memory cannot be part of it: a plan for whatever was free is reused only while about as
+much is free.
 """
 
 import hashlib
@@ -16,12 +21,12 @@ import marshal
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,201 +38,184 @@ from brimful.memory.context import StepContext
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.planning.host_memory import with_host
-from brimful.planning.levers import cudnn_attention
+from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
+from brimful.planning.micro_batch import Search
 from brimful.planning.plan import Plan
-from brimful.planning.probe import Progress, blame, make_rig
-from brimful.planning.search import Trials
-from brimful.planning.target import PlanOptions, Target, find_target
-from brimful.task import Shape, Task
+from brimful.planning.plan_options import AutoOnOff, PlanOptions
+from brimful.planning.probe import Progress, make_context, row_shapes, task_errors, with_dummy
+from brimful.planning.target import Target, autocast_dtype, find_target
+from brimful.task import Dataset, Precision, Shape, Task
 from brimful.units import flag_bytes, show_bytes
 
-# Plans kept on disk under a key of everything they depend on: a hit runs no probe.
-#
-# The key is a hash of the model as built on the meta device (every parameter, buffer, module and setting: 0.07 s for T5
-# base), of the source of the task and of the model's classes, of what was asked, of the device and of the versions. What
-# the key cannot hold is the memory free today: a plan made for "whatever is free" counts only while as much is free.
-
-
 SHRUNK, GROWN = 0.97, 1.10
-"""A plan for all that was free is made anew once less than this share of it is free, or more than that."""
-NOT_PART_OF_THE_KEY = ("cache", "memory_limit", "host_limit")
-"""The limits enter as bytes, so that 1GiB and 1024MiB are the same plan."""
-
-
-def folder(kind: str = "plans") -> Path:
-    """Below `$BRIMFUL_CACHE`, else below `brimful` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("BRIMFUL_CACHE") or Path(base) / "brimful") / kind
-
-
-def key_of(task: Task, model: nn.Module, shape: Shape, options: PlanOptions, target: Target, rows: Any = None) -> str:
-    """`model` may be on the meta device: only its description is read. `rows` is the data set, if there is one."""
-    asked = {name: value for name, value in asdict(options).items() if name not in NOT_PART_OF_THE_KEY}
-    facts = {
-        "task": [
-            task.name,
-            task.precision,
-            task.global_batch,
-            re.sub(r"0x[0-9a-f]+", "", repr(sorted(vars(task).items()))),
-        ],
-        "sources": _sources([type(task), *{type(part) for part in model.modules()}]),
-        "model": repr(model),
-        "tensors": [(name, list(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model)],
-        "shape": shape,
-        "rows": None if rows is None else [type(rows).__name__, getattr(rows, "fingerprint", len(rows))],
-        "asked": asked,
-        "limits": [options.memory_limit_bytes, options.host_limit_bytes],
-        "device": [target.device.type, target.name],
-        "versions": [brimful.__version__, torch.__version__, str(torch.version.cuda), platform.python_version()],
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def find(key: str, options: PlanOptions, target: Target) -> Plan | None:
-    """The plan under this key, if there is a readable one and the memory it counts on is free."""
-    try:
-        plan = Plan.load(folder() / f"{key}.json")
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if options.memory_limit is None and not SHRUNK <= target.limit_bytes / plan.limit_bytes <= GROWN:
-        return None
-    return plan.as_cached()
-
-
-def keep(plan: Plan) -> str | None:
-    """Save the plan; the warning to show where that is not possible."""
-    path = folder() / f"{plan.key}.json"
-    try:
-        plan.save(path)
-    except OSError as error:
-        return f"the plan could not be kept in {path.parent}: {error.strerror or error}; the next fit will probe again"
-    return None
-
-
-def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _sources(classes: Iterable[type]) -> list[str]:
-    """A hash of every file that these classes come from; of their compiled methods where there is no file."""
-    return sorted({_source(cls) for cls in classes if not cls.__module__.startswith("torch.")})
-
-
-@cache
-def _source(cls: type) -> str:
-    try:
-        text = Path(inspect.getfile(cls)).read_bytes()
-    except (OSError, TypeError):
-        codes: list[Any] = [getattr(method, "__code__", None) for method in vars(cls).values()]
-        text = b"".join(marshal.dumps(code) for code in codes if code is not None)
-    return hashlib.sha256(text).hexdigest()
+"""A plan for all that was free is made again if less than this share of it is free now, or more than that."""
 
 
 def plan(
     task: Task,
     *,
+    data: str | os.PathLike[str] | Dataset | None = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
-    data: str | None = None,
+    global_batch: int | None = None,
+    micro_batch: int | Literal["auto"] = "auto",
+    memory_limit: int | str | None = None,
+    host_limit: int | str | None = None,
+    fill: float = 0.85,
+    device: str = "auto",
+    processes: int = 1,
+    checkpointing: AutoOnOff = "auto",
+    precision: Precision | None = None,
+    cudnn_attention: AutoOnOff = "auto",
+    workers: int | Literal["auto"] = "auto",
+    prefetch: int | Literal["auto"] = "auto",
+    pin_memory: AutoOnOff = "auto",
+    lengths: Shape | None = None,
+    allow_inexact: bool = False,
+    cache: bool = True,
+    seed: int = 0,
     progress: Progress = lambda phrase: None,
-    **asked: Any,
 ) -> Plan:
-    """The fastest configuration of this task that fits the memory at hand.
+    """Find the fastest configuration of a task that fits the memory, without an out-of-memory error.
 
-    Keywords are those of `PlanOptions`: `global_batch`, `micro_batch`, `memory_limit`, `fill`, `device`, … A model and
-    optimizer of yours are used as they are and put back bit for bit; otherwise the task builds a throwaway one. `data`
-    is read by `task.rows` for the longest lengths that occur in it. `progress` hears one phrase before each probe.
+    >>> import brimful, torch
+    >>> class Regression(brimful.Task):
+    ...     def model(self):
+    ...         return torch.nn.Linear(8, 1)
+    ...     def loss(self, model, row):
+    ...         return model(row).square().mean()
+    >>> plan = brimful.plan(
+    ...     Regression(), data=list(torch.randn(100, 8)), global_batch=64, memory_limit="64MiB", device="cpu", cache=False
+    ... )
+    >>> plan.global_batch, plan.micro_batch * plan.accumulation >= 64
+    (64, True)
+
+    Args:
+        task: What to train.
+        data: A path that `task.rows` reads, or any dataset with a length and an index: a list, a
+            `torch.utils.data.Dataset`, a `datasets.Dataset`. The plan is for its longest rows, and its loader is timed.
+        model: A model of yours, put back bit for bit. Default: a temporary one made by the task.
+        optimizer: The optimizer of that model. Default: the task's.
+        global_batch: Rows per optimizer step, over all micro-batches and processes. Default: the task's value.
+        micro_batch: Rows per forward and backward. A number is an upper bound that is never raised.
+        memory_limit: Memory to use at most, such as "20GiB": reserved bytes on a GPU, a simulated limit on the CPU.
+            Default: what is free.
+        host_limit: Host RAM to use at most. Default: what this process may use.
+        fill: The share of the memory limit to plan for.
+        device: "cpu", "cuda", "cuda:1", "mps" or "xpu". Default: that of `model`, else the first accelerator.
+        processes: Processes that share the global batch.
+        checkpointing: Gradient checkpointing. "auto" uses it if it is faster or if nothing else fits.
+        precision: The precision of autocast. Default: the task's value.
+        cudnn_attention: cuDNN's attention on CUDA. "auto" uses it only where all rows have one shape.
+        workers: Loader workers per process; 0 reads in the training process.
+        prefetch: Steps that each worker reads ahead.
+        pin_memory: Pinned host memory, from which a GPU copies while it computes.
+        lengths: The lengths to plan for. Default: the longest in the data, else `task.worst_shape`.
+        allow_inexact: Split a step even if that changes its result, because the loss looks across rows.
+        cache: Reuse a saved plan with the same key, and save this one.
+        seed: Seed of the probe batches and of the temporary model.
+        progress: Called with a phrase before each probe.
+
+    Raises:
+        DoesNotFit: The limit is too small; `needed_bytes` says what it would take.
+        InexactSplit: The step must be split, and that would change its result.
+        UserError: Any other request that cannot work. The two above are kinds of it.
     """
     if isinstance(task, type) and issubclass(task, Task):
         task = task()
     if not isinstance(task, Task):
-        raise TaskError(
-            f"plan() takes a brimful.Task, not a {type(task).__name__}; a file's task is loaded by `brimful plan file.py:name`"
-        )
+        raise TaskError(f"plan() takes a brimful.Task, not a {type(task).__name__}.")
     if model is None and optimizer is not None:
-        raise BadOption("an optimizer without its model cannot be fitted: give model= as well")
-    if model is not None:
-        asked.setdefault("device", str(next(model.parameters()).device))
-    options = PlanOptions.of(asked)
-    target = find_target(options)
-    rows = None if data is None else _rows(task, data)
-    shape = _shape(task, rows, options)
-    described = model if model is not None else _describe(task)
-    key = key_of(task, described, shape, options, target, rows)
-    found = find(key, options, target) if options.cache else None
-    if found is not None:
-        return found
-    _check_weights(described, target)
-    job = _Job(
-        task=task, described=described, model=model, optimizer=optimizer, target=target, options=options, shape=shape
+        raise BadOption("optimizer= was given without model=. Try: give both.")
+    if model is not None and device == "auto":
+        device = str(next(model.parameters()).device)
+    options = PlanOptions(
+        global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
+        device=device, processes=processes, checkpointing=checkpointing, precision=precision,
+        cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
+        allow_inexact=allow_inexact, cache=cache, seed=seed,
     )  # fmt: skip
-    plan = _without_a_trace(job, lambda rig: Trials(rig, target, options, shape, progress).plan(key))
-    if isinstance(plan, UserError):
-        raise plan
-    plan = with_host(plan, task, rows, target, options, progress)
-    warning = keep(plan) if options.cache else None
-    return plan if warning is None else plan.warned(warning)
+    target = find_target(options)
+    rows = None if data is None else read_rows(task, data)
+    return find_plan(task, options, target, rows, model=model, optimizer=optimizer, progress=progress)
 
 
-def _rows(task: Task, data: str) -> Any:
-    with blame(task, "rows", data):
-        rows = task.rows(data)
+def find_plan(
+    task: Task,
+    options: PlanOptions,
+    target: Target,
+    rows: Dataset | None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    progress: Progress = lambda phrase: None,
+) -> Plan:
+    """The plan for a target that was found and rows that were read already; the saved one if its key matches."""
+    shapes = None if task.has_dummy or rows is None else row_shapes(task, rows)
+    shape = _planned_shape(task, rows, shapes, options)
+    description = model if model is not None else _describe(task)
+    key = _key(task, description, shape, options, target, rows)
+    saved = _load(key, options, target) if options.cache else None
+    if saved is not None:
+        return saved
+    if _weights_and_gradients(description) > target.limit_bytes:
+        raise _model_too_large(description, target)
+    probed = with_dummy(task, rows, shapes)
+    result = _search(probed, description, model, optimizer, target, options, shape, key, progress, rows)
+    if isinstance(result, UserError):
+        raise result
+    plan = with_host(result, task, rows, target, options, progress)
+    warning = _save(plan) if options.cache else None
+    return plan if warning is None else plan.with_warning(warning)
+
+
+def read_rows(task: Task, data: "str | os.PathLike[str] | Dataset") -> Dataset:
+    """The dataset itself, or the one that the task reads from a path or name; refused if it is empty."""
+    named = isinstance(data, (str, os.PathLike))
+    with task_errors(task, "rows", str(data) if named else f"a {type(data).__name__}"):
+        rows: Any = task.rows(os.fspath(data)) if isinstance(data, (str, os.PathLike)) else data
         count = len(rows)
     if not count:
-        raise TaskError(f"task {task.name}: there are no rows in {data}")
-    return rows
+        raise TaskError(f"task {task.name}: {data if named else 'data='} has no rows.")
+    return rows  # type: ignore[no-any-return]
 
 
-def _shape(task: Task, rows: Any, options: PlanOptions) -> Shape:
-    """The lengths to plan for: those asked for, the longest in the data, or the task's worst."""
-    if not isinstance(task.worst_shape, tuple) or not all(isinstance(length, int) for length in task.worst_shape):
-        raise TaskError(
-            f"task {task.name}: its worst_shape is {task.worst_shape!r}; write a tuple of whole numbers, such as (512,)"
-        )
+def _planned_shape(task: Task, rows: Dataset | None, shapes: Sequence[Shape] | None, options: PlanOptions) -> Shape:
+    """The lengths to plan for: those requested, the longest in the data, or the task's worst."""
+    worst = task.worst_shape
+    if not isinstance(worst, tuple) or not all(isinstance(length, int) for length in worst):
+        raise TaskError(f"task {task.name}: worst_shape is {worst!r}. Try: a tuple of whole numbers, such as (512,).")
     if options.lengths is not None:
-        if len(options.lengths) != len(task.worst_shape):
-            raise BadOption(
-                f"--lengths {','.join(map(str, options.lengths))}: task {task.name} has {len(task.worst_shape)} lengths, "
-                f"{task.worst_shape} at worst"
-            )
-        return tuple(options.lengths)  # a list where they come from a file
+        if len(options.lengths) != len(example := worst if shapes is None else shapes[0]):
+            raise BadOption(f"lengths={tuple(options.lengths)} must have {len(example)} numbers for task {task.name}.")
+        return tuple(options.lengths)  # a list if they come from a file
     if rows is None:
-        return task.worst_shape
-    longest = getattr(rows, "longest", None)  # a token store knows without looking at ten million rows
-    if longest is not None and len(longest) == len(task.worst_shape):
+        return worst
+    longest = getattr(rows, "longest", None)  # a token store knows it without looking at ten million rows
+    if shapes is None and longest is not None and len(longest) == len(worst):
         return tuple(longest)
-    with blame(task, "shape"):
-        shapes = [task.shape(rows[index]) for index in range(len(rows))]
-    return tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+    return tuple(max(lengths) for lengths in zip(*(shapes or row_shapes(task, rows)), strict=True))
 
 
 def _describe(task: Task) -> nn.Module:
-    """The model without its bytes; with them where its code cannot be run on the meta device."""
-    with blame(task, "model"):
+    """The model without its bytes, or with them if its code does not run on the meta device."""
+    with task_errors(task, "model"):
         try:
             with torch.device("meta"):
                 model = task.model()
         except Exception:
             model = task.model()
     if not isinstance(model, nn.Module):
-        raise TaskError(f"task {task.name}: its model() returned a {type(model).__name__}, not a torch.nn.Module")
+        raise TaskError(f"task {task.name}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
     return model
 
 
-def _check_weights(model: nn.Module, target: Target) -> None:
-    """Refuse what cannot even hold its weights and gradients before a byte of it is allocated."""
-    if _weights_and_gradients(model) > target.limit_bytes:
-        raise _too_large(model, target)
-
-
-def _too_large(model: nn.Module, target: Target) -> DoesNotFit:
+def _model_too_large(model: nn.Module, target: Target) -> DoesNotFit:
     least = _weights_and_gradients(model)
     return DoesNotFit(
-        f"the weights and gradients take {show_bytes(least)}, the optimizer's state and a row come on top, and the limit is "
-        f"{show_bytes(target.limit_bytes)} on {target.name} ({target.limit_reason}){target.holders}: give --memory-limit "
-        f"{flag_bytes(least / target.fill)} at the very least, or a smaller model",
+        f"weights and gradients alone take {show_bytes(least)}, and the limit is {show_bytes(target.limit_bytes)} on "
+        f"{target.name} ({target.limit_reason}){target.holders}. "
+        f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model.',
         needed_bytes=round(least / target.fill),
     )
 
@@ -236,32 +224,26 @@ def _weights_and_gradients(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What is fitted, and where."""
+def _search(
+    task: Task, description: nn.Module, model: nn.Module | None, optimizer: Optimizer | None, target: Target,
+    options: PlanOptions, shape: Shape, key: str, progress: Progress, rows: Dataset | None,
+) -> Plan | UserError:  # fmt: skip
+    """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
-    task: Task
-    described: nn.Module
-    """The model without its bytes, or the real one."""
-    model: nn.Module | None
-    optimizer: Optimizer | None
-    """The user's own, which are put back afterwards; None for throwaway ones."""
-    target: Target
-    options: PlanOptions
-    shape: Shape
-
-
-def _without_a_trace(job: _Job, work: Callable[[StepContext], Plan]) -> Plan | UserError:
-    """Make the plan and put everything back: random state, the cap, the user's model, the device's memory.
-
-    An error is returned without the frames it came through: they would keep the model on the device for as long as
-    anybody holds the error, as every notebook does.
+    An error is returned without its frames. They would keep the model on the device for as long as anybody holds the
+    error, as every notebook does.
     """
-    random_state = RandomState(job.target.device)
-    torch.manual_seed(job.options.seed)
+    random_state = RandomState(target.device)
+    torch.manual_seed(options.seed)
+    autocast = autocast_dtype(options.precision or task.precision, target.device)
+    cudnn = decide_cudnn_attention(options.cudnn_attention, target.device, shape)[0] == "on"
+    real_rows = rows if hasattr(task, "nearest_shape") else None
     try:
-        with job.target.capped(), _rig(job) as rig:
-            return work(rig)
+        with target.enforce(simulate=False):
+            ready = model if model is not None else _build(task, description, target)
+            context = make_context(task, ready, optimizer, target, autocast, cudnn_attention=cudnn)
+            with _put_back(context, model):
+                return Search(context, target, options, shape, progress, real_rows).plan(key)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise
@@ -269,40 +251,41 @@ def _without_a_trace(job: _Job, work: Callable[[StepContext], Plan]) -> Plan | U
         return error.with_traceback(None)
     finally:
         random_state.restore()
-        empty_cache(job.target.device)
+        empty_cache(target.device)
+
+
+def _build(task: Task, description: nn.Module, target: Target) -> nn.Module:
+    """A temporary model on the device; the description itself if it has its bytes already."""
+
+    def build() -> nn.Module:
+        if not any(p.is_meta for p in description.parameters()):
+            return description.to(target.device).train()
+        with task_errors(task, "model"):
+            return build_model(task, target.device)
+
+    model = attempt(build, target.device)
+    if isinstance(model, OutOfMemory):
+        raise _model_too_large(description, target)
+    return model
 
 
 @contextmanager
-def _rig(job: _Job) -> Iterator[StepContext]:
-    """The user's model, put back afterwards; else a throwaway one."""
-    task, target = job.task, job.target
-    autocast, _ = target.autocast(job.options.precision, task.precision)
-    cudnn = cudnn_attention(job.options.cudnn_attention, target.device, job.shape)[0] == "on"
-    if job.model is None:
-        built = attempt(lambda: _build(task, job.described, target), target.device)
-        if isinstance(built, OutOfMemory):
-            raise _too_large(job.described, target)
-        yield make_rig(task, built, None, target, autocast, cudnn_attention=cudnn)
+def _put_back(context: StepContext, model: nn.Module | None) -> Iterator[None]:
+    """Train in the block; a user's model is afterwards as it was."""
+    if model is None:
+        yield
         return
-    rig = make_rig(task, job.model, job.optimizer, target, autocast, cudnn_attention=cudnn)
-    state = TrainingState(job.model, rig.optimizer)
-    job.model.train()
+    state = TrainingState(model, context.optimizer)
+    model.train()
     try:
-        yield rig
+        yield
     finally:
         state.restore()
 
 
-def _build(task: Task, described: nn.Module, target: Target) -> nn.Module:
-    if not any(p.is_meta for p in described.parameters()):
-        return described.to(target.device).train()
-    with blame(task, "model"):
-        return build(task, target.device)
-
-
-def build(task: Task, device: torch.device) -> nn.Module:
-    """A model whose weights do not matter, made on the device itself where its code allows: 0.3 s instead of 3.5 for T5
-    base on a card, and nothing on the host."""
+def build_model(task: Task, device: torch.device) -> nn.Module:
+    """A model whose weights do not matter, built on the device itself if its code allows: 0.3 s instead of 3.5 for T5
+    base on a GPU, and nothing on the host."""
     try:
         with torch.device(device):
             return task.model().to(device).train()
@@ -310,3 +293,64 @@ def build(task: Task, device: torch.device) -> nn.Module:
         if is_oom(error):
             raise
     return task.model().to(device).train()
+
+
+def cache_folder(kind: str = "plans") -> Path:
+    """Below `$BRIMFUL_CACHE`, else below `brimful` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("BRIMFUL_CACHE") or Path(base) / "brimful") / kind
+
+
+def _key(
+    task: Task, model: nn.Module, shape: Shape, options: PlanOptions, target: Target, rows: Dataset | None
+) -> str:  # fmt: skip
+    """`model` may be on the meta device: only its description is read. Limits enter as bytes: 1GiB is 1024MiB."""
+    by_bytes = ("cache", "memory_limit", "host_limit")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    classes: set[type] = {type(task), *{type(part) for part in model.modules()}}
+    facts = {
+        "task": [task.name, task.precision, task.global_batch, re.sub(r"0x[0-9a-f]+", "", repr(sorted(vars(task).items())))],
+        "sources": sorted({_source(cls) for cls in classes if not cls.__module__.startswith("torch.")}),
+        "model": repr(model),
+        "tensors": [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors],
+        "shape": shape,
+        "rows": None if rows is None else [type(rows).__name__, getattr(rows, "fingerprint", len(rows))],
+        "options": {name: value for name, value in asdict(options).items() if name not in by_bytes},
+        "limits": [options.memory_limit_bytes, options.host_limit_bytes],
+        "device": [target.device.type, target.name],
+        "versions": [brimful.__version__, torch.__version__, str(torch.version.cuda), platform.python_version()],
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@lru_cache
+def _source(cls: type) -> str:
+    """A hash of the file that a class comes from, or of its compiled methods if there is no file."""
+    try:
+        text = Path(inspect.getfile(cls)).read_bytes()
+    except (OSError, TypeError):
+        codes: list[Any] = [getattr(method, "__code__", None) for method in vars(cls).values()]
+        text = b"".join(marshal.dumps(code) for code in codes if code is not None)
+    return hashlib.sha256(text).hexdigest()
+
+
+def _load(key: str, options: PlanOptions, target: Target) -> Plan | None:
+    """The plan under this key, if it can be read and the memory it counts on is free."""
+    try:
+        plan = Plan.load(cache_folder() / f"{key}.json")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if options.memory_limit is None and not SHRUNK <= target.limit_bytes / plan.limit_bytes <= GROWN:
+        return None
+    return replace(plan, cached=True)
+
+
+def _save(plan: Plan) -> str | None:
+    """Save the plan, or return the warning to show."""
+    path = cache_folder() / f"{plan.key}.json"
+    try:
+        plan.save(path)
+    except OSError as error:
+        return f"the plan could not be saved in {path.parent} ({error.strerror or error}), so the next one probes again"
+    return None

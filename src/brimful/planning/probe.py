@@ -1,12 +1,13 @@
-"""A task's model on its device, stepped and metered at any size, with nothing left behind.
+"""Probes: a task's model on its device, stepped and metered at any size, leaving nothing behind.
 
-A model that `task.model()` made for the purpose is thrown away afterwards. One that the user handed over is put back
-bit for bit: weights, buffers, gradients, optimizer state, modes; random state in either case.
+A probe batch comes from `task.dummy`. A task without one is probed with real rows (`with_dummy`): those whose lengths
+come closest to the shape wanted, repeated and collated. A user's own model is put back bit for bit by the planner.
 """
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +24,7 @@ from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.planning.target import Target
-from brimful.task import Shape, Task, loss_terms, rows_of
+from brimful.task import Dataset, Loss, Shape, Task, loss_terms, rows_of
 from brimful.units import show_rows
 
 T = TypeVar("T")
@@ -31,139 +32,147 @@ Progress = Callable[[str], object]
 """Called with one short phrase before each piece of work."""
 
 Mode = Literal["later", "whole", "full"]
-"""What a probe runs: one micro-batch with gradients held, a step of a single one, or a step of two."""
+"""What a probe runs: one micro-batch with gradients held, a step of one micro-batch, or a step of two."""
 
 TIMED_S = 0.15
-"""Timing one size goes on for at least so long, or for five repeats."""
+"""A size is timed for at least this long, or for five repeats."""
 
 
 class Prober:
-    """Runs probes and timings on one rig, and counts them."""
+    """Runs probes and timings of one model, and counts them."""
 
-    def __init__(self, rig: StepContext, target: Target, progress: Progress) -> None:
-        self.rig = rig
+    def __init__(self, context: StepContext, target: Target, progress: Progress) -> None:
+        self.context = context
         self.target = target
         self.probes = 0
         self.ooms = 0
         self.fixed_bytes = 0
+        """What stays allocated between steps: weights, buffers, optimizer state and, on CUDA, library workspaces."""
+        self.gradient_bytes = sum(p.numel() * p.element_size() for p in context.model.parameters() if p.requires_grad)
         self._progress = progress
 
     def run(self, rows: int, shape: Shape, mode: Mode, *, reserved: bool = False) -> Probe | OutOfMemory:
-        """Meter one step or micro-batch of this size. `reserved` empties the device's cache first and reads it too."""
+        """Meter a step or a micro-batch of this size. `reserved` empties the device's cache first and reads it too."""
         self._progress(f"{'verify' if reserved else 'probe'} {show_size(rows, shape)}")
         return self._attempt(lambda: self._metered(rows, shape, mode, reserved))
 
     def run_without_limit(self, rows: int, shape: Shape, mode: Mode) -> Probe | None:
-        """What a step of this size would take if nothing limited it; None where only the device could tell."""
-        if has_peak_statistics(self.rig.device):
+        """What a step of this size would take without the limit; None if only the device itself could tell."""
+        if has_peak_statistics(self.context.device):
             return None
         self._progress(f"probe {show_size(rows, shape)}")
         result = self._attempt(lambda: self._metered(rows, shape, mode, reserved=False, limited=False))
         return None if isinstance(result, OutOfMemory) else result
 
     @property
-    def room_bytes(self) -> int:
-        """What may be used in truth, whatever limit was asked for: half of what is free, or of the block around this call."""
-        if has_peak_statistics(self.rig.device):
+    def available_bytes(self) -> int:
+        """What may really be used, whatever the limit: half of what is free, or of the simulated memory around us."""
+        if has_peak_statistics(self.context.device):
             return self.target.limit_bytes
         return (active_limit_bytes() or Host.detect().ram_available_bytes) // 2
 
     def time(self, rows: int, shape: Shape, *, whole: bool, reserved: bool) -> tuple[float, Probe | None] | OutOfMemory:
-        """Median seconds of forward and backward: warmed up, synchronised, outside any ledger.
+        """Median seconds of forward and backward: warmed up, synchronised, without the ledger, which slows a step.
 
-        Where the device keeps peaks by itself, the warm-up is metered and comes as a reading.
+        On a device that counts peaks by itself the warm-up is metered and returned as a probe.
         """
         self._progress(f"time {show_size(rows, shape)}")
         return self._attempt(lambda: self._timed(rows, shape, whole, reserved))
 
     def warm_up(self, rows: int, shape: Shape) -> OutOfMemory | None:
-        """One unmetered step: checks the task, and makes the optimizer allocate the state that it keeps from then on."""
+        """One step that is not metered: it checks the task and allocates the optimizer's state."""
         self._progress(f"warm up with {show_size(rows, shape)}")
-        self._wake_libraries()
+        self._allocate_workspaces()
         batch = self.batch(rows, shape)
-        failure = attempt(lambda: self._first_step(batch, rows, shape), self.rig.device)
-        self.rig.drop_gradients()
+        failure = attempt(lambda: self._first_step(batch, rows, shape), self.context.device)
+        self.context.drop_gradients()
         self.ooms += failure is not None
         self.fixed_bytes = self._fixed()
         return failure
 
-    def _first_step(self, batch: Any, rows: int, shape: Shape) -> None:
-        with blame(self.rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
-            with self.rig.opened():
-                _check_loss(self.rig, to_device(batch, self.rig.device))
-            self.rig.micro(batch, rows)
-        with blame(self.rig.task, "optimizer"):
-            self.rig.finish(1.0)
-
-    def _wake_libraries(self) -> None:
-        """Have cuBLAS take its workspaces now (64 MiB, one for forward and one for backward), not at some later size."""
-        if self.rig.device.type != "cuda":
-            return
-        for dtype in {torch.float32, self.rig.autocast or torch.float32}:
-            square = torch.ones(512, 512, device=self.rig.device, dtype=dtype, requires_grad=True)
-            torch.nn.functional.linear(square, square, square[0]).sum().backward()
-
-    def _fixed(self) -> int:
-        """What lives through every step: weights, buffers, optimizer state, and on a card the libraries' workspaces."""
-        if has_peak_statistics(self.rig.device):
-            return torch.accelerator.memory_allocated(self.rig.device)
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _held(self.rig)}
-        return sum(storages.values())
-
     def optimizer_seconds(self, rows: int, shape: Shape) -> float:
         """Time of what happens once a step: scaling the gradients, the optimizer, dropping the gradients."""
         with _disable_current_modes():
-            self.rig.micro(self.batch(rows, shape), rows)
-            return self._clock(lambda: self.rig.finish(1.0))
+            self.context.run_micro_batch(self.batch(rows, shape), rows)
+            return self._clock(lambda: self.context.finish(1.0))
 
     def batch(self, rows: int, shape: Shape) -> Any:
-        with blame(self.rig.task, "dummy", show_size(rows, shape)):
-            batch = self.rig.task.dummy(rows, shape)
-            found = rows_of(batch)
-        if found != rows:
-            raise TaskError(f"task {self.rig.task.name}: dummy({rows}, {shape}) gave a batch of {found} rows")
+        task = self.context.task
+        with task_errors(task, "dummy", show_size(rows, shape)):
+            batch = task.dummy(rows, shape)
+            count = rows_of(batch)
+        if count != rows:
+            raise TaskError(f"task {task.name}: dummy({rows}, {shape}) returned a batch of {count} rows.")
         return batch
 
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.rig.model.parameters() if p.requires_grad)
+    def available(self, shape: Shape) -> Shape:
+        """The shape that a probe of this one really has: the nearest in the data where the task has no dummy."""
+        nearest = getattr(self.context.task, "nearest_shape", None)
+        return shape if nearest is None else nearest(shape)
+
+    def _first_step(self, batch: Any, rows: int, shape: Shape) -> None:
+        context, task = self.context, self.context.task
+        with task_errors(task, "loss", f"a probe batch of {show_size(rows, shape)}"):
+            with context.forward_context():
+                on_device = to_device(batch, context.device)
+                value = task.loss(context.model, on_device)
+                _check_loss(task, loss_terms(task, value, model=context.model, batch=on_device))
+            context.run_micro_batch(batch, rows)
+        with task_errors(task, "optimizer"):
+            context.finish(1.0)
+
+    def _allocate_workspaces(self) -> None:
+        """Make cuBLAS allocate its workspaces (64 MiB, one for forward and one for backward) before the first probe."""
+        if self.context.device.type != "cuda":
+            return
+        for dtype in {torch.float32, self.context.autocast or torch.float32}:
+            square = torch.ones(512, 512, device=self.context.device, dtype=dtype, requires_grad=True)
+            torch.nn.functional.linear(square, square, square[0]).sum().backward()
+
+    def _fixed(self) -> int:
+        if has_peak_statistics(self.context.device):
+            return torch.accelerator.memory_allocated(self.context.device)
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _held(self.context)
+        }
+        return sum(storages.values())
 
     def _attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
         self.probes += 1
-        result = attempt(work, self.rig.device)
-        self.rig.drop_gradients()
+        result = attempt(work, self.context.device)
+        self.context.drop_gradients()
         self.ooms += isinstance(result, OutOfMemory)
         return result
 
     def _metered(self, rows: int, shape: Shape, mode: Mode, reserved: bool, limited: bool = True) -> Probe:
-        rig, device = self.rig, self.rig.device
+        context = self.context
         if mode == "later":
-            rig.hold_gradients()
+            context.hold_gradients()
         limit = self.target.limit_bytes if limited else None
-        metered = meter(device, limit_bytes=limit, adopt=_held(rig), reserved=reserved)
-        with metered, blame(rig.task, "loss", f"a dummy batch of {show_size(rows, shape)}"):
+        metered = meter(context.device, limit_bytes=limit, adopt=_held(context), reserved=reserved)
+        with metered, task_errors(context.task, "loss", f"a probe batch of {show_size(rows, shape)}"):
             if mode == "later":
-                rig.micro(self.batch(rows, shape), rows, metered.phase)
+                context.run_micro_batch(self.batch(rows, shape), rows, metered.phase)
             else:
                 count = 2 if mode == "full" else 1
-                rig.step((self.batch(rows, shape) for _ in range(count)), count * rows, metered.phase)
+                context.step((self.batch(rows, shape) for _ in range(count)), count * rows, metered.phase)
         reading = metered.reading()
         phases = {name: peak for name, peak in reading.phases.items() if name != "idle"}
         return Probe(rows=rows, shape=shape, phases=phases, reserved_bytes=reading.reserved_bytes)
 
     def _timed(self, rows: int, shape: Shape, whole: bool, reserved: bool) -> tuple[float, Probe | None]:
         with _disable_current_modes():
-            reading = None
-            if has_peak_statistics(self.rig.device):
-                reading = self._metered(rows, shape, "whole" if whole else "later", reserved)
+            probe = None
+            if has_peak_statistics(self.context.device):
+                probe = self._metered(rows, shape, "whole" if whole else "later", reserved)
             batch, times = self.batch(rows, shape), list[float]()
-            if reading is None:
-                self.rig.micro(batch, rows)
+            if probe is None:
+                self.context.run_micro_batch(batch, rows)
             while len(times) < 2 or (sum(times) < TIMED_S and len(times) < 5):
                 if whole:
-                    self.rig.drop_gradients()
-                times.append(self._clock(lambda: self.rig.micro(batch, rows)))
-            return sorted(times)[(len(times) - 1) // 2], reading
+                    self.context.drop_gradients()
+                times.append(self._clock(lambda: self.context.run_micro_batch(batch, rows)))
+            return sorted(times)[(len(times) - 1) // 2], probe
 
     def _clock(self, work: Callable[[], Any]) -> float:
         self._synchronise()
@@ -173,29 +182,74 @@ class Prober:
         return time.perf_counter() - start
 
     def _synchronise(self) -> None:
-        if self.rig.device.type != "cpu":
-            torch.accelerator.synchronize(self.rig.device)
+        if self.context.device.type != "cpu":
+            torch.accelerator.synchronize(self.context.device)
 
 
-def make_rig(
+def make_context(
     task: Task, model: nn.Module, optimizer: Optimizer | None, target: Target, autocast: torch.dtype | None,
     *, cudnn_attention: bool = True,
 ) -> StepContext:  # fmt: skip
+    """The context that probes step in, with the task's optimizer unless there is one."""
     if optimizer is None:
-        with blame(task, "optimizer"):
+        with task_errors(task, "optimizer"):
             optimizer = task.optimizer(model)
         if not isinstance(optimizer, Optimizer):
-            raise TaskError(
-                f"task {task.name}: its optimizer() returned a {type(optimizer).__name__}, not a torch.optim.Optimizer"
-            )
+            kind = type(optimizer).__name__
+            raise TaskError(f"task {task.name}: optimizer() returned a {kind}, not a torch.optim.Optimizer.")
     return StepContext(
         task=task, model=model, optimizer=optimizer, device=target.device, autocast=autocast, cudnn_attention=cudnn_attention
     )  # fmt: skip
 
 
+def with_dummy(task: Task, rows: Dataset | None, shapes: Sequence[Shape] | None = None) -> Task:
+    """The task itself if it can be probed; without a `dummy` of its own, a copy that makes batches of real rows.
+
+    `shapes` are those of all rows, where they are known already. Without data the task's `dummy` raises.
+    """
+    if task.has_dummy or rows is None:
+        return task
+    batches = _RealBatches(task, rows, shapes or row_shapes(task, rows))
+    probed = copy.copy(task)
+    probed.dummy = batches.make  # type: ignore[method-assign]
+    probed.nearest_shape = batches.nearest_shape  # type: ignore[attr-defined]
+    return probed
+
+
+def row_shapes(task: Task, rows: Dataset) -> list[Shape]:
+    with task_errors(task, "shape"):
+        return [tuple(task.shape(rows[index])) for index in range(len(rows))]
+
+
+class _RealBatches:
+    """Batches of a wanted size made of real rows, as near to a wanted shape as the data have them."""
+
+    def __init__(self, task: Task, rows: Dataset, shapes: Sequence[Shape]) -> None:
+        self._task, self._rows = task, rows
+        self._first: dict[Shape, int] = {}
+        for index, shape in enumerate(shapes):
+            self._first.setdefault(shape, index)  # rows of one shape cost the same: one is enough
+
+    def make(self, rows: int, shape: Shape) -> Any:
+        chosen = self._choose(shape)
+        with task_errors(self._task, "collate"):
+            return self._task.collate([self._rows[self._first[chosen[n % len(chosen)]]] for n in range(rows)])
+
+    def nearest_shape(self, shape: Shape) -> Shape:
+        return tuple(max(lengths) for lengths in zip(*self._choose(shape), strict=True))
+
+    def _choose(self, wanted: Shape) -> list[Shape]:
+        """No longer than wanted, and for each length the row that comes nearest; the shortest row if all are longer."""
+        shorter = [shape for shape in self._first if all(a <= b for a, b in zip(shape, wanted, strict=True))]
+        if not shorter:
+            return [min(self._first, key=sum)]
+        nearest = {max(shorter, key=lambda shape: (shape[axis], sum(shape))) for axis in range(len(wanted))}
+        return sorted(nearest or shorter, key=sum, reverse=True)
+
+
 @contextmanager
-def blame(task: Task, part: str, on: str = "") -> Iterator[None]:
-    """An error in the user's code becomes one sentence that names the part at fault; out-of-memory stays what it is."""
+def task_errors(task: Task, part: str, where: str = "") -> Iterator[None]:
+    """An error in the user's code becomes a TaskError that names the method; out-of-memory errors pass through."""
     try:
         yield
     except UserError:
@@ -203,8 +257,8 @@ def blame(task: Task, part: str, on: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if is_oom(error):
             raise
-        where = f" on {on}" if on else ""
-        raise TaskError(f"task {task.name}: its {part} failed{where}: {in_one_line(error)}") from error
+        on = f" on {where}" if where else ""
+        raise TaskError(f"task {task.name}: {part}() failed{on}: {in_one_line(error)}") from error
 
 
 def show_size(rows: int, shape: Shape) -> str:
@@ -212,25 +266,21 @@ def show_size(rows: int, shape: Shape) -> str:
     return show_rows(rows) + (f" of {'+'.join(map(str, shape))}" if shape else "")
 
 
-def _held(rig: StepContext) -> Iterator[torch.Tensor]:
-    """Every tensor that is there before the step: weights, gradients, buffers, optimizer state."""
-    yield from rig.model.parameters()
-    yield from (p.grad for p in rig.model.parameters() if p.grad is not None)
-    yield from rig.model.buffers()
-    for state in rig.optimizer.state.values():
+def _held(context: StepContext) -> Iterator[torch.Tensor]:
+    """Every tensor that exists before the step: weights, gradients, buffers, optimizer state."""
+    yield from context.model.parameters()
+    yield from (p.grad for p in context.model.parameters() if p.grad is not None)
+    yield from context.model.buffers()
+    for state in context.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _check_loss(rig: StepContext, batch: Any) -> None:
-    """A first look, before any training: finite sums, counts above 0, and names that `counts` knows."""
-    task = rig.task
-    for term in loss_terms(task, task.loss(rig.model, batch), model=rig.model, batch=batch).values():
+def _check_loss(task: Task, terms: dict[str, Loss]) -> None:
+    for term in terms.values():
         value, count = float(term.sum.detach()), float(term.count)
         if not math.isfinite(value):
             raise TaskError(
-                f"task {task.name}: its loss is {value} at the first probe, before any training; check dummy() and loss()"
+                f"task {task.name}: loss() is {value} before any training. Try: check loss() and its batch."
             )
         if count <= 0:
-            raise TaskError(
-                f"task {task.name}: its loss counted {count:g} on a dummy batch; Loss.count must be above 0"
-            )
+            raise TaskError(f"task {task.name}: loss() counted {count:g} in a probe batch. Loss.count must be above 0.")

@@ -1,0 +1,536 @@
+"""Where the size of a micro-batch is decided: the fastest split of a step among the sizes that fit.
+
+`find_fastest` times the splits, `Search` decides which may be timed: it tries the step without gradient checkpointing,
+with it if nothing fits or if speed still rises with the rows, and makes the plan of the better trial.
+
+A step of 250 rows in micro-batches of at most 30 takes nine of them, and 28 rows each do as well as 30: only 250/9,
+250/18, 250/36 … are worth timing. The largest is often not the fastest, because a CPU's caches prefer smaller ones and
+a full GPU gains nothing. So timing starts at half of the largest size and goes up only while speed does.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+import torch
+
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
+from brimful.memory.context import StepContext
+from brimful.memory.model import Probe
+from brimful.memory.oom import OutOfMemory
+from brimful.memory.split import deal
+from brimful.planning.exactness import Exactness, check_exactness, check_rows
+from brimful.planning.levers import checkpointing, cudnn_attention, frozen_choice
+from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.probe import Mode, Prober, Progress, show_size
+from brimful.planning.survey import PROVEN_REACH, Survey
+from brimful.planning.target import Target, autocast_dtype
+from brimful.task import Dataset, Shape, Task
+from brimful.units import flag_bytes, show_bytes, show_rate, show_rows
+
+SAME_SPEED = 0.02
+"""Speeds this close count as equal."""
+STILL_RISING = 1.25
+"""More rows would clearly pay, noise aside, if the largest size is this much faster than half of it."""
+WORTH_CHECKPOINTING = 1.03
+"""Checkpointing must be this much faster to be chosen where the step fits without it."""
+CHALLENGE_AT = 0.95
+"""The share of the budget of the size at which checkpointing is first timed: two probes predict it, none measured it."""
+WARM_UP_LENGTH = 64
+"""Rows of the warm-up are no longer than this, because nothing is known yet of what length costs."""
+LEAST_OVERHEAD = 0.25
+"""Of the time of a micro-batch with hardly a row in it, at least this share is not the row's."""
+ROWS_TO_COMPARE = 8
+"""Rows used by the exactness check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One way to split the step, timed."""
+
+    rows: int
+    accumulation: int
+    rows_per_s: float
+    seconds: float
+    """Of one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The chosen split among all that were timed, largest first."""
+
+    chosen: Timing
+    timed: tuple[Timing, ...]
+
+    @property
+    def rising(self) -> bool:
+        """Whether a micro-batch larger than the largest would still be faster."""
+        if len(self.timed) < 2:
+            return True  # nothing smaller to compare with
+        return self.timed[0].rows_per_s > STILL_RISING * self.timed[1].rows_per_s
+
+    @property
+    def reason(self) -> str:
+        others = [timing for timing in self.timed if timing is not self.chosen]
+        rate = f"{show_rate(self.chosen.rows_per_s)} rows/s"
+        if not others:
+            return f"{rate}, the only size to choose from"
+        fastest = self.chosen.rows_per_s == max(timing.rows_per_s for timing in self.timed)
+        verdict = "fastest" if fastest else f"within {SAME_SPEED:.0%} of the fastest, with less memory"
+        return f"{verdict}: {rate}; {', '.join(f'{show_rows(t.rows)}: {show_rate(t.rows_per_s)}' for t in others)}"
+
+
+def micro_rows(step_rows: int, accumulation: int) -> int:
+    """Rows of the largest of this many equal micro-batches."""
+    return -(-step_rows // accumulation)
+
+
+def find_fastest(
+    step_rows: int, largest: int, seconds: Callable[[int], float], once_s: float, *, least: int = 1, only: bool = False
+) -> Speed:
+    """Time half of the largest size, go up while speed grows, and look below if it does not.
+
+    `seconds(rows)` times one micro-batch and `once_s` is the optimizer's time. No size below `least` is tried; `only`
+    times the largest alone.
+    """
+
+    def timing(rows: int, accumulation: int) -> Timing:
+        took = seconds(rows)
+        return Timing(rows, accumulation, step_rows / (accumulation * took + once_s), took)
+
+    fewest = micro_rows(step_rows, largest)
+    if only:
+        single = timing(largest, fewest)
+        return Speed(single, (single,))
+    splits = [(micro_rows(step_rows, fewest), fewest)]
+    while micro_rows(step_rows, accumulation := 2 * splits[-1][1]) >= least and splits[-1][0] > 1:
+        splits.append((micro_rows(step_rows, accumulation), accumulation))
+    at = min(1, len(splits) - 1)
+    timed = {at: timing(*splits[at])}
+    for direction in (-1, +1):
+        while _is_faster(timed, at) and 0 <= at + direction < len(splits):
+            at += direction
+            timed[at] = timing(*splits[at])
+        if len(timed) > 2:
+            break
+        at = max(timed)
+    best = max(t.rows_per_s for t in timed.values())
+    chosen = min((t for t in timed.values() if t.rows_per_s >= (1 - SAME_SPEED) * best), key=lambda t: t.rows)
+    return Speed(chosen, tuple(timed[index] for index in sorted(timed)))
+
+
+def _is_faster(timed: dict[int, Timing], at: int) -> bool:
+    """Whether the size timed last beats all others by more than noise."""
+    others = [t.rows_per_s for index, t in timed.items() if index != at]
+    return all(timed[at].rows_per_s > (1 + SAME_SPEED) * other for other in others)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting of checkpointing, probed and timed."""
+
+    survey: Survey
+    largest: int
+    speed: Speed | None
+    """None if nothing that is allowed fits."""
+    checkpointed: bool
+
+
+class Search:
+    """The search for one plan, on a model that is ready to step."""
+
+    def __init__(
+        self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, progress: Progress,
+        rows: Dataset | None = None,
+    ) -> None:  # fmt: skip
+        """`rows` are compared by the exactness check; None compares a probe batch."""
+        self.started = time.perf_counter()
+        self.context, self.target, self.options, self.shape, self.rows = context, target, options, shape, rows
+        self.task = context.task
+        self.prober = Prober(context, target, progress)
+        self.lever = checkpointing(self.task, context.model)
+        self.deal = _deal(self.task, options)
+        self.most = self.deal[0]
+        self.once_s = 0.0
+        self.short = shape
+        self.compared_checkpointing = False
+        self.exactness = Exactness(reason="a step of one row is never split")
+
+    def plan(self, key: str) -> Plan:
+        """Try, choose, verify with a full step at the chosen size, and record it all."""
+        self._warm_up()
+        trial, reason = self._choose()
+        assert trial.speed is not None
+        chosen = trial.speed.chosen
+        with self.lever.set(trial.checkpointed):
+            trial.survey.explore()  # what a second trial left out; after a first there is nothing left
+            trial.survey.check_short_rows(self.target.budget_bytes)
+            trial.survey.assume_growth(trial.largest, self.target.budget_bytes)
+            verified = trial.survey.measure(chosen.rows, self.shape, "full", reserved=True)
+            overhead = self._overhead(chosen)
+            frozen = frozen_choice(self.context, self.shape, chosen.rows)
+        if verified is None:
+            raise DoesNotFit(
+                f"{show_size(chosen.rows, self.shape)} fitted before and ran out of memory now on "
+                f"{self.target.name}{self.target.holders}. Try: again, when nothing else takes memory there.",
+                needed_bytes=0,
+            )
+        choices = [*self._choices(trial, reason), *([frozen] if frozen else [])]
+        return self._assemble(trial, verified, overhead, choices, key)
+
+    def _warm_up(self) -> None:
+        """The first step, and whether a step may be split."""
+        wanted = self.options.checkpointing
+        offered = self.lever.offered or self.lever.already_on
+        if (wanted == "on" and not offered) or (wanted == "off" and self.lever.already_on):
+            raise BadOption(f'checkpointing="{wanted}" is not possible: {self.lever.how}.')
+        short = self.prober.available(tuple(max(1, min(length // 4, WARM_UP_LENGTH)) for length in self.shape))
+        rows = min(2, self.most)  # BatchNorm refuses a single row
+        try:
+            failure = self.prober.warm_up(rows, short)
+        except TaskError:
+            if short == self.shape:
+                raise
+            short = self.shape  # a model of fixed input size, or an error that the worst shape shows as well
+            failure = self.prober.warm_up(rows, short)
+        self.short = short
+        if failure is not None:
+            raise self._first_step_too_large(rows, short)
+        if self.prober.fixed_bytes > self.target.limit_bytes:
+            raise self._fixed_part_too_large()
+        self.once_s = self.prober.optimizer_seconds(rows, short)
+        compared = min(ROWS_TO_COMPARE, sum(self.deal))
+        if compared > 1 and self.rows is not None and len(self.rows) > 1:
+            self.exactness = check_rows(self.context, self.rows, self.task.shape, compared)
+        elif compared > 1:
+            self.exactness = check_exactness(self.context, self.prober.batch(compared, short))
+
+    def _choose(self) -> tuple[Trial, str]:
+        """The trial to use, and the reason for its setting of checkpointing."""
+        if self.lever.already_on:
+            return self._accepted(self._try(False)), self.lever.how
+        if self.options.checkpointing == "on":
+            return self._accepted(self._try(True)), f"as requested, {self.lever.how}"
+        plain = self._try(False)
+        if self.options.checkpointing == "off":
+            return self._accepted(plain), "as requested"
+        if not self.lever.offered:
+            return self._accepted(plain), self.lever.how
+        if plain.speed is None:
+            fits = f"at most {show_rows(plain.largest)} fit" if plain.largest else "not even one row fits"
+            return self._accepted(self._try(True)), f"without it {fits}; {self.lever.how}"
+        if plain.largest == self.most:
+            return plain, "the whole step fits without it"
+        if self.options.micro_batch != "auto":
+            return plain, "with a fixed micro-batch it would only cost time"
+        if not plain.speed.rising:
+            return plain, "more rows at once would gain little, so it would only cost time"
+        return self._challenge(plain)
+
+    def _challenge(self, plain: Trial) -> tuple[Trial, str]:
+        """Checkpointing against a trial that fits without it, timed at the largest size that it makes possible."""
+        assert plain.speed is not None
+        self.compared_checkpointing = True
+        off = plain.speed.chosen.rows_per_s
+
+        def rejected(on: Timing) -> tuple[Trial, str]:
+            return plain, f"{show_rate(on.rows_per_s)} rows/s with it at {show_rows(on.rows)}, {show_rate(off)} without"
+
+        with self.lever.set(True):
+            survey = Survey(self.prober, self.shape, self.most, least=self._least)
+            survey.explore_near(plain.largest)
+            if not survey.probed_worst:
+                return plain, "even sizes that fit without it ran out of memory with it"
+            most = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
+            rows = self._even(max(1, min(most, PROVEN_REACH * plain.largest)))
+            first = find_fastest(self.most, rows, survey.time, self.once_s, only=True).chosen
+            if first.rows_per_s <= WORTH_CHECKPOINTING * off:
+                return rejected(first)
+            largest = survey.largest(self.target.budget_bytes)
+            if largest == 0:
+                return plain, "even sizes that fit without it are over the budget with it"
+            speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least)
+        if speed.chosen.rows_per_s <= WORTH_CHECKPOINTING * off:  # fewer rows fit than were timed first
+            return rejected(speed.chosen)
+        reason = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.how}"
+        return Trial(survey, largest, speed, True), reason
+
+    def _try(self, checkpointed: bool) -> Trial:
+        with self.lever.set(checkpointed):
+            survey = Survey(self.prober, self.shape, self.most, least=self._least)
+            survey.explore()
+            largest = survey.largest(self.target.budget_bytes) if survey.probed_worst else 0
+            rows = self._allowed_rows(survey, largest)
+            if rows == 0:
+                return Trial(survey, largest, None, checkpointed)
+            only = self.options.micro_batch != "auto" or self._few_splits
+            speed = find_fastest(self.most, rows, survey.time, self.once_s, least=self._least, only=only)
+            return Trial(survey, largest, speed, checkpointed)
+
+    @property
+    def _least(self) -> int:
+        return min(2, self.most) if self.exactness.batch_norm else 1
+
+    @property
+    def _must_stay_whole(self) -> bool:
+        return self.exactness.looks_across_rows and not self.options.allow_inexact
+
+    @property
+    def _few_splits(self) -> bool:
+        """Where splitting changes the result, few micro-batches matter more than speed."""
+        return not self.exactness.exact and not self.options.allow_inexact
+
+    def _even(self, rows: int) -> int:
+        """Rows of the largest micro-batch when the step is split evenly into micro-batches of at most this many."""
+        return micro_rows(self.most, micro_rows(self.most, rows))
+
+    def _allowed_rows(self, survey: Survey, largest: int) -> int:
+        """The size to time first: a fixed one if it fits the limit, the whole step if it must not be split; else 0."""
+        if self.options.micro_batch == "auto":
+            if largest == 0 or (self._must_stay_whole and largest < self.most):
+                return 0
+            return self._even(largest) if self._few_splits else largest
+        rows = min(self.options.micro_batch, self.most)
+        if self._must_stay_whole and rows < self.most:
+            return 0
+        fits = rows <= largest or survey.predicted(rows) <= self.target.limit_bytes
+        return rows if fits and survey.measure(rows, self.shape, reserved=True) is not None else 0
+
+    def _accepted(self, trial: Trial) -> Trial:
+        """The trial, or the error that says why nothing that is allowed fits."""
+        fixed = self.options.micro_batch
+        if trial.speed is not None:
+            if self._must_stay_whole and len(self.deal) > 1:
+                raise InexactSplit(
+                    f"task {self.task.name}: {self.exactness.reason}, and {len(self.deal)} processes would split it. "
+                    "Try: processes=1, or allow_inexact=True."
+                )
+            return trial
+        if trial.largest == 0:
+            raise self._one_row_too_large(trial)
+        if self._must_stay_whole:
+            parts = micro_rows(self.most, trial.largest if fixed == "auto" else min(fixed, trial.largest))
+            raise InexactSplit(
+                f"task {self.task.name}: {self.exactness.reason}, and {self.most} rows do not fit without splitting "
+                f"them into {parts}. Try: global_batch={trial.largest}, a higher memory_limit=, or allow_inexact=True."
+            )
+        assert fixed != "auto"
+        raise BadOption(
+            f"micro_batch={fixed} is predicted to need {show_bytes(trial.survey.predicted(fixed))} for "
+            f"{show_size(fixed, self.shape)}, and the limit is {show_bytes(self.target.limit_bytes)}. "
+            f"Try: micro_batch={trial.largest}, the most that fits."
+        )
+
+    def _one_row_too_large(self, trial: Trial) -> DoesNotFit:
+        """What one row takes: counted on the CPU, predicted on a GPU, a lower bound if nothing could be probed."""
+        with self.lever.set(trial.checkpointed):
+            mode: Mode = "whole" if self._least == self.most else "full"
+            probe, basis = self.prober.run_without_limit(self._least, self.shape, mode), ""
+        if probe is not None:
+            peak = probe.peak_bytes
+        elif trial.survey.probes:
+            peak, basis = trial.survey.predicted(self._least), " (predicted)"
+        else:
+            peak, basis = self.prober.fixed_bytes + self.prober.gradient_bytes, " at least"
+        target, needed = self.target, flag_bytes(peak / self.target.fill)
+        tips = [f'memory_limit="{needed}"' if target.requested else f"free {needed} on {target.name}"]
+        if 1.01 * peak <= target.limit_bytes:
+            tips.append(f"fill={peak / target.limit_bytes + 0.01:.2f}")
+        if self.lever.offered and not trial.checkpointed:
+            tips.append('checkpointing="auto"')
+        if self.shape:
+            tips.append("shorter lengths=")
+        return DoesNotFit(
+            f"{show_size(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, "
+            f"of which weights and optimizer state take {show_bytes(self.prober.fixed_bytes)}; {target.fill:.0%} of the "
+            f"limit is {show_bytes(target.budget_bytes)}{target.holders}. Try: {', or '.join(tips)}.",
+            needed_bytes=round(peak / target.fill) + 1,
+        )
+
+    def _fixed_part_too_large(self) -> DoesNotFit:
+        """If a row can be counted without the limit, the limit that is suggested has room for one."""
+        held = self.prober.fixed_bytes + self.prober.gradient_bytes
+        peak = self._smallest_step_bytes()
+        needed = max(held, peak or 0) / self.target.fill
+        return DoesNotFit(
+            f"weights, optimizer state and gradients take {show_bytes(held)} before any row, and the limit is "
+            f"{show_bytes(self.target.limit_bytes)}{self.target.holders}. Try: {'at least ' if peak is None else ''}"
+            f'memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights.',
+            needed_bytes=round(needed) + 1,
+        )
+
+    def _smallest_step_bytes(self) -> int | None:
+        """What a step in micro-batches of one row takes, of two if one is refused; None if it cannot be counted."""
+        for rows in (1, 2):
+            try:
+                with self.lever.set(self.options.checkpointing != "off" and self.lever.offered):
+                    probe = self.prober.run_without_limit(rows, self.shape, "whole" if rows == self.most else "full")
+                return None if probe is None else probe.peak_bytes
+            except TaskError:  # BatchNorm refuses a single row
+                continue
+        return None
+
+    def _first_step_too_large(self, rows: int, shape: Shape) -> DoesNotFit:
+        """Nothing is known yet: what the optimizer's state takes shows only when a step has run."""
+        least = self.prober.gradient_bytes + sum(p.numel() * p.element_size() for p in self.context.model.parameters())
+        needed = max(self.target.limit_bytes, least) / self.target.fill
+        return DoesNotFit(
+            f"the first step, of {show_size(rows, shape)}, ran out of memory: weights and gradients take "
+            f"{show_bytes(least)} of {show_bytes(self.target.limit_bytes)}{self.target.holders}. "
+            f'Try: memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights.',
+            needed_bytes=round(needed),
+        )
+
+    def _overhead(self, chosen: Timing) -> float | None:
+        """What a micro-batch costs besides its rows, in rows × lengths: a line from one with hardly a row to the chosen.
+
+        None if rows have no lengths to pad, if splits should be few, or if time does not grow with the rows.
+        """
+        if self._few_splits or not self.shape:
+            return None
+        timed = self.prober.time(self._least, self.short, whole=False, reserved=False)
+        if isinstance(timed, OutOfMemory):
+            return None
+        little, small_s = self._least * sum(self.short), timed[0]
+        work = chosen.rows * sum(self.shape)
+        per_work_s = (chosen.seconds - small_s) / (work - little) if work > little else 0.0
+        if per_work_s <= 0:
+            return None
+        return max(small_s - per_work_s * little, LEAST_OVERHEAD * small_s) / per_work_s
+
+    def _choices(self, trial: Trial, checkpointing_reason: str) -> list[Choice]:
+        """Every choice with its reason, in the order a reader wants to know them."""
+        options, target, timing = self.options, self.target, trial.speed.chosen  # type: ignore[union-attr]
+        limit, source = (
+            options.memory_limit_bytes,
+            "the task's value" if options.global_batch is None else "as requested",
+        )
+        dealt = f"{source}, dealt {'+'.join(map(str, self.deal))}" if len(self.deal) > 1 else source
+        split = "one micro-batch" if timing.accumulation == 1 else f"in micro-batches of at most {timing.rows}"
+        compared = self.compared_checkpointing or trial.checkpointed
+        basis: Basis = "measured" if compared else "predicted"
+        levers, reasons = self._levers(trial)
+        choices = [
+            Choice.of("device", _unless_auto(options.device), str(target.device), target.name, "measured"),
+            Choice.of("memory_limit", limit, target.limit_bytes, target.limit_reason, "measured"),
+            Choice.of("global_batch", options.global_batch, sum(self.deal), dealt, "asked"),
+            self._micro_batch(trial),
+            Choice.of("accumulation", None, timing.accumulation, f"{show_rows(self.most)}, {split}", "measured"),
+            Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason, basis),
+            Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked"),
+            self._exactness(timing),
+        ]  # fmt: skip
+        if target.device.type == "cuda":
+            wanted = _unless_auto(options.cudnn_attention)
+            reason = reasons["cudnn_attention"]
+            choices += [Choice.of("cudnn_attention", wanted, levers.cudnn_attention, reason, "predicted"), _allocator()]
+        return choices
+
+    def _micro_batch(self, trial: Trial) -> Choice:
+        assert trial.speed is not None
+        wanted, timing = self.options.micro_batch, trial.speed.chosen
+        if wanted == "auto" and self._few_splits:
+            reason = f"the fewest splits, since a split changes the result: {show_rate(timing.rows_per_s)} rows/s"
+            return Choice.of("micro_batch", None, timing.rows, reason, "measured")
+        if wanted == "auto":
+            return Choice.of("micro_batch", None, timing.rows, trial.speed.reason, "measured")
+        reason = "as requested" if wanted == timing.rows else f"the step has only {show_rows(self.most)} in a process"
+        reason += f"; the largest within {self.target.fill:.0%} of the limit is {trial.largest}"
+        return Choice.of("micro_batch", wanted, timing.rows, reason, "measured")
+
+    def _exactness(self, timing: Timing) -> Choice:
+        exactness, whole = self.exactness, timing.accumulation == 1 and len(self.deal) == 1
+        effective = "exact" if exactness.exact else "whole step" if timing.accumulation == 1 else "inexact"
+        if exactness.unequal_rows and not whole:
+            effective = "weighted by rows"
+        requested = "inexact allowed" if self.options.allow_inexact else None
+        return Choice.of("exactness", requested, effective, exactness.reason, "measured")
+
+    def _warnings(self, trial: Trial, timing: Timing) -> list[str]:
+        exactness, split = self.exactness, timing.accumulation > 1 or len(self.deal) > 1
+        warnings = []
+        if exactness.batch_norm:
+            warnings.append(f"{exactness.reason}; results depend on the micro-batch, here {show_rows(timing.rows)}")
+        if exactness.looks_across_rows and split:
+            warnings.append(f"{exactness.reason}; inexact splits are allowed, so a micro-batch sees only its own rows")
+        if exactness.unequal_rows and split:
+            warnings.append(f"{exactness.reason}; return (mean, count) from loss() to make the split exact")
+        return warnings + ([trial.survey.shape_note] if trial.survey.shape_note else [])
+
+    def _levers(self, trial: Trial) -> tuple[Levers, dict[str, str]]:
+        """How the levers are set, and the reasons for those that the search does not try."""
+        options, name = self.options, self.target.name
+        wanted = options.precision or self.task.precision
+        dtype = autocast_dtype(wanted, self.target.device)
+        precision: dict[torch.dtype | None, Literal["fp32", "bf16", "fp16"]]
+        precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        reason = "as requested" if options.precision else "the task's value"
+        if wanted == "auto":
+            reason = f"{name} computes faster in bf16" if dtype else f"{name} gains nothing from bf16"
+        cudnn, cudnn_reason = cudnn_attention(options.cudnn_attention, self.target.device, self.shape)
+        on = trial.checkpointed or self.lever.already_on
+        levers = Levers(checkpointing="on" if on else "off", precision=precision[dtype], cudnn_attention=cudnn)
+        return levers, {"precision": reason, "cudnn_attention": cudnn_reason}
+
+    def _assemble(self, trial: Trial, verified: Probe, overhead: float | None, choices: list[Choice], key: str) -> Plan:
+        assert trial.speed is not None
+        survey, timing, largest = trial.survey, trial.speed.chosen, trial.largest
+        at_largest = survey.measure(largest, self.shape) or verified
+        return Plan(
+            task=self.task.name,
+            device=str(self.target.device),
+            device_name=self.target.name,
+            limit_bytes=self.target.limit_bytes,
+            fill=self.target.fill,
+            shape=self.shape,
+            global_batch=sum(self.deal),
+            micro_batch=timing.rows,
+            largest_micro_batch=largest,
+            accumulation=timing.accumulation,
+            processes=len(self.deal),
+            deal=self.deal,
+            memory_model=survey.model,
+            predicted_peak_bytes=survey.predicted_unseen(timing.rows),
+            measured_peak_bytes=verified.peak_bytes,
+            reserved_peak_bytes=verified.reserved_bytes,
+            largest_predicted_peak_bytes=survey.predicted_unseen(largest),
+            largest_measured_peak_bytes=at_largest.peak_bytes,
+            one_more_predicted_peak_bytes=survey.predicted(largest + 1) if largest < self.most else None,
+            rows_per_s=timing.rows_per_s,
+            overhead=overhead,
+            ooms=self.prober.ooms,
+            probes=self.prober.probes,
+            plan_s=time.perf_counter() - self.started,
+            levers=self._levers(trial)[0],
+            host=HostPlan(limit_bytes=self.target.host_limit_bytes),
+            choices=tuple(choices),
+            warnings=tuple(self._warnings(trial, timing)),
+            key=key,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _deal(task: Task, options: PlanOptions) -> tuple[int, ...]:
+    rows = options.global_batch or task.global_batch
+    if rows < options.processes:
+        raise TaskError(
+            f"task {task.name}: global_batch={rows} gives {options.processes} processes less than a row each."
+        )
+    return deal(rows, options.processes)
+
+
+def _unless_auto(value: str) -> str | None:
+    return None if value == "auto" else value
+
+
+def _allocator() -> Choice:
+    """How torch's allocator is set, because it decides what is reserved for the same tensors."""
+    setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    reason = "PYTORCH_ALLOC_CONF=expandable_segments:True would reserve less"
+    if setting and "expandable_segments:True" in setting:
+        reason = "segments that can grow are not fragmented by varying shapes"
+    return Choice.of("allocator", None, setting or "torch's default", reason, "asked")

@@ -1,0 +1,115 @@
+"""What the user may set for a plan. Whatever is left alone is chosen; whatever is set is kept, or the plan is refused.
+
+`brimful.plan` takes these fields as keywords, and the command line makes its flags from them and the docstring under
+each. Torch is not imported here, so that `brimful --help` takes 0.3 s instead of 3.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from brimful.errors import BadOption
+from brimful.task import Precision, Shape
+from brimful.units import parse_bytes
+
+AutoOnOff = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of `brimful plan` and `brimful.plan`."""
+
+    global_batch: int | None = None
+    """Rows per optimizer step, over all micro-batches and processes. Default: the task's value."""
+    micro_batch: int | Literal["auto"] = "auto"
+    """Rows per forward and backward. A number is an upper bound that is never raised."""
+    memory_limit: int | str | None = None
+    """Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU. Default: what is free."""
+    host_limit: int | str | None = None
+    """Host RAM to use at most, such as 16GiB. Default: what this process may use."""
+    fill: float = 0.85
+    """The share of the memory limit to plan for."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, `mps` or `xpu`. Default: the first accelerator, else the CPU."""
+    processes: int = 1
+    """Processes that share the global batch."""
+    checkpointing: AutoOnOff = "auto"
+    """Gradient checkpointing. `auto` uses it if it is faster or if nothing else fits."""
+    precision: Precision | None = None
+    """The precision of autocast. Default: the task's value."""
+    cudnn_attention: AutoOnOff = "auto"
+    """cuDNN's attention kernels on CUDA. `auto` uses them only where all rows have one shape."""
+    workers: int | Literal["auto"] = "auto"
+    """Loader workers per process; 0 reads in the training process."""
+    prefetch: int | Literal["auto"] = "auto"
+    """Steps that each worker reads ahead."""
+    pin_memory: AutoOnOff = "auto"
+    """Pinned host memory, from which a GPU copies while it computes."""
+    lengths: Shape | None = None
+    """The lengths to plan for. Default: the longest in the data, else the task's worst shape."""
+    allow_inexact: bool = False
+    """Split a step even if that changes its result, because the loss looks across rows."""
+    cache: bool = True
+    """Reuse a saved plan with the same key, and save this one."""
+    seed: int = 0
+    """Seed of the probe batches and of the temporary model."""
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise BadOption(" ".join(problems))
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        return None if self.host_limit is None else parse_bytes(self.host_limit)
+
+
+_LEAST = {"global_batch": 1, "processes": 1, "micro_batch": 1, "workers": 0, "prefetch": 1, "seed": 0}
+_WORDS = {
+    "checkpointing": get_args(AutoOnOff),
+    "cudnn_attention": get_args(AutoOnOff),
+    "pin_memory": get_args(AutoOnOff),
+    "precision": (None, *get_args(Precision)),
+}
+
+
+def _problems(options: PlanOptions) -> Iterator[str]:
+    """One sentence for each value that cannot work."""
+    whole = True
+    for name, least in _LEAST.items():
+        value = getattr(options, name)
+        if value not in (None, "auto") and (not _is_whole(value) or value < least):
+            whole = False
+            yield f"{name}={value!r} must be a whole number of at least {least}."
+    fill = options.fill
+    if not isinstance(fill, (int, float)) or isinstance(fill, bool) or not 0 < fill <= 1:
+        yield f"fill={fill!r} must be above 0 and at most 1."
+    if whole and options.global_batch is not None and options.global_batch < options.processes:
+        yield f"global_batch={options.global_batch} gives {options.processes} processes less than a row each."
+    for name, words in _WORDS.items():
+        value = getattr(options, name)
+        if value not in words:
+            yield f"{name}={value!r} must be one of {', '.join(filter(None, words))}."
+    lengths = options.lengths
+    if lengths is not None and not (
+        isinstance(lengths, (tuple, list)) and all(_is_whole(length) and length > 0 for length in lengths)
+    ):
+        yield f"lengths={lengths!r} must be a tuple of whole numbers of at least 1, such as (256, 256)."
+    for name in ("cache", "allow_inexact"):
+        if not isinstance(getattr(options, name), bool):
+            yield f"{name}={getattr(options, name)!r} must be True or False."
+    for name in ("memory_limit", "host_limit"):
+        value = getattr(options, name)
+        try:
+            if value is not None:
+                parse_bytes(value)
+        except BadOption:
+            yield f"{name}={value!r} must be a positive size, such as 20GiB or 512MiB."
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

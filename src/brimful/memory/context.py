@@ -1,13 +1,13 @@
-"""The bare step: what any training step does with memory, with its phases marked and nothing else in it.
+"""One optimizer step, with its phases marked for the meter and nothing else in it.
 
     first_forward → first_head → first_early → first_late        the first micro-batch: no gradients are held yet
-          forward →       head →       early →       late        every later one: a full set of gradients is
+          forward →       head →       early →       late        each later one: a full set of gradients is held
                                                     optimizer     scale, step, drop the gradients
 
-The peak of a step is the highest of its phases, and each phase grows along its own line: at small batches the
-optimizer sets the peak, at large ones the loss's backward. One line through the step's own peak is off by 25 %, one per
-phase by less than 1 %. Backward is told apart by hooks on the gradients: before the first one the loss and the head are
-at work, after half of them most activations are gone.
+The peak of a step is the highest of its phases, and each phase grows along its own line: at small batches the optimizer
+sets the peak, at large ones the backward of the loss. One line through the step's own peak is off by 25 %, one line per
+phase by less than 1 %. Hooks on the gradients divide the backward: before the first gradient the loss and the head are
+computed, after half of them most activations are freed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,38 +23,10 @@ from torch.optim import Optimizer
 from brimful.errors import TaskError
 from brimful.task import Loss, Task, loss_terms, map_tensors
 
-# What a forward is opened with: autocast, and attention whose kernels need no preparation where shapes vary.
-#
-# cuDNN's attention, which torch prefers on Hopper cards and later, builds a plan for every shape it meets and keeps it for as
-# long as the process lives. Rows of varying length meet a new shape in every micro-batch. Measured on T5 base and an H200,
-# 48 rows: 218 ms a micro-batch and 4.7 MiB of host RAM that never come back, against 84 ms and nothing with torch's own
-# kernels; on a shape met before, both take the same. A run of ten thousand steps would have ended with the host's memory.
-
-
-@contextmanager
-def forward_context(device: torch.device, autocast: torch.dtype | None, *, cudnn_attention: bool = False) -> Iterator[None]:
-    """For a forward; `autocast` None computes in the weights' own precision."""
-    precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
-    with attention_kernels(cudnn=cudnn_attention), precision:
-        yield
-
-
-@contextmanager
-def attention_kernels(*, cudnn: bool) -> Iterator[None]:
-    """Without cuDNN's kernels in here, or as torch is set. A backward that computes blocks again needs the forward's."""
-    if cudnn or not torch.backends.cuda.cudnn_sdp_enabled():
-        yield
-        return
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-
-
 MICRO_PHASES = ("forward", "head", "early", "late")
 FIRST_PHASES = tuple(f"first_{phase}" for phase in MICRO_PHASES)
 Mark = Callable[[str], None]
+"""Called with the name of each phase of a metered step as it begins."""
 
 
 class Phase(StrEnum):
@@ -85,17 +57,17 @@ class StepContext:
     optimizer: Optimizer
     device: torch.device
     autocast: torch.dtype | None
-    """None runs the forward in the weights' own precision."""
+    """None runs the forward in the precision of the weights."""
     cudnn_attention: bool = True
-    """False keeps attention off cuDNN's kernels, forward and backward: see `opened`."""
+    """False keeps attention off cuDNN's kernels, forward and backward: see `forward_context`."""
     scaler: "torch.amp.GradScaler | None" = None
-    """Made here for fp16; one that exists already may be given."""
+    """Created here for fp16 unless one is passed."""
     phase: Phase = field(init=False, default=Phase.IDLE)
-    """What the step is doing now. It stands still when an error is raised, so it tells where memory ran out."""
+    """What the step is doing now. It stays when an error is raised, so it tells where memory ran out."""
     params: list[nn.Parameter] = field(init=False)
-    """All of the model's, and whatever else the optimizer steps."""
-    _graded: list[nn.Parameter] = field(init=False, default_factory=list)
-    """The parameters that the last full step left a gradient on."""
+    """All parameters of the model, and any others that the optimizer steps."""
+    _with_gradient: list[nn.Parameter] = field(init=False, default_factory=list)
+    """The parameters that got a gradient in the last full step."""
 
     def __post_init__(self) -> None:
         stepped = (param for group in self.optimizer.param_groups for param in group["params"])
@@ -103,12 +75,8 @@ class StepContext:
         if self.scaler is None and self.autocast is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """What the step's forward runs in."""
-        return forward_context(self.device, self.autocast, cudnn_attention=self.cudnn_attention)
-
     def step(self, batches: Iterable[Any], rows: int, mark: Mark | None = None) -> float:
-        """One optimizer step over micro-batches of so many rows in all, made one at a time. Returns the mean loss."""
+        """One optimizer step over micro-batches that have `rows` rows in all. Returns the mean loss."""
         total = count = 0.0
         for index, batch in enumerate(batches):
             for term in self.run_micro_batch(batch, rows, mark, "first_" if index == 0 else "").values():
@@ -121,11 +89,11 @@ class StepContext:
         return total / count if count else float("nan")
 
     def run_micro_batch(
-        self, batch: Any, over: float | Mapping[str, float], mark: Mark | None = None, prefix: str = ""
+        self, batch: Any, divisor: float | Mapping[str, float], mark: Mark | None = None, prefix: str = ""
     ) -> dict[str, Loss]:
-        """Forward and backward of one micro-batch; its gradients are added to those held.
+        """Forward and backward of one micro-batch. Its gradients are added to those held.
 
-        Each term's sum is divided by `over` first: the rows of the step, or the term's own total where it is known.
+        The sum of each term is divided by `divisor` first: the rows of the step, or the total count of that term.
         """
         if mark:
             mark(f"{prefix}forward")
@@ -134,8 +102,8 @@ class StepContext:
         self.phase = Phase.FORWARD
         with self.forward_context():
             terms = loss_terms(self.task, self.task.loss(self.model, batch), model=self.model, batch=batch)
-            scaled = _mean(self.task, terms, over)
-        del batch  # in backward only what the graph needs of it is kept
+            scaled = _scaled_sum(self.task, terms, divisor)
+        del batch  # the backward keeps only what the graph needs of it
         if mark:
             mark(f"{prefix}head")
         self.phase = Phase.BACKWARD
@@ -144,19 +112,23 @@ class StepContext:
             (self.scaler.scale(scaled) if self.scaler else scaled).backward()
         return terms
 
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What the forward of the step runs in."""
+        return forward_context(self.device, self.autocast, cudnn_attention=self.cudnn_attention)
+
     def finish(self, scale: float) -> None:
-        """Gradients to the mean over what was counted, one optimizer step, gradients dropped."""
+        """Scale the gradients to the mean over what was counted, step the optimizer, drop the gradients."""
         self.scale_gradients(scale)
         self.apply()
         self.drop_gradients()
 
     def scale_gradients(self, scale: float) -> None:
-        self._graded = [param for param in self.params if param.grad is not None]
-        if self._graded and scale != 1.0:
-            torch._foreach_mul_([param.grad for param in self._graded if param.grad is not None], scale)
+        self._with_gradient = [param for param in self.params if param.grad is not None]
+        if self._with_gradient and scale != 1.0:
+            torch._foreach_mul_([param.grad for param in self._with_gradient if param.grad is not None], scale)
 
     def apply(self) -> None:
-        """The optimizer's step, through the scaler where there is one."""
+        """The optimizer's step, through the scaler if there is one."""
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -164,7 +136,7 @@ class StepContext:
             self.optimizer.step()
 
     def drop_gradients(self) -> None:
-        """As after an optimizer step. Not by the model's zero_grad, whose walk over T5's parts takes 2 ms."""
+        """As after an optimizer step. Not by the model's zero_grad, which takes 2 ms to walk through T5."""
         if any(param.grad is not None for param in self.params):
             self.optimizer.zero_grad(set_to_none=True)
         for param in self.params:
@@ -172,34 +144,67 @@ class StepContext:
 
     def hold_gradients(self) -> None:
         """As before every micro-batch but the first: a gradient on each parameter that gets one."""
-        for param in self._graded:
+        for param in self._with_gradient:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
 
-def _mean(task: Task, terms: Mapping[str, Loss], over: float | Mapping[str, float]) -> torch.Tensor:
-    if isinstance(over, Mapping) and set(over) != set(terms):
-        raise TaskError(
-            f"task {task.name}: its loss has the terms {sorted(terms)}, its counts(batch) {sorted(over)}; they must be the same"
-        )
-    parts = [term.sum / (over[name] if isinstance(over, Mapping) else over) for name, term in terms.items()]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+@contextmanager
+def forward_context(
+    device: torch.device, autocast: torch.dtype | None, *, cudnn_attention: bool = False
+) -> Iterator[None]:
+    """What a forward runs in: autocast, unless that is None, and attention without cuDNN unless it is asked for.
+
+    cuDNN's attention, which torch prefers on Hopper cards and later, builds a plan for every new shape and keeps it as long
+    as the process lives. Rows of varying length bring a new shape in every micro-batch. Measured on T5 base and an H200,
+    48 rows: 218 ms a micro-batch and 4.7 MiB of host RAM that never come back, against 84 ms and nothing with torch's own
+    kernels; for a known shape both take the same. Ten thousand such steps would use up the host's memory.
+    """
+    precision = nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast)
+    with attention_kernels(cudnn=cudnn_attention), precision:
+        yield
+
+
+@contextmanager
+def attention_kernels(*, cudnn: bool) -> Iterator[None]:
+    """Switch cuDNN's attention off in here, or leave torch as it is set.
+
+    A backward that recomputes blocks needs the same kernels as the forward.
+    """
+    if cudnn or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Every tensor of the batch on the device; anything else as it is."""
+    """The batch with every tensor on the device."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(batch, found.append)
-    return found
+    tensors: list[torch.Tensor] = []
+    map_tensors(batch, tensors.append)
+    return tensors
 
 
 def split_batch(batch: Any, at: int) -> tuple[Any, Any]:
-    """The batch's rows before and from `at`."""
+    """The rows of the batch before `at`, and the others."""
     return map_tensors(batch, lambda t: t[:at] if t.ndim else t), map_tensors(batch, lambda t: t[at:] if t.ndim else t)
+
+
+def _scaled_sum(task: Task, terms: Mapping[str, Loss], divisor: float | Mapping[str, float]) -> torch.Tensor:
+    if isinstance(divisor, Mapping) and set(divisor) != set(terms):
+        raise TaskError(
+            f"task {task.name}: loss() has the terms {sorted(terms)} and counts() has {sorted(divisor)}. "
+            "Try: use the same names in both."
+        )
+    parts = [term.sum / (divisor[name] if isinstance(divisor, Mapping) else divisor) for name, term in terms.items()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 @contextmanager

@@ -1,15 +1,15 @@
-"""Work without gradients (a loss that is only read, texts that are generated) in batches that fit, by a memory model of its own.
+"""Runs gradient-free work (evaluation, generation) in batches that fit, by a memory model of its own.
 
-    work of a few small sizes ─► what each took beyond what was alive before ─► MemoryModel ─► cut ─► run, batch by batch
-                                                                                      ▲                   │ out of memory
-                                                                                      └─── half the rows ─┘
+    work of a few small sizes ─► bytes each added to what was allocated ─► MemoryModel ─► split ─► run, batch by batch
+                                                                               ▲                       │ out of memory
+                                                                               └──── half the rows ────┘
 
-A training step's model says nothing about it: without gradients no activation outlives its layer, and generation holds a
-cache of keys and values instead of logits. So it is probed by itself: at most 8 runs of 1 to 4 rows, each no longer than
-the longest row, on the CPU under the ledger and on a card by its own statistics. Only *added* bytes are modelled; what is
-alive already (weights, optimizer state, gradients) is read anew before each pass and left out of the room.
+The memory model of training does not apply: without gradients no activation outlives its layer, and generation holds a
+cache of keys and values instead of logits. So this work has probes of its own: at most 8 runs of 1 to 4 rows, none longer
+than the longest row, on the CPU under a ledger and on a card by its peak statistics. The model covers only *added* bytes;
+what is allocated already (weights, optimizer state, gradients) is read anew before each pass and subtracted.
 
-Without any limit the CPU's work takes at most half of the host memory that is available at that moment.
+Without any limit, work on the CPU takes at most half of the host memory available at that moment.
 """
 
 import logging
@@ -36,25 +36,24 @@ from brimful.units import show_bytes, show_rows
 
 T = TypeVar("T")
 Work = Callable[[int, Shape], object]
-"""Runs the work once on a dummy of so many rows, padded to this shape."""
-Tell = Callable[[str], object]
+"""Runs the work once on a dummy batch of so many rows, padded to this shape."""
 
 HOST_SHARE = 0.5
-"""Of the host memory available now, where nothing else limits the CPU: page cache and other programs need some, too."""
-MOST_ROWS = 512
-"""From 4 rows probed a model is not trusted further than this."""
+"""Of the host memory available now, if nothing else limits the CPU: page cache and other programs need some, too."""
+MAX_ROWS = 512
+"""A model fitted to at most 4 rows is not trusted beyond this."""
 OVERHEAD = {"cpu": 128.0}
-"""What a further batch costs, in rows × padded lengths: a forward of the tiny chat model took 2 ms plus 32 µs a token."""
-OVERHEAD_ELSEWHERE = 8192.0
-"""A card takes thousands of tokens in the time that Python needs to start its kernels."""
-MOST_RAISED = 1.5
-"""One out-of-memory error does not raise the memory model by more than this."""
+"""The cost of a further batch, in rows × padded lengths: a forward of the tiny chat model took 2 ms plus 32 µs a token."""
+OTHER_OVERHEAD = 8192.0
+"""A card takes thousands of tokens in the time that Python needs to launch its kernels."""
+MAX_CORRECTION = 1.5
+"""One out-of-memory error raises the memory model by at most this factor."""
 
 log = logging.getLogger("brimful")
 
 
 class Forward:
-    """One kind of gradient-free work of one model on one device: what it costs, and how rows are cut for it."""
+    """One kind of gradient-free work of one model on one device: its memory model, and how rows are split for it."""
 
     def __init__(
         self,
@@ -66,29 +65,29 @@ class Forward:
         limit_bytes: int | None = None,
         fill: float = 0.85,
         processes: int = 1,
-        most_rows: int = MOST_ROWS,
-        fewest: bool = False,
-        tell: Tell = log.warning,
+        max_rows: int = MAX_ROWS,
+        fewest_batches: bool = False,
+        note: Callable[[str], object] = log.warning,
     ) -> None:
-        """`processes` share the host. `fewest`: as few batches as fit, for work whose time hardly depends on the rows."""
+        """`processes` share the host. `fewest_batches`: for work whose time hardly depends on the rows."""
         self.what, self.device = what, device
         self.model: MemoryModel | None = None
         self.ooms = self.batches = 0
         self.peak_bytes: int | None = None
-        """Allocated on the device at the highest; None where it does not tell."""
-        self._work, self._module, self._tell = work, model, tell
-        self._limit_bytes, self._fill, self._processes, self._most = limit_bytes, fill, processes, most_rows
-        self._overhead = None if fewest else OVERHEAD.get(device.type, OVERHEAD_ELSEWHERE)
+        """Peak allocated bytes of the device; None if it has no statistics."""
+        self._work, self._module, self._note = work, model, note
+        self._limit_bytes, self._fill, self._processes, self._max_rows = limit_bytes, fill, processes, max_rows
+        self._overhead = None if fewest_batches else OVERHEAD.get(device.type, OTHER_OVERHEAD)
         self._factor = 1.0
         self._plan_s = 0.0
-        self._budget: tuple[int, str] = (0, "nothing was run yet")
+        self._budget: tuple[int, str] = (0, "nothing has run yet")
         self._largest: tuple[int, Shape] = (0, ())
 
     def fit(self, longest: Shape) -> MemoryModel:
-        """Learn the cost from a few small sizes, no row longer than `longest`. Whatever the model was doing is eval_mode."""
+        """Fit the memory model to a few small sizes, no row longer than `longest`. Mode and random state stay as they were."""
         started, readings = time.perf_counter(), list[Probe]()
         with eval_mode(self._module, self.device):
-            if self.device.type != "cpu":  # libraries take their workspaces at the first use, which is no row's cost
+            if self.device.type != "cpu":  # libraries allocate workspaces at first use, which no row should pay for
                 attempt(partial(self._work, 1, probe_sizes(longest)[0][1]), self.device)
             for rows, shape in probe_sizes(longest):
                 reading = attempt(partial(self._metered, rows, shape), self.device)
@@ -97,18 +96,18 @@ class Forward:
                     break
                 readings.append(reading)
         if not readings:
-            raise self._does_not_fit("not even one short row", probe_sizes(longest)[0][1])
+            raise self._does_not_fit("one short row", probe_sizes(longest)[0][1])
         self.model = MemoryModel.fit(readings)
         self._plan_s += time.perf_counter() - started
         return self.model
 
-    def over(
+    def run_batches(
         self, shapes: Sequence[Shape], run: Callable[[list[int]], T], *, name: Callable[[int], str] | None = None
     ) -> Iterator[tuple[list[int], T]]:
-        """Run rows of these shapes, alike ones together, the costliest batch first; yields each batch with its result.
+        """Run rows of these shapes, similar ones together, the costliest batch first. Yields each batch with its result.
 
-        `run` takes the places of its rows in `shapes`, and may be called again for some of them. `name` is what a row is
-        called where it does not fit even alone.
+        `run` takes the indices of its rows in `shapes`, and may be called again for some of them. `name` gives the name
+        of a row in the error if it does not fit even alone.
         """
         if not shapes:
             return
@@ -116,25 +115,25 @@ class Forward:
             self.fit(_padded(shapes))
         self._budget = self._added_budget()
         ceiling = float(self._budget[0])
-        waiting = deque(self._cut(shapes, ceiling))
+        waiting = deque(self._split(shapes, ceiling))
         while waiting:
             group = waiting.popleft()
             rows, shape = len(group), _padded([shapes[row] for row in group])
-            if rows > 1 and self._measure(rows, shape) > ceiling:  # it was lowered since
-                finer = self._cut([shapes[row] for row in group], ceiling)
+            if rows > 1 and self._cost(rows, shape) > ceiling:  # lowered since
+                finer = self._split([shapes[row] for row in group], ceiling)
                 waiting.extendleft([group[place] for place in part] for part in reversed(finer))
                 continue
-            result = attempt(partial(self._watched, run, group, shape), self.device, thorough=False)
+            result = attempt(partial(self._run, run, group, shape), self.device, thorough=False)
             if not isinstance(result, OutOfMemory):
                 yield group, result
             elif rows == 1:
                 raise self._does_not_fit((name or _numbered)(group[0]), shape)
             else:
-                ceiling = min(ceiling, self._lowered(rows, shape))
+                ceiling = min(ceiling, self._after_oom(rows, shape))
                 waiting.extendleft(_halves(group, shapes))
 
-    def facts(self) -> dict[str, Any]:
-        """The plan of this work as JSON: what was allowed and why, what was predicted, what happened."""
+    def to_json(self) -> dict[str, Any]:
+        """The budget and its reason, what was predicted, and what happened."""
         rows, shape = self._largest
         return {
             "what": self.what,
@@ -158,8 +157,8 @@ class Forward:
         phases = metered.reading().phases
         return Probe(rows=rows, shape=shape, phases={"forward": max(1, phases["forward"] - phases["idle"])})
 
-    def _watched(self, run: Callable[[list[int]], T], group: list[int], shape: Shape) -> T:
-        """Where the device keeps peaks, every batch is a reading; one above its prediction raises the model."""
+    def _run(self, run: Callable[[list[int]], T], group: list[int], shape: Shape) -> T:
+        """If the device has peak statistics, every batch is a reading. One above its prediction raises the model."""
         if not has_peak_statistics(self.device):
             result = run(group)
         else:
@@ -178,37 +177,37 @@ class Forward:
         assert self.model is not None
         return self._factor * self.model.peak_bytes(rows, shape)
 
-    def _measure(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
+    def _cost(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
         assert self.model is not None
-        return self.model.measure(rows, shape, factor=self._factor)
+        return self.model.rising_cost(rows, shape, factor=self._factor)
 
-    def _cut(self, shapes: Sequence[Shape], ceiling: float) -> list[list[int]]:
-        return split_by_memory(shapes, self._measure, ceiling, max_rows=self._most, overhead=self._overhead)
+    def _split(self, shapes: Sequence[Shape], ceiling: float) -> list[list[int]]:
+        return split_by_memory(shapes, self._cost, ceiling, max_rows=self._max_rows, overhead=self._overhead)
 
-    def _lowered(self, rows: int, shape: Shape) -> float:
-        """After an out-of-memory error: the model is raised to the room that was not enough, and half the rows are left."""
+    def _after_oom(self, rows: int, shape: Shape) -> float:
+        """Raise the model to what was not enough memory, and return the cost of half the rows."""
         self.ooms += 1
-        predicted, room = self._predicted(rows, shape), self._added_budget()[0] / self._fill
-        self._factor *= min(max(1.0, room / predicted), MOST_RAISED)
+        predicted, available = self._predicted(rows, shape), self._added_budget()[0] / self._fill
+        self._factor *= min(max(1.0, available / predicted), MAX_CORRECTION)
         half = (rows + 1) // 2
-        self._tell(
-            f"{self.what}: {_size(rows, shape)} ran out of memory (predicted {show_bytes(predicted)} of {show_bytes(room)}), "
-            f"so batches as long as these have {show_rows(half)} at most"
+        self._note(
+            f"{self.what}: out of memory with {_size(rows, shape)} (predicted {show_bytes(predicted)} of "
+            f"{show_bytes(available)}). Batches this long now have at most {show_rows(half)}."
         )
-        return self._measure(half, shape)
+        return self._cost(half, shape)
 
     def _added_budget(self) -> tuple[int, str]:
-        """Bytes that batches may add to what is alive now, and what set the number."""
+        """Bytes that a batch may add to what is allocated now, and the reason for that number."""
         known = [size for size in (self._limit_bytes, available_bytes(self.device)) if size is not None]
-        held = allocated_bytes(self.device)
+        allocated = allocated_bytes(self.device)
         budgets = []
-        if held is None:  # the CPU without a virtual limit: nobody counts there, so the host has a say
-            held = _bytes_of(_tensors(self._module))
+        if allocated is None:  # the CPU without a simulated limit: nothing counts there, so the host limits
+            allocated = _bytes_of(_tensors(self._module))
             available, share = Host.detect().ram_available_bytes, HOST_SHARE / self._processes
             budgets = [(int(share * available), f"{share:.0%} of {show_bytes(available)} available on the host")]
         if known:
-            because = f"{self._fill:.0%} of {show_bytes(min(known))}, less {show_bytes(held)} held already"
-            budgets.append((int(self._fill * min(known)) - held, because))
+            because = f"{self._fill:.0%} of {show_bytes(min(known))}, less {show_bytes(allocated)} already allocated"
+            budgets.append((int(self._fill * min(known)) - allocated, because))
         added, because = min(budgets)
         return max(1, added), because
 
@@ -217,15 +216,15 @@ class Forward:
         added, because = self._added_budget()
         lengths = f" of {'+'.join(map(str, shape))}" if shape else ""
         return DoesNotFit(
-            f"{self.what}: {row}{lengths} does not fit even alone: {show_bytes(added)} are left for it ({because}); raise "
-            "--memory-limit, or cut long rows with --max-tokens",
+            f"{self.what}: {row}{lengths} does not fit in {show_bytes(added)} ({because}). "
+            "Try: raise the memory limit, or truncate long rows.",
             needed_bytes=added if self.model is None else max(added, round(self._predicted(1, shape))),
         )
 
 
 @contextmanager
 def eval_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model in eval mode and without gradients; afterwards each part's mode and all random state as they were."""
+    """Eval mode without gradients. Afterwards the mode of each module and all random state are as they were."""
     random_state, modes = RandomState(device), [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -238,7 +237,7 @@ def eval_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def probe_sizes(longest: Shape) -> list[tuple[int, Shape]]:
-    """Rows 1, 2 and 4 at a quarter of each length, then each length alone to a half and to all of it, then all to a half."""
+    """1, 2 and 4 rows at a quarter of each length, each length alone at a half and at all of it, all at a half."""
     quarter, half = (tuple(math.ceil(length / part) for length in longest) for part in (4, 2))
     if not longest:
         return [(1, ()), (2, ()), (4, ()), (8, ())]
@@ -252,7 +251,7 @@ def probe_sizes(longest: Shape) -> list[tuple[int, Shape]]:
 
 
 def _halves(group: list[int], shapes: Sequence[Shape]) -> list[list[int]]:
-    """The shorter rows and the longer ones; put back on the left one by one, the longer come first again."""
+    """The shorter rows and the longer ones, in the order in which `extendleft` puts the longer ones first."""
     by_length = sorted(group, key=lambda row: sum(shapes[row]))
     middle = len(group) // 2
     return [by_length[:middle], by_length[middle:]]

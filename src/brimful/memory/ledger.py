@@ -1,11 +1,11 @@
-"""Live tensor bytes of any torch program, on any device, and a virtual limit that makes the CPU run out of memory.
+"""Counts the live tensor bytes of any torch program, and limits them: out-of-memory errors on the CPU.
 
-A dispatch mode sees every operation's tensors; a storage is entered when first seen (weights and inputs included) and
-struck out when torch frees it. That costs 4–90 % of a step's time, so speed is never measured under a ledger.
+A dispatch mode sees the tensors of every operation. A storage is counted when it is first seen (weights and inputs
+included) and until torch frees it. That adds 4–90 % to the time of a step, so speed is never measured under a ledger.
 
-What it cannot see: temporaries inside one operation (a convolution's unfolded input: 65.6 MiB counted where the
-profiler says 89.5), what compiled code allocates for itself, storages that no operation has touched yet, other
-threads, sparse tensors, and memory that is not torch's. A storage resized behind the dispatcher's back is read again at its next use.
+It cannot see: temporaries inside one operation (a convolution's unfolded input: 65.6 MiB counted where the profiler
+reports 89.5), what compiled code allocates for itself, storages that no operation has touched yet, other threads, sparse
+tensors, and memory that is not torch's. A storage that is resized is counted anew at its next use.
 """
 
 import weakref
@@ -21,7 +21,7 @@ _active: list["Ledger"] = []
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the live storages on one kind of device while entered; raises `torch.OutOfMemoryError` past a limit.
+    """Counts the live storages on one type of device while entered. Raises `torch.OutOfMemoryError` beyond a limit.
 
     `limit_bytes` may be changed at any time, also while the program runs.
     """
@@ -40,15 +40,15 @@ class Ledger(TorchDispatchMode):
         self._entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def phase(self, name: str | None) -> None:
-        """What happens from here on belongs to phase `name`; a phase entered twice keeps its higher peak."""
+        """Count what follows as phase `name`. A phase that is entered twice keeps its higher peak."""
         if self._phase is not None:
             self.phase_peaks[self._phase] = max(self.phase_peaks.get(self._phase, 0), self._phase_peak)
         self._phase, self._phase_peak = name, self.live_bytes
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Enter tensors that exist already, before any operation touches them."""
+        """Count tensors that exist already, before any operation touches them."""
         for tensor in tensors:
-            self._see(tensor)
+            self._track(tensor)
         self._check("tensors that exist already")
 
     def __enter__(self) -> "Ledger":
@@ -63,44 +63,44 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = self.live_bytes
-        self._see_all(args)
+        self._track_all(args)
         if kwargs:
-            self._see_all(kwargs.values())
-        if self.live_bytes > start:  # a limit that was lowered meanwhile hurts whoever asks for more, as on a card
+            self._track_all(kwargs.values())
+        if self.live_bytes > start:  # if the limit was lowered meanwhile, the next allocation fails, as on a card
             self._check(func)
         before = self.live_bytes
         out = func(*args, **(kwargs or {}))
-        self._see_all((out,))
+        self._track_all((out,))
         if self.limit_bytes is not None and self.live_bytes > max(self.limit_bytes, before):
             in_use = self.live_bytes
-            del out  # the traceback keeps this frame alive; the result must not live on in it
+            del out  # the traceback keeps this frame alive, and the result must not live on in it
             raise self._out_of_memory(func, before, in_use)
         return out
 
-    def _see_all(self, values: Iterable[Any]) -> None:
+    def _track_all(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
-                self._see(value)
+                self._track(value)
             elif isinstance(value, (list, tuple)):
-                self._see_all(value)
+                self._track_all(value)
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != self.device:
             return
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have no storage of their own
+        except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have no storage
             return
         key, size = storage._cdata, storage.nbytes()
         entry = self._entries.get(key)
         if entry is None:
-            self._entries[key] = (size, weakref.ref(storage, lambda _: self._strike(key)))
+            self._entries[key] = (size, weakref.ref(storage, lambda _: self._remove(key)))
             self._grow(size)
         elif entry[0] != size:
             self._entries[key] = (size, entry[1])
             self._grow(size - entry[0])
 
-    def _strike(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         size, _ = self._entries.pop(key)
         self.live_bytes -= size
 
@@ -116,40 +116,47 @@ class Ledger(TorchDispatchMode):
             raise self._out_of_memory(what, self.live_bytes, self.live_bytes)
 
     def _out_of_memory(self, what: Any, before: int, after: int) -> torch.OutOfMemoryError:
-        """One string argument with torch's CPU wording: what accelerate, transformers and Lightning look for."""
+        """With torch's CPU wording in one string argument, which accelerate, transformers and Lightning look for."""
         self.ooms += 1
         return torch.OutOfMemoryError(
             f"{self.device} out of memory. DefaultCPUAllocator: can't allocate memory: {what} asked for "
-            f"{show_bytes(after - before)} with {show_bytes(before)} in use of a virtual limit of "
+            f"{show_bytes(after - before)} with {show_bytes(before)} in use of a simulated limit of "
             f"{show_bytes(self.limit_bytes)} ({after - before} of {self.limit_bytes} bytes)"
         )
 
 
 def simulated_memory(limit: str | int) -> Ledger:
-    """`with simulated_memory("1GiB") as memory:` limits the CPU tensors of the block, as a card of that size would."""
+    """Limit the CPU tensors of a block, as a card of that size would.
+
+    >>> import torch
+    >>> with simulated_memory("1MiB") as memory:
+    ...     x = torch.zeros(1000)
+    >>> memory.peak_bytes
+    4000
+    """
     return Ledger(parse_bytes(limit, flag="simulated_memory"))
 
 
 def active_limit_bytes() -> int | None:
-    """The smallest virtual limit around the caller, if there is one."""
-    limits = [ledger.limit_bytes for ledger in _active if ledger.limit_bytes is not None]
-    return min(limits, default=None)
+    """The smallest simulated limit around the caller; None if there is none."""
+    ledger = _tightest()
+    return None if ledger is None else ledger.limit_bytes
 
 
 def active_live_bytes() -> int | None:
-    """What the ledger with that limit counts as alive."""
+    """The live bytes that the ledger with that limit counts."""
     ledger = _tightest()
     return None if ledger is None else ledger.live_bytes
 
 
 def reset_active_peak() -> None:
-    """From here on `active_peak_bytes` counts anew."""
+    """Restart the count of `active_peak_bytes`."""
     if (ledger := _tightest()) is not None:
         ledger.recent_peak_bytes = ledger.live_bytes
 
 
 def active_peak_bytes() -> int | None:
-    """The most that ledger counted as alive since `reset_active_peak`."""
+    """The most live bytes that ledger has counted since `reset_active_peak`."""
     ledger = _tightest()
     return None if ledger is None else ledger.recent_peak_bytes
 

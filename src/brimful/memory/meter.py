@@ -1,8 +1,8 @@
-"""The peak of each phase of a step, measured where the device can tell and counted where it cannot.
+"""What a device's memory holds now, the peak of each phase of a step, and what is left for training.
 
-CUDA and XPU keep peak statistics (torch.accelerator): exact, and free. The CPU and MPS have none, so the ledger counts
-there. Peaks are *allocated* bytes, which follow the shapes; *reserved* bytes, which a limit bounds, depend on what the
-caching allocator kept from before and are read only after emptying its cache.
+CUDA and XPU keep peak statistics (torch.accelerator), which are exact and free. The CPU and MPS have none, so there a
+ledger counts. Peaks are *allocated* bytes, which follow from the shapes. *Reserved* bytes, which a limit bounds, depend
+on what the caching allocator kept from before and are read only after its cache was emptied.
 """
 
 import ctypes
@@ -16,98 +16,15 @@ import torch
 from brimful.memory.ledger import Ledger, active_limit_bytes, active_live_bytes
 from brimful.memory.oom import empty_cache
 
-# Freed host memory, given back to the system.
-#
-# glibc maps a block of its own for what is large, and raises the bound of "large" to the largest such block it has seen
-# freed, up to 32 MiB: from then on a model's tensors lie in its heap, and what is freed there stays with the process.
-# Measured on T5 base, 0.75 GB of weights: built on the host and moved away, 1.0 GB stayed. Workers make it worse: a page
-# that was garbage when they were forked is theirs until they end, whatever the parent does with its own.
-
-
-def trim_heap() -> None:
-    """Return what is free in the heap; where the C library has no way to ask for it, nothing happens."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _trim() -> Any:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
-# How many bytes this process could hold on a device in all: what it has, and what it could still take.
-#
-# On a card that is what is free, plus what torch reserved of it already, up to the cap set on the process. The CPU has no
-# limit of its own short of the kernel's, so there only a virtual limit is known.
-
-
-class AvailableMemory:
-    """What is left for training: the device's room, less what the same process took for something else since.
-
-    Whatever is alive between two steps, beyond the least that ever was, is not training's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._idle_bytes: int | None = None
-
-    def settle(self, *, anew: bool = False) -> None:
-        """Between two steps: what is alive now is needed for ever. `anew`: training itself has grown since, by its state."""
-        held = allocated_bytes(self._device)
-        if held is not None:
-            self._idle_bytes = held if anew or self._idle_bytes is None else min(self._idle_bytes, held)
-
-    def now(self, *, besides: int = 0) -> int | None:
-        """Bytes, while nothing of a step is alive besides so many; None where nothing can tell."""
-        room = available_bytes(self._device)
-        return None if room is None else room - self.taken(besides=besides)
-
-    def taken(self, *, besides: int = 0) -> int:
-        """Bytes alive between two steps that are not training's."""
-        held = allocated_bytes(self._device)
-        return 0 if held is None or self._idle_bytes is None else max(0, held - besides - self._idle_bytes)
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """The most this process could hold there now; None where nothing can tell."""
-    if device.type == "cpu":
-        return active_limit_bytes()
-    if device.type == "mps":
-        return None
-    free, total = torch.accelerator.get_memory_info(device)
-    return min(free + torch.accelerator.memory_reserved(device), process_limit_bytes(device, total))
-
-
-def allocated_bytes(device: torch.device) -> int | None:
-    """What is allocated there by this process."""
-    if device.type == "cpu":
-        return active_live_bytes()
-    return None if device.type == "mps" else torch.accelerator.memory_allocated(device)
-
-
-def process_limit_bytes(device: torch.device, total: int) -> int:
-    """What torch lets this process reserve of the card's memory."""
-    if device.type != "cuda":
-        return total
-    return int(torch.cuda.memory.get_per_process_memory_fraction(device) * total)
-
-
-def allocator_retries(device: torch.device) -> int:
-    """How often the allocator had to give back its cache and try again: the sign of thrashing before out-of-memory."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one metered step took."""
+    """The memory of one metered step."""
 
     phases: dict[str, int]
     """Peak allocated bytes of each phase."""
     reserved_bytes: int | None
-    """Peak bytes taken from the device, where it is known and was asked for."""
+    """Peak bytes taken from the device, if that is known and was requested."""
 
     @property
     def peak_bytes(self) -> int:
@@ -133,7 +50,7 @@ def meter(
 
 
 def has_peak_statistics(device: torch.device) -> bool:
-    """Whether torch can tell this device's peak by itself."""
+    """Whether torch keeps peak statistics of this device."""
     return device.type in ("cuda", "xpu")
 
 
@@ -182,3 +99,83 @@ class _LedgerMeter:
 
     def reading(self) -> Reading:
         return Reading(dict(self._ledger.phase_peaks), None)
+
+
+class AvailableMemory:
+    """What training may use of a device: what is available, less what this process has since allocated for other things.
+
+    Whatever is allocated between two steps, beyond the least that ever was, does not belong to training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle_bytes: int | None = None
+
+    def record_idle(self, *, reset: bool = False) -> None:
+        """Between two steps: what is allocated now belongs to training. `reset`: training itself has grown since."""
+        allocated = allocated_bytes(self._device)
+        if allocated is not None:
+            self._idle_bytes = allocated if reset or self._idle_bytes is None else min(self._idle_bytes, allocated)
+
+    def training_bytes(self, *, excluding: int = 0) -> int | None:
+        """Bytes for training, while a step holds no more than `excluding` bytes; None if unknown."""
+        available = available_bytes(self._device)
+        return None if available is None else available - self.other_bytes(excluding=excluding)
+
+    def other_bytes(self, *, excluding: int = 0) -> int:
+        """Bytes that this process holds for other things than training."""
+        allocated = allocated_bytes(self._device)
+        return 0 if allocated is None or self._idle_bytes is None else max(0, allocated - excluding - self._idle_bytes)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """The most this process could hold on the device now, what it holds already included; None if unknown.
+
+    On a card that is what is free and what torch has reserved, up to the limit set on the process. The CPU is limited
+    only by the kernel, so there only a simulated limit is known.
+    """
+    if device.type == "cpu":
+        return active_limit_bytes()
+    if device.type == "mps":
+        return None
+    free, total = torch.accelerator.get_memory_info(device)
+    return min(free + torch.accelerator.memory_reserved(device), process_limit_bytes(device, total))
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """What this process has allocated on the device; None if unknown."""
+    if device.type == "cpu":
+        return active_live_bytes()
+    return None if device.type == "mps" else torch.accelerator.memory_allocated(device)
+
+
+def process_limit_bytes(device: torch.device, total: int) -> int:
+    """What torch lets this process reserve of the card's memory."""
+    if device.type != "cuda":
+        return total
+    return int(torch.cuda.memory.get_per_process_memory_fraction(device) * total)
+
+
+def allocator_retries(device: torch.device) -> int:
+    """How often the allocator had to empty its cache and try again: thrashing, which precedes out-of-memory."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+
+
+def trim_heap() -> None:
+    """Return freed host memory to the system, if the C library can.
+
+    glibc maps large blocks separately, and raises the size that counts as large to that of the largest block freed so
+    far, up to 32 MiB: from then on tensors lie in its heap, and what is freed there stays with the process. Measured on
+    T5 base, 0.75 GB of weights: built on the host and moved away, 1.0 GB stayed. Workers make it worse, since a page
+    that was garbage when they were forked is theirs until they end.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,13 +1,14 @@
-"""The one place that knows what running out of memory looks like, and how to clean up after it.
+"""How every kind of out-of-memory error is recognised, and how to clean up after one.
 
-Clean-up inside an `except` block frees nothing: the traceback still holds every frame, and the frames hold the tensors.
-So `attempt` runs a function, lets the block end, clears the frames, and only then collects and empties the cache:
+Cleaning up inside an `except` block frees nothing: the traceback still holds every frame, and the frames hold the tensors.
+So `attempt` runs a function, leaves the block, clears the frames, and only then collects garbage and empties the cache:
 
     result = attempt(lambda: step(rows), device)
     if isinstance(result, OutOfMemory):
-        ...                                    # memory is free again; the random state is the caller's to put back
+        ...                                    # memory is free again; restoring random state is up to the caller
 
-An illegal memory access is never taken for out-of-memory: the context is lost, and a retry would hang or lie.
+An illegal memory access is never taken for out-of-memory: the CUDA context is lost, and a retry would hang or compute
+nonsense.
 """
 
 import gc
@@ -25,7 +26,7 @@ _SIGNS = (
     "out of memory",  # CUDA, HIP, XPU and MPS allocators; "CUDA error: out of memory"
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS cannot create its handle on a full card
-    "CUDNN_STATUS_NOT_SUPPORTED",  # what a convolution says when no algorithm's workspace fits
+    "CUDNN_STATUS_NOT_SUPPORTED",  # a convolution whose workspace does not fit with any algorithm
     "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -39,13 +40,13 @@ _SIGNS = (
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """What is left of an out-of-memory error once its tensors are freed."""
+    """What remains of an out-of-memory error after its tensors are freed."""
 
     message: str
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether this error, or one that it was raised from, says that memory ran out."""
+    """Whether this error, or one that it was raised from, means that memory ran out."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
@@ -63,10 +64,10 @@ def is_oom(error: BaseException) -> bool:
 def attempt(
     run: Callable[[], T], device: torch.device, clean: Callable[[], object] | None = None, *, thorough: bool = True
 ) -> T | OutOfMemory:
-    """Run it; where memory runs out, drop all it held and say so instead of raising.
+    """The result of `run`, or `OutOfMemory` with everything it held freed.
 
-    `clean` drops what the caller holds (gradients) before the cache is emptied. Not `thorough`: only young objects are
-    collected, which is what a step leaves; with transformers imported that takes 1 ms instead of 200.
+    `clean` drops what the caller holds (gradients) before the cache is emptied. With `thorough=False` only young objects
+    are collected, which covers what a step leaves; with transformers imported that takes 1 ms instead of 200.
     """
     try:
         return run()
@@ -74,7 +75,7 @@ def attempt(
         if not is_oom(error):
             raise
         message = str(error) or type(error).__name__
-        _drop_frames(error)
+        _clear_frames(error)
     if clean is not None:
         clean()
     gc.collect(2 if thorough else 1)
@@ -83,13 +84,13 @@ def attempt(
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give cached blocks back to the device, where it has a cache."""
+    """Return cached blocks to the device, if it has a cache."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.empty_cache()
 
 
-def _drop_frames(error: BaseException) -> None:
-    """Clear the local variables of every frame in the traceback and in those of the errors behind it."""
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables of every frame in the traceback, and in those of the errors behind it."""
     seen: list[BaseException] = []
     behind: list[BaseException | None] = [error]
     while behind:

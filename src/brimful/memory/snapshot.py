@@ -1,7 +1,7 @@
-"""State that a probe or a failed step may have touched, kept aside and put back bit for bit.
+"""Saves state that a probe or a failed step may change, and restores it bit for bit.
 
 Random state is a few kilobytes per generator. Weights and optimizer state are copied to host memory, so a snapshot of
-them costs host RAM and no device memory; a model built only to be probed needs none.
+them costs host RAM and no device memory. A model that is built only for probing needs none.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 class RandomState:
-    """Python's, NumPy's, torch's generators for the CPU and the device, as they were at construction."""
+    """The generators of Python, NumPy, and torch for the CPU and the device, as they were at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._python = random.getstate()
@@ -25,7 +25,7 @@ class RandomState:
         self._device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def to_plain(self) -> dict[str, Any]:
-        """As numbers, strings and tensors, for a file."""
+        """Numbers, strings and tensors, for a file."""
         kind, keys, place, has_gauss, gauss = self._numpy
         return {
             "python": self._python,
@@ -42,7 +42,7 @@ class RandomState:
 
     @classmethod
     def of(cls, plain: dict[str, Any], device: torch.device) -> "RandomState":
-        """From `to_plain`. Of a device of another kind, the generator stays as it is now."""
+        """The inverse of `to_plain`. For a device of another type its generator stays as it is now."""
         state = cls(device)
         state._python, state._torch = plain["python"], plain["torch"]
         kind, keys, *rest = plain["numpy"]
@@ -60,10 +60,10 @@ class RandomState:
 
 
 class Buffers:
-    """A model's buffers (BatchNorm's running statistics and counters), on the device they live on.
+    """Copies of a model's buffers (BatchNorm's running statistics and counters) on their own device.
 
     Copied every time, since torch's version counters do not see what BatchNorm writes. A buffer that the model replaces
-    by a new tensor is put back as the tensor it was.
+    by a new tensor is restored as the tensor it was.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +72,7 @@ class Buffers:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take the buffers as they are now; those that were there before are copied into the same memory."""
+        """Copy the buffers as they are now, into the same memory as before where possible."""
         before, self._saved = self._saved, {}
         for place, buffers in enumerate(self._registries):
             for name, buffer in buffers.items():
@@ -92,12 +92,12 @@ class Buffers:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """An expanded tensor: several places, one number. Nothing can have been written into it."""
+    """Whether this is an expanded tensor: several elements share one number, so nothing can have written to it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 class TrainingState:
-    """Weights, buffers, gradients, modes and optimizer state, on the host, of a model that is not ours to change."""
+    """Weights, buffers, gradients, modes and optimizer state, copied to the host: for the caller's own model."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         trained = (p for p in model.parameters() if p.requires_grad)  # a frozen weight cannot change
@@ -121,7 +121,7 @@ class TrainingState:
             module.training = training
         self._optimizer.state.clear()
         for key, state in self._state:
-            self._optimizer.state[key] = {name: _back(value) for name, value in state.items()}
+            self._optimizer.state[key] = {name: _restored(value) for name, value in state.items()}
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(options))
 
@@ -131,11 +131,11 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors with the device they came from; everything else as it is, deeply."""
+    """Tensors with the device they came from, and deep copies of everything else."""
     return {k: (_to_host(v), v.device) if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in state.items()}
 
 
-def _back(value: Any) -> Any:
+def _restored(value: Any) -> Any:
     match value:
         case (torch.Tensor() as tensor, torch.device() as device):
             return tensor.to(device, copy=True)

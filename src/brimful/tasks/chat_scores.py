@@ -22,7 +22,7 @@ from brimful.task import Dataset
 from brimful.tasks.chatlm import SIDES, SIZES, ChatOptions, Pretrain
 from brimful.tasks.generate import GenerateOptions, Generator, max_rows
 from brimful.tasks.model_folder import ModelTokenizer, run_of, tokenizer_of
-from brimful.training.evaluate import Chosen, Context
+from brimful.training.evaluate import EvalContext, SelectedRows
 
 METRICS = ("bleu", "chrf")
 MAX_ANSWER_TOKENS = 256
@@ -43,15 +43,15 @@ class Answer:
         return asdict(self)
 
 
-def evaluate_in_training(model: Any, rows: Chosen, context: Context) -> dict[str, float]:
+def evaluate_in_training(model: Any, rows: SelectedRows, context: EvalContext) -> dict[str, float]:
     """BLEU and chrF of a model in training. Without sacrebleu there are none, with one note."""
     store = rows.dataset
     if not isinstance(store, Store):
         return {}
     if not has_sacrebleu():
-        if context.kept.setdefault("sacrebleu", True):
-            context.kept["sacrebleu"] = False
-            context.tell("BLEU and chrF are skipped: sacrebleu is not installed. Try: pip install 'brimful[eval]'")
+        if context.cache.setdefault("sacrebleu", True):
+            context.cache["sacrebleu"] = False
+            context.note("BLEU and chrF are skipped: sacrebleu is not installed. Try: pip install 'brimful[eval]'")
         return {}
     folder = store.path / "tokenizer"
     tokenizer = ModelTokenizer(folder, TokenizerFacts.read(folder))
@@ -60,22 +60,22 @@ def evaluate_in_training(model: Any, rows: Chosen, context: Context) -> dict[str
 
 
 def generate_answers(
-    model: Any, rows: Chosen, context: Context, tokenizer: ModelTokenizer, options: GenerateOptions
+    model: Any, rows: SelectedRows, context: EvalContext, tokenizer: ModelTokenizer, options: GenerateOptions
 ) -> list[Answer]:
     """An answer to the prompt of each row, shared among all processes, in the order of the rows."""
-    if ("generator", options) not in context.kept:
+    if ("generator", options) not in context.cache:
         generator = Generator(model, tokenizer, options, device=context.device, autocast=context.forward_context)
         limit = max_rows(context.device)
-        forward = context.forward(generator.dummy, what="generation", most_rows=limit, fewest=True)
-        context.kept["generator", options] = generator, forward
-    generator, forward = context.kept["generator", options]
+        forward = context.forward(generator.dummy, what="generation", max_rows=limit, fewest_batches=True)
+        context.cache["generator", options] = generator, forward
+    generator, forward = context.cache["generator", options]
 
     def answer(places: Sequence[int]) -> list[Answer]:
         mine = [rows[place] for place in places]
         responses = generator.answers([row["prompt"] for row in mine], forward, context.progress)
         return [
             Answer(
-                row=rows.places[place],
+                row=rows.indices[place],
                 prompt=tokenizer.decode(row["prompt"]),
                 response=tokenizer.decode(ids),
                 reference=tokenizer.decode(row["response"]),
@@ -83,7 +83,7 @@ def generate_answers(
             for place, row, ids in zip(places, mine, responses, strict=True)
         ]
 
-    return context.shared(len(rows), answer)
+    return context.share(len(rows), answer)
 
 
 def max_answer_tokens(store: Store) -> int:
@@ -138,8 +138,8 @@ class ChatEvaluation(Pretrain):
     def rows(self, data: str) -> Store:
         """A token store made with the model's own tokenizer."""
         store = Store.open(data)
-        if store.sides != SIDES:
-            raise BadData(f"{data} has {' and '.join(store.sides)}, but prompt and response are needed.")
+        if store.fields != SIDES:
+            raise BadData(f"{data} has {' and '.join(store.fields)}, but prompt and response are needed.")
         if store.meta.tokenizer_fingerprint != self.tokenizer.facts.fingerprint:
             raise BadData(
                 f"{data} was made with another tokenizer than {self.source}. "
@@ -151,7 +151,7 @@ class ChatEvaluation(Pretrain):
         return store
 
     def evaluate(self, model: Any, rows: Sequence[Any], context: Any) -> dict[str, float]:
-        assert isinstance(rows, Chosen)
+        assert isinstance(rows, SelectedRows)
         self.answers = generate_answers(model, rows, context, self.tokenizer, self.generation)
         return _score(self.answers, self._metrics)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from brimful.memory.forward import Forward
 
 MAX_ROWS = {"cpu": 64}
-"""Prompts per batch, by device: a CPU gains nothing from more. Others use `forward.MOST_ROWS`."""
+"""Prompts per batch, by device: a CPU gains nothing from more. Others use `forward.MAX_ROWS`."""
 PROBE_TOKENS = 8
 """New tokens of a probe. Memory grows linearly with them, and each takes a forward pass."""
 PROBE_SOURCE = 256
@@ -100,7 +100,7 @@ class Generator:
         if prompts and forward.model is None:
             forward.fit((min(PROBE_SOURCE, max(map(len, prompts))), min(PROBE_TOKENS, new)))
         shapes = [(len(prompt), new) for prompt in prompts]
-        for rows, batch in forward.over(shapes, lambda rows: self.answer_batch([prompts[row] for row in rows])):
+        for rows, batch in forward.run_batches(shapes, lambda rows: self.answer_batch([prompts[row] for row in rows])):
             answers.update(zip(rows, batch, strict=True))
             progress(f"answered {len(answers):,} of {len(prompts):,} prompts")
         return [answers[row] for row in range(len(prompts))]
@@ -195,7 +195,7 @@ def max_rows(device: "torch.device") -> int:
     """Prompts worth answering in one batch."""
     from brimful.memory import forward
 
-    return MAX_ROWS.get(device.type, forward.MOST_ROWS)
+    return MAX_ROWS.get(device.type, forward.MAX_ROWS)
 
 
 def _start_id(model: Any) -> int:

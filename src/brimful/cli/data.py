@@ -25,39 +25,39 @@ def check(
 ) -> None:
     """Show which columns were found, three rows, how many rows can be used, and how long they are.
 
-    Reads everything once and writes nothing. Ends with exit code 2 where more rows are broken, empty or over-long than
-    --max-bad allows.
+    Reads everything once and writes nothing. The exit code is 2 if more rows are broken, empty or over-long than --max-bad
+    allows.
 
     Parameters
     ----------
     files
         Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
     columns
-        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     tokenizer
-        A folder with a tokenizer.json: lengths are shown in tokens, too.
+        A folder with a tokenizer.json, to show lengths in tokens as well.
     max_chars
         Count rows with more characters as over-long: one number, or one for each field, such as 256,512.
     max_tokens
-        Likewise in tokens, the closing eos included.
+        Count rows with more tokens as over-long, the closing eos included.
     max_bad
         The share of rows that may be broken, empty or over-long.
     json
         Print one JSON object.
     """
     if not files:
-        raise BadOption("data check: name the files, folders or data sets to look at")
-    from brimful.data.check import check as make_report
+        raise BadOption("No files were given. Name files, folders or a data set on the hub.")
+    from brimful.data.check import check as check_files
     from brimful.report.data_tables import check_table
 
-    with progress("check", every_s=5) as say:
-        report = make_report(
-            files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens, max_bad=max_bad, progress=say
+    with progress("check", every_s=5) as show_progress:
+        report = check_files(
+            files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens, max_bad=max_bad,
+            progress=show_progress,
         )  # fmt: skip
     show(check_table(report), report.to_json(), as_json=json)
-    complaint = report.complaint()
-    if complaint:
-        raise BadData(complaint)
+    if failure := report.failure():
+        raise BadData(failure)
 
 
 def clean(
@@ -78,49 +78,49 @@ def clean(
     overwrite: Flag = False,
     json: Flag = False,
 ) -> None:
-    """Normalise rows, drop what cannot be used and what came before, shuffle, split into train, valid and test.
+    """Normalize rows, drop unusable rows and duplicates, shuffle, and split into train, valid and test.
 
-    Writes train.parquet, valid.parquet, test.parquet as asked for, and clean.json, which says why each row was dropped.
-    Interrupted, it leaves no half file; the same command goes on where it was.
+    Writes train.parquet, valid.parquet, test.parquet and clean.json, which counts the dropped rows by reason. If it is
+    interrupted, no partial file is left; run the same command again to continue.
 
     Parameters
     ----------
     files
         Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
     output
-        The folder for the results; the work is done in its hidden folder .clean.
+        The folder for the results. Temporary files are kept in its hidden folder .clean.
     columns
-        Which column is what, such as prompt=question,response=answer or prompt=instruction+input; found by name unless given.
+        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     tokenizer
         A folder with a tokenizer.json, to count tokens with.
     min_chars
         Drop rows with fewer characters: one number, or one for each field, such as 2,5.
     max_chars
-        Drop rows with more characters, likewise.
+        Drop rows with more characters.
     max_tokens
         Drop rows with more tokens, the closing eos included.
     near
-        From which similarity on, by character 4-grams, a row counts as a near duplicate of an earlier one.
+        The similarity, by character 4-grams, from which a row is a near duplicate of an earlier one.
     no_near
-        Keep near duplicates; exact ones go all the same.
+        Keep near duplicates. Exact duplicates are always dropped.
     valid
-        Rows of valid.parquet: a share below 1, or a number; 0 for none.
+        Rows of valid.parquet: a share below 1, or a number of rows; 0 for none.
     test
-        Rows of test.parquet, likewise.
+        Rows of test.parquet: a share below 1, or a number of rows; 0 for none.
     seed
-        Of the order of the rows, hence of the split.
+        Seed of the row order, and so of the split.
     host_limit
-        Memory to stay within, what Python and its libraries take at the start not counted.
+        Memory limit, beyond what Python and its libraries take at the start.
     max_bad
-        The share of rows that may be broken; they are dropped and counted.
+        The share of rows that may be broken. They are dropped and counted.
     overwrite
-        Replace the results that are in the folder already.
+        Replace existing results.
     json
-        Print the report as one JSON object.
+        Print one JSON object.
     """
     if not files:
-        raise BadOption("data clean: name the files, folders or data sets to clean")
-    from brimful.data.clean.clean import clean as make_report
+        raise BadOption("No files were given. Name files, folders or a data set on the hub.")
+    from brimful.data.clean.clean import clean as clean_files
     from brimful.data.clean.prepare import CleanOptions
     from brimful.report.data_tables import clean_table
 
@@ -130,11 +130,11 @@ def clean(
         overwrite=overwrite,
     )  # fmt: skip
     try:
-        with progress("clean", every_s=5) as say:
-            report = make_report(files, output=output, options=options, progress=say)
+        with progress("clean", every_s=5) as show_progress:
+            report = clean_files(files, output=output, options=options, progress=show_progress)
     except KeyboardInterrupt:
         if (output / ".clean").exists():
-            print("clean: the same command goes on where it was", file=sys.stderr)
+            print("clean: run the same command again to continue", file=sys.stderr)
         raise
     show(clean_table(report), report.to_json(), as_json=json)
 

@@ -1,13 +1,13 @@
-"""Rows in, batches out, within a host-RAM budget: reading, cleaning, tokenising, storing, and feeding a training.
+"""From files of rows to batches, within bounded host RAM.
 
-    files ─► source (read/)   rows of any format under common names, in chunks; what cannot be read, with file and line
-      │        ├─► check/        what is in there, and how much of it is usable
-      │        ├─► clean/        normalise, drop, deduplicate, shuffle, split: parquet out, every dropped row counted
-      │        ├─► tokenizer/    a tokenizer trained on a sample that fits the RAM
-      │        └─► pack/         tokens ─► store/: memory-mapped, checksummed, shared by every worker and process
+    files ─► read/        rows of any format under common names, in chunks; unreadable rows with file and line
+      │        ├─► check.py      what is in the files and how many rows are usable
+      │        ├─► clean/        normalize, drop, deduplicate, shuffle, split: parquet out, every dropped row counted
+      │        ├─► tokenizer/    a tokenizer trained on a sample that fits in RAM
+      │        └─► tokenize.py   tokens ─► store.py: memory-mapped, checksummed, shared by all workers and ranks
       ▼
-    store (or any map-style data set) ─► stream: every row once per pass, in an order that is computed, not kept
-      └─► batches: a step's rows, dealt ─► reader: read, cut, collated ─► loader: workers that read ahead ─► train/step
+    store (or any map-style dataset)
+      └─► batches.py: the rows of a step, dealt to ranks ─► reader.py: read, split, collated ─► loader.py: prefetching workers
 
-Nothing in here holds a data set: memory depends on the size of a chunk and of a batch, not on the number of rows.
+No data set is held in memory: what is needed depends on the size of a chunk and of a batch, not on the number of rows.
 """

@@ -172,19 +172,19 @@ class TokenizeReport:
 
 
 def tokenize(
-    paths: Sequence[str],
+    paths: Sequence[str] | Source,
     *,
     tokenizer: str | Path,
     output: str | Path,
     options: TokenizeOptions | None = None,
     progress: Callable[[str], object] = lambda phrase: None,
 ) -> TokenizeReport:
-    """Tokenize all rows behind these paths into a new token store. Run again after an interruption, it continues."""
+    """Tokenize all rows of these files, or of an open source, into a new token store. After an interruption it continues."""
     options, path, begin_s = options or TokenizeOptions(), Path(output).resolve(), time.monotonic()
     folder = OutputFolder(path=path, kind="token store", marker=NAME, overwrite=options.overwrite)
     folder.check()
-    refuse_output_inside(path, paths)
     source = open_source(paths, columns=options.columns)
+    refuse_output_inside(path, source.paths)
     facts = TokenizerFacts.read(tokenizer)
     with folder.errors(), PeakMemory() as peak, _part_folder(path) as part:
         job = _Job(source, facts, Path(tokenizer), part, path, options, peak)

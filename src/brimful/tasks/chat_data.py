@@ -20,6 +20,7 @@ from brimful.task import Dataset
 from brimful.units import GiB
 
 if TYPE_CHECKING:
+    from brimful.data.read.source import Source
     from brimful.tasks.chatlm import Pretrain
 
 TOKENIZED_HERE = re.compile(r"train-[0-9a-f]{8}")
@@ -39,11 +40,11 @@ def token_store(
     if (Path(data) / NAME).is_file():
         _check_store(task, data, folder, like)
         return data
-        from brimful.data.read.source import open_source
+    from brimful.data.read.source import open_source
     from brimful.data.tokenize import TokenizeOptions, tokenize
 
     source = open_source([data], columns=task.options.columns)
-    tokenizer = _find_tokenizer(task, data, folder, progress, like)
+    tokenizer = _find_tokenizer(task, source, folder, progress, like)
     facts = TokenizerFacts.read(tokenizer)
     key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens)]
     store = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}"
@@ -51,12 +52,10 @@ def token_store(
         return str(store)
     folder.mkdir(parents=True, exist_ok=True)
     host_limit_bytes = tree_bytes() + TOKENIZING_BYTES
-    options = TokenizeOptions(
-        columns=task.options.columns, max_tokens=task.max_tokens, host_limit_bytes=host_limit_bytes
-    )
-    report = tokenize([data], tokenizer=tokenizer, output=store, options=options, progress=progress)
+    options = TokenizeOptions(max_tokens=task.max_tokens, host_limit_bytes=host_limit_bytes)
+    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, progress=progress)
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items() if count)
-    truncated = sum(side.truncated for side in report.sides.values())
+    truncated = sum(field.truncated for field in report.fields.values())
     message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}"
     if dropped:
         message += f", dropped {dropped}"
@@ -109,7 +108,7 @@ def _origin(task: "Pretrain", store: Store) -> str:
 
 
 def _find_tokenizer(
-    task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None
+    task: "Pretrain", source: "Source", folder: Path, progress: Callable[[str], object], like: Dataset | None
 ) -> Path:
     """The tokenizer of `like`, the requested one, the model's, or a new one."""
     other = getattr(like, "path", None)
@@ -122,7 +121,7 @@ def _find_tokenizer(
         from brimful.tasks.chatlm import SIZES
 
         folder.mkdir(parents=True, exist_ok=True)
-        options = TokenizerOptions(vocab_size=SIZES[task.size].vocab, columns=task.options.columns)
-        report = train_tokenizer([data], output=output, options=options, progress=progress)
-        progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}: {output}")
+        options = TokenizerOptions(vocab_size=SIZES[task.size].vocab)
+        report = train_tokenizer(source, output=output, options=options, progress=progress)
+        progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {source.paths[0]}: {output}")
     return output

@@ -1,265 +1,242 @@
-"""The outputs: parquet files whose bytes depend on the rows and their order alone.
+"""The outputs of clean: the splits as parquet files, the folder they are made in, and the disk space they need.
 
-A row group ends after 32,768 rows or 32 MiB of text, whichever comes first, wherever the tables that arrive begin and
-end: whoever reads the file back needs little memory, and the same rows give the same file. Texts are compressed with zstd
-and without dictionaries, which no long text profits from.
+Everything is made in `OUTPUT/.clean`, and only complete files leave it. Row groups end after 32,768 rows or 32 MiB of text,
+whichever comes first, wherever the incoming tables begin and end: readers need little memory, and the same rows give the
+same file. Texts are compressed with zstd, without dictionaries, which do not help with long texts.
 """
 
-import errno
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from itertools import pairwise
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from brimful.data.clean.similarity import Bytes, Slots, Words
-from brimful.data.progress import in_order
+from brimful.data.clean.segments import SORT_KEY
 from brimful.errors import BadData, BadOption, InternalError
+from brimful.files import FileLock, disk_full, json_sha256, sync, write_atomic
 from brimful.machine.host import Space
 from brimful.units import show_bytes
 
-# Rows in a random order that needs no memory: each has a key, a seeded hash of its place, and rows go by their keys.
-#
-# A place is a file and a line. The replies of one conversation share a line, hence a key: they stay together, in their
-# order, and on one side of a split.
-#
-#     segments: some ten thousand consecutive rows, written in the order of their keys, one Arrow batch for each bucket
-#     bucket:   the rows whose keys begin with the same bits, gathered from all segments, put into order, handed on
-#
-# Text is written once and read once. DuckDB's ORDER BY over a million rows (600 MB of text) took 13 s within 600 MiB and
-# failed within 300; this takes 5 s within 230, two of them to write the segments. The order depends on seed and places only:
-# not on segments, buckets, threads or an interruption.
+SPLITS = ("train", "valid", "test")
+WORK_FOLDER = ".clean"
+REPORT = "clean.json"
+GROUP_ROWS = 32_768
+GROUP_BYTES = 32 * 2**20
+
+_FORMAT = 2
+"""Of the work folder. Work of another version is not resumed."""
 
 
-MAX_BITS = 10
-"""1,024 buckets: at 16 MiB each, 16 GiB of text. Buckets of more text are ordered in several passes."""
-MAX_OPEN = 256
-"""Segments: at 32 MiB each, 8 GiB of text."""
-SLOT = "slot"
-"""A row's number among those that were prepared, in the order of the files."""
-KEY = "key"
-LINE_BITS = 40
-"""Of a place's number; the bits above are the file's."""
+# ── The work folder ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def keys(places: Slots, seed: int) -> Words:
-    """64 bits for each place, different for different ones (splitmix64 is a bijection)."""
-    offset = np.uint64((seed * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % 2**64)
-    mixed: Words = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + offset
-    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= np.uint64(multiplier)
-    return mixed ^ (mixed >> np.uint64(31))
+class WorkFolder:
+    """`OUTPUT/.clean`, locked by one clean at a time.
 
+    A key over inputs and options says whose work it is: a clean with the same key resumes it, any other starts over. At
+    the end the outputs are synced, listed in publish.json and moved, the report last. A clean that was killed in between
+    finds the list and moves the rest.
+    """
 
-def bits_for(text_bytes: float, bucket_bytes: int) -> int:
-    """So many first bits of a key name its bucket."""
-    return min(MAX_BITS, max(0, math.ceil(math.log2(max(1.0, text_bytes / bucket_bytes)))))
+    def __init__(self, output: Path) -> None:
+        self.output, self.path = output, output / WORK_FOLDER
+        self.segments = self.path / "segments"
+        self.drafts = self.path / "out"
+        self._publish_list = self.path / "publish.json"
+        self._key = self.path / "key.json"
 
+    def belongs_to(self, key: dict[str, Any]) -> bool:
+        return self._key.exists() and self._key.read_text() == json_sha256([_FORMAT, key])
 
-def write_segment(path: Path, sides: pa.Table, first_slot: int, places: Slots, *, seed: int, bits: int) -> None:
-    """Rows with consecutive numbers, in the order of their keys, one batch a bucket."""
-    slots = np.arange(first_slot, first_slot + sides.num_rows)
-    key = keys(places, seed)
-    order = np.argsort(key, kind="stable")
-    starts = np.searchsorted(_bucket(key[order], bits), np.arange(2**bits + 1))
-    rows = sides.combine_chunks().take(pa.array(order)).add_column(0, SLOT, pa.array(slots[order]))
-    rows = rows.add_column(1, KEY, pa.array(key[order]))
-    options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.schema, options=options) as writer:
-        for start, end in pairwise(starts):
-            writer.write_batch(_one_batch(rows.slice(start, end - start)))
+    def start(self, key: dict[str, Any]) -> bool:
+        """Empty the folder and give it this key. True if there was work under another key."""
+        had_work = self._key.exists()
+        self._key.unlink(missing_ok=True)
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+        write_atomic(self._key, json_sha256([_FORMAT, key]))
+        return had_work
 
+    def existing_outputs(self) -> list[str]:
+        names = [f"{split}.parquet" for split in SPLITS] + [REPORT]
+        return [name for name in names if (self.output / name).exists()]
 
-def in_key_order(segments: Sequence[Path], dropped: Bytes, *, bits: int, parts: int = 1) -> Iterator[pa.Table]:
-    """All rows that were not dropped, in the order of their keys, which come along; each bucket in so many parts."""
-    with ExitStack() as stack:
-        # An open segment gives a batch twice as fast as one that is opened for it; a thousand would be too many files.
-        opened = {path: stack.enter_context(_reader(path)) for path in segments[:MAX_OPEN]}
-        read = partial(_part, segments, opened, dropped, bits=bits, parts=parts)
-        yield from in_order(lambda place: read(*divmod(place, parts)), range(2**bits * parts), threads=1, in_flight=2)
+    def is_publishing(self, split: dict[str, float]) -> bool:
+        """Whether a clean with the same split was killed while its files were moved."""
+        return self._publish_list.exists() and json.loads(self._publish_list.read_text())["split"] == split
 
+    def publish(self, report: dict[str, Any], split: dict[str, float]) -> None:
+        """Move the complete outputs to their places and remove the work folder."""
+        for path in (*self.drafts.iterdir(), self.drafts):
+            sync(path)
+        write_atomic(self._publish_list, json.dumps({"split": split, "report": report}))
+        self.finish()
 
-def _part(
-    segments: Sequence[Path],
-    opened: Mapping[Path, pa.RecordBatchFileReader],
-    dropped: Bytes,
-    bucket: int,
-    part: int,
-    *,
-    bits: int,
-    parts: int,
-) -> pa.Table:
-    """The rows of a bucket, or of a part of it, in order."""
-    found = []
-    for path in segments:
-        with nullcontext(opened[path]) if path in opened else _reader(path) as reader:
-            batch = reader.get_batch(bucket)
-        slots = batch.column(SLOT).to_numpy()
-        mine = dropped[slots] == 0
-        if parts > 1:
-            mine &= _within(batch.column(KEY).to_numpy(), bits) * parts // 2**32 == part
-        found.append(batch.filter(pa.array(mine)))
-    rows = pa.Table.from_batches(found).combine_chunks()
-    order = np.lexsort((rows.column(SLOT).to_numpy(), rows.column(KEY).to_numpy()))
-    return rows.take(pa.array(order)).drop_columns([SLOT])
+    def finish(self) -> dict[str, Any]:
+        """Move what is listed and not moved yet. Older outputs that are not replaced are removed as well."""
+        report: dict[str, Any] = json.loads(self._publish_list.read_text())["report"]
+        (self.output / REPORT).unlink(missing_ok=True)
+        for split in SPLITS:
+            draft, place = self.drafts / f"{split}.parquet", self.output / f"{split}.parquet"
+            if draft.exists():
+                draft.replace(place)
+            elif split not in report["files"]:
+                place.unlink(missing_ok=True)
+        sync(self.output)
+        write_atomic(self.output / REPORT, json.dumps(report, indent=1) + "\n")
+        shutil.rmtree(self.path)
+        return report
+
+    def discard(self) -> None:
+        """Remove the work folder, and the output folder if it is empty."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self.output.rmdir()
 
 
 @contextmanager
-def _reader(path: Path) -> Iterator[pa.RecordBatchFileReader]:
-    with pa.memory_map(str(path)) as file:
-        yield pa.ipc.open_file(file)
+def locked_work_folder(output: Path) -> Iterator[WorkFolder]:
+    """The work folder, created if needed, for one command at a time."""
+    work = WorkFolder(output)
+    try:
+        work.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(work.path / "lock")
+    except BlockingIOError:
+        raise BadOption(
+            f"output='{output}' is in use by another clean. Wait for it, or choose another folder."
+        ) from None
+    except OSError as error:
+        raise BadOption(f"output='{output}': {error.strerror}. Choose a folder that can be written to.") from None
+    with lock:
+        yield work
 
 
-def _bucket(key: Words, bits: int) -> Words:
-    return key >> np.uint64(64 - bits) if bits else np.zeros_like(key)
+# ── Disk space ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-def _within(key: Words, bits: int) -> Words:
-    """Where in its bucket a key lies: the 32 bits behind those that name it."""
-    return (key << np.uint64(bits)) >> np.uint64(32)
-
-
-def _one_batch(rows: pa.Table) -> pa.RecordBatch:
-    batches = rows.to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=rows.schema)
-
-
-# Room on the disk: predicted from what was read so far, and one sentence when it does not suffice.
-#
-# The first chunk tells how much text a byte of input becomes; from then on every segment corrects the prediction. A full
-# disk shows in three ways: an OSError, DuckDB that cannot put its memory aside, and Arrow with an errno in its text.
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DUCKDB_SAYS = ("No space left", "max_temp_directory_size", "File too large", "quota exceeded")
 _SEGMENT_SHARE, _OUTPUT_SHARE = 0.8, 0.7
-"""Of the text, what segments and outputs take at most; 0.65 and 0.6 of the generated rows."""
+"""Upper bounds of what segments and outputs take of the text; 0.65 and 0.6 with generated rows."""
 _ROW_BYTES = 64
-"""Digest, numbers, and what DuckDB puts aside."""
+"""Digest, numbers, and what DuckDB spills."""
 
 
-def still_needed(*, rows: int, text_bytes: int, sketch_bytes: int, read_share: float) -> float:
-    """What is yet to be written, after so many rows and bytes of text were prepared. A prediction."""
+def predict_disk_bytes(*, rows: int, text_bytes: int, sketch_bytes: int, read_share: float) -> float:
+    """Bytes still to be written, after so many rows and bytes of text were prepared. A prediction."""
     read_share = min(1.0, read_share) or 1.0
     segments = _SEGMENT_SHARE * text_bytes + rows * (_ROW_BYTES + sketch_bytes)
     return segments * (1 / read_share - 1) + _OUTPUT_SHARE * text_bytes / read_share
 
 
-def check_room(folder: Path, needed_bytes: float) -> None:
-    """Refuse early rather than fill the disk for an hour and fail then."""
+def check_disk_space(folder: Path, needed_bytes: float) -> None:
+    """Refuse early instead of filling the disk for an hour."""
     space = Space.around(folder)
     if space is not None and needed_bytes > space.free_bytes:
-        raise BadData(_sentence(folder, needed_bytes, space.free_bytes))
+        raise _no_space(folder, needed_bytes, space.free_bytes)
 
 
 @contextmanager
-def full_disk_told(folder: Path, needed_bytes: Callable[[], float]) -> Iterator[None]:
-    """Turn a full disk, however it shows, into one sentence. What was done so far stays."""
+def disk_full_errors(folder: Path, needed_bytes: Callable[[], float]) -> Iterator[None]:
+    """Turn the error of a full disk, of whatever library, into one message. Finished work stays."""
     try:
         yield
     except Exception as error:
-        if not is_full(error):
+        if isinstance(error, BadData) or not disk_full(error):
             raise
         space = Space.around(folder)
-        raise BadData(_sentence(folder, needed_bytes(), space.free_bytes if space else None)) from error
+        raise _no_space(folder, needed_bytes(), space.free_bytes if space else None) from error
 
 
-def is_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _FULL:
-        return True
-    return type(error).__module__.lstrip("_").startswith("duckdb") and any(said in str(error) for said in _DUCKDB_SAYS)
-
-
-def _sentence(folder: Path, needed_bytes: float, free_bytes: int | None) -> str:
-    return (
-        f"the disk of {folder} is too full: cleaning needs about {show_bytes(needed_bytes)} more there (predicted) "
-        f"and {show_bytes(free_bytes)} is free; make room and run the same again to go on, or give another --output"
+def _no_space(folder: Path, needed_bytes: float, free_bytes: int | None) -> BadData:
+    return BadData(
+        f"Not enough disk space at {folder}: about {show_bytes(needed_bytes)} more needed (predicted), "
+        f"{show_bytes(free_bytes)} free. Make room and run the same command again, or choose another output=."
     )
 
 
-GROUP_ROWS = 32_768
-GROUP_BYTES = 32 * 2**20
+# ── The splits ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def split_rows(rows: int, *, valid: float, test: float) -> dict[str, int]:
-    """How many rows each file gets, the first rows first: test, valid, train. A share gives one row at least."""
-    counts = {name: _count(rows, asked) for name, asked in (("test", test), ("valid", valid))}
-    rest = rows - sum(counts.values())
-    if rest < 1:
+    """Rows of each file, in writing order: test, valid, train. A share gives at least one row."""
+    counts = {"test": _row_count(rows, test), "valid": _row_count(rows, valid)}
+    train = rows - sum(counts.values())
+    if train < 1:
         raise BadOption(
-            f"--valid {valid:g} --test {test:g}: {rows:,} rows are left after cleaning, which leaves none for training; ask for fewer"
+            f"valid={valid:g} and test={test:g} leave no row for training: {rows:,} rows are left after cleaning. "
+            "Choose smaller splits."
         )
-    return {**{name: count for name, count in counts.items() if count}, "train": rest}
+    return {**{name: count for name, count in counts.items() if count}, "train": train}
 
 
-def _count(rows: int, asked: float) -> int:
-    if asked >= 1 or asked == 0 or rows < 2:
-        return int(asked)
-    return max(1, round(rows * asked))
+def _row_count(rows: int, share_or_count: float) -> int:
+    if share_or_count >= 1 or share_or_count == 0 or rows < 2:
+        return int(share_or_count)
+    return max(1, round(rows * share_or_count))
 
 
 def write_splits(
-    tables: Iterable[pa.Table], counts: Mapping[str, int], folder: Path, sides: tuple[str, ...]
+    tables: Iterable[pa.Table], counts: Mapping[str, int], folder: Path, fields: tuple[str, ...]
 ) -> dict[str, int]:
-    """The first rows into the first file, and so on; how many each got. They add up to all there were, or this fails.
+    """Write the first rows into the first file and so on; returns the rows of each file, which add up to all.
 
-    A file gets exactly as many as it should, and a few more where that would part rows of one key: a conversation.
+    A file gets exactly its count, and a few rows more where that would separate rows of one key: a conversation.
     """
-    rows, written = iter(tables), dict.fromkeys(counts, 0)
-    schema = pa.schema([(side, pa.string()) for side in sides])
+    incoming, written = iter(tables), dict.fromkeys(counts, 0)
+    schema = pa.schema([(name, pa.string()) for name in fields])
     rest, final = schema.empty_table(), list(counts)[-1]
     for split, count in counts.items():
         with GroupedWriter(folder / f"{split}.parquet", schema) as writer:
             while split == final or written[split] < count:
-                rest = rest if rest.num_rows else next(rows, None)
+                rest = rest if rest.num_rows else next(incoming, None)
                 if rest is None:
                     rest = schema.empty_table()
                     break
-                end = rest.num_rows if split == final else _whole(rest, count - written[split])
-                writer.add(rest.slice(0, end).select(sides))
+                end = rest.num_rows if split == final else _end_of_key(rest, count - written[split])
+                writer.add(rest.slice(0, end).select(fields))
                 written[split], rest = written[split] + end, rest.slice(end)
-    _check(written, counts, folder)
+    _check_counts(written, counts, folder)
     return written
 
 
-def _whole(rows: pa.Table, count: int) -> int:
-    """So many rows, and those that follow with the last one's key. Rows of one key come in one table."""
-    if KEY not in rows.column_names or count >= rows.num_rows:
+def _end_of_key(rows: pa.Table, count: int) -> int:
+    """`count` rows and those that follow with the key of the last one. Rows of one key come in one table."""
+    if SORT_KEY not in rows.column_names or count >= rows.num_rows:
         return min(count, int(rows.num_rows))
-    key = rows.column(KEY).to_numpy()
-    return int(np.searchsorted(key, key[count - 1], side="right"))
+    keys = rows.column(SORT_KEY).to_numpy()
+    return int(np.searchsorted(keys, keys[count - 1], side="right"))
 
 
-def _check(written: Mapping[str, int], counts: Mapping[str, int], folder: Path) -> None:
+def _check_counts(written: Mapping[str, int], counts: Mapping[str, int], folder: Path) -> None:
     for split, rows in written.items():
         found = pq.read_metadata(folder / f"{split}.parquet").num_rows
         if found != rows:
-            raise InternalError(f"{split}.parquet has {found:,} rows, not the {rows:,} that were written to it")
+            raise InternalError(f"{split}.parquet has {found:,} rows, but {rows:,} were written.")
     if sum(written.values()) != sum(counts.values()):
-        raise InternalError(f"{sum(written.values()):,} rows were written of {sum(counts.values()):,}")
+        raise InternalError(f"{sum(written.values()):,} of {sum(counts.values()):,} rows were written.")
     if empty := [split for split, rows in written.items() if not rows]:
         raise BadOption(
-            f"--valid, --test: rows of one conversation stay together, which leaves none for {' and '.join(empty)}; ask for fewer"
+            f"valid= and test= leave no row for {' and '.join(empty)}, since rows of one conversation stay together. "
+            "Choose smaller splits."
         )
 
 
 class GroupedWriter:
-    """A parquet file that takes tables of any size and writes row groups of fixed ones."""
+    """A parquet file that takes tables of any size and writes row groups of fixed size."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._schema = schema
         self._writer = pq.ParquetWriter(
             path, schema, compression="zstd", use_dictionary=False, write_statistics=False, store_schema=False
         )
-        self._waiting: list[pa.Table] = []
+        self._pending: list[pa.Table] = []
         self._rows = self._bytes = 0
 
     def __enter__(self) -> "GroupedWriter":
@@ -270,31 +247,31 @@ class GroupedWriter:
     ) -> None:
         try:
             if error is None and self._rows:
-                self._write(pa.concat_tables(self._waiting))
+                self._write(pa.concat_tables(self._pending))
         finally:
             self._writer.close()
 
     def add(self, rows: pa.Table) -> None:
-        self._waiting.append(rows)
+        self._pending.append(rows)
         self._rows += rows.num_rows
         self._bytes += rows.nbytes
-        # Offsets are counted in `_bytes` and not in a group's, so this looks too often rather than too seldom.
+        # `_bytes` includes offsets and a group's size does not, so this checks too often rather than too rarely.
         if self._rows >= GROUP_ROWS or self._bytes >= GROUP_BYTES:
-            self._cut()
+            self._write_full_groups()
 
-    def _cut(self) -> None:
-        rows = pa.concat_tables(self._waiting)
+    def _write_full_groups(self) -> None:
+        rows = pa.concat_tables(self._pending)
         sizes = sum(pc.binary_length(column).to_numpy().astype(np.int64) for column in rows.columns)
         ends, start = np.cumsum(sizes), 0
         while True:
-            before = int(ends[start - 1]) if start else 0
-            end = min(start + GROUP_ROWS, int(np.searchsorted(ends, before + GROUP_BYTES)) + 1)
+            bytes_before = int(ends[start - 1]) if start else 0
+            end = min(start + GROUP_ROWS, int(np.searchsorted(ends, bytes_before + GROUP_BYTES)) + 1)
             if end > rows.num_rows:
                 break
             self._write(rows.slice(start, end - start))
             start = end
         rest = rows.slice(start)
-        self._waiting, self._rows, self._bytes = [rest], rest.num_rows, rest.nbytes
+        self._pending, self._rows, self._bytes = [rest], rest.num_rows, rest.nbytes
 
     def _write(self, rows: pa.Table) -> None:
         self._writer.write_table(rows.combine_chunks(), row_group_size=GROUP_ROWS)

@@ -1,25 +1,35 @@
-"""Which columns of a file are the prompt, the response, the text: found by name, in a fixed order, and said why.
+"""Which columns of a file hold the prompt, the response or the text, and the rows rebuilt under these names.
 
     preference      prompt, chosen, rejected
-    conversations   a list of messages: each reply is a row, its prompt all that was said before
+    conversations   a list of messages: each reply becomes a row, its prompt is everything said before
     pair            prompt and response under exactly these names
     instruction     instruction (and input, where a row has one) and its output
-    pair            the other usual names: question/answer, input/output, 问题/回答 …
+    pair            other common names: question/answer, input/output, 问题/回答 …
     text            text alone
 
-The first that fits is taken. No column ever replaces another: a loop over aliases that did, an empty `input` over
-`instruction`, once cost 1.76 million prompts. What else could have been meant is named in the reason.
+The first kind that fits is used; its reason names the columns that could also have been meant. No column ever replaces
+another: a loop over aliases that let an empty `input` replace `instruction` once cost 1.76 million prompts.
+`columns="prompt=question,response=answer"` overrides the search.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.data.read.files import CHUNK_BYTES, CHUNK_ROWS, TEXT, Broken, Columns, Field, Lines, Raw, is_messages
+from brimful.data.read.files import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    TEXT,
+    Chunk,
+    Column,
+    FileSchema,
+    RowProblem,
+    is_messages_type,
+)
 from brimful.errors import BadData, BadOption
 
 Kind = Literal["pair", "instruction", "conversations", "preference", "text"]
@@ -32,7 +42,7 @@ CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_respons
 CONVERSATIONS = ("conversations", "conversation", "messages", "对话")
 TEXTS = ("text", "content", "document", "article", "body", "正文", "文本", "内容")
 
-SIDES: dict[Kind, tuple[str, ...]] = {
+FIELDS: dict[Kind, tuple[str, ...]] = {
     "pair": ("prompt", "response"),
     "instruction": ("prompt", "response"),
     "conversations": ("prompt", "response"),
@@ -43,338 +53,328 @@ SIDES: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which columns of the files make up which side of a row."""
+    """Which columns of the files make up which field of a row."""
 
     kind: Kind
-    sides: tuple[str, ...]
+    fields: tuple[str, ...]
     """What a row has: `("prompt", "response")`, `("prompt", "chosen", "rejected")` or `("text",)`."""
     columns: dict[str, str]
-    """By side, the file's column: `{"prompt": "instruction+input", "response": "output"}`."""
+    """The file's column for each field: `{"prompt": "instruction+input", "response": "output"}`."""
     reason: str
-    """Why: `found prompt and response`, `as asked for by --columns`."""
+    """`found prompt and response`, `as requested`."""
 
 
-def find_layout(has: Columns, *, open_ended: bool) -> Layout | None:
-    """The layout of a file with these columns; `open_ended` where later rows may have more than these."""
-    names, every = has.usual, list(has.types)
-    prompt, response = first(PROMPTS, names), first(RESPONSES, names)
-    chosen, rejected = first(CHOSEN, names), first(REJECTED, names)
-    instruction, talk, text = first(INSTRUCTIONS, names), first(CONVERSATIONS, names), first(TEXTS, names)
+# ── Layout by column names ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_layout(schema: FileSchema, *, rows_vary: bool) -> Layout | None:
+    """The layout for these columns; `rows_vary` where later rows may have more columns than the sampled ones."""
+    names, every = schema.common, list(schema.types)
+    prompt, response = _find(PROMPTS, names), _find(RESPONSES, names)
+    chosen, rejected = _find(CHOSEN, names), _find(REJECTED, names)
+    instruction, conversation, text = _find(INSTRUCTIONS, names), _find(CONVERSATIONS, names), _find(TEXTS, names)
     if prompt and chosen and rejected:
-        columns = {"prompt": _with_input(prompt, every, open_ended), "chosen": chosen, "rejected": rejected}
-        return _layout("preference", columns, every)
-    if talk:
-        return _layout("conversations", {"prompt": talk, "response": talk}, every)
-    if instruction and response and not (_same(prompt, "prompt") and _same(response, "response")):
-        columns = {"prompt": _with_input(instruction, every, open_ended), "response": response}
-        return _layout("instruction", columns, every)
+        columns = {"prompt": _with_input(prompt, every, rows_vary), "chosen": chosen, "rejected": rejected}
+        return _found_layout("preference", columns, every)
+    if conversation:
+        return _found_layout("conversations", {"prompt": conversation, "response": conversation}, every)
+    if instruction and response and not (_same_name(prompt, "prompt") and _same_name(response, "response")):
+        columns = {"prompt": _with_input(instruction, every, rows_vary), "response": response}
+        return _found_layout("instruction", columns, every)
     if prompt and response:
-        return _layout("pair", {"prompt": prompt, "response": response}, every)
-    return _layout("text", {"text": text}, every) if text else None
+        return _found_layout("pair", {"prompt": prompt, "response": response}, every)
+    return _found_layout("text", {"text": text}, every) if text else None
 
 
-def first(aliases: Iterable[str], names: Sequence[str]) -> str | None:
-    """The column that comes first in the order of the aliases: under the name itself, else under another case of it."""
+def reuse_layout(layout: Layout, names: Sequence[str]) -> Layout | None:
+    """The layout of an earlier file if this one has its columns. Not for instructions: this file may have an input."""
+    used = {part for column in layout.columns.values() for part in _parts(column, names)}
+    return layout if layout.kind in ("pair", "conversations", "text") and used <= set(names) else None
+
+
+def columns_to_read(layout: Layout, schema: FileSchema, file: str) -> tuple[Column, ...]:
+    """What a reader is asked for, each column once. Of joined columns only the first is required."""
+    columns: dict[str, Column] = {}
+    for field in layout.fields:
+        names = _parts(layout.columns[field], schema.types)
+        for place, name in enumerate(names):
+            type_ = schema.types.get(name) or TEXT
+            _check_type(type_, layout, name, file, joined=len(names) > 1)
+            columns[name] = Column(name, type_, place == 0 or (name in columns and columns[name].required))
+    return tuple(columns.values())
+
+
+def no_layout(schema: FileSchema, file: str) -> BadData:
+    """The error for a file without columns that fit."""
+    return BadData(
+        f"{file}: no columns look like prompt and response, conversations, preferences or text, only {_listed(schema.types)}. "
+        "Try: columns='prompt=question,response=answer'"
+    )
+
+
+def layout_mismatch(
+    first: str, layout: Layout, schema: FileSchema, second: str, other: Layout, other_schema: FileSchema
+) -> BadData:
+    """The error for two files whose rows do not have the same fields."""
+    return BadData(
+        f"{first} gives {_and(layout.fields)} (from {_listed(schema.types)}), but {second} gives {_and(other.fields)} "
+        f"(from {_listed(other_schema.types)}). Use files of one kind, or choose the columns with columns=."
+    )
+
+
+def _find(aliases: Iterable[str], names: Sequence[str]) -> str | None:
+    """The column that comes first in the order of the aliases; exact spelling before another case."""
     for alias in aliases:
-        found = [name for name in names if _same(name, alias)]
-        if found:
-            return alias if alias in found else found[0]
+        matches = [name for name in names if _same_name(name, alias)]
+        if matches:
+            return alias if alias in matches else matches[0]
     return None
 
 
-def parts(column: str, names: Iterable[str]) -> list[str]:
+def _same_name(name: str | None, alias: str) -> bool:
+    return name is not None and name.strip().lower() == alias
+
+
+def _with_input(prompt: str, names: Sequence[str], rows_vary: bool) -> str:
+    """An instruction takes the input of its row along, also where only later rows have one."""
+    if _find(INSTRUCTIONS, [prompt]) is None:
+        return prompt
+    column = _find(INPUTS, names) or ("input" if rows_vary else None)
+    return f"{prompt}+{column}" if column else prompt
+
+
+def _parts(column: str, names: Iterable[str]) -> list[str]:
     """The columns that `instruction+input` stands for; a column may have a plus in its own name."""
     return [column] if column in set(names) else column.split("+")
 
 
-def fields(layout: Layout, columns: Columns, file: str) -> tuple[Field, ...]:
-    """What a reader is asked for, each column once. Of joined columns only the first must be there."""
-    found: dict[str, Field] = {}
-    for side in layout.sides:
-        names = parts(layout.columns[side], columns.types)
-        for place, name in enumerate(names):
-            kind = columns.types.get(name) or TEXT
-            _must_fit(kind, layout, name, file, joined=len(names) > 1)
-            found[name] = Field(name, kind, place == 0 or (name in found and found[name].required))
-    return tuple(found.values())
-
-
-def missing(columns: Columns, file: str) -> BadData:
-    """No columns that fit."""
-    return BadData(
-        f"{file}: no columns that look like prompt and response, instruction and output, conversations, prompt with chosen "
-        f"and rejected, or text; it has {named(columns.types)}: say which is which, such as --columns prompt=question,response=answer"
-    )
-
-
-def mixed(
-    one: str, layout: Layout, columns: Columns, other: str, other_layout: Layout, other_columns: Columns
-) -> BadData:
-    """Two files whose rows do not have the same sides."""
-    return BadData(
-        f"{one} gives {_and(list(layout.sides))} (it has {named(columns.types)}), but {other} gives {_and(list(other_layout.sides))} "
-        f"(it has {named(other_columns.types)}); give files of one kind, or say which columns count with --columns"
-    )
-
-
-def named(names: Iterable[str]) -> str:
-    """Columns in a sentence; where a file has no header, its first row stands for one and may be long."""
-    found = [name if len(name) <= 40 else name[:39] + "…" for name in names]
-    return ", ".join(found[:30]) + " …" * (len(found) > 30) or "no columns"
-
-
-def like(layout: Layout, names: Sequence[str]) -> Layout | None:
-    """The layout of an earlier file, where this one has its columns; an instruction may have an input to take along."""
-    used = [part for column in layout.columns.values() for part in parts(column, names)]
-    return layout if layout.kind in ("pair", "conversations", "text") and set(used) <= set(names) else None
-
-
-def _layout(kind: Kind, columns: dict[str, str], names: Sequence[str]) -> Layout:
-    used = {part for column in columns.values() for part in parts(column, names)}
+def _found_layout(kind: Kind, columns: dict[str, str], names: Sequence[str]) -> Layout:
+    used = {part for column in columns.values() for part in _parts(column, names)}
     known = {*PROMPTS, *RESPONSES, *CHOSEN, *REJECTED, *CONVERSATIONS, *TEXTS, *INPUTS, "history", "system"}
-    aside = [name for name in names if name.strip().lower() in known and name not in used]
+    unused = [name for name in names if name.strip().lower() in known and name not in used]
     reason = f"found {_and(list(dict.fromkeys(columns.values())))}"
-    reason += f"; left aside: {', '.join(aside)}" if aside else ""
-    return Layout(kind=kind, sides=SIDES[kind], columns=columns, reason=reason)
+    reason += f"; not used: {', '.join(unused)}" if unused else ""
+    return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=reason)
 
 
-def _with_input(prompt: str, names: Sequence[str], open_ended: bool) -> str:
-    """An instruction takes the input of its row along, also where only later rows of the file have one."""
-    if first(INSTRUCTIONS, [prompt]) is None:
-        return prompt
-    found = first(INPUTS, names) or ("input" if open_ended else None)
-    return f"{prompt}+{found}" if found else prompt
-
-
-def _must_fit(kind: pa.DataType, layout: Layout, name: str, file: str, *, joined: bool) -> None:
-    is_text, is_turns = kind == TEXT, is_messages(kind)
-    if layout.kind == "conversations" and not is_turns:
+def _check_type(type_: pa.DataType, layout: Layout, name: str, file: str, *, joined: bool) -> None:
+    is_messages = is_messages_type(type_)
+    if layout.kind == "conversations" and not is_messages:
         raise BadData(
-            f"{file}: the column '{name}' holds {_called(kind)}, not a list of messages with from and value, or role and content"
+            f"{file}: column '{name}' holds {_type_name(type_)}, not messages. "
+            "A message has from and value, or role and content."
         )
-    if not is_text and (joined or layout.kind == "text" or not is_turns):
-        raise BadData(f"{file}: the column '{name}' holds {_called(kind)}, not text; choose another one with --columns")
+    if type_ != TEXT and (joined or layout.kind == "text" or not is_messages):
+        raise BadData(f"{file}: column '{name}' holds {_type_name(type_)}, not text. Choose another one with columns=.")
 
 
-def _called(kind: pa.DataType) -> str:
-    """A type of Arrow in words."""
-    if pa.types.is_boolean(kind):
+def _type_name(type_: pa.DataType) -> str:
+    if pa.types.is_boolean(type_):
         return "true or false"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+    if pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_decimal(type_):
         return "numbers"
-    if pa.types.is_nested(kind):
-        return "objects" if pa.types.is_struct(kind) else "lists"
-    return "text" if kind == TEXT else str(kind)
+    if pa.types.is_nested(type_):
+        return "objects" if pa.types.is_struct(type_) else "lists"
+    return "text" if type_ == TEXT else str(type_)
 
 
-def _same(name: str | None, alias: str) -> bool:
-    return name is not None and name.strip().lower() == alias
+def _listed(names: Iterable[str]) -> str:
+    """Column names for a message. Without a header they are the first row, which may be long."""
+    shown = [name if len(name) <= 40 else name[:39] + "…" for name in names]
+    return ", ".join(shown[:30]) + " …" * (len(shown) > 30) or "no columns"
 
 
-def _and(names: list[str]) -> str:
+def _and(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-# `--columns prompt=question,response=answer`: the user says which column is what.
-#
-# Either side of the `=` may be the column, as long as it is clear: the side comes first where both could be meant. Sides that
-# are not given are found by name. `prompt=instruction+input` joins two columns.
+# ── Requested layout ─────────────────────────────────────────────────────────────────────────────────────────────────
+# Either side of the `=` may be the column as long as it is clear; the field comes first where both could be meant.
+# Fields that are not given are found by name. `prompt=instruction+input` joins two columns.
+
+_ALIASES = {"prompt": PROMPTS, "response": RESPONSES, "chosen": CHOSEN, "rejected": REJECTED}
+_SETTABLE = (*_ALIASES, "text", "conversations")
 
 
-_NAMES = {"prompt": PROMPTS, "response": RESPONSES, "chosen": CHOSEN, "rejected": REJECTED}
-_SIDES = (*_NAMES, "text", "conversations")
-
-
-def given_layout(asked: str, names: Sequence[str], file: str) -> Layout:
-    """The layout that was asked for, of a file with these columns."""
+def requested_layout(option: str, names: Sequence[str], file: str) -> Layout:
+    """The layout that `prompt=question,response=answer` describes, for a file with these columns."""
     given: dict[str, str] = {}
-    for item in asked.split(","):
-        side, column = _pair(item, asked, names, file)
-        if side in given:
-            raise BadOption(f"--columns {asked}: {side} is given twice; join columns with a plus, such as {side}=a+b")
-        given[side] = column
-    kind = _kind(given, names)
-    extra = [side for side in given if side not in (*SIDES[kind], kind)]
+    for item in option.split(","):
+        field, column = _field_and_column(item, option, names, file)
+        if field in given:
+            raise BadOption(f"columns={option!r} sets {field} twice. Join columns with a plus, such as '{field}=a+b'.")
+        given[field] = column
+    kind = _requested_kind(given, names)
+    extra = [field for field in given if field not in (*FIELDS[kind], kind)]
     if extra:
-        raise BadOption(f"--columns {asked}: {extra[0]} does not go with {next(iter(set(given) - set(extra)))}")
-    used = {part for column in given.values() for part in parts(column, names)}
-    free = [name for name in names if name not in used]
-    columns = {side: given.get(side) or given.get(kind) or _found(side, free, asked, file) for side in SIDES[kind]}
-    found = [side for side in columns if side not in given and kind not in given]
-    reason = "as asked for by --columns" + (f"; found {' and '.join(columns[side] for side in found)}" if found else "")
-    return Layout(kind=kind, sides=SIDES[kind], columns=columns, reason=reason)
-
-
-def _pair(item: str, asked: str, names: Sequence[str], file: str) -> tuple[str, str]:
-    left, equals, right = (part.strip() for part in item.partition("="))
-    if not (equals and left and right) or not {left, right} & set(_SIDES):
         raise BadOption(
-            f"--columns {asked}: {item!r} is no side=column; sides are {', '.join(_SIDES)}, and {file} has {named(names)}"
+            f"columns={option!r}: {extra[0]} cannot be combined with {next(iter(set(given) - set(extra)))}."
         )
-    if left in _SIDES and (column := _columns(right, names)):
+    used = {part for column in given.values() for part in _parts(column, names)}
+    unused = [name for name in names if name not in used]
+    columns, found = {}, []
+    for field in FIELDS[kind]:
+        columns[field] = given.get(field) or given.get(kind) or _find(_ALIASES.get(field, ()), unused) or ""
+        if not columns[field]:
+            raise BadOption(
+                f"columns={option!r} must also set {field}. The other columns of {file} are {_listed(unused)}."
+            )
+        if field not in given and kind not in given:
+            found.append(columns[field])
+    reason = "as requested" + (f"; found {' and '.join(found)}" if found else "")
+    return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=reason)
+
+
+def _field_and_column(item: str, option: str, names: Sequence[str], file: str) -> tuple[str, str]:
+    left, equals, right = (part.strip() for part in item.partition("="))
+    if not (equals and left and right) or not {left, right} & set(_SETTABLE):
+        raise BadOption(
+            f"columns={option!r}: {item!r} is not 'field=column'. "
+            f"Fields are {', '.join(_SETTABLE)}; columns of {file} are {_listed(names)}."
+        )
+    if left in _SETTABLE and (column := _spelled_as_in_file(right, names)):
         return left, column
-    if right in _SIDES and (column := _columns(left, names)):
+    if right in _SETTABLE and (column := _spelled_as_in_file(left, names)):
         return right, column
-    raise BadOption(
-        f"--columns {asked}: {file} has no column {right if left in _SIDES else left}; it has {named(names)}"
-    )
+    missing = right if left in _SETTABLE else left
+    raise BadOption(f"columns={option!r}: {file} has no column {missing}. It has {_listed(names)}.")
 
 
-def _columns(written: str, names: Sequence[str]) -> str | None:
-    """The file's own spelling of these columns; None where it lacks one."""
-    found = [_spelled(part.strip(), names) for part in parts(written, names)]
-    return "+".join(name for name in found if name) if all(found) else None
+def _spelled_as_in_file(column: str, names: Sequence[str]) -> str | None:
+    """These columns in the file's own spelling; None if one is missing."""
+    parts = [part.strip() for part in _parts(column, names)]
+    spelled = [part if part in names else _find([part.lower()], names) for part in parts]
+    return "+".join(name for name in spelled if name) if all(spelled) else None
 
 
-def _spelled(written: str, names: Sequence[str]) -> str | None:
-    return written if written in names else first([written.lower()], names)
-
-
-def _kind(given: dict[str, str], names: Sequence[str]) -> Kind:
+def _requested_kind(given: dict[str, str], names: Sequence[str]) -> Kind:
     if "text" in given:
         return "text"
     if "conversations" in given:
         return "conversations"
-    preference = {"chosen", "rejected"} & set(given) or (
-        "response" not in given and first(CHOSEN, names) and first(REJECTED, names)
-    )
-    return "preference" if preference else "pair"
+    has_both = _find(CHOSEN, names) and _find(REJECTED, names)
+    return "preference" if {"chosen", "rejected"} & set(given) or ("response" not in given and has_both) else "pair"
 
 
-def _found(side: str, names: Sequence[str], asked: str, file: str) -> str:
-    column = first(_NAMES[side], names)
-    if column is None:
-        raise BadOption(f"--columns {asked}: say also which column is {side}; {file} has {named(names)}")
-    return column
+# ── Columns to fields ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-# The rows of a file made into sides: columns joined, messages taken apart.
-#
-# Text columns pass as they are. Columns joined with a plus give their parts that are not blank, one a line. A list of
-# messages gives its last one, or all of them for a prompt. A conversation gives a row for each reply, with all that was said
-# before it as the prompt; such rows grow with the square of the conversation, so they leave as soon as they fill a chunk.
-
-
-_PARTS = {
-    **dict.fromkeys(("human", "user", "prompter", "用户", "tool", "function", "observation"), "ask"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "助手"), "answer"),
+_ROLES = {
+    **dict.fromkeys(("human", "user", "prompter", "用户", "tool", "function", "observation"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "助手"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
 }
-"""What a role does in a conversation; the result of a tool is something said before the next reply."""
+"""What a role does in a conversation. The result of a tool counts as said before the next reply."""
 
-_KNOWN = {"ask", "answer", "system"}
+Message = tuple[str, str]
+"""One of the values of `_ROLES`, or why the role is not one of them; and the text."""
 
-Sides = tuple[pa.RecordBatch, Lines, tuple[Broken, ...]]
 
+def map_columns(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
+    """The rows with one text column for each field.
 
-def sides(file: str, layout: Layout, raw: Raw) -> Iterator[Sides]:
-    """Rows with one text column a side, their lines, and all rows of this stretch that are broken."""
+    Text columns pass as they are. Columns joined with a plus give their non-blank parts, one per line. A list of messages
+    gives its last one, or all of them for a prompt. A conversation gives one row for each reply; these rows grow with the
+    square of the conversation, so one chunk may become several.
+    """
     if layout.kind == "conversations":
-        yield from _exchanges(file, layout, raw)
+        yield from _map_conversations(layout, chunk)
         return
-    broken: dict[int, str] = {}
-    columns = [_side(raw.rows, side, layout.columns[side], broken) for side in layout.sides]
-    rows, lines = _batch(layout, columns), raw.lines
-    if broken:
-        keep = np.ones(len(lines), dtype=bool)
-        keep[list(broken)] = False
-        told = [Broken(file, int(lines[row]), why) for row, why in broken.items()]
-        yield rows.filter(pa.array(keep)), lines[keep], _by_line([*raw.broken, *told])
-    else:
-        yield rows, lines, raw.broken
+    problems: dict[int, str] = {}
+    arrays = [_field_array(chunk.rows, field, layout.columns[field], problems) for field in layout.fields]
+    rows, lines = _text_batch(layout, arrays), chunk.lines
+    if not problems:
+        yield replace(chunk, rows=rows)
+        return
+    keep = np.ones(len(lines), dtype=bool)
+    keep[list(problems)] = False
+    new = [RowProblem(chunk.file, int(lines[row]), message) for row, message in problems.items()]
+    yield replace(chunk, rows=rows.filter(pa.array(keep)), lines=lines[keep], broken=_by_line([*chunk.broken, *new]))
 
 
-def _side(rows: pa.RecordBatch, side: str, column: str, broken: dict[int, str]) -> pa.Array:
-    names = parts(column, rows.schema.names)
-    found = rows.column(names[0])
-    if found.type != TEXT:
-        return _said(found, names[0], broken, whole=side == "prompt")
-    joined = found.fill_null("")
+def _field_array(rows: pa.RecordBatch, field: str, column: str, problems: dict[int, str]) -> pa.Array:
+    names = _parts(column, rows.schema.names)
+    array = rows.column(names[0])
+    if array.type != TEXT:
+        return _message_texts(array, names[0], problems, all_messages=field == "prompt")
+    joined = array.fill_null("")
     for name in names[1:]:
-        joined = _joined(joined, rows.column(name).fill_null(""))
+        part = rows.column(name).fill_null("")
+        both = pc.binary_join_element_wise(joined, part, "\n")
+        joined = pc.if_else(_is_blank(part), joined, pc.if_else(_is_blank(joined), part, both))
     return joined
 
 
-def _joined(left: pa.Array, right: pa.Array) -> pa.Array:
-    """Both in two lines; where one is blank, the other alone."""
-    no_left, no_right = _blank(left), _blank(right)
-    both = pc.binary_join_element_wise(left, right, "\n")
-    return pc.if_else(no_right, left, pc.if_else(no_left, right, both))
+def _is_blank(array: pa.Array) -> pa.BooleanArray:
+    return pc.equal(pc.utf8_trim_whitespace(array), "")
 
 
-def _blank(column: pa.Array) -> pa.BooleanArray:
-    return pc.equal(pc.utf8_trim_whitespace(column), "")
-
-
-def _said(column: pa.Array, name: str, broken: dict[int, str], *, whole: bool) -> pa.Array:
-    """What the messages of each row say: all of them, or the last one."""
-    content = column.type.value_type[1].name
-    found = []
-    for row, messages in enumerate(column.to_pylist()):
-        said = ["" if message is None else message[content] or "" for message in messages or []]
+def _message_texts(array: pa.Array, name: str, problems: dict[int, str], *, all_messages: bool) -> pa.Array:
+    """The text of all messages of each row, or of the last one."""
+    content = array.type.value_type[1].name
+    texts = []
+    for row, messages in enumerate(array.to_pylist()):
+        contents = ["" if message is None else message[content] or "" for message in messages or []]
         if messages == []:
-            broken.setdefault(row, f"'{name}' has no message")
-        found.append("\n".join(said) if whole else said[-1] if said else "")
-    return pa.array(found, type=TEXT)
+            problems.setdefault(row, f"'{name}' has no message")
+        texts.append("\n".join(contents) if all_messages else contents[-1] if contents else "")
+    return pa.array(texts, type=TEXT)
 
 
-def _exchanges(file: str, layout: Layout, raw: Raw) -> Iterator[Sides]:
-    """The replies of all conversations, as chunks."""
-    rows: list[tuple[str, str]] = []
+def _map_conversations(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
+    pairs: list[tuple[str, str]] = []
     lines: list[int] = []
-    told, held = list(raw.broken), 0
-    for line, messages in zip(raw.lines.tolist(), _messages(raw.rows.column(0)), strict=True):
-        for found in _replies(messages):
-            if isinstance(found, str):
-                told.append(Broken(file, line, found))
+    broken, characters = list(chunk.broken), 0
+
+    def part(problems: Iterable[RowProblem]) -> Chunk:
+        arrays = [pa.array([pair[place] for pair in pairs], TEXT) for place in (0, 1)]
+        rows, numbers = _text_batch(layout, arrays), np.array(lines, dtype=np.int64)
+        return replace(chunk, rows=rows, lines=numbers, broken=_by_line(problems))
+
+    for line, messages in zip(chunk.lines.tolist(), _messages(chunk.rows.column(0)), strict=True):
+        for reply in _replies(messages):
+            if isinstance(reply, str):
+                broken.append(RowProblem(chunk.file, line, reply))
                 continue
-            rows.append(found)
+            pairs.append(reply)
             lines.append(line)
-            held += len(found[0]) + len(found[1])
-            if len(rows) + len(told) >= CHUNK_ROWS or held >= CHUNK_BYTES // 2:
-                now, told = [one for one in told if one.line <= line], [one for one in told if one.line > line]
-                yield _pairs(layout, rows), np.array(lines, dtype=np.int64), _by_line(now)
-                rows, lines, held = [], [], 0
-    if rows or told:
-        yield _pairs(layout, rows), np.array(lines, dtype=np.int64), _by_line(told)
+            characters += len(reply[0]) + len(reply[1])
+            if len(pairs) + len(broken) >= CHUNK_ROWS or characters >= CHUNK_BYTES // 2:
+                yield part(problem for problem in broken if problem.line <= line)
+                broken = [problem for problem in broken if problem.line > line]
+                pairs, lines, characters = [], [], 0
+    if pairs or broken:
+        yield part(broken)
 
 
-def _messages(column: pa.ListArray) -> Iterator[list[tuple[str, str]]]:
-    """What each message of each conversation does, and its text. Lists of all of them are much faster than dicts."""
-    items = column.flatten()
-    roles = items.field(0).fill_null("").dictionary_encode()
-    parts = [
-        _PARTS.get(role.strip().lower(), f"the role {role!r} is not known") for role in roles.dictionary.to_pylist()
-    ]
-    turns = list(
-        zip([parts[role] for role in roles.indices.to_pylist()], items.field(1).fill_null("").to_pylist(), strict=True)
-    )
-    ends = np.cumsum(pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)).tolist()
-    return (turns[start:end] for start, end in zip([0, *ends], ends, strict=False))
+def _messages(array: pa.ListArray) -> Iterator[list[Message]]:
+    """The messages of each conversation. Flat lists of all of them are much faster than dicts."""
+    items = array.flatten()
+    names = items.field(0).fill_null("").dictionary_encode()
+    roles = [_ROLES.get(name.strip().lower(), f"unknown role {name!r}") for name in names.dictionary.to_pylist()]
+    texts = items.field(1).fill_null("").to_pylist()
+    messages = list(zip([roles[index] for index in names.indices.to_pylist()], texts, strict=True))
+    ends = np.cumsum(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)).tolist()
+    return (messages[start:end] for start, end in zip([0, *ends], ends, strict=False))
 
 
-def _replies(messages: list[tuple[str, str]]) -> Iterator[tuple[str, str] | str]:
-    """A row for each reply, or why there is none."""
-    parts = [part for part, _ in messages]
-    if "answer" not in parts or not _KNOWN.issuperset(parts):
-        yield next((part for part in parts if part not in _KNOWN), "no reply in this conversation")
+def _replies(messages: list[Message]) -> Iterator[tuple[str, str] | str]:
+    """A prompt and response for each reply, or a message that says why there is none."""
+    roles, known = [role for role, _ in messages], {"user", "assistant", "system"}
+    if "assistant" not in roles or not known.issuperset(roles):
+        yield next((role for role in roles if role not in known), "no reply in this conversation")
         return
     system: list[str] = []
-    said: list[str] = []
-    for place, (part, text) in enumerate(messages):
-        if part == "answer":
-            yield ("\n".join(system + said), text) if place else "a reply to nothing"
+    earlier: list[str] = []
+    for place, (role, text) in enumerate(messages):
+        if role == "assistant":
+            yield ("\n".join(system + earlier), text) if place else "a reply without a prompt"
         if text.strip():
-            (system if part == "system" else said).append(text)
+            (system if role == "system" else earlier).append(text)
 
 
-def _pairs(layout: Layout, rows: list[tuple[str, str]]) -> pa.RecordBatch:
-    return _batch(layout, [pa.array([row[place] for row in rows], TEXT) for place in (0, 1)])
+def _text_batch(layout: Layout, arrays: list[pa.Array]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(field, TEXT) for field in layout.fields]))
 
 
-def _batch(layout: Layout, columns: list[pa.Array]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema([(side, TEXT) for side in layout.sides]))
-
-
-def _by_line(broken: Iterable[Broken]) -> tuple[Broken, ...]:
-    return tuple(sorted(broken, key=lambda one: one.line))
+def _by_line(problems: Iterable[RowProblem]) -> tuple[RowProblem, ...]:
+    return tuple(sorted(problems, key=lambda problem: problem.line))

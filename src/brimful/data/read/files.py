@@ -1,18 +1,20 @@
-"""What every reader gives: rows under the file's own names, each with its line, and the rows that could not be read.
+"""From paths to files of rows, and what all readers share: a `Chunk` of rows, a `RowProblem`, a stream of bytes.
 
-A reader is asked for a few fields and yields stretches of a file. A stretch has at most `CHUNK_ROWS` rows and about
-`CHUNK_BYTES` of text, so that memory does not depend on the file; only one row that is larger than that makes it larger.
-Where a stretch ends depends on the file alone: an interrupted command can count stretches.
+    paths ─► find_files ─► DataFile ─► a reader (json_rows.py, tables.py) ─► Chunk ─► columns.py
+
+A reader yields chunks of at most `CHUNK_ROWS` rows and about `CHUNK_BYTES` of text (16,384 rows of chat are 10 MB), so
+memory does not depend on the size of the file; only a single larger row makes a larger chunk. Chunk borders depend on the
+file alone, so an interrupted command can skip the chunks it has finished.
 """
 
 import difflib
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,128 +23,131 @@ import pyarrow as pa
 from brimful.errors import BadData, BadOption
 
 CHUNK_ROWS = 16_384
-"""Rows of a chunk at most: about 10 MB of chat."""
+"""Most rows in a chunk."""
 
 CHUNK_BYTES = 8 * 2**20
-"""Text of a chunk, about: whole articles come in fewer rows."""
+"""Approximate text in a chunk: long articles come in fewer rows."""
 
 MAX_ROW_BYTES = 256 * 2**20
-"""A row longer than this is a file in another format, not a row: a list of objects in one line, a quote never closed."""
+"""A longer row means another format: a list of objects on one line, or a quote that is never closed."""
 
 TEXT = pa.string()
 
 Lines = npt.NDArray[np.int64]
 
 
-def turns(role: str, content: str) -> pa.ListType:
-    """A list of messages: `[{"from": …, "value": …}]`."""
-    return pa.list_(pa.struct([(role, TEXT), (content, TEXT)]))
-
-
-_ROLES = ("from", "role")
-_CONTENTS = ("value", "content")
-
-
-def turn_keys(names: Iterable[str]) -> tuple[str, str] | None:
-    """Which names of a message are who speaks and what is said, if it is a message."""
-    has = set(names)
-    role = next((name for name in _ROLES if name in has), None)
-    content = next((name for name in _CONTENTS if name in has), None)
-    return (role, content) if role and content else None
-
-
-def is_messages(kind: pa.DataType | None) -> bool:
-    """Whether this is `turns(…)`."""
-    item = kind.value_type if kind is not None and pa.types.is_list(kind) else None
-    keys = turn_keys(field.name for field in item) if item is not None and pa.types.is_struct(item) else None
-    return keys is not None and kind == turns(*keys)
-
-
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """A row that cannot be read."""
+class RowProblem:
+    """A row that cannot be used, and why."""
 
     file: str
     line: int
-    """Of a jsonl, json or csv file; in parquet the number of the row. Counted from 1."""
-    why: str
+    """Line of a jsonl, json or csv file; row number in parquet and on the hub. Counted from 1."""
+    message: str
     """`not JSON: Expecting ',' delimiter`, `not UTF-8`, `no field 'response'`."""
 
     def __str__(self) -> str:
-        return f"{self.file}, line {self.line}: {self.why}"
+        return f"{self.file}, line {self.line}: {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """A column of a file that a reader is asked for."""
+class Chunk:
+    """Consecutive rows of one file. The same files always come in the same chunks."""
+
+    file: str
+    rows: pa.RecordBatch
+    """From a reader: the requested columns, null where the file has null. From a source: one text column without nulls
+    for each field of the layout. Always valid UTF-8."""
+    lines: Lines
+    """The line of each row, counted as `RowProblem.line`."""
+    broken: tuple[RowProblem, ...]
+    """Rows of this part of the file that could not be read."""
+    read_bytes: int
+    """Bytes read up to the end of this chunk: of the file (reader) or of all files (source)."""
+
+    @property
+    def rows_in(self) -> int:
+        return int(self.rows.num_rows) + len(self.broken)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column that a reader is asked for."""
 
     name: str
     type: pa.DataType
-    """`TEXT`, or `turns(…)`."""
+    """`TEXT` or `messages_type(…)`."""
     required: bool = True
-    """Whether a row without it is broken; otherwise it is as good as empty."""
+    """Whether a row without it is broken; otherwise the value counts as empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """What a file has."""
+class FileSchema:
+    """The columns of a file."""
 
     types: Mapping[str, pa.DataType | None]
-    """By name: `TEXT` or `turns(…)`, another type where it is neither, None where nothing is known of it."""
-    usual: tuple[str, ...]
-    """Those that its rows have as a rule: all of them, but for JSON, where each row may have others."""
+    """By name: `TEXT`, `messages_type(…)`, or another type; None where the sampled values say nothing."""
+    common: tuple[str, ...]
+    """Columns that most rows have. All of them, except in JSON, where each row may have others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Raw:
-    """A stretch of a file."""
-
-    rows: pa.RecordBatch
-    """One column per field asked for, in that order, of its type, in valid UTF-8; null where the file has null."""
-    lines: Lines
-    """Of each row."""
-    broken: tuple[Broken, ...]
-    at_bytes: int
-    """How far into the file this stretch reaches."""
+def record_batch(columns: Sequence[Column], arrays: list[pa.Array]) -> pa.RecordBatch:
+    """Arrays under the names and types of the columns."""
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(column.name, column.type) for column in columns]))
 
 
-Reader = Callable[[str, tuple[Field, ...]], Iterator[Raw]]
+def split_chunk(chunk: Chunk) -> Iterator[Chunk]:
+    """The same rows in equal chunks of about `CHUNK_BYTES` at most. A broken row stays with the rows after it."""
+    pieces = max(1, -(-chunk.rows.nbytes // CHUNK_BYTES))
+    step = max(1, -(-chunk.rows.num_rows // pieces))
+    broken = list(chunk.broken)
+    for start in range(0, max(1, chunk.rows.num_rows), step):
+        lines = chunk.lines[start : start + step]
+        last = start + step >= chunk.rows.num_rows
+        here = broken if last else [problem for problem in broken if problem.line <= lines[-1]]
+        broken = broken[len(here) :]
+        yield replace(chunk, rows=chunk.rows.slice(start, step), lines=lines, broken=tuple(here))
 
 
-def batch(fields: tuple[Field, ...], columns: list[pa.Array]) -> pa.RecordBatch:
-    """Columns under the names and types of the fields."""
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema([(field.name, field.type) for field in fields]))
+def messages_type(role: str, content: str) -> pa.ListType:
+    """The type of a conversation: `[{"from": …, "value": …}, …]`."""
+    return pa.list_(pa.struct([(role, TEXT), (content, TEXT)]))
 
 
-def cut(raw: Raw) -> Iterator[Raw]:
-    """The same rows in equal stretches of about `CHUNK_BYTES` at most; a broken row stays with the rows after it."""
-    pieces = max(1, -(-raw.rows.nbytes // CHUNK_BYTES))
-    step = max(1, -(-raw.rows.num_rows // pieces))
-    left = list(raw.broken)
-    for start in range(0, max(1, raw.rows.num_rows), step):
-        lines = raw.lines[start : start + step]
-        last = start + step >= raw.rows.num_rows
-        here = left if last else [one for one in left if one.line <= lines[-1]]
-        left = left[len(here) :]
-        yield replace(raw, rows=raw.rows.slice(start, step), lines=lines, broken=tuple(here))
+def message_keys(names: Iterable[str]) -> tuple[str, str] | None:
+    """Which of these keys hold the role and the content of a message; None if it is not a message."""
+    present = set(names)
+    role = next((name for name in ("from", "role") if name in present), None)
+    content = next((name for name in ("value", "content") if name in present), None)
+    return (role, content) if role and content else None
 
 
-# The bytes of a file of text, uncompressed on the way, with the position in the file itself.
-#
-# A compressed stream that ends in the middle must not pass for the end of the file: Arrow says so for .gz, .bz2 and .zst.
+def is_messages_type(type_: pa.DataType | None) -> bool:
+    """Whether this is a `messages_type(…)`."""
+    item = type_.value_type if type_ is not None and pa.types.is_list(type_) else None
+    keys = message_keys(field.name for field in item) if item is not None and pa.types.is_struct(item) else None
+    return keys is not None and type_ == messages_type(*keys)
 
+
+# ── Bytes of a text file ──────────────────────────────────────────────────────────────────────────────────────────────
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
-_BOM = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class ByteStream:
-    """A file opened for reading from its start, without a byte-order mark."""
+    """A text file opened for reading, decompressed, without a byte-order mark.
+
+    Arrow's streams raise an error when a .gz, .bz2 or .zst file is cut off, so a partial file never passes for a whole one.
+    """
 
     def __init__(self, path: str) -> None:
         self._path, self._compression = path, COMPRESSIONS.get(Path(path).suffix.lower())
-        self._first, self._given_back = True, b""
+        self._at_start, self._pushed_back = True, b""
         try:
             self._file = pa.OSFile(path)
             self._stream = pa.CompressedInputStream(self._file, self._compression) if self._compression else self._file
@@ -150,32 +155,29 @@ class ByteStream:
             raise self._unreadable(error) from None
 
     def read(self, count: int) -> bytes:
-        """The next bytes, `count` of them unless the file ends; b"" at its end. What was given back comes by itself."""
-        if self._given_back:
-            found, self._given_back = self._given_back, b""
-            return found
+        """The next `count` bytes, fewer at the end of the file. Bytes that were pushed back come alone."""
+        if self._pushed_back:
+            data, self._pushed_back = self._pushed_back, b""
+            return data
         pieces, missing = [], count
-        while missing:
-            piece = self._some(missing)
-            if not piece:
-                break
+        while missing and (piece := self._read_some(missing)):
             pieces.append(piece)
             missing -= len(piece)
-        found = b"".join(pieces) if len(pieces) != 1 else pieces[0]
-        if self._first and found:
-            self._first, found = False, found.removeprefix(_BOM)
-        return found
+        data = b"".join(pieces) if len(pieces) != 1 else pieces[0]
+        if self._at_start and data:
+            self._at_start, data = False, data.removeprefix(_BYTE_ORDER_MARK)
+        return data
 
-    def unread(self, data: bytes) -> None:
-        """Give back what was read last."""
-        self._given_back = data
+    def push_back(self, data: bytes) -> None:
+        """Return what was read last."""
+        self._pushed_back = data
 
-    def at_bytes(self) -> int:
-        """How much of the file was read."""
+    def position(self) -> int:
+        """Bytes of the (compressed) file that were read."""
         return int(self._file.tell())
 
     def whole_lines(self) -> Iterator[bytes]:
-        """Blocks that end with a line break, about `CHUNK_BYTES` of them; the last one ends with the file."""
+        """Blocks of about `CHUNK_BYTES` that end with a line break; the last one ends with the file."""
         pieces, line = [b""], 1
         while piece := self.read(CHUNK_BYTES):
             last = piece.rfind(b"\n") + 1
@@ -187,7 +189,8 @@ class ByteStream:
                 pieces = [piece[last:]]
             elif sum(map(len, pieces)) > MAX_ROW_BYTES:
                 raise BadData(
-                    f"{self._path}, line {line}: longer than {MAX_ROW_BYTES >> 20} MiB; is this one row a line?"
+                    f"{self._path}, line {line} is longer than {MAX_ROW_BYTES >> 20} MiB. "
+                    "Check that the file has one row per line."
                 )
         if rest := b"".join(pieces):
             yield rest
@@ -201,7 +204,7 @@ class ByteStream:
         self._stream.close()
         self._file.close()
 
-    def _some(self, count: int) -> bytes:
+    def _read_some(self, count: int) -> bytes:
         try:
             return bytes(self._stream.read(count))
         except (pa.ArrowException, OSError) as error:
@@ -210,14 +213,18 @@ class ByteStream:
     def _unreadable(self, error: Exception) -> BadData:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         if self._compression and not isinstance(error, FileNotFoundError | PermissionError):
-            return BadData(
-                f"{self._path}: no whole {self._compression} file ({lines[0].rstrip('.')}); get or write it again"
-            )
-        return BadData(f"{self._path}: {lines[0].rstrip('.')}")
+            return damaged_file(self._path, self._compression, error)
+        return BadData(f"{self._path}: {lines[0].rstrip('.')}.")
 
 
-# From what a user typed to files with a known format: files, folders, patterns, or the name of a data set on the hub.
+def damaged_file(place: str, format_: str, error: Exception) -> BadData:
+    """The error for a file that is cut off or damaged."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = lines[0].rstrip(".")
+    return BadData(f"{place}: not a complete {format_} file ({reason}). Download or write it again.")
 
+
+# ── Paths to files ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Format = Literal["parquet", "jsonl", "json", "csv", "hub"]
 
@@ -225,14 +232,15 @@ FORMATS: dict[str, Format] = {
     ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
 
+_SUPPORTED = f"{', '.join(FORMATS)} (text formats also with {', '.join(COMPRESSIONS)})"
 
-CLEANED = ("train.parquet", "clean.json")
-"""A folder with these is the output of `brimful data clean`."""
+CLEAN_OUTPUT = ("train.parquet", "clean.json")
+"""A folder with these files is the output of `brimful data clean`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file of rows."""
+    """One file of rows, or one data set on the hub."""
 
     path: str
     format: Format
@@ -241,52 +249,68 @@ class DataFile:
 
 
 def find_files(paths: Sequence[str]) -> tuple[DataFile, ...]:
-    """All files behind these paths, in the order given, those of a folder by name; each once."""
+    """The files behind files, folders, patterns and hub names, in this order, those of a folder sorted by name."""
     if not paths:
-        raise BadData("no files given; name files, folders or a data set on the hub")
-    found: dict[str, DataFile] = {}
-    for file in (file for path in paths for file in _behind(path)):
-        real = os.path.realpath(file.path) if file.format != "hub" else file.path
-        if real in found:
-            raise BadData(f"{file.path} is given twice; its rows would count twice: name it once")
-        found[real] = file
-    return tuple(found.values())
+        raise BadData("No files were given. Name files, folders or a data set on the hub.")
+    files: dict[str, DataFile] = {}
+    for file in (file for path in paths for file in _expand(path)):
+        key = os.path.realpath(file.path) if file.format != "hub" else file.path
+        if key in files:
+            raise BadData(f"{file.path} was given twice, so its rows would count twice. Name it once.")
+        files[key] = file
+    return tuple(files.values())
 
 
-def _behind(path: str) -> Iterator[DataFile]:
-    here = Path(path)
+def refuse_output_inside(output: Path, paths: Sequence[str]) -> None:
+    """Refuse an output folder inside an input folder: the next run would read it as input."""
+    for path in paths:
+        if Path(path).is_dir() and output.resolve().is_relative_to(Path(path).resolve()):
+            raise BadOption(f"output='{output}' is inside {path}, whose files are read. Choose a folder outside of it.")
+
+
+def format_of(name: str) -> Format | None:
+    """The format by the ending of a name; None if it is not supported."""
+    path = Path(name)
+    if path.suffix.lower() in COMPRESSIONS:
+        inner = FORMATS.get(Path(path.stem).suffix.lower())
+        return None if inner == "parquet" else inner  # parquet files are compressed inside
+    return FORMATS.get(path.suffix.lower())
+
+
+def _expand(path: str) -> Iterator[DataFile]:
+    location = Path(path)
     try:
-        if here.is_dir():
-            yield from _in_folder(here)
-        elif here.exists():
-            yield _file(path, _format(path))
+        if location.is_dir():
+            yield from _folder_files(location)
+        elif location.exists():
+            yield _data_file(path)
         elif matches := sorted(glob.glob(path, recursive=True)):  # noqa: PTH207 - Path.glob takes no absolute pattern
             for match in matches:
-                yield from _behind(match)
+                yield from _expand(match)
         elif _is_hub_name(path):
             yield DataFile(path, "hub", 0, 0)
         else:
-            raise BadData(f"{path}: there is no such file or folder{_near(here)}")
+            raise BadData(f"{path} does not exist. {_suggestion(location)}")
     except OSError as error:
-        raise BadData(f"{error.filename or path}: {error.strerror}; it must be readable for who runs this") from None
+        raise BadData(f"{error.filename or path}: {error.strerror}. Make it readable for this user.") from None
 
 
-def _in_folder(folder: Path) -> Iterator[DataFile]:
-    if all((folder / name).is_file() for name in CLEANED):
+def _folder_files(folder: Path) -> Iterator[DataFile]:
+    if all((folder / name).is_file() for name in CLEAN_OUTPUT):
         raise BadData(
-            f"{folder} is what `brimful data clean` made, its splits are apart on purpose: name the file you mean, such as {folder / CLEANED[0]}"
+            f"{folder} is an output of `brimful data clean` with separate splits. Name one file, such as {folder / CLEAN_OUTPUT[0]}."
         )
-    inside = sorted(_walk(folder))
-    known = [path for path in inside if _known(path.name)]
-    if not known:
-        has = f"it has {_some([path.name for path in inside])}" if inside else "it is empty"
-        raise BadData(f"{folder}: no file of rows in this folder, {has}; known are {_endings()}")
-    for path in known:
-        yield _file(str(path), _format(str(path)))
+    files = sorted(_walk(folder))
+    supported = [path for path in files if format_of(path.name)]
+    if not supported:
+        content = f"contains only {_first_names([path.name for path in files])}" if files else "is empty"
+        raise BadData(f"{folder} {content}. Supported formats: {_SUPPORTED}.")
+    for path in supported:
+        yield _data_file(str(path))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below, but for hidden ones. A folder that cannot be read is an error, not an empty one."""
+    """All files below, except hidden ones. An unreadable folder raises an error instead of looking empty."""
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
@@ -296,61 +320,38 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _file(path: str, kind: Format) -> DataFile:
-    with Path(path).open("rb"):  # may it be read at all?
-        about = Path(path).stat()
-    if about.st_size == 0:
-        raise BadData(f"{path} is empty (0 bytes); leave it out, or get it again")
-    return DataFile(path, kind, about.st_size, about.st_mtime_ns)
-
-
-def _format(path: str) -> Format:
-    found = _known(path)
-    if found is None:
-        raise BadData(f"{path}: unknown format; known are {_endings()}")
-    return found
-
-
-def _known(name: str) -> Format | None:
-    path = Path(name)
-    if path.suffix.lower() in COMPRESSIONS:
-        found = FORMATS.get(Path(path.stem).suffix.lower())
-        return None if found == "parquet" else found  # parquet compresses within
-    return FORMATS.get(path.suffix.lower())
-
-
-def _endings() -> str:
-    return f"{', '.join(FORMATS)}, those of text also with {', '.join(COMPRESSIONS)}"
+def _data_file(path: str) -> DataFile:
+    format_ = format_of(path)
+    if format_ is None:
+        raise BadData(f"{path}: unknown format. Supported formats: {_SUPPORTED}.")
+    with Path(path).open("rb"):  # raises if it is not readable
+        stat = Path(path).stat()
+    if stat.st_size == 0:
+        raise BadData(f"{path} is empty (0 bytes). Leave it out or download it again.")
+    return DataFile(path, format_, stat.st_size, stat.st_mtime_ns)
 
 
 def _is_hub_name(path: str) -> bool:
-    """`owner/name` or `owner/name:split`: two plain parts, and no ending of a file."""
-    name = path.partition(":")[0].split("/")
+    """`owner/name` or `owner/name:split`: two plain parts without the ending of a file."""
+    parts = path.partition(":")[0].split("/")
     return (
-        len(name) == 2
-        and all(name)
+        len(parts) == 2
+        and all(parts)
         and not path.startswith((".", "/", "~"))
-        and _known(name[1]) is None
-        and not Path(name[0]).is_dir()
+        and format_of(parts[1]) is None
+        and not Path(parts[0]).is_dir()
     )
 
 
-def _near(path: Path) -> str:
-    """What there is instead, in the nearest folder that exists."""
+def _suggestion(path: Path) -> str:
+    """Similar names, or what the nearest existing folder contains."""
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
-    names = sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
+    names = sorted(child.name for child in folder.iterdir() if not child.name.startswith("."))
     close = difflib.get_close_matches(path.name, names, n=3) if folder == path.absolute().parent else []
     if close:
-        return f"; did you mean {' or '.join(str(path.parent / name) for name in close)}?"
-    return f"; {folder} has {_some(names)}" if names else f"; {folder} is empty"
+        return f"Did you mean {' or '.join(str(path.parent / name) for name in close)}?"
+    return f"{folder} contains {_first_names(names)}." if names else f"{folder} is empty."
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + " …" * (len(names) > 5)
-
-
-def refuse_output_inside(output: Path, paths: Sequence[str]) -> None:
-    """A store within a folder of rows would be read as rows the next time."""
-    for path in paths:
-        if Path(path).is_dir() and output.resolve().is_relative_to(Path(path).resolve()):
-            raise BadOption(f"--output {output} lies inside {path}, whose files are read; name a folder outside of it")

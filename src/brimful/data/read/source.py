@@ -1,154 +1,180 @@
-"""Rows from files of any format, in chunks of fixed size, under common names.
+"""Rows from files of any format, in chunks of bounded size, under common names. Every data command reads through here.
 
-    paths ─► files ─► layout: which columns mean what (found, or given by --columns) ─► chunks of rows
+    paths ─► files.find_files ─► a layout for each file (columns.py) ─► Source.chunks(): read, then map columns to fields
 
-Formats: parquet, jsonl, json (a list of objects), csv; also compressed (.gz, .zst, .bz2), a folder of them, or the name
-of a data set on the Hugging Face hub (extra `hub`). All files must give the same sides.
+Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .zst, .bz2); folders of
+them; or a data set on the Hugging Face hub (extra `hub`). All files must give the same fields.
 
-A row that cannot be read (broken JSON, invalid UTF-8, a field that is missing or no text) is never skipped in silence and
-never stops the reader: it comes beside the rows with its file and line, and the caller decides. A file that cannot be
-read at all (truncated parquet, no columns that fit, empty) raises `BadData` with one sentence.
+A row that cannot be read (broken JSON, invalid UTF-8, a field that is missing or not text) neither stops the reader nor is
+skipped silently: it comes in `Chunk.broken` with file and line, and the caller decides (`BrokenRowLimit`). A file that
+cannot be read at all (truncated parquet, no columns that fit, empty) raises `BadData`.
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
-import numpy as np
-import pyarrow as pa
-
-from brimful.data.read.columns import Kind, Layout, fields, find_layout, given_layout, like, missing, mixed, sides
+from brimful.data.read.columns import (
+    Layout,
+    columns_to_read,
+    find_layout,
+    layout_mismatch,
+    map_columns,
+    no_layout,
+    requested_layout,
+    reuse_layout,
+)
 from brimful.data.read.files import (
     CHUNK_BYTES,
     CHUNK_ROWS,
-    Broken,
-    Columns,
+    Chunk,
+    Column,
     DataFile,
-    Field,
+    FileSchema,
     Format,
-    Lines,
-    Reader,
+    RowProblem,
     find_files,
 )
-from brimful.data.read.json_rows import json_columns, lines_columns, read_json, read_lines
-from brimful.data.read.tables import csv_columns, hub_columns, parquet_columns, read_csv, read_hub, read_parquet
+from brimful.data.read.json_rows import json_schema, jsonl_schema, read_json, read_jsonl
+from brimful.data.read.tables import csv_schema, hub_schema, parquet_schema, read_csv, read_hub, read_parquet
+from brimful.errors import BadData, BadOption
 
-__all__ = ["CHUNK_ROWS", "Broken", "Chunk", "Kind", "Layout", "Source", "open_source"]
+__all__ = ["CHUNK_ROWS", "BrokenRowLimit", "Chunk", "Layout", "RowProblem", "Source", "check_max_bad", "open_source"]
 
-_READERS: dict[Format, tuple[Callable[[str], Columns], Reader]] = {
-    "parquet": (parquet_columns, read_parquet),
-    "jsonl": (lines_columns, read_lines),
-    "json": (json_columns, read_json),
-    "csv": (csv_columns, read_csv),
-    "hub": (hub_columns, read_hub),
+Reader = Callable[[str, tuple[Column, ...]], Iterator[Chunk]]
+
+_READERS: dict[Format, tuple[Callable[[str], FileSchema], Reader]] = {
+    "parquet": (parquet_schema, read_parquet),
+    "jsonl": (jsonl_schema, read_jsonl),
+    "json": (json_schema, read_json),
+    "csv": (csv_schema, read_csv),
+    "hub": (hub_schema, read_hub),
 }
-_OPEN_ENDED = ("jsonl", "json")
-"""Formats in which a later row may have fields that the first ones do not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Consecutive rows of one file. The same files always come in the same chunks."""
-
-    rows: pa.RecordBatch
-    """One valid UTF-8 `string` column without nulls for each side, in the order of `Layout.sides`; a null became ""."""
-    broken: tuple[Broken, ...]
-    """Rows of this stretch that are not in `rows`."""
-    file: str
-    read_bytes: int
-    """Bytes of all files read up to the end of this chunk, for progress."""
-    lines: Lines = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Of each row in `rows`: its line in the file, as `Broken.line` counts."""
-
-    @property
-    def rows_in(self) -> int:
-        return int(self.rows.num_rows) + len(self.broken)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A file with what is read of it."""
+class _SourceFile:
+    """A file and what is read from it."""
 
     file: DataFile
-    has: Columns
+    schema: FileSchema
     layout: Layout
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return fields(self.layout, self.has, self.file.path)
+    columns: tuple[Column, ...]
 
 
 class Source:
-    """Files that were opened: their layout is known, their rows are read on demand, as often as asked."""
+    """Opened files: their layout is known, their rows are read on demand, as often as needed."""
 
     layout: Layout
+    paths: tuple[str, ...]
+    """As given: files, folders, patterns, hub names."""
     files: tuple[str, ...]
     total_bytes: int
-    """Of all files; 0 where that is unknown (the hub)."""
+    """Size of all files; 0 where it is unknown (the hub)."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self._parts = tuple(parts)
-        self.layout = _common(parts)
-        self.files = tuple(part.file.path for part in parts)
-        self.total_bytes = sum(part.file.size_bytes for part in parts)
+    def __init__(self, paths: Sequence[str], files: Sequence[_SourceFile]) -> None:
+        self.paths, self._files = tuple(paths), tuple(files)
+        self.layout = _common_layout(files)
+        self.files = tuple(one.file.path for one in files)
+        self.total_bytes = sum(one.file.size_bytes for one in files)
 
     def chunks(self, *, skip: int = 0) -> Iterator[Chunk]:
-        """All rows in file order, without the first `skip` chunks: how an interrupted command goes on."""
+        """All rows in file order, without the first `skip` chunks (to continue an interrupted command)."""
         return islice(self._chunks(), skip, None)
 
     def fingerprint(self) -> str:
-        """Changes when a file, its size, its time or the layout does; of the hub only the name is known."""
-        files = [(_place(part.file), part.file.size_bytes, part.file.modified_ns) for part in self._parts]
-        layouts = [(part.layout.kind, sorted(part.layout.columns.items())) for part in self._parts]
+        """Changes with any file, its size, its time or the layout. Of a hub data set only the name is known."""
+        files = [
+            (one.file.path if one.file.format == "hub" else os.path.realpath(one.file.path), one.file.size_bytes, one.file.modified_ns)
+            for one in self._files
+        ]  # fmt: skip
+        layouts = [(one.layout.kind, sorted(one.layout.columns.items())) for one in self._files]
         return hashlib.sha256(repr((files, layouts, CHUNK_ROWS, CHUNK_BYTES)).encode()).hexdigest()
 
     def _chunks(self) -> Iterator[Chunk]:
-        before_bytes = 0
-        for part in self._parts:
-            for raw in _READERS[part.file.format][1](part.file.path, part.fields):
-                for rows, lines, broken in sides(part.file.path, part.layout, raw):
-                    read_bytes = before_bytes + raw.at_bytes
-                    yield Chunk(rows=rows, broken=broken, file=part.file.path, read_bytes=read_bytes, lines=lines)
-            before_bytes += part.file.size_bytes
+        bytes_before = 0
+        for one in self._files:
+            for chunk in _READERS[one.file.format][1](one.file.path, one.columns):
+                yield from map_columns(one.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
+            bytes_before += one.file.size_bytes
 
 
-def open_source(paths: Sequence[str], *, columns: str | None = None) -> Source:
-    """Find the files behind these paths and the meaning of their columns. Reads a few rows only."""
-    parts: list[_Part] = []
+def open_source(paths: Sequence[str] | Source, *, columns: str | None = None) -> Source:
+    """Find the files behind these paths and what their columns mean. Reads only a few rows.
+
+    A source that is already open is returned as it is, so that commands built on each other open it once.
+    """
+    if isinstance(paths, Source):
+        return paths
+    files: list[_SourceFile] = []
     for file in find_files(paths):
-        part = _part(file, columns, parts[0].layout if parts else None)
-        if parts and part.layout.sides != parts[0].layout.sides:
-            raise mixed(parts[0].file.path, parts[0].layout, parts[0].has, file.path, part.layout, part.has)
-        parts.append(part)
-    return Source(parts)
+        one = _open_file(file, columns, files[0].layout if files else None)
+        if files and one.layout.fields != files[0].layout.fields:
+            raise layout_mismatch(
+                files[0].file.path, files[0].layout, files[0].schema, file.path, one.layout, one.schema
+            )
+        files.append(one)
+    return Source(paths, files)
 
 
-def _part(file: DataFile, asked: str | None, earlier: Layout | None) -> _Part:
-    """A file and its layout: as asked for, as in the file before, or by its own columns."""
-    has = _READERS[file.format][0](file.path)
-    if asked is not None:
-        layout = given_layout(asked, list(has.types), file.path)
+def _open_file(file: DataFile, requested: str | None, earlier: Layout | None) -> _SourceFile:
+    """A file and its layout: as requested, as in the first file, or by its own columns."""
+    schema = _READERS[file.format][0](file.path)
+    layout: Layout | None
+    if requested is not None:
+        layout = requested_layout(requested, list(schema.types), file.path)
     else:
-        found = (earlier and like(earlier, has.usual)) or find_layout(has, open_ended=file.format in _OPEN_ENDED)
-        if found is None:
-            raise missing(has, file.path)
-        layout = found
-    fields(layout, has, file.path)  # a column that is no text is told now, not when its file's turn comes
-    return _Part(file, has, layout)
+        varying = file.format in ("jsonl", "json")
+        layout = (earlier and reuse_layout(earlier, schema.common)) or find_layout(schema, rows_vary=varying)
+        if layout is None:
+            raise no_layout(schema, file.path)
+    return _SourceFile(file, schema, layout, columns_to_read(layout, schema, file.path))
 
 
-def _place(file: DataFile) -> str:
-    return file.path if file.format == "hub" else os.path.realpath(file.path)
-
-
-def _common(parts: Sequence[_Part]) -> Layout:
-    """The first file's layout; files in which other columns have that meaning are named."""
-    layout = parts[0].layout
-    others = [part for part in parts if part.layout.columns != layout.columns]
+def _common_layout(files: Sequence[_SourceFile]) -> Layout:
+    """The layout of the first file. Its reason mentions files whose fields come from other columns."""
+    layout = files[0].layout
+    others = [one for one in files if one.layout.columns != layout.columns]
     if not others:
         return layout
     names = " and ".join(dict.fromkeys(others[0].layout.columns.values()))
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
     return replace(layout, reason=f"{layout.reason}; in {others[0].file.path}{more}: {names}")
+
+
+@dataclass
+class BrokenRowLimit:
+    """Counts rows that could not be read and raises `BadData` when they are more than `max_bad` allows."""
+
+    max_bad: float = 0.0
+    """The allowed share of all rows. With 0 the first broken row is an error."""
+    rows_in: int = 0
+    broken: int = 0
+    first: RowProblem | None = None
+
+    def __post_init__(self) -> None:
+        check_max_bad(self.max_bad)
+
+    def add(self, chunk: Chunk) -> None:
+        """Count one more chunk."""
+        self.rows_in += chunk.rows_in
+        self.broken += len(chunk.broken)
+        if chunk.broken and self.first is None:
+            self.first = chunk.broken[0]
+        if self.first is not None and self.max_bad == 0:
+            raise BadData(f"{self.first}. Repair that row, or drop such rows with max_bad=0.01.")
+
+    def check(self) -> None:
+        """Check the share once all rows were read."""
+        if self.broken > self.max_bad * self.rows_in:
+            raise BadData(
+                f"{self.broken:,} of {self.rows_in:,} rows are broken, more than max_bad={self.max_bad:g}. "
+                f"The first is {self.first}."
+            )
+
+
+def check_max_bad(max_bad: float) -> None:
+    if not 0 <= max_bad <= 1:
+        raise BadOption(f"max_bad={max_bad:g} must be between 0 and 1. Try: max_bad=0.01")

@@ -194,18 +194,19 @@ class TokenizerReport:
 
 
 def train_tokenizer(
-    paths: Sequence[str],
+    paths: Sequence[str] | Source,
     *,
     output: str | Path,
     options: TokenizerOptions | None = None,
     model_config: ModelConfig | None = None,
     progress: Progress = lambda phrase: None,
 ) -> TokenizerReport:
-    """Train on the rows behind these paths and save a folder that transformers loads."""
+    """Train on the rows of these files, or of an open source, and save a folder that transformers loads."""
     options, path = options or TokenizerOptions(), Path(output).resolve()
     vocab_size, _ = requested_size(options, model_config)
     check_model(vocab_size, model_config)
-    refuse_output_inside(path, paths)
+    source = open_source(paths, columns=options.columns)
+    refuse_output_inside(path, source.paths)
     folder = OutputFolder(path=path, kind="tokenizer", marker=MODEL_FILE, overwrite=options.overwrite)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with PeakMemory() as peak:
@@ -214,7 +215,7 @@ def train_tokenizer(
             folder.check()
             part.mkdir(parents=True)  # before the long work, not after it
         try:
-            job.read(open_source(paths, columns=options.columns))
+            job.read(source)
             job.train()
             with folder.errors():
                 facts = save_tokenizer(part, job.tokenizer)

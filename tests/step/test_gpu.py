@@ -13,8 +13,8 @@ from brimful.step import optimizer_memory
 from brimful.step.stepper import Stepper
 from brimful.task import Loss
 from brimful.units import MiB
-from tests.training.fleet import Fleet
-from tests.training.small import Words, distance, plain_loop, steps_of_rows
+from tests.step.fleet import Fleet
+from tests.step.small import Words, distance, plain_loop, steps_of_rows
 
 pytestmark = pytest.mark.gpu
 CARD = "cuda:0"
@@ -75,7 +75,7 @@ def test_memory_taken_and_given_back_is_survived_with_the_same_weights():
 def test_an_oom_event_tells_the_room_on_the_card():
     torch.cuda.set_per_process_memory_fraction(1024 * MiB / torch.cuda.get_device_properties(0).total_memory)
     _, stepper, _ = train(taken=range(8, 12))
-    rooms = [event.details["room_bytes"] for event in stepper.events if event.event == "oom"]
+    rooms = [event.details["available_bytes"] for event in stepper.events if event.event == "oom"]
     assert rooms and all(0 < room < 1024 * MiB for room in rooms), stepper.events
 
 
@@ -110,7 +110,7 @@ def test_what_is_reserved_covers_what_the_optimizer_takes(optimizer):
         torch.cuda.reset_peak_memory_stats()
         chosen.step()
         taken.append(torch.cuda.max_memory_allocated() - before)
-    assert need.predicted
+    assert need.traced
     for sizes, real in zip((need.first, need.later), taken, strict=True):
         largest = max(sizes, default=0)  # reserved once more on a card
         assert sum(sizes) - MiB <= real <= sum(sizes) + largest + MiB
@@ -138,7 +138,7 @@ def test_nccl_is_warmed_up_and_sums_buckets(monkeypatch):
     dist.init_process_group("nccl", device_id=torch.device(CARD))
     try:
         model = wide()
-        group = distributed.Processes(model, torch.device(CARD))
+        group = distributed.ProcessGroup(torch.device(CARD), model)
         before = torch.cuda.memory_allocated()
         gradients = [torch.full_like(param, 2.0) for param in model.parameters()]
         held = torch.cuda.memory_allocated()

@@ -1,8 +1,9 @@
-"""What a step that can be redone takes: wrappers come off, and what cannot work is refused by name before it starts.
+"""What the stepper checks: model and optimizer at the start, whether rows may be split, and how shapes vary.
 
-A gradient wrapper reduces inside backward, where an out-of-memory error on one process would leave the others waiting
-for ever; the stepper reduces by itself, once, after everybody agreed. SyncBatchNorm and sharded weights talk to other
-processes inside the forward, and an optimizer that steps inside backward has changed weights before a retry could begin.
+A gradient wrapper such as DDP reduces inside backward, where an out-of-memory error on one rank would leave the others
+waiting, so wrappers are removed and the stepper reduces once, after all ranks agreed. SyncBatchNorm and sharded weights
+communicate inside the forward, and an optimizer that steps inside backward changes weights before a retry could begin:
+these are refused.
 """
 
 import inspect
@@ -20,124 +21,23 @@ from brimful.memory.snapshot import RandomState
 from brimful.planning.exactness import Exactness, NothingCounted, check_exactness
 from brimful.planning.plan import Plan
 from brimful.step.distributed import Share
-from brimful.step.interface import Events
+from brimful.step.result import Events
 
-# Batches that come in ever new shapes, noticed as they come.
-#
-# Where a task knows its rows' lengths, its plan keeps attention off cuDNN's kernels from the beginning (`memory.opened`). A
-# loss handed to a stepper, or another trainer's loop, says nothing of lengths, and cuDNN is the faster one where all batches
-# are alike. So it stays until they are seen not to be.
-
-
-MANY = 16
-"""So many shapes are no accident of an epoch's last batch or of a finer cut."""
-
-
-class Shapes:
-    """The shapes that micro-batches have had so far."""
-
-    def __init__(self, rig: StepContext, events: Events, *, asked: bool) -> None:
-        """`asked`: cuDNN's attention was asked for, so it stays."""
-        self._rig, self._events = rig, events
-        self._watching = rig.device.type == "cuda" and not asked
-        self._seen: set[tuple[tuple[int, ...], ...]] = set()
-        self.many = False
-        """Whether they were found to be many: belongs into a checkpoint."""
-
-    def noted(self, step: int, batch: Any) -> Any:
-        """The batch, as it is. Whoever runs it holds the only reference to it."""
-        if self._watching and self._rig.cudnn_attention:
-            self._seen.add(tuple(tuple(tensor.shape) for tensor in tensors_of(batch)))
-            if len(self._seen) > MANY:
-                self.switch_off()
-                self._events.add(
-                    "note",
-                    step,
-                    f"batches have come in {len(self._seen)} shapes: attention is kept off cuDNN's kernels from here on, which take "
-                    "about 0.1 s and 5 MB of host RAM for every new one",
-                )
-        return batch
-
-    def switch_off(self) -> None:
-        """As found now, or before a checkpoint."""
-        if self._watching:
-            self.many, self._rig.cudnn_attention = True, False
-
-
-# May these rows be cut? Looked at with a few real ones at the first step, so that no run finds out hours later.
-#
-# A plan's fit has asked already. Rows are collated whole and in halves, so a model that looks at padding is found as well as
-# a loss that looks across rows; where the collate draws random numbers, no two batches are alike and one is sliced.
-
-
-SOME_ROWS = 4
-"""So many rows are compared with their halves."""
-CHECKS = 3
-"""So many steps try, where the comparison itself runs out of memory."""
-
-
-class Cuttable:
-    """Knows whether a step may be cut, and says so once."""
-
-    def __init__(self, rig: StepContext, events: Events, *, known: bool, allow_inexact: bool) -> None:
-        self._rig, self._events, self._allow_inexact = rig, events, allow_inexact
-        self._left = 0 if known else CHECKS
-        self._found: Exactness | None = None
-        self._told = False
-
-    def look(self, step: int, share: Share) -> None:
-        """Compare a few rows of this step, unless that has been done."""
-        some = max(share.rows.groups or [share.indices], key=len)[:SOME_ROWS]
-        if self._left == 0 or len(some) < 2:
-            return
-        random_state = RandomState(self._rig.device)
-        try:
-            found = attempt(lambda: _compare(self._rig, share, some), self._rig.device)
-        except NothingCounted:
-            return  # the next step's rows may have something
-        finally:
-            random_state.restore()
-        if isinstance(found, OutOfMemory):
-            self._left -= 1
-            self._events.add("note", step, "whether a step may be cut could not be checked: memory ran out")
-            return
-        self._left, self._found = 0, found
-        if not found.exact:
-            self._events.add("note", step, f"{found.sentence}; as long as a step runs whole, that does not matter")
-
-    def check(self, step: int, parts: int) -> None:
-        """A step is about to be cut, or shared by processes. Refuses a loss that looks across rows."""
-        if parts < 2 or self._told or self._found is None or self._found.exact:
-            return
-        if self._found.looks_across_rows and not self._allow_inexact:
-            raise InexactSplit(
-                f"{self._found.sentence}; step {step} would be cut into {parts}: give it the memory to run whole, or say "
-                "allow_inexact=True"
-            )
-        self._told = True
-        self._events.add("note", step, f"the step is cut although {self._found.sentence}", inexact=True)
-
-
-def _compare(rig: StepContext, share: Share, some: list[int]) -> Exactness:
-    whole, half = share.rows.batch(some), len(some) // 2
-    if not share.rows.collates:
-        return check_exactness(rig, whole)
-    again = tensors_of(share.rows.batch(some))
-    if not all(torch.equal(one, other) for one, other in zip(tensors_of(whole), again, strict=True)):
-        return check_exactness(rig, whole)
-    return check_exactness(rig, whole, [share.rows.batch(some[:half]), share.rows.batch(some[half:])])
-
+SPLIT_CHECK_ROWS = 4
+"""Rows used by the exactness check."""
+SPLIT_CHECK_TRIES = 3
+"""Steps that try the exactness check if it runs out of memory."""
+MANY_SHAPES = 16
+"""More shapes than this are not the last batch of an epoch, or smaller micro-batches after an error."""
 
 _STEPS_IN_BACKWARD = ("LayerWiseDummyOptimizer",)
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
-    """The model inside a DDP or DataParallel wrapper, and the wrapper's name if there was one."""
+    """The model inside a DDP or DataParallel wrapper, and the name of the wrapper."""
     if not isinstance(model, nn.Module):
-        raise TaskError(
-            f"Stepper(model, optimizer, task_or_loss): the model is a {type(model).__name__}, not a torch.nn.Module"
-        )
+        raise TaskError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     name = None
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         name = type(model).__name__
@@ -146,104 +46,198 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
     return model, name
 
 
+def _refuse_wrapper(module: nn.Module, args: Any) -> None:
+    if module.training and torch.is_grad_enabled():
+        raise UnsupportedModel(
+            f"the loss calls the {type(module).__name__} wrapper, which reduces gradients inside backward. "
+            "Try: call the model that is passed to the loss."
+        )
+
+
 def check_plan(plan: Any) -> Plan | None:
     if plan is not None and not isinstance(plan, Plan):
-        raise TaskError(f"the plan is a {type(plan).__name__}, not a brimful.Plan: Plan.load(path) reads one")
+        raise TaskError(f"plan= is a {type(plan).__name__}, not a brimful.Plan. Try: Plan.load(path).")
     return plan
 
 
 def check_model(model: nn.Module) -> None:
     if any(param.is_meta for param in model.parameters()):
-        raise TaskError("the model is on the meta device, where it has no weights: build it on a real one")
+        raise TaskError("the model is on the meta device, where it has no weights. Try: build it on a real device.")
     kinds = {base.__name__ for part in model.modules() for base in type(part).__mro__}
     sharded = next((name for name in _SHARDED if name in kinds), None)
     if sharded or any(type(param).__name__ == "DTensor" for param in model.parameters()):
         raise UnsupportedModel(
-            f"{sharded or 'DTensor'}: sharded weights are gathered inside the forward, so a step of them cannot be redone by one "
-            "process alone; use the plain model on each process"
+            f"{sharded or 'DTensor'} gathers weights inside the forward, so one rank cannot repeat a step alone. "
+            "Try: the plain model on each rank."
         )
-    inside = next((name for name in ("DistributedDataParallel", "DataParallel") if name in kinds), None)
-    if inside:
+    wrapper = next((name for name in ("DistributedDataParallel", "DataParallel") if name in kinds), None)
+    if wrapper:
         raise UnsupportedModel(
-            f"a {inside} wrapper lies inside the model, where it cannot be taken off (under torch.compile, or as a part); give the "
-            "stepper the model without it"
+            f"a {wrapper} wrapper inside the model cannot be removed (under torch.compile, or as a part). "
+            "Try: the model without it."
         )
     if "SyncBatchNorm" in kinds:
         parts = ((name, type(part).__mro__) for name, part in model.named_modules())
         where = next(name for name, bases in parts if "SyncBatchNorm" in {base.__name__ for base in bases})
         raise UnsupportedModel(
-            f"SyncBatchNorm ({where!r}) talks to the other processes inside the forward, where one that runs out of memory would "
-            "leave them waiting for ever; use BatchNorm, GroupNorm or LayerNorm"
+            f"SyncBatchNorm ({where!r}) communicates inside the forward, so one rank cannot repeat a step alone. "
+            "Try: BatchNorm, GroupNorm or LayerNorm."
         )
     if not any(param.requires_grad for param in model.parameters()):
-        raise TaskError("no parameter of the model requires a gradient: there is nothing to train")
+        raise TaskError("no parameter of the model requires a gradient, so there is nothing to train")
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
-    """The torch optimizer itself, out of Accelerate's wrapper."""
+    """The torch optimizer, without Accelerate's wrapper."""
     name = type(optimizer).__name__
     if name == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
-    inside = any(hasattr(param, "_in_backward_optimizers") for param in model.parameters())
-    if inside or any(base.__name__ in _STEPS_IN_BACKWARD for base in type(optimizer).__mro__):
+    in_backward = any(hasattr(param, "_in_backward_optimizers") for param in model.parameters())
+    if in_backward or any(base.__name__ in _STEPS_IN_BACKWARD for base in type(optimizer).__mro__):
         raise UnsupportedModel(
-            f"{name} steps inside backward, one layer at a time: weights would have changed before a retry could begin; use an "
-            "optimizer that steps after backward"
+            f"{name} steps inside backward, so weights would change before a retry. "
+            "Try: an optimizer that steps after backward."
         )
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedModel(f"the optimizer is a {name}, not a torch.optim.Optimizer")
-    trained = [param for param in model.parameters() if param.requires_grad]
-    stepped = _stepped(optimizer)
-    if trained and not any(param in stepped for param in trained):
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    stepped = _stepped_params(optimizer)
+    if trainable and not any(param in stepped for param in trainable):
         raise TaskError(
-            "the optimizer steps none of the model's trainable parameters: make it after the model has been moved or copied, from "
-            "model.parameters()"
+            "the optimizer steps none of the model's trainable parameters. "
+            "Try: make it from model.parameters() after the model has been moved or copied."
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedModel(
-            f"{name} calls the loss several times within one step, which cannot be cut; use another optimizer"
+            f"{name} calls the loss several times in one step, which cannot be split. Try: another optimizer."
         )
     return optimizer
 
 
 def not_stepped(model: nn.Module, optimizer: Optimizer) -> str:
-    """Trainable parameters that the optimizer does not know, as words; empty where there are none."""
-    stepped = _stepped(optimizer)
+    """Names of trainable parameters that the optimizer does not step; empty if there are none."""
+    stepped = _stepped_params(optimizer)
     names = [name for name, param in model.named_parameters() if param.requires_grad and param not in stepped]
     return "" if not names else f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _stepped(optimizer: Optimizer) -> set[nn.Parameter]:
+def _stepped_params(optimizer: Optimizer) -> set[nn.Parameter]:
     return {param for group in optimizer.param_groups for param in group["params"]}
 
 
-def check_after_backward(model: nn.Module, optimizer: Optimizer, versions: dict[str, int]) -> None:
-    """After the first backward ever: did something change the weights, or take the gradients away?"""
-    for name, param in model.named_parameters():
-        if param._version != versions[name]:
-            raise UnsupportedModel(
-                f"{name!r} changed during backward: {type(optimizer).__name__} or a hook steps inside backward, before a retry "
-                "could begin; use an optimizer that steps after backward"
-            )
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise UnsupportedModel(
-                f"{name!r} has a sparse gradient, which cannot be summed exactly; use Embedding(sparse=False)"
-            )
-    if all(param.grad is None for param in model.parameters()):
-        raise TaskError(
-            "backward left no gradient on any parameter of the model: the loss does not depend on it, or a hook takes the "
-            "gradients away (an optimizer that steps inside backward)"
-        )
-
-
-def versions_of(model: nn.Module) -> dict[str, int]:
+def param_versions(model: nn.Module) -> dict[str, int]:
+    """torch's count of in-place changes of each parameter."""
     return {name: param._version for name, param in model.named_parameters()}
 
 
-def _refuse_wrapper(module: nn.Module, args: Any) -> None:
-    if module.training and torch.is_grad_enabled():
-        raise UnsupportedModel(
-            f"the loss calls the {type(module).__name__} wrapper, which reduces gradients inside backward; call the model that "
-            "the loss is given"
+def check_after_backward(model: nn.Module, optimizer: Optimizer, versions: dict[str, int]) -> None:
+    """After the first backward: did it change weights, or leave no gradients?"""
+    for name, param in model.named_parameters():
+        if param._version != versions[name]:
+            raise UnsupportedModel(
+                f"{name!r} changed during backward: {type(optimizer).__name__} or a hook steps inside it. "
+                "Try: an optimizer that steps after backward."
+            )
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UnsupportedModel(
+                f"{name!r} has a sparse gradient, which cannot be summed exactly. Try: Embedding(sparse=False)."
+            )
+    if all(param.grad is None for param in model.parameters()):
+        raise TaskError(
+            "backward left no gradient on any parameter: the loss does not depend on the model, or a hook steps inside "
+            "backward and takes the gradients away"
         )
+
+
+class SplitCheck:
+    """Whether a step may be split, checked with a few real rows at the first step rather than hours later.
+
+    A plan of the same task has checked it. Rows are collated whole and in halves, so that a model that looks at padding
+    shows as well as a loss that compares rows. If collating is random, no two batches are equal, and one is sliced.
+    """
+
+    def __init__(self, context: StepContext, events: Events, *, checked: bool, allow_inexact: bool) -> None:
+        self._context, self._events, self._allow_inexact = context, events, allow_inexact
+        self._tries_left = 0 if checked else SPLIT_CHECK_TRIES
+        self._exactness: Exactness | None = None
+        self._noted = False
+
+    def examine(self, step: int, share: Share) -> None:
+        """Compare a few rows of this step with their halves, unless that is done."""
+        rows = max(share.rows.groups or [share.indices], key=len)[:SPLIT_CHECK_ROWS]
+        if self._tries_left == 0 or len(rows) < 2:
+            return
+        random_state = RandomState(self._context.device)
+        try:
+            exactness = attempt(lambda: _compare_with_halves(self._context, share, rows), self._context.device)
+        except NothingCounted:
+            return  # the next step's rows may count something
+        finally:
+            random_state.restore()
+        if isinstance(exactness, OutOfMemory):
+            self._tries_left -= 1
+            self._events.add("note", step, "memory ran out while checking whether a step may be split")
+            return
+        self._tries_left, self._exactness = 0, exactness
+        if exactness.unequal_rows:
+            self._events.add("note", step, f"{exactness.reason}; return brimful.Loss(sum, count) for the exact mean")
+        elif not exactness.exact:
+            self._events.add("note", step, f"{exactness.reason}; this does not matter while a step is not split")
+
+    def before_split(self, step: int, parts: int) -> None:
+        """A step is about to run in so many parts, on this rank or on several. Refuses a loss that compares rows."""
+        if parts < 2 or self._noted or self._exactness is None or self._exactness.exact:
+            return
+        if self._exactness.looks_across_rows and not self._allow_inexact:
+            raise InexactSplit(
+                f"step {step} has to be split into {parts}, but {self._exactness.reason}. "
+                "Try: more memory so that it runs whole, or allow_inexact=True."
+            )
+        self._noted = True
+        self._events.add("note", step, f"the step is split although {self._exactness.reason}", inexact=True)
+
+
+def _compare_with_halves(context: StepContext, share: Share, rows: list[int]) -> Exactness:
+    whole, half = share.rows.batch(rows), len(rows) // 2
+    if not share.rows.collates:
+        return check_exactness(context, whole)
+    again = tensors_of(share.rows.batch(rows))
+    if not all(torch.equal(one, other) for one, other in zip(tensors_of(whole), again, strict=True)):
+        return check_exactness(context, whole)
+    return check_exactness(context, whole, [share.rows.batch(rows[:half]), share.rows.batch(rows[half:])])
+
+
+class ShapeCounter:
+    """Counts the shapes of micro-batches, and switches cuDNN's attention off once they are many.
+
+    cuDNN prepares for every new shape, about 0.1 s and 5 MB of host RAM, but is the faster one while all batches are alike.
+    A task that knows the lengths of its rows decides before training; here it shows only as batches come.
+    """
+
+    def __init__(self, context: StepContext, events: Events, *, keep_cudnn: bool) -> None:
+        """`keep_cudnn`: the user set cuDNN's attention."""
+        self._context, self._events = context, events
+        self._counting = context.device.type == "cuda" and not keep_cudnn
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self.many = False
+        """Whether attention was switched off for it."""
+
+    def record(self, step: int, batch: Any) -> Any:
+        """Returns the batch, so that the caller need not hold a second reference to it."""
+        if self._counting and self._context.cudnn_attention:
+            self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_of(batch)))
+            if len(self._shapes) > MANY_SHAPES:
+                self.switch_off()
+                self._events.add(
+                    "note",
+                    step,
+                    f"cuDNN's attention is now off, since batches came in {len(self._shapes)} shapes and each new one takes "
+                    "about 0.1 s and 5 MB of host RAM",
+                )
+        return batch
+
+    def switch_off(self) -> None:
+        """For many shapes seen now, or before a checkpoint."""
+        if self._counting:
+            self.many, self._context.cudnn_attention = True, False

@@ -1,156 +1,184 @@
-"""Several processes, one step: who takes part, what they agree on, and the one reduce of the gradients.
+"""Several ranks, one step: what they agree on, the one reduce of the gradients, and who takes which rows.
 
-    each alone     micro-batches, out-of-memory errors, retries             no collective
-    agree          a few numbers through gloo on the host: did everybody get through, what was summed and counted
-    reduce         gradients in flat buckets that were allocated before training
-    each alone     scale, clip, prove that the optimizer's bytes are there
-    agree          once more, then every process applies the same update
+    each rank alone   micro-batches, out-of-memory errors, retries            no collective
+    agree             a few numbers through gloo on the host: is every rank done, what was summed and counted
+    reduce            gradients in flat buckets that were allocated before training
+    each rank alone   scale, clip, reserve the optimizer's bytes
+    agree             once more, then every rank applies the same update
 
-A process that retries may be minutes late, so the numbers go through a group of their own with a time-out of a day; it
-is supervision, not a time-out, that ends a job whose process died. Gradients go through the job's own backend (NCCL
-or gloo), warmed up at the start, when everybody is known to be ready for them.
+A rank that retries may be minutes late, so agreements have a group of their own with a timeout of a day. A peer that died
+closes its gloo connection, so the others raise `ProcessLost` at their next agreement instead of waiting. Gradients go
+through the job's own backend (NCCL or gloo).
 """
 
 import functools
 import os
 import statistics
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from brimful.errors import BadOption, ProcessLost
+from brimful.errors import BadOption, ProcessLost, UserError
 from brimful.memory.model import MemoryModel
 from brimful.memory.oom import is_oom
 from brimful.memory.split import deal_rows
 from brimful.planning.plan import Plan
-from brimful.step.rows import Ahead, Listed, Rows
+from brimful.step.rows import ListedRows, LoadedRows, Rows
 from brimful.task import Shape
-from brimful.training.supervise import watch
 from brimful.units import MiB
 
+T = TypeVar("T")
+RowsAre = Literal["global", "local"]
+"""Which rows a rank passes to a step: all rows of the step, or only its own."""
+
 BUCKET_BYTES = 32 * MiB
-"""Two of these are held for each dtype of the gradients; a larger gradient is reduced where it lies."""
-PATIENCE = timedelta(days=1)
+"""Two buckets of this size are held for each dtype of the gradients. A larger gradient is reduced in place."""
+AGREEMENT_TIMEOUT = timedelta(days=1)
+TIMED_STEPS = 5
+"""Steps for which different devices without a plan take equal shares, and are timed."""
+EQUAL_SPEED = 1.1
+"""Speeds within this factor of each other count as equal."""
+FINGERPRINT_VALUES, FINGERPRINT_DEPTH = 4096, 4
+"""How much of a row is compared between ranks: values of a tensor, levels of nested objects."""
 
 
 class SingleProcess:
-    """One process: nothing to agree on."""
+    """The group of a job with one process. `ProcessGroup` has the same methods."""
 
     rank, size = 0, 1
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Everybody's numbers, in order of rank."""
+        """The numbers of every rank, in order of rank."""
         return [list(values)]
 
     def gather_objects(self, value: Any) -> list[Any]:
+        """The object of every rank, in order of rank."""
         return [value]
 
-    def union(self, flags: Sequence[bool]) -> list[bool]:
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is set on any rank."""
         return list(flags)
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Sum these over all processes, in place and without allocating."""
+        """Sum these over all ranks, in place and without allocating."""
 
-    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The first process's values for everybody."""
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the values of rank 0 to every rank."""
 
 
-class Talk(SingleProcess):
-    """The processes of torch.distributed, before there is a model: they can agree, through gloo on the host."""
+class ProcessGroup(SingleProcess):
+    """The ranks of torch.distributed. With a model, rank 0's weights are copied to all and gradients can be reduced."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, model: nn.Module | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.watch = watch(self.rank, self.size)
-        with _lost_processes_named(self):
-            self._talk = _talk(dist.group.WORLD)
+        self._buckets: dict[torch.dtype, list[torch.Tensor]] = {}
+        with self._names_lost_peers():
+            self._agreements = _agreement_group(dist.group.WORLD)
+            if model is not None:
+                self._buckets = _allocate_buckets(model, device)
+                for buckets in self._buckets.values():  # NCCL allocates at its first use: now, not on a full card
+                    _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
+                self.broadcast([*model.parameters(), *model.buffers()])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         table = torch.zeros(self.size, len(values), dtype=torch.float64)
         table[self.rank] = torch.tensor(values, dtype=torch.float64)
-        with _lost_processes_named(self):
-            dist.all_reduce(table, group=self._talk)
+        with self._names_lost_peers():
+            dist.all_reduce(table, group=self._agreements)
         return [[float(value) for value in row] for row in table.tolist()]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        with _lost_processes_named(self):
-            dist.all_gather_object(found, value, group=self._talk)
-        return found
+        values: list[Any] = [None] * self.size
+        with self._names_lost_peers():
+            dist.all_gather_object(values, value, group=self._agreements)
+        return values
 
-    def union(self, flags: Sequence[bool]) -> list[bool]:
-        votes = torch.tensor(flags, dtype=torch.uint8)
-        with _lost_processes_named(self):
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._talk)
-        return [bool(vote) for vote in votes.tolist()]
-
-
-class Processes(Talk):
-    """The same with a model, whose gradients they sum."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        with _lost_processes_named(self):
-            self._buckets = _buckets(model, device)
-            for buckets in self._buckets.values():  # NCCL takes its buffers at its first use: now, not in a full card
-                _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
-            self.spread([*model.parameters(), *model.buffers()])
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        table = torch.tensor(flags, dtype=torch.uint8)
+        with self._names_lost_peers():
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._agreements)
+        return [bool(flag) for flag in table.tolist()]
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         assert all(grad.dtype in self._buckets for grad in gradients), "a gradient of a dtype that no weight has"
-        with _lost_processes_named(self):
+        with self._names_lost_peers():
             for dtype, buckets in self._buckets.items():
                 _reduce([grad for grad in gradients if grad.dtype == dtype], buckets)
 
-    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
-        with _lost_processes_named(self), torch.no_grad():
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        with self._names_lost_peers(), torch.no_grad():
             for tensor in tensors:
-                flat = tensor.detach().contiguous()  # itself, but for channels_last weights
+                flat = tensor.detach().contiguous()  # the tensor itself, except for channels_last weights
                 dist.broadcast(flat, src=0)
                 tensor.copy_(flat)
 
+    @contextmanager
+    def _names_lost_peers(self) -> Iterator[None]:
+        """A collective that fails has lost a peer, which its own message does not say."""
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            if is_oom(error):
+                raise
+            first_line = (str(error).splitlines() or [""])[0][:200]
+            raise ProcessLost(
+                f"rank {self.rank} of {self.size} lost another process of the job: {first_line}"
+            ) from error
+
+
+def join(device: torch.device, model: nn.Module | None = None, *, backend: str = "auto") -> SingleProcess:
+    """The group this process belongs to. Starts torch.distributed if a launcher set WORLD_SIZE and it is not started."""
+    if not dist.is_available():
+        return SingleProcess()
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        default = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(default if backend == "auto" else backend)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return SingleProcess()
+    return ProcessGroup(device, model)
+
+
+def gather_results(group: SingleProcess, work: Callable[[], T] | None) -> list[T | None]:
+    """What `work` returned on each rank, in order of rank; None for ranks without work. One rank's error is raised on all."""
+    result: T | None = None
+    error: UserError | None = None
+    try:
+        result = None if work is None else work()
+    except UserError as raised:
+        if group.size == 1:
+            raise
+        error = raised
+    results = group.gather_objects((result, None if error is None else str(error)))
+    if error is not None:
+        raise error
+    message = next((message for _, message in results if message is not None), None)
+    if message is not None:
+        raise UserError(message)
+    return [result for result, _ in results]
+
+
+def on_rank_zero(group: SingleProcess, work: Callable[[], T]) -> T:
+    """Do the work on rank 0 while the others wait, and return its result on all."""
+    return gather_results(group, work if group.rank == 0 else None)[0]  # type: ignore[return-value]
+
 
 @functools.cache
-def _talk(job: Any) -> Any:
-    """One group for agreements in a job, however many steppers a process makes."""
-    return dist.new_group(backend="gloo", timeout=PATIENCE)
+def _agreement_group(job: Any) -> Any:
+    """One group for the agreements of a job, however many steppers a process makes."""
+    return dist.new_group(backend="gloo", timeout=AGREEMENT_TIMEOUT)
 
 
-def join(model: nn.Module, device: torch.device) -> SingleProcess:
-    """This process's place in its job. Under a launcher that set WORLD_SIZE, torch.distributed is started if it was not."""
-    return Processes(model, device) if connected(device) else SingleProcess()
-
-
-def meet(device: torch.device, backend: str = "auto") -> SingleProcess:
-    """The same before there is a model."""
-    return Talk() if connected(device, backend) else SingleProcess()
-
-
-def connected(device: torch.device, backend: str = "auto") -> bool:
-    """Whether there are several processes; started here where a launcher says so and nobody did."""
-    if not dist.is_available():
-        return False
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        own = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(own if backend == "auto" else backend)
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def fingerprint(flags: Sequence[bool]) -> float:
-    """A number that tells two sets of flags apart."""
-    return float(zlib.crc32(bytes(flags)))
-
-
-def _buckets(model: nn.Module, device: torch.device) -> dict[torch.dtype, list[torch.Tensor]]:
+def _allocate_buckets(model: nn.Module, device: torch.device) -> dict[torch.dtype, list[torch.Tensor]]:
     sizes: dict[torch.dtype, int] = {}
-    for param in model.parameters():  # frozen ones too: a run may thaw them
+    for param in model.parameters():  # frozen ones too: training may unfreeze them later
         if param.is_floating_point():
             sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel() * param.element_size()
     return {
@@ -159,18 +187,22 @@ def _buckets(model: nn.Module, device: torch.device) -> dict[torch.dtype, list[t
     }
 
 
+_Transfer = tuple[Any, list[torch.Tensor], list[torch.Tensor]]
+"""A reduce under way, the views of the bucket it fills, and the gradients to copy them to."""
+
+
 def _reduce(gradients: Sequence[torch.Tensor], buckets: list[torch.Tensor]) -> None:
-    """While one bucket is on its way the other is filled."""
-    pending: list[tuple[Any, list[torch.Tensor], list[torch.Tensor]] | None] = [None, None]
-    for turn, group in enumerate(_groups(gradients, buckets[0].numel())):
+    """While one bucket is being reduced the other is filled."""
+    pending: list[_Transfer | None] = [None, None]
+    for turn, group in enumerate(_bucket_groups(gradients, buckets[0].numel())):
         slot = turn % 2
-        _unpack(pending[slot])
-        pending[slot] = _send(group, buckets[slot])
-    for sent in pending:
-        _unpack(sent)
+        _finish_transfer(pending[slot])
+        pending[slot] = _start_transfer(group, buckets[slot])
+    for transfer in pending:
+        _finish_transfer(transfer)
 
 
-def _send(group: list[torch.Tensor], bucket: torch.Tensor) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+def _start_transfer(group: list[torch.Tensor], bucket: torch.Tensor) -> _Transfer:
     size = sum(grad.numel() for grad in group)
     if size > bucket.numel():
         return dist.all_reduce(group[0], async_op=True), [], []
@@ -180,16 +212,17 @@ def _send(group: list[torch.Tensor], bucket: torch.Tensor) -> tuple[Any, list[to
     return dist.all_reduce(bucket[:size], async_op=True), views, group
 
 
-def _unpack(sent: tuple[Any, list[torch.Tensor], list[torch.Tensor]] | None) -> None:
-    if sent is None:
+def _finish_transfer(transfer: _Transfer | None) -> None:
+    if transfer is None:
         return
-    sent[0].wait()
-    if sent[2]:
-        torch._foreach_copy_(sent[2], sent[1])
+    work, views, gradients = transfer
+    work.wait()
+    if gradients:
+        torch._foreach_copy_(gradients, views)
 
 
-def _groups(gradients: Sequence[torch.Tensor], capacity: int) -> Iterator[list[torch.Tensor]]:
-    """Runs of gradients that fit a bucket; a larger one comes alone."""
+def _bucket_groups(gradients: Sequence[torch.Tensor], capacity: int) -> Iterator[list[torch.Tensor]]:
+    """Consecutive gradients that fit a bucket together; a larger one comes alone."""
     group: list[torch.Tensor] = []
     for grad in (piece for gradient in gradients for piece in _pieces(gradient, capacity)):
         if group and sum(one.numel() for one in group) + grad.numel() > capacity:
@@ -201,7 +234,7 @@ def _groups(gradients: Sequence[torch.Tensor], capacity: int) -> Iterator[list[t
 
 
 def _pieces(gradient: torch.Tensor, capacity: int) -> Iterator[torch.Tensor]:
-    """The gradient itself, unless it is too large for a bucket and lies in memory in another order than its indices."""
+    """The gradient itself, unless it is larger than a bucket and not contiguous, so that it cannot be reduced in place."""
     if gradient.numel() <= capacity or gradient.is_contiguous():
         yield gradient
     else:
@@ -209,155 +242,140 @@ def _pieces(gradient: torch.Tensor, capacity: int) -> Iterator[torch.Tensor]:
             yield from _pieces(part, capacity)
 
 
-@contextmanager
-def _lost_processes_named(group: SingleProcess) -> Iterator[None]:
-    """A collective that breaks has lost a peer; its own message helps nobody."""
-    try:
-        yield
-    except (dist.DistError, RuntimeError) as error:
-        if is_oom(error):
-            raise
-        raise ProcessLost(
-            f"process {group.rank} of {group.size} lost another process of the job while they were to agree: "
-            f"{(str(error).splitlines() or [''])[0][:200]}"
-        ) from error
-
-
-# Which rows of a step this process takes.
-#
-# Rows given as the whole step's, the same on every process, are dealt by work and by each one's measured speed, and a row
-# too long for a small card goes to a larger one. Rows given as this process's own are all its. Either way the gradients'
-# weights come from what was counted, so any deal gives the same result; only the time to finish differs.
-
-
-RowsAre = Literal["global", "local"]
-"""What is handed to a step on each process: the whole step's rows, or this process's own."""
-MEASURED_STEPS = 5
-"""Unlike devices without a plan take equal shares for so many steps, and are timed."""
-CONTENT, DEEPEST = 4096, 4
-"""How much of a row is compared between processes: so many numbers of a tensor, so many levels of objects."""
-ALIKE = 1.1
-"""Speeds within this factor of each other count as equal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """What the others know of a process."""
-
-    device_name: str
-    speed: float | None
-    """Rows/s as its plan measured them; None without a plan."""
-    model: MemoryModel | None
-    limit_bytes: float
-    """The memory that its plan may use; without end where there is no plan."""
-
-    def holds(self, shape: Shape) -> bool:
-        return self.model is None or self.model.cost_bytes(1, shape) <= self.limit_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This process's rows of a step."""
+    """The rows of a step that one rank takes."""
 
     rows: Rows
     indices: list[int]
-    """Which of the rows given."""
+    """Which of the rows."""
     step_rows: int | None
-    """Rows of the whole step; None where only all processes together know."""
+    """Rows of the whole step; None if only all ranks together know."""
 
     @property
     def work(self) -> float:
         return float(sum(1 + sum(self.rows.shapes[index]) for index in self.indices))
 
+    def padded_shape(self, indices: Sequence[int]) -> Shape:
+        """What these rows are padded to in one micro-batch."""
+        return tuple(max(lengths) for lengths in zip(*(self.rows.shapes[index] for index in indices), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What the other ranks know of a rank."""
+
+    device_name: str
+    rows_per_s: float | None
+    """As its plan measured it; None without a plan."""
+    memory_model: MemoryModel | None
+    budget_bytes: float
+    """What its plan may use; infinite without a plan."""
+
+    def fits(self, shape: Shape) -> bool:
+        return self.memory_model is None or self.memory_model.cost_bytes(1, shape) <= self.budget_bytes
+
 
 class Dealer:
-    """Deals each step's rows, the same way on every process."""
+    """Deals the rows of each step to the ranks, the same way on every rank.
+
+    Global rows are dealt by work and by each rank's measured speed; a row too long for a small card goes to a larger one.
+    Local rows stay where they are. The weights of the gradients come from what was counted, so the deal changes only the
+    time a step takes, not its result.
+    """
 
     def __init__(
-        self, group: SingleProcess, device: torch.device, plan: Plan | None, limit_bytes: float, rows_are: RowsAre
+        self, group: SingleProcess, device: torch.device, plan: Plan | None, budget_bytes: float, rows_are: RowsAre
     ) -> None:
         self._group, self._rows_are = group, rows_are
         name = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-        me = Member(name, plan.rows_per_s if plan else None, plan.memory_model if plan else None, limit_bytes)
-        self._members: list[Member] = group.gather_objects(me)
-        known = [member.speed for member in self._members if member.speed]
-        self.speeds = known if len(known) == group.size else [1.0] * group.size
-        unlike = len({member.device_name for member in self._members}) > 1
-        self._samples: list[float] | None = [] if unlike and len(known) < group.size and rows_are == "global" else None
+        this = _Rank(name, plan.rows_per_s if plan else None, plan.memory_model if plan else None, budget_bytes)
+        self._ranks: list[_Rank] = group.gather_objects(this)
+        planned = [rank.rows_per_s for rank in self._ranks if rank.rows_per_s]
+        self.speeds = planned if len(planned) == group.size else [1.0] * group.size
+        differ = len({rank.device_name for rank in self._ranks}) > 1
+        self._times: list[float] | None = [] if differ and len(planned) < group.size and rows_are == "global" else None
+        """Seconds per unit of work of the steps timed so far; None if steps are not timed."""
         self._compared = False
 
     @property
     def measuring(self) -> bool:
         """Whether the next steps are to be timed."""
-        return self._samples is not None
+        return self._times is not None
 
-    def share(self, rows: Rows, given: Any) -> Share:
-        """This process's part of what it was given."""
+    def share(self, rows: Rows, value: Any) -> Share:
+        """This rank's part of the rows. `value` is what they were made from."""
         everything = list(range(len(rows)))
-        if isinstance(rows, Ahead):  # a loader has dealt already
+        if isinstance(rows, LoadedRows):  # dealt by the loader
             return Share(rows, everything, rows.step_rows)
         if self._group.size == 1 or self._rows_are == "local":
             return Share(rows, everything, len(rows) if self._group.size == 1 else None)
         if not self._compared:
-            self._compare(rows, given)
+            self._compare(rows, value)
         work = [1.0 + sum(shape) for shape in rows.shapes]
         dealt = deal_rows(work, self.speeds, self.barred(rows.shapes))
         return Share(rows, dealt[self._group.rank], len(rows))
 
-    def timed(self, work: float, seconds: float) -> str | None:
-        """A clean step took so long. After a few of them rows are dealt by speed; says so when that changes anything."""
-        assert self._samples is not None
-        self._samples.append(seconds / max(work, 1.0))
-        if len(self._samples) < MEASURED_STEPS:
+    def record_time(self, work: float, seconds: float) -> str | None:
+        """Time of a step without errors. After a few of them rows are dealt by speed; returns a sentence if that changes."""
+        assert self._times is not None
+        self._times.append(seconds / max(work, 1.0))
+        if len(self._times) < TIMED_STEPS:
             return None
-        speeds = [1 / row[0] for row in self._group.gather([statistics.median(self._samples)])]
-        self._samples = None
-        if max(speeds) <= ALIKE * min(speeds):
+        speeds = [1 / row[0] for row in self._group.gather([statistics.median(self._times)])]
+        self._times = None
+        if max(speeds) <= EQUAL_SPEED * min(speeds):
             return None
         self.speeds = [speed / sum(speeds) for speed in speeds]
         shares = ", ".join(
-            f"{member.device_name} {speed:.0%}" for member, speed in zip(self._members, self.speeds, strict=True)
+            f"{rank.device_name} {speed:.0%}" for rank, speed in zip(self._ranks, self.speeds, strict=True)
         )
-        return f"rows are dealt by measured speed from here on: {shares}"
+        return f"rows are now dealt by measured speed: {shares}"
 
     def barred(self, shapes: list[Shape]) -> list[tuple[int, int]]:
-        """(row, process) where the row alone does not fit the process."""
+        """(row, rank) where the row does not fit the rank's memory even alone."""
         worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
-        small = [rank for rank, member in enumerate(self._members) if not member.holds(worst)]
+        small = [number for number, rank in enumerate(self._ranks) if not rank.fits(worst)]
         return [
-            (row, rank) for rank in small for row, shape in enumerate(shapes) if not self._members[rank].holds(shape)
+            (row, number) for number in small for row, shape in enumerate(shapes) if not self._ranks[number].fits(shape)
         ]
 
-    def _compare(self, rows: Rows, given: Any) -> None:
-        """Once: does everybody have the same rows in hand?"""
+    def _compare(self, rows: Rows, value: Any) -> None:
+        """Once: refuse global rows that differ between ranks."""
         self._compared = True
-        found = self._group.gather([float(len(rows)), _fingerprint(rows, given)])
-        other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+        answers = self._group.gather([float(len(rows)), _rows_fingerprint(rows, value)])
+        other = next((rank for rank, answer in enumerate(answers) if answer != answers[0]), None)
         if other is not None:
             raise BadOption(
-                f"process {other} was given other rows than process 0 ({found[other][0]:.0f} and {found[0][0]:.0f} of them): give "
-                'every process the whole step\'s rows, or say Stepper(..., rows_are="local") where each has its own'
+                f"rank {other} has other rows than rank 0 ({answers[other][0]:.0f} and {answers[0][0]:.0f} of them). "
+                'Try: pass the rows of the whole step on every rank, or set rows_are="local" if each rank has its own.'
             )
 
 
-def _fingerprint(rows: Rows, given: Any) -> float:
-    """A number from the content of the first, middle and last row."""
+def fingerprint(content: bytes) -> float:
+    """A number that tells contents apart, and that `gather` can carry. Never 0."""
+    return 1.0 + zlib.crc32(content)
+
+
+def _rows_fingerprint(rows: Rows, value: Any) -> float:
+    """Of the first, middle and last row."""
     some = sorted({0, len(rows) // 2, len(rows) - 1})
-    listed = isinstance(rows, Listed)
-    return float(zlib.crc32("".join(_told(given[row] if listed else rows.batch([row])) for row in some).encode()))
+    listed = isinstance(rows, ListedRows)
+    return fingerprint("".join(_text_of(value[row] if listed else rows.batch([row])) for row in some).encode())
 
 
-def _told(value: Any, depth: int = 0) -> str:
-    """The same words for equal rows in any process, which pickle and hashes do not give."""
+def _text_of(value: Any, depth: int = 0) -> str:
+    """The same text for equal rows in any process, which pickle and hashes do not give."""
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{value.detach().cpu().flatten()[:CONTENT].tolist()}"
+        return f"{tuple(value.shape)}{value.detach().cpu().flatten()[:FINGERPRINT_VALUES].tolist()}"
     if isinstance(value, np.ndarray):
-        return f"{value.shape}{value.ravel()[:CONTENT].tolist()}"
+        return f"{value.shape}{value.ravel()[:FINGERPRINT_VALUES].tolist()}"
     if isinstance(value, Mapping):
-        return str(sorted(f"{key!r}: {_told(part, depth + 1)}" for key, part in value.items()))
+        return str(sorted(f"{key!r}: {_text_of(part, depth + 1)}" for key, part in value.items()))
     if isinstance(value, (list, tuple)):
-        return str([_told(part, depth + 1) for part in value[:CONTENT]])
+        return str([_text_of(part, depth + 1) for part in value[:FINGERPRINT_VALUES]])
     if isinstance(value, (str, bytes, int, float, bool, type(None))):
         return repr(value)
-    inside = getattr(value, "__dict__", None)
-    return type(value).__name__ + (_told(inside, depth + 1) if inside and depth < DEEPEST else "")
+    attributes = getattr(value, "__dict__", None)
+    nested = _text_of(attributes, depth + 1) if attributes and depth < FINGERPRINT_DEPTH else ""
+    return type(value).__name__ + nested

@@ -1,126 +1,418 @@
-"""What follows from an out-of-memory error in a step: a finer cut, another try, a row set aside, or the end of the run.
+"""Out of memory: from the error to the retry, and back to the old micro-batch size afterwards.
 
-A micro-batch that failed is cut. One that cannot be cut any more is tried again with everything cleaned up, since memory
-may have been short for a moment only; then it is set aside if the user allowed that, or the run stops and says which row
-it was, what it needs, and what would make it fit.
+1. `Recovery.attempt` runs a part of the step. If memory runs out, `memory.oom.attempt` catches the error, leaves the
+   except block, clears the frames that hold tensors, drops the gradients and empties the allocator's cache.
+2. Random state, buffers and the scaler are restored to the beginning of the step.
+3. `Recovery._respond` decides what changes and reports it as an `oom` event:
+
+       a micro-batch that can be split       `MicroBatchLimit` comes down, so the next split is finer
+       a single row                          tried again twice, since memory may have been short for a moment only;
+                                             then set aside (`skip_oversized`), or the run ends with `DoesNotFit`
+       clipping, or the optimizer's bytes    tried again as it is, then with smaller micro-batches, then `DoesNotFit`
+
+4. `attempt` returns False, and `Gradients` runs the step again under the new limit.
+5. `Recovery.after_step` looks at every step that succeeded: after `grow_after` of them the limit goes back up. If the
+   allocator thrashes the limit comes down before an error, and a peak above the prediction corrects the memory model.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from brimful.errors import DoesNotFit, UserError
 from brimful.memory.context import Phase, StepContext
-from brimful.memory.meter import Room, allocator_retries, held_bytes
+from brimful.memory.meter import AvailableMemory, allocated_bytes, allocator_retries
 from brimful.memory.model import MemoryModel, work
-from brimful.memory.split import cut
+from brimful.memory.oom import OutOfMemory, attempt
+from brimful.memory.snapshot import Buffers, RandomState
+from brimful.memory.split import split_by_memory
 from brimful.planning.levers import checkpointing
+from brimful.planning.plan import Plan
 from brimful.step.distributed import Share
-from brimful.step.interface import GROW_AFTER, Events, StepOptions
+from brimful.step.result import Events
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rows
 
-if TYPE_CHECKING:
-    from brimful.step.gradients import Ready
-
-# How large a micro-batch may be: what was planned, what out-of-memory errors taught, and the way back up.
-#
-# The ceiling is on one measure of a micro-batch. With a memory model that is predicted bytes; without one it is padded
-# work, rows × (1 + lengths), and it starts at infinity: the whole step at once, then learn.
-#
-# After a failure the ceiling comes down, and how far depends on what is known:
-#
-#     less room on the device than the micro-batch was predicted to need   to the share `fill` of what is there
-#     room enough, so the model was wrong, first time in this step         the model is raised to the room that was not enough
-#     anything else                                                        to what half the rows would take
-#
-# Every lowering is remembered with the ceiling before it, and undone after `grow_after` clean steps; where the room on the
-# device can be read, it is undone only once there is room again. A growth that fails doubles the wait, up to 64 times.
-# Nothing here depends on the clock: the same failures give the same cuts.
-
-
-LONGEST_WAIT = 64
-"""Times `GROW_AFTER` that a growth waits at most after growths that failed."""
+SINGLE_ROW_TRIES = 3
+"""A single row is tried this often before it counts as too large."""
+FINISH_TRIES = 4
+"""Clipping and the optimizer's bytes do not depend on the split, so after this many retries the step gives up."""
+SAME_SPLIT_TRIES = 2
+"""Retries of these that keep the split. A finer one helps only against fragmentation, and if the step was not split
+before it costs memory: gradients are then held during a forward."""
+THRASHING_STEPS = 2
+"""Consecutive steps with allocator retries that count as thrashing."""
+MODEL_ERROR = 1.02
+"""How much more than predicted a step may take before the memory model is corrected."""
 MOST_RAISED = 1.5
-"""A single failure, or a single peak, does not raise the memory model by more than this."""
-THRASHING = 0.75
-"""The share of the rows that is left at once when the allocator thrashes."""
-CAME_BACK = 1.05
-"""Without a memory model, so much more room than at the failure counts as memory that came back."""
-SELDOM = 8
-"""Without a memory model and with no more room than at the failure, a growth is tried this many times less often."""
-ALMOST = 0.98
-"""Room for this share of a ceiling is room for it: what libraries take for themselves varies a little."""
+"""One error or one measured peak does not raise the memory model by more than this."""
+GROW_AFTER = 10
+"""Clean steps before the limit is raised again."""
+LONGEST_WAIT = 64
+"""The most that failed growths can multiply `grow_after` by."""
+THRASHING_SHARE = 0.75
+"""The share of the rows that is left when the allocator thrashes."""
+MORE_ROOM = 1.05
+"""Without a memory model, this much more room than at the error counts as memory that is free again."""
+BLIND_WAIT = 8
+"""Without a memory model and without more room, the limit is raised this many times less often."""
+ENOUGH_ROOM = 0.98
+"""Room for this share of a limit is enough: what libraries allocate for themselves varies a little."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
-    """One lowering, as it is undone."""
+class MicroBatch:
+    """The micro-batch at work when memory ran out; after the last one, the largest."""
 
-    limit: float
+    index: int
+    of: int
+    """Micro-batches of the step on this rank."""
+    rows: list[int]
+    shape: Shape
+
+    @property
+    def whole(self) -> bool:
+        """The step is not split, so no gradients are held beside it."""
+        return self.of == 1
+
+
+@dataclass
+class StepState:
+    """One step while it runs, over all its tries."""
+
+    step: int
+    share: Share
+    rows: list[int]
+    """All rows but those set aside."""
+    groups: list[list[int]] = field(default_factory=list)
+    """The rows of each micro-batch in this try."""
+    micro_batch: MicroBatch = MicroBatch(0, 0, [], ())
+    done: bool = False
+    """Whether the last attempt succeeded."""
+    terms: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Sum and count of each term of the loss."""
+    log: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Weighted sum and weight of each value in `Loss.log`."""
+    busy_s: float = 0.0
+    largest_cost: float = 0.0
+    """The cost of the largest micro-batch that succeeded in this try."""
+    ooms: int = 0
+    finish_failures: int = 0
+    """Errors in clipping or in the reservation."""
+    single_row_failures: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    set_aside: list[int] = field(default_factory=list)
+    stop: UserError | None = None
+    """Raised once all ranks know of it."""
+
+    @property
+    def split(self) -> list[tuple[int, Shape]]:
+        """Rows and padded lengths of each micro-batch."""
+        return [(len(group), self.share.padded_shape(group)) for group in self.groups]
+
+
+class Recovery:
+    """Survives out-of-memory errors of a step on one rank, and learns from them."""
+
+    def __init__(
+        self, context: StepContext, limit: "MicroBatchLimit", events: Events, *, skip_oversized: bool, rank: int
+    ) -> None:
+        self._context, self.limit, self._events = context, limit, events
+        self._skip_oversized, self._rank = skip_oversized, rank
+        self._room = AvailableMemory(context.device)
+        self._buffers = Buffers(context.model)
+        self._random_state = RandomState(context.device)
+        self._optimizer_states = 0
+        self._foreign_bytes = 0
+        """Bytes of this process that are not training's, at the beginning of the step."""
+        self._retries = allocator_retries(context.device)
+        self._thrashing_steps = 0
+        self.ooms = 0
+        """Errors of this rank, in all steps."""
+        norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in context.model.modules())
+        self.least_rows = 2 if norms else 1
+        """Rows of the smallest micro-batch. BatchNorm cannot average over one."""
+
+    def begin_step(self, step: int) -> None:
+        """Remember what a retry restores."""
+        states = len(self._context.optimizer.state)
+        if step > 1:
+            self._room.record_idle(reset=states != self._optimizer_states)
+        self._optimizer_states = states
+        self._foreign_bytes = self._room.other_bytes()
+        self._random_state = RandomState(self._context.device)
+        self._buffers.refresh()
+
+    def attempt(self, state: StepState, work: Callable[[], None]) -> bool:
+        """Run a part of the step. False: memory ran out, everything is as before the step, and it has to be run again."""
+        outcome = attempt(work, self._context.device, clean=self.drop_gradients, thorough=state.ooms > 0)
+        state.done = not isinstance(outcome, OutOfMemory)
+        if isinstance(outcome, OutOfMemory):
+            self.restore()
+            self._respond(state, outcome.message)
+        return state.done
+
+    def drop_gradients(self) -> None:
+        self._context.drop_gradients()
+        if self._context.scaler is not None:  # what unscale_() recorded of gradients that are gone
+            self._context.scaler._per_optimizer_states.clear()
+
+    def restore(self) -> None:
+        """Random state and buffers as at the beginning of the step."""
+        self._random_state.restore()
+        self._buffers.restore()
+
+    def _respond(self, state: StepState, message: str) -> None:
+        """Lower the limit, set a row aside, or stop; and report it."""
+        state.ooms += 1
+        self.ooms += 1
+        batch, phase, room = state.micro_batch, self._context.phase, self._room.training_bytes()
+        rows, shape = len(batch.rows), batch.shape
+        predicted = self.limit.predicted_bytes(rows, shape, whole=batch.whole) if rows else None
+        in_micro_batch = phase.in_micro_batch
+        if in_micro_batch and rows <= self.least_rows:
+            change = self._single_row_failed(state, batch, room)
+        elif state.finish_failures >= FINISH_TRIES:
+            change = self._give_up(state, phase, room)
+        elif rows > 1 and (in_micro_batch or (state.finish_failures >= SAME_SPLIT_TRIES and not batch.whole)):
+            change = self.limit.lower(rows, shape, whole=batch.whole, available_bytes=room, again=state.ooms > 1)
+        else:
+            change = "trying the step again"
+        self._events.add(
+            "oom",
+            state.step,
+            f"out of memory in {_describe(batch, phase)}: {change}",
+            process=self._rank,
+            phase=phase.value,
+            micro_batch=batch.index,
+            micro_batches=batch.of,
+            rows=rows,
+            shape=list(shape),
+            predicted_bytes=predicted,
+            available_bytes=room,
+            allocated_bytes=allocated_bytes(self._context.device),
+            attempt=state.ooms,
+            change=change,
+            message=message.splitlines()[0] if message else "",
+        )
+
+    def _single_row_failed(self, state: StepState, batch: MicroBatch, room: int | None) -> str:
+        """The smallest micro-batch there is: try again, then set it aside or stop."""
+        rows = tuple(batch.rows)
+        name = f"row {rows[0]}" if len(rows) == 1 else f"rows {' and '.join(map(str, rows))}"
+        state.single_row_failures[rows] += 1
+        if state.single_row_failures[rows] < SINGLE_ROW_TRIES:
+            return f"{name} cannot be split, trying the step again"
+        if self.limit.cost(len(rows), batch.shape) <= state.largest_cost:
+            state.stop = DoesNotFit(
+                f"{name} of step {state.step} ran out of memory beside the gradients of an equally large micro-batch"
+                f"{_room_text(room)}. Try: {self._remedies(rows=False)}.",
+                needed_bytes=(room or 0) + 1,
+            )
+            return "the run stops"
+        predicted = self.limit.predicted_bytes(len(rows), batch.shape)
+        lengths = f" (lengths {'+'.join(map(str, batch.shape))})" if batch.shape else ""
+        needs = f"needs about {show_bytes(predicted)} (predicted)" if predicted else "does not fit"
+        problem = f"{name} of step {state.step}{lengths} cannot be split and {needs}{_room_text(room)}"
+        if self._skip_oversized:
+            state.rows = [row for row in state.rows if row not in rows]
+            state.set_aside += rows
+            self._events.add("oversized", state.step, f"{problem}; set aside", rows=list(rows), shape=list(batch.shape))
+            return f"{name} set aside"
+        state.stop = DoesNotFit(
+            f"{problem}. Try: {self._remedies()}.",
+            needed_bytes=predicted or (room or 0) + 1,
+        )
+        return "the run stops"
+
+    def _give_up(self, state: StepState, phase: Phase, room: int | None) -> str:
+        state.stop = DoesNotFit(
+            f"memory ran out {FINISH_TRIES + 1} times in {phase.value} of step {state.step}, which smaller micro-batches do not "
+            f"change{_room_text(room)}. Try: an optimizer with less state, a smaller model or more memory.",
+            needed_bytes=(room or 0) + 1,
+        )
+        return "the run stops"
+
+    def _remedies(self, *, rows: bool = True) -> str:
+        """What would still save memory."""
+        remedies = []
+        lever = checkpointing(self._context.task, self._context.model)
+        if lever.offered and not lever.already_on:
+            remedies.append(f"gradient checkpointing ({lever.how})")
+        if self._context.autocast is None and self._context.device.type != "cpu":
+            remedies.append("precision='bf16'")
+        remedies += ["shorter rows"] * rows + ["a smaller model or an optimizer with less state", "more memory"]
+        remedies += ["skip_oversized=True to set such rows aside"] * rows
+        return ", ".join(remedies[:-1]) + f" or {remedies[-1]}"
+
+    def rehearse(self, plan: Plan) -> bool:
+        """Run the plan's largest micro-batch once before the first step. False: it ran out of memory, the limit is lower.
+
+        The caching allocator then has its final size at once: segments made for small tensors first leave holes (simulated
+        over an epoch, 17.4 GB reserved instead of 15.9). It also proves the plan on the device as it is today.
+        Weights, optimizer state, buffers, gradients and random state stay as they are.
+        """
+        context, rows, shape, whole = self._context, plan.micro_batch, plan.shape, plan.accumulation == 1
+        random_state, buffers = RandomState(context.device), Buffers(context.model)
+
+        def run() -> None:
+            for _ in range(1 if whole else 2):  # the second time with gradients held
+                context.run_micro_batch(context.task.dummy(rows, shape), rows)
+
+        outcome = attempt(run, context.device, clean=context.drop_gradients)
+        context.drop_gradients()
+        buffers.restore()
+        random_state.restore()
+        size = f"{show_rows(rows)} of {'+'.join(map(str, shape))}" if shape else show_rows(rows)
+        if isinstance(outcome, OutOfMemory):
+            room = self._room.training_bytes()
+            change = self.limit.lower(rows, shape, whole=whole, available_bytes=room, again=False)
+            self._events.add("oom", 0, f"out of memory in a trial of {size}: {change}", rows=rows, available_bytes=room)
+            return False
+        predicted = show_bytes(plan.predicted_peak_bytes)
+        self._events.add("note", 0, f"a trial of the planned micro-batch ({size}) fits ({predicted} predicted)")
+        return True
+
+    def after_step(self, state: StepState, peak_bytes: int | None, gradient_bytes: int) -> None:
+        """Learn from a step that succeeded. `gradient_bytes` of gradients may still be held."""
+        retries = allocator_retries(self._context.device)
+        self._thrashing_steps = self._thrashing_steps + 1 if retries > self._retries else 0
+        self._retries = retries
+        split = state.split
+        if state.ooms or not split:
+            return
+        if self._thrashing_steps >= THRASHING_STEPS and max(rows for rows, _ in split) > 1:
+            self._thrashing_steps = 0
+            rows, shape = max(split, key=lambda part: self.limit.cost(*part))
+            room = self._room.training_bytes(excluding=gradient_bytes)
+            lowered = self.limit.lower_for_thrashing(rows, shape, room, whole=len(split) == 1)
+            sentence = f"the allocator had to empty its cache in {THRASHING_STEPS} consecutive steps: {lowered}"
+            self._events.add("thrash", state.step, sentence, available_bytes=room)
+        elif peak_bytes is not None and (change := self._correct_model(split, peak_bytes, gradient_bytes)):
+            self._events.add("model", state.step, f"the step took more than predicted: {change}", peak_bytes=peak_bytes)
+        elif self.limit.lowerings or self.limit.just_grown:
+            room = self._room.training_bytes(excluding=gradient_bytes)
+            if change := self.limit.count_clean_step(room):
+                self._events.add("grow", state.step, change, available_bytes=room)
+
+    def _correct_model(self, split: list[tuple[int, Shape]], peak_bytes: int, gradient_bytes: int) -> str | None:
+        predicted = self.limit.peak_bytes(split)
+        if predicted is None or peak_bytes <= MODEL_ERROR * predicted:
+            return None
+        own = peak_bytes - max(self._foreign_bytes, self._room.other_bytes(excluding=gradient_bytes))
+        if own <= MODEL_ERROR * predicted:
+            return None
+        return self.limit.correct_model(min(own, round(MOST_RAISED * predicted)), predicted)
+
+
+def _describe(batch: MicroBatch, phase: Phase) -> str:
+    if phase.in_micro_batch:
+        lengths = f" of {'+'.join(map(str, batch.shape))}" if batch.shape else ""
+        return f"{phase.value}, micro-batch {batch.index + 1} of {batch.of} ({show_rows(len(batch.rows))}{lengths})"
+    return f"{phase.value}, after {batch.of} micro-batch{'es' if batch.of != 1 else ''}"
+
+
+def _room_text(room: int | None) -> str:
+    return "" if room is None else f"; the device has room for {show_bytes(room)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """A limit before it was lowered."""
+
+    value: float
     correction: float
     may_run_whole: bool
-    room_bytes: int | None
-    """What the device had room for when it became necessary."""
+    rows: int
+    """Rows of the micro-batch that was too large."""
+    available_bytes: int | None
+    """Room on the device at that moment."""
 
 
 @dataclass(kw_only=True)
-class Ceiling:
-    """The measure of a micro-batch, and how much of it is allowed now."""
+class MicroBatchLimit:
+    """How large a micro-batch may be: what was planned, what errors taught, and the way back up.
+
+    The limit is on the cost of a micro-batch: predicted bytes with a memory model; without one padded work, rows × (1 +
+    lengths), beginning at infinity, so that the whole step is tried first. An error lowers it:
+
+        less room on the device than predicted        to the share `fill` of the room
+        enough room, first error of the step          the model was too low and is raised to the room
+        otherwise                                     to the cost of half the rows
+
+    Every lowering is kept and undone after `grow_after` clean steps; if the room on the device is known, only once there is
+    room. A growth that fails doubles the wait, up to 64 times. Nothing depends on the clock: the same errors give the same
+    splits.
+    """
 
     model: MemoryModel | None
-    limit: float
-    """What one micro-batch may measure: bytes with a memory model, padded work without."""
+    value: float
+    """The most that a micro-batch may cost."""
     budget: float = math.inf
-    """What the limit may not exceed: the share of the memory that is to be used."""
-    most: int | None = None
-    """What the user fixed: never more rows than this."""
+    """The most that `value` may become: the share of the memory to use."""
+    max_rows: int | None = None
+    """The most rows, if the user set `micro_batch`."""
     overhead: float | None = None
-    """What a further micro-batch costs, in rows × padded lengths; None: as few of them as can be."""
+    """What one more micro-batch costs, in rows × padded lengths. None: as few as possible."""
     fill: float = 0.85
     grow_after: int = GROW_AFTER
     correction: float = 1.0
-    """What out-of-memory errors taught about the memory model: its predictions times this."""
+    """A factor on the model's predictions, from errors."""
     measured: float = 1.0
-    """What measured peaks taught about it: times this as well, for good."""
+    """A further factor, from measured peaks. It is never undone."""
     may_run_whole: bool = True
-    """A step of a single micro-batch holds no gradients; once one has failed, steps are cut."""
-    for_now: int | None = None
-    """Never more rows than this in the step on its way, which failed where the measure sees no difference."""
-    lowered: list[Lowered] = field(default_factory=list)
+    """An unsplit step holds no gradients beside it. Once one has failed, steps are split."""
+    max_rows_now: int | None = None
+    """The most rows in this step, which failed where the model sees no difference."""
+    lowerings: list[Lowering] = field(default_factory=list)
     clean_steps: int = 0
     wait: int = 1
-    """Times `grow_after` to wait before growing."""
+    """How many times `grow_after` to wait before growing."""
     just_grown: bool = False
 
-    def cut(self, shapes: list[Shape], *, part: bool = False) -> list[list[int]]:
-        """The rows of these shapes in micro-batches below the ceiling. `part`: there are others in the step."""
-        cost = self._cost_of_a_part if part else self._cost
-        return cut(shapes, cost, self.limit, most=self._most, overhead=self.overhead)
+    @classmethod
+    def from_plan(cls, plan: Plan | None, micro_batch: int | None, grow_after: int) -> "MicroBatchLimit":
+        """The plan's fastest size; without a plan the whole step."""
+        if plan is None:
+            return cls(model=None, value=math.inf, max_rows=micro_batch, grow_after=grow_after)
+        fixed = [size for size in (micro_batch, plan.choice("micro_batch").requested) if size is not None]
+        return cls(
+            model=plan.memory_model,
+            value=plan.micro_limit,
+            budget=float(plan.budget_bytes),
+            max_rows=min(fixed, default=None),
+            overhead=plan.overhead,
+            fill=plan.fill,
+            grow_after=grow_after,
+        )
+
+    def split(self, shapes: list[Shape], *, part: bool = False) -> list[list[int]]:
+        """Rows of these shapes in micro-batches within the limit. `part`: the step has other rows as well."""
+        cost = self._cost_of_part if part else self._cost_in_step
+        return split_by_memory(shapes, cost, self.value, max_rows=self._max_rows, overhead=self.overhead)
 
     def allows(self, rows: int, shape: Shape, *, whole: bool) -> bool:
-        """Whether a micro-batch that was proposed may run as it is."""
-        return rows <= (self._most or rows) and self._cost(rows, shape, whole=whole) <= self.limit
+        """Whether a proposed micro-batch may run as it is."""
+        return rows <= (self._max_rows or rows) and self._cost_in_step(rows, shape, whole=whole) <= self.value
 
     @property
-    def _most(self) -> int | None:
-        return min((most for most in (self.most, self.for_now) if most is not None), default=None)
+    def _max_rows(self) -> int | None:
+        return min((rows for rows in (self.max_rows, self.max_rows_now) if rows is not None), default=None)
 
-    def _cost_of_a_part(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
-        """Rows that come first or last in the cut are still not the whole step: gradients are held beside them."""
-        return self.measure(rows, shape)
+    def _cost_of_part(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
+        """Gradients are held beside a part of a step, even if the part itself is not split."""
+        return self.cost(rows, shape)
 
-    def _cost(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
-        return math.inf if whole and not self.may_run_whole else self.measure(rows, shape, whole=whole)
+    def _cost_in_step(self, rows: int, shape: Shape, /, *, whole: bool = False) -> float:
+        return math.inf if whole and not self.may_run_whole else self.cost(rows, shape, whole=whole)
 
-    def measure(self, rows: int, shape: Shape, *, whole: bool = False) -> float:
+    def cost(self, rows: int, shape: Shape, *, whole: bool = False) -> float:
         if self.model is None:
             return work(rows, shape)
-        return self.model.measure(rows, shape, whole=whole, factor=self._factor)
+        return self.model.rising_cost(rows, shape, whole=whole, factor=self._factor)
 
     @property
     def _factor(self) -> float:
@@ -129,336 +421,119 @@ class Ceiling:
     def predicted_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int | None:
         return None if self.model is None else round(self._factor * self.model.cost_bytes(rows, shape, whole=whole))
 
-    def peak_bytes(self, groups: list[tuple[int, Shape]]) -> int | None:
-        """Allocated bytes at the peak of a step cut so; None without a model."""
+    def peak_bytes(self, split: list[tuple[int, Shape]]) -> int | None:
+        """Predicted peak of a step split this way; None without a model."""
         if self.model is None:
             return None
-        whole = len(groups) == 1
-        return round(self._factor * max(self.model.peak_bytes(*group, whole=whole) for group in groups))
+        whole = len(split) == 1
+        return round(self._factor * max(self.model.peak_bytes(*part, whole=whole) for part in split))
 
-    def failed(self, rows: int, shape: Shape, *, whole: bool, room_bytes: int | None, again: bool) -> str:
-        """A micro-batch of this size ran out of memory. Lowers the ceiling below it and says how."""
-        self._lower(room_bytes)
+    def lower(self, rows: int, shape: Shape, *, whole: bool, available_bytes: int | None, again: bool) -> str:
+        """A micro-batch of this size ran out of memory. Returns what changed."""
+        self._remember(rows, available_bytes)
         predicted = self.predicted_bytes(rows, shape, whole=whole)
-        if predicted is not None and room_bytes is not None and not again:
-            if predicted > self.fill * room_bytes:
-                self.limit = min(self.limit, self.fill * room_bytes)
-                return f"the device has room for {show_bytes(room_bytes)} only, so micro-batches stay within {self.fill:.0%} of that"
-            raised = min(room_bytes / predicted, MOST_RAISED)
+        if predicted is not None and available_bytes is not None and not again:
+            if predicted > self.fill * available_bytes:
+                self.value = min(self.value, self.fill * available_bytes)
+                return f"the device has room for {show_bytes(available_bytes)}, micro-batches now use {self.fill:.0%} of that"
+            raised = min(available_bytes / predicted, MOST_RAISED)
             self.correction *= raised
-            if self.measure(rows, shape, whole=whole) > self.limit:
+            if self.cost(rows, shape, whole=whole) > self.value:
                 return f"the memory model was too low and is raised by {raised - 1:.0%}"
         half = max(1, (rows + 1) // 2)
-        self._allow(half, shape, whole)
-        if rows > 1 and self.measure(rows, shape) <= self.limit:  # a model that does not rise with the rows there
-            self.for_now = half
-        return f"micro-batches as long as this one have {show_rows(half)} at most"
+        self._allow_at_most(half, shape, whole)
+        if rows > 1 and self.cost(rows, shape) <= self.value:  # the model does not rise with the rows here
+            self.max_rows_now = half
+        return f"micro-batches of this length now have at most {show_rows(half)}"
 
-    def thrashing(self, rows: int, shape: Shape, room_bytes: int | None, *, whole: bool = False) -> str:
-        """The largest micro-batch of the last step left the allocator short."""
-        self._lower(room_bytes)
-        fewer = max(1, int(THRASHING * rows))
-        self._allow(fewer, shape, whole)
-        return f"micro-batches as long as the largest have {show_rows(fewer)} at most"
+    def lower_for_thrashing(self, rows: int, shape: Shape, available_bytes: int | None, *, whole: bool = False) -> str:
+        """The largest micro-batch left the allocator short. Returns what changed."""
+        self._remember(rows, available_bytes)
+        fewer = max(1, int(THRASHING_SHARE * rows))
+        self._allow_at_most(fewer, shape, whole)
+        return f"micro-batches of this length now have at most {show_rows(fewer)}"
 
-    def too_low(self, measured_bytes: int, predicted_bytes: int) -> str:
-        """A step took more than was predicted of it, and fitted. The sizes allowed stay what they are, up to the budget."""
+    def correct_model(self, measured_bytes: int, predicted_bytes: int) -> str:
+        """A step took more than predicted, and fitted: sizes stay as they are, up to the budget. Returns what changed."""
         ratio = measured_bytes / predicted_bytes
         self.measured *= ratio
-        self.limit = min(ratio * self.limit, max(self.budget, self.limit))
-        self.lowered = [replace(one, limit=min(ratio * one.limit, max(self.budget, one.limit))) for one in self.lowered]
+        self.value = min(ratio * self.value, max(self.budget, self.value))
+        self.lowerings = [
+            replace(one, value=min(ratio * one.value, max(self.budget, one.value))) for one in self.lowerings
+        ]
         return f"the memory model is raised by {ratio - 1:.1%}"
 
-    def _allow(self, rows: int, shape: Shape, whole: bool) -> None:
-        """No more than so many rows of this shape, as a part of a step."""
-        self.limit = min(self.limit, self.measure(rows, shape))
+    def _allow_at_most(self, rows: int, shape: Shape, whole: bool) -> None:
+        self.value = min(self.value, self.cost(rows, shape))
         self.may_run_whole = self.may_run_whole and not whole
 
-    def _lower(self, room_bytes: int | None) -> None:
+    def _remember(self, rows: int, available_bytes: int | None) -> None:
         if self.just_grown:
             self.wait = min(2 * self.wait, LONGEST_WAIT)
-        self.lowered.append(Lowered(self.limit, self.correction, self.may_run_whole, room_bytes))
+        self.lowerings.append(Lowering(self.value, self.correction, self.may_run_whole, rows, available_bytes))
         self.clean_steps, self.just_grown = 0, False
 
-    def clean(self, room_bytes: int | None) -> str | None:
-        """A step went through. After enough of them lowerings are undone; says so if any was."""
-        self.for_now = None
+    def count_clean_step(self, available_bytes: int | None) -> str | None:
+        """A step succeeded without an error. After enough of them lowerings are undone; returns what changed."""
+        self.max_rows_now = None
         self.clean_steps += 1
         if self.just_grown and self.clean_steps >= self.grow_after:
             self.just_grown, self.wait = False, 1
-        if not self.lowered or self.clean_steps < self.grow_after:
+        if not self.lowerings or self.clean_steps < self.grow_after:
             return None
-        undone = 0
-        while self.lowered and self._may_undo(self.lowered[-1], room_bytes, undone):
-            back = self.lowered.pop()
-            self.limit, self.correction, self.may_run_whole = back.limit, back.correction, back.may_run_whole
-            undone += 1
-        if undone:
-            self.clean_steps, self.just_grown = 0, True
-            which = "one step coarser again" if self.lowered else "as coarse as at the start again"
-            return f"the cut is {which} after {self.grow_after} clean steps"
-        return self._creep(room_bytes)
+        undone: Lowering | None = None
+        while self.lowerings and self._may_undo(self.lowerings[-1], available_bytes, first=undone is None):
+            undone = self.lowerings.pop()
+            self.value, self.correction, self.may_run_whole = undone.value, undone.correction, undone.may_run_whole
+        if undone is None:
+            return self._grow_with_room(available_bytes)
+        self.clean_steps, self.just_grown = 0, True
+        return f"micro-batch size restored to {show_rows(undone.rows)} after {self.grow_after} clean steps"
 
-    def _may_undo(self, back: Lowered, room_bytes: int | None, undone: int) -> bool:
+    def _may_undo(self, lowering: Lowering, available_bytes: int | None, *, first: bool) -> bool:
         waited = self.clean_steps >= self.grow_after * self.wait
-        if room_bytes is None or back.room_bytes is None:
-            return waited and not undone
+        if available_bytes is None or lowering.available_bytes is None:
+            return waited and first
         if self.model is None:
-            if room_bytes >= CAME_BACK * back.room_bytes:
+            if available_bytes >= MORE_ROOM * lowering.available_bytes:
                 return waited
-            return not undone and self.clean_steps >= self.grow_after * max(self.wait, SELDOM)
-        return waited and self.fill * room_bytes >= ALMOST * back.limit
+            return first and self.clean_steps >= self.grow_after * max(self.wait, BLIND_WAIT)
+        return waited and self.fill * available_bytes >= ENOUGH_ROOM * lowering.value
 
-    def _creep(self, room_bytes: int | None) -> str | None:
-        """Some room came back, not all of it."""
-        if self.model is None or room_bytes is None or self.clean_steps < self.grow_after * self.wait:
+    def _grow_with_room(self, available_bytes: int | None) -> str | None:
+        """Some memory is free again, but not all."""
+        if self.model is None or available_bytes is None or self.clean_steps < self.grow_after * self.wait:
             return None
-        target = min(self.fill * room_bytes, self.lowered[-1].limit)
-        if target * ALMOST <= self.limit:
+        target = min(self.fill * available_bytes, self.lowerings[-1].value)
+        if target * ENOUGH_ROOM <= self.value:
             return None
-        self.limit, self.clean_steps, self.just_grown = target, 0, True
-        return f"the device has room for {show_bytes(room_bytes)} again, and micro-batches grow with it"
+        self.value, self.clean_steps, self.just_grown = target, 0, True
+        return f"the device has room for {show_bytes(available_bytes)} again, micro-batches may use {self.fill:.0%} of that"
 
-    def to_json(self) -> dict[str, Any]:
-        """What belongs into a checkpoint: the same cuts follow from the same state."""
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: the same splits follow from the same state. JSON has no infinity, so None stands for it."""
         return {
             **{name: getattr(self, name) for name in _STATE},
-            "limit": _finite(self.limit),
-            "lowered": [
-                [_finite(one.limit), one.correction, one.may_run_whole, one.room_bytes] for one in self.lowered
+            "value": _finite(self.value),
+            "lowerings": [
+                [_finite(one.value), one.correction, one.may_run_whole, one.rows, one.available_bytes]
+                for one in self.lowerings
             ],
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _STATE:
             setattr(self, name, state[name])
-        self.limit = _number(state["limit"])
-        self.lowered = [Lowered(_number(limit), *others) for limit, *others in state["lowered"]]
+        self.value = _or_infinite(state["value"])
+        self.lowerings = [Lowering(_or_infinite(value), *others) for value, *others in state["lowerings"]]
 
 
 _STATE = ("correction", "measured", "may_run_whole", "clean_steps", "wait", "just_grown")
 
 
-def _finite(limit: float) -> float | None:
-    """JSON has no infinity."""
-    return None if math.isinf(limit) else limit
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value
 
 
-def _number(limit: float | None) -> float:
-    return math.inf if limit is None else limit
-
-
-# What a step that went through teaches: the memory model corrected, thrashing noticed, the cut grown back.
-
-
-THRASHING_STEPS = 2
-"""Steps in a row with allocator retries that count as thrashing."""
-MODEL_ERROR = 1.02
-"""A step may take so much more than predicted before the memory model is corrected."""
-
-
-class Aftermath:
-    """Looks at each step once it is over."""
-
-    def __init__(self, rig: StepContext, ceiling: Ceiling, room: Room, events: Events) -> None:
-        self._device, self._ceiling, self._room, self._events = rig.device, ceiling, room, events
-        self._retries = allocator_retries(rig.device)
-        self._thrashing = self._taken = 0
-
-    def begin(self) -> None:
-        """A step begins. What somebody else holds now may be gone before its peak is read."""
-        self._taken = self._room.taken()
-
-    def of(self, step: int, ready: "Ready", peak: int | None, gradient_bytes: int) -> None:
-        """A step is over; `peak` is what it allocated at most, where that is known. Gradients may still be held."""
-        retries = allocator_retries(self._device)
-        self._thrashing = self._thrashing + 1 if retries > self._retries else 0
-        self._retries = retries
-        if ready.ooms or not ready.cut:
-            return
-        if self._thrashing >= THRASHING_STEPS and max(rows for rows, _ in ready.cut) > 1:
-            self._thrashed(step, ready, gradient_bytes)
-        elif peak is not None and (raised := self._correct(ready, peak, gradient_bytes)):
-            self._events.add("model", step, f"the step took more than predicted: {raised}", peak_bytes=peak)
-        elif self._ceiling.lowered or self._ceiling.just_grown:
-            room = self._room.now(besides=gradient_bytes)
-            if grown := self._ceiling.clean(room):
-                self._events.add("grow", step, grown, room_bytes=room)
-
-    def _thrashed(self, step: int, ready: "Ready", gradient_bytes: int) -> None:
-        self._thrashing = 0
-        rows, shape = max(ready.cut, key=lambda part: self._ceiling.measure(*part))
-        room = self._room.now(besides=gradient_bytes)
-        change = self._ceiling.thrashing(rows, shape, room, whole=len(ready.cut) == 1)
-        short = f"the allocator gave its cache back in {THRASHING_STEPS} steps in a row"
-        self._events.add("thrash", step, f"{short}: {change}", room_bytes=room)
-
-    def _correct(self, ready: "Ready", peak: int, gradient_bytes: int) -> str | None:
-        predicted = self._ceiling.peak_bytes(ready.cut)
-        if predicted is None or peak <= MODEL_ERROR * predicted:
-            return None
-        mine = peak - max(self._taken, self._room.taken(besides=gradient_bytes))
-        if mine <= MODEL_ERROR * predicted:
-            return None
-        return self._ceiling.too_low(min(mine, round(MOST_RAISED * predicted)), predicted)
-
-
-ALONE_TRIES = 3
-"""A row that runs out of memory alone is tried twice more, with everything cleaned up, before it counts as too large."""
-FINISH_TRIES = 4
-"""Clipping and the optimizer's bytes do not depend on the cut: after so many retries there the step gives up."""
-SAME_CUT = 2
-"""So many of those retries keep the cut. A finer one can only help against fragments, and where a step ran whole it costs
-memory: gradients then wait through a forward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which micro-batch was at work when memory ran out; after the last of them, the largest."""
-
-    index: int
-    of: int
-    rows: list[int]
-    shape: Shape
-
-
-@dataclass
-class Pass:
-    """One step on its way."""
-
-    step: int
-    share: Share
-    left: list[int]
-    """The rows still in: all but those set aside."""
-    groups: list[list[int]] = field(default_factory=list)
-    place: Place | None = None
-    through: bool = False
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    busy_s: float = 0.0
-    ooms: int = 0
-    finish_failures: int = 0
-    alone: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    set_aside: list[int] = field(default_factory=list)
-    stop: UserError | None = None
-    went_through: float = 0.0
-    """The measure of the largest micro-batch that went through in this try."""
-
-
-class Failures:
-    """Draws the consequences, and tells of them."""
-
-    def __init__(
-        self, rig: StepContext, ceiling: Ceiling, room: Room, events: Events, options: StepOptions, rank: int
-    ) -> None:
-        self._rig, self._ceiling, self._room, self._events, self._options = rig, ceiling, room, events, options
-        self._rank = rank
-        self.ooms = 0
-        """Of this process, in all steps."""
-        norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in rig.model.modules())
-        self.least = 2 if norms else 1
-        """Rows of the smallest micro-batch: BatchNorm cannot average over a single one."""
-
-    def learn(self, current: Pass, message: str) -> None:
-        """An out-of-memory error: lower the ceiling, or set the row aside, or stop; and tell."""
-        assert current.place is not None
-        current.ooms += 1
-        self.ooms += 1
-        place, room = current.place, self._room.now()
-        phase = self._rig.phase
-        whole = place.of == 1
-        rows, shape = len(place.rows), place.shape
-        predicted = self._ceiling.predicted_bytes(rows, shape, whole=whole) if rows else None
-        in_micro_batch = phase.in_micro_batch
-        if in_micro_batch and rows <= self.least:
-            change = self._alone(current, place, room)
-        elif current.finish_failures >= FINISH_TRIES:
-            change = self._give_up(current, phase, room)
-        elif rows > 1 and (in_micro_batch or (current.finish_failures >= SAME_CUT and not whole)):
-            change = self._ceiling.failed(rows, shape, whole=whole, room_bytes=room, again=current.ooms > 1)
-        else:
-            change = "with everything cleaned up the step is tried again"
-        self._events.add(
-            "oom",
-            current.step,
-            f"out of memory in {_where(place, phase)}: {change}",
-            process=self._rank,
-            phase=phase,
-            micro_batch=place.index,
-            micro_batches=place.of,
-            rows=rows,
-            shape=list(shape),
-            predicted_bytes=predicted,
-            room_bytes=room,
-            held_bytes=held_bytes(self._rig.device),
-            attempt=current.ooms,
-            change=change,
-            message=message.splitlines()[0] if message else "",
-        )
-
-    def _alone(self, current: Pass, place: Place, room: int | None) -> str:
-        """A micro-batch that cannot be cut: try again, and then set it aside or stop."""
-        rows, which = tuple(place.rows), _names(place.rows)
-        current.alone[rows] += 1
-        if current.alone[rows] < ALONE_TRIES:
-            return f"{which} cannot be cut, so with everything cleaned up the step is tried again"
-        if self._ceiling.measure(len(rows), place.shape) <= current.went_through:
-            return self._no_room_for_a_second(current, which, room)
-        predicted = self._ceiling.predicted_bytes(len(rows), place.shape)
-        lengths = f" (lengths {'+'.join(map(str, place.shape))})" if place.shape else ""
-        needs = f"about {show_bytes(predicted)} (predicted)" if predicted else "an unknown amount"
-        room_now = f"the device has room for {show_bytes(room)}" if room is not None else "the device's room is unknown"
-        sentence = (
-            f"{which} of step {current.step}{lengths} cannot be cut and needs {needs}, but memory ran out; {room_now}"
-        )
-        if self._options.skip_oversized:
-            current.left = [row for row in current.left if row not in rows]
-            current.set_aside += rows
-            self._events.add(
-                "oversized", current.step, f"{sentence}; set aside", rows=list(rows), shape=list(place.shape)
-            )
-            return f"{which} set aside"
-        current.stop = DoesNotFit(f"{sentence}; {self._ways_out()}", needed_bytes=predicted or (room or 0) + 1)
-        return "the run stops"
-
-    def _no_room_for_a_second(self, current: Pass, which: str, room: int | None) -> str:
-        """It is not the row: a micro-batch as large went through before it, while no gradients were held."""
-        room_now = f"of the {show_bytes(room)} there is room for" if room is not None else "of the device's memory"
-        current.stop = DoesNotFit(
-            f"{which} of step {current.step} ran out of memory although as much went through before it in the same step: weights, "
-            f"gradients and optimizer state take so much {room_now} that no second micro-batch fits beside the gradients of the "
-            f"first; {self._ways_out(rows=False)}",
-            needed_bytes=(room or 0) + 1,
-        )
-        return "the run stops"
-
-    def _ways_out(self, *, rows: bool = True) -> str:
-        """The levers that are still there to pull."""
-        model, ways = self._rig.model, []
-        lever = checkpointing(self._rig.task, model)
-        if lever.offered and not lever.already_on:
-            ways.append(f"gradient checkpointing ({lever.how})")
-        if self._rig.autocast is None and self._rig.device.type != "cpu":
-            ways.append("precision='bf16'")
-        ways += ["shorter rows"] * rows + ["a smaller model or an optimizer with less state", "more memory"]
-        skip = "; skip_oversized=True sets such rows aside and goes on" if rows else ""
-        return f"what would make it fit: {', '.join(ways)}{skip}"
-
-    def _give_up(self, current: Pass, phase: Phase, room: int | None) -> str:
-        has = f"the device has room for {show_bytes(room)}" if room is not None else "the device has no room for it"
-        current.stop = DoesNotFit(
-            f"memory ran out {FINISH_TRIES + 1} times in {phase} of step {current.step}, which no cut makes smaller: {has}; an optimizer "
-            "with less state, a smaller model or more memory would let the run go on",
-            needed_bytes=(room or 0) + 1,
-        )
-        return "the run stops"
-
-
-def _where(place: Place, phase: Phase) -> str:
-    if phase.in_micro_batch:
-        lengths = f" of {'+'.join(map(str, place.shape))}" if place.shape else ""
-        return f"{phase}, micro-batch {place.index + 1} of {place.of} ({show_rows(len(place.rows))}{lengths})"
-    return f"{phase}, after {place.of} micro-batch{'es' if place.of != 1 else ''}"
-
-
-def _names(rows: Sequence[int]) -> str:
-    return f"row {rows[0]}" if len(rows) == 1 else f"rows {' and '.join(map(str, rows))}"
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value

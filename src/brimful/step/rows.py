@@ -1,9 +1,9 @@
-"""The rows of one step, whatever they came as, and any subset of them as a batch.
+"""The rows of one step, and any of them as a batch.
 
-A **list of rows** is collated per micro-batch, so each is padded to its own longest row. A **batch** (a tensor, or any
-tree of tensors with one first dimension) is sliced, and with it every list of that length in it: a column of texts or file
-names. A list is taken for rows, with one exception: without a task or a `collate` of the user's,
-`[inputs, targets]` as a DataLoader gives it is a batch.
+A **list of rows** is collated per micro-batch, so each micro-batch is padded to its own longest row. A **batch** (a
+tensor, or any tree of tensors with one first dimension) is sliced, and with it every list of that length in it, such as a
+column of texts. A list means rows, with one exception: without a task or a `collate`, `[inputs, targets]` as a DataLoader
+returns it is a batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,61 +16,62 @@ from brimful.data.reader import StepRows
 from brimful.errors import TaskError
 from brimful.task import Shape, Task
 
-A_FEW = 4
-"""Up to so many tensors of one shape in a list are a batch of inputs and targets; more of them are rows."""
+MAX_BATCH_TENSORS = 4
+"""A list of up to this many tensors of one shape is a batch of inputs and targets. A longer list is rows."""
 
 
 class Rows(Protocol):
-    """What a step is made of."""
+    """The rows of a step on this rank, or of the whole step."""
 
     shapes: list[Shape]
     groups: list[list[int]] | None
-    """Micro-batches that a loader made ahead; they may be cut further and not be joined. None: any cut will do."""
+    """Micro-batches that a loader made. They may be split further but not joined. None: split as you like."""
     collates: bool
-    """Whether a batch is made of its rows anew each time, or sliced from one that is there."""
+    """Whether `batch` collates anew on every call, rather than slicing a batch."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int]) -> Any:
-        """These rows as one batch, on the host or wherever they were given."""
+        """These rows as one batch, on the device they came on."""
 
 
-def as_rows(given: Any, task: Task, shape: Shape, *, is_rows: bool) -> Rows:
-    """What the user handed to a step. `shape` serves for rows that do not tell theirs; `is_rows`: a list is always rows."""
-    if isinstance(given, StepRows):
-        return Ahead(given, task)
-    if isinstance(given, list) and (is_rows or _looks_like_rows(given)):
-        return Listed(given, task, shape)
-    return Batch(given, task, shape)
+def as_rows(value: Any, task: Task, shape: Shape, *, list_is_rows: bool) -> Rows:
+    """The argument of `Stepper.step`. `shape` is for rows whose task does not define theirs."""
+    if isinstance(value, StepRows):
+        return LoadedRows(value, task)
+    if isinstance(value, list) and (list_is_rows or _looks_like_rows(value)):
+        return ListedRows(value, task, shape)
+    return BatchRows(value, task, shape)
 
 
-class Ahead:
-    """Micro-batches that a `Loader` read and cut. Collated, a row is as long as what it is padded to."""
+class LoadedRows:
+    """Micro-batches that a `Loader` read and split. A collated row has the length it is padded to."""
 
-    def __init__(self, given: StepRows, task: Task) -> None:
-        self.groups: list[list[int]] | None = given.groups
-        self.step_rows = given.step_rows
-        self.shapes: list[Shape] = [()] * len(given)
-        self._place = dict[int, tuple[int, int]]()
-        self.collates = not given.collated
-        kind = Batch if given.collated else Listed
-        self._parts = [kind(part, task, shape) for part, shape in zip(given.parts, given.shapes, strict=True)]
-        for number, (group, part) in enumerate(zip(given.groups, self._parts, strict=True)):
-            for position, row in enumerate(group):
-                self.shapes[row], self._place[row] = part.shapes[position], (number, position)
-        if self.collates and len(given.groups) == 1:
-            self.groups = None  # nobody has cut: any cut will do
+    def __init__(self, step: StepRows, task: Task) -> None:
+        self.groups: list[list[int]] | None = step.groups
+        self.step_rows = step.step_rows
+        self.shapes: list[Shape] = [()] * len(step)
+        self.collates = not step.collated
+        kind = BatchRows if step.collated else ListedRows
+        self._parts = [kind(part, task, shape) for part, shape in zip(step.parts, step.shapes, strict=True)]
+        self._position = dict[int, tuple[int, int]]()
+        """By row, the number of its part and its index there."""
+        for number, (group, part) in enumerate(zip(step.groups, self._parts, strict=True)):
+            for index, row in enumerate(group):
+                self.shapes[row], self._position[row] = part.shapes[index], (number, index)
+        if self.collates and len(step.groups) == 1:
+            self.groups = None  # the loader did not split: any split will do
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def batch(self, indices: Sequence[int]) -> Any:
-        numbers = {self._place[index][0] for index in indices}
+        numbers = {self._position[index][0] for index in indices}
         assert len(numbers) == 1, "rows of two micro-batches cannot be joined"
-        return self._parts[numbers.pop()].batch([self._place[index][1] for index in indices])
+        return self._parts[numbers.pop()].batch([self._position[index][1] for index in indices])
 
 
-class Listed:
+class ListedRows:
     """A list of rows, collated per micro-batch."""
 
     groups: list[list[int]] | None = None
@@ -78,10 +79,10 @@ class Listed:
 
     def __init__(self, rows: list[Any], task: Task, shape: Shape) -> None:
         if not rows:
-            raise TaskError("a step was given no rows: its list is empty")
+            raise TaskError("the list of rows for this step is empty")
         self._rows, self._task = rows, task
-        tells = type(task).shape is not Task.shape
-        self.shapes = [_shape_of(task, row) for row in rows] if tells else [shape] * len(rows)
+        has_shape = type(task).shape is not Task.shape
+        self.shapes = [_shape_of(task, row) for row in rows] if has_shape else [shape] * len(rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -90,8 +91,8 @@ class Listed:
         return self._task.collate([self._rows[index] for index in indices])
 
 
-class Batch:
-    """A batch that is there already, sliced along its first dimension."""
+class BatchRows:
+    """A collated batch, sliced along its first dimension."""
 
     groups: list[list[int]] | None = None
     collates = False
@@ -99,60 +100,48 @@ class Batch:
     def __init__(self, batch: Any, task: Task, shape: Shape) -> None:
         if not isinstance(batch, (torch.Tensor, np.ndarray, Mapping, list, tuple)):
             raise TaskError(
-                f"task {task.name}: a step takes a list of rows, or a batch of tensors; this is a {type(batch).__name__}, which cannot "
-                "be cut: give it one batch of your loader at a time"
+                f"a step takes a list of rows or a batch of tensors, and this is a {type(batch).__name__}. "
+                "Try: pass one batch of your loader."
             )
         sizes: dict[str, int] = {}
         _measure(batch, "", sizes)
         if len(set(sizes.values())) != 1 or not _has_tensor(batch):
-            found = ", ".join(f"{name or 'the batch'} has {size}" for name, size in sizes.items()) or "there are none"
+            parts = ", ".join(f"{name or 'the batch'} has {size}" for name, size in sizes.items()) or "there are none"
             raise TaskError(
-                f"task {task.name}: a batch cannot be cut unless all its tensors share their first dimension; here {found}: give "
-                "such a batch, or a list of rows and a collate"
+                f"a batch can be split only if all its tensors have the same first dimension; {parts} (task {task.name}). "
+                "Try: pass such a batch, or a list of rows and collate=."
             )
         self._batch, self._rows = batch, next(iter(sizes.values()))
         if self._rows == 0:
-            raise TaskError("a step was given no rows: its batch has a first dimension of 0")
+            raise TaskError("the batch for this step has no rows: its first dimension is 0")
         self.shapes = [shape] * self._rows
 
     def __len__(self) -> int:
         return self._rows
 
     def batch(self, indices: Sequence[int]) -> Any:
+        if len(indices) == self._rows:
+            return self._batch
         first, last = indices[0], indices[-1]
-        whole = len(indices) == self._rows
-        run: Any = slice(first, last + 1) if last - first + 1 == len(indices) else list(indices)
-        return self._batch if whole else _take(self._batch, run, self._rows)
+        contiguous = last - first + 1 == len(indices)
+        return _take(self._batch, slice(first, last + 1) if contiguous else list(indices), self._rows)
 
 
-def _looks_like_rows(given: list[Any]) -> bool:
-    if not given or len({type(item) for item in given}) > 1:
-        return not given
-    if not isinstance(given[0], torch.Tensor):
+def _looks_like_rows(value: list[Any]) -> bool:
+    if not value or len({type(item) for item in value}) > 1:
+        return not value
+    if not isinstance(value[0], torch.Tensor):
         return True
-    return len(given) > A_FEW and len({(item.shape, item.dtype) for item in given}) == 1
+    return len(value) > MAX_BATCH_TENSORS and len({(item.shape, item.dtype) for item in value}) == 1
 
 
 def _shape_of(task: Task, row: Any) -> Shape:
     shape = task.shape(row)
     if not isinstance(shape, (tuple, list)):
         raise TaskError(
-            f"task {task.name}: shape(row) returned {shape!r}; return a tuple of lengths, such as ({shape!r},)"
+            f"shape(row) of task {task.name} returned {shape!r}. Try: return a tuple of lengths, such as ({shape!r},)."
         )
     return tuple(shape)
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """The parts of a container with their keys."""
-    if isinstance(value, Mapping):  # Hugging Face's BatchEncoding is one
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
-
-
-def _is_column(value: Any, rows: int) -> bool:
-    """As many things as there are rows, and no tensor in any of them."""
-    plain = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-    return plain and len(value) == rows and not _has_tensor(value)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -164,31 +153,34 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _measure(value: Any, path: str, sizes: dict[str, int]) -> None:
+    """Add the first dimension of every tensor and the length of every list of texts to `sizes`, by path."""
     texts = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
     if texts or (isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim):
         sizes[path] = len(value)
-    for key, part in _parts(value):
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):  # Hugging Face's BatchEncoding is one
+        items = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(enumerate(value))
+    for key, part in items:
         _measure(part, f"{path}[{key!r}]", sizes)
 
 
-def _take(value: Any, run: Any, rows: int) -> Any:
+def _take(value: Any, selection: Any, rows: int) -> Any:
+    """The selected rows of every tensor and of every plain list with one item per row."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value[run] if value.ndim else value
-    if _is_column(value, rows):
-        return value[run] if isinstance(run, slice) else type(value)(value[index] for index in run)
+        return value[selection] if value.ndim else value
     if isinstance(value, Mapping):
-        return _like(value, {key: _take(part, run, rows) for key, part in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_take(part, run, rows) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_take(part, run, rows) for part in value)
-    return value
-
-
-def _like(given: Mapping[Any, Any], taken: dict[Any, Any]) -> Any:
-    """A mapping of the same kind, where it can be made from a plain one."""
-    kind: Any = type(given)
-    try:
-        return kind(taken)
-    except TypeError:  # a defaultdict
-        return taken
+        taken = {key: _take(part, selection, rows) for key, part in value.items()}
+        kind: Any = type(value)
+        try:
+            return kind(taken)
+        except TypeError:  # a defaultdict
+            return taken
+    if not isinstance(value, (list, tuple)):
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*(_take(part, selection, rows) for part in value))
+    if len(value) == rows and not _has_tensor(value):
+        return value[selection] if isinstance(selection, slice) else type(value)(value[index] for index in selection)
+    return type(value)(_take(part, selection, rows) for part in value)

@@ -1,29 +1,29 @@
 """One optimizer step over exactly the rows it is given, whatever memory does.
 
-    rows ─► deal to processes ─► cut ─► micro-batch: to device, forward, backward ─┐ again for each
-                                  ▲            │ out of memory                     │
-                                  │            ▼                                   ▼
-                                  └── drop gradients, put back              agree: is everybody through?
-                                  │   random state and buffers,                    │ yes
-                                  │   cut finer                                    ▼
-                                  │                                    sum gradients over processes, once
-                                  │            out of memory                       │
-                                  └─────────────────────────────────  scale, clip, prove the optimizer's bytes
-                                                                                   │
-                                                                            agree once more
-                                                                                   │ everybody
-                                                                                   ▼
-                                                                            optimizer.step(), once
+    rows ─► deal to ranks ─► split ─► micro-batch: to device, forward, backward ─┐ for each
+                               ▲            │ out of memory                      │
+                               │            ▼                                    ▼
+                               └── drop gradients, restore                all ranks agree: done?
+                               │   random state and buffers,                     │ yes
+                               │   lower the limit                               ▼
+                               │                                    reduce gradients over ranks, once
+                               │            out of memory                        │
+                               └────────────────────────────── scale, clip, reserve the optimizer's bytes
+                                                                                 │
+                                                                          all ranks agree again
+                                                                                 │ yes
+                                                                                 ▼
+                                                                         optimizer.step(), once
 
-Backward runs on `sum / rows`, and the gradients are multiplied once by `rows / total count` when all are in: any cut, on
-any number of processes, gives the gradient of the plain large batch. A step that has begun to change weights is never
-retried. When nothing happens all of this costs a few milliseconds a step: `bench/RESULTS.md`.
+Any split, on any number of ranks, gives the gradient of the plain large batch (`gradients.py`). Out-of-memory errors are
+handled in `recovery.py`. A step that has begun to change weights is never retried. Without an error all of this costs a few
+milliseconds a step (`bench/RESULTS.md`).
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -37,386 +37,415 @@ from brimful.memory.meter import has_peak_statistics
 from brimful.planning.levers import checkpointing, cudnn_attention
 from brimful.planning.plan import Plan
 from brimful.planning.target import autocast_dtype
-from brimful.step import checks, optimizer_memory
-from brimful.step.checks import Cuttable, Shapes
-from brimful.step.distributed import Dealer, Share, SingleProcess, join
-from brimful.step.gradients import Gradients, Ready
-from brimful.step.interface import Event, Events, StepOptions, StepResult
-from brimful.step.optimizer_memory import rehearse
-from brimful.step.recovery import Aftermath, Ceiling
+from brimful.step import checks
+from brimful.step.checks import ShapeCounter, SplitCheck
+from brimful.step.distributed import Dealer, RowsAre, Share, SingleProcess, join
+from brimful.step.gradients import Gradients, StepGradients
+from brimful.step.optimizer_memory import OptimizerMemory
+from brimful.step.recovery import GROW_AFTER, MicroBatchLimit, Recovery
+from brimful.step.result import Event, Events, StepResult
 from brimful.step.rows import as_rows
-from brimful.task import Loss, Task
+from brimful.task import Precision, Task
 
-# What a user hands to a stepper, a task or just a loss, as a task.
-
-
-class LossTask(Task):
-    """A loss, and a collate if there is one, where a task is expected."""
-
-    def __init__(self, loss: Callable[[Any, Any], Loss], options: StepOptions) -> None:
-        self.name = getattr(loss, "__name__", type(loss).__name__)
-        self._loss, self._collate = loss, options.collate
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        return self._loss(model, batch)
-
-    def collate(self, rows: Sequence[Any]) -> Any:
-        return super().collate(rows) if self._collate is None else self._collate(rows)
-
-
-def as_task(given: Any, options: StepOptions) -> tuple[Task, bool]:
-    """A task, and whether a list handed to a step is always rows."""
-    if isinstance(given, type) and issubclass(given, Task):
-        given = given()
-    if isinstance(given, Task):
-        return given, True
-    if isinstance(given, nn.Module):
-        raise TaskError(
-            f"a {type(given).__name__} is a criterion, not a loss of Brimful's: write loss(model, batch) that calls the model and "
-            "returns brimful.Loss(sum=…, count=…)"
-        )
-    if not callable(given):
-        raise TaskError(f"Stepper takes a brimful.Task or a loss(model, batch), not a {type(given).__name__}")
-    owner = getattr(given, "__self__", None)
-    if isinstance(owner, Task) and given.__func__ is type(owner).loss and options.collate is None:
-        return owner, True  # task.loss: the task it belongs to knows how to collate, and how long rows are
-    return LossTask(given, options), options.collate is not None
-
-
-NEEDS_KEPT = 7
-"""So many other sets of parameters stay known by what the optimizer needs for them."""
 FP16_SKIPS = 20
-"""Steps in a row that fp16 may skip while its scale comes down from 65536."""
+"""Consecutive steps that fp16 may skip while its loss scale comes down from 65536."""
 
 
 class Stepper:
-    """Steps a model exactly as asked, and carries on when memory runs out.
+    """Makes optimizer steps over exactly the rows it is given, and carries on when memory runs out.
 
-        stepper = Stepper(model, optimizer, task, plan)      # or a loss: Stepper(model, optimizer, loss)
-        for rows in loader:                                  # a whole step's rows: a list, or a batch of tensors
-            result = stepper.step(rows)
+    >>> import torch, brimful
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def loss(model, batch):
+    ...     return brimful.Loss(sum=model(batch).square().sum(), count=len(batch))
+    >>> stepper = brimful.Stepper(model, optimizer, loss, micro_batch=4)
+    >>> result = stepper.step(torch.randn(10, 4))     # all rows of the step: a batch of tensors, or a list of rows
+    >>> result.rows, result.micro_batches
+    (10, 3)
 
-    A loss is `loss(model, batch) -> Loss(sum, count)`. With a task, rows are cut by their lengths, with a loss by their
-    number; with a plan by predicted bytes, without one the whole batch is tried and the rest learnt. Under `torchrun` or
-    `accelerate launch` the same lines train on all processes. Further keywords are those of `StepOptions`.
+    The result is that of the plain loop over the whole batch. With a plan, rows are split by predicted bytes; without one
+    the whole batch is tried and the rest is learnt from errors. With a task, rows are split by their lengths; with a loss,
+    by their number. Under `torchrun` or `accelerate launch` the same lines train on all ranks.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        task_or_loss: Task | Callable[[Any, Any], Any],
+        task_or_loss: Task | type[Task] | Callable[[Any, Any], Any],
         plan: Plan | None = None,
-        **options: Any,
+        *,
+        micro_batch: int | None = None,
+        clip_norm: float | None = None,
+        precision: Precision | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        rows_are: RowsAre = "global",
+        skip_oversized: bool = False,
+        allow_inexact: bool = False,
+        skip_nonfinite: int = 5,
+        grow_after: int = GROW_AFTER,
+        last_checkpoint: Callable[[], str | None] | None = None,
+        on_event: Callable[[Event], object] | None = None,
     ) -> None:
-        self.options = _options(options)
+        """
+        Args:
+            model: The model, on its device. DDP and DataParallel wrappers are removed.
+            optimizer: Any torch optimizer that steps after backward.
+            task_or_loss: A `Task`, or `loss(model, batch)` that returns one of the forms `Task.loss` may return.
+            plan: From `brimful.plan`.
+            micro_batch: The most rows in a micro-batch. Default: the plan's value, else no limit.
+            clip_norm: Clip the gradients to this total norm. Default: no clipping.
+            precision: `fp32`, `bf16`, `fp16` or `auto`, for autocast. Default: the plan's value, else the task's.
+            scaler: Your `GradScaler`. Default: one is made for fp16.
+            collate: Turns rows into a batch, if you pass a loss. Default: the task's, else torch's.
+            rows_are: On several ranks: `global` if each rank passes all rows of the step, `local` if only its own.
+            skip_oversized: Leave out a row that does not fit even alone, and report it. Default: stop.
+            allow_inexact: Split a step even if its loss compares rows with each other.
+            skip_nonfinite: Consecutive steps with NaN or inf gradients to skip before stopping. fp16 may skip 20.
+            grow_after: Steps without an error before the micro-batch size goes back up.
+            last_checkpoint: Returns the path of the last checkpoint, for the one error that needs it.
+            on_event: Called with every `Event`. If it fails, training continues.
+        """
+        check_options(
+            micro_batch=micro_batch, clip_norm=clip_norm, precision=precision, scaler=scaler, collate=collate,
+            rows_are=rows_are, skip_nonfinite=skip_nonfinite, grow_after=grow_after, last_checkpoint=last_checkpoint,
+            on_event=on_event,
+        )  # fmt: skip
         self.plan = checks.check_plan(plan)
-        task, self._is_rows = as_task(task_or_loss, self.options)
+        task, self._list_is_rows = _as_task(task_or_loss, collate)
         model, wrapper = checks.unwrap(model)
         checks.check_model(model)
         optimizer = checks.check_optimizer(model, optimizer)
         device = next(param for param in model.parameters() if param.requires_grad).device
-        precision = self.options.precision or (plan.levers.precision if plan else task.precision)
-        own = cudnn_attention("auto", device, task.worst_shape)
-        cudnn, why = (plan.levers.cudnn_attention, "as planned") if plan else own
-        self._rig = StepContext(
+        precision = precision or (plan.levers.precision if plan else task.precision)
+        cudnn, cudnn_reason = cudnn_attention("auto", device, task.worst_shape)
+        if plan:
+            cudnn, cudnn_reason = plan.levers.cudnn_attention, "as planned"
+        self._context = StepContext(
             task=task,
             model=model,
             optimizer=optimizer,
             device=device,
             autocast=autocast_dtype(precision, device),
             cudnn_attention=cudnn == "on",
-            scaler=self.options.scaler,
+            scaler=scaler,
         )
-        self._events = Events(self.options.on_event)
-        self._ceiling = _ceiling(plan, self.options)
-        self._group = join(model, device)
-        self._dealer = Dealer(self._group, device, plan, self._ceiling.budget, self.options.rows_are)
-        known = plan is not None and plan.task == task.name
-        cuttable = Cuttable(self._rig, self._events, known=known, allow_inexact=self.options.allow_inexact)
-        asked = plan is not None and any(one.name == "cudnn_attention" and one.requested for one in plan.choices)
-        self._shapes = Shapes(self._rig, self._events, asked=asked)
-        self._gradients = Gradients(
-            self._rig, self._ceiling, self._group, cuttable, self._shapes, self._events, self.options
+        self._clip_norm, self._skip_nonfinite, self._last_checkpoint = clip_norm, skip_nonfinite, last_checkpoint
+        self._events = Events(on_event)
+        self._limit = MicroBatchLimit.from_plan(plan, micro_batch, grow_after)
+        self._group = join(device, model)
+        self._dealer = Dealer(self._group, device, plan, self._limit.budget, rows_are)
+        checked = plan is not None and plan.task == task.name
+        split_check = SplitCheck(self._context, self._events, checked=checked, allow_inexact=allow_inexact)
+        keep_cudnn = plan is not None and any(one.name == "cudnn_attention" and one.requested for one in plan.choices)
+        self._shapes = ShapeCounter(self._context, self._events, keep_cudnn=keep_cudnn)
+        self._recovery = Recovery(
+            self._context, self._limit, self._events, skip_oversized=skip_oversized, rank=self._group.rank
         )
-        self._needs: dict[tuple[int, ...], optimizer_memory.Need] = {}
-        self._nonfinite = self._states = 0
-        self._aftermath = Aftermath(self._rig, self._ceiling, self._gradients.room, self._events)
+        self._gradients = Gradients(self._context, self._recovery, self._group, split_check, self._shapes)
+        self._optimizer_memory = OptimizerMemory(optimizer, device, self._note)
         self.steps = 0
         """Steps begun, skipped ones included."""
-        self._ooms_before = 0
-        self._tell(wrapper)
+        self._nonfinite_steps = 0
+        """Consecutive steps skipped because of NaN or inf."""
+        self._earlier_ooms = 0
+        """Errors before the checkpoint that was loaded."""
+        if wrapper:
+            self._note(f"the {wrapper} wrapper is removed: gradients are summed over ranks once a step")
+        if missing := checks.not_stepped(model, optimizer):
+            self._note(f"the optimizer does not step {missing}; freeze what is not meant to learn")
+        if micro_batch is not None and micro_batch < self._recovery.least_rows:
+            self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
+        if not model.training:
+            self._note("the model is in evaluation mode; call model.train() to train with dropout and BatchNorm")
         if cudnn == "off":
-            self._note(f"cuDNN's attention is off: {why}")
-        self._pull_levers(task)
+            self._note(f"cuDNN's attention is off: {cudnn_reason}")
+        if plan is not None and plan.levers.checkpointing != "off":
+            self._switch_checkpointing_on(task)
 
     @property
     def model(self) -> nn.Module:
         """The model without wrappers."""
-        return self._rig.model
+        return self._context.model
 
     @property
     def group(self) -> SingleProcess:
-        """The processes of the job, which step together."""
+        """The ranks of the job."""
         return self._group
 
     @property
     def ooms(self) -> int:
-        """Out-of-memory errors that this process met, those before a checkpoint included."""
-        return self._ooms_before + self._gradients.ooms
+        """Out-of-memory errors of this rank, those before a checkpoint included."""
+        return self._earlier_ooms + self._recovery.ooms
 
     @property
     def events(self) -> list[Event]:
         """The last thousand events."""
-        return list(self._events.kept)
-
-    def step(self, rows: Any) -> StepResult:
-        """One optimizer step over these rows."""
-        started = self._start()
-        share, ready = self._make(rows, self._clip_and_reserve)
-        assert ready.norm is not None
-        applied = self._apply(ready.norm)
-        self._rig.drop_gradients()
-        return self._conclude(share, ready, started, applied)
-
-    def backward(self, rows: Any) -> StepResult:
-        """Everything but the optimizer: leaves the exact gradients of these rows, over all processes, on the parameters.
-
-        For loops that clip and step themselves. The bytes the optimizer will need are proven to be there.
-        """
-        started = self._start()
-        share, ready = self._make(rows, self._reserve)
-        return self._conclude(share, ready, started, applied=False)
-
-    def rehearse(self) -> bool:
-        """Run the plan's largest micro-batch once and forget it, so that the allocator has its final size; see `rehearsal`.
-
-        False where it ran out of memory: the first step is cut finer then. Without a plan there is nothing to rehearse.
-        """
-        if self.plan is None:
-            return True
-        return rehearse(self._rig, self.plan, self._ceiling, self._gradients.room, self._events)
+        return list(self._events.recent)
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How rows are dealt to the processes, for a `Loader` to deal them so."""
+        """How rows are dealt to the ranks, for a `Loader` to deal them the same way."""
         return tuple(self._dealer.speeds)
 
     def barred(self, lengths: Any) -> list[tuple[int, int]]:
-        """Of rows with these lengths, (row, process) where the row alone does not fit the process's memory."""
+        """Of rows with these lengths, (row, rank) where the row does not fit the rank's memory even alone."""
         return self._dealer.barred([tuple(row) for row in lengths.tolist()])
 
+    def step(self, rows: Any) -> StepResult:
+        """One optimizer step over these rows."""
+        started = self._begin()
+        share, gradients = self._make_gradients(rows, self._clip_and_reserve)
+        assert gradients.norm is not None
+        applied = self._apply(gradients.norm)
+        self._context.drop_gradients()
+        return self._finish(share, gradients, started, applied)
+
+    def backward(self, rows: Any) -> StepResult:
+        """Everything but clipping and the optimizer: leaves the exact gradients of these rows on the parameters.
+
+        For loops that clip and step themselves. The bytes of the optimizer's step are reserved.
+        """
+        started = self._begin()
+        share, gradients = self._make_gradients(rows, self._reserve)
+        return self._finish(share, gradients, started, applied=False)
+
+    def rehearse(self) -> bool:
+        """Run the plan's largest micro-batch once and undo it, so that the allocator has its final size.
+
+        False if it ran out of memory; the first step is then split finer. Without a plan nothing happens.
+        """
+        return True if self.plan is None else self._recovery.rehearse(self.plan)
+
     def state_dict(self) -> dict[str, Any]:
-        """What the next steps depend on besides model and optimizer: belongs into a checkpoint."""
+        """What the next steps depend on besides model and optimizer. Put it into your checkpoint."""
         return {
             "steps": self.steps,
             "ooms": self.ooms,
-            "nonfinite": self._nonfinite,
-            "ceiling": self._ceiling.to_json(),
+            "nonfinite_steps": self._nonfinite_steps,
+            "micro_batch_limit": self._limit.state_dict(),
             "speeds": list(self._dealer.speeds),
             "many_shapes": self._shapes.many,
-            "scaler": None if self._rig.scaler is None else self._rig.scaler.state_dict(),
+            "scaler": None if self._context.scaler is None else self._context.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self._nonfinite = state["steps"], state["nonfinite"]
-        self._ooms_before = state["ooms"] - self._gradients.ooms
-        self._ceiling.load(state["ceiling"])
-        if state.get("many_shapes"):
+        self.steps, self._nonfinite_steps = state["steps"], state["nonfinite_steps"]
+        self._earlier_ooms = state["ooms"] - self._recovery.ooms
+        self._limit.load_state_dict(state["micro_batch_limit"])
+        if state["many_shapes"]:
             self._shapes.switch_off()
         if len(state["speeds"]) == self._group.size:
             self._dealer.speeds = list(state["speeds"])
-        if self._rig.scaler is not None and state["scaler"] is not None:
-            self._rig.scaler.load_state_dict(state["scaler"])
+        if self._context.scaler is not None and state["scaler"] is not None:
+            self._context.scaler.load_state_dict(state["scaler"])
 
-    def _start(self) -> float:
+    def _begin(self) -> float:
         self.steps += 1
-        self._rig.drop_gradients()
-        states = len(self._rig.optimizer.state)
-        if self.steps > 1:
-            self._gradients.room.settle(anew=states != self._states)
-        self._states = states
-        self._aftermath.begin()
-        if has_peak_statistics(self._rig.device):
-            torch.accelerator.reset_peak_memory_stats(self._rig.device)
+        self._context.drop_gradients()
+        if has_peak_statistics(self._context.device):
+            torch.accelerator.reset_peak_memory_stats(self._context.device)
         else:
             reset_active_peak()
         return time.perf_counter()
 
-    def _make(self, given: Any, finish: Callable[[], float | None]) -> tuple[Share, Ready]:
-        rows = as_rows(given, self._rig.task, self.plan.shape if self.plan else (), is_rows=self._is_rows)
-        share = self._dealer.share(rows, given)
+    def _make_gradients(self, value: Any, finish: Callable[[], float | None]) -> tuple[Share, StepGradients]:
+        shape = self.plan.shape if self.plan else ()
+        rows = as_rows(value, self._context.task, shape, list_is_rows=self._list_is_rows)
+        share = self._dealer.share(rows, value)
         return share, self._gradients.make(self.steps, share, finish)
 
     def _clip_and_reserve(self) -> float:
-        self._rig.phase = Phase.CLIP
-        if self._rig.scaler:
-            self._rig.scaler.unscale_(self._rig.optimizer)
-        graded = self._gradients.graded
-        norm = get_total_norm([param.grad for param in graded if param.grad is not None])
-        if self.options.clip_norm is not None:
-            clip_grads_with_norm_(graded, self.options.clip_norm, norm)
+        self._context.phase = Phase.CLIP
+        if self._context.scaler:
+            self._context.scaler.unscale_(self._context.optimizer)
+        params = self._gradients.params
+        norm = get_total_norm([param.grad for param in params if param.grad is not None])
+        if self._clip_norm is not None:
+            clip_grads_with_norm_(params, self._clip_norm, norm)
         self._reserve()
         return float(norm)
 
     def _reserve(self) -> None:
-        """Prove that the bytes of the optimizer's step are there."""
-        self._rig.phase = Phase.RESERVE
-        graded, optimizer = self._gradients.graded, self._rig.optimizer
-        which = tuple(map(id, graded))  # which parameters a step reaches may change from step to step
-        if which not in self._needs:
-            self._needs = {
-                which: optimizer_memory.predict(optimizer, graded),
-                **dict(list(self._needs.items())[:NEEDS_KEPT]),
-            }
-            if not self._needs[which].predicted:
-                self._note(
-                    f"the code of {type(optimizer).__name__} could not be traced, so the bytes of its step are a rule of thumb"
-                )
-        need = self._needs[which]
-        optimizer_memory.reserve(
-            need.first if optimizer_memory.is_first_step(optimizer, graded) else need.later, self._rig.device
-        )
+        self._context.phase = Phase.RESERVE
+        self._optimizer_memory.reserve(self._gradients.params)
 
     def _apply(self, norm: float) -> bool:
-        """The optimizer's step, once; or none, where the gradients are not numbers."""
+        """The optimizer's step, once; or none if the gradients are not finite."""
         if not math.isfinite(norm):
             self._skip(norm)
             return False
         try:
-            self._rig.apply()
+            self._context.apply()
         except Exception as error:
-            raise self._half_update(error) from error
-        self._nonfinite = 0
+            raise PartialUpdate(
+                f"the optimizer failed within step {self.steps}, so the weights may be partly updated ({in_one_line(error)}). "
+                f"Try: resume from {self._checkpoint_path() or 'your last checkpoint'}."
+            ) from error
+        self._nonfinite_steps = 0
         return True
 
     def _skip(self, norm: float) -> None:
-        self._nonfinite += 1
-        scaler, most = self._rig.scaler, self.options.skip_nonfinite
-        lowered = ""
+        self._nonfinite_steps += 1
+        scaler, most = self._context.scaler, self._skip_nonfinite
+        scale_change = ""
         if scaler is not None:
             most, scale = max(most, FP16_SKIPS), scaler.get_scale()
             scaler.update()  # it has seen the gradients when they were unscaled
-            lowered = f"; the loss scale goes from {scale:g} to {scaler.get_scale():g}"
-        graded = ((name, param.grad) for name, param in self.model.named_parameters() if param.grad is not None)
-        where = next((name for name, grad in graded if not grad.isfinite().all()), None)
-        found = f"the gradients' norm is {norm}" + (f", first in {where!r}" if where else "")
+            scale_change = f"; the loss scale goes from {scale:g} to {scaler.get_scale():g}"
+        gradients = ((name, param.grad) for name, param in self.model.named_parameters() if param.grad is not None)
+        parameter = next((name for name, grad in gradients if not grad.isfinite().all()), None)
+        problem = f"the gradient norm is {norm}" + (f" (first in {parameter!r})" if parameter else "")
+        count = f"{self._nonfinite_steps} consecutive step{'s' * (self._nonfinite_steps != 1)} skipped"
         self._events.add(
             "skip",
             self.steps,
-            f"{found}: the step is skipped, {self._nonfinite} in a row of at most {most}{lowered}",
+            f"{problem}: {count}, at most {most}{scale_change}",
             norm=str(norm),
-            parameter=where,
-            in_a_row=self._nonfinite,
+            parameter=parameter,
+            consecutive=self._nonfinite_steps,
             most=most,
         )
-        if self._nonfinite > most:
-            self._rig.drop_gradients()
+        if self._nonfinite_steps > most:
+            self._context.drop_gradients()
+            path = self._checkpoint_path()
             raise NonFiniteGradients(
-                f"{found} in step {self.steps}, number {self._nonfinite} in a row that was skipped for it: lower the learning "
-                f"rate (--lr), clip the gradients (--clip-norm) or look at these rows{self._last_checkpoint()}"
+                f"{problem} in step {self.steps}, {count}. Try: a lower learning rate, clip_norm=, or check these rows"
+                + (f"; the last checkpoint is {path}." if path else ".")
             )
 
-    def _half_update(self, error: Exception) -> PartialUpdate:
-        back = f"go back to your last checkpoint{self._last_checkpoint()}"
-        return PartialUpdate(
-            f"the optimizer's own step failed in step {self.steps}, so the weights may be half updated: {back} ({in_one_line(error)})"
-        )
-
-    def _last_checkpoint(self) -> str:
-        """The end of a sentence; empty where nobody knows."""
+    def _checkpoint_path(self) -> str | None:
         try:
-            last = self.options.checkpoint() if self.options.checkpoint else None
+            return self._last_checkpoint() if self._last_checkpoint else None
         except Exception:
-            last = None
-        return f"; the last checkpoint is {last}" if last else ""
+            return None
 
-    def _conclude(self, share: Share, ready: Ready, started: float, applied: bool) -> StepResult:
-        counts_peaks = has_peak_statistics(self._rig.device)
-        peak = torch.accelerator.max_memory_allocated(self._rig.device) if counts_peaks else active_peak_bytes()
-        self._share_statistics()
-        if self._dealer.measuring and not ready.ooms_of_all:
-            self._time(share, ready)
-        if self.plan is not None and self.steps == 1 and ready.rows != self.plan.global_batch:
-            self._note(f"the step has {ready.rows} rows, the plan was made for {self.plan.global_batch}")
-        self._aftermath.of(self.steps, ready, peak if counts_peaks else None, self._gradients.held_bytes)
-        means = {name: total / count if count else math.nan for name, (total, count) in ready.terms.items()}
+    def _finish(self, share: Share, gradients: StepGradients, started: float, applied: bool) -> StepResult:
+        state = gradients.state
+        counts_peaks = has_peak_statistics(self._context.device)
+        peak = torch.accelerator.max_memory_allocated(self._context.device) if counts_peaks else active_peak_bytes()
+        self._broadcast_batch_norm()
+        if self._dealer.measuring and not gradients.ooms_of_all:
+            self._record_time(share.work, state.busy_s)
+        if self.plan is not None and self.steps == 1 and gradients.rows != self.plan.global_batch:
+            self._note(f"the step has {gradients.rows} rows, but the plan was made for {self.plan.global_batch}")
+        self._recovery.after_step(state, peak if counts_peaks else None, self._gradients.gradient_bytes)
+        means = {name: _mean(*term) for name, term in gradients.terms.items()}
         return StepResult(
             step=self.steps,
             loss=math.fsum(mean for mean in means.values() if mean == mean or len(means) == 1),
             terms=means,
-            rows=ready.rows,
-            count=next(iter(ready.terms.values()))[1],
+            log={name: _mean(*entry) for name, entry in gradients.log.items()},
+            rows=gradients.rows,
+            count=next(iter(gradients.terms.values()))[1],
             applied=applied,
-            grad_norm=ready.norm,
-            micro_batches=len(ready.cut),
-            largest_micro_batch=max((rows for rows, _ in ready.cut), default=0),
-            ooms=ready.ooms,
-            ooms_of_all=ready.ooms_of_all,
-            set_aside=ready.set_aside,
+            grad_norm=gradients.norm,
+            micro_batches=len(state.groups),
+            largest_micro_batch=max(map(len, state.groups), default=0),
+            ooms=state.ooms,
+            ooms_of_all=gradients.ooms_of_all,
+            set_aside=tuple(state.set_aside),
             seconds=time.perf_counter() - started,
             peak_bytes=peak,
         )
 
-    def _time(self, share: Share, ready: Ready) -> None:
-        if change := self._dealer.timed(share.work, ready.busy_s):
+    def _record_time(self, work: float, seconds: float) -> None:
+        if change := self._dealer.record_time(work, seconds):
             self._events.add("deal", self.steps, change, speeds=self._dealer.speeds)
 
-    def _share_statistics(self) -> None:
-        """BatchNorm's running statistics follow the first process, as under DDP."""
+    def _broadcast_batch_norm(self) -> None:
+        """BatchNorm's running statistics are those of rank 0, as with DDP."""
         if self._group.size > 1:
             norms = [part for part in self.model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-            self._group.spread([buffer for part in norms for buffer in part.buffers()])
+            self._group.broadcast([buffer for part in norms for buffer in part.buffers()])
 
-    def _tell(self, wrapper: str | None) -> None:
-        """What was found at the start and is not quite as it was given."""
-        if wrapper:
-            self._note(
-                f"the {wrapper} wrapper is taken off: gradients are summed once a step, after everybody is through"
-            )
-        if missing := checks.not_stepped(self.model, self._rig.optimizer):
-            self._note(
-                f"the optimizer does not step {missing}, which the loss may train: freeze what is not meant to learn"
-            )
-        if self._gradients.least_rows > (self.options.micro_batch or self._gradients.least_rows):
-            self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
-        if not self.model.training:
-            self._note(
-                "the model is in evaluation mode: call model.train() if it is to train with dropout and BatchNorm"
-            )
-
-    def _pull_levers(self, task: Task) -> None:
-        if self.plan is None or self.plan.levers.checkpointing == "off":
-            return
+    def _switch_checkpointing_on(self, task: Task) -> None:
         lever = checkpointing(task, self.model)
         if lever.switch is not None:
             lever.switch(True)
             self._note(f"gradient checkpointing is on, as planned ({lever.how})")
 
     def _note(self, sentence: str) -> None:
-        self._events.add("note", getattr(self, "steps", 0), sentence)
+        self._events.add("note", self.steps, sentence)
 
 
-def _options(given: dict[str, Any]) -> StepOptions:
-    known = StepOptions.__dataclass_fields__
-    if unknown := sorted(set(given) - set(known)):
-        raise BadOption(f"Stepper has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    return StepOptions(**given)
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
-def _ceiling(plan: Plan | None, options: StepOptions) -> Ceiling:
-    """Where the cut starts: at the plan's fastest size, or at the whole step."""
-    if plan is None:
-        return Ceiling(model=None, limit=math.inf, most=options.micro_batch, grow_after=options.grow_after)
-    fixed = [size for size in (options.micro_batch, plan.choice("micro_batch").requested) if size is not None]
-    ceiling = Ceiling(
-        model=plan.memory_model,
-        limit=math.inf,
-        most=min(fixed, default=None),
-        fill=plan.fill,
-        grow_after=options.grow_after,
-        overhead=plan.overhead,
-    )
-    ceiling.budget = float(plan.budget_bytes)
-    ceiling.limit = plan.micro_limit
-    return ceiling
+class _LossTask(Task):
+    """A loss where a task is expected."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any], collate: Callable[[Sequence[Any]], Any] | None) -> None:
+        super().__init__()
+        self.name = getattr(loss, "__name__", type(loss).__name__)
+        self._loss, self._collate = loss, collate
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self._loss(model, batch)
+
+    def collate(self, rows: Sequence[Any]) -> Any:
+        return super().collate(rows) if self._collate is None else self._collate(rows)
+
+
+def _as_task(value: Any, collate: Callable[[Sequence[Any]], Any] | None) -> tuple[Task, bool]:
+    """A task, and whether a list passed to a step always means rows."""
+    if isinstance(value, type) and issubclass(value, Task):
+        value = value()
+    if isinstance(value, Task):
+        return value, True
+    if isinstance(value, nn.Module):
+        raise TaskError(
+            f"task_or_loss is a {type(value).__name__}, which is a criterion. "
+            "Try: a function loss(model, batch) that calls the model and returns brimful.Loss(sum, count)."
+        )
+    if not callable(value):
+        raise TaskError(
+            f"task_or_loss is a {type(value).__name__}, not a brimful.Task or a function loss(model, batch)"
+        )
+    owner = getattr(value, "__self__", None)
+    if isinstance(owner, Task) and value.__func__ is type(owner).loss and collate is None:
+        return owner, True  # task.loss: its task knows how to collate, and the lengths of rows
+    return _LossTask(value, collate), collate is not None
+
+
+def check_options(
+    *,
+    micro_batch: Any = None,
+    clip_norm: Any = None,
+    precision: Any = None,
+    scaler: Any = None,
+    rows_are: Any = "global",
+    skip_nonfinite: Any = 5,
+    grow_after: Any = GROW_AFTER,
+    **functions: Any,
+) -> None:
+    """Raise `BadOption` with every value that a `Stepper` cannot take."""
+
+    def problems() -> Iterator[str]:
+        if micro_batch is not None and not _is_whole(micro_batch, 1):
+            yield f"micro_batch={micro_batch!r} must be 1 or more"
+        if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and 0 < clip_norm < math.inf):
+            yield f"clip_norm={clip_norm!r} must be positive, or None for no clipping"
+        if precision is not None and precision not in get_args(Precision):
+            yield f"precision={precision!r} must be one of {', '.join(get_args(Precision))}"
+        for name, value in functions.items():
+            if value is not None and not callable(value):
+                yield f"{name}={value!r} must be a function"
+        if scaler is not None and not hasattr(scaler, "unscale_"):
+            yield f"scaler={scaler!r} must be a torch.amp.GradScaler"
+        if rows_are not in get_args(RowsAre):
+            yield f"rows_are={rows_are!r} must be 'global' or 'local'"
+        if not _is_whole(skip_nonfinite, 0):
+            yield f"skip_nonfinite={skip_nonfinite!r} must be 0 or more"
+        if not _is_whole(grow_after, 1):
+            yield f"grow_after={grow_after!r} must be 1 or more"
+
+    if wrong := list(problems()):
+        raise BadOption("; ".join(wrong))
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

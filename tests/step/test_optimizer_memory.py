@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from brimful.memory.ledger import Ledger
 from brimful.step import optimizer_memory
-from brimful.step.optimizer_memory import Need, is_first_step, predict
+from brimful.step.optimizer_memory import OptimizerBytes, is_first_step, predict
 
 CPU = torch.device("cpu")
 SMALL = 64
@@ -107,7 +107,7 @@ def adafactor(params: list[nn.Parameter], **options) -> optim.Optimizer:
 def test_the_first_and_the_later_steps_take_what_was_predicted_before_the_first(case):
     optimizer = make(case, parameters())
     need = predict(optimizer, graded(optimizer))
-    assert need.predicted
+    assert need.traced
     assert close(need.first, made_by_a_step(optimizer), optimizer)
     assert close(need.later, made_by_a_step(optimizer), optimizer)
     assert close(need.later, made_by_a_step(optimizer), optimizer)
@@ -118,7 +118,7 @@ def test_later_steps_take_what_is_predicted_of_an_optimizer_with_a_past(case):
     optimizer = make(case, parameters())
     optimizer.step()
     need = predict(optimizer, graded(optimizer))
-    assert need.predicted
+    assert need.traced
     assert close(need.later, made_by_a_step(optimizer), optimizer)
 
 
@@ -126,7 +126,7 @@ def test_later_steps_take_what_is_predicted_of_an_optimizer_with_a_past(case):
 def test_the_first_step_of_hugging_face_adafactor_takes_what_was_predicted(options):
     optimizer = adafactor(parameters(), **options)
     need = predict(optimizer, graded(optimizer))
-    assert need.predicted
+    assert need.traced
     assert close(need.first, made_by_a_step(optimizer), optimizer)
 
 
@@ -135,7 +135,7 @@ def test_muon_takes_what_was_predicted():
         pytest.skip("this torch has no Muon")
     optimizer = optim.Muon(parameters((64, 128), (256, 33)))
     need = predict(optimizer, graded(optimizer))
-    assert need.predicted
+    assert need.traced
     assert close(need.first, made_by_a_step(optimizer), optimizer)
     assert close(need.later, made_by_a_step(optimizer), optimizer)
 
@@ -193,13 +193,13 @@ def test_an_optimizer_whose_state_was_loaded_takes_no_new_state():
     saved.step()
     optimizer = optim.AdamW(parameters(), fused=True)
     optimizer.load_state_dict(saved.state_dict())
-    assert predict(optimizer, graded(optimizer)) == Need(first=(), later=(), predicted=True)
+    assert predict(optimizer, graded(optimizer)) == OptimizerBytes(first=(), later=(), traced=True)
 
 
 def test_a_learning_rate_may_be_a_tensor():
     optimizer = optim.AdamW(parameters(), lr=torch.tensor(0.1))
     need = predict(optimizer, graded(optimizer))
-    assert need.predicted
+    assert need.traced
     assert close(need.first, made_by_a_step(optimizer), optimizer)
 
 
@@ -218,7 +218,7 @@ def test_no_hook_is_called():
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
     everywhere = register_optimizer_step_pre_hook(lambda *_: called.append("any"))
     try:
-        assert predict(optimizer, graded(optimizer)).predicted
+        assert predict(optimizer, graded(optimizer)).traced
     finally:
         everywhere.remove()
     assert called == []
@@ -228,7 +228,7 @@ def test_a_step_that_was_replaced_on_the_instance_is_not_called():
     called = []
     optimizer = optim.SGD(parameters(), momentum=0.9)
     optimizer.step = lambda *_: called.append(1)
-    assert predict(optimizer, graded(optimizer)).predicted
+    assert predict(optimizer, graded(optimizer)).traced
     assert called == []
 
 
@@ -300,14 +300,14 @@ def test_a_prediction_allocates_nothing_to_speak_of(steps):
     ledger.adopt(held_by(optimizer))
     before = ledger.live_bytes
     with ledger:
-        assert predict(optimizer, graded(optimizer)).predicted
+        assert predict(optimizer, graded(optimizer)).traced
     assert ledger.peak_bytes - before < 1024
 
 
 def test_a_prediction_can_be_made_on_a_full_device():
     optimizer = optim.AdamW(parameters((512, 512)))
     with Ledger(sum(4 * t.numel() for t in held_by(optimizer)) + 512):
-        assert predict(optimizer, graded(optimizer)).predicted
+        assert predict(optimizer, graded(optimizer)).traced
 
 
 # What cannot be traced
@@ -340,7 +340,7 @@ class Holds(optim.SGD):
 def test_an_optimizer_that_cannot_be_traced_gets_a_rule_of_thumb_that_says_so(kind):
     params = parameters()
     sizes = tuple(4 * p.numel() for p in params)
-    assert predict(kind(params), params) == Need(first=sizes * 2, later=sizes, predicted=False)
+    assert predict(kind(params), params) == OptimizerBytes(first=sizes * 2, later=sizes, traced=False)
 
 
 def test_the_rule_of_thumb_counts_only_what_has_a_gradient():
@@ -475,10 +475,7 @@ def test_on_a_card_adafactor_is_a_loop_unless_told_otherwise():
 
 def test_on_a_card_adamw_with_a_tensor_for_a_learning_rate_is_traced():
     optimizer = optim.AdamW(on_a_card(), lr=torch.tensor(0.1))
-    assert predict(optimizer, graded(optimizer)).predicted
-
-
-# What is still wrong in the code
+    assert predict(optimizer, graded(optimizer)).traced
 
 
 ONE_NUMBER = "state of a parameter of one element stays on the host while its weight is on meta"
@@ -490,19 +487,19 @@ ONE_NUMBER = "state of a parameter of one element stays on the host while its we
 def test_an_optimizer_with_a_past_and_a_parameter_of_one_element_is_traced(case):
     optimizer = make(case, parameters((64, 128), (1,)))
     optimizer.step()
-    assert predict(optimizer, graded(optimizer)).predicted
+    assert predict(optimizer, graded(optimizer)).traced
 
 
 def test_a_new_adagrad_with_a_parameter_of_one_element_is_traced():
     optimizer = optim.Adagrad(parameters((64, 128), (1,)))
-    assert predict(optimizer, graded(optimizer)).predicted
+    assert predict(optimizer, graded(optimizer)).traced
 
 
 def test_a_foreach_asgd_with_a_past_is_a_rule_of_thumb():
     """Its counters stay on the host and meet tensors on meta: known, and said."""
     optimizer = optim.ASGD(parameters(), foreach=True)
     optimizer.step()
-    assert not predict(optimizer, graded(optimizer)).predicted
+    assert not predict(optimizer, graded(optimizer)).traced
 
 
 class Renews(optim.Optimizer):
@@ -548,7 +545,7 @@ class Derived(optim.AdamW):
 def test_an_optimizer_that_calls_the_step_it_inherits_is_traced():
     optim.AdamW(parameters())  # torch wraps a class's step when the first of its kind is built
     optimizer = Derived(parameters(), amsgrad=True)
-    assert predict(optimizer, graded(optimizer)).predicted
+    assert predict(optimizer, graded(optimizer)).traced
 
 
 class Nested(optim.Optimizer):

@@ -1,4 +1,6 @@
-"""What cannot be cut and redone is refused by name, with what to use instead; gradient wrappers come off."""
+"""What cannot be split or repeated is refused with what to use instead; gradient wrappers are removed."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,7 +9,18 @@ from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from brimful.errors import TaskError, UnsupportedModel
-from brimful.step.checks import check_after_backward, check_model, check_optimizer, unwrap, versions_of
+from brimful.step.checks import (
+    MANY_SHAPES,
+    ShapeCounter,
+    check_after_backward,
+    check_model,
+    check_optimizer,
+    param_versions,
+    unwrap,
+)
+from brimful.step.result import Events
+from brimful.step.stepper import Stepper
+from brimful.task import Loss
 
 
 def small() -> nn.Module:
@@ -43,34 +56,35 @@ def test_a_plain_model_is_itself():
     assert unwrap(model) == (model, None)
 
 
-def test_a_data_parallel_wrapper_comes_off_by_name():
+def test_a_data_parallel_wrapper_is_removed():
     model = small()
     assert unwrap(DataParallel(model)) == (model, "DataParallel")
 
 
-def test_a_distributed_wrapper_comes_off_by_name(one_process):
+def test_a_distributed_wrapper_is_removed(one_process):
     model = small()
     assert unwrap(DistributedDataParallel(model)) == (model, "DistributedDataParallel")
 
 
-def test_wrappers_around_wrappers_come_off():
+def test_wrappers_around_wrappers_are_removed():
     model = small()
     assert unwrap(DataParallel(DataParallel(model)))[0] is model
 
 
-WRAPPED = "the loss calls the DataParallel wrapper, which reduces gradients inside backward; call the model that the loss is given"
+WRAPPED = "the loss calls the DataParallel wrapper, which reduces gradients inside backward"
 
 
 def test_a_loss_that_calls_the_wrapper_is_refused():
     wrapper = DataParallel(small())
     unwrap(wrapper)
-    assert refusal(wrapper, torch.ones(2, 3)) == WRAPPED
+    assert refusal(wrapper, torch.ones(2, 3)).startswith(WRAPPED)
 
 
 def test_a_loss_that_calls_the_distributed_wrapper_is_refused(one_process):
     wrapper = DistributedDataParallel(small())
     unwrap(wrapper)
-    assert refusal(wrapper, torch.ones(2, 3)) == WRAPPED.replace("DataParallel", "DistributedDataParallel")
+    expected = WRAPPED.replace("DataParallel", "DistributedDataParallel")
+    assert refusal(wrapper, torch.ones(2, 3)).startswith(expected)
 
 
 def test_the_model_inside_can_be_called():
@@ -90,28 +104,26 @@ def test_the_wrapper_can_still_be_evaluated():
 
 @pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 def test_a_wrapper_further_inside_is_refused(wrapper, one_process):
-    assert refusal(check_model, nn.Sequential(wrapper(small()))) == (
-        f"a {wrapper.__name__} wrapper lies inside the model, where it cannot be taken off (under torch.compile, or as a part); "
-        "give the stepper the model without it"
-    )
+    message = refusal(check_model, nn.Sequential(wrapper(small())))
+    assert message.startswith(f"a {wrapper.__name__} wrapper inside the model cannot be removed")
 
 
 def test_a_wrapper_under_a_compiled_model_is_refused():
-    assert "DataParallel wrapper lies inside" in refusal(check_model, torch.compile(DataParallel(small())))
+    assert "DataParallel wrapper inside the model" in refusal(check_model, torch.compile(DataParallel(small())))
 
 
 # Models
 
 
-def test_a_plain_model_is_suited():
+def test_a_plain_model_is_accepted():
     check_model(small())
 
 
-def test_a_model_with_batch_norm_is_suited():
+def test_a_model_with_batch_norm_is_accepted():
     check_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
 
 
-def test_a_partly_frozen_model_is_suited():
+def test_a_partly_frozen_model_is_accepted():
     model = small()
     model[0].requires_grad_(False)
     check_model(model)
@@ -125,16 +137,13 @@ def sharded_as(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"])
 def test_sharded_weights_are_refused_by_the_name_of_what_shards_them(name):
-    assert refusal(check_model, sharded_as(name)) == (
-        f"{name}: sharded weights are gathered inside the forward, so a step of them cannot be redone by one process alone; "
-        "use the plain model on each process"
-    )
+    assert refusal(check_model, sharded_as(name)).startswith(f"{name} gathers weights inside the forward")
 
 
 def test_a_class_derived_from_what_shards_is_refused_as_well():
     engine = type("DeepSpeedEngine", (nn.Linear,), {})
     derived = type("PipelineEngine", (engine,), {})
-    assert refusal(check_model, derived(2, 2)).startswith("DeepSpeedEngine:")
+    assert refusal(check_model, derived(2, 2)).startswith("DeepSpeedEngine gathers")
 
 
 def test_a_model_that_torch_sharded_is_refused(one_process):
@@ -143,7 +152,7 @@ def test_a_model_that_torch_sharded_is_refused(one_process):
 
     model = small()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    assert refusal(check_model, model).startswith("FSDPModule: sharded weights")
+    assert refusal(check_model, model).startswith("FSDPModule gathers weights")
 
 
 def test_parameters_spread_over_devices_are_refused(one_process):
@@ -153,15 +162,12 @@ def test_parameters_spread_over_devices_are_refused(one_process):
     model = small()
     mesh = init_device_mesh("cpu", (1,))
     model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Replicate()]))
-    assert refusal(check_model, model).startswith("DTensor: sharded weights")
+    assert refusal(check_model, model).startswith("DTensor gathers weights")
 
 
 def test_sync_batch_norm_is_refused_where_it_is():
     model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
-    assert refusal(check_model, model) == (
-        "SyncBatchNorm ('1') talks to the other processes inside the forward, where one that runs out of memory would leave "
-        "them waiting for ever; use BatchNorm, GroupNorm or LayerNorm"
-    )
+    assert refusal(check_model, model).startswith("SyncBatchNorm ('1') communicates inside the forward")
 
 
 def test_another_librarys_sync_batch_norm_is_refused():
@@ -171,29 +177,27 @@ def test_another_librarys_sync_batch_norm_is_refused():
 
 @pytest.mark.parametrize("model", [small().requires_grad_(False), nn.ReLU()], ids=["frozen", "empty"])
 def test_a_model_with_nothing_to_train_is_refused(model):
-    assert refusal(check_model, model, kind=TaskError) == (
-        "no parameter of the model requires a gradient: there is nothing to train"
-    )
+    assert refusal(check_model, model, kind=TaskError).startswith("no parameter of the model requires a gradient")
 
 
 # Optimizers
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad, optim.Adafactor])
-def test_torchs_optimizers_are_suited(kind):
+def test_torchs_optimizers_are_accepted(kind):
     model = small()
     optimizer = kind(model.parameters(), lr=0.1)
     assert check_optimizer(model, optimizer) is optimizer
 
 
-def test_an_optimizer_with_a_scheduler_is_suited():
+def test_an_optimizer_with_a_scheduler_is_accepted():
     model = small()
     optimizer = sgd(model)
     optim.lr_scheduler.StepLR(optimizer, 1)
     assert check_optimizer(model, optimizer) is optimizer
 
 
-def test_accelerates_wrapper_comes_off():
+def test_accelerates_wrapper_is_removed():
     from accelerate.optimizer import AcceleratedOptimizer
 
     model = small()
@@ -208,12 +212,11 @@ def test_what_is_no_optimizer_is_refused():
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
     model = small()
-    assert refusal(check_optimizer, model, optim.LBFGS(model.parameters())) == (
-        "LBFGS calls the loss several times within one step, which cannot be cut; use another optimizer"
-    )
+    message = refusal(check_optimizer, model, optim.LBFGS(model.parameters()))
+    assert message.startswith("LBFGS calls the loss several times in one step")
 
 
-def test_an_optimizer_that_merely_takes_a_closure_is_suited():
+def test_an_optimizer_that_merely_takes_a_closure_is_accepted():
     class Mine(optim.SGD):
         def step(self, closure=None):
             return super().step(closure)
@@ -226,10 +229,8 @@ def test_transformers_layer_wise_optimizer_is_refused():
     from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
     optimizer = LayerWiseDummyOptimizer(optimizer_dict={})
-    assert refusal(check_optimizer, small(), optimizer) == (
-        "LayerWiseDummyOptimizer steps inside backward, one layer at a time: weights would have changed before a retry could "
-        "begin; use an optimizer that steps after backward"
-    )
+    message = refusal(check_optimizer, small(), optimizer)
+    assert message.startswith("LayerWiseDummyOptimizer steps inside backward")
 
 
 def test_optimizers_that_torch_applies_inside_backward_are_refused():
@@ -237,7 +238,7 @@ def test_optimizers_that_torch_applies_inside_backward_are_refused():
 
     model = small()
     _apply_optimizer_in_backward(optim.SGD, model.parameters(), {"lr": 0.1})
-    assert refusal(check_optimizer, model, sgd(model)).startswith("SGD steps inside backward, one layer at a time")
+    assert refusal(check_optimizer, model, sgd(model)).startswith("SGD steps inside backward")
 
 
 # After the first backward
@@ -247,18 +248,18 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 3)).sum().backward()
 
 
-def test_an_ordinary_backward_is_suited():
+def test_an_ordinary_backward_is_accepted():
     model = small()
-    versions = versions_of(model)
+    versions = param_versions(model)
     backward(model)
     check_after_backward(model, sgd(model), versions)
 
 
-def test_a_backward_that_leaves_some_parameters_without_a_gradient_is_suited():
+def test_a_backward_that_leaves_some_parameters_without_a_gradient_is_accepted():
     model = small()
     model.register_parameter("unused", nn.Parameter(torch.zeros(2)))
     model[0].requires_grad_(False)
-    versions = versions_of(model)
+    versions = param_versions(model)
     backward(model)
     check_after_backward(model, sgd(model), versions)
 
@@ -268,39 +269,80 @@ def test_a_hook_that_steps_inside_backward_is_refused_by_the_weight_it_changed()
     optimizers = {param: optim.SGD([param], lr=0.1) for param in model[2].parameters()}
     for param in optimizers:
         param.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
-    versions = versions_of(model)
+    versions = param_versions(model)
     backward(model)
-    assert refusal(check_after_backward, model, sgd(model), versions) == (
-        "'2.weight' changed during backward: SGD or a hook steps inside backward, before a retry could begin; use an optimizer "
-        "that steps after backward"
-    )
+    message = refusal(check_after_backward, model, sgd(model), versions)
+    assert message.startswith("'2.weight' changed during backward: SGD or a hook steps inside it")
 
 
 def test_a_sparse_gradient_is_refused_by_its_weight():
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
-    versions = versions_of(model)
+    versions = param_versions(model)
     model(torch.tensor([1, 2])).sum().backward()
-    assert refusal(check_after_backward, model, sgd(model), versions) == (
-        "'0.weight' has a sparse gradient, which cannot be summed exactly; use Embedding(sparse=False)"
-    )
+    assert refusal(check_after_backward, model, sgd(model), versions).startswith("'0.weight' has a sparse gradient")
 
 
 def test_a_backward_that_leaves_no_gradient_at_all_is_refused():
     model = small()
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    versions = versions_of(model)
+    versions = param_versions(model)
     backward(model)
-    assert refusal(check_after_backward, model, sgd(model), versions, kind=TaskError) == (
-        "backward left no gradient on any parameter of the model: the loss does not depend on it, or a hook takes the "
-        "gradients away (an optimizer that steps inside backward)"
-    )
+    message = refusal(check_after_backward, model, sgd(model), versions, kind=TaskError)
+    assert message.startswith("backward left no gradient on any parameter")
 
 
 def test_versions_see_a_weight_that_changed_in_place():
     model = small()
-    before = versions_of(model)
+    before = param_versions(model)
     with torch.no_grad():
         model[0].bias.add_(1)
-    after = versions_of(model)
+    after = param_versions(model)
     assert [name for name in before if before[name] != after[name]] == ["0.bias"]
+
+
+# Attention and batches of many shapes
+
+
+def run(shapes, device="cuda", keep_cudnn=False):
+    context, events = SimpleNamespace(device=torch.device(device), cudnn_attention=True), Events(None)
+    counter = ShapeCounter(context, events, keep_cudnn=keep_cudnn)
+    switched = []
+    for number, shape in enumerate(shapes):
+        batch = {"x": torch.empty(*shape), "y": torch.empty(shape[0])}
+        assert counter.record(number, batch) is batch
+        switched.append(context.cudnn_attention)
+    return switched, [event.sentence for event in events.recent]
+
+
+def test_many_shapes_switch_cudnn_attention_off_with_one_note():
+    on, notes = run([(4, 10 + number) for number in range(MANY_SHAPES + 5)])
+    assert on == [True] * MANY_SHAPES + [False] * 5
+    assert len(notes) == 1 and f"{MANY_SHAPES + 1} shapes" in notes[0]
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"keep_cudnn": True}])
+def test_on_the_cpu_and_against_the_users_choice_nothing_is_switched(options):
+    on, notes = run([(4, 10 + number) for number in range(MANY_SHAPES + 5)], **options)
+    assert all(on) and not notes
+
+
+def test_a_few_shapes_again_and_again_switch_nothing():
+    on, notes = run([(rows, 10) for rows in (8, 4, 2)] * 20)
+    assert all(on) and not notes
+
+
+def test_a_checkpoint_remembers_many_shapes():
+    def stepper():
+        model = nn.Linear(3, 1)
+        return Stepper(model, sgd(model), lambda model, batch: Loss(model(batch).sum(), 1))
+
+    state = stepper().state_dict()
+    assert state["many_shapes"] is False
+    stepper().load_state_dict({**state, "many_shapes": True})
+    context = SimpleNamespace(device=torch.device("cuda"), cudnn_attention=True)
+    ShapeCounter(context, Events(None), keep_cudnn=False).switch_off()
+    assert not context.cudnn_attention
+    kept = SimpleNamespace(device=torch.device("cuda"), cudnn_attention=True)
+    ShapeCounter(kept, Events(None), keep_cudnn=True).switch_off()
+    assert kept.cudnn_attention

@@ -1,6 +1,7 @@
-"""The step gives the plain large batch's result, whatever memory does on the way."""
+"""A step gives the result of the plain large batch, whatever memory does on the way."""
 
 import functools
+import inspect
 import itertools
 
 import pytest
@@ -12,7 +13,7 @@ from brimful.memory.ledger import simulated_memory
 from brimful.step import optimizer_memory
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
-from tests.training.small import PLACES, Faults, TwoTerms, Words, distance, out_of_memory, plain_loop, steps_of_rows
+from tests.step.small import PLACES, Faults, TwoTerms, Words, distance, out_of_memory, plain_loop, steps_of_rows
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -24,7 +25,7 @@ OPTIMIZERS = {
     "adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
     "adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
 }
-STEPS = steps_of_rows()
+STEPS = steps_of_rows(steps=8)
 MICRO_BATCHES = 4
 EVERYWHERE = [(index, place) for place in PLACES[:3] for index in range(MICRO_BATCHES)] + [(0, p) for p in PLACES[3:]]
 
@@ -53,26 +54,34 @@ def run(optimizer="adamw", due=(), *, task=None, steps=STEPS, micro_batch=3, see
 
 
 def every_third_step(index, place):
-    return [(step, index, place) for step in range(2, 21, 3)]
+    return [(step, index, place) for step in range(2, 1 + len(STEPS), 3)]
 
 
 @pytest.mark.parametrize(("index", "place"), EVERYWHERE)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", [name if name == "adamw" else pytest.param(name, marks=pytest.mark.torture) for name in OPTIMIZERS]
+)
 def test_in_float64_an_oom_leaves_the_weights_of_the_undisturbed_run(optimizer, index, place):
     model, stepper, _ = run(optimizer, every_third_step(index, place))
     assert distance(plain(optimizer), model) < 1e-10
-    assert stepper.ooms == 7
+    assert stepper.ooms == 3
 
 
-@pytest.mark.parametrize(("index", "place"), EVERYWHERE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_is_stepped_exactly_after_ooms(optimizer):
+    faults = [(2, 1, "backward"), (3, 0, "clip"), (5, 0, "reservation"), (6, 2, "forward")]
+    assert distance(plain(optimizer), run(optimizer, faults)[0]) < 1e-10
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("optimizer", "tolerance"), [("sgd", 1e-6), ("adamw", 1e-4)])
-def test_in_float32_too_within_rounding(optimizer, tolerance, index, place):
-    model, _, _ = run(optimizer, every_third_step(index, place), task=Words(torch.float32))
+def test_in_float32_an_oom_changes_only_rounding(optimizer, tolerance, place):
+    model, _, _ = run(optimizer, every_third_step(1, place), task=Words(torch.float32))
     assert distance(plain(optimizer, torch.float32), model) < tolerance
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 5, 12, None])
-def test_any_cut_gives_the_plain_large_batch(micro_batch):
+def test_any_split_gives_the_plain_large_batch(micro_batch):
     assert distance(plain("adamw"), run(micro_batch=micro_batch)[0]) < 1e-10
 
 
@@ -93,7 +102,7 @@ def test_a_mean_of_means_would_have_been_seen():
 
 @pytest.mark.parametrize("place", PLACES)
 def test_many_faults_in_one_step_are_survived(place):
-    due = [(step, index, place) for step in (2, 3, 9) for index in range(3)] + [(2, 0, "clip"), (9, 1, "forward")]
+    due = [(step, index, place) for step in (2, 3, 7) for index in range(3)] + [(2, 0, "clip"), (7, 1, "forward")]
     assert distance(plain("adamw"), run(due=due)[0]) < 1e-10
 
 
@@ -104,12 +113,12 @@ def test_the_optimizer_is_applied_once_a_step():
     optimizer = ADAMW(model.parameters())
     optimizer.register_step_post_hook(lambda *_: next(calls))
     stepper = Stepper(model, optimizer, task, micro_batch=3)
-    faults = Faults(model, [(step, 1, place) for step in range(2, 21, 6) for place in PLACES[1:4]])
+    faults = Faults(model, [(step, 1, place) for step in (2, 6) for place in PLACES[1:4]])
     with faults.installed():
         for number, rows in enumerate(STEPS, start=1):
             faults.begin(number)
             stepper.step(rows)
-    assert next(calls) == 20
+    assert next(calls) == len(STEPS)
 
 
 def test_every_row_is_in_the_gradient_once():
@@ -139,8 +148,8 @@ def test_with_dropout_the_same_seed_and_faults_give_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
 
 
-def test_with_dropout_a_retry_at_the_same_cut_draws_the_same_masks():
-    """What fails after the last micro-batch is redone with the cut it had."""
+def test_with_dropout_a_retry_at_the_same_split_draws_the_same_masks():
+    """What fails after the last micro-batch is repeated with the same split."""
     undisturbed = run(task=Words(dropout=0.3))[0]
     disturbed = run(due=[(3, 0, "reservation"), (7, 0, "clip")], task=Words(dropout=0.3))[0]
     assert distance(undisturbed, disturbed) == 0
@@ -162,9 +171,7 @@ def test_batch_norm_is_never_left_with_a_single_row():
 
 def test_batch_norm_is_warned_about_once():
     _, stepper, _ = run(task=Words(norm=True))
-    assert [event.sentence for event in stepper.events if "although BatchNorm" in event.sentence] == [
-        "the step is cut although BatchNorm ('middle') averages over the micro-batch, so its statistics are those of the cut and not of the global batch"
-    ]
+    assert sum("the step is split although BatchNorm ('middle')" in event.sentence for event in stepper.events) == 1
 
 
 def test_an_average_kept_by_a_hook_sees_each_update_once():
@@ -220,7 +227,7 @@ def test_a_norm_that_overflows_is_skipped_with_a_scaler_too():
     assert torch.equal(before, model.weight)
 
 
-def test_without_a_task_a_batch_is_cut_by_its_rows():
+def test_without_a_task_a_batch_is_split_by_its_rows():
     inputs, targets = torch.randn(10, 4, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
     model = nn.Linear(4, 1).double()
 
@@ -250,14 +257,14 @@ def test_terms_with_different_counts_are_exact(due):
     assert result.terms == pytest.approx({name: float(mean.detach()) for name, mean in means.items()}, rel=1e-12)
 
 
-def test_terms_that_counts_does_not_know_are_one_sentence():
+def test_terms_missing_from_counts_are_refused():
     class Other(TwoTerms):
         def counts(self, batch):
             return {"rows": len(batch["words"])}
 
     task = Other()
     model = task.model()
-    with pytest.raises(TaskError, match=r"its loss has the terms \['rows', 'words'\], its counts\(batch\) \['rows'\]"):
+    with pytest.raises(TaskError, match=r"\['rows', 'words'\]"):
         Stepper(model, SGD(model.parameters()), task).step(STEPS[0])
 
 
@@ -271,14 +278,15 @@ def test_the_loss_of_a_step_is_the_mean_over_everything_counted():
     assert result.rows == 12
 
 
-# The cut: finer after a failure, back again later.
+# Smaller micro-batches after an error, and back again later.
 
 
-def test_the_cut_grows_back_after_clean_steps():
-    _, stepper, results = run(due=[(3, 0, "forward")], micro_batch=None, grow_after=4)
-    cuts = [result.micro_batches for result in results]
-    assert cuts[:2] == [1, 1] and min(cuts[2:6]) >= 2 and cuts[7:] == [1] * 13
+def test_the_micro_batch_size_is_restored_after_clean_steps():
+    _, stepper, results = run(due=[(2, 0, "forward")], micro_batch=None, grow_after=3)
+    counts = [result.micro_batches for result in results]
+    assert counts[0] == 1 and min(counts[1:5]) >= 2 and counts[5:] == [1] * 3
     assert [event.event for event in stepper.events if event.event in ("oom", "grow")] == ["oom", "grow"]
+    assert stepper.events[-1].sentence == "micro-batch size restored to 12 rows after 3 clean steps"
 
 
 def test_an_oom_is_an_event_with_what_was_tried_and_what_changed():
@@ -301,17 +309,17 @@ def test_a_step_learns_from_a_real_limit_and_recovers_when_it_rises():
     task = Words()
     model = task.model()
     stepper = Stepper(model, ADAMW(model.parameters()), task, clip_norm=1.0, grow_after=3)
-    cuts = []
+    steps, counts = steps_of_rows(steps=20), []
     with simulated_memory("10MiB") as memory:
-        for number, rows in enumerate(STEPS, start=1):
+        for number, rows in enumerate(steps, start=1):
             if number == 5:
                 memory.limit_bytes = memory.live_bytes + 350_000
             if number == 10:
                 memory.limit_bytes = 10 * 2**20
-            cuts.append(stepper.step(rows).micro_batches)
-    assert cuts[:4] == [1] * 4 and min(cuts[4:9]) > 1 and cuts[-5:] == [1] * 5
+            counts.append(stepper.step(rows).micro_batches)
+    assert counts[:4] == [1] * 4 and min(counts[4:9]) > 1 and counts[-5:] == [1] * 5
     assert stepper.ooms == memory.ooms > 0
-    assert distance(plain("adamw"), model) < 1e-10
+    assert distance(plain_loop(Words(), steps, ADAMW), model) < 1e-10
 
 
 # Rows that do not fit.
@@ -338,9 +346,7 @@ def test_a_row_that_does_not_fit_alone_is_named_and_stops_the_run():
     task = Words()
     model = long_row_fails(task)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(
-        DoesNotFit, match=r"^row 4 of step 1 \(lengths 40\) cannot be cut and needs .*skip_oversized=True"
-    ):
+    with pytest.raises(DoesNotFit, match=r"^row 4 of step 1 \(lengths 40\) cannot be split .*skip_oversized=True"):
         Stepper(model, ADAMW(model.parameters()), task).step(rows_with_one_long())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -373,7 +379,7 @@ def test_rows_that_only_the_held_gradients_keep_out_are_not_set_aside():
     model.first.register_forward_hook(fault)
     rows = [{"id": index, "words": torch.full((3,), 1 + index)} for index in range(6)]
     stepper = Stepper(model, ADAMW(model.parameters()), task, skip_oversized=True, micro_batch=4)
-    with pytest.raises(DoesNotFit, match="no second micro-batch fits beside the gradients of the first"):
+    with pytest.raises(DoesNotFit, match="beside the gradients of an equally large micro-batch"):
         stepper.step(rows)
     assert stepper.ooms > 0
 
@@ -382,24 +388,21 @@ def test_rows_that_only_the_held_gradients_keep_out_are_not_set_aside():
     ("arguments", "sentence"),
     [
         (lambda m, o: (o, m, Words()), "the model is a SGD, not a torch.nn.Module"),
-        (lambda m, o: (m, o, nn.CrossEntropyLoss()), r"a CrossEntropyLoss is a criterion.*write loss\(model, batch\)"),
-        (
-            lambda m, o: (m, o, Words(), "plan.json"),
-            r"the plan is a str, not a brimful.Plan: Plan.load\(path\) reads one",
-        ),
+        (lambda m, o: (m, o, nn.CrossEntropyLoss()), r"a CrossEntropyLoss, which is a criterion.*loss\(model, batch\)"),
+        (lambda m, o: (m, o, Words(), "plan.json"), r"plan= is a str, not a brimful.Plan"),
         (lambda m, o: (m.to("meta"), o, Words()), "on the meta device"),
         (lambda m, o: (nn.Linear(2, 2), o, Words()), "steps none of the model's trainable parameters"),
     ],
 )
-def test_a_mix_up_of_arguments_is_one_sentence(arguments, sentence):
+def test_arguments_in_the_wrong_place_are_refused(arguments, sentence):
     model = nn.Linear(2, 2)
     with pytest.raises(TaskError, match=sentence):
         Stepper(*arguments(model, SGD(model.parameters())))
 
 
 @pytest.mark.parametrize("option", [{"on_event": 3}, {"collate": "x"}, {"scaler": 1}])
-def test_an_option_of_the_wrong_kind_is_one_sentence(option):
-    with pytest.raises(BadOption, match=rf"^{next(iter(option))} .*: write a"):
+def test_an_option_of_the_wrong_type_is_refused(option):
+    with pytest.raises(BadOption, match=rf"^{next(iter(option))}=.* must be a"):
         linear(lambda model, batch: None, **option)
 
 
@@ -409,7 +412,7 @@ def test_parameters_that_the_optimizer_leaves_out_are_told_of():
     assert "does not step '0.weight' and 1 more" in stepper.events[0].sentence
 
 
-# No half update.
+# No partial update.
 
 
 def test_an_optimizer_that_fails_stops_the_run_and_names_the_checkpoint():
@@ -419,13 +422,13 @@ def test_an_optimizer_that_fails_stops_the_run_and_names_the_checkpoint():
 
     task = Words()
     model = task.model()
-    stepper = Stepper(model, Broken(model.parameters(), lr=0.1), task, checkpoint=lambda: "run/checkpoints/400")
-    with pytest.raises(PartialUpdate, match=r"last checkpoint is run/checkpoints/400"):
+    stepper = Stepper(model, Broken(model.parameters(), lr=0.1), task, last_checkpoint=lambda: "run/checkpoints/400")
+    with pytest.raises(PartialUpdate, match=r"resume from run/checkpoints/400"):
         stepper.step(STEPS[0])
 
 
 def test_the_optimizers_first_step_is_proven_before_it_begins():
-    """AdamW's state does not fit: the error comes before a single weight has moved, and no cut can help."""
+    """AdamW's state does not fit: the error comes before a single weight has moved, and no split can help."""
     model = nn.Linear(1000, 100, bias=False)
     before = model.weight.detach().clone()
 
@@ -435,7 +438,7 @@ def test_the_optimizers_first_step_is_proven_before_it_begins():
     with simulated_memory("1000KiB") as memory:
         memory.adopt(model.parameters())
         stepper = Stepper(model, torch.optim.AdamW(model.parameters(), foreach=False), loss)
-        with pytest.raises(DoesNotFit, match=r"optimizer state reservation .* which no cut makes smaller"):
+        with pytest.raises(DoesNotFit, match=r"5 times in optimizer state reservation"):
             stepper.step(torch.ones(2, 1000))
     assert torch.equal(before, model.weight)
 
@@ -469,7 +472,7 @@ def test_what_is_reserved_is_what_the_optimizer_takes(monkeypatch):
     assert asked == [3 * 4000, 4000]
 
 
-# Bad input: one sentence each, before damage is done.
+# Bad input is refused before any weight has changed.
 
 
 def linear(loss, **options):
@@ -480,16 +483,16 @@ def linear(loss, **options):
 @pytest.mark.parametrize(
     ("returned", "sentence"),
     [
-        (lambda x: x.sum(), r"returned a Tensor; return brimful.Loss\(sum=…, count=…\)"),
+        (lambda x: "loss", r"returned a str"),
         (lambda x: Loss(x.sum(), None), r"Loss.count must be one number"),
         (lambda x: Loss(x, len(x)), r"Loss.sum must be one number"),
-        (lambda x: Loss(x.sum().detach(), len(x)), r"depends on the model's trainable weights"),
+        (lambda x: Loss(x.sum().detach(), len(x)), r"depends on trainable weights"),
         (lambda x: Loss(x.sum() * 0, 0), r"counted 0 over the whole step"),
         (lambda x: Loss(x.sum(), float("nan")), r"counted nan over the whole step"),
         (lambda x: {"a": Loss(x.sum(), 1), "b": Loss(x.sum(), 1)}, r"several terms \(a, b\).*define counts\(batch\)"),
     ],
 )
-def test_a_loss_that_cannot_be_weighed_is_one_sentence(returned, sentence):
+def test_a_loss_that_cannot_be_weighted_is_refused(returned, sentence):
     model, stepper = linear(lambda model, batch: returned(model(batch)))
     before = model.weight.detach().clone()
     with pytest.raises(TaskError, match=sentence):
@@ -502,18 +505,18 @@ def test_a_loss_that_cannot_be_weighed_is_one_sentence(returned, sentence):
     [
         ({"x": torch.ones(3, 4), "y": torch.ones(2)}, r"\['x'\] has 3, \['y'\] has 2"),
         ({"x": 3}, r"there are none"),
-        (object(), r"this is a object, which cannot be cut"),
+        (object(), r"this is a object"),
         (torch.ones(0, 4), r"no rows"),
-        ([], r"no rows"),
+        ([], r"is empty"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_one_sentence(batch, sentence):
+def test_a_batch_that_cannot_be_split_is_refused(batch, sentence):
     _, stepper = linear(lambda model, batch: Loss(model(batch["x"]).sum(), 1))
     with pytest.raises(TaskError, match=sentence):
         stepper.step(batch)
 
 
-def test_a_loss_across_rows_is_refused_before_the_first_cut():
+def test_a_loss_across_rows_is_refused_before_the_first_split():
     def pairs(model, batch):
         x = model(batch)
         return Loss((x - x.T).square().mean() * len(x), len(x))
@@ -525,7 +528,7 @@ def test_a_loss_across_rows_is_refused_before_the_first_cut():
     assert torch.equal(before, model.weight)
 
 
-def test_a_loss_across_rows_runs_whole_and_is_told_of_at_once():
+def test_a_loss_across_rows_runs_unsplit_and_is_reported():
     def pairs(model, batch):
         x = model(batch)
         return Loss((x - x.T).square().mean() * len(x), len(x))
@@ -535,7 +538,7 @@ def test_a_loss_across_rows_runs_whole_and_is_told_of_at_once():
     assert "looks across rows" in stepper.events[0].sentence
 
 
-def test_a_model_that_looks_at_padding_is_refused_before_the_first_cut():
+def test_a_model_that_looks_at_padding_is_refused_before_the_first_split():
     class Padded(Words):
         def loss(self, model, batch):
             return Loss(model(batch["words"]).square().sum(), len(batch["words"]))
@@ -581,11 +584,11 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_stop_the_run():
     before = model.weight.detach().clone()
     bad = torch.full((3, 4), float("nan"))
     assert [stepper.step(bad).applied for _ in range(2)] == [False, False]
-    with pytest.raises(NonFiniteGradients, match=r"number 3 in a row that was skipped"):
+    with pytest.raises(NonFiniteGradients, match=r"3 consecutive steps skipped"):
         stepper.step(bad)
     assert torch.equal(before, model.weight)
     skips = [event for event in stepper.events if event.event == "skip"]
-    assert "first in 'weight': the step is skipped, 1 in a row of at most 2" in skips[0].sentence
+    assert "(first in 'weight'): 1 consecutive step skipped, at most 2" in skips[0].sentence
 
 
 def test_a_good_step_between_bad_ones_starts_the_count_again():
@@ -594,9 +597,90 @@ def test_a_good_step_between_bad_ones_starts_the_count_again():
     assert [stepper.step(torch.full((3, 4), value)).applied for value in values] == [False, True, False, True]
 
 
-def test_an_unknown_option_is_named():
-    with pytest.raises(BadOption, match=r"Stepper has no option microbatch; it has allow_inexact, "):
-        linear(lambda model, batch: None, microbatch=3)
+WRONG = {
+    "micro_batch=0": "micro_batch=0 must be 1 or more",
+    "micro_batch=2.5": "micro_batch=2.5 must be 1 or more",
+    "micro_batch='8'": "micro_batch='8' must be 1 or more",
+    "clip_norm=0.0": "clip_norm=0.0 must be positive, or None for no clipping",
+    "clip_norm=-1.0": "clip_norm=-1.0 must be positive, or None for no clipping",
+    "clip_norm=float('nan')": "clip_norm=nan must be positive, or None for no clipping",
+    "clip_norm=float('inf')": "clip_norm=inf must be positive, or None for no clipping",
+    "precision='fp8'": "precision='fp8' must be one of fp32, bf16, fp16, auto",
+    "rows_are='mine'": "rows_are='mine' must be 'global' or 'local'",
+    "skip_nonfinite=-1": "skip_nonfinite=-1 must be 0 or more",
+    "skip_nonfinite=None": "skip_nonfinite=None must be 0 or more",
+    "grow_after=0": "grow_after=0 must be 1 or more",
+    "micro_batch=0, rows_are='mine'": "micro_batch=0 must be 1 or more; rows_are='mine' must be 'global' or 'local'",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG.items())
+def test_all_options_out_of_range_are_refused_together(options, message):
+    with pytest.raises(BadOption) as refused:
+        linear(lambda model, batch: None, **eval(f"dict({options})"))
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("options", ["micro_batch=1, clip_norm=1e-9, skip_nonfinite=0", "clip_norm=1, grow_after=1"])
+def test_options_at_the_edge_of_their_range_are_accepted(options):
+    linear(lambda model, batch: None, **eval(f"dict({options})"))
+
+
+def test_the_keywords_of_a_stepper_and_their_defaults():
+    """Frozen on purpose: scripts rely on these names."""
+    keywords = inspect.signature(Stepper).parameters.values()
+    assert {word.name: word.default for word in keywords if word.kind is word.KEYWORD_ONLY} == {
+        "micro_batch": None,
+        "clip_norm": None,
+        "precision": None,
+        "scaler": None,
+        "collate": None,
+        "rows_are": "global",
+        "skip_oversized": False,
+        "allow_inexact": False,
+        "skip_nonfinite": 5,
+        "grow_after": 10,
+        "last_checkpoint": None,
+        "on_event": None,
+    }
+
+
+# Other forms of a loss, and what it logs.
+
+
+@pytest.mark.parametrize("form", [lambda total, rows: (total / rows, rows), lambda total, rows: total / rows])
+def test_a_mean_gives_the_gradient_of_the_sum_and_the_count(form):
+    inputs = torch.randn(7, 4)
+    models = nn.Linear(4, 1), nn.Linear(4, 1)
+    models[1].load_state_dict(models[0].state_dict())
+    for model, mean in zip(models, (False, True), strict=True):
+
+        def loss(model, batch, mean=mean):
+            total, rows = model(batch).square().sum(), len(batch)
+            return form(total, rows) if mean else Loss(total, rows)
+
+        Stepper(model, SGD(model.parameters()), loss, micro_batch=3).step(inputs)
+    assert torch.allclose(models[0].weight, models[1].weight)
+
+
+def test_what_a_loss_logs_is_averaged_over_the_step_by_its_count():
+    def loss(model, batch):
+        log = {"first": batch[0, 0], "rows": len(batch)} if len(batch) > 1 else {"rows": 1}
+        return Loss(model(batch).sum(), torch.tensor(2.0 * len(batch)), log=log)
+
+    inputs = torch.arange(5.0)[:, None].expand(5, 4)
+    result = linear(loss, micro_batch=2)[1].step(inputs)
+    assert result.log == pytest.approx({"first": (0 * 2 + 2 * 2) / 4, "rows": (2 * 2 + 2 * 2 + 1) / 5})
+
+
+def test_a_failed_attempt_leaves_nothing_in_the_log():
+    class Logs(Words):
+        def loss(self, model, batch):
+            loss = super().loss(model, batch)
+            return Loss(loss.sum, loss.count, log={"ids": batch["id"].double().mean()})
+
+    undisturbed, disturbed = (run(due=due, task=Logs())[2] for due in ([], [(3, 0, "clip")]))
+    assert [result.log for result in undisturbed] == [result.log for result in disturbed]
 
 
 # State.
@@ -627,7 +711,7 @@ def test_a_task_class_and_a_tasks_own_loss_do_as_well_as_a_task():
 
 def test_something_else_is_not_a_loss():
     model = nn.Linear(2, 2)
-    with pytest.raises(TaskError, match=r"takes a brimful.Task or a loss\(model, batch\), not a int"):
+    with pytest.raises(TaskError, match=r"task_or_loss is a int"):
         Stepper(model, SGD(model.parameters()), 3)
 
 

@@ -75,7 +75,7 @@ def _train(
 ):
     from brimful.step import distributed
     from brimful.step.stepper import Stepper
-    from tests.training import small
+    from tests.step import small
 
     distributed.BUCKET_BYTES = bucket_bytes or distributed.BUCKET_BYTES
     task = getattr(small, task)()

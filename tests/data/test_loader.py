@@ -3,15 +3,21 @@
 import os
 import random
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from brimful.data.loader import Loader, _cause
+from brimful.data import loader as module
+from brimful.data.batches import Stream
+from brimful.data.loader import SETTLE_CHECKS, Loader, Watchdog, exit_cause, held_bytes
 from brimful.errors import BadOption, TaskError
 from brimful.task import Task
+
+GIB = 2**30
 
 
 class Words(Task):
@@ -73,16 +79,22 @@ def in_threes(shapes):
     return [sorted(order[start : start + 3]) for start in range(0, len(order), 3)]
 
 
-def made(dataset=None, task=None, cut=in_threes, **options):
-    loader = Loader(dataset or Rows(), task or Words(), **options)
-    loader._reader._cut = cut
-    return loader
+PLAN = SimpleNamespace(split=in_threes, global_batch=12, host=None)
+"""As much of a plan as a loader needs."""
+
+
+def made(dataset=None, task=None, **options):
+    return Loader(dataset or Rows(), task or Words(), PLAN, **options)
+
+
+def stream(start, count):
+    return Stream(50, 0).take(start, count).tolist()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_steps_hold_the_streams_rows_with_any_number_of_workers(workers):
     for number, step in enumerate(some(made(workers=workers), 6)):
-        rows = made()._batches.stream.take(number * 12, 12).tolist()
+        rows = stream(number * 12, 12)
         assert step.indices.tolist() == rows
         assert rows_of(step) == [Rows()[row].tolist() for row in rows]
         assert step.start == 12 * number and step.step_rows == 12
@@ -179,10 +191,8 @@ class Deadly(Rows):
 @pytest.mark.torture
 def test_a_row_that_ends_its_readers_stops_the_run_before_it_ends_the_run_itself():
     heard = []
-    with pytest.raises(
-        TaskError, match="two loader workers in a row left with exit code 3 while reading the same step"
-    ):
-        some(made(Deadly(), workers=2, listener=lambda sentence, details: heard.append(sentence)), 5)
+    with pytest.raises(TaskError, match="two workers ended with exit code 3 while reading the same step"):
+        some(made(Deadly(), workers=2, note=lambda message, details: heard.append(message)), 5)
     assert len(heard) == 1
 
 
@@ -190,7 +200,7 @@ def test_relief_lowers_what_is_read_ahead_then_the_workers_and_loses_nothing():
     loader, told, taken = made(workers=2, prefetch=4), [], []
     for step in loader:
         taken.append(step.indices.tolist())
-        told.append(loader.relieve())
+        told.append(loader.reduce_memory())
         if len(taken) == 6:
             break
     loader.close()
@@ -207,7 +217,7 @@ def test_relief_lowers_what_is_read_ahead_then_the_workers_and_loses_nothing():
 
 def test_a_killed_worker_is_told_and_the_steps_go_on():
     heard, taken = [], []
-    loader = made(workers=2, listener=lambda sentence, details: heard.append((sentence, details)))
+    loader = made(workers=2, note=lambda message, details: heard.append((message, details)))
     for step in loader:
         taken.append(step.indices.tolist())
         if len(taken) == 2:
@@ -219,13 +229,13 @@ def test_a_killed_worker_is_told_and_the_steps_go_on():
     assert taken == [step.indices.tolist() for step in some(made(), 9)]
     assert len(heard) == 1 and heard[0][1] == {"pid": pid, "exit_code": -9, "workers": 1}
     assert heard[0][0].startswith(f"loader worker {pid} was killed")
-    assert heard[0][0].endswith("; the run goes on with 1 worker instead of 2, and no row is lost")
+    assert heard[0][0].endswith(". Training continues with 1 loader worker instead of 2; no row is lost")
 
 
 def test_a_worker_that_dies_does_not_interrupt_what_the_training_is_doing():
     next(iter(torch.utils.data.DataLoader(range(4), num_workers=1)))  # torch's handler is there from now on
     heard = []
-    loader = made(workers=1, listener=lambda sentence, details: heard.append(sentence))
+    loader = made(workers=1, note=lambda message, details: heard.append(message))
     steps = iter(loader)
     next(steps)
     os.kill(loader.worker_pids[0], signal.SIGKILL)
@@ -258,24 +268,24 @@ def _alive(pid):
     ("code", "kills", "said"),
     [
         (-9, (3, 4), "was killed by the kernel because host RAM ran out"),
-        (-9, (3, 3), "was killed (by the kernel for want of host RAM, or by somebody)"),
-        (-9, (None, None), "was killed (by the kernel for want of host RAM, or by somebody)"),
+        (-9, (3, 3), "was killed, by the kernel for lack of host RAM or by somebody"),
+        (-9, (None, None), "was killed, by the kernel for lack of host RAM or by somebody"),
         (-11, (3, 3), "ended with SIGSEGV"),
-        (1, (3, 3), "left with exit code 1"),
+        (1, (3, 3), "ended with exit code 1"),
     ],
 )
 def test_what_became_of_a_worker(code, kills, said):
-    assert _cause(code, *kills) == said
+    assert exit_cause(code, *kills) == said
 
 
 def test_a_bus_error_points_to_shared_memory():
-    assert "/dev/shm is full" in _cause(-signal.SIGBUS, None, None)
+    assert "/dev/shm is full" in exit_cause(-signal.SIGBUS, None, None)
 
 
 def test_processes_share_a_step():
     steps = [some(made(rank=rank, speeds=[1.0, 1.0]), 1)[0] for rank in (0, 1)]
     rows = np.concatenate([step.indices for step in steps]).tolist()
-    assert sorted(rows) == sorted(made()._batches.stream.take(0, 12).tolist())
+    assert sorted(rows) == sorted(stream(0, 12))
     assert [step.step_rows for step in steps] == [12, 12]
 
 
@@ -301,16 +311,16 @@ def test_new_speeds_hold_from_the_next_step_on():
 def test_lengths_may_be_given_as_a_table():
     table = [1 + row % 40 for row in range(50)]
     steps = some(Loader(Rows(), Words(), lengths=table, mix="window:4"), 4)
-    assert sorted(row for step in steps for row in step.indices) == sorted(made()._batches.stream.take(0, 48))
+    assert sorted(row for step in steps for row in step.indices) == sorted(stream(0, 48))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"workers": -1}, "--workers -1: give a whole number of at least 0"),
-        ({"prefetch": 0}, "--prefetch 0: give a whole number of at least 1"),
-        ({"lengths": [1, 2]}, "lengths has 2 lines, the data set 50 rows"),
-        ({"mix": "window:5"}, "does not tell its rows' lengths"),
+        ({"workers": -1}, "workers must be a whole number of at least 0, not -1"),
+        ({"prefetch": 0}, "prefetch must be a whole number of at least 1, not 0"),
+        ({"lengths": [1, 2]}, "lengths has 2 lines, but the data set has 50 rows"),
+        ({"mix": "window:5"}, "needs the rows' lengths"),
     ],
 )
 def test_what_cannot_work_is_told_at_once(options, said):
@@ -319,11 +329,9 @@ def test_what_cannot_work_is_told_at_once(options, said):
 
 
 def test_a_watchdog_lowers_the_loader_that_takes_too_much_and_says_so(monkeypatch):
-    monkeypatch.setattr("brimful.data.loader.EVERY_S", 0.05)
+    monkeypatch.setattr("brimful.data.loader.CHECK_S", 0.05)
     heard, taken = [], []
-    loader = made(
-        workers=2, prefetch=2, host_limit_bytes=2**20, listener=lambda sentence, details: heard.append(sentence)
-    )
+    loader = made(workers=2, prefetch=2, host_limit_bytes=2**20, note=lambda message, details: heard.append(message))
     for step in loader:
         taken.append(step.indices.tolist())
         time.sleep(0.05)
@@ -331,18 +339,102 @@ def test_a_watchdog_lowers_the_loader_that_takes_too_much_and_says_so(monkeypatc
             break
     loader.close()
     assert loader.workers == 0 and heard[0].endswith("each worker reads 1 step ahead instead of 2")
-    assert heard[0].startswith("host RAM: ") and "of 1 MiB are taken" in heard[0]
+    assert "of 1 MiB host RAM" in heard[0]
     assert taken == [step.indices.tolist() for step in some(made(), len(taken))]
 
 
-def test_what_the_loader_decides_is_logged_where_nobody_listens(caplog):
-    Loader(Rows(), Words())._listener("a sentence", {})
-    assert [record.message for record in caplog.records] == ["a sentence"]
+def test_what_the_loader_changes_is_logged_by_default(caplog, monkeypatch):
+    monkeypatch.setattr(module, "CHECK_S", 0.02)
+    loader = Loader(Rows(), Words(), workers=1, host_limit_bytes=1)
+    for _ in loader:
+        if caplog.records:
+            break
+        time.sleep(0.02)
+    assert "of 1 B host RAM" in caplog.records[0].message
 
 
 def test_freed_memory_is_given_back_before_a_worker_is_forked_that_would_hold_it(monkeypatch):
     loader, seen = Loader(Rows(), Words(), workers=1), []
-    monkeypatch.setattr("brimful.data.loader.give_back", lambda: seen.append(loader.worker_pids))
+    monkeypatch.setattr("brimful.data.loader.trim_heap", lambda: seen.append(loader.worker_pids))
     next(iter(loader))
     assert seen == [[]]
     loader.close()
+
+
+def watched(levels, measures):
+    """What is said when these shares of 16 GiB are seen, one look after the other."""
+    said, levels, measures = [], iter(levels), iter(measures)
+    dog = Watchdog(16 * GIB, lambda: next(measures, None), said.append, used=lambda: int(next(levels) * 16 * GIB))
+    return dog, said
+
+
+def checks(dog, count):
+    for _ in range(count):
+        dog.check()
+
+
+def test_nothing_is_said_below_nine_tenths():
+    dog, said = watched([0.5, 0.89, 0.899], ["lowered"])
+    checks(dog, 3)
+    assert said == []
+
+
+def test_above_it_a_measure_is_taken_and_told_with_the_figures():
+    dog, said = watched([0.95], ["each worker reads 1 step ahead instead of 2"])
+    checks(dog, 1)
+    assert said == ["15.2 GiB of 16 GiB host RAM (95%) in use: each worker reads 1 step ahead instead of 2"]
+
+
+def test_a_measure_is_given_time_before_the_next():
+    dog, said = watched([0.95, 0.95], ["first", "second"])
+    checks(dog, 1 + SETTLE_CHECKS)
+    assert len(said) == 1
+    checks(dog, 1)
+    assert said[1].endswith("second")
+
+
+def test_that_nothing_is_left_to_lower_is_said_once_until_it_was_better():
+    dog, said = watched([0.95, 0.96, 0.5, 0.97], [])
+    checks(dog, 1 + SETTLE_CHECKS + 3)
+    assert len(said) == 2 and all("nothing is left to reduce" in sentence for sentence in said)
+
+
+def test_it_runs_beside_the_training_and_ends_with_it():
+    said = []
+    with Watchdog(100, lambda: "lowered", said.append, every_s=0.01, used=lambda: 95):
+        deadline = time.monotonic() + 10
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert said
+    assert not [thread for thread in threading.enumerate() if thread.name == "brimful-host-ram"]
+
+
+def test_a_look_that_fails_does_not_stop_the_training():
+    said = []
+    with Watchdog(100, lambda: None, said.append, every_s=0.01, used=lambda: 1 // 0):
+        deadline = time.monotonic() + 10
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert said == ["host RAM could not be read (integer division or modulo by zero) and is no longer watched"]
+
+
+def test_what_this_process_holds_counts():
+    before = held_bytes(2**50)
+    ballast = bytearray(os.urandom(1) * 200 * 2**20)
+    assert held_bytes(2**50) - before > 150 * 2**20
+    del ballast
+
+
+def test_what_the_machine_lacks_counts_too(monkeypatch):
+    class Full:
+        ram_limit_bytes, ram_available_bytes = 16 * GIB, GIB
+
+        @classmethod
+        def detect(cls, root):
+            return cls
+
+    monkeypatch.setattr(module, "Host", Full)
+    monkeypatch.setattr(module, "tree_bytes", lambda pid, root: 3 * GIB)
+    assert held_bytes(16 * GIB) == 15 * GIB
+    Full.ram_available_bytes = 14 * GIB
+    assert held_bytes(16 * GIB) == 3 * GIB

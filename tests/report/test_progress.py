@@ -1,4 +1,4 @@
-"""The view of a run: every figure it was fed, lines or a live picture, and never a word that stops training."""
+"""The progress view: all metrics of a run, as lines or live, and nothing that could stop training."""
 
 import io
 import logging
@@ -11,18 +11,18 @@ import pytest
 from rich.console import Console
 
 from brimful.report import progress as module
-from brimful.report.progress import UNKNOWN, Figures, Progress, RunPanel, sentence, step_line
+from brimful.report.progress import UNKNOWN, Progress, RunPanel, RunSummary, event_line
 from brimful.units import GiB
 
 log = logging.getLogger("brimful")
 
 
 def step(number, **changes):
-    figures = {
+    values = {
         "loss": 2.0, "lr": 1e-4, "epoch": 0.5, "rows_per_s": 700.0, "tokens_per_s": 70000.0, "mfu": 0.123,
         "data_wait_s": 0.01, "seconds": 0.99, "peak_bytes": 15 * GiB, "limit_bytes": 20 * GiB, "eta_s": 75.0, "ooms": 0,
     }  # fmt: skip
-    return {"event": "step", "step": number, "steps": 100, **figures, **changes}
+    return {"event": "step", "step": number, "steps": 100, **values, **changes}
 
 
 EVALUATION = {
@@ -30,15 +30,15 @@ EVALUATION = {
 }  # fmt: skip
 
 
-def figures_of(*events):
-    figures = Figures()
+def summary_of(*events):
+    summary = RunSummary()
     for event in events:
-        figures.take(event)
-    return figures
+        summary.add(event)
+    return summary
 
 
 def items_of(*events):
-    return dict(figures_of(*events).items())
+    return dict(summary_of(*events).items())
 
 
 def lines_of(events, every_s=10.0):
@@ -51,7 +51,7 @@ def lines_of(events, every_s=10.0):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes on by a second at each step of the events below."""
+    """A clock that advances by one second with each event."""
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
 
@@ -63,18 +63,18 @@ def clock(monkeypatch):
     return ticking
 
 
-def test_a_step_is_one_line_with_every_figure():
-    assert step_line(figures_of(step(7))) == (
+def test_a_step_is_one_line_with_every_metric():
+    assert summary_of(step(7)).line() == (
         "step 7/100  loss 2.0000  lr 1.00e-04  epoch 0.50  700 rows/s  70,000 tokens/s  MFU 12.3%  data wait 1.0%  "
-        "checkpoint –  memory 15 GiB of 20 GiB, 75%  left 1 min 15 s"
+        "checkpoint –  memory 15 GiB of 20 GiB, 75%  ETA 1 min 15 s"
     )
 
 
 def test_what_is_not_known_is_a_dash():
     unknown = step(7, **dict.fromkeys(("mfu", "tokens_per_s", "peak_bytes", "eta_s", "grad_norm", "epoch")))
-    figures = figures_of(unknown)
-    assert {name for name, value in figures.items() if value == UNKNOWN} == {"MFU", "tokens/s", "epoch", "checkpoint"}
-    assert (figures.memory, figures.eta) == (UNKNOWN, UNKNOWN)
+    summary = summary_of(unknown)
+    assert {name for name, value in summary.items() if value == UNKNOWN} == {"MFU", "tokens/s", "epoch", "checkpoint"}
+    assert (summary.memory, summary.eta) == (UNKNOWN, UNKNOWN)
 
 
 def test_the_loss_is_the_last_one_and_the_mean_of_the_recent_ones():
@@ -82,7 +82,7 @@ def test_the_loss_is_the_last_one_and_the_mean_of_the_recent_ones():
     assert items_of(*(step(i, loss=loss) for i, loss in enumerate(losses)))["loss"] == "3.0000 (mean 2.0000)"
 
 
-def test_a_loss_that_is_not_a_number_is_named_and_kept_out_of_the_mean():
+def test_a_loss_that_is_not_finite_is_shown_and_left_out_of_the_mean():
     assert items_of(step(1), step(2, loss=4.0), step(3, loss=None, loss_is="nan"))["loss"] == "nan (mean 3.0000)"
 
 
@@ -91,77 +91,77 @@ def test_a_rate_is_the_median_of_the_recent_steps():
     assert items_of(*(step(i, rows_per_s=rate) for i, rate in enumerate(rates)))["rows/s"] == "50"
 
 
-def test_data_wait_is_its_share_of_the_recent_time():
+def test_data_wait_is_a_share_of_the_recent_time():
     assert (
         items_of(step(1, data_wait_s=0.0, seconds=2.0), step(2, data_wait_s=1.0, seconds=1.0))["data wait"] == "25.0%"
     )
 
 
-def test_memory_is_the_highest_recent_peak_and_the_errors_survived():
-    figures = figures_of(step(1, peak_bytes=18 * GiB), step(2, ooms=2), step(3))
-    assert figures.memory == "18 GiB of 20 GiB, 90%, 2 OOMs survived"
+def test_memory_is_the_highest_recent_peak_and_the_ooms_survived():
+    summary = summary_of(step(1, peak_bytes=18 * GiB), step(2, ooms=2), step(3))
+    assert summary.memory == "18 GiB of 20 GiB, 90%, 2 OOMs survived"
 
 
 def test_the_best_evaluation_and_the_last_checkpoint_stay():
-    figures = figures_of(
+    summary = summary_of(
         EVALUATION,
         {**EVALUATION, "step": 60, "best": False},
         {"event": "checkpoint", "step": 60, "saved": True},
         {"event": "checkpoint", "step": 70, "saved": False},
     )
-    assert figures.best["step"] == 50
-    assert dict(figures.items())["checkpoint"] == "step 60"
+    assert summary.best["step"] == 50
+    assert dict(summary.items())["checkpoint"] == "step 60"
 
 
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (EVALUATION, "step 50: evaluated on 1,000 rows in 3.0 s: loss 2.5000, perplexity 12.18, the best so far"),
+        (EVALUATION, "step 50: evaluation on 1,000 rows in 3.0 s: loss 2.5000, perplexity 12.18, best so far"),
         ({"event": "oom", "step": 1231, "sentence": "out of memory"}, "step 1,231: out of memory"),
-        ({"event": "note", "step": 0, "sentence": "a word"}, "a word"),
-        ({"event": "note", "step": None, "sentence": "a word"}, "a word"),
+        ({"event": "note", "step": 0, "sentence": "a remark"}, "a remark"),
+        ({"event": "note", "step": None, "sentence": "a remark"}, "a remark"),
         ({"event": "grow", "step": 3, "sentence": "more"}, ""),
         ({"event": "plan"}, ""),
-        ({"event": "checkpoint", "step": 5, "saved": True, "size_bytes": 2 * GiB, "seconds": 1.5, "path": "r/c"}, "step 5: saved 2 GiB in 1.5 s: r/c"),
-        ({"event": "checkpoint", "step": 5, "saved": False, "sentence": "the disk is full"}, "step 5: the checkpoint failed: the disk is full"),
+        ({"event": "checkpoint", "step": 5, "saved": True, "size_bytes": 2 * GiB, "seconds": 1.5, "path": "r/c"}, "step 5: saved r/c (2 GiB in 1.5 s)"),
+        ({"event": "checkpoint", "step": 5, "saved": False, "sentence": "the disk is full"}, "step 5: checkpoint not saved: the disk is full"),
         ({"event": "begin", "step": 0, "run": "r", "steps": 5000, "processes": 2}, "training in r: 5,000 steps on 2 processes"),
-        ({"event": "end", "step": 9, "reason": "finished", "sentence": "all 9 steps are done"}, ""),  # the parent has the last word
+        ({"event": "end", "step": 9, "reason": "finished", "sentence": "all 9 steps are done"}, ""),  # printed by the parent process
     ],
 )  # fmt: skip
-def test_an_event_is_told_in_one_line(event, line):
-    assert sentence(event) == line
+def test_an_event_is_one_line(event, line):
+    assert event_line(event) == line
 
 
-def test_off_a_terminal_a_step_is_told_once_in_so_many_seconds_and_the_first_and_last_always(clock):
+def test_without_a_terminal_steps_are_printed_at_intervals_and_always_the_first_and_the_last(clock):
     lines = lines_of(clock(step(i) for i in range(1, 101)), every_s=30)
     assert [line.split("  ")[0] for line in lines] == ["step 1/100", "step 31/100", "step 61/100", "step 91/100", "step 100/100"]  # fmt: skip
 
 
-def test_off_a_terminal_the_last_step_comes_before_its_evaluation():
+def test_without_a_terminal_the_last_step_comes_before_its_evaluation():
     lines = lines_of([step(99), step(100), {**EVALUATION, "step": 100}])
     assert [line[:9] for line in lines] == ["step 99/1", "step 100/", "step 100:"]
 
 
-def test_off_a_terminal_the_last_step_of_a_run_that_stops_early_is_told():
+def test_without_a_terminal_the_last_step_of_a_stopped_run_is_printed():
     lines = lines_of([step(1), step(2), step(3)])
     assert [line.split("  ")[0] for line in lines] == ["step 1/100", "step 3/100"]
 
 
-def test_off_a_terminal_the_last_step_is_told_when_the_run_ends():
+def test_without_a_terminal_the_last_step_is_printed_when_the_run_ends():
     lines = lines_of([step(1), step(2), {"event": "end", "step": 2, "sentence": "stopped"}])
     assert [line.split("  ")[0] for line in lines] == ["step 1/100", "step 2/100"]
 
 
-def test_off_a_terminal_everything_notable_is_told_at_once():
+def test_without_a_terminal_notable_events_are_printed_at_once():
     oom = {"event": "oom", "step": 2, "sentence": "out of memory"}
     assert lines_of([step(1), oom, oom])[1:] == ["step 2: out of memory"] * 2
 
 
-def test_preparations_are_told_not_too_often(clock):
+def test_the_status_is_printed_at_intervals(clock):
     stream = io.StringIO()
     with Progress.open(stream, 3.5) as progress:
         for phrase in clock("abcdef"):
-            progress.say(phrase)
+            progress.status(phrase)
     assert stream.getvalue().split() == ["a", "e"]
 
 
@@ -170,27 +170,26 @@ def test_a_line_is_one_write(tmp_path, monkeypatch):
     with (tmp_path / "log").open("w") as stream, Progress.open(stream) as progress:
         monkeypatch.setattr(module.os, "write", lambda file, data: written.append((file, data)))
         progress(step(1))
-        assert written == [(stream.fileno(), (step_line(figures_of(step(1))) + "\n").encode())]
+        assert written == [(stream.fileno(), (summary_of(step(1)).line() + "\n").encode())]
         monkeypatch.undo()
 
 
-def test_a_stream_that_knows_no_dashes_gets_question_marks(tmp_path):
+def test_a_stream_in_ascii_gets_question_marks(tmp_path):
     path = tmp_path / "log"
     with path.open("w", encoding="ascii") as stream, Progress.open(stream) as progress:
         progress(step(1))
     assert b"checkpoint ?" in path.read_bytes()
 
 
-def test_a_pipe_that_nobody_reads_ends_the_view_and_nothing_else():
+def test_a_closed_pipe_ends_the_view_and_raises_nothing():
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream, Progress.open(stream) as progress:
         progress(step(1))
-        assert progress._view is None  # given up at the first failure, and nothing was raised
         progress(step(2))
 
 
-def test_an_event_it_does_not_understand_ends_the_view_and_nothing_else():
+def test_an_unknown_event_ends_the_view_and_raises_nothing():
     stream = io.StringIO()
     with Progress.open(stream) as progress:
         progress({"event": "eval"})
@@ -198,7 +197,7 @@ def test_an_event_it_does_not_understand_ends_the_view_and_nothing_else():
     assert stream.getvalue() == ""
 
 
-def test_what_is_logged_goes_through_the_view_and_a_steps_events_only_once():
+def test_log_messages_go_through_the_view_but_events_only_once():
     stream = io.StringIO()
     with Progress.open(stream):
         log.warning("the disk is full")
@@ -210,33 +209,33 @@ def test_what_is_logged_goes_through_the_view_and_a_steps_events_only_once():
 @pytest.mark.parametrize(("width", "rows"), [(40, 11), (60, 7), (80, 6), (120, 5)])
 def test_the_panel_fits_the_terminal(width, rows):
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(RunPanel(figures_of(step(50, loss=11.25, ooms=3), step(51), EVALUATION)))
+    console.print(RunPanel(summary_of(step(50, loss=11.25, ooms=3), step(51), EVALUATION)))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == rows
     assert max(map(len, lines)) <= width
 
 
-def test_the_panel_shows_every_figure():
+def test_the_panel_shows_every_metric():
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
-    figures = figures_of(step(50), EVALUATION)
-    console.print(RunPanel(figures))
+    summary = summary_of(step(50), EVALUATION)
+    console.print(RunPanel(summary))
     shown = console.file.getvalue()
-    for name, value in figures.items():
+    for name, value in summary.items():
         assert f"{name} {value}" in shown
     assert "step 50/100" in shown
-    assert "50%  left 1 min 15 s" in shown
+    assert "50%  ETA 1 min 15 s" in shown
     assert "best loss 2.5000, perplexity 12.18 at step 50" in shown
 
 
 @pytest.mark.parametrize(("peak", "full"), [(0, 0), (10, 9), (20, 18), (25, 18)])
 def test_the_memory_bar_is_the_peak_of_the_limit(peak, full):
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(RunPanel(figures_of(step(50, peak_bytes=peak * GiB))))
+    console.print(RunPanel(summary_of(step(50, peak_bytes=peak * GiB))))
     assert (console.file.getvalue().count("█"), console.file.getvalue().count("░")) == (full, 18 - full)
 
 
 class Screen:
-    """A real pseudo-terminal, read to its end by a thread."""
+    """A pseudo-terminal, read by a thread."""
 
     def __init__(self):
         self._primary, replica = pty.openpty()
@@ -259,11 +258,11 @@ class Screen:
         return self.text.decode()
 
 
-def test_on_a_terminal_the_figures_are_drawn_again_and_events_scroll_above(monkeypatch, clock):
+def test_on_a_terminal_the_panel_is_redrawn_and_events_scroll_above(monkeypatch, clock):
     monkeypatch.setenv("TERM", "xterm")
     screen = Screen()
     with Progress.open(screen.stream) as progress:
-        progress.say("probing 8 rows")
+        progress.status("probing 8 rows")
         for event in clock((step(1), {"event": "oom", "step": 2, "sentence": "out of memory"}, step(2))):
             progress(event)
     text = screen.close()
@@ -291,10 +290,10 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
     screen = Screen()
     with Progress.open(screen.stream) as progress:
         progress(step(1))
-    assert screen.close() == step_line(figures_of(step(1))) + "\r\n"
+    assert screen.close() == summary_of(step(1)).line() + "\r\n"
 
 
-def test_after_the_view_the_streams_are_as_before(monkeypatch):
+def test_the_view_leaves_stdout_and_stderr_as_they_were(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     before, screen = (sys.stdout, sys.stderr), Screen()
     with pytest.raises(ValueError), Progress.open(screen.stream):

@@ -12,7 +12,7 @@ from typing import Any
 
 from brimful.cli.flags import part, prefer_growing_segments
 from brimful.errors import UserError
-from brimful.planning.target import PlanOptions
+from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.chatlm import ChatOptions
 from brimful.training.launch import bind_to_parent
 from brimful.training.options import TrainOptions
@@ -50,11 +50,11 @@ def work(request: dict[str, Any]) -> None:
                 data=request["data"],
                 run=run,
                 options=TrainOptions.of(part(asked, TrainOptions)),
-                fitting=PlanOptions.of(part(asked, PlanOptions)),
+                fitting=PlanOptions(**part(asked, PlanOptions)),
                 resume=request["resume"],
                 request={key: value for key, value in request.items() if key not in ("run", "resume")},
                 listeners=(progress,) if first else (),
-                say=progress.say if first else lambda phrase: None,
+                say=progress.status if first else lambda phrase: None,
             ).train()
 
 

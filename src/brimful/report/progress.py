@@ -1,8 +1,9 @@
-"""A run as it goes, for people: a live view on a terminal, plain lines elsewhere. Fed with the journal's events, nothing else.
+"""The progress of a run, for people: a live view on a terminal, plain lines elsewhere. It is fed with events alone.
 
-On a terminal a bar, the figures and the memory stay at the bottom, drawn at most four times a second (a drawing takes
-about 3 ms), and what is worth knowing (an evaluation, an out-of-memory error, a failed save) scrolls above. Elsewhere a step
-is a line, one in ten seconds at most, the first and the last always; all else is told at once, each line by a single write.
+On a terminal a progress bar, the metrics and the memory stay at the bottom, drawn at most four times a second (drawing
+takes about 3 ms), and notable events (an evaluation, an out-of-memory error, a failed save) scroll above. Elsewhere steps
+are plain lines, at most one every ten seconds, always with the first and the last; other events are printed at once, each
+by a single write.
 
 A terminal that goes away or cannot be drawn on ends the view, never the training.
 """
@@ -25,33 +26,97 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.training.events import number
-from brimful.units import show_bytes, show_rate, show_seconds
+from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
-# The figures of a run so far, and what its events say, as text: what every view of a run shows.
-#
-# Rates are medians over the last 20 steps, so that one slow step does not disturb them; – is what is not known.
-
-
-WINDOW = 20
-"""Steps behind a rate."""
+RATE_STEPS = 20
+"""Rates are medians over this many steps, so one slow step does not disturb them."""
+LINE_S, DRAW_S = 10.0, 0.25
+"""Seconds between two plain lines of steps, and between two drawings."""
+CELL_COLUMNS = 26
+"""Terminal columns of one metric with its name: three fit side by side in 80 columns, four in 120."""
+BAR_COLUMNS = 18
+"""Terminal columns of the memory bar."""
 UNKNOWN = "–"
-TROUBLE = {"oom": "yellow", "thrash": "yellow", "oversized": "yellow", "skip": "yellow", "failed": "red"}
-TOLD = frozenset(("resume", "note", *TROUBLE))
-"""Kinds whose sentence is told as it is; `grow`, `model` and `deal` are for the journal alone."""
+WARNING_STYLES = {"oom": "yellow", "thrash": "yellow", "oversized": "yellow", "skip": "yellow", "failed": "red"}
+PRINTED = frozenset(("resume", "note", *WARNING_STYLES))
+"""Events that are printed with their own message. `grow`, `model` and `deal` are for the event log only."""
 NOT_METRICS = frozenset(("event", "time", "step", "rows", "seconds", "best", "ooms"))
 
+log = logging.getLogger("brimful")
 
-class Figures:
-    """The figures of a run so far, as text."""
+
+class Progress:
+    """Shows events as they come. A context manager, which leaves the terminal as it was.
+
+    with Progress.open(sys.stderr) as progress:
+        Journal(path, [progress])
+    """
+
+    def __init__(self, view: "View") -> None:
+        self._view: View | None = view
+        self._summary = RunSummary()
+        self._resumed = False
+        self._handler = _LogHandler(lambda line: self._safely(lambda view: view.line(line, "yellow")))
+
+    @classmethod
+    def open(cls, stream: TextIO, every_s: float = LINE_S) -> Self:
+        """A live view if the stream is a terminal that can move its cursor, else plain lines."""
+        console = Console(file=stream)
+        is_live = console.is_terminal and not console.is_dumb_terminal
+        return cls(_LiveView(console) if is_live else _LineView(stream, every_s))
+
+    def __enter__(self) -> Self:
+        log.addHandler(self._handler)
+        self._safely(lambda view: view.start())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._safely(lambda view: view.flush(self._summary))
+        self._safely(lambda view: view.stop())
+        log.removeHandler(self._handler)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        self._safely(lambda view: self._show(view, event))
+
+    def status(self, phrase: str) -> None:
+        """What is being prepared before the first step."""
+        self._safely(lambda view: view.status(phrase))
+
+    def _show(self, view: "View", event: Mapping[str, Any]) -> None:
+        self._summary.add(event)
+        if event["event"] == "step":
+            view.step(self._summary)
+            return
+        if event["event"] == "end":
+            view.flush(self._summary)
+        if event["event"] == "begin":
+            self._resumed = bool(event.get("resumed"))
+        if event["event"] == "plan" and not self._resumed:
+            view.table(_plan_table(event))
+        if line := event_line(event):
+            view.line(line, event_style(event))
+
+    def _safely(self, show: "Callable[[View], object]") -> None:
+        """A view that fails is not used again."""
+        try:
+            if self._view is not None:
+                show(self._view)
+        except Exception as error:
+            self._view = None
+            log.info("the progress view is closed: %s", error)
+
+
+class RunSummary:
+    """The current numbers of a run, as text."""
 
     def __init__(self) -> None:
         self.last: Mapping[str, Any] = {}
         self.best: Mapping[str, Any] | None = None
         self.saved: Mapping[str, Any] | None = None
         self.ooms = 0
-        self._steps: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+        self._steps: deque[Mapping[str, Any]] = deque(maxlen=RATE_STEPS)
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         match event:
             case {"event": "step"}:
                 self.last = event
@@ -63,299 +128,220 @@ class Figures:
                 self.saved = event
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The last step, and how many were asked for."""
-        return self.last.get("step") or 0, self.last.get("steps") or 0
+    def step(self) -> int:
+        return self.last.get("step") or 0
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run; 0 if unknown."""
+        return self.last.get("steps") or 0
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The highest peak of the recent steps."""
+        return max(self._recent("peak_bytes"), default=None)
 
     @property
     def used(self) -> float | None:
-        """The highest recent peak, of the limit."""
+        """That peak as a share of the limit."""
         peak, limit = self.peak_bytes, self.last.get("limit_bytes")
         return None if peak is None or not limit else peak / limit
 
     @property
-    def peak_bytes(self) -> float | None:
-        return max(self._known("peak_bytes"), default=None)
-
-    @property
     def eta(self) -> str:
-        return _shown(number(self.last, "eta_s"), show_seconds)
-
-    def items(self) -> list[tuple[str, str]]:
-        """Each figure with its name, in the order they are read."""
-        losses = [loss for loss in self._known("loss") if math.isfinite(loss)]
-        mean = f" (mean {show_figure(fmean(losses))})" if len(losses) > 1 else ""
-        return [
-            ("loss", _shown(number(self.last, "loss"), show_figure) + mean),
-            ("lr", _shown(number(self.last, "lr"), "{:.2e}".format)),
-            ("epoch", _shown(number(self.last, "epoch"), "{:.2f}".format)),
-            ("rows/s", self._rate("rows_per_s", show_rate)),
-            ("tokens/s", self._rate("tokens_per_s", show_rate)),
-            ("MFU", self._rate("mfu", "{:.1%}".format)),
-            ("data wait", _shown(self._waited, "{:.1%}".format)),
-            ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),
-        ]
+        return _show(number(self.last, "eta_s"), show_seconds)
 
     @property
     def memory(self) -> str:
-        survived = f", {self.ooms} OOM{'s' * (self.ooms != 1)} survived" if self.ooms else ""
+        survived = f", {show_count(self.ooms, 'OOM')} survived" if self.ooms else ""
         if self.used is None:
-            return f"{_shown(self.peak_bytes, show_bytes)}{survived}"
+            return f"{_show(self.peak_bytes, show_bytes)}{survived}"
         return f"{show_bytes(self.peak_bytes)} of {show_bytes(self.last['limit_bytes'])}, {self.used:.0%}{survived}"
 
-    @property
-    def _waited(self) -> float | None:
-        waited, worked = sum(self._known("data_wait_s")), sum(self._known("seconds"))
-        return waited / (waited + worked) if worked else None
+    def items(self) -> list[tuple[str, str]]:
+        """Name and value of each metric, in display order."""
+        losses = [loss for loss in self._recent("loss") if math.isfinite(loss)]
+        mean = f" (mean {show_metric(fmean(losses))})" if len(losses) > 1 else ""
+        waited, worked = sum(self._recent("data_wait_s")), sum(self._recent("seconds"))
+        return [
+            ("loss", _show(number(self.last, "loss"), show_metric) + mean),
+            ("lr", _show(number(self.last, "lr"), "{:.2e}".format)),
+            ("epoch", _show(number(self.last, "epoch"), "{:.2f}".format)),
+            ("rows/s", self._median("rows_per_s", show_rate)),
+            ("tokens/s", self._median("tokens_per_s", show_rate)),
+            ("MFU", self._median("mfu", "{:.1%}".format)),
+            ("data wait", _show(waited / (waited + worked) if worked else None, "{:.1%}".format)),
+            ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),
+        ]
 
-    def _known(self, name: str) -> list[float]:
+    def line(self) -> str:
+        """The last step as one plain line."""
+        values = [f"{value} {name}" if name.endswith("/s") else f"{name} {value}" for name, value in self.items()]
+        step = f"step {self.step}/{self.steps or UNKNOWN}"
+        return "  ".join([step, *values, f"memory {self.memory}", f"ETA {self.eta}"])
+
+    def _recent(self, name: str) -> list[float]:
         return [value for step in self._steps if (value := number(step, name)) is not None]
 
-    def _rate(self, name: str, show: Callable[[float], str]) -> str:
-        known = self._known(name)
-        return _shown(median(known) if known else None, show)
+    def _median(self, name: str, show: Callable[[float], str]) -> str:
+        values = self._recent(name)
+        return _show(median(values) if values else None, show)
 
 
-def step_line(figures: Figures) -> str:
-    """A step as one plain line."""
-    step, steps = figures.place
-    parts = [f"{value} {name}" if name.endswith("/s") else f"{name} {value}" for name, value in figures.items()]
-    return "  ".join([f"step {step}/{steps or UNKNOWN}", *parts, f"memory {figures.memory}", f"left {figures.eta}"])
-
-
-def sentence(event: Mapping[str, Any]) -> str:
-    """What an event says in one line, with its step; empty for what is not told."""
+def event_line(event: Mapping[str, Any]) -> str:
+    """An event as one line with its step; empty if it is not printed."""
     kind, step = event["event"], event.get("step")
-    where = f"step {step:,}: " if step else ""
+    prefix = f"step {step:,}: " if step else ""
     if kind == "eval":
-        best = ", the best so far" if event.get("best") else ""
-        return (
-            f"{where}evaluated on {event['rows']:,} rows in {show_seconds(event['seconds'])}: {metrics_of(event)}{best}"
-        )
+        best = ", best so far" if event.get("best") else ""
+        rows, seconds = show_count(event["rows"], "row"), show_seconds(event["seconds"])
+        return f"{prefix}evaluation on {rows} in {seconds}: {metrics_of(event)}{best}"
     if kind == "checkpoint" and event["saved"]:
-        return f"{where}saved {show_bytes(event['size_bytes'])} in {show_seconds(event['seconds'])}: {event['path']}"
+        size, seconds = show_bytes(event["size_bytes"]), show_seconds(event["seconds"])
+        return f"{prefix}saved {event['path']} ({size} in {seconds})"
     if kind == "checkpoint":
-        return f"{where}the checkpoint failed: {event['sentence']}"
+        return f"{prefix}checkpoint not saved: {event['sentence']}"
     if kind == "begin":
-        return f"training in {event['run']}: {event['steps']:,} steps on {event['processes']} process{'es' * (event['processes'] != 1)}"
-    return f"{where}{event['sentence']}" if kind in TOLD else ""
+        processes = f"{event['processes']} process{'es' * (event['processes'] != 1)}"
+        return f"training in {event['run']}: {show_count(event['steps'], 'step')} on {processes}"
+    return f"{prefix}{event['sentence']}" if kind in PRINTED else ""
 
 
-def style_of(event: Mapping[str, Any]) -> str:
+def event_style(event: Mapping[str, Any]) -> str:
     failed = event.get("saved") is False or event.get("reason") == "failed"
-    return TROUBLE.get("failed" if failed else event["event"], "")
+    return WARNING_STYLES.get("failed" if failed else event["event"], "")
 
 
 def metrics_of(event: Mapping[str, Any]) -> str:
-    figures = {name: number(event, name) for name in event if name not in NOT_METRICS}
-    return ", ".join(f"{name} {show_figure(value)}" for name, value in figures.items() if value is not None)
+    """The metrics of an `eval` event: `loss 2.5000, bleu 31.24`."""
+    metrics = {name: number(event, name) for name in event if name not in NOT_METRICS}
+    return ", ".join(f"{name} {show_metric(value)}" for name, value in metrics.items() if value is not None)
 
 
-def _shown(value: float | None, show: Callable[[float], str]) -> str:
-    return UNKNOWN if value is None else show(value)
-
-
-def show_figure(value: float) -> str:
-    """As many figures behind the point as make a difference."""
+def show_metric(value: float) -> str:
+    """With as many decimals as matter."""
     if not math.isfinite(value) or not value or 1e-3 <= abs(value) < 10:
         return f"{value:.4f}"
     return f"{value:.2f}" if 10 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
-EVERY_S, DRAWN_S = 10.0, 0.25
-"""At most one plain line of a step, and one drawing, in so many seconds."""
-CELL = 26
-"""Columns of one figure with its name: three stand side by side on 80 columns, four on 120."""
-BAR = 18
-"""Columns of the memory's bar."""
-
-log = logging.getLogger("brimful")
+def _show(value: float | None, show: Callable[[float], str]) -> str:
+    return UNKNOWN if value is None else show(value)
 
 
-class View(Protocol):
-    """A way to show a run."""
-
-    def open(self) -> None: ...
-    def say(self, phrase: str) -> None: ...
-    def tell(self, line: str, style: str) -> None: ...
-    def show(self, shown: RenderableType) -> None: ...
-    def step(self, figures: Figures) -> None: ...
-    def settle(self, figures: Figures) -> None:
-        """Show the last step, should it not be shown yet."""
-
-    def close(self) -> None: ...
-
-
-class Progress:
-    """Called with every event of a run; a context manager, which leaves the terminal as it was.
-
-    with Progress.open(sys.stderr) as progress:
-        Journal(path, [progress])
-    """
-
-    def __init__(self, view: View) -> None:
-        self._view: View | None = view
-        self._figures = Figures()
-        self._resumed = False
-        self._handler = _Logged(lambda line: self._safely(lambda view: view.tell(line, "yellow")))
-
-    @classmethod
-    def open(cls, stream: TextIO, every_s: float = EVERY_S) -> Self:
-        """For this stream: live on a terminal that can move its cursor, in lines elsewhere."""
-        console = Console(file=stream)
-        live = console.is_terminal and not console.is_dumb_terminal
-        return cls(_Terminal(console) if live else _Lines(stream, every_s))
-
-    def __enter__(self) -> Self:
-        log.addHandler(self._handler)
-        self._safely(lambda view: view.open())
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._safely(lambda view: view.settle(self._figures))
-        self._safely(lambda view: view.close())
-        log.removeHandler(self._handler)
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        self._safely(lambda view: self._show(view, event))
-
-    def say(self, phrase: str) -> None:
-        """What is being prepared before the first step."""
-        self._safely(lambda view: view.say(phrase))
-
-    def _show(self, view: View, event: Mapping[str, Any]) -> None:
-        self._figures.take(event)
-        if event["event"] == "step":
-            view.step(self._figures)
-            return
-        if event["event"] in ("pause", "end"):
-            view.settle(self._figures)
-        if event["event"] == "begin":
-            self._resumed = bool(event.get("resumed"))
-        if event["event"] == "plan" and not self._resumed:
-            view.show(_plan(event))
-        if told := sentence(event):
-            view.tell(told, style_of(event))
-
-    def _safely(self, show: Callable[[View], object]) -> None:
-        """The first failure is the last: a view that cannot be shown is given up."""
-        try:
-            if self._view is not None:
-                show(self._view)
-        except Exception as error:
-            self._view = None
-            log.info("the progress view is given up: %s", error)
-
-
-def _plan(event: Mapping[str, Any]) -> RenderableType:
+def _plan_table(event: Mapping[str, Any]) -> RenderableType:
     from brimful.planning.plan import Plan
     from brimful.report.tables import plan_table
 
     return plan_table(Plan.from_json(dict(event)))
 
 
-class _Lines:
-    """One line at a time, for files and pipes."""
+class View(Protocol):
+    """A way to show a run."""
+
+    def start(self) -> None: ...
+    def status(self, phrase: str) -> None: ...
+    def line(self, line: str, style: str) -> None: ...
+    def table(self, table: RenderableType) -> None: ...
+    def step(self, summary: RunSummary) -> None: ...
+    def flush(self, summary: RunSummary) -> None:
+        """Show the last step if it is not shown yet."""
+
+    def stop(self) -> None: ...
+
+
+class _LineView:
+    """Plain lines, for files and pipes."""
 
     def __init__(self, stream: TextIO, every_s: float) -> None:
         self._stream, self._every_s = stream, every_s
-        self._due = self._due_to_say = -math.inf
-        self._told = 0
+        self._step_due = self._status_due = -math.inf
+        self._last_step = 0
 
-    def open(self) -> None:
+    def start(self) -> None:
         pass
 
-    def say(self, phrase: str) -> None:
-        if time.monotonic() >= self._due_to_say:
-            self._due_to_say = time.monotonic() + self._every_s
+    def status(self, phrase: str) -> None:
+        if time.monotonic() >= self._status_due:
+            self._status_due = time.monotonic() + self._every_s
             self._write(phrase)
 
-    def tell(self, line: str, style: str) -> None:
+    def line(self, line: str, style: str) -> None:
         self._write(line)
 
-    def show(self, shown: RenderableType) -> None:
+    def table(self, table: RenderableType) -> None:
         console = Console(file=io.StringIO(), width=Console(file=self._stream).width)
-        console.print(shown)
+        console.print(table)
         self._write(console.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
-    def step(self, figures: Figures) -> None:
-        step, steps = figures.place
-        if time.monotonic() >= self._due or step == steps:
-            self._due, self._told = time.monotonic() + self._every_s, step
-            self._write(step_line(figures))
+    def step(self, summary: RunSummary) -> None:
+        if time.monotonic() >= self._step_due or summary.step == summary.steps:
+            self._step_due = time.monotonic() + self._every_s
+            self._write_step(summary)
 
-    def settle(self, figures: Figures) -> None:
-        if figures.place[0] != self._told:
-            self._told = figures.place[0]
-            self._write(step_line(figures))
+    def flush(self, summary: RunSummary) -> None:
+        if summary.step != self._last_step:
+            self._write_step(summary)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         pass
 
+    def _write_step(self, summary: RunSummary) -> None:
+        self._last_step = summary.step
+        self._write(summary.line())
+
     def _write(self, line: str) -> None:
-        """By one write, so that lines of several processes do not mix."""
+        """In one write, so that lines of several processes do not mix."""
         try:
             self._stream.flush()
             os.write(self._stream.fileno(), f"{line}\n".encode(self._stream.encoding or "utf-8", "replace"))
-        except (AttributeError, ValueError):  # a stream without a file behind it
+        except (AttributeError, ValueError):  # a stream without a file
             print(line, file=self._stream, flush=True)
 
 
-class _Terminal:
-    """A bar and the figures at the bottom, lines above."""
+class _LiveView:
+    """A bar and the metrics at the bottom of the terminal, lines above."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
         self._drawn = -math.inf
 
-    def open(self) -> None:
+    def start(self) -> None:
         self._live.start()
 
-    def say(self, phrase: str) -> None:
+    def status(self, phrase: str) -> None:
         self._draw(Text(phrase, style="dim", overflow="ellipsis", no_wrap=True))
 
-    def tell(self, line: str, style: str) -> None:
+    def line(self, line: str, style: str) -> None:
         self._console.print(Text(line, style=style))
 
-    def show(self, shown: RenderableType) -> None:
-        self._console.print(shown)
+    def table(self, table: RenderableType) -> None:
+        self._console.print(table)
 
-    def step(self, figures: Figures) -> None:
-        self._draw(RunPanel(figures), now=figures.place[0] == figures.place[1])
+    def step(self, summary: RunSummary) -> None:
+        self._draw(RunPanel(summary), now=summary.step == summary.steps)
 
-    def settle(self, figures: Figures) -> None:
-        self._draw(RunPanel(figures) if figures.last else Text(), now=True)
+    def flush(self, summary: RunSummary) -> None:
+        self._draw(RunPanel(summary) if summary.last else Text(), now=True)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._live.stop()
 
-    def _draw(self, shown: RenderableType, *, now: bool = False) -> None:
-        due = now or time.monotonic() - self._drawn >= DRAWN_S
-        self._live.update(shown, refresh=due)
+    def _draw(self, content: RenderableType, *, now: bool = False) -> None:
+        due = now or time.monotonic() - self._drawn >= DRAW_S
+        self._live.update(content, refresh=due)
         self._drawn = time.monotonic() if due else self._drawn
 
 
-class _Logged(logging.Handler):
-    """What Brimful logs goes through the view; a step's events come by themselves."""
-
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        super().__init__(logging.WARNING)
-        self._tell = tell
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.module != "events":
-            self._tell(record.getMessage())
-
-
 class RunPanel:
-    """Everything that stays on the terminal, for whatever width it has when it is drawn."""
+    """What stays at the bottom of the terminal, for whatever width it has when it is drawn."""
 
-    def __init__(self, figures: Figures) -> None:
-        self._figures = figures
+    def __init__(self, summary: RunSummary) -> None:
+        self._summary = summary
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        figures, (step, steps) = self._figures, self._figures.place
+        summary, step, steps = self._summary, self._summary.step, self._summary.steps
         head = Table.grid(padding=(0, 2, 0, 0), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
@@ -364,37 +350,46 @@ class RunPanel:
         head.add_row(
             Text(f"step {step:,}/{steps:,}" if steps else f"step {step:,}", style="bold"),
             ProgressBar(total=steps or None, completed=step, complete_style="green", finished_style="green"),
-            Text.assemble((share, "bold"), "  ", ("left ", "dim"), figures.eta),
+            Text.assemble((share, "bold"), "  ", ("ETA ", "dim"), summary.eta),
         )
-        yield Group(head, _cells(figures.items(), options.max_width), _memory(figures), *_best(figures))
+        parts: list[RenderableType] = [head, _cells(summary.items(), options.max_width), _memory_bar(summary)]
+        if summary.best is not None:
+            best = f"{metrics_of(summary.best)} at step {summary.best['step']:,}"
+            parts.append(Text.assemble(("best ", "dim"), best, no_wrap=True, overflow="ellipsis"))
+        yield Group(*parts)
 
 
 def _cells(items: Sequence[tuple[str, str]], width: int) -> Table:
-    """As many side by side as fit; each of one width, so that nothing jumps when a figure grows."""
+    """As many side by side as fit, each of one width, so that nothing moves when a number grows."""
     grid = Table.grid()
-    across = max(1, width // CELL)
-    for _ in range(across):
-        grid.add_column(width=CELL, no_wrap=True)
-    cells = [Text.assemble((f"{name} ", "dim"), _styled(value)) for name, value in items]
-    for start in range(0, len(cells), across):
-        grid.add_row(*cells[start : start + across])
+    columns = max(1, width // CELL_COLUMNS)
+    for _ in range(columns):
+        grid.add_column(width=CELL_COLUMNS, no_wrap=True)
+    cells = []
+    for name, value in items:
+        style = "red" if value.startswith(("nan", "inf", "-inf")) else "dim" if value == UNKNOWN else "bold"
+        cells.append(Text.assemble((f"{name} ", "dim"), (value, style)))
+    for first in range(0, len(cells), columns):
+        grid.add_row(*cells[first : first + columns])
     return grid
 
 
-def _memory(figures: Figures) -> Text:
-    used = figures.used
+def _memory_bar(summary: RunSummary) -> Text:
+    used = summary.used
     if used is None:
-        return Text.assemble(("memory ", "dim"), figures.memory)
+        return Text.assemble(("memory ", "dim"), summary.memory)
     style = "green" if used <= 0.9 else "yellow" if used <= 0.97 else "red"
-    bar = ("█" * round(min(used, 1.0) * BAR)).ljust(BAR, "░")
-    return Text.assemble(("memory ", "dim"), (bar, style), " ", figures.memory, no_wrap=True, overflow="ellipsis")
+    bar = ("█" * round(min(used, 1.0) * BAR_COLUMNS)).ljust(BAR_COLUMNS, "░")
+    return Text.assemble(("memory ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis")
 
 
-def _best(figures: Figures) -> Iterator[Text]:
-    if figures.best is not None:
-        best = f"{metrics_of(figures.best)} at step {figures.best['step']:,}"
-        yield Text.assemble(("best ", "dim"), best, no_wrap=True, overflow="ellipsis")
+class _LogHandler(logging.Handler):
+    """Sends Brimful's warnings through the view, except events of a step, which arrive by themselves."""
 
+    def __init__(self, write: Callable[[str], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._write = write
 
-def _styled(value: str) -> tuple[str, str]:
-    return value, "red" if value.startswith(("nan", "inf", "-inf")) else "dim" if value == UNKNOWN else "bold"
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.module != "events":
+            self._write(record.getMessage())

@@ -1,5 +1,9 @@
-"""A plan as people read it: what to run, how full the memory gets, and every choice with its reason."""
+"""Tables for the terminal: a plan, an evaluation and the machine, each readable at 80 columns.
 
+Whatever will end a training (a full GPU, a tiny /dev/shm, a torch without CUDA) is yellow and says what to do.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -9,165 +13,170 @@ from rich.text import Text
 from brimful.machine.gpu import Gpu, describe_holders
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
-from brimful.planning.plan import Choice, Plan
-from brimful.units import GiB, show_bytes, show_rate, show_rows, show_seconds
+from brimful.planning.plan import COLUMNS, Plan
+from brimful.units import GiB, show_bytes, show_rows, show_seconds
 
-# An evaluation as people read it: the figures and what they were counted over, a few answers, the memory and the time.
-
-
+WARNING = "yellow"
+ZONE_STYLE = {"safe": "green", "edge": "yellow", "danger": "red"}
+BAR_WIDTH = 40
 SAMPLES = 3
-LONGEST_TEXT = 200
-"""Characters shown of a text."""
+"""Answers in the table of an evaluation."""
+MAX_TEXT = 200
+"""Characters of a text in a table."""
+SMALL_SHM_BYTES = GiB
+"""Docker gives 64 MiB; four workers with two batches each of 256 float images of 224² pixels need 1.1 GiB."""
 
 
-def eval_table(report: dict[str, Any]) -> RenderableType:
-    """From what `brimful eval --json` prints."""
-    parts: list[RenderableType] = [_headline_eval_table(report), Text(), _figures(report)]
-    if report["samples"]:
-        parts += [Text(), _samples(report["samples"][:SAMPLES])]
-    parts += [Text(), _facts(report)]
-    return Group(*parts)
+# ---- A plan ----------------------------------------------------------------------------------------------------------
 
 
-def _headline_eval_table(report: dict[str, Any]) -> Text:
-    which = "all" if report["rows"] == report["rows_available"] else f"chosen with seed {report['seed']} from"
-    return Text.assemble(
-        (report["model"], "bold"), " on ", (report["data"], "bold"),
-        f": {report['rows']:,} rows, {which} {report['rows_available']:,}",
-    )  # fmt: skip
+def plan_table(plan: Plan) -> RenderableType:
+    """The headline, the memory, every choice with its reason, how the plan was found, and warnings."""
+    choices = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for column in COLUMNS[:-1]:
+        choices.add_column(column, no_wrap=True)
+    choices.add_column(COLUMNS[-1], overflow="fold")
+    for choice in plan.choices:
+        name, requested, effective, basis, reason = choice.cells
+        changed = choice.requested is not None and choice.requested != choice.effective
+        choices.add_row(
+            name,
+            Text(requested, style=WARNING if changed else "dim"),
+            Text(effective, style="bold"),
+            Text(basis, style="dim"),
+            Text(reason),
+        )
+    warnings = [Text(f"warning: {warning}", style=WARNING) for warning in plan.warnings]
+    facts = _facts_grid(_plan_facts(plan).items())
+    return Group(Text(plan.headline, style="bold"), _plan_memory(plan), Text(), choices, Text(), facts, *warnings)
 
 
-def _figures(report: dict[str, Any]) -> Table:
+def _plan_memory(plan: Plan) -> Text:
+    """A bar of the limit: how much of it the plan takes, with a mark where `fill` ends."""
+    style, full = ZONE_STYLE[plan.zone], min(BAR_WIDTH, round(plan.used * BAR_WIDTH))
+    bar = list("█" * full + "░" * (BAR_WIDTH - full))
+    mark = min(BAR_WIDTH - 1, round(plan.fill * BAR_WIDTH))
+    bar[mark] = "▏" if mark >= full else bar[mark]
+    peak = max(plan.measured_peak_bytes, plan.reserved_peak_bytes or 0)
+    share = (f"{plan.used:.0%} {plan.zone}", style)
+    return Text.assemble(("".join(bar), style), f" {show_bytes(peak)} of {show_bytes(plan.limit_bytes)}, ", share)
+
+
+def _plan_facts(plan: Plan) -> dict[str, str]:
+    measured, predicted = plan.measured_peak_bytes, plan.predicted_peak_bytes
+    peak = f"measured {show_bytes(measured)}, predicted {show_bytes(predicted)} ({predicted / measured - 1:+.1%})"
+    if plan.reserved_peak_bytes:
+        peak += f", reserved {show_bytes(plan.reserved_peak_bytes)}"
+    largest = (
+        f"{show_rows(plan.largest_micro_batch)} ran, with a peak of {show_bytes(plan.largest_measured_peak_bytes)}"
+    )
+    if plan.one_more_predicted_peak_bytes is None:
+        largest += "; the global batch has no more"
+    else:
+        one_more = show_bytes(plan.one_more_predicted_peak_bytes)
+        largest += f"; one more would need {one_more} (predicted), above the budget of {show_bytes(plan.budget_bytes)}"
+    planned = f"in {show_seconds(plan.plan_s)} with {plan.probes} probes and {_ooms(plan.ooms)}"
+    if plan.cached:
+        planned = f"reused from {plan.created}; --no-cache plans again"
+    return {"peak": peak, "largest": largest, "planned": planned}
+
+
+# ---- An evaluation ---------------------------------------------------------------------------------------------------
+
+
+def eval_table(report: Mapping[str, Any]) -> RenderableType:
+    """The JSON report of `brimful eval`: scores, a few answers, then memory and time."""
+    available = report["rows_available"]
+    rows = (
+        f"all {available:,}"
+        if report["rows"] == available
+        else f"{report['rows']:,} of {available:,} (seed {report['seed']})"
+    )
+    headline = Text.assemble((report["model"], "bold"), " on ", (report["data"], "bold"), f": {rows} rows")
+    samples: list[RenderableType] = [Text(), _samples(report["samples"][:SAMPLES])] if report["samples"] else []
+    return Group(headline, Text(), _scores(report), *samples, Text(), _eval_facts(report))
+
+
+def _scores(report: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
     if report["loss"] is not None:
-        tokens = f"mean over {report['tokens']:,} tokens of the answers"
-        table.add_row("loss", f"{report['loss']:.4f}", tokens)
-        table.add_row("perplexity", _perplexity(report["perplexity"]), "e to the loss")
+        perplexity = report["perplexity"]
+        shown = (
+            "above e³⁰⁸" if perplexity is None else f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
+        )
+        table.add_row("loss", f"{report['loss']:.4f}", f"mean over {report['tokens']:,} response tokens")
+        table.add_row("perplexity", shown, "exp(loss)")
     for name, title in (("bleu", "BLEU-4"), ("chrf", "chrF")):
         if report.get(name) is not None:
-            table.add_row(
-                title, f"{report[name]:.2f}", f"over all {report['rows']:,} answers: {report['signatures'][name]}"
-            )
+            table.add_row(title, f"{report[name]:.2f}", f"{report['rows']:,} answers, {report['signatures'][name]}")
     return table
 
 
-def _perplexity(value: float | None) -> str:
-    if value is None:
-        return "beyond e³⁰⁸"
-    return f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
-
-
-def _samples(samples: list[dict[str, Any]]) -> Table:
+def _samples(samples: Iterable[Mapping[str, str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for number, one in enumerate(samples):
+    for number, sample in enumerate(samples):
         if number:
             table.add_row("", "")
         for name, style in (("prompt", ""), ("response", "bold"), ("reference", "dim")):
-            table.add_row(name, Text(_shown_eval_table(one[name]), style=style))
+            line = " ".join(sample[name].split()) or "(nothing)"
+            table.add_row(name, Text(line if len(line) <= MAX_TEXT else f"{line[: MAX_TEXT - 1]}…", style=style))
     return table
 
 
-def _shown_eval_table(text: str) -> str:
-    """On one line, and no longer than can be read at a glance."""
-    flat = " ".join(text.split()) or "(nothing)"
-    return flat if len(flat) <= LONGEST_TEXT else f"{flat[: LONGEST_TEXT - 1]}…"
-
-
-def _facts(report: dict[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("lengths", Text(_cut(report)))
-    for kind, plan in report["forward"].items():
-        table.add_row(kind, Text(_plan(plan)))
-    table.add_row("memory", Text(_memory_eval_table(report), style="yellow" if report["ooms"] else ""))
-    table.add_row("time", Text(f"{show_seconds(report['seconds'])} on {report['device_name']}"))
-    if report["output"]:
-        table.add_row("answers", Text(report["output"]))
-    return table
-
-
-def _cut(report: dict[str, Any]) -> str:
-    """Where rows were cut, and how many."""
-    at, why = "+".join(map(str, report["max_tokens"].values())), report["max_tokens_because"]
+def _eval_facts(report: Mapping[str, Any]) -> Table:
+    limits = "+".join(map(str, report["max_tokens"].values()))
     longer = [f"{count:,} {side}{'s' * (count != 1)}" for side, count in report["truncated"].items() if count]
-    what = f"{' and '.join(longer)} of {report['rows_available']:,} rows" if longer else "no row has one"
-    return f"sides longer than {at} tokens are cut, {why}: {what}"
+    truncated = f"{' and '.join(longer)} of {report['rows_available']:,} rows" if longer else "no row"
+    facts: list[tuple[str, str | Text]] = [
+        ("truncated", f"{truncated}, at {limits} tokens {report['max_tokens_reason']}")
+    ]
+    for kind, plan in report["forward"].items():
+        rows, shape = show_rows(plan["largest_batch"]["rows"]), "+".join(map(str, plan["largest_batch"]["shape"]))
+        batches = f"{plan['batches']:,} batch{'es' * (plan['batches'] != 1)}, the largest {rows} of {shape}"
+        predicted, budget = show_bytes(plan["predicted_added_bytes"]), show_bytes(plan["added_budget_bytes"])
+        facts.append((kind, f"{batches} (predicted {predicted}); budget {budget}, {plan['because']}"))
+    peak = f"measured peak {show_bytes(report['peak_bytes'])}" if report["peak_bytes"] else "peak not measured here"
+    memory = f"{peak}, limit {show_bytes(report['limit_bytes'])} ({report['limit_reason']}), {_ooms(report['ooms'])}"
+    facts.append(("memory", Text(memory, style=WARNING if report["ooms"] else "")))
+    facts.append(("time", f"{show_seconds(report['seconds'])} on {report['device_name']}"))
+    if report["output"]:
+        facts.append(("answers", f"Saved to {report['output']}"))
+    return _facts_grid(facts)
 
 
-def _plan(plan: dict[str, Any]) -> str:
-    rows, shape = plan["largest_batch"]["rows"], "+".join(map(str, plan["largest_batch"]["shape"]))
-    count = plan["batches"]
-    return (
-        f"{count:,} batch{'es' * (count != 1)}, the largest {show_rows(rows)} of {shape} "
-        f"(predicted {show_bytes(plan['predicted_added_bytes'])}); allowed are {show_bytes(plan['added_budget_bytes'])}, {plan['because']}"
-    )
-
-
-def _memory_eval_table(report: dict[str, Any]) -> str:
-    peak = (
-        f"measured {show_bytes(report['peak_bytes'])} at the highest" if report["peak_bytes"] else "not measured here"
-    )
-    limit = f", of {show_bytes(report['limit_bytes'])} ({report['limit_reason']})"
-    ooms = report["ooms"]
-    return f"{peak}{limit}; {ooms or 'no'} out-of-memory error{'s' * (ooms != 1)}"
-
-
-# A `Machine` at a glance: what may be used, of how much, and why not all of it.
-#
-# One row a fact, the usable figure first; whatever will end a training (a tiny /dev/shm, a full card, a torch without
-# CUDA) is yellow and says what to do.
-
-
-_WARN = "yellow"
-_SMALL_SHM_BYTES = GiB
-"""Docker gives 64 MiB; four workers with two batches each of 256 float images of 224² pixels need 1.1 GiB."""
+# ---- The machine -----------------------------------------------------------------------------------------------------
 
 
 def machine_table(machine: Machine) -> RenderableType:
-    """Everything `brimful machine` shows: a label and a line a fact, which also reads well at 80 columns."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _rows(machine):
-        table.add_row(label, value)
-    return table
-
-
-def _rows(machine: Machine) -> list[tuple[str, Text]]:
+    """One line per fact, the usable amount first, with the reason if it is not all of it."""
     host, in_container = machine.host, machine.software.in_container
-    return [
-        *[(f"{gpu.kind}:{gpu.index}", _gpu(gpu, in_container)) for gpu in machine.gpus],
-        *([] if machine.gpus else [("GPU", Text("none; training runs on the CPU"))]),
-        ("RAM", Text(_ram(host))),
-        ("swap", Text(_swap(host))),
-        ("cores", Text(_cores(host))),
-        *([("/dev/shm", _shm(machine.shm, in_container))] if machine.shm else []),
-        ("disk", Text(_disk(machine.disk))),
-        ("limits", Text(_limits(host))),
-        ("software", Text(_software(machine))),
-        *[("note", Text(note, style=_WARN)) for note in machine.notes],
-    ]
+    facts: list[tuple[str, str | Text]] = [(f"{gpu.kind}:{gpu.index}", _gpu(gpu, in_container)) for gpu in machine.gpus]
+    facts += [] if machine.gpus else [("GPU", "none; training runs on the CPU")]
+    facts += [("RAM", _ram(host)), ("swap", _swap(host)), ("cores", _cores(host))]
+    facts += [("/dev/shm", _shm(machine.shm, in_container))] if machine.shm else []
+    facts += [("disk", _disk(machine.disk)), ("limits", _limits(host)), ("software", _software(machine))]
+    facts += [("note", Text(note, style=WARNING)) for note in machine.notes]
+    return _facts_grid(facts)
 
 
 def _gpu(gpu: Gpu, in_container: bool) -> Text:
-    """Yellow where others hold more than a tenth of the card: a plan for the empty card will not fit."""
+    """Yellow if others hold more than a tenth of the GPU: a plan for the empty GPU will not fit."""
     name = gpu.name + (f" (capability {gpu.capability})" if gpu.capability else "")
     free = "free unknown" if gpu.free_bytes is None else f"{show_bytes(gpu.free_bytes)} free"
     text = Text(f"{name}: {free} of {show_bytes(gpu.total_bytes)}; ")
     crowded = (gpu.used_by_others_bytes or 0) > (gpu.total_bytes or 0) / 10
-    return text.append(describe_holders(gpu, in_container=in_container), style=_WARN if crowded else "")
+    return text.append(describe_holders(gpu, in_container=in_container), style=WARNING if crowded else "")
 
 
 def _ram(host: Host) -> str:
     now = f"{show_bytes(host.ram_available_bytes)} available now"
     if host.ram_limit_bytes == host.ram_total_bytes:
-        return f"{show_bytes(host.ram_total_bytes)}, all of it usable; {now}"
+        return f"{show_bytes(host.ram_total_bytes)}, all usable; {now}"
     usable = f"{show_bytes(host.ram_limit_bytes)} usable of {show_bytes(host.ram_total_bytes)}"
     return f"{usable} ({host.ram_limited_by}); {now}"
 
@@ -180,20 +189,18 @@ def _swap(host: Host) -> str:
 
 def _cores(host: Host) -> str:
     if host.cores == host.cores_total:
-        return f"{host.cores}, all of them usable"
+        return f"{host.cores}, all usable"
     return f"{host.cores} usable of {host.cores_total} ({host.cores_limited_by})"
 
 
 def _shm(shm: Space, in_container: bool) -> Text:
-    """Too small, it ends in `Bus error` in a DataLoader worker, which nobody connects with /dev/shm."""
-    size = Text(f"{show_bytes(shm.total_bytes)}, {show_bytes(shm.free_bytes)} free")
-    if shm.total_bytes >= _SMALL_SHM_BYTES and shm.free_bytes >= _SMALL_SHM_BYTES:
-        return size
-    fix = "start the container with --shm-size=8g or --ipc=host" if in_container else "remount it larger or empty it"
-    return size.append(
-        f"; less than 1 GiB: DataLoader workers pass batches through it and die of a bus error when it is full; {fix}",
-        style=_WARN,
-    )
+    """If it is too small, a DataLoader worker dies of a `Bus error`, which does not mention /dev/shm."""
+    text = Text(f"{show_bytes(shm.total_bytes)}, {show_bytes(shm.free_bytes)} free")
+    if min(shm.total_bytes, shm.free_bytes) >= SMALL_SHM_BYTES:
+        return text
+    fix = "start the container with --shm-size=8g or --ipc=host" if in_container else "remount it larger, or empty it"
+    problem = "; DataLoader workers pass batches through it and die of a bus error when it is full."
+    return text.append(f"{problem} Try: {fix}.", style=WARNING)
 
 
 def _disk(disk: Space | None) -> str:
@@ -222,86 +229,18 @@ def _software(machine: Machine) -> str:
     return ", ".join(part for part in parts if part)
 
 
-ZONE_STYLE = {"safe": "green", "edge": "yellow", "danger": "red"}
-BAR_WIDTH = 40
-IN_BYTES = ("memory_limit",)
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def plan_table(plan: Plan) -> RenderableType:
-    """The headline, the memory, the choices, how it was found, the warnings."""
-    parts: list[RenderableType] = [_headline(plan), _memory(plan), Text(), _choices(plan), Text(), _footer(plan)]
-    parts += [Text(f"warning: {warning}", style="yellow") for warning in plan.warnings]
-    return Group(*parts)
+def _facts_grid(facts: Iterable[tuple[str, str | Text]]) -> Table:
+    """A name and a line per fact."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, fact in facts:
+        grid.add_row(name, Text(fact) if isinstance(fact, str) else fact)
+    return grid
 
 
-def _headline(plan: Plan) -> Text:
-    cut = f"{show_rows(plan.micro_batch)} × {plan.accumulation}"
-    if plan.processes > 1:
-        cut += f" on each of {plan.processes} processes ({'+'.join(map(str, plan.deal))})"
-    elif plan.micro_batch * plan.accumulation != plan.global_batch:
-        cut = f"{plan.accumulation} micro-batches of at most {show_rows(plan.micro_batch)}"
-    shape = f" of {'+'.join(map(str, plan.shape))}" if plan.shape else ""
-    return Text.assemble(
-        (plan.task, "bold"), f" on {plan.device_name}: ", (cut, "bold"), f" = {plan.global_batch} a step, ",
-        (f"{show_rate(plan.rows_per_s)} rows/s", "bold"), f" at rows{shape or ' of one size'}",
-    )  # fmt: skip
-
-
-def _memory(plan: Plan) -> Text:
-    """A bar of the limit: what the chosen size takes, with the mark where `fill` ends."""
-    style, full = ZONE_STYLE[plan.zone], min(BAR_WIDTH, round(plan.used * BAR_WIDTH))
-    bar = list("█" * full + "░" * (BAR_WIDTH - full))
-    mark = min(BAR_WIDTH - 1, round(plan.fill * BAR_WIDTH))
-    bar[mark] = "▏" if mark >= full else bar[mark]
-    taken = max(plan.measured_peak_bytes, plan.reserved_peak_bytes or 0)
-    return Text.assemble(
-        ("".join(bar), style), f" {show_bytes(taken)} of {show_bytes(plan.limit_bytes)}, ",
-        (f"{plan.used:.0%} {plan.zone}", style),
-    )  # fmt: skip
-
-
-def _choices(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("choice", "asked", "is", "basis"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("because", overflow="fold")
-    for choice in plan.choices:
-        changed = choice.requested is not None and choice.requested != choice.effective
-        table.add_row(
-            choice.name.replace("_", " "),
-            Text(_shown(choice, choice.requested), style="yellow" if changed else "dim"),
-            Text(_shown(choice, choice.effective), style="bold"),
-            Text(choice.basis, style="dim"),
-            choice.reason,
-        )
-    return table
-
-
-def _shown(choice: Choice, value: Any) -> str:
-    if value is None:
-        return "–"
-    return show_bytes(value) if choice.name in IN_BYTES else str(value)
-
-
-def _footer(plan: Plan) -> Table:
-    miss = plan.predicted_peak_bytes / plan.measured_peak_bytes - 1
-    reserved = f", reserved {show_bytes(plan.reserved_peak_bytes)}" if plan.reserved_peak_bytes else ""
-    found = f"{show_seconds(plan.plan_s)} with {plan.probes} probes and {plan.ooms} out-of-memory error{'s' * (plan.ooms != 1)}"
-    if plan.cached:
-        found = f"the plan of {plan.created}, no probe run (--no-cache fits anew)"
-    lines = {
-        "peak": f"measured {show_bytes(plan.measured_peak_bytes)}, predicted {show_bytes(plan.predicted_peak_bytes)} ({miss:+.1%}){reserved}",
-        "largest": f"{show_rows(plan.largest_micro_batch)} ran, at {show_bytes(plan.largest_measured_peak_bytes)}{_one_more(plan)}",
-        "found in": found,
-    }
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name, text in lines.items():
-        table.add_row(name, text)
-    return table
-
-
-def _one_more(plan: Plan) -> str:
-    if plan.one_more_predicted_peak_bytes is None:
-        return "; the global batch has no more"
-    budget = f"the budget of {show_bytes(plan.budget_bytes)}"
-    return f"; one more would need {show_bytes(plan.one_more_predicted_peak_bytes)} (predicted), over {budget}"
+def _ooms(count: int) -> str:
+    return f"{count or 'no'} out-of-memory error{'s' * (count != 1)}"

@@ -1,0 +1,268 @@
+"""Tables for the terminal: a plan, an evaluation, the machine."""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from brimful.machine.gpu import Gpu, GpuProcess
+from brimful.machine.host import Host, Space
+from brimful.machine.machine import Machine, Software
+from brimful.planning.planner import plan as make_plan
+from brimful.report.tables import eval_table, machine_table, plan_table
+from brimful.units import GiB, MiB
+from tests.planning.small import Normed, Tagger
+
+
+def render(table, width: int) -> str:
+    console = Console(width=width, file=StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def plan_text(plan):
+    return render(plan_table(plan), width=120)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(Tagger(), memory_limit="4MiB", device="cpu", cache=False)
+
+
+def test_the_headline_is_what_to_run(plan):
+    assert plan_text(plan).startswith("tagger on the CPU: ")
+    assert "= 50 a step" in plan_text(plan)
+
+
+def test_every_choice_is_a_row(plan):
+    for choice in plan.choices:
+        assert choice.name.replace("_", " ") in plan_text(plan)
+
+
+def test_a_prediction_is_called_one(plan):
+    assert "(predicted), above the budget" in plan_text(plan)
+
+
+@pytest.mark.parametrize(("rows", "zone"), [(700, "safe"), (760, "edge"), (860, "danger")])
+def test_the_zone_is_named(rows, zone):
+    plan = make_plan(
+        Normed(), memory_limit="1MiB", device="cpu", cache=False, fill=0.95, micro_batch=rows, global_batch=1200
+    )
+    assert plan.zone == zone
+    assert f"% {zone}" in plan_text(plan)
+
+
+def test_a_warning_is_plan_text():
+    assert "warning: BatchNorm" in plan_text(make_plan(Normed(), memory_limit="4MiB", device="cpu", cache=False))
+
+
+def test_a_cached_plan_says_so(plan):
+    assert "reused from" in plan_text(replace(plan, cached=True))
+
+
+PLAN = {
+    "batches": 3, "largest_batch": {"rows": 8, "shape": [20, 30]}, "predicted_added_bytes": 3 * 2**20,
+    "added_budget_bytes": 50 * 2**20, "because": "85% of 64 MiB, less 4 MiB held already",
+}  # fmt: skip
+REPORT = {
+    "model": "runs/a/best", "data": "valid.jsonl", "device_name": "the CPU", "seed": 7, "rows": 1000, "rows_available": 5000,
+    "loss": 2.34567, "perplexity": 10.4401, "tokens": 12345, "bleu": 31.239, "chrf": 28.1,
+    "signatures": {"bleu": "tok:zh|version:2.6.0", "chrf": "nc:6"},
+    "samples": [{"prompt": "问题", "response": "回答\n两行", "reference": "[参考]"}] * 5,
+    "forward": {"evaluation": PLAN, "generation": PLAN}, "limit_bytes": 64 * 2**20, "limit_reason": "as requested",
+    "max_tokens": {"prompt": 256, "response": 320}, "truncated": {"prompt": 1, "response": 0},
+    "max_tokens_reason": "as in the model's run", "peak_bytes": 40 * 2**20, "ooms": 0, "seconds": 12.34, "output": None,
+}  # fmt: skip
+
+
+def eval_text(width=120, **changes):
+    return render(eval_table({**REPORT, **changes}), width)
+
+
+def test_every_score_is_shown_with_what_it_was_computed_from():
+    text = eval_text()
+    for part in ("2.3457", "10.44", "31.24", "28.10", "12,345 response tokens", "1,000 answers", "tok:zh"):
+        assert part in text
+    assert "1,000 of 5,000 (seed 7) rows" in text
+
+
+def test_truncated_rows_are_counted():
+    where = "at 256+320 tokens as in the model's run"
+    assert f"1 prompt of 5,000 rows, {where}" in eval_text()
+    both = eval_text(truncated={"prompt": 2, "response": 1200})
+    assert f"2 prompts and 1,200 responses of 5,000 rows, {where}" in both
+    assert f"no row, {where}" in eval_text(truncated={"prompt": 0, "response": 0})
+
+
+def test_memory_is_called_measured_or_predicted():
+    text = " ".join(eval_text().split())
+    assert "predicted 3 MiB" in text and "measured peak 40 MiB" in text and "no out-of-memory errors" in text
+    assert "not measured here" in eval_text(peak_bytes=None)
+    assert "1 out-of-memory error" in eval_text(ooms=1) and "1 out-of-memory errors" not in eval_text(ooms=1)
+
+
+def test_three_answers_are_shown_on_a_line_each():
+    text = eval_text()
+    assert text.count("回答 两行") == 3
+    assert "[参考]" in text
+
+
+def test_scores_that_were_not_computed_are_not_eval_text():
+    text = eval_text(loss=None, perplexity=None, samples=[], signatures={}, bleu=None, chrf=None, truncated={})
+    assert not any(word in text for word in ("loss", "perplexity", "BLEU", "chrF", "prompt"))
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "above"), (1234567.0, "1.23e+06"), (999.5, "999.50")])
+def test_a_perplexity_of_any_size_is_readable(value, text):
+    assert text in eval_text(perplexity=value)
+
+
+def test_all_rows_and_the_file_are_named():
+    assert "all 5,000 rows" in eval_text(rows=5000)
+    assert "answers.jsonl" in eval_text(output="answers.jsonl")
+
+
+def test_it_fits_80_columns():
+    assert max(len(line) for line in eval_text(width=80).splitlines()) <= 80
+
+
+def test_long_texts_are_shortened():
+    assert eval_text(samples=[{"prompt": "长" * 500, "response": "", "reference": "短"}]).count("长") == 199
+    assert "(nothing)" in eval_text(samples=[{"prompt": "长", "response": "", "reference": "短"}])
+
+
+HOST = Host(
+    ram_total_bytes=64 * GiB,
+    ram_limit_bytes=64 * GiB,
+    ram_limited_by="physical memory",
+    ram_available_bytes=50 * GiB,
+    swap_total_bytes=0,
+    swap_free_bytes=0,
+    cores_total=16,
+    cores=16,
+    cores_limited_by="all cores of the machine",
+    open_files_limit=1024,
+    locked_memory_limit_bytes=None,
+)
+SOFTWARE = Software(
+    python="3.12.3",
+    torch="2.11.0+cu130",
+    cuda="13.0",
+    driver="580.159.04",
+    platform="Linux-6.8",
+    in_container=False,
+    container_sign=None,
+)
+GPU = Gpu(
+    index=0,
+    kind="cuda",
+    name="NVIDIA H200",
+    uuid="GPU-u",
+    total_bytes=140 * GiB,
+    free_bytes=79 * GiB,
+    used_by_others_bytes=61 * GiB,
+    own_bytes=0,
+    other_processes=(GpuProcess(pid=4711, name="python3", used_bytes=61 * GiB),),
+    driver="580.159.04",
+    capability="9.0",
+)
+MACHINE = Machine(
+    gpus=(GPU,),
+    host=HOST,
+    shm=Space(path="/dev/shm", total_bytes=32 * GiB, free_bytes=32 * GiB),
+    disk=Space(path="/data/runs", total_bytes=500 * GiB, free_bytes=80 * GiB),
+    software=SOFTWARE,
+    notes=(),
+)
+
+
+def lines(machine: Machine) -> dict[str, str]:
+    """The lines by their label, on a terminal wide enough not to wrap them."""
+    return {
+        label: value.strip()
+        for label, value in (line.split("  ", 1) for line in render(machine_table(machine), width=250).splitlines())
+    }
+
+
+def host(**changes: object) -> dict[str, str]:
+    return lines(replace(MACHINE, host=replace(HOST, **changes)))
+
+
+def test_a_gpu_shows_what_is_free_and_who_holds_the_rest():
+    assert lines(MACHINE)["cuda:0"] == (
+        "NVIDIA H200 (capability 9.0): 79 GiB free of 140 GiB; python3 (pid 4711) holds 61 GiB"
+    )
+
+
+def test_a_gpu_of_unknown_use_says_unknown():
+    gpu = replace(GPU, free_bytes=None, used_by_others_bytes=None, other_processes=(), capability=None)
+    assert lines(replace(MACHINE, gpus=(gpu,)))["cuda:0"] == (
+        "NVIDIA H200: free unknown of 140 GiB; who holds the rest is unknown"
+    )
+
+
+def test_no_gpu_is_one_clear_line():
+    shown = lines(replace(MACHINE, gpus=(), notes=("torch has no CUDA support.",)))
+    assert shown["GPU"] == "none; training runs on the CPU"
+    assert shown["note"] == "torch has no CUDA support."
+
+
+def test_ram_without_a_limit_is_all_usable():
+    assert lines(MACHINE)["RAM"] == "64 GiB, all usable; 50 GiB available now"
+
+
+def test_limited_ram_says_by_what():
+    shown = host(ram_limit_bytes=16 * GiB, ram_limited_by="cgroup v2 memory.max of /job", ram_available_bytes=9 * GiB)
+    assert shown["RAM"] == "16 GiB usable of 64 GiB (cgroup v2 memory.max of /job); 9 GiB available now"
+
+
+def test_limited_cores_say_by_what():
+    shown = host(cores=2, cores_limited_by="cgroup v2 cpu.max: 2.5 cores")
+    assert shown["cores"] == "2 usable of 16 (cgroup v2 cpu.max: 2.5 cores)"
+
+
+@pytest.mark.parametrize(("total", "shown"), [(0, "none"), (8 * GiB, "8 GiB, 6 GiB free")])
+def test_swap(total, shown):
+    assert host(swap_total_bytes=total, swap_free_bytes=min(total, 6 * GiB))["swap"] == shown
+
+
+def test_a_large_shm_has_no_warning():
+    assert lines(MACHINE)["/dev/shm"] == "32 GiB, 32 GiB free"
+
+
+@pytest.mark.parametrize(("total", "free"), [(64 * MiB, 64 * MiB), (32 * GiB, 100 * MiB)])
+def test_a_small_or_full_shm_has_a_warning_with_the_reason(total, free):
+    shm = Space(path="/dev/shm", total_bytes=total, free_bytes=free)
+    assert "DataLoader workers pass batches through it" in lines(replace(MACHINE, shm=shm))["/dev/shm"]
+
+
+def test_in_a_container_the_fix_for_a_small_shm_is_a_docker_option():
+    shm = Space(path="/dev/shm", total_bytes=64 * MiB, free_bytes=64 * MiB)
+    software = replace(SOFTWARE, in_container=True, container_sign="/.dockerenv exists")
+    assert "--shm-size=8g" in lines(replace(MACHINE, shm=shm, software=software))["/dev/shm"]
+
+
+def test_a_system_without_shm_has_no_such_line():
+    assert "/dev/shm" not in lines(replace(MACHINE, shm=None))
+
+
+def test_the_disk_is_named_by_the_folder():
+    assert lines(MACHINE)["disk"] == "80 GiB free of 500 GiB at /data/runs"
+
+
+def test_limits_without_a_number_are_no_limit():
+    assert lines(MACHINE)["limits"] == "open files 1,024, locked memory no limit"
+
+
+def test_software_names_build_and_driver():
+    assert lines(MACHINE)["software"] == "Python 3.12.3, torch 2.11.0+cu130, CUDA 13.0, driver 580.159.04, Linux-6.8"
+
+
+def test_a_process_name_with_brackets_is_not_taken_for_markup():
+    gpu = replace(GPU, other_processes=(GpuProcess(pid=1, name="[bold]x", used_bytes=61 * GiB),))
+    assert "[bold]x (pid 1) holds 61 GiB" in lines(replace(MACHINE, gpus=(gpu,)))["cuda:0"]
+
+
+def test_no_line_is_wider_than_the_terminal():
+    assert max(len(line) for line in render(machine_table(MACHINE), width=60).splitlines()) <= 60

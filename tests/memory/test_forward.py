@@ -1,4 +1,4 @@
-"""Gradient-free work: predicted from small sizes, cut to fit, finished whatever memory does, without a trace."""
+"""Gradient-free work: predicted from small sizes, split to fit, and finished when memory runs out."""
 
 import random
 
@@ -46,8 +46,8 @@ class Job:
 
     def __init__(self, net, shapes, hidden=0, **options):
         self.net, self.shapes, self.hidden = net, shapes, hidden
-        self.calls, self.told = [], []
-        self.forward = Forward(self.dummy, net, CPU, tell=self.told.append, **options)
+        self.calls, self.notes = [], []
+        self.forward = Forward(self.dummy, net, CPU, note=self.notes.append, **options)
 
     def dummy(self, rows, shape):
         self.net(torch.rand(rows, *shape, 8))
@@ -64,7 +64,7 @@ class Job:
     def all(self):
         found = {}
         with eval_mode(self.net, CPU):
-            for group, (values, _) in self.forward.over(self.shapes, self.run):
+            for group, (values, _) in self.forward.run_batches(self.shapes, self.run):
                 found.update(zip(group, values, strict=True))
         return [found[row] for row in sorted(found)]
 
@@ -104,7 +104,7 @@ def test_every_row_is_run_once_and_alike_rows_together(net):
 
 def test_batches_stay_below_a_limit_without_one_error(net):
     shapes = lengths()
-    job = Job(net, shapes, fewest=True)
+    job = Job(net, shapes, fewest_batches=True)
     with simulated_memory(256 * KiB) as memory:
         memory.adopt(net.parameters())
         found = job.all()
@@ -117,19 +117,19 @@ def test_batches_stay_below_a_limit_without_one_error(net):
 def test_out_of_memory_is_survived_with_the_same_results(net):
     """The real work takes several times what the probes saw."""
     shapes = lengths()
-    job = Job(net, shapes, hidden=6, fewest=True)
+    job = Job(net, shapes, hidden=6, fewest_batches=True)
     with simulated_memory(256 * KiB) as memory:
         memory.adopt(net.parameters())
         found = job.all()
     assert found == pytest.approx(alone(net, shapes), abs=0.002)
-    assert job.forward.ooms == memory.ooms == len(job.told) > 0
-    assert "ran out of memory" in job.told[0] and "at most" in job.told[0]
+    assert job.forward.ooms == memory.ooms == len(job.notes) > 0
+    assert "out of memory" in job.notes[0] and "at most" in job.notes[0]
     failed = len(job.calls) - job.forward.batches
     assert failed == job.forward.ooms < 8, "the ceiling comes down for all, not for each batch anew"
 
 
 def test_an_error_lowers_the_ceiling_for_all_and_teaches_the_next_pass(net):
-    job = Job(net, [(40,)] * 64, hidden=8, fewest=True)
+    job = Job(net, [(40,)] * 64, hidden=8, fewest_batches=True)
     with simulated_memory(400 * KiB) as memory:
         memory.adopt(net.parameters())
         job.all()
@@ -145,23 +145,23 @@ def test_a_row_that_does_not_fit_alone_is_named(net):
     job.forward.fit((8,))
     with simulated_memory(64 * KiB) as memory:
         memory.adopt(net.parameters())
-        with pytest.raises(DoesNotFit, match="evaluation: line 2 of 300 does not fit even alone") as failure:
-            list(job.forward.over(shapes, job.run, name=lambda row: f"line {row}"))
+        with pytest.raises(DoesNotFit, match="evaluation: line 2 of 300 does not fit") as failure:
+            list(job.forward.run_batches(shapes, job.run, name=lambda row: f"line {row}"))
     assert failure.value.needed_bytes >= 300 * 300 * 4
 
 
-def test_a_limit_too_small_for_any_probe_is_one_sentence(net):
+def test_a_limit_too_small_for_any_probe_is_reported(net):
     job = Job(net, [(100,)])
     with simulated_memory(4 * KiB) as memory:
         memory.adopt(net.parameters())
-        with pytest.raises(DoesNotFit, match="not even one short row"):
+        with pytest.raises(DoesNotFit, match="one short row"):
             job.all()
 
 
 def test_any_other_error_is_not_swallowed(net):
     job = Job(net, lengths())
     with pytest.raises(ZeroDivisionError):
-        list(job.forward.over(job.shapes, lambda group: 1 / 0))
+        list(job.forward.run_batches(job.shapes, lambda group: 1 / 0))
 
 
 def states():
@@ -202,50 +202,50 @@ def available(monkeypatch, size):
     [
         ({}, 50 * MiB, "50% of 100 MiB"),
         ({"processes": 4}, 12.5 * MiB, "12% of 100 MiB"),
-        ({"limit_bytes": 10 * MiB, "fill": 0.5}, 5 * MiB - 2048, "50% of 10 MiB, less 2 KiB held"),
+        ({"limit_bytes": 10 * MiB, "fill": 0.5}, 5 * MiB - 2048, "50% of 10 MiB, less 2 KiB already allocated"),
         ({"limit_bytes": 400 * MiB}, 50 * MiB, "50% of 100 MiB"),
     ],
 )
-def test_the_cpu_without_a_virtual_limit_takes_a_share_of_the_host(net, monkeypatch, options, budget, why):
+def test_the_cpu_without_a_simulated_limit_takes_a_share_of_the_host(net, monkeypatch, options, budget, why):
     available(monkeypatch, 100 * MiB)
     job = Job(net, lengths(), **options)
     job.all()
-    facts = job.forward.facts()
+    facts = job.forward.to_json()
     assert facts["added_budget_bytes"] == budget
     assert why in facts["because"]
 
 
-def test_what_is_held_already_is_left_out_of_a_virtual_limit(net):
+def test_what_is_allocated_already_is_subtracted_from_the_limit(net):
     job = Job(net, lengths())
     with simulated_memory(MiB) as memory:
         other = torch.zeros(64 * KiB)  # an optimizer's state, say
         memory.adopt([*net.parameters(), other])
         job.all()
-    assert job.forward.facts()["added_budget_bytes"] == int(0.85 * MiB) - 256 * KiB - 2048
+    assert job.forward.to_json()["added_budget_bytes"] == int(0.85 * MiB) - 256 * KiB - 2048
 
 
-def test_facts_are_json_and_tell_the_largest_batch(net):
+def test_json_has_the_largest_batch(net):
     import json
 
-    job = Job(net, lengths(), fewest=True)
+    job = Job(net, lengths(), fewest_batches=True)
     job.all()
-    facts = json.loads(json.dumps(job.forward.facts()))
+    facts = json.loads(json.dumps(job.forward.to_json()))
     assert facts["largest_batch"] == {"rows": 60, "shape": [max(lengths())[0]]}
     assert facts["predicted_added_bytes"] == pytest.approx(peak_of(net, job, 60, max(lengths())), rel=0.03)
     assert facts["measured_peak_bytes"] is None and facts["batches"] == 1
 
 
 def test_no_more_rows_than_allowed_come_together(net):
-    job = Job(net, lengths(), fewest=True, most_rows=7)
+    job = Job(net, lengths(), fewest_batches=True, max_rows=7)
     job.all()
     assert max(map(len, job.calls)) == 7
 
 
 def test_rows_without_lengths_and_no_rows_at_all(net):
     job = Job(net, [])
-    assert list(job.forward.over([], job.run)) == []
+    assert list(job.forward.run_batches([], job.run)) == []
     plain = Forward(lambda rows, shape: torch.zeros(rows, 100), net, CPU)
-    assert [group for group, _ in plain.over([()] * 3, len)] == [[0, 1, 2]]
+    assert [group for group, _ in plain.run_batches([()] * 3, len)] == [[0, 1, 2]]
     assert plain.model.peak_bytes(100, ()) == 40_000
 
 

@@ -316,7 +316,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 def test_the_error_has_one_string_argument_that_says_what_was_asked_for():
     (text,) = out_of_memory().args
-    assert "aten.zeros.default asked for 78.12 KiB with 3.91 KiB in use of a virtual limit of 39.06 KiB" in text
+    assert "aten.zeros.default asked for 78.12 KiB with 3.91 KiB in use of a simulated limit of 39.06 KiB" in text
     assert "(80000 of 40000 bytes)" in text
 
 

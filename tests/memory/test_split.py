@@ -1,4 +1,4 @@
-"""Rows are cut over all their lengths into micro-batches that fit, dealt evenly, and none is lost."""
+"""Rows are split over all their lengths into micro-batches that fit and dealt evenly to ranks, and none is lost."""
 
 import random
 
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from brimful.memory.split import deal, deal_rows, split_by_memory
 
-rows, processes = st.integers(0, 100_000), st.integers(1, 300)
+rows, ranks = st.integers(0, 100_000), st.integers(1, 300)
 shapes = st.integers(0, 2).flatmap(lambda lengths: st.lists(st.tuples(*[st.integers(0, 60)] * lengths), max_size=50))
-budgets, mosts = st.integers(120, 5000), st.one_of(st.none(), st.integers(1, 20))
+budgets, max_rows_values = st.integers(120, 5000), st.one_of(st.none(), st.integers(1, 20))
 overheads = st.one_of(st.none(), st.integers(0, 2000))
 works = st.lists(st.integers(1, 1000), min_size=1, max_size=40)
 speeds = st.lists(st.sampled_from([0.5, 1.0, 1.5, 3.0]), min_size=1, max_size=6)
@@ -59,13 +59,13 @@ def partitions(items):
             yield [*groups[:place], [items[0], *group], *groups[place + 1 :]]
 
 
-@given(shapes, budgets, mosts, overheads)
+@given(shapes, budgets, max_rows_values, overheads)
 def test_every_row_is_in_one_micro_batch(shapes, budget, most, overhead):
     groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     assert sorted(row for group in groups for row in group) == list(range(len(shapes)))
 
 
-@given(shapes, budgets, mosts, overheads)
+@given(shapes, budgets, max_rows_values, overheads)
 def test_a_micro_batch_of_more_than_one_row_keeps_to_the_budget(shapes, budget, most, overhead):
     groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     assert all(cost(len(group), padded(shapes, group)) <= budget for group in groups if len(group) > 1)
@@ -76,13 +76,13 @@ def test_no_micro_batch_has_more_rows_than_allowed(shapes, budget, most, overhea
     assert all(len(group) <= most for group in split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead))
 
 
-@given(shapes, budgets, mosts, overheads)
+@given(shapes, budgets, max_rows_values, overheads)
 def test_rows_ascend_within_a_micro_batch(shapes, budget, most, overhead):
     groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     assert all(group == sorted(group) for group in groups)
 
 
-@given(shapes, budgets, mosts, overheads)
+@given(shapes, budgets, max_rows_values, overheads)
 def test_the_costliest_micro_batch_comes_first(shapes, budget, most, overhead):
     groups = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     costs = [cost(len(group), padded(shapes, group)) for group in groups]
@@ -94,7 +94,7 @@ def test_of_micro_batches_that_cost_the_same_the_larger_comes_first():
     assert groups == [[1], [2], [0]]
 
 
-@given(st.integers(1, 300), st.integers(1, 60), st.integers(0, 2), mosts)
+@given(st.integers(1, 300), st.integers(1, 60), st.integers(0, 2), max_rows_values)
 def test_identical_rows_come_in_the_fewest_micro_batches(count, capacity, lengths, most):
     groups = split_by_memory([(7,) * lengths] * count, lambda rows, shape, whole=False: rows, capacity, max_rows=most)
     assert len(groups) == -(-count // min(capacity, most or capacity))
@@ -114,7 +114,7 @@ def test_50_rows_that_fit_34_at_a_time_come_as_25_and_25():
 
 @given(st.lists(st.tuples(st.integers(0, 30)), min_size=1, max_size=6), st.integers(135, 400))
 @settings(max_examples=40)
-def test_one_length_is_cut_into_the_fewest_micro_batches_with_the_least_padding(shapes, budget):
+def test_one_length_is_split_into_the_fewest_micro_batches_with_the_least_padding(shapes, budget):
     assume(all(cost(1, shape) <= budget for shape in shapes))
     every = [
         (len(groups), work(shapes, groups))
@@ -128,7 +128,7 @@ def test_one_length_is_cut_into_the_fewest_micro_batches_with_the_least_padding(
 @given(st.lists(st.tuples(st.integers(0, 30)), min_size=1, max_size=6), st.integers(150, 400), st.integers(0, 60))
 @example([(1,), (0,), (0,), (0,)], 400, 2)
 @settings(max_examples=40)
-def test_one_length_is_cut_at_the_least_overhead_and_work(shapes, budget, overhead):
+def test_one_length_is_split_at_the_least_overhead_and_work(shapes, budget, overhead):
     every = [
         overhead * len(groups) + work(shapes, groups)
         for groups in partitions(list(range(len(shapes))))
@@ -161,7 +161,7 @@ def test_cheap_micro_batches_leave_less_than_5_percent_of_padding():
     assert padding(shapes, split_by_memory(shapes, cost, 16000, overhead=20)) < 0.05
 
 
-def test_256_rows_take_fewer_than_150_questions_to_the_memory_model():
+def test_256_rows_take_fewer_than_150_evaluations_of_the_memory_model():
     asked = []
 
     def counted(rows, shape, *, whole=False):
@@ -191,20 +191,20 @@ def test_a_whole_step_is_one_micro_batch_where_no_two_would_fit():
     assert split_by_memory([(4,), (3,), (9,)], held(10), 5) == [[0, 1, 2]]
 
 
-def test_a_whole_step_is_kept_whole_rather_than_cut_beyond_the_budget():
+def test_a_whole_step_is_kept_whole_rather_than_split_beyond_the_budget():
     assert split_by_memory([(1,), (1,), (100,)], held(10), 5, overhead=1) == [[0, 1, 2]]
 
 
-def test_a_whole_step_is_kept_whole_where_cutting_it_saves_no_more_than_the_overhead():
+def test_a_whole_step_is_kept_whole_where_splitting_it_saves_no_more_than_the_overhead():
     assert split_by_memory([(3,), (1,)], held(1), 2, overhead=1) == [[0], [1]]
     assert split_by_memory([(3,), (1,)], held(1), 2, overhead=2) == [[0, 1]]
 
 
-def test_a_whole_step_of_more_rows_than_allowed_is_cut():
+def test_a_whole_step_of_more_rows_than_allowed_is_split():
     assert split_by_memory([()] * 4, lambda rows, shape, whole=False: 0.0, 1, max_rows=2) == [[0, 1], [2, 3]]
 
 
-def test_a_step_that_fits_whole_is_cut_where_that_saves_more_than_the_overhead():
+def test_a_step_that_fits_whole_is_split_where_that_saves_more_than_the_overhead():
     shapes = [(100,), (1,), (1,), (1,)]
     assert split_by_memory(shapes, cost, 1e9, overhead=296) == [[0], [1, 2, 3]]
     assert split_by_memory(shapes, cost, 1e9, overhead=297) == [[0, 1, 2, 3]]
@@ -224,63 +224,63 @@ def test_micro_batches_that_cost_nothing_leave_no_padding(shapes, budget):
     assert work(shapes, groups) == sum(max(1, sum(shape)) for shape in shapes)
 
 
-@given(shapes, budgets, mosts, overheads)
-def test_the_same_rows_are_always_cut_the_same(shapes, budget, most, overhead):
+@given(shapes, budgets, max_rows_values, overheads)
+def test_the_same_rows_are_always_split_the_same(shapes, budget, most, overhead):
     once = split_by_memory(shapes, cost, budget, max_rows=most, overhead=overhead)
     assert split_by_memory(list(shapes), cost, budget, max_rows=most, overhead=overhead) == once
 
 
-@given(rows, processes)
+@given(rows, ranks)
 @settings(deadline=None)
-def test_every_row_is_dealt_once(rows, processes):
-    assert sum(deal(rows, processes)) == rows
+def test_every_row_is_dealt_once(rows, ranks):
+    assert sum(deal(rows, ranks)) == rows
 
 
-@given(rows, processes)
+@given(rows, ranks)
 @settings(deadline=None)
-def test_every_process_has_a_share(rows, processes):
-    assert len(deal(rows, processes)) == processes
+def test_every_rank_has_a_share(rows, ranks):
+    assert len(deal(rows, ranks)) == ranks
 
 
-@given(rows, processes)
+@given(rows, ranks)
 @settings(deadline=None)
-def test_shares_differ_by_one_row_at_most(rows, processes):
-    assert max(deal(rows, processes)) - min(deal(rows, processes)) <= 1
+def test_shares_differ_by_one_row_at_most(rows, ranks):
+    assert max(deal(rows, ranks)) - min(deal(rows, ranks)) <= 1
 
 
-@given(rows, processes)
+@given(rows, ranks)
 @settings(deadline=None)
-def test_the_first_process_has_the_largest_share(rows, processes):
-    assert list(deal(rows, processes)) == sorted(deal(rows, processes), reverse=True)
+def test_the_first_rank_has_the_largest_share(rows, ranks):
+    assert list(deal(rows, ranks)) == sorted(deal(rows, ranks), reverse=True)
 
 
 @pytest.mark.parametrize(
-    ("rows", "processes", "shares"),
+    ("rows", "ranks", "shares"),
     [(250, 3, (84, 83, 83)), (256, 1, (256,)), (2, 4, (1, 1, 0, 0)), (8, 4, (2, 2, 2, 2))],
 )
-def test_rows_dealt_by_hand(rows, processes, shares):
-    assert deal(rows, processes) == shares
+def test_rows_dealt_by_hand(rows, ranks, shares):
+    assert deal(rows, ranks) == shares
 
 
-def barred_pairs(work, speeds):
+def excluded_pairs(work, speeds):
     return st.sets(st.tuples(st.integers(0, len(work) - 1), st.integers(0, len(speeds) - 1)))
 
 
 @given(works, speeds, st.data())
-def test_every_row_goes_to_one_process(work, speeds, data):
-    dealt = deal_rows(work, speeds, data.draw(barred_pairs(work, speeds)))
+def test_every_row_goes_to_one_rank(work, speeds, data):
+    dealt = deal_rows(work, speeds, data.draw(excluded_pairs(work, speeds)))
     assert len(dealt) == len(speeds)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(work)))
 
 
 @given(works, speeds, st.data())
-def test_rows_ascend_within_a_process(work, speeds, data):
-    dealt = deal_rows(work, speeds, data.draw(barred_pairs(work, speeds)))
+def test_rows_ascend_within_a_rank(work, speeds, data):
+    dealt = deal_rows(work, speeds, data.draw(excluded_pairs(work, speeds)))
     assert all(rows == sorted(rows) for rows in dealt)
 
 
 @given(works, speeds)
-def test_no_process_would_be_done_earlier_had_its_least_row_gone_elsewhere(work, speeds):
+def test_no_rank_would_finish_earlier_without_its_least_row(work, speeds):
     assume(len(set(work)) > 1)
     dealt = deal_rows(work, speeds)
     loads = [sum(work[row] for row in rows) for rows in dealt]
@@ -291,16 +291,16 @@ def test_no_process_would_be_done_earlier_had_its_least_row_gone_elsewhere(work,
 
 
 @given(works, st.integers(1, 6))
-def test_equal_processes_finish_within_one_row_of_the_mean(work, processes):
-    loads = [sum(work[row] for row in rows) for rows in deal_rows(work, [1.0] * processes)]
-    assert max(loads) - sum(loads) / processes <= max(work)
+def test_equal_ranks_finish_within_one_row_of_the_mean(work, ranks):
+    loads = [sum(work[row] for row in rows) for rows in deal_rows(work, [1.0] * ranks)]
+    assert max(loads) - sum(loads) / ranks <= max(work)
 
 
 @given(st.integers(0, 500), st.integers(1, 8))
-def test_equal_rows_on_equal_processes_are_dealt_in_even_runs(count, processes):
-    dealt = deal_rows([3.0] * count, [2.0] * processes)
+def test_equal_rows_on_equal_ranks_are_dealt_in_even_runs(count, ranks):
+    dealt = deal_rows([3.0] * count, [2.0] * ranks)
     assert [row for rows in dealt for row in rows] == list(range(count))
-    assert tuple(map(len, dealt)) == deal(count, processes)
+    assert tuple(map(len, dealt)) == deal(count, ranks)
 
 
 @given(st.integers(0, 500), speeds)
@@ -316,19 +316,19 @@ def test_what_is_left_over_goes_to_the_largest_remainders():
 
 @given(works, speeds, st.data())
 def test_a_row_is_only_dealt_where_it_fits(work, speeds, data):
-    barred = data.draw(barred_pairs(work, speeds))
-    for process, dealt in enumerate(deal_rows(work, speeds, barred)):
+    excluded = data.draw(excluded_pairs(work, speeds))
+    for rank, dealt in enumerate(deal_rows(work, speeds, excluded)):
         for row in dealt:
-            assert (row, process) not in barred or {(row, other) for other in range(len(speeds))} <= barred
+            assert (row, rank) not in excluded or {(row, other) for other in range(len(speeds))} <= excluded
 
 
 def test_a_row_that_fits_nowhere_is_dealt_as_if_it_did():
     assert deal_rows([5, 1, 1], [1, 2], {(0, 0), (0, 1)}) == deal_rows([5, 1, 1], [1, 2])
 
 
-def test_the_longest_rows_are_dealt_first_and_ties_go_to_the_first_process():
+def test_the_longest_rows_are_dealt_first_and_ties_go_to_the_first_rank():
     assert deal_rows([1, 4, 3, 4, 2], [1, 1]) == [[1, 2], [0, 3, 4]]
 
 
-def test_a_process_of_twice_the_speed_takes_twice_the_work():
+def test_a_rank_of_twice_the_speed_takes_twice_the_work():
     assert deal_rows([2, 1, 2, 1, 2, 1], [1, 2]) == [[2, 3], [0, 1, 4, 5]]

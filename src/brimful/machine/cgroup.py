@@ -1,7 +1,13 @@
-"""One limit on memory, and the limits a shell sets: `ulimit`.
+"""What limits this process besides the machine itself: control groups (v2, v1 and both mixed) and `ulimit`.
 
-Limits come from several places (the machine, every cgroup level, `ulimit`) and all hold at once. Each becomes a
-`Bound`; the tightest total and the tightest remainder are then two plain `min`s, and need not be the same bound.
+In a container, /proc/meminfo and the core count are those of the host, but the kernel kills at the limit of the *group*:
+a program that sizes its workers by meminfo in a 16 GiB pod on a 1 TiB host dies without an exception. A limit may be set
+at any level, so every level is read, from the group of this process up to the highest visible one. /proc/self/mountinfo
+tells where the files are, since it also says which part of the tree is mounted: in a container the process may be in
+`/docker/4f2…` while that very folder is mounted as the top.
+
+All limits hold at once. Each becomes a `Bound`; the tightest total and the tightest remainder are then two plain `min`s,
+and need not be the same bound.
 """
 
 import sys
@@ -9,70 +15,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_UNLIMITED = 2**60
+"""v1 writes "no limit" as the largest number of whole pages, just under 2⁶³. No machine has an exbibyte."""
+
+_USUAL_MOUNTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+"""Where systemd and Docker mount cgroup v2 (alone, or beside v1), for systems that hide mountinfo."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Something that limits memory, and how far it is used up."""
+    """A limit on memory, and how much of it is used."""
 
     name: str
-    """As the user would find it: `cgroup v2 memory.max of /system.slice/x`, `ulimit -v`, `physical memory`."""
+    """As a user can look it up: `cgroup v2 memory.max of /system.slice/x`, `ulimit -v`, `physical memory`."""
     limit_bytes: int
-    """What it allows altogether."""
+    """What it allows in all."""
     used_bytes: int
-    """What already counts against it, less what the kernel would give back at once."""
+    """What counts against it already, less what the kernel would free at once."""
 
     @property
     def left_bytes(self) -> int:
-        """What can still be had; 0 where the limit was lowered below what is in use."""
+        """What is left; 0 if the limit was lowered below what is in use."""
         return max(0, self.limit_bytes - self.used_bytes)
-
-
-def ulimit(name: str) -> int | None:
-    """The soft limit `RLIMIT_<name>`; None where there is none, or no such thing on this system."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    number = getattr(resource, f"RLIMIT_{name}", None)
-    if number is None:
-        return None
-    soft, _ = resource.getrlimit(number)
-    return None if soft == resource.RLIM_INFINITY else int(soft)
-
-
-def memory_ulimits() -> list[Bound]:
-    """`ulimit -v` and `ulimit -d`, on Linux: macOS accepts them and does not enforce them.
-
-    Both count address space, not pages: what torch has mapped and never touched counts as used.
-    """
-    limits = {"ulimit -v": (ulimit("AS"), "vms"), "ulimit -d": (ulimit("DATA"), "data")}
-    if sys.platform != "linux" or not any(limit is not None for limit, _ in limits.values()):
-        return []
-    import psutil
-
-    used = psutil.Process().memory_info()
-    return [
-        Bound(name=name, limit_bytes=limit, used_bytes=getattr(used, field))
-        for name, (limit, field) in limits.items()
-        if limit is not None
-    ]
-
-
-# What the control groups allow this process: memory, swap and CPU time, in cgroup v2, v1 and the mix of both.
-#
-# Inside a container /proc/meminfo and the core count are those of the host, but the kernel kills at the *group's* limit:
-# whoever sizes workers by meminfo in a 16 GiB pod on a 1 TiB host dies without an exception. A limit may sit at any
-# level, so every level is read from this process's own group up to the highest that can be seen from here.
-#
-# Where the files lie is taken from /proc/self/mountinfo, since it also says which part of the tree is mounted: in a
-# container the process may be in `/docker/4f2…` while that very folder is mounted as the top.
-
-
-_UNLIMITED = 2**60
-"""v1 writes "no limit" as the largest number of whole pages, just under 2⁶³; no machine has an exbibyte."""
-
-_USUAL_MOUNTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
-"""Where systemd and Docker mount cgroup v2 (alone, and beside v1), for systems that hide mountinfo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +51,7 @@ class Level:
     """1 or 2: they name their files differently."""
 
     def read(self, file: str) -> str | None:
-        """A file's text; None where the controller is off or the kernel does not have that file."""
+        """The text of a file; None if the controller is off or the kernel does not have that file."""
         return _read(self.folder / file)
 
     def number(self, file: str) -> int | None:
@@ -105,7 +69,7 @@ class Level:
 def levels(controller: str, root: Path = Path("/")) -> Iterator[Level]:
     """The groups that govern this process's `memory` or `cpu`, from its own up to the highest visible one."""
     groups, mounts = _own_groups(root), _mounts(root)
-    version = 1 if controller in groups and controller in mounts else 2  # a controller is in one version at a time
+    version = 1 if controller in groups and controller in mounts else 2  # a controller belongs to one version at a time
     key = controller if version == 1 else ""
     if key not in groups or key not in mounts:
         return
@@ -118,7 +82,7 @@ def levels(controller: str, root: Path = Path("/")) -> Iterator[Level]:
 
 
 def memory_bounds(root: Path = Path("/")) -> list[Bound]:
-    """Every limit on RAM. `memory.high` counts as one: past it the kernel all but stops the process to reclaim."""
+    """Every limit on RAM. `memory.high` counts as one: beyond it the kernel nearly stops the process to reclaim."""
     return [
         Bound(name=level.name(file), limit_bytes=limit, used_bytes=_used(level))
         for level in levels("memory", root)
@@ -157,10 +121,41 @@ def cpu_quotas(root: Path = Path("/")) -> list[tuple[float, str]]:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed for memory: in this control group, else on the box; None: unknown."""
+    """How many processes the kernel has killed for memory in this group, or else on the machine; None if unknown."""
     texts = [level.read(file) for level in levels("memory", root) for file in ("memory.events", "memory.oom_control")]
     lines = [line.split() for text in (*texts, _read(root / "proc/vmstat")) if text for line in text.splitlines()]
     return next((int(words[1]) for words in lines if words[0] == "oom_kill"), None)
+
+
+def ulimit(name: str) -> int | None:
+    """The soft limit `RLIMIT_<name>`; None if there is none or this system does not have it."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    number = getattr(resource, f"RLIMIT_{name}", None)
+    if number is None:
+        return None
+    soft, _ = resource.getrlimit(number)
+    return None if soft == resource.RLIM_INFINITY else int(soft)
+
+
+def memory_ulimits() -> list[Bound]:
+    """`ulimit -v` and `ulimit -d`, on Linux: macOS accepts them but does not enforce them.
+
+    Both count address space, not pages: what torch has mapped and never touched counts as used.
+    """
+    limits = {"ulimit -v": (ulimit("AS"), "vms"), "ulimit -d": (ulimit("DATA"), "data")}
+    if sys.platform != "linux" or not any(limit is not None for limit, _ in limits.values()):
+        return []
+    import psutil
+
+    used = psutil.Process().memory_info()
+    return [
+        Bound(name=name, limit_bytes=limit, used_bytes=getattr(used, field))
+        for name, (limit, field) in limits.items()
+        if limit is not None
+    ]
 
 
 def _used(level: Level) -> int:
@@ -212,7 +207,7 @@ def _usual_mounts(root: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _below(group: str, mounted: str) -> tuple[str, ...]:
-    """The group's path below the mounted one; the mount's top where it is not below it, as seen from a namespace."""
+    """The path of the group below the mounted one; the top of the mount if it is not below it, as in a namespace."""
     path = Path(group)
     if ".." in path.parts or not path.is_relative_to(mounted):
         return ()

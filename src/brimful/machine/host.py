@@ -1,10 +1,16 @@
-"""The host as this process may use it: RAM, swap, cores and a few limits that end trainings.
+"""The host as this process may use it: RAM, swap, cores, space on disks, and a few limits that end trainings.
 
-Three numbers for RAM, because they answer three questions: what the machine has (`ram_total_bytes`), what this process
-may ever have (`ram_limit_bytes`), what it could get now (`ram_available_bytes`). The second decides a plan.
+Three numbers for RAM answer three questions: what the machine has (`ram_total_bytes`), what this process may ever use
+(`ram_limit_bytes`), and what it could get now (`ram_available_bytes`). The second decides a plan.
 
-**Cores round down.** A quota of 2.5 cores gives 2: with 3 busy threads the quota of each 100 ms is spent after 83 ms
-and *all* threads then stand still, the one that feeds the GPU too; half a core unused costs less.
+**Cores round down.** A quota of 2.5 cores gives 2: with 3 busy threads the quota of each 100 ms is spent after 83 ms, and
+then *all* threads wait, the one that feeds the GPU too. Half a core unused costs less.
+
+**Memory of processes.** Resident memory counts too much: pages of a memory-mapped file, which the kernel can drop at any
+time (half a million random reads of a 2 GiB store: 2,078 MiB, of which 14 anonymous), and pages that forked workers share,
+in each of them. `Pss_Anon + Pss_Shmem` of /proc/PID/smaps_rollup avoids both: anonymous and shared memory, each page
+divided by the processes that share it, so that the sum over a tree is what the tree takes. Reading it takes about 1 ms for a
+process with torch.
 
 Every file is read below `root`, so that a test can lay out any machine. Without /proc (macOS), psutil answers.
 """
@@ -18,129 +24,21 @@ from pathlib import Path
 
 from brimful.machine.cgroup import Bound, cpu_quotas, memory_bounds, memory_ulimits, swap_bounds, ulimit
 
-# Whether processes may be started behind the user's back.
-#
-# A spawned process imports the program's main file once more. The `brimful` command and anything run with `python -m` are
-# made for that; a plain script without an `if __name__ == "__main__"` would run again from the top, and Python ends it with
-# a traceback. So what would only be faster with processes does without them there.
-
-
-def may_spawn() -> bool:
-    main = sys.modules.get("__main__")
-    return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "").stem == "brimful"
-
-
-# Room on a filesystem: the run folder's disk, and /dev/shm, through which loader workers pass tensors.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Space:
-    """How large a filesystem is and what this user may still write to it; quotas are not seen."""
-
-    path: str
-    """The folder that was asked about, or its nearest parent that exists."""
-    total_bytes: int
-    """The size of the filesystem."""
-    free_bytes: int
-    """What is free for this user, the administrator's reserve left out."""
-
-    @classmethod
-    def of(cls, path: Path | str) -> "Space | None":
-        """The filesystem of an existing path; None where it does not exist or may not be looked at."""
-        try:
-            usage = shutil.disk_usage(path)
-        except OSError:
-            return None
-        return cls(path=str(path), total_bytes=usage.total, free_bytes=usage.free)
-
-    @classmethod
-    def around(cls, path: Path | str) -> "Space | None":
-        """The filesystem a path is on, or will be on once it is made."""
-        place = Path(path).expanduser().absolute()
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        return cls.of(place)
-
-
-# What a process and its children really take of the host's RAM.
-#
-# Resident memory lies twice: pages of a memory-mapped file count although the kernel can drop them at any time (half a
-# million random reads of a 2 GiB store gave 2,078 MiB, of it 14 anonymous), and pages that forked workers share count in
-# each of them. `Pss_Anon + Pss_Shmem` of /proc/PID/smaps_rollup is neither: anonymous and shared memory, each page divided
-# by the processes that share it, so that the sum over a tree is what the tree takes. Reading it costs about a millisecond
-# for a process with torch in it.
-
-
-_KEYS = (b"Pss_Anon:", b"Pss_Shmem:")
-
-
-def tree_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
-    """Anonymous and shared memory of a process (this one unless given) and all its descendants."""
-    return sum(process_bytes(one, root) for one in tree(os.getpid() if pid is None else pid, root))
-
-
-def tree(pid: int, root: Path = Path("/")) -> list[int]:
-    """The process and all its descendants that still run."""
-    found, waiting = [], [pid]
-    while waiting:
-        one = waiting.pop()
-        found.append(one)
-        for children in (root / "proc" / str(one) / "task").glob("*/children"):
-            waiting.extend(int(child) for child in _read(children).split())
-    return found
-
-
-def process_bytes(pid: int, root: Path = Path("/")) -> int:
-    """Of one process; 0 for one that has ended. Where the kernel has no rollup, resident memory less file pages."""
-    lines = [line.split() for line in _read(root / "proc" / str(pid) / "smaps_rollup").splitlines()]
-    sizes = {line[0]: int(line[1]) * 1024 for line in lines if len(line) == 3}
-    if sizes:
-        return sum(sizes.get(key, 0) for key in _KEYS)
-    status = [line.split() for line in _read(root / "proc" / str(pid) / "status").splitlines()]
-    return sum(int(line[1]) * 1024 for line in status if line and line[0] in (b"RssAnon:", b"RssShmem:"))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-# Whether this process runs in a container, and by what sign; there is no one question that every runtime answers.
-#
-# It matters for words only: in a container the processes that hold a GPU's memory are often outside and have no names,
-# and the remedy for a small /dev/shm is an option of `docker run`. No limit is derived from it.
-
+_PSS_KEYS = (b"Pss_Anon:", b"Pss_Shmem:")
 
 _VARIABLES = ("container", "KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-"""Set by podman, LXC and systemd-nspawn; by Kubernetes; by Apptainer and its former self."""
+"""Set by podman, LXC and systemd-nspawn; by Kubernetes; by Apptainer and Singularity."""
 
 _FILES = (".dockerenv", "run/.containerenv", "run/systemd/container")
 """Left by Docker, podman and systemd."""
 
 _GROUPS = ("docker", "kubepods", "containerd", "libpod", "lxc")
-"""Parts of the names that runtimes give their cgroups, where no cgroup namespace hides them."""
-
-
-def container_sign(root: Path = Path("/")) -> str | None:
-    """What gives the container away, as a phrase; None where nothing does."""
-    for variable in _VARIABLES:
-        if os.environ.get(variable):
-            return f"${variable} is set"
-    for file in _FILES:
-        if (root / file).exists():
-            return f"/{file} exists"
-    try:
-        groups = (root / "proc/self/cgroup").read_text()
-    except OSError:
-        return None
-    return next((f"/proc/self/cgroup names {name}" for name in _GROUPS if name in groups), None)
+"""Parts of the names that runtimes give their cgroups, unless a namespace hides them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """RAM, swap and cores: what is there, what is allowed, and what set the limit."""
+    """RAM, swap and cores: what exists, what is allowed, and what sets the limit."""
 
     ram_total_bytes: int
     """Physical memory of the machine."""
@@ -149,25 +47,25 @@ class Host:
     ram_limited_by: str
     """Which of them that is: `physical memory`, `cgroup v2 memory.max of /system.slice/x`, `ulimit -v`."""
     ram_available_bytes: int
-    """What could be had now without swapping; page cache that the kernel would drop counts as available."""
+    """What could be allocated now without swapping. Page cache that the kernel would drop counts as available."""
     swap_total_bytes: int
-    """Swap this process may use: 0 where its group forbids it."""
+    """Swap this process may use; 0 if its group forbids it."""
     swap_free_bytes: int
-    """What of it is free."""
+    """How much of it is free."""
     cores_total: int
     """Logical cores of the machine."""
     cores: int
     """How many of them this process can keep busy, rounded down."""
     cores_limited_by: str
-    """What set that number: `all cores of the machine`, `CPU affinity`, `cgroup v2 cpu.max of /x: 2.5 cores`."""
+    """What sets that number: `all cores of the machine`, `CPU affinity`, `cgroup v2 cpu.max of /x: 2.5 cores`."""
     open_files_limit: int | None
-    """`ulimit -n`; None is no limit. Loader workers hold a file for every tensor they hand over."""
+    """`ulimit -n`; None is no limit. Loader workers hold a file for every tensor they pass on."""
     locked_memory_limit_bytes: int | None
     """`ulimit -l`; None is no limit. Network cards (RDMA) and some drivers count pinned buffers against it."""
 
     @classmethod
     def detect(cls, root: Path = Path("/")) -> "Host":
-        """Look below `root` at this process's limits; takes about a millisecond."""
+        """Read this process's limits below `root`. Takes about a millisecond."""
         ram, swap = _physical(root)
         ram_bounds = [ram, *memory_bounds(root), *memory_ulimits()]
         swap_limits = [swap, *swap_bounds(root)]
@@ -188,8 +86,92 @@ class Host:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """The size of a filesystem, and what this user may still write to it. Quotas are not seen."""
+
+    path: str
+    """The folder, or its nearest parent that exists."""
+    total_bytes: int
+    """The size of the filesystem."""
+    free_bytes: int
+    """What is free for this user, without the administrator's reserve."""
+
+    @classmethod
+    def of(cls, path: Path | str) -> "Space | None":
+        """The filesystem of an existing path; None if it does not exist or is not accessible."""
+        try:
+            usage = shutil.disk_usage(path)
+        except OSError:
+            return None
+        return cls(path=str(path), total_bytes=usage.total, free_bytes=usage.free)
+
+    @classmethod
+    def around(cls, path: Path | str) -> "Space | None":
+        """The filesystem a path is on, or will be on when it is created."""
+        place = Path(path).expanduser().absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        return cls.of(place)
+
+
+def tree_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
+    """Anonymous and shared memory of a process (default: this one) and all its descendants."""
+    return sum(process_bytes(one, root) for one in tree(os.getpid() if pid is None else pid, root))
+
+
+def tree(pid: int, root: Path = Path("/")) -> list[int]:
+    """The process and all its running descendants."""
+    pids, waiting = [], [pid]
+    while waiting:
+        one = waiting.pop()
+        pids.append(one)
+        for children in (root / "proc" / str(one) / "task").glob("*/children"):
+            waiting.extend(int(child) for child in _read(children).split())
+    return pids
+
+
+def process_bytes(pid: int, root: Path = Path("/")) -> int:
+    """The same of one process; 0 if it has ended. Without a rollup, resident memory less file pages."""
+    lines = [line.split() for line in _read(root / "proc" / str(pid) / "smaps_rollup").splitlines()]
+    sizes = {line[0]: int(line[1]) * 1024 for line in lines if len(line) == 3}
+    if sizes:
+        return sum(sizes.get(key, 0) for key in _PSS_KEYS)
+    status = [line.split() for line in _read(root / "proc" / str(pid) / "status").splitlines()]
+    return sum(int(line[1]) * 1024 for line in status if line and line[0] in (b"RssAnon:", b"RssShmem:"))
+
+
+def may_spawn() -> bool:
+    """Whether processes may be spawned without the user asking for it.
+
+    A spawned process imports the main file of the program again. The `brimful` command and `python -m` are made for that,
+    but a script without `if __name__ == "__main__"` would run again from the top. There we do without processes.
+    """
+    main = sys.modules.get("__main__")
+    return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "").stem == "brimful"
+
+
+def container_sign(root: Path = Path("/")) -> str | None:
+    """By what this process recognises that it runs in a container; None if it does not.
+
+    It only changes messages: in a container, the processes that hold a GPU's memory are often outside and have no names,
+    and the fix for a small /dev/shm is an option of `docker run`.
+    """
+    for variable in _VARIABLES:
+        if os.environ.get(variable):
+            return f"${variable} is set"
+    for file in _FILES:
+        if (root / file).exists():
+            return f"/{file} exists"
+    try:
+        groups = (root / "proc/self/cgroup").read_text()
+    except OSError:
+        return None
+    return next((f"/proc/self/cgroup names {name}" for name in _GROUPS if name in groups), None)
+
+
 def _physical(root: Path) -> tuple[Bound, Bound]:
-    """The machine's RAM and swap, as bounds like any other: /proc/meminfo, else psutil."""
+    """The machine's RAM and swap as bounds: from /proc/meminfo, or else psutil."""
     total, available, swap_total, swap_free = _meminfo(root / "proc/meminfo") or _from_psutil()
     return (
         Bound(name="physical memory", limit_bytes=total, used_bytes=total - available),
@@ -198,7 +180,7 @@ def _physical(root: Path) -> tuple[Bound, Bound]:
 
 
 def _meminfo(file: Path) -> tuple[int, int, int, int] | None:
-    """Lines like `MemTotal: 24684100 kB`, where kB means KiB; None where there is no such file."""
+    """Lines like `MemTotal: 24684100 kB`, where kB means KiB; None if there is no such file."""
     try:
         lines = [line.split() for line in file.read_text().splitlines()]
     except OSError:
@@ -216,7 +198,7 @@ def _from_psutil() -> tuple[int, int, int, int]:
 
 
 def _cores(root: Path) -> tuple[int, int, str]:
-    """Cores of the machine, cores to use, and what made the difference."""
+    """Cores of the machine, cores to use, and what limits them."""
     total = os.cpu_count() or 1
     choices = [(total, "all cores of the machine")]
     if hasattr(os, "sched_getaffinity"):  # Linux; a cpuset shows here too
@@ -225,3 +207,10 @@ def _cores(root: Path) -> tuple[int, int, str]:
         choices.append((max(1, math.floor(quota)), f"{name}: {quota:.3g} cores"))
     cores, limited_by = min(choices, key=lambda choice: choice[0])
     return total, cores, limited_by
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

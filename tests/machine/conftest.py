@@ -1,4 +1,4 @@
-"""Machines that are not there: folders laid out like /proc and /sys, an NVML and a torch that see cards."""
+"""Machines that do not exist: folders laid out like /proc and /sys, an NVML and a torch that see cards."""
 
 import os
 import sys
@@ -33,6 +33,13 @@ def no_ulimits(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def no_container_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may run in a container."""
+    for name in ("container", "KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
+        monkeypatch.delenv(name, raising=False)
 
 
 class FakeNvml(ModuleType):

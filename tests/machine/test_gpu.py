@@ -1,4 +1,4 @@
-"""Cards that are not there: what NVML and torch say becomes one record, and what they refuse becomes a note."""
+"""GPUs that do not exist: what NVML and torch report becomes one record, what they refuse becomes a note."""
 
 import sys
 import warnings
@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from brimful.machine.gpu import GpuProcess, detect_gpus
+from brimful.machine.gpu import Gpu, GpuProcess, describe_holders, detect_gpus, gpu_holders
 from brimful.units import GiB, MiB
 
 UUID = "0b22bb49-e7db-2222-8ec0-e808677dbcdb"
@@ -41,7 +41,7 @@ def test_this_process_is_not_among_the_others(nvml, torch_sees, me):
     assert [process.pid for process in detect_gpus().gpus[0].other_processes] == [NOBODY]
 
 
-def test_a_process_seen_here_has_its_name(nvml, torch_sees):
+def test_a_process_detected_here_has_its_name(nvml, torch_sees):
     parent = psutil.Process().ppid()
     nvml.add(f"GPU-{UUID}", used=2 * GiB, processes={parent: GiB})
     torch_sees(UUID)
@@ -72,9 +72,9 @@ def test_pids_of_another_namespace_are_not_given_local_names(nvml, torch_sees):
 def test_a_share_nvml_does_not_tell_is_what_torch_reserved_and_noted(nvml, torch_sees):
     nvml.add(f"GPU-{UUID}", used=6 * GiB, processes={})
     torch_sees(UUID, context=True, reserved=4 * GiB)
-    seen = detect_gpus()
-    assert (seen.gpus[0].own_bytes, seen.gpus[0].used_by_others_bytes) == (4 * GiB, GiB)
-    one_note(seen.notes, "GPU 0", "what torch has reserved is counted")
+    detected = detect_gpus()
+    assert (detected.gpus[0].own_bytes, detected.gpus[0].used_by_others_bytes) == (4 * GiB, GiB)
+    one_note(detected.notes, "GPU 0", "What torch has reserved is counted")
 
 
 def test_cards_are_matched_by_uuid_not_by_number(nvml, torch_sees):
@@ -95,9 +95,9 @@ def test_a_mig_slice_is_found_by_its_own_uuid(nvml, torch_sees):
 def test_the_whole_cards_figures_are_not_taken_for_a_slice(nvml, torch_sees):
     nvml.add(f"GPU-{UUID}", used=2 * GiB, processes={})
     torch_sees(UUID, total=20 * GiB, free=15 * GiB)
-    seen = detect_gpus()
-    assert (seen.gpus[0].free_bytes, seen.gpus[0].used_by_others_bytes) == (15 * GiB, None)
-    assert any("who uses GPU 0 is unknown" in note for note in seen.notes)
+    detected = detect_gpus()
+    assert (detected.gpus[0].free_bytes, detected.gpus[0].used_by_others_bytes) == (15 * GiB, None)
+    assert any("who uses GPU 0 is unknown" in note for note in detected.notes)
 
 
 def test_nothing_is_asked_of_torch_that_makes_a_context_where_nvml_answers(nvml, torch_sees, monkeypatch):
@@ -110,12 +110,16 @@ def test_nothing_is_asked_of_torch_that_makes_a_context_where_nvml_answers(nvml,
 def test_without_pynvml_torch_tells_what_is_free_and_the_rest_is_unknown(torch_sees, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     torch_sees(UUID, free=100 * GiB)
-    seen = detect_gpus()
-    assert (seen.gpus[0].free_bytes, seen.gpus[0].used_by_others_bytes, seen.driver) == (100 * GiB, None, None)
-    assert any("NVML is not available: the package nvidia-ml-py is not installed" in note for note in seen.notes)
+    detected = detect_gpus()
+    assert (detected.gpus[0].free_bytes, detected.gpus[0].used_by_others_bytes, detected.driver) == (
+        100 * GiB,
+        None,
+        None,
+    )
+    assert any("NVML is not available: the package nvidia-ml-py is not installed" in note for note in detected.notes)
 
 
-def test_a_context_made_in_order_to_look_is_admitted(torch_sees, monkeypatch):
+def test_a_context_created_by_detection_is_noted(torch_sees, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     torch_sees(UUID, free=100 * GiB)
     assert any("took a CUDA context" in note for note in detect_gpus().notes)
@@ -134,27 +138,27 @@ def test_a_card_too_full_for_a_context_is_still_listed(torch_sees, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     torch_sees(UUID)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", full)
-    seen = detect_gpus()
-    assert (seen.gpus[0].total_bytes, seen.gpus[0].free_bytes) == (139 * GiB, None)
-    assert any("cuda:0 (CUDA error: out of memory)" in note for note in seen.notes)
+    detected = detect_gpus()
+    assert (detected.gpus[0].total_bytes, detected.gpus[0].free_bytes) == (139 * GiB, None)
+    assert any("cuda:0 (CUDA error: out of memory)" in note for note in detected.notes)
 
 
 def test_a_refused_process_list_leaves_the_sum_known(nvml, torch_sees):
     nvml.add(f"GPU-{UUID}", used=21 * GiB, processes={NOBODY: 20 * GiB})
     nvml.refused = {"nvmlDeviceGetComputeRunningProcesses"}
     torch_sees(UUID)
-    seen = detect_gpus()
-    assert (seen.gpus[0].used_by_others_bytes, seen.gpus[0].other_processes) == (20 * GiB, ())
-    one_note(seen.notes, "nvmlDeviceGetComputeRunningProcesses (Not Supported)", "who uses GPU 0 is unknown")
+    detected = detect_gpus()
+    assert (detected.gpus[0].used_by_others_bytes, detected.gpus[0].other_processes) == (20 * GiB, ())
+    one_note(detected.notes, "nvmlDeviceGetComputeRunningProcesses (Not Supported)", "who uses GPU 0 is unknown")
 
 
 def test_a_refused_memory_question_is_answered_by_torch(nvml, torch_sees):
     nvml.add(f"GPU-{UUID}", used=GiB, processes={})
     nvml.refused = {"nvmlDeviceGetMemoryInfo"}
     torch_sees(UUID, context=True, free=7 * GiB)
-    seen = detect_gpus()
-    assert seen.gpus[0].free_bytes == 7 * GiB
-    one_note(seen.notes, "nvmlDeviceGetMemoryInfo (Not Supported)")
+    detected = detect_gpus()
+    assert detected.gpus[0].free_bytes == 7 * GiB
+    one_note(detected.notes, "nvmlDeviceGetMemoryInfo (Not Supported)")
 
 
 def test_a_question_this_pynvml_does_not_know_is_no_error(nvml, torch_sees, monkeypatch):
@@ -178,9 +182,9 @@ def test_a_card_torch_cannot_read_is_left_out_with_a_note(nvml, torch_sees, monk
 
     torch_sees(UUID)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lost)
-    seen = detect_gpus()
-    assert seen.gpus == ()
-    one_note(seen.notes, "torch cannot read cuda:0 (GPU is lost)")
+    detected = detect_gpus()
+    assert detected.gpus == ()
+    one_note(detected.notes, "torch cannot read cuda:0 (GPU is lost)")
 
 
 def test_capability_and_driver_are_given(nvml, torch_sees):
@@ -190,7 +194,7 @@ def test_capability_and_driver_are_given(nvml, torch_sees):
     assert (gpu.capability, gpu.driver) == ("9.0", "580.159.04")
 
 
-def test_a_cpu_build_beside_a_card_is_told_to_install_the_cuda_build(nvml, monkeypatch):
+def test_a_cpu_build_beside_a_card_gets_the_advice_to_install_the_cuda_build(nvml, monkeypatch):
     nvml.add(f"GPU-{UUID}", used=0, processes={})
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -206,7 +210,7 @@ def test_the_driver_is_known_even_where_torch_sees_no_card(nvml, torch_sees):
     assert detect_gpus().driver == "580.159.04"
 
 
-def test_cards_hidden_by_the_environment_are_said_to_be_hidden(nvml, torch_sees, monkeypatch):
+def test_cards_hidden_by_the_environment_are_reported(nvml, torch_sees, monkeypatch):
     nvml.add(f"GPU-{UUID}", used=0, processes={})
     torch_sees()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -253,3 +257,65 @@ def test_an_apple_gpu_has_the_share_of_ram_it_may_take(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     (gpu,) = detect_gpus().gpus
     assert (gpu.kind, gpu.name, gpu.total_bytes, gpu.free_bytes) == ("mps", "Apple GPU", 21 * GiB, None)
+
+
+def card(others_bytes: int | None, *processes: tuple[int, str | None, int | None]) -> Gpu:
+    return Gpu(
+        index=0,
+        kind="cuda",
+        name="NVIDIA H200",
+        uuid=None,
+        total_bytes=140 * GiB,
+        free_bytes=20 * GiB,
+        used_by_others_bytes=others_bytes,
+        own_bytes=0,
+        other_processes=tuple(GpuProcess(pid=p, name=n, used_bytes=b) for p, n, b in processes),
+        driver=None,
+        capability="9.0",
+    )
+
+
+HELD = int(61.2 * GiB)
+PYTHON = (4711, "python", HELD)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phrase"),
+    [
+        (card(None), "who holds the rest is unknown"),
+        (card(0), "no other process holds memory"),
+        (card(3 * MiB), "no other process holds memory"),
+        (card(HELD, PYTHON), "python (pid 4711) holds 61.2 GiB"),
+        (card(HELD), "processes outside this container hold 61.2 GiB"),
+        (card(HELD, (99, None, None)), "processes outside this container hold 61.2 GiB"),
+        (card(HELD, (99, None, HELD)), "processes outside this container hold 61.2 GiB"),
+        (card(HELD, (4711, "python", None)), "python (pid 4711) holds 61.2 GiB"),
+        (card(HELD, (1, "a", None), (2, "b", None)), "a (pid 1) and b (pid 2) hold 61.2 GiB"),
+        (
+            card(HELD + 2 * GiB, PYTHON),
+            "python (pid 4711) holds 61.2 GiB and processes outside this container hold 2 GiB",
+        ),
+        (
+            card(15 * GiB, *((pid, "python", (6 - pid) * GiB) for pid in range(1, 6))),
+            "python (pid 1) holds 5 GiB, python (pid 2) holds 4 GiB, python (pid 3) holds 3 GiB and 2 more hold 3 GiB",
+        ),
+    ],
+)
+def test_other_processes_are_described_in_one_phrase(gpu, phrase):
+    assert describe_holders(gpu, in_container=True) == phrase
+
+
+def test_without_a_container_invisible_processes_are_not_said_to_be_outside_one():
+    assert describe_holders(card(HELD), in_container=False) == "processes that are not visible from here hold 61.2 GiB"
+
+
+def test_processes_can_be_described_by_the_index_of_the_card(nvml, torch_sees):
+    nvml.add("GPU-u", used=21 * GiB, processes={4_000_111: 20 * GiB})
+    nvml.names[4_000_111] = "python3"
+    torch_sees("u")
+    assert gpu_holders(0) == "python3 (pid 4000111) holds 20 GiB"
+
+
+def test_a_card_that_does_not_exist_is_reported(nvml, torch_sees):
+    torch_sees()
+    assert gpu_holders(3) == "there is no GPU 3"

@@ -1,12 +1,15 @@
-"""RAM, swap and cores as this process may use them."""
+"""RAM, swap, cores, space and memory of processes as this process may use them."""
 
 import os
 import resource
+import subprocess
+import sys
+from types import ModuleType
 
 import psutil
 import pytest
 
-from brimful.machine.host import Host
+from brimful.machine.host import Host, Space, container_sign, may_spawn, process_bytes, tree, tree_bytes
 from brimful.units import GiB, MiB
 
 MEMINFO = {
@@ -134,3 +137,91 @@ def test_no_limit_on_open_files_is_none(lay):
 def test_this_very_machine_can_be_read():
     host = Host.detect()
     assert 0 < host.ram_available_bytes <= host.ram_limit_bytes <= host.ram_total_bytes
+
+
+def test_the_disk_of_a_folder_yet_to_be_made_is_its_parents(tmp_path):
+    space = Space.around(tmp_path / "runs" / "first")
+    assert space is not None and space.path == str(tmp_path)
+
+
+def test_a_path_that_does_not_exist_has_no_space(tmp_path):
+    assert Space.of(tmp_path / "nowhere") is None
+
+
+def test_free_space_is_part_of_the_total(tmp_path):
+    space = Space.of(tmp_path)
+    assert space is not None and 0 <= space.free_bytes < space.total_bytes
+
+
+@pytest.mark.parametrize("file", [".dockerenv", "run/.containerenv", "run/systemd/container"])
+def test_a_runtimes_file_gives_the_container_away(lay, file, no_container_variables):
+    assert container_sign(lay({file: ""})) == f"/{file} exists"
+
+
+def test_a_kubernetes_pod_is_known_by_its_variable(tmp_path, monkeypatch, no_container_variables):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert container_sign(tmp_path) == "$KUBERNETES_SERVICE_HOST is set"
+
+
+def test_the_name_of_a_cgroup_gives_the_container_away(lay, no_container_variables):
+    assert container_sign(lay({"proc/self/cgroup": "4:memory:/docker/4f2\n"})) == "/proc/self/cgroup names docker"
+
+
+def test_a_plain_machine_is_no_container(lay, no_container_variables):
+    assert container_sign(lay({"proc/self/cgroup": "0::/user.slice/session-1.scope\n"})) is None
+
+
+CHILD = "x = bytearray(b'1' * 64 * 2**20); print('ready', flush=True); input()"
+
+
+def test_pages_of_a_mapped_file_do_not_count_as_memory(tmp_path):
+    import mmap
+
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(MiB) * 64)
+    before = process_bytes(os.getpid())
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[::4096]) > 0
+        assert process_bytes(os.getpid()) - before < 8 * MiB
+
+
+def test_children_count_with_their_parent():
+    before = tree_bytes()
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert child.pid in tree(os.getpid())
+        assert process_bytes(child.pid) > 64 * MiB
+        assert tree_bytes() - before > 60 * MiB
+        child.communicate(b"\n")
+    assert child.pid not in tree(os.getpid())
+
+
+def test_a_process_that_is_gone_takes_nothing(tmp_path):
+    assert process_bytes(2**22 + 1) == 0
+    assert tree_bytes(1, tmp_path) == 0
+
+
+def test_without_a_rollup_resident_memory_less_file_pages_counts(tmp_path):
+    folder = tmp_path / "proc/7"
+    folder.mkdir(parents=True)
+    (folder / "status").write_text("VmRSS:\t 900 kB\nRssAnon:\t 300 kB\nRssFile:\t 500 kB\nRssShmem:\t 100 kB\n")
+    assert process_bytes(7, tmp_path) == 400 * 1024
+    (folder / "smaps_rollup").write_text(
+        "0-1 ---p 0 00:00 0 [rollup]\nPss:  900 kB\nPss_Anon:  20 kB\nPss_Shmem:  3 kB\n"
+    )
+    assert process_bytes(7, tmp_path) == 23 * 1024
+
+
+@pytest.mark.parametrize(("file", "allowed"), [("/somewhere/bin/brimful", True), ("train.py", False), (None, False)])
+def test_a_script_of_the_user_is_not_imported_again_by_spawning(file, allowed, monkeypatch):
+    main = ModuleType("__main__")
+    main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert may_spawn() is allowed
+
+
+def test_a_module_that_python_runs_may_spawn(monkeypatch):
+    main = ModuleType("__main__")
+    main.__spec__ = object()
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert may_spawn()

@@ -1,15 +1,12 @@
-"""What this box is: its GPUs and who uses them, the RAM and cores this process may really have, space, software.
+"""What this machine has: its GPUs and who uses them, the RAM and cores this process may use, space, software.
 
-    Machine.detect()
-      ├── gpu.py        each accelerator as torch numbers it     ◄── nvml.py      free memory and other processes
-      │                                                              holders.py   the same in words, for errors
-      ├── host.py       RAM, swap, cores as they are allowed     ◄── cgroup.py    what containers and jobs may use
-      │                                                              limits.py    what `ulimit` allows
-      ├── space.py      /dev/shm and the run folder's disk
-      └── software.py   versions                                 ◄── container.py whether this is one, and the sign
+    Machine.detect()      machine.py    the whole snapshot, with the versions of the software
+      ├── gpu.py                        each accelerator as torch numbers it, free memory, other processes
+      └── host.py                       RAM, swap and cores as they are allowed, space on disks, memory of processes
+            └── cgroup.py               limits by containers, batch systems and `ulimit`
 
-Looking changes nothing: no CUDA context is made where NVML answers (one would cost about 0.5 GiB), and what cannot be
-found out is None with a note that says why. Importing this package does not import torch; detecting does.
+Detecting changes nothing: no CUDA context is created if NVML answers (one would cost about 0.5 GiB), and what is unknown
+is None, with a note that says why. Importing this package does not import torch; detecting does.
 """
 
 from brimful.machine.gpu import Gpu, GpuProcess, describe_holders, gpu_holders

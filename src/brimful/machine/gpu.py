@@ -1,11 +1,15 @@
-"""The accelerators torch sees: how much memory each has, how much is free, and who holds the rest.
+"""The accelerators torch sees: how much memory each has, how much is free, and which processes hold the rest.
 
-torch says which devices there are and how large; NVML says what is free and who uses it. torch could say what is free
-as well, but only from inside a CUDA context, and making one costs memory on the very card that is looked at (524 MiB
-on an H200): that is the way out where NVML does not answer, and a note says so.
+torch knows which devices there are and how large. NVML knows what is free and who uses it, without a CUDA context. torch
+can tell what is free too, but only from within a CUDA context, and creating one costs memory on the very card (524 MiB on
+an H200): that is the fallback if NVML does not answer, and a note says so.
 
-Other processes' memory is what is used less what this process holds. On a shared card that is the number that decides
-whether a run fits; torch cannot see it.
+NVML often does not answer: no library in a container without the `utility` capability, no process list for a MIG slice,
+no permission on a shared host, a library that does not match the driver. That is None and a note, never an exception.
+
+Used memory is torch's total less NVML's free. NVML's own `used` includes the driver's reserve (615 MiB on an H200), which
+torch's total leaves out; measured there, the difference is exact to the byte. What other processes hold is what is used
+less what this process holds. On a shared card that number decides whether a run fits, and torch cannot see it.
 """
 
 import os
@@ -18,102 +22,187 @@ from typing import Any
 from brimful.machine.host import container_sign
 from brimful.units import MiB, show_bytes
 
-# NVML, asked politely: a missing library or a refused question is None and a note, never an exception.
-#
-# NVML knows what torch does not: what *other* processes hold, without a CUDA context of our own. It also refuses often:
-# no library in a container without the `utility` capability, no process list for a MIG slice, no permission on a shared
-# host, a library that does not match the driver's kernel module. None of these may keep anybody from training.
-#
-# Used memory is reckoned as torch's total less NVML's free. NVML's own `used` counts the driver's reserve (615 MiB on an
-# H200), torch's total leaves it out; measured there, the difference of the two is exact to the byte.
-
-
 _PROCESS_LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
-"""A desktop's X server or a game is in the second list only; the first alone decides whether the answer is known."""
+"""A desktop's X server or a game is in the second list only. The first decides whether the answer is known."""
 
-_SLICE = 0.8
-"""torch's total is within 1 % of NVML's for a whole card; far below it torch has a MIG slice, and NVML the card."""
+_WHOLE_CARD = 0.8
+"""torch's total is within 1 % of NVML's for a whole card. Far below it, torch has a MIG slice and NVML the card."""
+
+_NAMED = 3
+"""Further processes are summed up: the phrase goes into error messages."""
+
+_NOISE_BYTES = 64 * MiB
+"""Less than this is ignored: starting CUDA takes 3 MiB that no process is charged for, and NVML rounds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuProcess:
+    """A process that holds memory on a card."""
+
+    pid: int
+    """As NVML gives it; in a container that may be the host's number."""
+    name: str | None
+    """`python3`; None if the process is not visible from here."""
+    used_bytes: int | None
+    """What it holds; None if NVML does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One accelerator. None means unknown, never zero."""
+
+    index: int
+    """torch's number: `cuda:0` whatever CUDA_VISIBLE_DEVICES hides."""
+    kind: str
+    """torch's device type: `cuda` (NVIDIA, and AMD under ROCm), `xpu`, `mps`."""
+    name: str
+    """`NVIDIA H200`."""
+    uuid: str | None
+    """With its prefix if NVML knows it: `GPU-0b22bb49-…`, `MIG-…`."""
+    total_bytes: int | None
+    """What programs can use of it, without the driver's reserve."""
+    free_bytes: int | None
+    """What no process holds now."""
+    used_by_others_bytes: int | None
+    """What is neither free nor held by this process."""
+    own_bytes: int | None
+    """What this process holds, its CUDA context included."""
+    other_processes: tuple[GpuProcess, ...]
+    """Other processes, the largest first, as far as visible. Their bytes need not add up to the whole."""
+    driver: str | None
+    """The driver's version."""
+    capability: str | None
+    """Compute capability such as `9.0`; None for cards without one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DetectedGpus:
+    """The result of `detect_gpus`."""
+
+    gpus: tuple[Gpu, ...]
+    """In torch's order."""
+    driver: str | None
+    """NVIDIA's driver, also if torch sees no card."""
+    notes: tuple[str, ...]
+    """What is unknown, and why."""
+
+
+def detect_gpus() -> DetectedGpus:
+    """Every accelerator torch sees. Whatever goes wrong becomes a note."""
+    import torch
+
+    notes: list[str] = []
+    with open_nvml() as nvml:
+        with _warnings_as(notes):
+            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            count = torch.accelerator.device_count() if device else 0
+            gpus = [_detect_one(device.type, index, nvml, notes) for index in range(count)] if device else []
+        notes += _why_others_unknown(device.type, nvml) if device else [_why_no_gpu(nvml)]
+        return DetectedGpus(gpus=tuple(g for g in gpus if g), driver=nvml.driver(), notes=(*notes, *nvml.notes))
+
+
+def gpu_holders(index: int) -> str:
+    """Which other processes hold memory of the GPU that torch numbers `index`, now, as a phrase."""
+    for gpu in detect_gpus().gpus:
+        if gpu.index == index:
+            return describe_holders(gpu, in_container=container_sign() is not None)
+    return f"there is no GPU {index}"
+
+
+def describe_holders(gpu: Gpu, *, in_container: bool) -> str:
+    """Which other processes hold the card's memory, the largest first: `python3 (pid 4711) holds 61.2 GiB`."""
+    if gpu.used_by_others_bytes is None:
+        return "who holds the rest is unknown"
+    named = [process for process in gpu.other_processes if process.name is not None and process.used_bytes]
+    phrases = [f"{_label(process)} holds {show_bytes(process.used_bytes)}" for process in named[:_NAMED]]
+    if more := named[_NAMED:]:
+        total = sum(process.used_bytes or 0 for process in more)
+        phrases.append(f"{len(more)} more {'hold' if len(more) > 1 else 'holds'} {show_bytes(total)}")
+    rest = gpu.used_by_others_bytes - sum(process.used_bytes or 0 for process in named)
+    if rest >= _NOISE_BYTES:
+        phrases.append(_unlisted(gpu, rest, in_container))
+    return _enumerate(phrases) or "no other process holds memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardUse:
-    """What NVML says of one card."""
+    """NVML's figures of one card."""
 
     uuid: str
     """With its prefix: `GPU-…` or `MIG-…`."""
     free_bytes: int
-    """What nobody holds."""
+    """What no process holds."""
     processes: dict[int, int | None] | None
-    """Bytes by pid, None where NVML does not tell them; None altogether where it does not list processes."""
+    """Bytes by pid, None where NVML does not tell; None instead of the mapping if it does not list processes."""
 
 
 class Nvml:
-    """A session with NVML, open or not. Refusals that cost the user something are collected in `notes`."""
+    """A session with NVML, open or not. Failures that matter to the user are collected in `notes`."""
 
     def __init__(self, module: Any, problem: str = "") -> None:
         self.module = module
-        """pynvml, or None where NVML is not available."""
+        """pynvml, or None if NVML is not available."""
         self.problem = problem
-        """Why it is not available; empty where it is."""
+        """Why it is not available; empty if it is."""
         self.notes: list[str] = []
 
-    def ask(self, question: str, *args: Any, unknown: str = "") -> Any:
-        """The answer, or None. With `unknown` a refusal is noted, together with what is unknown for it."""
+    def query(self, function: str, *args: Any, unknown: str = "") -> Any:
+        """The answer, or None. With `unknown`, a failure is noted together with what is therefore unknown."""
         if self.module is None:
             return None
         try:
-            return getattr(self.module, question)(*args)
+            return getattr(self.module, function)(*args)
         except (self.module.NVMLError, AttributeError, ValueError) as error:  # too old a pynvml; an undecodable name
             if unknown:
-                self.notes.append(f"NVML did not answer {question} ({error}), so {unknown}.")
+                self.notes.append(f"NVML did not answer {function} ({error}), so {unknown}.")
             return None
 
     def driver(self) -> str | None:
         """The driver's version, such as `580.159.04`."""
-        return _text(self.ask("nvmlSystemGetDriverVersion"))
+        return _text(self.query("nvmlSystemGetDriverVersion"))
 
     def names(self) -> list[str]:
         """Every NVIDIA card of the machine, whether torch sees it or not."""
-        count = self.ask("nvmlDeviceGetCount") or 0
-        handles = [self.ask("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+        count = self.query("nvmlDeviceGetCount") or 0
+        handles = [self.query("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
         known = [handle for handle in handles if handle is not None]
-        return [_text(self.ask("nvmlDeviceGetName", handle)) or "an NVIDIA card" for handle in known]
+        return [_text(self.query("nvmlDeviceGetName", handle)) or "an NVIDIA card" for handle in known]
 
     def card(self, index: int, uuid: str, total_bytes: int) -> CardUse | None:
-        """The card torch numbers `index`, found by its UUID, since CUDA_VISIBLE_DEVICES renumbers cards.
+        """The card that torch numbers `index`, by its UUID, since CUDA_VISIBLE_DEVICES renumbers cards.
 
-        torch gives the UUID without its prefix, so both are tried; MIG slices have UUIDs of their own.
+        torch gives the UUID without its prefix, so both are tried. MIG slices have their own UUIDs.
         """
         unknown, notes_before = f"who uses GPU {index} is unknown", len(self.notes)
         for full in (f"MIG-{uuid}", f"GPU-{uuid}"):
-            handle = self.ask("nvmlDeviceGetHandleByUUID", full)
-            memory = self.ask("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
-            if memory is not None and total_bytes >= _SLICE * memory.total:
+            handle = self.query("nvmlDeviceGetHandleByUUID", full)
+            memory = self.query("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
+            if memory is not None and total_bytes >= _WHOLE_CARD * memory.total:
                 return CardUse(uuid=full, free_bytes=int(memory.free), processes=self._processes(handle, unknown))
         if self.module is not None and len(self.notes) == notes_before:
-            self.notes.append(f"NVML gives no figures for the card torch calls GPU {index} ({uuid}), so {unknown}.")
+            self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")
         return None
 
     def process_name(self, pid: int) -> str | None:
-        """The name as NVML sees it; it knows some processes that psutil may not look at."""
-        path = _text(self.ask("nvmlSystemGetProcessName", pid))
+        """The name as NVML sees it. It knows some processes that psutil may not access."""
+        path = _text(self.query("nvmlSystemGetProcessName", pid))
         return path.split(" ")[0].rpartition("/")[2] or None if path else None
 
     def _processes(self, handle: Any, unknown: str) -> dict[int, int | None] | None:
-        """One entry a pid: a process that computes and draws is in both lists, with the same memory."""
-        found: dict[int, int | None] = {}
-        for question, loss in zip(_PROCESS_LISTS, (unknown, ""), strict=True):
-            processes = self.ask(question, handle, unknown=loss)
-            if processes is None and loss:
+        """One entry for each pid: a process that computes and draws is in both lists, with the same memory."""
+        used: dict[int, int | None] = {}
+        for function, consequence in zip(_PROCESS_LISTS, (unknown, ""), strict=True):
+            processes = self.query(function, handle, unknown=consequence)
+            if processes is None and consequence:
                 return None
             for process in processes or ():
-                found[process.pid] = found.get(process.pid) or process.usedGpuMemory
-        return found
+                used[process.pid] = used.get(process.pid) or process.usedGpuMemory
+        return used
 
 
 @contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """A session that is always given, and closed in the end if it could be opened."""
+    """A session, which is closed at the end if it could be opened."""
     try:
         import pynvml
     except ImportError:
@@ -128,86 +217,20 @@ def open_nvml() -> Iterator[Nvml]:
     try:
         yield nvml
     finally:
-        nvml.ask("nvmlShutdown")
+        nvml.query("nvmlShutdown")
 
 
 def _text(value: str | bytes | None) -> str | None:
-    """Older bindings answer in bytes."""
+    """Older bindings return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuProcess:
-    """A process that holds memory on a card."""
-
-    pid: int
-    """As NVML gives it; in a container that may be the host's number."""
-    name: str | None
-    """`python3`; None where the process is not visible from here."""
-    used_bytes: int | None
-    """What it holds; None where NVML does not tell."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One accelerator. None is unknown throughout, never zero."""
-
-    index: int
-    """As torch numbers it, so `cuda:0` whatever CUDA_VISIBLE_DEVICES hides."""
-    kind: str
-    """torch's name for the kind: `cuda` (NVIDIA, and AMD under ROCm), `xpu`, `mps`."""
-    name: str
-    """`NVIDIA H200`."""
-    uuid: str | None
-    """With its prefix where NVML knows it: `GPU-0b22bb49-…`, `MIG-…`."""
-    total_bytes: int | None
-    """What programs can have of it: the driver's reserve is left out."""
-    free_bytes: int | None
-    """What nobody holds now."""
-    used_by_others_bytes: int | None
-    """What is neither free nor this process's."""
-    own_bytes: int | None
-    """What this process holds, its CUDA context included."""
-    other_processes: tuple[GpuProcess, ...]
-    """Who else is there, the largest first, as far as can be seen; their bytes need not add up to the whole."""
-    driver: str | None
-    """The driver's version."""
-    capability: str | None
-    """Compute capability, `9.0`; None for cards that have none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What looking for GPUs gave."""
-
-    gpus: tuple[Gpu, ...]
-    """In torch's order."""
-    driver: str | None
-    """NVIDIA's driver, also where torch sees no card."""
-    notes: tuple[str, ...]
-    """What is unknown, and why."""
-
-
-def detect_gpus() -> Seen:
-    """Every accelerator torch sees. Whatever goes wrong on the way ends in a note."""
-    import torch
-
-    notes: list[str] = []
-    with open_nvml() as nvml:
-        with _warnings_as(notes):
-            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            count = torch.accelerator.device_count() if device else 0
-            gpus = [_look(device.type, index, nvml, notes) for index in range(count)] if device else []
-        notes += _why_others_unknown(device.type, nvml) if device else [_why_no_gpu(nvml)]
-        return Seen(gpus=tuple(g for g in gpus if g), driver=nvml.driver(), notes=(*notes, *nvml.notes))
-
-
-def _look(kind: str, index: int, nvml: Nvml, notes: list[str]) -> Gpu | None:
-    """One device; None, and a note, where torch cannot even read its properties (a card that fell off the bus)."""
+def _detect_one(kind: str, index: int, nvml: Nvml, notes: list[str]) -> Gpu | None:
+    """One device; None and a note if torch cannot even read its properties (a card that fell off the bus)."""
     try:
         return _cuda(index, nvml, notes) if kind == "cuda" else _other(kind, index, notes)
     except (RuntimeError, AssertionError) as error:
-        notes.append(f"torch cannot read {kind}:{index} ({_first_line(error)}), so it is left out.")
+        notes.append(f"torch cannot read {kind}:{index} ({_first_line(error)}), so it is ignored.")
         return None
 
 
@@ -235,7 +258,7 @@ def _cuda(index: int, nvml: Nvml, notes: list[str]) -> Gpu:
 
 
 def _other(kind: str, index: int, notes: list[str]) -> Gpu:
-    """Intel's and Apple's: torch alone answers, and nobody tells what other processes hold."""
+    """Intel and Apple: only torch answers, and what other processes hold is unknown."""
     import torch
 
     module: Any = torch.get_device_module(kind)
@@ -259,7 +282,7 @@ def _other(kind: str, index: int, notes: list[str]) -> Gpu:
 
 
 def _free_by_torch(kind: str, index: int, notes: list[str]) -> int | None:
-    """The way out without NVML. It fails on a card so full that not even a context fits, and on devices without it."""
+    """The fallback without NVML. It fails on a card too full for a context, and on devices without this function."""
     import torch
 
     had_context = kind != "cuda" or _has_context(index)
@@ -269,12 +292,12 @@ def _free_by_torch(kind: str, index: int, notes: list[str]) -> int | None:
         notes.append(f"torch cannot tell what is free on {kind}:{index} ({_first_line(error)}).")
         return None
     if not had_context:
-        notes.append(f"Free memory of cuda:{index} was asked through torch, which took a CUDA context (about 0.5 GiB).")
+        notes.append(f"torch reported the free memory of cuda:{index}, which took a CUDA context (about 0.5 GiB).")
     return int(free)
 
 
 def _own_bytes(index: int, use: CardUse | None, notes: list[str]) -> int | None:
-    """What this process holds: as NVML lists it, nothing without a context, else at least what torch has reserved.
+    """What this process holds: as NVML lists it, nothing without a context, or else what torch has reserved.
 
     The last happens in containers, where NVML lists the host's pids or no bytes.
     """
@@ -286,15 +309,18 @@ def _own_bytes(index: int, use: CardUse | None, notes: list[str]) -> int | None:
     if listed is not None or not _has_context(index):
         return listed or 0
     notes.append(
-        f"NVML does not tell this process's share of GPU {index}: what torch has reserved is counted, "
-        "and its CUDA context among other processes' memory."
+        f"NVML does not tell what this process holds of GPU {index}. What torch has reserved is counted, "
+        "and its CUDA context counts as other processes' memory."
     )
     return int(torch.cuda.memory_reserved(index))
 
 
 def _others(index: int, use: CardUse | None, nvml: Nvml) -> tuple[GpuProcess, ...]:
-    """The other processes, the largest first. Where our own pid should be listed and is not, pids are those of another
-    namespace: the same number here is somebody else, so no name is looked up."""
+    """The other processes, the largest first.
+
+    If our own pid should be listed and is not, the pids belong to another namespace. The same number here is another
+    process, so no names are looked up.
+    """
     listed = use.processes if use and use.processes else {}
     foreign = _has_context(index) and os.getpid() not in listed
     others = [
@@ -310,13 +336,15 @@ def _name(pid: int, nvml: Nvml) -> str | None:
 
     try:
         return psutil.Process(pid).name() or None
-    except (psutil.Error, ValueError):  # gone, hidden, or a pid that is none
+    except (psutil.Error, ValueError):  # ended, hidden, or not a valid pid
         return nvml.process_name(pid)
 
 
 def _has_context(index: int) -> bool:
-    """Whether this process has a CUDA context on the card. torch's own question is private; without it, reserved
-    memory proves a context but none proves nothing."""
+    """Whether this process has a CUDA context on the card.
+
+    torch's function for it is private. Without it, reserved memory proves a context, but none proves nothing.
+    """
     import torch
 
     exact = getattr(torch._C, "_cuda_hasPrimaryContext", None)
@@ -326,7 +354,7 @@ def _has_context(index: int) -> bool:
 
 
 def _why_no_gpu(nvml: Nvml) -> str:
-    """The reason torch sees no GPU. The first is the commonest mistake: the wrong build of torch."""
+    """The reason why torch sees no GPU. The first is the most common mistake: the wrong build of torch."""
     import torch
 
     build, cards = f"torch {torch.__version__}", ", ".join(nvml.names())
@@ -347,7 +375,7 @@ def _why_others_unknown(kind: str, nvml: Nvml) -> list[str]:
     import torch
 
     if kind != "cuda" or torch.version.cuda is None:
-        return [f"Other processes' memory is unknown: only NVIDIA's NVML tells it, and this is {kind} without it."]
+        return [f"Other processes' memory is unknown on {kind}, since only NVIDIA's NVML reports it."]
     if nvml.problem:
         return [f"NVML is not available: {nvml.problem}, so other processes' memory is unknown."]
     return []
@@ -355,65 +383,31 @@ def _why_others_unknown(kind: str, nvml: Nvml) -> list[str]:
 
 @contextmanager
 def _warnings_as(notes: list[str]) -> Iterator[None]:
-    """torch says why CUDA does not start (too old a driver, a broken install) in a warning: make it a note."""
-    with warnings.catch_warnings(record=True) as heard:
+    """torch warns if CUDA does not start (too old a driver, a broken install): turn that into a note."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    notes.extend(f"torch warns: {_first_line(warning.message)}" for warning in heard)
+    notes.extend(f"torch warns: {_first_line(warning.message)}" for warning in caught)
 
 
 def _first_line(problem: object) -> str:
     return str(problem).strip().split("\n")[0].rstrip(".")
 
 
-# Who holds a card's memory, in one phrase: what a user asks first when a card is full.
-#
-# python3 (pid 4711) holds 61.2 GiB
-# processes outside this container hold 61.2 GiB
-
-
-_NAMED = 3
-"""More processes than this are summed up: the phrase goes into one-sentence errors."""
-
-_NOISE_BYTES = 64 * MiB
-"""Less than this is nobody: starting CUDA takes 3 MiB that no process is charged for, and NVML rounds."""
-
-
-def gpu_holders(index: int) -> str:
-    """Look now, and say who else holds memory of the GPU torch numbers `index`."""
-    for gpu in detect_gpus().gpus:
-        if gpu.index == index:
-            return describe_holders(gpu, in_container=container_sign() is not None)
-    return f"there is no GPU {index}"
-
-
-def describe_holders(gpu: Gpu, *, in_container: bool) -> str:
-    """Who else holds the card's memory, the largest first; what NVML lists nobody for goes to the unseen."""
-    if gpu.used_by_others_bytes is None:
-        return "who holds the rest is unknown"
-    named = [process for process in gpu.other_processes if process.name is not None and process.used_bytes]
-    phrases = [f"{_who(process)} holds {show_bytes(process.used_bytes)}" for process in named[:_NAMED]]
-    if more := named[_NAMED:]:
-        total = sum(process.used_bytes or 0 for process in more)
-        phrases.append(f"{len(more)} more {'hold' if len(more) > 1 else 'holds'} {show_bytes(total)}")
-    rest = gpu.used_by_others_bytes - sum(process.used_bytes or 0 for process in named)
-    if rest >= _NOISE_BYTES:
-        phrases.append(_rest(gpu, rest, in_container))
-    return _list(phrases) or "no other process holds memory"
-
-
-def _rest(gpu: Gpu, rest_bytes: int, in_container: bool) -> str:
-    """Memory whose holder has a name but no bytes (all of it is theirs), or neither."""
-    who = [_who(process) for process in gpu.other_processes if process.name is not None and process.used_bytes is None]
+def _unlisted(gpu: Gpu, rest_bytes: int, in_container: bool) -> str:
+    """Memory of processes that have a name but no bytes, or that are not visible at all."""
+    who = [
+        _label(process) for process in gpu.other_processes if process.name is not None and process.used_bytes is None
+    ]
     if not who or any(process.name is None for process in gpu.other_processes):
-        who.append("processes outside this container" if in_container else "processes that cannot be seen from here")
+        who.append("processes outside this container" if in_container else "processes that are not visible from here")
     verb = "holds" if len(who) == 1 and not who[0].startswith("processes") else "hold"
-    return f"{_list(who)} {verb} {show_bytes(rest_bytes)}"
+    return f"{_enumerate(who)} {verb} {show_bytes(rest_bytes)}"
 
 
-def _who(process: GpuProcess) -> str:
+def _label(process: GpuProcess) -> str:
     return f"{process.name} (pid {process.pid})"
 
 
-def _list(items: list[str]) -> str:
+def _enumerate(items: list[str]) -> str:
     return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)

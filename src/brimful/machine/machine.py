@@ -1,4 +1,4 @@
-"""`Machine`: one snapshot of everything the box offers, for plans, for tables and for JSON."""
+"""`Machine`: one snapshot of everything this machine has, for plans, tables and JSON."""
 
 import dataclasses
 import platform
@@ -9,12 +9,10 @@ from typing import Any
 from brimful.machine.gpu import Gpu, detect_gpus
 from brimful.machine.host import Host, Space, container_sign
 
-# The versions that decide what runs, what it costs in memory, and whether a saved plan still holds.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """Python, torch, CUDA, the driver and the system."""
+    """The versions that decide what runs, what it costs in memory, and whether a saved plan is still valid."""
 
     python: str
     """`3.11.9`."""
@@ -23,17 +21,17 @@ class Software:
     cuda: str | None
     """The CUDA version torch was built for; None for a CPU, ROCm or XPU build."""
     driver: str | None
-    """The NVIDIA driver as NVML gives it; None where NVML is not available."""
+    """The NVIDIA driver; None if NVML is not available."""
     platform: str
     """`Linux-6.8.0-x86_64-with-glibc2.39`."""
     in_container: bool
     """Whether this looks like a container."""
     container_sign: str | None
-    """What it was recognised by: `/.dockerenv exists`."""
+    """How that was recognised: `/.dockerenv exists`."""
 
     @classmethod
     def detect(cls, *, driver: str | None = None, root: Path = Path("/")) -> "Software":
-        """The versions in this process; the driver's is handed in by whoever asked NVML."""
+        """The versions in this process. The version of the driver comes from NVML and is passed in."""
         import torch
 
         sign = container_sign(root)
@@ -50,40 +48,45 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What this box has, and what of it this process may use."""
+    """What this machine has, and what this process may use of it.
+
+    >>> machine = Machine.detect()
+    >>> machine.host.ram_limit_bytes <= machine.host.ram_total_bytes
+    True
+    """
 
     gpus: tuple[Gpu, ...]
-    """Every accelerator torch sees, in torch's order; empty where it sees none, with the reason in `notes`."""
+    """Every accelerator torch sees, in torch's order. If it sees none, `notes` has the reason."""
     host: Host
     """RAM, swap and cores."""
     shm: Space | None
-    """/dev/shm; None on systems without it. What lies there also counts against the RAM limit."""
+    """/dev/shm; None on systems without it. Files there also count against the RAM limit."""
     disk: Space | None
-    """The filesystem that the run folder is on, or will be on; None where it may not be looked at."""
+    """The filesystem that the run folder is on, or will be on; None if it is not accessible."""
     software: Software
     """Versions, and whether this is a container."""
     notes: tuple[str, ...]
-    """What could not be found out or looks wrong, one sentence each."""
+    """What is unknown or looks wrong, one sentence each."""
 
     @classmethod
     def detect(cls, run_folder: Path | str = ".") -> "Machine":
-        """Look at everything once: about 20 ms, and up to 0.3 s more where this is the process's first use of CUDA.
+        """Detect everything: takes about 20 ms, and up to 0.3 s more if this is the first use of CUDA in the process.
 
-        No CUDA context is made where NVML answers. Like any question to torch about GPUs it starts CUDA in this
-        process, so workers that use the GPU must then be spawned, not forked.
+        Creates no CUDA context if NVML answers. Like any call of torch about GPUs it initialises CUDA in this process,
+        so workers that use the GPU must then be spawned, not forked.
         """
-        seen = detect_gpus()
+        detected = detect_gpus()
         return cls(
-            gpus=seen.gpus,
+            gpus=detected.gpus,
             host=Host.detect(),
             shm=Space.of("/dev/shm"),
             disk=Space.around(run_folder),
-            software=Software.detect(driver=seen.driver),
-            notes=seen.notes,
+            software=Software.detect(driver=detected.driver),
+            notes=detected.notes,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, sizes as whole bytes; unknown is null."""
+        """Plain JSON values: sizes in bytes, unknown is null."""
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         return plain
 

@@ -1,7 +1,7 @@
-"""Bytes and seconds: parsed from what people write, printed as what people read.
+"""Parses and prints sizes, durations and counts.
 
-Inside the package everything is bytes and seconds; GiB appears only here and on screens.
-`20GiB` is 20 × 2³⁰ and `20GB` is 20 × 10⁹, as the letters say. A bare number is bytes.
+Inside the package everything is in bytes and seconds; GiB appears only here and on screens. `20GiB` is 20 × 2³⁰ bytes and
+`20GB` is 20 × 10⁹. A number without a unit is in bytes.
 """
 
 import math
@@ -21,18 +21,18 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int | float, *, flag: str = "size") -> int:
-    """`"20GiB"`, `"512 MiB"`, `"1.5g"` or a plain number of bytes, as a positive whole number of bytes."""
+    """The bytes of `"20GiB"`, `"512 MiB"`, `"1.5g"` or a plain number. `flag` is what an error names."""
     match = _SIZE.fullmatch(str(int(text)) if isinstance(text, (int, float)) and math.isfinite(text) else str(text))
     if match is None or match[2].lower() not in _UNITS:
-        raise BadOption(f"{flag}: {text!r} is not a size; write it like 20GiB, 512MiB or 2000000000")
+        raise BadOption(f"{flag}: {text!r} is not a size. Try: 20GiB, 512MiB or 2000000000")
     value = int(float(match[1]) * _UNITS[match[2].lower()])
     if value <= 0:
-        raise BadOption(f"{flag}: {text!r} must be more than zero")
+        raise BadOption(f"{flag}: {text!r} must be greater than 0")
     return value
 
 
 def show_bytes(value: int | float | None) -> str:
-    """Four significant figures at most: `19.97 GiB`, `512 MiB`, `0 B`; `unknown` for None."""
+    """At most four significant figures: `19.97 GiB`, `512 MiB`, `0 B`; `unknown` for None."""
     if value is None:
         return "unknown"
     for size, unit in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
@@ -47,7 +47,7 @@ def show_count(count: int, what: str) -> str:
 
 
 def flag_bytes(value: float) -> str:
-    """Rounded up and without a space, so that it can be typed behind a flag: `16.96MiB`."""
+    """Rounded up and without a space, as the value of a flag: `16.96MiB`."""
     size, unit = next(((size, unit) for size, unit in ((GiB, "GiB"), (MiB, "MiB")) if value >= size), (KiB, "KiB"))
     return f"{math.ceil(100 * value / size) / 100:g}{unit}"
 
@@ -72,7 +72,7 @@ def show_seconds(value: float | None) -> str:
 
 
 def show_rate(value: float | None) -> str:
-    """Rows per second with three significant figures, `unknown` for None."""
+    """Three significant figures, such as rows per second; `unknown` for None."""
     if value is None:
         return "unknown"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

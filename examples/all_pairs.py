@@ -1,14 +1,15 @@
-"""A preference head on precomputed features: each in-distribution row is compared with each row outside it.
+"""A preference head on precomputed features: every in-distribution row is compared with every row outside it.
 
 The loss holds a matrix of rows × rows, so memory grows with the square of the batch: 13 MB at 512 rows, 1 GB at 8192.
-`brimful plan examples/all_pairs.py:task --global-batch 50000 --memory-limit 1GiB --allow-inexact`
+
+    brimful plan examples/all_pairs.py:task --global-batch 50000 --memory-limit 1GiB --allow-inexact
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.task import Loss, Task
+from brimful import Loss, Task
 
 
 class AllPairs(Task):

@@ -1,4 +1,7 @@
-"""A GPT-2-like causal language model on text cut into lines. `brimful plan examples/causal_lm.py:task [TEXT_FILE]`"""
+"""A small GPT-2 on the lines of a text file, with a loss of its own and a `dummy`, so that it plans without data too.
+
+brimful plan examples/causal_lm.py:task [TEXT_FILE]
+"""
 
 from pathlib import Path
 
@@ -6,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from brimful.task import Loss, Task
+from brimful import Loss, Task
 
 VOCAB, PAD = 257, 256  # bytes, and a padding token
 

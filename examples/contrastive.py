@@ -1,13 +1,15 @@
-"""A contrastive encoder: every other row of the batch is a negative, so the batch must not be cut.
+"""A contrastive encoder: every other row of the batch is a negative, so splitting the batch would change the loss.
 
-`brimful plan examples/contrastive.py:task` keeps the step whole, and refuses a global batch that does not fit whole.
+The plan keeps the step whole and refuses a global batch that does not fit whole.
+
+    brimful plan examples/contrastive.py:task
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.task import Loss, Task
+from brimful import Loss, Task
 
 
 class Contrastive(Task):

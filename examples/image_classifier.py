@@ -1,14 +1,17 @@
-"""An image classifier with BatchNorm. `brimful plan examples/image_classifier.py:task`"""
+"""An image classifier with BatchNorm, which depends on the micro-batch: the plan says so and splits as little as it can.
+
+brimful plan examples/image_classifier.py:task
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.task import Loss, Task
+from brimful import Loss, Task
 
 
-def block(wide, out, stride):
-    return nn.Sequential(nn.Conv2d(wide, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
+def block(channels, out, stride):
+    return nn.Sequential(nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
 
 
 class ImageClassifier(Task):

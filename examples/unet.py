@@ -1,17 +1,20 @@
-"""A small U-Net for segmentation; the side of the (square) image drives memory. `brimful plan examples/unet.py:task`"""
+"""A small U-Net for segmentation, whose memory depends on the side of the square images.
+
+brimful plan examples/unet.py:task --lengths 128
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.task import Loss, Task
+from brimful import Loss, Task
 
 
 class Block(nn.Module):
-    def __init__(self, wide, out):
+    def __init__(self, channels, out):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(wide, out, 3, padding=1), nn.GroupNorm(8, out), nn.SiLU(), nn.Conv2d(out, out, 3, padding=1)
+            nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(8, out), nn.SiLU(), nn.Conv2d(out, out, 3, padding=1)
         )
 
     def forward(self, x):
@@ -26,11 +29,11 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(16, 4, 1)
 
     def forward(self, x):
-        kept = []
+        skips = []
         for block in self.down:
-            x = block(x if not kept else F.max_pool2d(x, 2))
-            kept.append(x)
-        for block, skip in zip(self.up, reversed(kept[:-1]), strict=True):
+            x = block(x if not skips else F.max_pool2d(x, 2))
+            skips.append(x)
+        for block, skip in zip(self.up, reversed(skips[:-1]), strict=True):
             x = block(torch.cat([F.interpolate(x, size=skip.shape[-2:]), skip], 1))
         return self.head(x)
 
@@ -43,8 +46,8 @@ class Segmentation(Task):
         return UNet()
 
     def loss(self, model, batch):
-        per_pixel = F.cross_entropy(model(batch["image"]), batch["mask"], reduction="sum")
-        return Loss(sum=per_pixel, count=batch["mask"].numel())
+        total = F.cross_entropy(model(batch["image"]), batch["mask"], reduction="sum")
+        return Loss(sum=total, count=batch["mask"].numel())
 
     def dummy(self, rows, shape):
         (side,) = shape

@@ -1,10 +1,18 @@
-"""Small tasks that fit in milliseconds."""
+"""Small tasks that are planned in milliseconds."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from brimful.planning.planner import plan
 from brimful.task import Loss, Task
+
+LIMIT = "4MiB"
+
+
+def small_plan(task=None, **options):
+    """A plan on the CPU under a small limit, not saved."""
+    return plan(task or Tagger(), **{"memory_limit": LIMIT, "device": "cpu", "cache": False, **options})
 
 
 class Tagger(Task):
@@ -40,8 +48,38 @@ class _Stack(nn.Module):
         return self.head(x)
 
 
+class Texts(Task):
+    """The tagger's model on padded rows of different lengths, with neither a dummy nor rows()."""
+
+    name = "texts"
+    global_batch = 20
+
+    def model(self):
+        return Tagger().model()
+
+    def shape(self, row):
+        return (len(row),)
+
+    def collate(self, rows):
+        return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=-1)
+
+    def loss(self, model, batch):
+        losses = self.token_losses(model, batch)
+        return Loss(losses.sum(), (batch >= 0).sum())
+
+    def token_losses(self, model, batch):
+        logits = model(batch.clamp(min=0))
+        return F.cross_entropy(logits.flatten(0, 1), batch.flatten(), ignore_index=-1, reduction="none")
+
+
+def texts(*lengths):
+    """Rows of these lengths for `Texts`, no two of which are the same."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 100, (length,), generator=generator) for length in lengths]
+
+
 class Pairs(Task):
-    """A matrix of rows × rows: memory grows with the square, and a step must not be cut."""
+    """A matrix of rows × rows: memory grows with the square, and a step must not be split."""
 
     name = "pairs"
     global_batch = 4000

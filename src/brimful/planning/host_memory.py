@@ -94,7 +94,8 @@ class HostPlanner:
             predicted_bytes=self._bytes(workers.effective or 0, prefetch.effective or 0),
             limit_bytes=self.target.host_limit_bytes,
         )
-        plan = replace(self.plan, host=host, choices=(*self.plan.choices, workers, prefetch, pinned))
+        others = (choice for choice in self.plan.choices if choice.name not in ("workers", "prefetch", "pin_memory"))
+        plan = replace(self.plan, host=host, choices=(*others, workers, prefetch, pinned))
         passes = 0.0 if self.rows is None else plan.global_batch / len(self.rows)
         if self.rows is None or passes <= PASSES:
             return plan

@@ -81,7 +81,8 @@ class Speed:
             return f"{rate}, the only size to choose from"
         fastest = self.chosen.rows_per_s == max(timing.rows_per_s for timing in self.timed)
         verdict = "fastest" if fastest else f"within {SAME_SPEED:.0%} of the fastest, with less memory"
-        return f"{verdict}: {rate}; {', '.join(f'{show_rows(t.rows)}: {show_rate(t.rows_per_s)}' for t in others)}"
+        compared = ", ".join(f"{show_rate(timing.rows_per_s)} with {show_rows(timing.rows)}" for timing in others)
+        return f"{verdict}: {rate} ({compared})"
 
 
 def micro_rows(step_rows: int, accumulation: int) -> int:

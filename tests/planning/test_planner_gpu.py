@@ -1,4 +1,4 @@
-"""What only a card can show: reserved bytes, the cap, other processes, and the promise at full size."""
+"""What only a GPU can show: reserved bytes, the cap, other processes, and a plan at full size."""
 
 import subprocess
 import sys
@@ -37,14 +37,14 @@ def test_the_cap_is_taken_off_again(plan):
     assert torch.cuda.memory.get_per_process_memory_fraction() == 1.0
 
 
-def test_the_card_is_empty_again():
+def test_the_gpu_is_empty_again():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     make_plan(Tagger(), memory_limit="1GiB", cache=False)
     assert torch.cuda.memory_allocated() - before < 64 * 2**20  # the libraries' workspaces stay
 
 
-def test_weights_state_and_random_stream_on_the_card_are_as_before():
+def test_weights_state_and_random_stream_on_the_gpu_are_as_before():
     torch.manual_seed(0)
     task = Normed()
     model = task.model().cuda()
@@ -63,7 +63,7 @@ def test_weights_state_and_random_stream_on_the_card_are_as_before():
 
 @pytest.fixture
 def hog():
-    """Another process that leaves 3 GiB of the card free."""
+    """Another process that leaves 3 GiB of the GPU free."""
     free, _ = torch.cuda.mem_get_info()
     script = HOLD.format(bytes=free - 4 * GiB)
     with subprocess.Popen(
@@ -74,27 +74,27 @@ def hog():
         process.stdin.close()
 
 
-def test_a_card_held_by_another_process_is_named_in_one_sentence(hog):
-    with pytest.raises(DeviceBusy, match=r"only .* are free on .*: .*hold") as caught:
+def test_a_gpu_held_by_another_process_is_named_in_one_sentence(hog):
+    with pytest.raises(DeviceBusy, match=r"has only .* free .*hold") as caught:
         make_plan(load_task("chatlm-sft", options={"size": "base"}), memory_limit="20GiB", cache=False)
     print(caught.value)
 
 
-def test_a_card_nearly_full_says_who_holds_it(hog):
+def test_a_gpu_nearly_full_says_who_holds_it(hog):
     with pytest.raises(DoesNotFit, match="holds? ") as caught:
         make_plan(load_task("chatlm-pretrain", options={"size": "base"}), cache=False)
     print(caught.value)
 
 
 def test_a_limit_below_the_fixed_part_says_what_is_needed():
-    with pytest.raises(DoesNotFit, match="--memory-limit") as caught:
+    with pytest.raises(DoesNotFit, match="memory_limit=") as caught:
         make_plan(load_task("chatlm-pretrain", options={"size": "base"}), memory_limit="2GiB", cache=False)
     assert caught.value.needed_bytes > 2 * GiB
     print(caught.value)
 
 
 @pytest.mark.parametrize("name", ["causal_lm", "image_classifier", "contrastive", "all_pairs", "unet"])
-def test_the_examples_fit_a_card(name):
+def test_the_examples_fit_a_gpu(name):
     plan = make_plan(load_task(f"examples/{name}.py:task"), memory_limit="2GiB", cache=False)
     assert plan.ooms == 0
     assert plan.largest_predicted_peak_bytes == pytest.approx(plan.largest_measured_peak_bytes, rel=0.05)

@@ -1,0 +1,49 @@
+"""A plan survives its JSON and reads well as text."""
+
+import json
+
+from brimful.planning.plan import COLUMNS, Plan
+from brimful.task import Shape
+
+
+def test_a_plan_survives_its_json(tagger_plan, tmp_path):
+    assert Plan.from_json(json.loads(json.dumps(tagger_plan.to_json()))) == tagger_plan
+    tagger_plan.save(tmp_path / "new" / "plan.json")
+    assert Plan.load(tmp_path / "new" / "plan.json") == tagger_plan
+
+
+def test_every_choice_has_a_reason_and_a_basis(tagger_plan):
+    names = {choice.name for choice in tagger_plan.choices}
+    assert names >= {
+        "device",
+        "memory_limit",
+        "global_batch",
+        "micro_batch",
+        "accumulation",
+        "checkpointing",
+        "precision",
+    }
+    assert all(choice.reason and choice.basis in ("measured", "predicted", "asked") for choice in tagger_plan.choices)
+
+
+def test_printed_it_is_a_table_of_the_choices(tagger_plan):
+    headline, memory, _, header, *lines = str(tagger_plan).splitlines()
+    assert headline.startswith("tagger on the CPU: ") and memory.endswith(f"of 4 MiB, {tagger_plan.used:.0%} safe")
+    assert tuple(header.split()) == COLUMNS
+    assert [line.split("  ")[0] for line in lines] == [choice.name.replace("_", " ") for choice in tagger_plan.choices]
+    assert any("4 MiB" in line and line.endswith("as requested") for line in lines)
+
+
+def test_warnings_are_printed(tagger_plan):
+    assert str(tagger_plan.with_warning("it is late")).endswith("\nwarning: it is late")
+
+
+def test_the_repr_is_one_short_line(tagger_plan):
+    assert repr(tagger_plan).startswith("<Plan tagger: ") and len(repr(tagger_plan)) < 100
+
+
+def test_a_split_holds_every_row_once_within_the_micro_batch(tagger_plan):
+    shapes: list[Shape] = [(64,)] * 50
+    groups = tagger_plan.split(shapes)
+    assert sorted(index for group in groups for index in group) == list(range(50))
+    assert max(map(len, groups)) <= tagger_plan.micro_batch

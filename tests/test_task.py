@@ -151,24 +151,24 @@ def test_a_sum_of_one_element_is_one_number(shape):
 @pytest.mark.parametrize("count", [5, 5.0, torch.tensor(5)], ids=repr)
 def test_a_mean_with_its_count_becomes_a_sum(count):
     (loss,) = terms((number(2.0), count)).values()
-    assert (float(loss.sum), float(loss.count)) == (10.0, 5.0)
+    assert (loss.sum.item(), float(loss.count)) == (10.0, 5.0)
     assert loss.sum.requires_grad
 
 
 def test_a_plain_mean_is_weighted_by_rows():
     (loss,) = terms(number(2.0)).values()
-    assert (float(loss.sum), loss.count) == (8.0, 4)
+    assert (loss.sum.item(), loss.count) == (8.0, 4)
 
 
 def test_a_mean_over_nothing_adds_nothing():
     mean = number(float("nan"))
     (loss,) = terms((mean, 0)).values()
-    assert float(loss.sum) == 0.0
+    assert loss.sum.item() == 0.0
 
 
 def test_a_mean_in_half_precision_becomes_a_sum_in_float32():
     (loss,) = terms((number(1.0).to(torch.bfloat16), 1001)).values()
-    assert float(loss.sum) == 1001.0
+    assert loss.sum.item() == 1001.0
 
 
 def test_a_mean_that_is_not_a_number_stays_visible():
@@ -334,7 +334,7 @@ def labelled(model) -> dict[str, torch.Tensor]:
 def sum_and_count(model, batch) -> tuple[float, float]:
     with torch.no_grad():
         (loss,) = terms(model(**batch), model, batch, needs_grad=False).values()
-    return float(loss.sum), float(loss.count)
+    return loss.sum.item(), float(loss.count)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, bart_decoder, t5, bert_masked, bert_tokens, bert_rows])
@@ -364,5 +364,5 @@ def test_a_hugging_face_batch_whose_labels_are_all_ignored_adds_no_loss_and_no_g
     batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "labels": torch.full((2, 4), -100)}
     (loss,) = terms(model(**batch), model, batch).values()
     loss.sum.backward()
-    assert (float(loss.sum), float(loss.count)) == (0.0, 0.0)
+    assert (loss.sum.item(), float(loss.count)) == (0.0, 0.0)
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)

@@ -1,25 +1,4 @@
-"""Every error Brimful raises on purpose, in one tree.
-
-    BrimfulError
-    ├── UserError                   a request that cannot work: exit code 2, no traceback
-    │   ├── BadOption               a flag, a value in a config file, or an argument
-    │   ├── UnknownTask             no such built-in task, file, or name in the file
-    │   ├── BadData                 rows, a token store or a tokenizer that cannot be read
-    │   ├── TaskError               a fault of the task itself
-    │   ├── InexactSplit            splitting this batch would change the result
-    │   ├── DoesNotFit              the memory limit is too small; carries the bytes needed
-    │   ├── DeviceBusy              the device is missing, or other processes hold its memory
-    │   ├── UnsupportedModel        a model or optimizer whose step cannot be repeated
-    │   ├── NonFiniteGradients      too many consecutive steps with NaN or inf
-    │   ├── PartialUpdate           the optimizer's step failed midway; only a checkpoint helps
-    │   ├── ProcessLost             another process of the job ended
-    │   ├── ConnectionFailed        the processes of a job cannot reach each other
-    │   ├── BadModel                a model folder that cannot be used
-    │   ├── BadRun                  a run folder that cannot be used
-    │   ├── BadCheckpoint           a checkpoint that is incomplete or damaged
-    │   ├── SaveFailed              a checkpoint that could not be written
-    │   └── MissingExtra            an optional package is not installed
-    └── InternalError               a bug in Brimful; never the user's fault
+"""Every error Brimful raises on purpose, in one tree: `UserError` and its kinds, and `InternalError`.
 
 The message of a `UserError` has two sentences at most: what is wrong with the value seen, then what to do.
 """

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.tasks.tiny import the_place
+from tests.tasks.tiny import tiny_chat
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory):
-    return the_place(tmp_path_factory)
+def tiny(tmp_path_factory):
+    return tiny_chat(tmp_path_factory)

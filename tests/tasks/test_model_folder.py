@@ -1,4 +1,4 @@
-"""A model folder is the right one, whole and at one with its tokenizer, or it is refused in one sentence."""
+"""A model folder is loaded completely, with its own tokenizer, or refused."""
 
 import json
 import shutil
@@ -8,15 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from brimful.errors import BadModel
-from brimful.tasks import model_folder
 from brimful.tasks.model_folder import load_model, read_config, resolve, tokenizer_of
-from brimful.training.checkpoint import Checkpoints, point
-from tests.tasks.tiny import make_model, make_tokenizer, save
+from brimful.training.checkpoint import Checkpoints, link
+from tests.tasks.tiny import make_model, save
 
 
 @pytest.fixture
-def copy(place, tmp_path):
-    return shutil.copytree(place.model, tmp_path / "model")
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny.model, tmp_path / "model")
 
 
 def edit(file, **changes):
@@ -25,26 +24,24 @@ def edit(file, **changes):
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
 
-def test_the_weights_come_back(place):
-    model = load_model(place.model)
+def test_every_weight_is_loaded(tiny):
+    model = load_model(tiny.model)
     assert not model.training
-    for name, tensor in place.net.state_dict().items():
+    for name, tensor in tiny.net.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_half_precision_weights_become_float32_unless_told_otherwise(place, tmp_path):
-    save(make_model().to(torch.bfloat16), tmp_path / "half", place.tokenizer)
+def test_half_precision_weights_become_float32_by_default(tiny, tmp_path):
+    save(make_model().to(torch.bfloat16), tmp_path / "half", tiny.tokenizer)
     assert {param.dtype for param in load_model(tmp_path / "half").parameters()} == {torch.float32}
     assert load_model(tmp_path / "half", dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def refused(path, *words, by=load_model):
-    with pytest.raises(BadModel) as told:
+    with pytest.raises(BadModel) as raised:
         by(path)
-    sentence = str(told.value)
-    assert "\n" not in sentence
     for word in words:
-        assert word in sentence, sentence
+        assert word in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Bert"])
@@ -61,12 +58,12 @@ def test_another_architecture_is_named(tmp_path, kind):
     config = getattr(transformers, f"{kind}Config")(**sizes)
     made = getattr(transformers, {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}[kind])(config)
     made.save_pretrained(tmp_path)
-    refused(tmp_path, f"is a {kind.lower()} model ({type(made).__name__})", "an encoder-decoder such as T5 is needed")
+    refused(tmp_path, f"is a {kind.lower()} model ({type(made).__name__})", "Try: an encoder-decoder such as T5")
 
 
-def test_an_unknown_kind_is_refused(copy):
+def test_an_unknown_model_type_is_refused(copy):
     edit(copy / "config.json", model_type="novel")
-    refused(copy, "its config.json cannot be read")
+    refused(copy, "the config.json of")
 
 
 def change_weights(folder, change):
@@ -79,19 +76,19 @@ def change_weights(folder, change):
 NORM = "decoder.block.0.layer.0.layer_norm.weight"
 
 
-def test_a_missing_tensor_is_named_and_never_random(copy):
+def test_a_missing_tensor_is_named(copy):
     change_weights(copy, lambda tensors: tensors.pop(NORM))
     refused(copy, "1 tensor missing", NORM)
 
 
 def test_a_tensor_of_another_model_is_named(copy):
     change_weights(copy, lambda tensors: tensors.update({"classifier.weight": torch.zeros(2)}))
-    refused(copy, "that it has no place for", "classifier.weight")
+    refused(copy, "not in the model", "classifier.weight")
 
 
 def test_a_tensor_of_another_shape_is_named(copy):
     change_weights(copy, lambda tensors: tensors.update({NORM: torch.zeros(7)}))
-    refused(copy, "of another shape than its config says", NORM)
+    refused(copy, "of another shape", NORM)
 
 
 def test_many_missing_tensors_are_counted(copy):
@@ -99,9 +96,9 @@ def test_many_missing_tensors_are_counted(copy):
     refused(copy, "missing", "more)")
 
 
-def test_tied_weights_are_not_missing(place):
-    assert "lm_head.weight" not in load_file(place.model / "model.safetensors")
-    model = load_model(place.model)
+def test_tied_weights_are_not_missing(tiny):
+    assert "lm_head.weight" not in load_file(tiny.model / "model.safetensors")
+    model = load_model(tiny.model)
     assert model.lm_head.weight.data_ptr() == model.shared.weight.data_ptr()
 
 
@@ -109,62 +106,62 @@ def test_tied_weights_are_not_missing(place):
 def test_damaged_weights_are_refused(copy, damage):
     file = copy / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    refused(copy, "its weights cannot be read")
+    refused(copy, "the weights of")
 
 
 def test_no_weights_at_all_are_refused(copy):
     (copy / "model.safetensors").unlink()
-    refused(copy, "its weights cannot be read")
+    refused(copy, "the weights of")
 
 
 def test_a_damaged_config_is_refused(copy):
     (copy / "config.json").write_text("{")
-    refused(copy, "its config.json cannot be read")
+    refused(copy, "the config.json of")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing", "./no/such/folder", "/no/such"])
 def test_a_name_without_a_folder_is_refused_without_a_network(name, monkeypatch):
     import socket
 
-    monkeypatch.setattr(socket, "socket", lambda *args, **kwargs: pytest.fail("it reached for the network"))
-    refused(name, f"there is no model at {name}", "nothing is downloaded")
+    monkeypatch.setattr(socket, "socket", lambda *args, **kwargs: pytest.fail("it used the network"))
+    refused(name, f"there is no model at {name}", "Hugging Face cache of this machine")
 
 
-def test_a_model_in_the_hubs_cache_is_found(place, tmp_path, monkeypatch):
+def test_a_model_in_the_hubs_cache_is_found(tiny, tmp_path, monkeypatch):
     import huggingface_hub
 
     asked = []
 
     def cached(name, file):
         asked.append((name, file))
-        return str(place.model / file)
+        return str(tiny.model / file)
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
-    assert resolve("owner/name") == place.model
+    assert resolve("owner/name") == tiny.model
     assert asked == [("owner/name", "config.json")]
 
 
-def test_a_file_and_a_folder_of_something_else_are_refused(tmp_path, place):
-    refused(place.raw, "is a file", by=resolve)
+def test_a_file_and_a_folder_of_something_else_are_refused(tmp_path, tiny):
+    refused(tiny.raw, "is a file", by=resolve)
     (tmp_path / "notes.txt").write_text("x")
-    refused(tmp_path, "is no model folder, run or checkpoint", "notes.txt", by=resolve)
+    refused(tmp_path, "is not a model folder", "notes.txt", by=resolve)
 
 
 @pytest.fixture
-def run(place, tmp_path):
+def run(tiny, tmp_path):
     """A run folder with two checkpoints."""
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     for step in (10, 20):
-        checkpoints.save(step, lambda folder: shutil.copytree(place.model, folder / "model"), needs_bytes=1)
+        checkpoints.save(step, lambda folder: shutil.copytree(tiny.model, folder / "model"), needs_bytes=1)
     return tmp_path / "run"
 
 
 def test_a_run_gives_its_best_model_then_its_last_then_its_newest_checkpoint(run):
     first, second = (run / "checkpoints" / f"step-{step:08}" / "model" for step in (10, 20))
     assert resolve(run) == second
-    point(run / "model", second, tell=pytest.fail)
+    link(run / "model", second, note=pytest.fail)
     assert resolve(run) == run / "model"
-    point(run / "best", first, tell=pytest.fail)
+    link(run / "best", first, note=pytest.fail)
     assert resolve(run) == run / "best" and (run / "best").resolve() == first.resolve()
 
 
@@ -176,45 +173,45 @@ def test_a_checkpoint_gives_its_model(run):
 
 def test_a_flipped_byte_in_a_checkpoint_is_found(run):
     folder = run / "checkpoints" / "step-00000010"
-    point(run / "best", folder / "model", tell=pytest.fail)
+    link(run / "best", folder / "model", note=pytest.fail)
     file = folder / "model" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
     file.write_bytes(content)
     for path in (folder, run):
-        refused(path, "model.safetensors is damaged", "use another checkpoint")
+        refused(path, "model.safetensors is damaged", "Try: another checkpoint")
 
 
-def test_an_unfinished_checkpoint_is_passed_over(run):
+def test_an_unfinished_checkpoint_is_skipped(run):
     newest = run / "checkpoints" / "step-00000020"
     (newest / "manifest.json").unlink()
     assert resolve(run) == run / "checkpoints" / "step-00000010" / "model"
 
 
-def test_a_run_of_another_kind_of_task_is_named(tmp_path):
+def test_a_run_of_another_task_is_refused(tmp_path):
     run = tmp_path / "run"
     made = Checkpoints(run / "checkpoints").save(
         5, lambda folder: (folder / "model").mkdir(), needs_bytes=1, facts={"task": "Tagger"}
     )
     for name in ("model", "best"):
-        point(run / name, made.path / "model", tell=pytest.fail)
-    refused(run, "is a run of Tagger, which is no chat model", by=resolve)
-    for place in (run / "best", made.path):
-        refused(place, "lies in a run of Tagger, which is no chat model", by=resolve)
+        link(run / name, made.path / "model", note=pytest.fail)
+    refused(run, "belongs to a run of Tagger, which is not a chat model", by=resolve)
+    for tiny in (run / "best", made.path):
+        refused(tiny, "belongs to a run of Tagger, which is not a chat model", by=resolve)
 
 
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-    refused(tmp_path / "new", "is a run that has no checkpoint yet", by=resolve)
+    refused(tmp_path / "new", "is a run without a checkpoint yet", by=resolve)
     for step in (10, 20):
         (run / "checkpoints" / f"step-{step:08}" / "manifest.json").unlink()
-    refused(run, "is a run that has no whole checkpoint (step-00000020: it has no manifest.json; ", by=resolve)
+    refused(run, "is a run without a complete checkpoint (step-00000020: it has no manifest.json, ", by=resolve)
 
 
-def test_the_tokenizer_encodes_as_pack_does_and_decodes_back(place):
-    tokenizer = tokenizer_of(place.model)
-    for number in range(len(place.store)):
-        row = place.store[number]
+def test_the_tokenizer_encodes_as_data_tokenize_does_and_decodes_back(tiny):
+    tokenizer = tokenizer_of(tiny.model)
+    for number in range(len(tiny.store)):
+        row = tiny.store[number]
         assert tokenizer.encode(tokenizer.decode(row["prompt"])) == row["prompt"].tolist()
     assert (tokenizer.eos_id, tokenizer.pad_id) == (1, 0)
     assert tokenizer.decode([*tokenizer.encode("红𠀀"), *tokenizer.encode("later")]) == "红𠀀"
@@ -225,7 +222,7 @@ def test_without_a_tokenizer_it_is_refused(copy):
     refused(copy, "has no tokenizer.json", by=tokenizer_of)
 
 
-def test_a_tokenizer_without_an_end_is_refused(copy):
+def test_a_tokenizer_without_eos_is_refused(copy):
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         edit(copy / name, eos_token=...)
     refused(copy, "names no eos_token", by=tokenizer_of)
@@ -234,19 +231,19 @@ def test_a_tokenizer_without_an_end_is_refused(copy):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"eos_token_id": 5}, "its tokenizer's eos is 1 and the model's 5"),
-        ({"eos_token_id": [5, 6]}, "its tokenizer's eos is 1 and the model's 5, 6"),
-        ({"pad_token_id": 3}, "its tokenizer's pad is 0 and the model's 3"),
-        ({"vocab_size": 300}, "tokens and the model knows 300"),
+        ({"eos_token_id": 5}, "its eos id is 1 and the model's 5"),
+        ({"eos_token_id": [5, 6]}, "its eos id is 1 and the model's 5, 6"),
+        ({"pad_token_id": 3}, "its pad id is 0 and the model's 3"),
+        ({"vocab_size": 300}, "tokens and the model 300"),
     ],
     ids=str,
 )
-def test_ids_that_disagree_are_refused(copy, changes, words):
+def test_a_tokenizer_with_other_ids_is_refused(copy, changes, words):
     edit(copy / "config.json", **changes)
     refused(copy, words, by=tokenizer_of)
 
 
-def test_one_of_several_ends_is_enough(copy):
+def test_one_of_several_eos_ids_is_enough(copy):
     edit(copy / "config.json", eos_token_id=[5, 1])
     assert tokenizer_of(copy).eos_id == 1
 
@@ -256,13 +253,7 @@ def test_a_config_is_read_without_weights(copy):
     assert read_config(copy).d_model == 32
 
 
-def test_loading_prints_nothing(place, capfd):
-    load_model(place.model)
+def test_loading_prints_nothing(tiny, capfd):
+    load_model(tiny.model)
     out = capfd.readouterr()
     assert (out.out, out.err) == ("", "")
-
-
-def test_another_tokenizer_has_another_fingerprint(place, tmp_path):
-    other = make_tokenizer(tmp_path / "other", [{"prompt": "完全不同的文字", "response": "一二三四"}])
-    facts = model_folder.TokenizerFacts.read(other)
-    assert facts.fingerprint != tokenizer_of(place.model).facts.fingerprint

@@ -1,4 +1,4 @@
-"""A chat model that fits a test: a few dozen questions learnt by heart in a second, saved as any model is, with its tokenizer."""
+"""A chat model for tests: it learns 24 questions in a second and is saved with its tokenizer."""
 
 import json
 
@@ -12,14 +12,14 @@ from brimful.tasks.chatlm import ChatOptions, Pretrain
 from brimful.units import GiB
 
 ROOMY = TokenizeOptions(host_limit_bytes=8 * GiB)
-"""The limit counts all of the process, and after a few thousand tests that is more than the usual one."""
+"""The limit counts the whole process, which after many tests holds more than the default."""
 COLOURS = ["红", "橙", "黄", "绿", "青", "蓝", "紫", "白"]
 ROWS = [
-    {"prompt": f"{name}的{thing}是什么颜色？", "response": f"{colour}色" * (1 + place % 3) + end}
-    for place, (name, colour) in enumerate(zip("甲乙丙丁戊己庚辛", COLOURS, strict=True))
+    {"prompt": f"{name}的{thing}是什么颜色？", "response": f"{colour}色" * (1 + number % 3) + end}
+    for number, (name, colour) in enumerate(zip("甲乙丙丁戊己庚辛", COLOURS, strict=True))
     for thing, end in (("花", "。"), ("很长很长的一条路", "，是的。"), ("车", "𠀀。"))
 ]
-"""24 rows of unlike lengths; the last letter of every third is none that a small tokenizer knows: it goes through bytes."""
+"""24 rows of different lengths. Every third has a character that is not in the vocabulary and becomes bytes."""
 
 
 def write_jsonl(path, rows):
@@ -28,7 +28,7 @@ def write_jsonl(path, rows):
 
 
 def make_tokenizer(folder, rows=ROWS):
-    """A token a character, in the layout of transformers: a word is never longer than one letter here."""
+    """A tokenizer with one token per character, because no word of its training text is longer."""
     plain = [{side: " ".join(text.replace("𠀀", "")) for side, text in row.items()} for row in rows]
     source = write_jsonl(folder.parent / f"{folder.name}.jsonl", plain * 3)
     train_tokenizer([str(source)], output=folder, options=TokenizerOptions(vocab_size=512))
@@ -54,7 +54,7 @@ def save(model, folder, tokenizer):
 
 
 def learn(model, store, steps=130, rate=1e-2):
-    """Every row by heart."""
+    """Train until every row is answered correctly."""
     task = Pretrain(options=ChatOptions(size="tiny"))
     batch = task.collate(store.__getitems__(list(range(len(store)))))
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=rate)
@@ -68,8 +68,8 @@ def learn(model, store, steps=130, rate=1e-2):
     return model.eval()
 
 
-class Place:
-    """What the tests share: raw rows, a tokenizer, a store, a model that knows the rows, its folder."""
+class TinyChat:
+    """Raw rows, a tokenizer, a token store, and a model that knows the rows, in memory and on disk."""
 
     def __init__(self, folder):
         from brimful.data.tokenize import tokenize
@@ -86,11 +86,11 @@ class Place:
         return [row["prompt"] for row in self.store]
 
 
-_made = []
+_shared = []
 
 
-def the_place(tmp_path_factory):
-    """Made once in a session, whichever test asks first."""
-    if not _made:
-        _made.append(Place(tmp_path_factory.mktemp("chat")))
-    return _made[0]
+def tiny_chat(tmp_path_factory):
+    """One for the whole session, for tests of several packages."""
+    if not _shared:
+        _shared.append(TinyChat(tmp_path_factory.mktemp("chat")))
+    return _shared[0]

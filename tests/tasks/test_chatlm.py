@@ -1,32 +1,34 @@
-"""The chat tasks: what trains and what is kept of the rest, the loss, the rows that fit, and a model that loads anywhere."""
+"""The chat tasks: options, frozen parts, the loss, accepted rows, and a saved model that loads anywhere."""
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from brimful.data.tokenize import pack
-from brimful.errors import BadData, BadModel
+from brimful.data.tokenize import tokenize
+from brimful.errors import BadData, BadModel, BadOption
 from brimful.tasks.chatlm import IGNORED, SIZES, ChatOptions, Pretrain, Sft
 from tests.tasks.tiny import ROOMY, ROWS, make_tokenizer, write_jsonl
 
 FREEZES = ("none", "encoder", "encoder+embeddings")
 
 
-def started(place, freeze=None, kind=Pretrain, **options):
-    """The task and its model, in training, from the weights that all tests share."""
-    task = kind(options=ChatOptions(from_=str(place.model), freeze=freeze, **options))
+def task_and_model(tiny, freeze=None, kind=Pretrain, **options):
+    """A task and its initial model in training mode, from the shared weights."""
+    task = kind(options=ChatOptions(from_=str(tiny.model), freeze=freeze, **options))
     return task, task.initial_model().train()
 
 
-def batch_of(task, place, rows=6):
-    return task.collate(place.store.__getitems__(list(range(rows))))
+def batch_of(task, tiny, rows=6):
+    return task.collate(tiny.store.__getitems__(list(range(rows))))
 
 
-def trains(model):
-    """Which parts have weights that train."""
+def trained_parts(model):
+    """The parts whose weights are trained."""
     parts = {
         "encoder": [param for name, param in model.encoder.named_parameters() if "embed_tokens" not in name],
         "embeddings": [model.shared.weight],
@@ -45,14 +47,14 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_what_is_frozen_does_not_train_and_the_rest_does(place, freeze):
-    task, model = started(place, freeze)
-    assert trains(model) == trains(task.model()) == EXPECTED[freeze]
+def test_all_but_the_frozen_parts_are_trained(tiny, freeze):
+    task, model = task_and_model(tiny, freeze)
+    assert trained_parts(model) == trained_parts(task.model()) == EXPECTED[freeze]
 
 
 @pytest.mark.parametrize(("kind", "freeze"), [(Pretrain, "none"), (Sft, "encoder+embeddings")])
-def test_pretraining_freezes_nothing_and_fine_tuning_encoder_and_embeddings(place, kind, freeze):
-    assert trains(started(place, kind=kind)[1]) == EXPECTED[freeze]
+def test_pretraining_freezes_nothing_and_fine_tuning_encoder_and_embeddings(tiny, kind, freeze):
+    assert trained_parts(task_and_model(tiny, kind=kind)[1]) == EXPECTED[freeze]
 
 
 def other_model(folder, **changes):
@@ -75,7 +77,7 @@ def test_a_head_that_is_not_tied_is_frozen_with_the_embeddings(tmp_path):
     assert not model.lm_head.weight.requires_grad and not embeddings.requires_grad
 
 
-def test_the_encoder_of_another_architecture_is_frozen_alike(tmp_path):
+def test_the_encoder_of_another_architecture_can_be_frozen(tmp_path):
     task = Pretrain(options=ChatOptions(from_=other_model(tmp_path), freeze="encoder"))
     model, graphs = task.model().train(), []
     model.get_encoder().register_forward_hook(lambda _module, _inputs, out: graphs.append(out[0].requires_grad))
@@ -85,16 +87,16 @@ def test_the_encoder_of_another_architecture_is_frozen_alike(tmp_path):
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_gradients_are_those_of_what_trains(place, freeze):
-    task, model = started(place, freeze)
-    task.loss(model, batch_of(task, place)).sum.backward()
+def test_only_trained_weights_have_gradients(tiny, freeze):
+    task, model = task_and_model(tiny, freeze)
+    task.loss(model, batch_of(task, tiny)).sum.backward()
     assert {param.grad is not None for param in model.parameters() if param.requires_grad} == {True}
     assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
 
 
-def kept_by_the_encoder(place, freeze):
+def saved_by_the_encoder(tiny, freeze):
     """Tensors that autograd keeps from the encoder's forward for the backward."""
-    task, model = started(place, freeze)
+    task, model = task_and_model(tiny, freeze)
     inside, kept = [False], []
     model.encoder.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
     model.encoder.register_forward_hook(lambda *_: inside.__setitem__(0, False))
@@ -104,34 +106,34 @@ def kept_by_the_encoder(place, freeze):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        task.loss(model, batch_of(task, place))
+        task.loss(model, batch_of(task, tiny))
     return kept
 
 
 @pytest.mark.parametrize("freeze", ["encoder", "encoder+embeddings"])
-def test_a_frozen_encoder_keeps_no_activations(place, freeze):
-    assert not kept_by_the_encoder(place, freeze)
+def test_a_frozen_encoder_keeps_no_activations(tiny, freeze):
+    assert not saved_by_the_encoder(tiny, freeze)
 
 
-def test_an_encoder_that_trains_keeps_some(place):
-    assert len(kept_by_the_encoder(place, "none")) > 10
+def test_a_trained_encoder_keeps_activations(tiny):
+    assert len(saved_by_the_encoder(tiny, "none")) > 10
 
 
-def test_embeddings_above_a_frozen_encoder_train_through_the_decoder_alone(place):
-    task, model = started(place, "encoder")
+def test_embeddings_above_a_frozen_encoder_train_through_the_decoder_alone(tiny):
+    task, model = task_and_model(tiny, "encoder")
     graphs = {}
     for name, part in (("encoder", model.encoder), ("decoder", model.decoder)):
         part.embed_tokens.register_forward_hook(lambda *call, name=name: graphs.update({name: call[-1].requires_grad}))
-    task.loss(model, batch_of(task, place)).sum.backward()
+    task.loss(model, batch_of(task, tiny)).sum.backward()
     assert graphs == {"encoder": False, "decoder": True}
     assert model.shared.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("freeze", FREEZES[1:])
-def test_a_frozen_part_changes_no_loss_and_no_other_gradient(place, freeze):
-    task, model = started(place, freeze)
-    _, free = started(place, "none")
-    batch = batch_of(task, place)
+def test_a_frozen_part_changes_no_loss_and_no_other_gradient(tiny, freeze):
+    task, model = task_and_model(tiny, freeze)
+    _, free = task_and_model(tiny, "none")
+    batch = batch_of(task, tiny)
     loss, expected = task.loss(model, batch), task.loss(free, batch)
     loss.sum.backward()
     expected.sum.backward()
@@ -142,11 +144,11 @@ def test_a_frozen_part_changes_no_loss_and_no_other_gradient(place, freeze):
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_a_step_moves_what_trains_and_nothing_else(place, freeze):
-    task, model = started(place, freeze)
+def test_a_step_changes_the_trained_weights_only(tiny, freeze):
+    task, model = task_and_model(tiny, freeze)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = task.optimizer(model)
-    task.loss(model, batch_of(task, place)).sum.backward()
+    task.loss(model, batch_of(task, tiny)).sum.backward()
     optimizer.step()
     moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     free = {id(param) for param in model.parameters() if param.requires_grad}
@@ -154,26 +156,26 @@ def test_a_step_moves_what_trains_and_nothing_else(place, freeze):
     assert moved == {name for name in before if id(named[name]) in free}
 
 
-def test_the_loss_is_summed_over_the_tokens_of_the_answers(place):
-    task, model = started(place)
-    batch = batch_of(task, place)
+def test_the_loss_is_summed_over_the_tokens_of_the_answers(tiny):
+    task, model = task_and_model(tiny)
+    batch = batch_of(task, tiny)
     with torch.no_grad():
         plain = model(**batch)
     loss = task.loss(model, batch)
-    assert loss.count == sum(len(place.store[row]["response"]) for row in range(6))
+    assert loss.count == sum(len(tiny.store[row]["response"]) for row in range(6))
     assert (loss.sum / loss.count).item() == pytest.approx(plain.loss.item(), rel=1e-5)
 
 
-def test_padding_changes_no_loss(place):
-    task, model = started(place)
-    together = task.loss(model, batch_of(task, place)).sum.item()
-    alone = [task.loss(model, task.collate([place.store[row]])).sum.item() for row in range(6)]
+def test_padding_changes_no_loss(tiny):
+    task, model = task_and_model(tiny)
+    together = task.loss(model, batch_of(task, tiny)).sum.item()
+    alone = [task.loss(model, task.collate([tiny.store[row]])).sum.item() for row in range(6)]
     assert together == pytest.approx(sum(alone), rel=1e-4)
 
 
-def test_labels_are_smoothed_in_training_only(place):
-    task, model = started(place, label_smoothing=0.2)
-    batch = batch_of(task, place)
+def test_labels_are_smoothed_in_training_only(tiny):
+    task, model = task_and_model(tiny, label_smoothing=0.2)
+    batch = batch_of(task, tiny)
     logits = model(**batch).logits.flatten(0, 1)
     expected = [
         F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum", label_smoothing=share).item()
@@ -184,8 +186,8 @@ def test_labels_are_smoothed_in_training_only(place):
     assert abs(found[0] - found[1]) > 1.0
 
 
-def test_rows_are_padded_each_side_on_its_own(place):
-    task = started(place)[0]
+def test_rows_are_padded_each_side_on_its_own(tiny):
+    task = task_and_model(tiny)[0]
     rows = [{"prompt": [5, 6, 1], "response": [7, 1]}, {"prompt": [8, 1], "response": [9, 10, 11, 1]}]
     batch = task.collate(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 1], [8, 1, 0]]
@@ -194,8 +196,8 @@ def test_rows_are_padded_each_side_on_its_own(place):
     assert [task.shape(row) for row in rows] == [(3, 2), (2, 4)]
 
 
-def test_a_dummy_is_a_batch_of_its_shape_in_tokens_that_the_model_knows(place):
-    task, model = started(place)
+def test_a_dummy_is_a_batch_of_its_shape_in_tokens_that_the_model_knows(tiny):
+    task, model = task_and_model(tiny)
     batch = task.dummy(3, (7, 5))
     assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
         "input_ids": (3, 7),
@@ -213,25 +215,25 @@ def test_base_has_the_released_model_s_weights():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_brings_its_lengths_and_batch(size):
-    task = Pretrain(size)
+    task = Pretrain(ChatOptions(size=size))
     assert (task.worst_shape, task.global_batch) == (SIZES[size].worst_shape, SIZES[size].global_batch)
     assert task.max_tokens == task.worst_shape
 
 
-def test_a_new_model_has_random_weights_and_a_loaded_one_the_folders(place):
-    task, model = started(place)
-    assert torch.equal(model.shared.weight, place.net.shared.weight)
-    assert not torch.equal(task.model().shared.weight, place.net.shared.weight)
+def test_a_new_model_has_random_weights_and_a_loaded_one_the_folders(tiny):
+    task, model = task_and_model(tiny)
+    assert torch.equal(model.shared.weight, tiny.net.shared.weight)
+    assert not torch.equal(task.model().shared.weight, tiny.net.shared.weight)
 
 
-def test_no_model_keeps_a_cache_of_what_it_has_read(place, tmp_path):
-    task = task_of(place, tmp_path, use_cache=True)
-    models = (task.model(), task.initial_model(), Pretrain("tiny").model())
+def test_training_models_have_no_key_value_cache(tiny, tmp_path):
+    task = task_of(tiny, tmp_path, use_cache=True)
+    models = (task.model(), task.initial_model(), Pretrain(ChatOptions(size="tiny")).model())
     assert [model.config.use_cache for model in models] == [False] * 3
 
 
 def test_a_new_model_has_the_special_tokens_of_our_tokenizers():
-    config = Pretrain("tiny").model().config
+    config = Pretrain(ChatOptions(size="tiny")).model().config
     assert (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id) == (0, 1, 0)
 
 
@@ -244,17 +246,17 @@ def test_another_architecture_is_refused_when_the_task_is_made(tmp_path):
 
 
 @pytest.fixture
-def saved(place, tmp_path):
+def saved(tiny, tmp_path):
     """A model of this task, changed and saved as a checkpoint saves it."""
-    task, model = started(place)
+    task, model = task_and_model(tiny)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1.1)
-    task.save(model, tmp_path, place.store)
+    task.save(model, tmp_path, tiny.store)
     return model.eval(), tmp_path
 
 
-def test_a_saved_model_loads_with_transformers_alone_and_answers_the_same(place, saved):
+def test_a_saved_model_loads_with_transformers_alone_and_answers_the_same(tiny, saved):
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     model, folder = saved
@@ -265,12 +267,12 @@ def test_a_saved_model_loads_with_transformers_alone_and_answers_the_same(place,
     inputs = {"input_ids": read.input_ids, "attention_mask": read.attention_mask, "decoder_input_ids": 0 * end}
     with torch.no_grad():
         assert torch.equal(theirs(**inputs).logits, model(**inputs).logits)
-    for row, text in zip(place.store, ROWS, strict=True):
+    for row, text in zip(tiny.store, ROWS, strict=True):
         assert tokenizer(text["prompt"], add_special_tokens=False).input_ids == row["prompt"].tolist()[:-1]
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
 
 
-def test_elsewhere_it_answers_with_a_cache_of_what_it_has_read(saved):
+def test_a_saved_model_generates_with_a_key_value_cache(saved):
     from transformers import AutoModelForSeq2SeqLM
 
     theirs = AutoModelForSeq2SeqLM.from_pretrained(saved[1])
@@ -303,65 +305,119 @@ def edit(folder, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def task_of(place, tmp_path, **changes):
+def task_of(tiny, tmp_path, **changes):
     """A task from a copy of the model whose configuration says otherwise."""
-    folder = shutil.copytree(place.model, tmp_path / "copy")
+    folder = shutil.copytree(tiny.model, tmp_path / "copy")
     edit(folder, **changes)
     return Pretrain(options=ChatOptions(from_=str(folder)))
 
 
 def refused(task, store, *words):
-    with pytest.raises(BadData) as told:
+    with pytest.raises(BadData, match="Try: tokenize prompts and responses with the tokenizer") as raised:
         task.rows(str(store))
-    assert "\n" not in str(told.value)
-    for word in (f"{store} cannot train chatlm-pretrain: ", "pack the rows with a tokenizer", *words):
-        assert word in str(told.value), str(told.value)
+    for word in (f"{store} cannot train chatlm-pretrain: ", *words):
+        assert word in str(raised.value)
 
 
-def test_rows_that_the_model_knows_are_taken(place):
-    rows = started(place)[0].rows(str(place.store.path))
-    assert len(rows) == 24 and rows.sides == ("prompt", "response")
+def test_rows_whose_tokens_the_model_knows_are_accepted(tiny):
+    rows = task_and_model(tiny)[0].rows(str(tiny.store.path))
+    assert len(rows) == 24 and rows.fields == ("prompt", "response")
 
 
-def test_rows_of_other_sides_are_refused(place, tmp_path):
+def test_rows_without_prompt_and_response_are_refused(tiny, tmp_path):
     raw = write_jsonl(tmp_path / "texts.jsonl", [{"text": row["prompt"]} for row in ROWS])
-    pack([str(raw)], tokenizer=place.tokenizer, output=tmp_path / "store", options=ROOMY)
-    refused(started(place)[0], tmp_path / "store", "its rows have text, not prompt and response")
+    tokenize([str(raw)], tokenizer=tiny.tokenizer, output=tmp_path / "store", options=ROOMY)
+    refused(task_and_model(tiny)[0], tmp_path / "store", "its rows have text, not prompt and response")
 
 
-def test_tokens_that_the_model_does_not_know_are_refused(place, tmp_path):
-    vocab = place.store.meta.vocab_size
+def test_a_larger_vocabulary_is_refused(tiny, tmp_path):
+    vocab = tiny.store.meta.vocab_size
     refused(
-        task_of(place, tmp_path, vocab_size=300),
-        place.store.path,
-        f"its tokenizer has {vocab:,} tokens and ",
-        " knows 300",
+        task_of(tiny, tmp_path, vocab_size=300),
+        tiny.store.path,
+        f"its tokenizer has {vocab:,} tokens and the model 300",
     )
 
 
-def test_another_end_of_text_is_refused(place, tmp_path):
-    refused(task_of(place, tmp_path, eos_token_id=5), place.store.path, "its eos is 1 and the model's 5")
+def test_another_eos_id_is_refused(tiny, tmp_path):
+    refused(task_of(tiny, tmp_path, eos_token_id=5), tiny.store.path, "its eos id is 1 and the model's 5")
 
 
-def test_one_of_the_models_several_ends_of_text_is_enough(place, tmp_path):
-    assert len(task_of(place, tmp_path, eos_token_id=[5, 1]).rows(str(place.store.path))) == 24
+def test_one_of_several_eos_ids_is_enough(tiny, tmp_path):
+    assert len(task_of(tiny, tmp_path, eos_token_id=[5, 1]).rows(str(tiny.store.path))) == 24
 
 
-def test_rows_packed_with_another_tokenizer_are_refused(place, tmp_path):
+def test_rows_of_another_tokenizer_are_refused(tiny, tmp_path):
     other = make_tokenizer(tmp_path / "other", ROWS[:2])
-    pack([str(place.raw)], tokenizer=other, output=tmp_path / "store", options=ROOMY)
+    tokenize([str(tiny.raw)], tokenizer=other, output=tmp_path / "store", options=ROOMY)
     refused(
-        started(place)[0],
+        task_and_model(tiny)[0],
         tmp_path / "store",
-        f"it was packed with another tokenizer than that of {place.model}",
-        f"or with that of {place.model}",
+        f"it was made with another tokenizer than {tiny.model}",
     )
 
 
-def test_a_new_model_takes_any_tokenizer_that_is_not_too_large(place):
-    assert len(Pretrain("tiny").rows(str(place.store.path))) == 24
+def test_a_new_model_accepts_any_tokenizer_that_is_small_enough(tiny):
+    assert len(Pretrain(ChatOptions(size="tiny")).rows(str(tiny.store.path))) == 24
 
 
-def test_all_that_is_wrong_is_told_at_once(place, tmp_path):
-    task = task_of(place, tmp_path, eos_token_id=5, vocab_size=300)
-    refused(task, place.store.path, "knows 300; its eos is 1")
+def test_all_problems_of_a_store_are_reported_together(tiny, tmp_path):
+    task = task_of(tiny, tmp_path, eos_token_id=5, vocab_size=300)
+    refused(task, tiny.store.path, "the model 300 and its eos id is 1")
+
+
+def problems(**options):
+    with pytest.raises(BadOption) as raised:
+        ChatOptions(**options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"freeze": "decoder"}, "freeze='decoder' must be one of encoder+embeddings, encoder, none."),
+        ({"size": "huge"}, "size='huge' must be one of tiny, base."),
+        ({"size": ""}, "size='' must be one of tiny, base."),
+        (
+            {"size": "tiny", "from_": "model"},
+            "size='tiny' cannot be combined with from_=, whose model has its own size.",
+        ),
+        ({"from_": "model", "random_weights": True}, "random_weights=True cannot be combined with from_=."),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_work_is_refused(options, problem):
+    assert problems(**options) == problem
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.99])
+def test_label_smoothing_is_a_share(share):
+    assert ChatOptions(label_smoothing=share).label_smoothing == share
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 2.0, float("nan"), "0.1", True, None])
+def test_label_smoothing_outside_its_range_is_refused(share):
+    assert problems(label_smoothing=share) == f"label_smoothing={share!r} must be at least 0 and below 1."
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "lengths"), [(256, (256,)), ("256", (256,)), ("256,320", (256, 320)), (" 128 , 64 ", (128, 64))]
+)
+def test_max_tokens_is_one_length_for_both_sides_or_one_each(max_tokens, lengths):
+    assert ChatOptions(max_tokens=max_tokens).lengths == lengths
+
+
+@pytest.mark.parametrize("value", [0, -5, "many", "1,2,3", "256,", "", "2.5", "2²"])
+def test_max_tokens_that_are_not_positive_numbers_are_refused(value):
+    assert problems(max_tokens=value).startswith(f"max_tokens={value!r} must be one or two positive numbers")
+
+
+def test_all_problems_are_reported_together():
+    message = problems(freeze="x", label_smoothing=2, size="tiny", from_="model", max_tokens="no")
+    assert all(f"{name}=" in message for name in ("freeze", "label_smoothing", "size", "max_tokens"))
+
+
+def test_the_options_are_imported_without_torch():
+    script = "import sys, brimful.tasks.chatlm; assert 'torch' not in sys.modules"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

@@ -70,34 +70,34 @@ def test_too_many_unusable_rows_are_exit_code_2_below_the_whole_report(rows, cap
     code, out, err = run("data", "check", str(rows), "--json", capsys=capsys)
     assert code == 2
     assert json.loads(out)["dropped"]["broken"] == 3
-    sentence = err.strip().splitlines()[-1]
-    assert sentence.startswith(
-        "brimful: 3 of 203 rows cannot be used (3 broken), more than --max-bad 0.01; the first is "
+    message = err.strip().splitlines()[-1]
+    assert message.startswith(
+        "brimful: error: 3 of 203 rows cannot be used (3 broken), more than --max-bad 0.01. The first is "
     )
-    assert f"{rows}, line 201: not JSON" in sentence
+    assert f"{rows}, line 201: not JSON" in message
     code, _, _ = run("data", "check", str(rows), "--max-bad", "0.02", capsys=capsys)
     assert code == 0
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
-        ([], "name the files, folders or data sets"),
-        (["nope.jsonl"], "nope.jsonl: there is no such file or folder"),
-        (["rows.jsonl", "--columns", "prompt=nope"], "has no column nope; it has question, answer"),
+        ([], "No files were given"),
+        (["nope.jsonl"], "nope.jsonl does not exist"),
+        (["rows.jsonl", "--columns", "prompt=nope"], "has no column nope. It has question, answer"),
         (["rows.jsonl", "--max-chars", "x"], "--max-chars x"),
         (["rows.jsonl", "--max-tokens", "9"], "--tokenizer"),
-        (["rows.jsonl", "--tokenizer", "nowhere"], "there is no tokenizer.json in it"),
+        (["rows.jsonl", "--tokenizer", "nowhere"], "nowhere has no tokenizer.json"),
         (["rows.jsonl", "--max-bad", "7"], "--max-bad 7"),
         (["rows.jsonl", "--max-bad", "x"], "max-bad"),
         (["rows.jsonl", "--wrong"], "--wrong"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(tokens, said, rows, monkeypatch, capsys):
+def test_a_mistake_is_one_message_and_exit_code_2(tokens, message, rows, monkeypatch, capsys):
     monkeypatch.chdir(rows.parent)
     code, out, err = run("data", "check", *tokens, capsys=capsys)
     assert code == 2
     assert not out
-    assert said in err.strip().splitlines()[-1]
+    assert message in err.strip().splitlines()[-1]
     assert "Traceback" not in err
     assert [path.name for path in rows.parent.iterdir()] == ["rows.jsonl"]

@@ -61,7 +61,7 @@ def test_near_duplicates_can_be_kept(data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
         (["--near", "0.2"], "--near 0.2"),
         (["--valid", "100"], "40 rows are left"),
@@ -77,18 +77,18 @@ def test_near_duplicates_can_be_kept(data, tmp_path, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_sentence_exit_code_2_and_no_output(data, tmp_path, capsys, tokens, said):
+def test_a_mistake_is_one_message_exit_code_2_and_no_output(data, tmp_path, capsys, tokens, message):
     code, text, err = run("data", "clean", str(data), "--output", str(tmp_path / "out"), *tokens, capsys=capsys)
-    sentence = err.strip().splitlines()[-1]
+    message = err.strip().splitlines()[-1]
     assert (code, text) == (2, "")
-    assert sentence.startswith("brimful: ") and said in sentence
+    assert message.startswith("brimful: error: ") and message in message
     assert "Traceback" not in err
     assert not list(tmp_path.glob("out/*.*et"))
 
 
 def test_files_and_a_folder_must_be_named(data, tmp_path, capsys):
     code, _, err = run("data", "clean", "--output", str(tmp_path / "out"), capsys=capsys)
-    assert code == 2 and "name the files" in err
+    assert code == 2 and "No files were given" in err
     code, _, err = run("data", "clean", str(data), capsys=capsys)
     assert code == 2 and "--output" in err
 
@@ -105,18 +105,18 @@ def test_a_broken_line_is_named_and_leaves_nothing(data, tmp_path, capsys):
     assert code == 0 and json.loads(text)["dropped"]["broken"] == 1
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on(data, tmp_path, capsys, monkeypatch):
-    from brimful.data.clean import clean as clean
+def test_ctrl_c_says_how_to_continue(data, tmp_path, capsys, monkeypatch):
+    from brimful.data.clean import clean
 
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(clean, "write_splits", stop)
     code, _, err = run("data", "clean", str(data), "--output", str(tmp_path / "out"), capsys=capsys)
-    assert code == 130 and "the same command goes on where it was" in err
+    assert code == 130 and "run the same command again to continue" in err
     monkeypatch.undo()
     code, text, _ = run("data", "clean", str(data), "--output", str(tmp_path / "out"), "--json", capsys=capsys)
-    assert code == 0 and json.loads(text)["notes"] == ["going on after 41 rows"]
+    assert code == 0 and json.loads(text)["notes"] == ["resuming after 41 rows"]
 
 
 def test_help_imports_nothing_heavy():

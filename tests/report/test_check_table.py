@@ -23,11 +23,11 @@ ROW = {"instruction": "鱼油哪种好？\n请回答", "input": "", "output": "�
 
 def test_the_choice_of_columns_is_shown_with_its_reason(tmp_path):
     text = shown(tmp_path, ROW | {"text": "x"})
-    assert "columns: found instruction+input and output; left aside: text" in text
+    assert "columns: found instruction+input and output; not used: text" in text
     assert "prompt ← instruction+input" in text and "response ← output" in text
 
 
-def test_a_column_with_the_name_of_its_side_is_shown_once(tmp_path):
+def test_a_column_with_the_name_of_its_field_is_shown_once(tmp_path):
     assert "←" not in shown(tmp_path, {"prompt": "a", "response": "b"})
 
 
@@ -75,22 +75,22 @@ def test_every_count_has_its_share_and_first_places(tmp_path):
     assert "96 of 100 rows can be used" in text
 
 
-def test_lengths_are_drawn_for_each_side(tmp_path):
+def test_lengths_are_drawn_for_each_field(tmp_path):
     rows = [{"prompt": "a" * (number % 10 + 1), "chosen": "b" * 5, "rejected": "c"} for number in range(100)]
     text = shown(tmp_path, *rows)
-    for side in (
+    for title in (
         "prompt in characters, mean 5.5",
         "chosen in characters, mean 5.0",
         "rejected in characters, mean 1.0",
     ):
-        assert side in text
+        assert title in text
     assert "p50 5 · p90 9 · p99 10 · max 10" in text
     assert "████████" in text
 
 
-def test_conversations_are_told(tmp_path):
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    text = " ".join(shown(tmp_path, {"messages": talk * 2}, {"messages": talk}).split())
+def test_conversations_are_counted(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = " ".join(shown(tmp_path, {"messages": messages * 2}, {"messages": messages}).split())
     assert "2 of 3 rows from 2 conversations can be used" in text
 
 

@@ -416,7 +416,7 @@ class Duplicates:
             self._chunks.append(_HashedRows(hashes, file, int(lines[0]), None if consecutive else lines))
 
     @property
-    def allocated_bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Memory of the collected rows."""
         return sum(chunk.hashes.nbytes + (0 if chunk.lines is None else chunk.lines.nbytes) for chunk in self._chunks)
 

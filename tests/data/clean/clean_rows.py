@@ -1,4 +1,4 @@
-"""Rows for the tests of clean: a source that cuts its rows into chunks as it is told, and texts to fill it with."""
+"""Rows for the tests of clean: a source with chunks of a given size, and texts to fill it with."""
 
 import hashlib
 import random
@@ -8,36 +8,37 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from brimful.data.clean.clean import clean_source
-from brimful.data.clean.prepare import Budget, CleanOptions
+from brimful.data.clean.clean import clean
+from brimful.data.clean.prepare import CleanOptions, MemoryShares
 from brimful.data.read.columns import Layout
-from brimful.data.read.files import Broken
+from brimful.data.read.files import RowProblem
 from brimful.data.read.source import Chunk, Source
 
-SMALL = Budget(threads=2, segment_bytes=4_000, bucket_bytes=4_000, duckdb_bytes=64 * 2**20)
+SMALL = MemoryShares(threads=2, segment_bytes=4_000, bucket_bytes=4_000, duckdb_bytes=64 * 2**20)
 """Pieces so small that a few hundred rows make several segments and buckets."""
 
 
 class Rows(Source):
     """These rows, in chunks of so many; a `None` among them is a broken row."""
 
-    def __init__(self, rows: Sequence[tuple[str, ...] | None], sides=("prompt", "response"), chunk_rows=50):
-        self.layout = Layout(kind="pair", sides=sides, columns={side: side for side in sides}, reason="given")
+    def __init__(self, rows: Sequence[tuple[str, ...] | None], fields=("prompt", "response"), chunk_rows=50):
+        self.layout = Layout(kind="pair", fields=fields, columns={field: field for field in fields}, reason="given")
+        self.paths = ()
         self.files = ("rows",)
         self.total_bytes = 100 * len(rows)
         self._rows, self._chunk_rows = list(rows), chunk_rows
 
     def chunks(self, *, skip=0):
-        schema = pa.schema([(side, pa.string()) for side in self.layout.sides])
+        schema = pa.schema([(field, pa.string()) for field in self.layout.fields])
         for start in range(skip * self._chunk_rows, len(self._rows), self._chunk_rows):
             numbered = [
                 (start + place + 1, row) for place, row in enumerate(self._rows[start : start + self._chunk_rows])
             ]
             good = [(line, row) for line, row in numbered if row is not None]
-            arrays = [pa.array([row[side] for _, row in good], pa.string()) for side in range(len(schema))]
+            arrays = [pa.array([row[field] for _, row in good], pa.string()) for field in range(len(schema))]
             yield Chunk(
                 rows=pa.RecordBatch.from_arrays(arrays, schema=schema),
-                broken=tuple(Broken("rows", line, "not JSON") for line, row in numbered if row is None),
+                broken=tuple(RowProblem("rows", line, "not JSON") for line, row in numbered if row is None),
                 file="rows",
                 read_bytes=100 * min(len(self._rows), start + self._chunk_rows),
                 lines=np.array([line for line, _ in good], dtype=np.int64),
@@ -55,7 +56,7 @@ def varied(count, seed=0, length=60):
 
 
 def with_copies(count, seed=0):
-    """Varied rows, among them exact copies and copies with another last character (0.96 alike); how many of each."""
+    """Varied rows, among them exact copies and copies with another last character (0.96 similarities); how many of each."""
     draw, rows, exact, near = random.Random(seed), varied(count, seed, length=200), 0, 0
     for row in list(rows):
         if draw.random() < 0.1:
@@ -73,10 +74,10 @@ def outcome(folder):
 
 
 def cleaned(
-    rows, output, *, budget=SMALL, progress=lambda phrase: None, sides=("prompt", "response"), chunk_rows=50, **options
+    rows, output, *, memory=SMALL, progress=lambda phrase: None, fields=("prompt", "response"), chunk_rows=50, **options
 ):
-    source = Rows(rows, sides=sides, chunk_rows=chunk_rows)
-    return clean_source(source, output=output, options=CleanOptions(**options), budget=budget, progress=progress)
+    source = Rows(rows, fields=fields, chunk_rows=chunk_rows)
+    return clean(source, output=output, options=CleanOptions(**options), memory=memory, progress=progress)
 
 
 def read_back(folder, split="train"):

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from brimful.data.clean.clean import clean
+from brimful.data.clean.clean import CleanReport, clean
 from brimful.data.clean.prepare import REASONS, CleanOptions
-from brimful.data.clean.segments import FOLDER, locked
-from brimful.errors import BadData, BadOption, MissingExtra
+from brimful.data.clean.write import WORK_FOLDER, locked_work_folder
+from brimful.errors import BadData, BadOption, InternalError, MissingExtra
 from tests.data.clean.clean_rows import SMALL, cleaned, outcome, read_back, varied, with_copies
 
 
@@ -69,13 +69,13 @@ def test_the_report_says_what_the_files_say(tmp_path):
 def test_the_first_rows_dropped_are_named_with_what_they_are_like(tmp_path):
     one, other = varied(2)
     rows = [one, other, one, (other[0], other[1][:-1] + "龥"), ("", "x"), None]
-    places = cleaned(rows, tmp_path, max_bad=0.5, valid=0).places
-    said = {reason: [(place.line, place.why) for place in found] for reason, found in places.items()}
-    assert said["broken"] == [(6, "not JSON")]
-    assert said["empty"] == [(5, "prompt is blank")]
-    assert said["duplicate"] == [(3, "the same as line 1")]
-    assert said["near_duplicate"][0][0] == 4
-    assert said["near_duplicate"][0][1].endswith("like line 2")
+    places = cleaned(rows, tmp_path, max_bad=0.5, valid=0).problems
+    messages = {reason: [(place.line, place.message) for place in found] for reason, found in places.items()}
+    assert messages["broken"] == [(6, "not JSON")]
+    assert messages["empty"] == [(5, "prompt is blank")]
+    assert messages["duplicate"] == [(3, "same as line 1")]
+    assert messages["near_duplicate"][0][0] == 4
+    assert messages["near_duplicate"][0][1].endswith("similar to line 2")
 
 
 def test_of_duplicates_the_first_stays(tmp_path):
@@ -102,7 +102,7 @@ def test_near_duplicates_stay_where_they_are_wanted(tmp_path):
 def usual(tmp_path_factory):
     folder = tmp_path_factory.mktemp("usual")
     report = cleaned(with_copies(100)[0] + [("", "x")] * 3, folder, test=0.1, max_chars=205)
-    return outcome(folder), report.dropped, report.places
+    return outcome(folder), report.dropped, report.problems
 
 
 @example(chunk_rows=20, threads=1, size=1, bucket=2_000)  # a segment whose rows were all dropped
@@ -114,16 +114,16 @@ def usual(tmp_path_factory):
 def test_the_outputs_do_not_depend_on_chunks_threads_or_memory(
     usual, tmp_path_factory, chunk_rows, threads, size, bucket
 ):
-    budget = replace(SMALL, threads=threads, segment_bytes=size, bucket_bytes=bucket)
+    memory = replace(SMALL, threads=threads, segment_bytes=size, bucket_bytes=bucket)
     rows, folder = with_copies(100)[0] + [("", "x")] * 3, tmp_path_factory.mktemp("out")
-    report = cleaned(rows, folder, test=0.1, max_chars=205, chunk_rows=chunk_rows, budget=budget)
-    assert (outcome(folder), report.dropped, report.places) == usual
+    report = cleaned(rows, folder, test=0.1, max_chars=205, chunk_rows=chunk_rows, memory=memory)
+    assert (outcome(folder), report.dropped, report.problems) == usual
 
 
 def test_a_first_chunk_without_rows_does_not_mean_one_bucket(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        cleaned([("", "x")] * 50 + varied(200), tmp_path, near=None, progress=stopper("looking"))
-    tally = json.loads((tmp_path / FOLDER / "segments" / "00000.json").read_text())
+        cleaned([("", "x")] * 50 + varied(200), tmp_path, near=None, progress=stopper("finding"))
+    tally = json.loads((tmp_path / WORK_FOLDER / "segments" / "00000.json").read_text())
     assert 2 ** tally["bits"] > 100 * 250 / SMALL.bucket_bytes  # 100 bytes of file a row
 
 
@@ -147,7 +147,7 @@ def test_the_order_is_random(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "counts"),
+    ("options", "counts"),
     [
         ({"valid": 0.1}, {"valid": 20, "train": 180}),
         ({"valid": 0, "test": 0.25}, {"test": 50, "train": 150}),
@@ -157,9 +157,9 @@ def test_the_order_is_random(tmp_path):
         ({"valid": 150, "test": 49}, {"valid": 150, "test": 49, "train": 1}),
     ],
 )  # fmt: skip
-def test_a_split_has_exactly_the_rows_that_were_asked_for(tmp_path, asked, counts):
+def test_a_split_has_exactly_the_rows_that_were_asked_for(tmp_path, options, counts):
     rows = varied(200)
-    report = cleaned(rows, tmp_path, **asked, near=None)
+    report = cleaned(rows, tmp_path, **options, near=None)
     assert report.files == counts
     assert {path.stem for path in tmp_path.glob("*.parquet")} == set(counts)
     assert sorted(row for split in counts for row in read_back(tmp_path, split)) == sorted(rows)
@@ -169,9 +169,12 @@ def test_a_split_larger_than_what_is_left_is_refused_and_can_be_asked_for_anew(t
     with pytest.raises(BadOption, match="20 rows are left"):
         cleaned(varied(20), tmp_path, valid=20, near=None)
     assert not list(tmp_path.glob("*.parquet"))
-    said = []
-    assert cleaned(varied(20), tmp_path, valid=5, progress=said.append, near=None).files == {"train": 15, "valid": 5}
-    assert said[0] == "going on after 20 rows"
+    messages = []
+    assert cleaned(varied(20), tmp_path, valid=5, progress=messages.append, near=None).files == {
+        "train": 15,
+        "valid": 5,
+    }
+    assert messages[0] == "resuming after 20 rows"
 
 
 def test_no_near_duplicate_of_a_training_row_is_in_another_split(tmp_path):
@@ -187,14 +190,14 @@ def test_no_near_duplicate_of_a_training_row_is_in_another_split(tmp_path):
     assert max(Counter(prompts).values()) == 1
 
 
-def test_limits_count_characters_of_each_side(tmp_path):
+def test_limits_count_characters_of_each_field(tmp_path):
     rows = [("问" * size, text) for size, (_, text) in zip((2, 3, 4), varied(3, length=10), strict=True)]
     report = cleaned(rows, tmp_path, max_chars="3,10", valid=0, near=None)
     assert report.dropped["over_long"] == 1
     assert {prompt for prompt, _ in read_back(tmp_path)} == {"问问", "问问问"}
     report = cleaned(rows, tmp_path, min_chars="3,10", valid=0, overwrite=True, near=None)
     assert report.dropped["too_short"] == 1
-    with pytest.raises(BadOption, match="--max-chars 1,2,3"):
+    with pytest.raises(BadOption, match="max_chars='1,2,3'"):
         cleaned(rows, tmp_path, max_chars="1,2,3", overwrite=True, near=None)
 
 
@@ -205,26 +208,26 @@ def test_limits_count_tokens_and_the_eos(tmp_path):
     rows = [("a" * size, "b" * (9 - size)) for size in (1, 2, 3, 4)]
     report = cleaned(rows, tmp_path / "out", tokenizer=str(tmp_path), max_tokens="4,8", near=None, valid=0)
     assert {prompt for prompt, _ in read_back(tmp_path / "out")} == {"aa", "aaa"}
-    assert report.places["over_long"][0].why == "response has more than 8 tokens, its eos counted"
+    assert report.problems["over_long"][0].message == "response has more than 8 tokens with its eos"
 
 
-@pytest.mark.parametrize("sides", [("text",), ("prompt", "chosen", "rejected")])
-def test_rows_of_any_layout_keep_their_sides(tmp_path, sides):
-    rows = [tuple(text + side for side in sides) for _, text in varied(30)]
-    cleaned([*rows, rows[0], ("",) * len(sides)], tmp_path, sides=sides, valid=0, near=None)
-    assert pq.read_schema(tmp_path / "train.parquet").names == list(sides)
+@pytest.mark.parametrize("fields", [("text",), ("prompt", "chosen", "rejected")])
+def test_rows_of_any_layout_keep_their_fields(tmp_path, fields):
+    rows = [tuple(text + field for field in fields) for _, text in varied(30)]
+    cleaned([*rows, rows[0], ("",) * len(fields)], tmp_path, fields=fields, valid=0, near=None)
+    assert pq.read_schema(tmp_path / "train.parquet").names == list(fields)
     assert sorted(read_back(tmp_path)) == sorted(rows)
 
 
 def test_a_broken_row_is_told_with_its_line_and_nothing_is_left(tmp_path):
-    with pytest.raises(BadData, match=r"rows, line 3: not JSON; .*--max-bad"):
+    with pytest.raises(BadData, match=r"rows, line 3: not JSON. .*max_bad="):
         cleaned([*varied(2), None, *varied(2)], tmp_path / "out", near=None)
     assert not (tmp_path / "out").exists()
 
 
 def test_more_broken_rows_than_allowed_are_refused_and_more_can_be_allowed(tmp_path):
     rows = [*varied(95), *[None] * 5]
-    with pytest.raises(BadData, match="5 of 100 rows are broken, more than --max-bad 0.04"):
+    with pytest.raises(BadData, match="5 of 100 rows are broken, more than max_bad=0.04"):
         cleaned(rows, tmp_path, max_bad=0.04, chunk_rows=10, near=None)
     assert not list(tmp_path.glob("*.*et"))
     report = cleaned(rows, tmp_path, max_bad=0.05, chunk_rows=10, near=None)
@@ -241,15 +244,15 @@ def test_fewer_broken_rows_allowed_than_an_interrupted_run_met_are_refused(tmp_p
 
 
 def stopper(phrase):
-    def stop(said):
-        if said.startswith(phrase):
+    def stop(message):
+        if message.startswith(phrase):
             raise KeyboardInterrupt
 
     return stop
 
 
 def test_where_nothing_is_left_the_reasons_are_told(tmp_path):
-    with pytest.raises(BadData, match="no row is left of 3: 3 empty"):
+    with pytest.raises(BadData, match="No row is left of 3: 3 empty"):
         cleaned([("", "x")] * 3, tmp_path, near=None)
     assert not list(tmp_path.glob("*.parquet"))
 
@@ -258,11 +261,11 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path):
     cleaned(varied(50), tmp_path, test=5, near=None)
     before = outcome(tmp_path)
     with pytest.raises(
-        BadOption, match=r"already has train.parquet, valid.parquet, test.parquet, clean.json; give --overwrite"
+        BadOption, match=r"already has train.parquet, valid.parquet, test.parquet, clean.json. Try: overwrite=True"
     ):
         cleaned(varied(60), tmp_path, near=None)
     assert outcome(tmp_path) == before
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / WORK_FOLDER).exists()
     cleaned(varied(60), tmp_path, overwrite=True, near=None)
     assert len(read_back(tmp_path)) == 59
     assert not (tmp_path / "test.parquet").exists()
@@ -278,25 +281,26 @@ def test_a_failed_overwrite_leaves_what_was_there(tmp_path):
 
 def test_an_input_is_never_its_own_output(tmp_path):
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "train.parquet")
-    with pytest.raises(BadOption, match="would be replaced while it is read"):
+    with pytest.raises(BadOption, match="would replace its own input"):
         clean([str(tmp_path / "train.parquet")], output=tmp_path, options=CleanOptions(overwrite=True))
 
 
 def test_two_at_once_in_one_folder_are_one_too_many(tmp_path):
-    with locked(tmp_path), pytest.raises(BadOption, match="another clean is at work"):
+    with locked_work_folder(tmp_path), pytest.raises(BadOption, match="in use by another clean"):
         cleaned(varied(5), tmp_path, near=None)
     assert cleaned(varied(5), tmp_path, valid=0, near=None).rows_out == 5
 
 
 def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadOption, match="--output .*file"):
+    with pytest.raises(BadOption, match="output='.*file'"):
         cleaned(varied(5), tmp_path / "file", near=None)
 
 
 def test_a_row_too_large_for_the_memory_is_named_with_what_it_needs(tmp_path):
     with pytest.raises(
-        BadData, match=r"rows, line 2: a row of 19.07 MiB is too large for this --host-limit; give 457.77MiB"
+        BadData,
+        match=r"rows, line 2: a row of 19.07 MiB is too large for this host_limit=. Try: host_limit='457.77MiB'",
     ):
         cleaned([("a", "b"), ("a", "x" * 19_999_999)], tmp_path, host_limit="384MiB", near=None)
 
@@ -317,33 +321,30 @@ def test_files_of_a_real_format_are_cleaned(tmp_path):
     report = clean([str(raw)], output=tmp_path / "out", options=CleanOptions(valid=0))
     assert sorted(read_back(tmp_path / "out")) == sorted(rows)
     assert report.columns["prompt"].startswith("instruction")
-    (place,) = report.places["duplicate"]
-    assert Path(place.file).name == "two.jsonl" and place.why == f"the same as {raw / 'one.jsonl'}, line 4"
+    (place,) = report.problems["duplicate"]
+    assert Path(place.file).name == "two.jsonl" and place.message == f"same as {raw / 'one.jsonl'}, line 4"
 
 
-def talks(path, *, talks=60, turns=6):
-    """Conversations of several replies, each reply's prompt holding all that was said before."""
-    draw = random.Random(4)
-    said = [
-        "".join(draw.choices("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏", k=40))
-        for _ in range(2 * talks * turns)
-    ]
-    lines = []
-    for number in range(talks):
-        mine = said[number * 2 * turns : (number + 1) * 2 * turns]
-        turns_ = [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(mine)]
-        lines.append(json.dumps({"conversations": turns_}, ensure_ascii=False))
+def conversations(path, *, count=60, turns=6):
+    """Conversations of several replies, where the prompt of each reply is everything said before."""
+    draw, lines = random.Random(4), []
+    for _ in range(count):
+        texts = [
+            "".join(draw.choices("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏", k=40)) for _ in range(2 * turns)
+        ]
+        messages = [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
+        lines.append(json.dumps({"conversations": messages}, ensure_ascii=False))
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
 def test_replies_of_one_conversation_are_not_taken_for_near_duplicates(tmp_path):
-    report = clean([str(talks(tmp_path / "talks.jsonl"))], output=tmp_path / "out")
+    report = clean([str(conversations(tmp_path / "talks.jsonl"))], output=tmp_path / "out")
     assert report.rows_in == 360 and report.dropped["near_duplicate"] == 0
 
 
 def test_a_conversation_stays_on_one_side_of_the_split(tmp_path):
-    source = talks(tmp_path / "talks.jsonl")
+    source = conversations(tmp_path / "talks.jsonl")
     report = clean([str(source)], output=tmp_path / "out", options=CleanOptions(valid=20, test=0.1))
     starts = {
         split: {prompt[:40] for prompt in pq.read_table(tmp_path / f"out/{split}.parquet")["prompt"].to_pylist()}
@@ -366,6 +367,19 @@ def test_short_rows_go_only_as_exact_duplicates(tmp_path):
 @pytest.mark.parametrize("output", ["", "below"])
 def test_an_output_in_the_folder_that_is_read_is_refused(tmp_path, output):
     (tmp_path / "rows.jsonl").write_text('{"text": "天地玄黄"}')
-    with pytest.raises(BadOption, match="whose files are read; name a folder outside of it"):
+    with pytest.raises(BadOption, match="whose files are read. Choose a folder outside of it"):
         clean([str(tmp_path)], output=tmp_path / output)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_report_whose_numbers_do_not_add_up_cannot_be_made():
+    fields = {
+        "output": "out", "columns": {}, "reason": "", "rows_in": 10, "files": {"train": 7, "valid": 2}, "problems": {},
+        "resumed_rows": 0, "notes": (), "seconds": 1.0, "stage_s": {}, "peak_bytes": 0,
+        "dropped": {"broken": 1, "empty": 0, "too_short": 0, "over_long": 0, "duplicate": 0, "near_duplicate": 0},
+    }  # fmt: skip
+    assert CleanReport(**fields).rows_out == 9
+    with pytest.raises(InternalError, match="do not add up"):
+        CleanReport(**fields | {"rows_in": 11})
+    with pytest.raises(InternalError, match="do not add up"):
+        CleanReport(**fields | {"dropped": {"broken": 1}})

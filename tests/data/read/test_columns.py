@@ -6,16 +6,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brimful.data.read import columns as columns_sides
+from brimful.data.read import columns as read_columns
 from brimful.data.read.columns import find_layout
-from brimful.data.read.files import TEXT, Columns
+from brimful.data.read.files import TEXT, FileSchema
 from brimful.data.read.source import open_source
 from brimful.errors import BadData, BadOption
-from tests.data.read.test_source import broken_of, rows_of, write
+from tests.data.read.row_files import broken_of, rows_of, write
 
 
 def layout_of(*names):
-    return find_layout(Columns(dict.fromkeys(names, TEXT), names), open_ended=False)
+    return find_layout(FileSchema(dict.fromkeys(names, TEXT), names), rows_vary=False)
 
 
 def jsonl(tmp_path, *rows, name="a.jsonl"):
@@ -70,11 +70,11 @@ def jsonl(tmp_path, *rows, name="a.jsonl"):
 def test_the_usual_names_are_found(names, kind, columns):
     found = layout_of(*names)
     assert (found.kind, found.columns) == (kind, columns)
-    assert tuple(columns) == found.sides
+    assert tuple(columns) == found.fields
 
 
 @pytest.mark.parametrize(
-    ("names", "kind", "aside"),
+    ("names", "kind", "unused"),
     [
         (("prompt", "response", "chosen", "rejected", "messages"), "preference", "response, messages"),
         (("messages", "prompt", "response"), "conversations", "prompt, response"),
@@ -88,10 +88,10 @@ def test_the_usual_names_are_found(names, kind, columns):
         (("chosen", "rejected", "text"), "text", "chosen, rejected"),
     ],
 )
-def test_the_first_that_fits_is_taken_and_the_others_are_named(names, kind, aside):
+def test_the_first_that_fits_is_taken_and_the_others_are_named(names, kind, unused):
     found = layout_of(*names)
     assert found.kind == kind
-    assert found.reason.endswith(f"; left aside: {aside}")
+    assert found.reason.endswith(f"; not used: {unused}")
 
 
 def test_a_plain_choice_has_a_plain_reason():
@@ -104,9 +104,7 @@ def test_no_columns_that_fit_are_listed_with_an_example(tmp_path):
     path = write(tmp_path / "a.parquet", [{"id": "1", "title": "x", "n" * 60: "y"}])
     with pytest.raises(BadData) as caught:
         open_source([str(path)])
-    assert str(caught.value).endswith(
-        f"it has id, title, {'n' * 39}…: say which is which, such as --columns prompt=question,response=answer"
-    )
+    assert str(caught.value).endswith(f"only id, title, {'n' * 39}…. Try: columns='prompt=question,response=answer'")
 
 
 # ---------------------------------------------------------------- instruction and input
@@ -153,9 +151,9 @@ def test_a_field_that_few_rows_have_does_not_decide(tmp_path):
     ]
     source = open_source([jsonl(tmp_path, *rows)])
     assert source.layout.columns == {"prompt": "instruction+context", "response": "output"}
-    assert source.layout.reason == "found instruction+context and output; left aside: prompt, response"
+    assert source.layout.reason == "found instruction+context and output; not used: prompt, response"
     assert [row["prompt"] for row in rows_of(source)] == ["a", "b\nc"]
-    assert [broken.why for broken in broken_of(source)] == ["no field 'instruction'"]
+    assert [broken.message for broken in broken_of(source)] == ["no field 'instruction'"]
 
 
 def test_an_input_that_only_a_second_file_has_is_not_lost(tmp_path):
@@ -170,7 +168,7 @@ def test_an_input_that_only_a_second_file_has_is_not_lost(tmp_path):
 
 # ---------------------------------------------------------------- conversations
 
-TALK = [
+MESSAGES = [
     {"from": "system", "value": "Be kind."},
     {"from": "human", "value": "Hi"},
     {"from": "gpt", "value": "Hello!"},
@@ -183,15 +181,15 @@ EXCHANGES = [
 ]
 
 
-def in_other_words(talk):
+def with_openai_names(messages):
     words = {"human": "user", "gpt": "Assistant", "system": "system"}
-    return [{"role": words[turn["from"]], "content": turn["value"], "weight": 1} for turn in talk]
+    return [{"role": words[turn["from"]], "content": turn["value"], "weight": 1} for turn in messages]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json"])
 @pytest.mark.parametrize("dialect", ["sharegpt", "openai"])
 def test_each_reply_is_a_row_with_all_that_was_said_before(name, dialect, tmp_path):
-    row = {"id": "1", "conversations": TALK} if dialect == "sharegpt" else {"messages": in_other_words(TALK)}
+    row = {"id": "1", "conversations": MESSAGES} if dialect == "sharegpt" else {"messages": with_openai_names(MESSAGES)}
     source = open_source([str(write(tmp_path / name, [row, row]))])
     assert rows_of(source) == EXCHANGES * 2
     (chunk,) = source.chunks()
@@ -199,35 +197,35 @@ def test_each_reply_is_a_row_with_all_that_was_said_before(name, dialect, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("talk", "prompts", "why"),
+    ("messages", "prompts", "why"),
     [
-        ([("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Yes?")], ["Welcome\nHi"], "a reply to nothing"),
+        ([("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Yes?")], ["Welcome\nHi"], "a reply without a prompt"),
         ([("human", "Hi")], [], "no reply in this conversation"),
         ([], [], "no reply in this conversation"),
         (None, [], "no reply in this conversation"),
-        ([("human", "Hi"), ("alien", "?"), ("gpt", "Yes?")], [], "the role 'alien' is not known"),
-        ([("human", "Hi"), (None, "?"), ("gpt", "Yes?")], [], "the role '' is not known"),
+        ([("human", "Hi"), ("alien", "?"), ("gpt", "Yes?")], [], "unknown role 'alien'"),
+        ([("human", "Hi"), (None, "?"), ("gpt", "Yes?")], [], "unknown role ''"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
-def test_a_conversation_that_makes_no_sense_is_broken(talk, prompts, why, name, tmp_path):
-    turns = talk and [{"from": role, "value": text} for role, text in talk]
-    rows = [{"conversations": TALK}, {"conversations": turns if talk != [] else []}]
+def test_a_conversation_that_makes_no_sense_is_broken(messages, prompts, why, name, tmp_path):
+    turns = messages and [{"from": role, "value": text} for role, text in messages]
+    rows = [{"conversations": MESSAGES}, {"conversations": turns if messages != [] else []}]
     source = open_source([str(write(tmp_path / name, rows))])
     assert [row["prompt"] for row in rows_of(source)[2:]] == prompts
-    assert [(broken.line, broken.why) for broken in broken_of(source)] == [(2, why)]
+    assert [(broken.line, broken.message) for broken in broken_of(source)] == [(2, why)]
 
 
 def test_the_system_comes_first_and_blank_turns_leave_no_line(tmp_path):
-    talk = [("human", "a"), ("gpt", ""), ("tool", "b"), ("system", "s"), ("gpt", "c")]
-    path = jsonl(tmp_path, {"conversations": [{"from": role, "value": text} for role, text in talk]})
+    messages = [("human", "a"), ("gpt", ""), ("tool", "b"), ("system", "s"), ("gpt", "c")]
+    path = jsonl(tmp_path, {"conversations": [{"from": role, "value": text} for role, text in messages]})
     assert rows_of(open_source([path])) == [{"prompt": "a", "response": ""}, {"prompt": "s\na\nb", "response": "c"}]
 
 
 def test_a_text_that_is_null_is_empty_and_one_that_is_missing_is_broken(tmp_path):
     path = jsonl(
         tmp_path,
-        {"conversations": TALK},
+        {"conversations": MESSAGES},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}]},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ["b"]}]},
@@ -237,7 +235,7 @@ def test_a_text_that_is_null_is_empty_and_one_that_is_missing_is_broken(tmp_path
     )
     source = open_source([path])
     assert rows_of(source)[2:] == [{"prompt": "a", "response": ""}]
-    assert [(broken.line, broken.why) for broken in broken_of(source)] == [
+    assert [(broken.line, broken.message) for broken in broken_of(source)] == [
         (3, "message 2 of 'conversations': no field 'value'"),
         (4, "message 2 of 'conversations': 'value' is a list, not text"),
         (5, "message 1 of 'conversations' is text, not an object"),
@@ -247,10 +245,14 @@ def test_a_text_that_is_null_is_empty_and_one_that_is_missing_is_broken(tmp_path
 
 
 def test_a_conversation_of_thousands_of_turns_comes_in_many_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns_sides, "CHUNK_BYTES", 100_000)
-    talk = [{"from": "human" if turn % 2 == 0 else "gpt", "value": f"{turn:0100}"} for turn in range(600)]
+    monkeypatch.setattr(read_columns, "CHUNK_BYTES", 100_000)
+    messages = [{"from": "human" if turn % 2 == 0 else "gpt", "value": f"{turn:0100}"} for turn in range(600)]
     path = jsonl(
-        tmp_path, {"conversations": TALK}, {"conversations": talk}, {"conversations": []}, {"conversations": TALK}
+        tmp_path,
+        {"conversations": MESSAGES},
+        {"conversations": messages},
+        {"conversations": []},
+        {"conversations": MESSAGES},
     )
     chunks = list(open_source([path]).chunks())
     assert sum(chunk.rows_in for chunk in chunks) == 2 + 300 + 1 + 2
@@ -261,7 +263,12 @@ def test_a_conversation_of_thousands_of_turns_comes_in_many_chunks(tmp_path, mon
 
 def test_conversations_of_a_slice_keep_their_turns(tmp_path):
     """Arrow's lists begin anywhere in their values: nulls and offsets must not shift the turns."""
-    rows = [{"conversations": TALK}, {"conversations": None}, {"conversations": TALK[1:3]}, {"conversations": TALK}]
+    rows = [
+        {"conversations": MESSAGES},
+        {"conversations": None},
+        {"conversations": MESSAGES[1:3]},
+        {"conversations": MESSAGES},
+    ]
     pq.write_table(pa.Table.from_pylist(rows).slice(1), tmp_path / "a.parquet", row_group_size=1)
     source = open_source([str(tmp_path / "a.parquet")])
     assert rows_of(source) == [{"prompt": "Hi", "response": "Hello!"}, *EXCHANGES]
@@ -272,7 +279,7 @@ def test_large_lists_of_large_text_are_conversations_too(tmp_path):
     kind = pa.large_list(
         pa.struct([("value", text), ("weight", pa.int8()), ("from", pa.dictionary(pa.int8(), pa.string()))])
     )
-    rows = [[{"value": turn["value"], "weight": 1, "from": turn["from"]} for turn in TALK]]
+    rows = [[{"value": turn["value"], "weight": 1, "from": turn["from"]} for turn in MESSAGES]]
     pq.write_table(pa.table({"conversations": pa.array(rows, kind)}), tmp_path / "a.parquet")
     assert rows_of(open_source([str(tmp_path / "a.parquet")])) == EXCHANGES
 
@@ -297,7 +304,7 @@ def test_chosen_and_rejected_may_be_messages(name, tmp_path):
         {"prompt": "Hi", "chosen": "Yes", "rejected": "No"},
         {"prompt": "Hi", "chosen": "", "rejected": "Hi"},
     ]
-    assert [(broken.line, broken.why) for broken in broken_of(source)] == [(2, "'chosen' has no message")]
+    assert [(broken.line, broken.message) for broken in broken_of(source)] == [(2, "'chosen' has no message")]
 
 
 def test_a_prompt_of_messages_is_all_that_was_said(tmp_path):
@@ -310,44 +317,44 @@ def test_a_prompt_of_messages_is_all_that_was_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (
             {"prompt": 1, "response": "b"},
-            "the column 'prompt' holds numbers, not text; choose another one with --columns",
+            "column 'prompt' holds numbers, not text. Choose another one with columns=",
         ),
         (
             {"prompt": "a", "response": ["b"]},
-            "the column 'response' holds lists, not text; choose another one with --columns",
+            "column 'response' holds lists, not text",
         ),
         (
             {"conversations": "a"},
-            "the column 'conversations' holds text, not a list of messages with from and value, or role",
+            "column 'conversations' holds text, not messages. A message has from and value, or role",
         ),
-        ({"text": [{"role": "a", "content": "b"}]}, "the column 'text' holds lists, not text"),
-        ({"instruction": "a", "input": 5, "output": "b"}, "the column 'input' holds numbers, not text"),
+        ({"text": [{"role": "a", "content": "b"}]}, "column 'text' holds lists, not text"),
+        ({"instruction": "a", "input": 5, "output": "b"}, "column 'input' holds numbers, not text"),
     ],
 )
-def test_a_column_that_is_no_text_is_one_sentence(row, said, tmp_path):
-    with pytest.raises(BadData, match=f"a.parquet: {said}"):
+def test_a_column_that_is_no_text_is_one_message(row, message, tmp_path):
+    with pytest.raises(BadData, match=f"a.parquet: {message}"):
         open_source([str(write(tmp_path / "a.parquet", [row]))])
 
 
-def test_a_jsonl_column_of_numbers_is_one_sentence(tmp_path):
-    with pytest.raises(BadData, match="a.jsonl: the column 'response' holds numbers, not text"):
+def test_a_jsonl_column_of_numbers_is_one_message(tmp_path):
+    with pytest.raises(BadData, match="a.jsonl: column 'response' holds numbers, not text"):
         open_source([jsonl(tmp_path, {"prompt": "a", "response": 1})])
 
 
 def test_a_stray_number_in_the_first_row_is_a_broken_row(tmp_path):
     source = open_source([jsonl(tmp_path, {"prompt": "a", "response": 1}, {"prompt": "a", "response": "b"})])
     assert len(rows_of(source)) == 1
-    assert [broken.why for broken in broken_of(source)] == ["'response' is a number, not text"]
+    assert [broken.message for broken in broken_of(source)] == ["'response' is a number, not text"]
 
 
 # ---------------------------------------------------------------- several files
 
 
-def test_files_of_other_sides_are_refused_with_both_names(tmp_path):
+def test_files_of_other_fields_are_refused_with_both_names(tmp_path):
     first, second = (
         write(tmp_path / "a.parquet", [{"prompt": "a", "response": "b"}]),
         write(tmp_path / "b.csv", [{"id": "1", "text": "x"}]),
@@ -355,16 +362,16 @@ def test_files_of_other_sides_are_refused_with_both_names(tmp_path):
     with pytest.raises(BadData) as caught:
         open_source([str(first), str(second)])
     assert str(caught.value) == (
-        f"{first} gives prompt and response (it has prompt, response), but {second} gives text (it has id, text); give files "
-        "of one kind, or say which columns count with --columns"
+        f"{first} gives prompt and response (from prompt, response), but {second} gives text (from id, text). "
+        "Use files of one kind, or choose the columns with columns=."
     )
 
 
-def test_files_of_other_names_for_the_same_sides_go_together(tmp_path):
+def test_files_of_other_names_for_the_same_fields_go_together(tmp_path):
     paths = [
         str(write(tmp_path / "a.parquet", [{"prompt": "a", "response": "b"}])),
         str(write(tmp_path / "b.jsonl", [{"question": "c", "answer": "d"}])),
-        str(write(tmp_path / "c.json", [{"conversations": TALK}])),
+        str(write(tmp_path / "c.json", [{"conversations": MESSAGES}])),
     ]
     source = open_source(paths)
     assert rows_of(source) == [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}, *EXCHANGES]
@@ -373,14 +380,14 @@ def test_files_of_other_names_for_the_same_sides_go_together(tmp_path):
 
 def test_a_later_file_with_more_columns_is_read_like_the_first(tmp_path):
     first = write(tmp_path / "a.parquet", [{"prompt": "a", "response": "b"}])
-    second = write(tmp_path / "b.parquet", [{"prompt": "c", "response": "d", "messages": TALK}])
+    second = write(tmp_path / "b.parquet", [{"prompt": "c", "response": "d", "messages": MESSAGES}])
     assert rows_of(open_source([str(first), str(second)]))[1] == {"prompt": "c", "response": "d"}
 
 
 # ---------------------------------------------------------------- --columns
 
 
-def asked(tmp_path, columns, names=("question", "answer", "title", "body")):
+def read_with(tmp_path, columns, names=("question", "answer", "title", "body")):
     path = write(tmp_path / "a.csv", [{name: f"the {name}" for name in names}])
     source = open_source([str(path)], columns=columns)
     return source, rows_of(source)[0]
@@ -406,28 +413,28 @@ def asked(tmp_path, columns, names=("question", "answer", "title", "body")):
 )
 def test_columns_are_as_the_user_says(columns, row, tmp_path):
     if columns == "response=question":
-        source, found = asked(tmp_path, columns, names=("question", "query", "title"))
+        source, found = read_with(tmp_path, columns, names=("question", "query", "title"))
         row = {"prompt": "the query", "response": "the question"}
     else:
-        source, found = asked(tmp_path, columns)
+        source, found = read_with(tmp_path, columns)
     assert found == row
     found = {"prompt=title": "; found answer", "response=question": "; found query"}.get(columns, "")
-    assert source.layout.reason == f"as asked for by --columns{found}"
+    assert source.layout.reason == f"as requested{found}"
 
 
-def test_the_side_comes_first_where_both_words_are_columns(tmp_path):
-    _, row = asked(tmp_path, "text=prompt", names=("text", "prompt"))
+def test_the_field_comes_first_where_both_words_are_columns(tmp_path):
+    _, row = read_with(tmp_path, "text=prompt", names=("text", "prompt"))
     assert row == {"text": "the prompt"}
 
 
-def test_a_word_for_a_side_may_be_a_column(tmp_path):
-    _, row = asked(tmp_path, "text=prompt", names=("text", "answer"))
+def test_a_field_name_may_be_a_column(tmp_path):
+    _, row = read_with(tmp_path, "text=prompt", names=("text", "answer"))
     assert row == {"prompt": "the text", "response": "the answer"}
 
 
 def test_messages_cannot_be_joined(tmp_path):
-    path = jsonl(tmp_path, {"prompt": in_other_words(TALK), "hint": "a", "response": "b"})
-    with pytest.raises(BadData, match="the column 'prompt' holds lists, not text"):
+    path = jsonl(tmp_path, {"prompt": with_openai_names(MESSAGES), "hint": "a", "response": "b"})
+    with pytest.raises(BadData, match="column 'prompt' holds lists, not text"):
         open_source([path], columns="prompt=prompt+hint,response=response")
 
 
@@ -435,37 +442,37 @@ def test_a_column_that_one_side_needs_is_required_wherever_else_it_stands(tmp_pa
     path = jsonl(tmp_path, {"a": "1", "b": "2"}, {"a": "1"}, {"b": "2"})
     source = open_source([path], columns="prompt=a+b,response=b")
     assert rows_of(source) == [{"prompt": "1\n2", "response": "2"}]
-    assert [broken.why for broken in broken_of(source)] == ["no field 'b'", "no field 'a'"]
+    assert [broken.message for broken in broken_of(source)] == ["no field 'b'", "no field 'a'"]
 
 
 def test_a_column_with_a_plus_in_its_name_is_one_column(tmp_path):
-    _, row = asked(tmp_path, "prompt=c++,response=answer", names=("c++", "answer", "c"))
+    _, row = read_with(tmp_path, "prompt=c++,response=answer", names=("c++", "answer", "c"))
     assert row["prompt"] == "the c++"
 
 
 def test_conversations_may_be_given_by_name(tmp_path):
-    path = jsonl(tmp_path, {"dialog": TALK, "prompt": "a", "response": "b"})
+    path = jsonl(tmp_path, {"dialog": MESSAGES, "prompt": "a", "response": "b"})
     assert rows_of(open_source([path], columns="conversations=dialog")) == EXCHANGES
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
-        ("prompt=nope", "a.csv has no column nope; it has question, answer, title, body"),
-        ("nope=prompt", "a.csv has no column nope; it has question, answer, title, body"),
-        ("prompt=title+nope", "a.csv has no column title.nope; it has question, answer, title, body"),
+        ("prompt=nope", "a.csv has no column nope. It has question, answer, title, body"),
+        ("nope=prompt", "a.csv has no column nope. It has question, answer, title, body"),
+        ("prompt=title+nope", "a.csv has no column title.nope. It has question, answer, title, body"),
         (
             "title=body",
-            "'title=body' is no side=column; sides are prompt, response, chosen, rejected, text, conversations, and .*a.csv has question",
+            "'title=body' is not 'field=column'. Fields are prompt, .*a.csv are question, answer",
         ),
-        ("prompt", "'prompt' is no side=column"),
-        ("", "'' is no side=column"),
-        ("prompt=", "'prompt=' is no side=column"),
-        ("prompt=title,prompt=body", "prompt is given twice; join columns with a plus, such as prompt=a.b"),
-        ("text=title,response=body", "response does not go with text"),
-        ("prompt=question,chosen=title", "say also which column is rejected; .*a.csv has answer, body"),
+        ("prompt", "'prompt' is not 'field=column'"),
+        ("", "'' is not 'field=column'"),
+        ("prompt=", "'prompt=' is not 'field=column'"),
+        ("prompt=title,prompt=body", "sets prompt twice. Join columns with a plus, such as 'prompt=a.b'"),
+        ("text=title,response=body", "response cannot be combined with text"),
+        ("prompt=question,chosen=title", "must also set rejected. The other columns of .*a.csv are answer, body"),
     ],
 )
-def test_a_mistake_in_columns_is_one_sentence(columns, said, tmp_path):
-    with pytest.raises(BadOption, match=f"--columns {columns.replace('+', '.')}: .*{said}".replace("*.*", "*")):
-        asked(tmp_path, columns)
+def test_a_mistake_in_columns_is_one_message(columns, message, tmp_path):
+    with pytest.raises(BadOption, match=f"columns='{columns.replace('+', '.')}'.*{message}"):
+        read_with(tmp_path, columns)

@@ -156,7 +156,7 @@ class PreparedChunk:
         return sum(int(array.nbytes) for piece in self.texts for array in piece)
 
     @property
-    def held_bytes(self) -> int:
+    def size_bytes(self) -> int:
         """With the hashes, which take more than short texts."""
         hashes = sum(one.signatures.nbytes + one.bands.nbytes for one in self.sketches)
         return self.text_bytes + hashes + sum(part.nbytes for part in (*self.digests, *self.lines))

@@ -113,7 +113,7 @@ class Segments:
 
     def add(self, prepared: PreparedChunk) -> None:
         self._pending.append(prepared)
-        self.pending_bytes += prepared.held_bytes
+        self.pending_bytes += prepared.size_bytes
 
     def flush(self, state: ReadState) -> None:
         """Write the pending rows as one more segment, then the state."""

@@ -1,21 +1,17 @@
-"""Files of text: what is broken in them comes out with its line, and everything else is read."""
+"""jsonl and json: what is broken comes out with its line, and everything else is read."""
 
-import bz2
-import gzip
 import json
 import random
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from brimful.data.read import files as read_stream
-from brimful.data.read import json_rows as read_json
-from brimful.data.read import json_rows as read_objects
-from brimful.data.read.files import TEXT, Field, turns
+from brimful.data.read import files as read_files
+from brimful.data.read import json_rows
+from brimful.data.read.files import TEXT, Column, messages_type
 from brimful.data.read.source import open_source
 from brimful.errors import BadData
-from tests.data.read.test_source import ROWS, broken_of, rows_of, write
+from tests.data.read.row_files import ROWS, broken_of, error_of, problems_of, rows_of
 
 GOOD = b'{"prompt":"a","response":"b"}'
 
@@ -24,10 +20,6 @@ def jsonl(tmp_path, *lines, end=b"\n"):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + end)
     return open_source([str(path)])
-
-
-def told(source):
-    return [(broken.line, broken.why) for broken in broken_of(source)]
 
 
 # ---------------------------------------------------------------- jsonl
@@ -61,7 +53,7 @@ def told(source):
 )
 def test_a_broken_line_is_told_and_the_others_are_read(line, why, tmp_path):
     source = jsonl(tmp_path, GOOD, line, GOOD)
-    assert told(source) == [(2, why)]
+    assert problems_of(source) == [(2, why)]
     assert len(rows_of(source)) == 2
     assert [number for chunk in source.chunks() for number in chunk.lines.tolist()] == [1, 3]
 
@@ -82,64 +74,63 @@ def test_an_odd_line_is_read_alone_and_beside_a_broken_one(line, tmp_path):
     for lines in ([line], [line, b"broken"]):
         source = jsonl(tmp_path, *lines)
         assert rows_of(source) == [{"prompt": "a", "response": "b"}]
-        assert [line for line, _ in told(source)] == list(range(2, len(lines) + 1))
+        assert [line for line, _ in problems_of(source)] == list(range(2, len(lines) + 1))
 
 
 def test_as_many_objects_as_lines_are_not_yet_one_object_a_line(tmp_path):
     source = jsonl(tmp_path, GOOD, GOOD + GOOD, b'{"prompt":"a","response":"b","x":', b"{}}")
-    assert [line for line, _ in told(source)] == [2, 3, 4]
+    assert [line for line, _ in problems_of(source)] == [2, 3, 4]
     assert len(rows_of(source)) == 1
 
 
 def test_null_is_empty_and_a_missing_field_is_broken(tmp_path):
     source = jsonl(tmp_path, b'{"prompt":null,"response":"b"}', b'{"response":"b"}', b'{"prompt":"","response":null}')
     assert rows_of(source) == [{"prompt": "", "response": "b"}, {"prompt": "", "response": ""}]
-    assert told(source) == [(2, "no field 'prompt'")]
+    assert problems_of(source) == [(2, "no field 'prompt'")]
 
 
 def test_blank_lines_are_no_rows_and_count_as_lines(tmp_path):
     for bad in (b"", b"\xff"):
         source = jsonl(tmp_path, b"", GOOD, b"", b"  ", b"\r", GOOD, bad, b"")
         assert [number for chunk in source.chunks() for number in chunk.lines.tolist()] == [2, 6]
-        assert told(source) == ([(7, "not UTF-8")] if bad else [])
+        assert problems_of(source) == ([(7, "not UTF-8")] if bad else [])
 
 
 def test_a_byte_order_mark_and_a_last_line_without_a_break_do_no_harm(tmp_path):
     assert len(rows_of(jsonl(tmp_path, b"\xef\xbb\xbf" + GOOD, GOOD, end=b""))) == 2
 
 
-def test_a_line_of_a_hundred_megabytes_is_one_row(tmp_path):
-    source = jsonl(tmp_path, GOOD, b'{"prompt":"a","response":"' + b"x" * 100_000_000 + b'"}', GOOD)
-    assert [len(row["response"]) for row in rows_of(source)] == [1, 100_000_000, 1]
+def test_a_line_of_twenty_megabytes_is_one_row(tmp_path):
+    source = jsonl(tmp_path, GOOD, b'{"prompt":"a","response":"' + b"x" * 20_000_000 + b'"}', GOOD)
+    assert [len(row["response"]) for row in rows_of(source)] == [1, 20_000_000, 1]
 
 
 def test_a_line_that_never_ends_is_no_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_stream, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(read_stream, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(read_files, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(read_files, "MAX_ROW_BYTES", 2**20)
     source = jsonl(tmp_path, GOOD, b'{"prompt":"' + b"x" * 2**21, GOOD)
-    with pytest.raises(BadData, match="a.jsonl, line 2: longer than 1 MiB; is this one row a line?"):
+    with pytest.raises(BadData, match="a.jsonl, line 2 is longer than 1 MiB"):
         rows_of(source)
 
 
-def test_the_broken_line_one_million_and_one_is_told_with_its_number(tmp_path):
+def test_a_broken_line_in_a_later_chunk_has_its_number(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
-        for _ in range(100):
-            file.write((GOOD + b"\n") * 10_000)
+        file.write((GOOD + b"\n") * 100_000)
         file.write(b"{broken\n" + GOOD + b"\n")
     source = open_source([str(path)])
     rows, broken = 0, []
     for chunk in source.chunks():
         rows += chunk.rows.num_rows
         broken += chunk.broken
-    assert rows == 1_000_001
+    assert rows == 100_001
     assert [str(one) for one in broken] == [
-        f"{path}, line 1000001: not JSON: Expecting property name enclosed in double quotes at character 2"
+        f"{path}, line 100001: not JSON: Expecting property name enclosed in double quotes at character 2"
     ]
 
 
 def test_columns_are_found_behind_broken_first_lines(tmp_path):
-    assert told(jsonl(tmp_path, b"broken", b"[]", GOOD)) == [
+    assert problems_of(jsonl(tmp_path, b"broken", b"[]", GOOD)) == [
         (1, "not JSON: Expecting value at character 1"),
         (2, "a list, not an object"),
     ]
@@ -148,7 +139,7 @@ def test_columns_are_found_behind_broken_first_lines(tmp_path):
 def test_arrow_and_python_read_the_same(tmp_path):
     """Objects of odd parts in odd lines: where Arrow's reading counts, it is Python's."""
     rng = random.Random(0)
-    fields = (Field("a", TEXT), Field("b", TEXT, False), Field("c", turns("from", "value")))
+    fields = (Column("a", TEXT), Column("b", TEXT, False), Column("c", messages_type("from", "value")))
     values = [
         '"x"',
         "null",
@@ -164,7 +155,7 @@ def test_arrow_and_python_read_the_same(tmp_path):
     ]
     usual = {"a": '"t"', "b": '"t"', "c": '[{"from":"h","value":"v"}]'}
     by_arrow = 0
-    for _ in range(1500):
+    for _ in range(600):
         lines = []
         for _ in range(rng.randint(1, 3)):
             keys = rng.choice([["a", "b", "c"], ["a", "c"], ["a", "b", "c", "d"], ["c", "a", "a"]])
@@ -175,8 +166,8 @@ def test_arrow_and_python_read_the_same(tmp_path):
             lines.append(form % ",".join(parts))
         data = "\n".join(lines).encode()
         ends = np.flatnonzero(np.frombuffer(data + b"\n", dtype=np.uint8) == ord("\n"))
-        block = read_objects.Block(file="f", data=data, ends=ends, lines=np.arange(1, len(ends) + 1))
-        fast, exact = read_objects._by_arrow(block, fields), read_objects._by_python(block, fields)
+        block = json_rows.Block(file="f", data=data, ends=ends, lines=np.arange(1, len(ends) + 1))
+        fast, exact = json_rows._by_arrow(block, fields), json_rows._by_python(block, fields)
         if fast is not None:
             by_arrow += 1
             assert (fast[0].to_pylist(), fast[1].tolist(), fast[2]) == (
@@ -184,11 +175,11 @@ def test_arrow_and_python_read_the_same(tmp_path):
                 exact[1].tolist(),
                 exact[2],
             )
-    assert by_arrow > 200
+    assert by_arrow > 80
 
 
 def test_plain_lines_are_read_by_arrow(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_objects, "_by_python", None)
+    monkeypatch.setattr(json_rows, "_by_python", None)
     source = jsonl(tmp_path, GOOD, b"", GOOD + b"\r", b'{"prompt":null,"response":"b","x":NaN}')
     assert len(rows_of(source)) == 3
 
@@ -206,7 +197,7 @@ def write_json(tmp_path, text, name="a.json"):
 def test_a_list_is_read_in_pieces_of_any_size(chunk_bytes, indent, tmp_path, monkeypatch):
     rows = [*ROWS, {"prompt": 'a\\" ] , {', "response": "x\\", "y": [{"z": ["]", "}"]}, []]}] * 3
     source = write_json(tmp_path, json.dumps(rows, ensure_ascii=False, indent=indent))
-    monkeypatch.setattr(read_json, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(json_rows, "CHUNK_BYTES", chunk_bytes)
     assert rows_of(source) == [{"prompt": row["prompt"], "response": row["response"]} for row in rows]
     assert not broken_of(source)
 
@@ -232,134 +223,57 @@ def test_what_is_no_object_in_a_list_is_one_broken_row(item, why, tmp_path):
     good = '{"prompt": "a", "response": "b"}'
     source = write_json(tmp_path, f"[\n{good},\n{item},\n{good}]")
     assert len(rows_of(source)) == 2
-    assert told(source) == [(3, why)]
+    assert problems_of(source) == [(3, why)]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             '[{"prompt": "a", "response": "b"},\n{"prompt": "a", "resp',
-            "a.json, line 2: what starts here never ends",
+            "a.json, line 2: the item that starts here never ends",
         ),
-        ('[{"prompt": "a", "response": "b"}', "a.json, line 1: what starts here never ends"),
+        ('[{"prompt": "a", "response": "b"}', "a.json, line 1: the item that starts here never ends"),
         (
             '[{"prompt": "a", "response": "b"},\n{"prompt": "a, "response": "b"},\n' + '{"prompt": "a"},' * 9 + "]",
-            "a.json, line 2: what starts here never ends",
+            "a.json, line 2: the item that starts here never ends",
         ),
-        ('[{"prompt": "a", "response": "b"}]\n[{"x": 1}]', "a.json, line 1: the list ends here and the file goes on"),
-        ('[{"prompt": "a", "response": "b"}},\n{"x": 1}]', "a.json, line 1: a closing brace too many"),
+        ('[{"prompt": "a", "response": "b"}]\n[{"x": 1}]', "a.json, line 1: the list ends here but the file goes on"),
+        ('[{"prompt": "a", "response": "b"}},\n{"x": 1}]', "a.json, line 1: one closing brace too many"),
     ],
 )
-def test_a_list_that_does_not_end_where_it_should_is_one_sentence(text, said, tmp_path):
-    with pytest.raises(BadData, match=said):
+def test_a_list_that_does_not_end_where_it_should_is_one_message(text, message, tmp_path):
+    with pytest.raises(BadData, match=message):
         rows_of(write_json(tmp_path, text))
 
 
 def test_jsonl_under_the_name_of_json_is_read_as_jsonl(tmp_path):
     source = write_json(tmp_path, b"\xef\xbb\xbf\n" + GOOD + b"\nbroken\n" + GOOD)
     assert len(rows_of(source)) == 2
-    assert [line for line, _ in told(source)] == [3]
+    assert [line for line, _ in problems_of(source)] == [3]
 
 
 @pytest.mark.parametrize("text", ["[]", "[ \n ]", "[" + " " * 50 + "]"])
 def test_an_empty_list_has_no_rows(text, tmp_path):
-    with pytest.raises(BadData, match="a.json has no rows; leave it out"):
+    with pytest.raises(BadData, match="a.json has no rows"):
         write_json(tmp_path, text)
 
 
-# ---------------------------------------------------------------- csv
-
-
-def write_csv(tmp_path, text, name="a.csv"):
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    return open_source([str(tmp_path / name)])
-
-
-def test_a_row_with_too_many_or_too_few_fields_is_broken(tmp_path):
-    source = write_csv(tmp_path, "prompt,response\na,b\na\na,b,c\n\n一,二\n")
-    assert [row["prompt"] for row in rows_of(source)] == ["a", "一"]
-    assert told(source) == [(3, "1 fields, the header has 2"), (4, "3 fields, the header has 2")]
-
-
-def test_lines_inside_quotes_count(tmp_path):
-    source = write_csv(tmp_path, 'prompt,response\r\n"a\r\n\r\nb",c\r\nd\r\n"e, ""f""",g\r\n')
-    assert [row["prompt"] for row in rows_of(source)] == ["a\r\n\r\nb", 'e, "f"']
-    assert [broken.line for broken in broken_of(source)] == [5]
-    assert [line for chunk in source.chunks() for line in chunk.lines.tolist()] == [2, 6]
-
-
-def test_text_behind_a_closing_quote_breaks_its_row_only(tmp_path):
-    source = write_csv(tmp_path, 'prompt,response\n"a"b,c\nd,e\n')
-    assert told(source) == [(2, "not CSV: ',' expected after '\"'")]
-    assert rows_of(source) == [{"prompt": "d", "response": "e"}]
-
-
-def test_a_quote_that_never_closes_does_not_swallow_the_file(tmp_path):
-    source = write_csv(tmp_path, 'prompt,response\na,b\na,"b\n' + "c,d\n" * 100)
-    with pytest.raises(BadData, match="a.csv, line 3: a quote opens in this row and never closes"):
-        rows_of(source)
-
-
-def test_invalid_utf8_in_a_csv_breaks_its_row_only(tmp_path):
-    source = write_csv(tmp_path, b"prompt,response,x\na,b,c\na,b,\xff\nd,e,f\n")
-    assert told(source) == [(3, "not UTF-8")]
-    assert len(rows_of(source)) == 2
-
-
-def test_a_field_longer_than_pythons_limit_is_read(tmp_path):
-    source = write_csv(tmp_path, "prompt,response\na," + "x" * 1_000_000 + "\n")
-    assert len(rows_of(source)[0]["response"]) == 1_000_000
-
-
-def test_unicode_line_separators_end_no_row(tmp_path):
-    source = write_csv(tmp_path, "\ufeffprompt,response\na\u2028b,c\x0cd\x85\n")
-    assert rows_of(source) == [{"prompt": "a\u2028b", "response": "c\x0cd\x85"}]
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("prompt,response\n", "a.csv has a header and no rows"),
-        ("\n\n", "a.csv, line 1: no rows"),
-        ("prompt,response,prompt\na,b,c\n", "a.csv, line 1: the header names 'prompt' twice"),
+        ("hello\n", "a.json is not JSON: it starts with 'h'. "),
         (
-            "问题,回答\n一,二\n".encode("gbk"),
-            "a.csv, line 1: the header is not UTF-8; if the file is in GBK, convert it with iconv",
+            '{\n"data": [{"prompt": "a"}]\n}',
+            "a.json is one object over many lines. ",
         ),
-        ("prompt;response\na;b\n", "a.csv: no columns that look like .* it has prompt;response"),
     ],
 )
-def test_a_csv_without_a_usable_header_is_one_sentence(text, said, tmp_path):
-    with pytest.raises(BadData, match=said):
-        write_csv(tmp_path, text)
+def test_json_that_is_no_list_is_one_message(text, message, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    assert error_of(tmp_path / "a.json").startswith(f"{tmp_path}/{message}")
 
 
-# ---------------------------------------------------------------- compressed
-
-
-@pytest.mark.parametrize(
-    ("ending", "pack"),
-    [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", lambda raw: pa.compress(raw, "zstd", asbytes=True))],
-)
-@pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_damaged_compressed_file_is_one_sentence(ending, pack, damage, tmp_path):
-    rng = random.Random(0)
-    text = "".join(
-        json.dumps({"prompt": str(rng.random()), "response": str(rng.random())}) + "\n" for _ in range(20_000)
-    )
-    packed = pack(text.encode())
-    path = tmp_path / f"a.jsonl{ending}"
-    path.write_bytes(packed[: len(packed) // 2] if damage == "cut" else b"not packed at all")
-    with pytest.raises(BadData, match=f"a.jsonl{ending}: no whole .* file"):
-        rows_of(open_source([str(path)]))
-
-
-def test_a_gzip_file_of_several_parts_is_read_to_its_end(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(GOOD + b"\n") + gzip.compress(GOOD + b"\n"))
-    assert len(rows_of(open_source([str(path)]))) == 2
-
-
-def test_a_csv_may_be_compressed(tmp_path):
-    assert rows_of(open_source([str(write(tmp_path / "a.tsv.gz"))])) == ROWS
+def test_jsonl_without_one_readable_row_names_its_first_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n{broken\n[]\n")
+    assert error_of(tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl, line 2: not JSON: Expecting property name")

@@ -9,12 +9,11 @@ import pyarrow.compute as pc
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from brimful.data import check as check_duplicates
 from brimful.data.check import Bin, Duplicates, Histogram, check, row_hashes
-from brimful.data.read import columns as columns_sides
+from brimful.data.read import columns as read_columns
 from brimful.data.read.files import CHUNK_ROWS
 from brimful.errors import BadData, BadOption
-from tests.data.read.test_source import write
+from tests.data.read.row_files import write
 
 
 def jsonl(tmp_path, *lines, name="a.jsonl"):
@@ -48,17 +47,17 @@ def test_each_row_counts_under_its_first_reason(tmp_path):
     assert report.rows_out == 2
 
 
-def test_the_first_places_of_each_problem_are_told(tmp_path):
+def test_the_first_places_of_each_problem_are_listed(tmp_path):
     path = jsonl(tmp_path, *MIXED)
     report = check([path], max_chars=10)
-    told = {reason: [(place.line, place.why) for place in places] for reason, places in report.places.items()}
-    assert told == {
+    problems = {reason: [(place.line, place.message) for place in places] for reason, places in report.problems.items()}
+    assert problems == {
         "broken": [(2, "not JSON: Expecting property name enclosed in double quotes at character 2")],
         "empty": [(3, "the prompt is empty"), (6, "the response is empty"), (7, "the prompt is empty")],
         "over_long": [(4, "the response has 11 characters, more than 10")],
         "duplicate": [(5, "came before")],
     }
-    assert {place.file for places in report.places.values() for place in places} == {path}
+    assert {place.file for places in report.problems.values() for place in places} == {path}
 
 
 def test_without_a_limit_nothing_is_over_long(tmp_path):
@@ -67,26 +66,26 @@ def test_without_a_limit_nothing_is_over_long(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "long"), [("2", 2), ("2,3", 1), ("3,2", 1), (3, 0), ("2,99", 1)])
-def test_a_limit_may_differ_between_sides(limit, long, tmp_path):
+def test_a_limit_may_differ_between_fields(limit, long, tmp_path):
     path = jsonl(tmp_path, pair("一二三", "a"), pair("a", "一二三"), pair("ab", "ab"))
     assert check([path], max_chars=limit).dropped["over_long"] == long
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"max_chars": "many"},
-            "--max-chars many: give a whole number from 1 on, or one for each side, such as 256,320",
+            "max_chars='many' must be a positive whole number",
         ),
-        ({"max_chars": "0"}, "--max-chars 0: give a whole number"),
-        ({"max_chars": "1,2,3"}, "--max-chars 1,2,3: these are 3 numbers, the sides are prompt, response"),
-        ({"max_tokens": "5"}, "--max-tokens 5: tokens are counted with a tokenizer; give its folder with --tokenizer"),
-        ({"max_bad": 1.5}, "--max-bad 1.5: give a share from 0 to 1"),
+        ({"max_chars": "0"}, "max_chars='0' must be a positive"),
+        ({"max_chars": "1,2,3"}, "max_chars='1,2,3' has 3 numbers for prompt, response"),
+        ({"max_tokens": "5"}, "max_tokens='5' needs a tokenizer"),
+        ({"max_bad": 1.5}, "max_bad=1.5 must be between 0 and 1"),
     ],
 )
-def test_a_mistake_in_an_option_is_one_sentence(options, said, tmp_path):
-    with pytest.raises(BadOption, match=said):
+def test_a_mistake_in_an_option_is_one_message(options, message, tmp_path):
+    with pytest.raises(BadOption, match=message):
         check([jsonl(tmp_path, pair("a", "b"))], **options)
 
 
@@ -102,24 +101,24 @@ def test_python_and_arrow_agree_on_what_is_blank():
 @pytest.mark.parametrize(
     ("bad", "max_bad", "fails"), [(1, 0.01, False), (2, 0.01, True), (2, 0.02, False), (1, 0, True), (0, 0, False)]
 )
-def test_more_unusable_rows_than_allowed_are_a_complaint(bad, max_bad, fails, tmp_path):
+def test_more_unusable_rows_than_allowed_are_a_failure(bad, max_bad, fails, tmp_path):
     rows = [pair(str(number), "b") for number in range(100 - bad)]
     report = check([jsonl(tmp_path, *rows, *[pair("", "b")] * bad)], max_bad=max_bad)
-    assert (report.complaint() is not None) == fails
+    assert (report.failure() is not None) == fails
 
 
-def test_a_complaint_tells_counts_and_the_first_place(tmp_path):
+def test_a_failure_names_counts_and_the_first_place(tmp_path):
     path = jsonl(tmp_path, *MIXED)
-    assert check([path], max_chars=10).complaint() == (
-        "6 of 9 rows cannot be used (1 broken, 4 empty, 1 over-long), more than --max-bad 0.01; "
-        f"the first is {path}, line 2: not JSON: Expecting property name enclosed in double quotes at character 2"
+    assert check([path], max_chars=10).failure() == (
+        "6 of 9 rows cannot be used (1 broken, 4 empty, 1 over-long), more than max_bad=0.01. "
+        f"The first is {path}, line 2: not JSON: Expecting property name enclosed in double quotes at character 2."
     )
 
 
-def test_duplicates_are_no_reason_to_complain(tmp_path):
+def test_duplicates_are_no_failure(tmp_path):
     report = check([jsonl(tmp_path, *[pair("a", "b")] * 10)], max_bad=0)
     assert report.dropped["duplicate"] == 9
-    assert report.complaint() is None
+    assert report.failure() is None
 
 
 # ---------------------------------------------------------------- what is shown
@@ -136,7 +135,7 @@ def test_the_json_has_the_names_that_scripts_rely_on(tmp_path):
     assert found["columns"] == {"prompt": "prompt", "response": "response"}
     assert found["kind"] == "pair"
     assert found["characters"]["prompt"]["max"] == 3
-    assert found["places"]["over_long"][0]["line"] == 4
+    assert found["problems"]["over_long"][0]["line"] == 4
     assert found["tokens"] == {}
     assert found["conversations"] is None
 
@@ -150,16 +149,16 @@ def test_progress_tells_rows_speed_and_share(tmp_path):
 
 
 def test_conversations_are_counted_beside_their_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns_sides, "CHUNK_ROWS", 2)
-    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    path = jsonl(tmp_path, *[{"conversations": talk * turns} for turns in (1, 3, 0, 2)], name="a.jsonl")
-    other = jsonl(tmp_path, {"conversations": talk * 5}, name="b.jsonl")
+    monkeypatch.setattr(read_columns, "CHUNK_ROWS", 2)
+    messages = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    path = jsonl(tmp_path, *[{"conversations": messages * turns} for turns in (1, 3, 0, 2)], name="a.jsonl")
+    other = jsonl(tmp_path, {"conversations": messages * 5}, name="b.jsonl")
     report = check([path, other])
     assert (report.rows_in, report.conversations) == (12, 5)
 
 
 @pytest.mark.parametrize(
-    ("row", "sides"),
+    ("row", "fields"),
     [
         ({"text": "a"}, {"text": "text"}),
         (
@@ -168,11 +167,11 @@ def test_conversations_are_counted_beside_their_rows(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_other_layouts_are_counted_likewise(row, sides, tmp_path):
+def test_other_layouts_are_counted_likewise(row, fields, tmp_path):
     report = check([jsonl(tmp_path, row, row, dict.fromkeys(row, ""))])
-    assert report.layout.columns == sides
+    assert report.layout.columns == fields
     assert report.dropped == {"broken": 0, "empty": 1, "over_long": 0, "duplicate": 1}
-    assert set(report.characters) == set(sides)
+    assert set(report.characters) == set(fields)
 
 
 def test_a_pass_over_rows_that_are_all_broken_has_no_lengths(tmp_path):
@@ -204,7 +203,7 @@ def test_tokens_are_counted_with_their_eos(tokenizer, tmp_path):
     assert (report.tokens["prompt"].p50, report.tokens["prompt"].max) == (3, 7)
     assert report.tokens["response"].max == 4  # [ EOS ] and the real one
     assert report.dropped["over_long"] == 1
-    assert report.places["over_long"][0].why == "the response has 4 tokens, more than 2"
+    assert report.problems["over_long"][0].message == "the response has 4 tokens, more than 2"
     assert report.characters["prompt"].max == 11
 
 
@@ -212,15 +211,15 @@ def test_many_rows_are_tokenised_in_order(tokenizer, tmp_path):
     rows = [pair("a " * (number % 7 + 1), f"b {number}") for number in range(2500)]
     report = check([jsonl(tmp_path, *rows)], tokenizer=tokenizer, max_tokens="7,99")
     assert report.dropped["over_long"] == len([number for number in range(2500) if number % 7 == 6])
-    assert [place.line for place in report.places["over_long"]] == [7, 14, 21]
+    assert [place.line for place in report.problems["over_long"]] == [7, 14, 21]
 
 
-def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path):
+def test_a_folder_without_a_tokenizer_is_one_message(tmp_path):
     path = jsonl(tmp_path, pair("a", "b"))
-    with pytest.raises(BadData, match=f"--tokenizer {tmp_path}: there is no tokenizer.json in it"):
+    with pytest.raises(BadData, match=f"{tmp_path} has no tokenizer.json"):
         check([path], tokenizer=str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadData, match="tokenizer.json: no tokenizer"):
+    with pytest.raises(BadData, match="tokenizer.json cannot be read as a tokenizer"):
         check([path], tokenizer=str(tmp_path))
 
 
@@ -233,14 +232,14 @@ def test_duplicates_are_found_across_chunks_and_files(tmp_path):
     second = write(tmp_path / "b.csv", [*rows[-5:], pair("new", "b"), rows[0]])
     report = check([str(first), str(second)])
     assert report.dropped["duplicate"] == 6
-    assert [(place.file, place.line) for place in report.places["duplicate"]] == [
+    assert [(place.file, place.line) for place in report.problems["duplicate"]] == [
         (str(second), 2),
         (str(second), 3),
         (str(second), 4),
     ]
 
 
-def test_a_row_is_no_duplicate_of_one_with_its_sides_cut_elsewhere(tmp_path):
+def test_a_row_is_no_duplicate_of_one_with_its_fields_split_elsewhere(tmp_path):
     rows = [
         pair("ab", "c"),
         pair("a", "bc"),
@@ -257,7 +256,7 @@ def test_the_places_of_duplicates_skip_rows_that_were_dropped(tmp_path):
     report = check(
         [jsonl(tmp_path, pair("a", "b"), pair("", ""), "broken", "", pair("c", "d"), pair("a", "b"), pair("c", "d"))]
     )
-    assert [place.line for place in report.places["duplicate"]] == [6, 7]
+    assert [place.line for place in report.problems["duplicate"]] == [6, 7]
 
 
 def test_counting_duplicates_is_counting_rows_less_different_rows():
@@ -277,14 +276,12 @@ def test_counting_duplicates_is_counting_rows_less_different_rows():
 def test_hashes_are_kept_in_eight_bytes_a_row():
     duplicates = Duplicates()
     duplicates.add(row_hashes([pa.array(["a"] * 1000)]), "f", np.arange(1000))
-    (stretch,) = duplicates._stretches
-    assert stretch.hashes.nbytes == 8000
-    assert stretch.lines is None
+    assert duplicates.size_bytes == 8000
 
 
 def test_hashes_spread_over_all_buckets():
     hashes = row_hashes([pa.array([str(number) for number in range(10_000)]), pa.array(["same"] * 10_000)])
-    counts = np.bincount((hashes >> np.uint64(60)).astype(np.int64), minlength=check_duplicates._BUCKETS)
+    counts = np.bincount((hashes >> np.uint64(60)).astype(np.int64), minlength=Duplicates.BUCKETS)
     assert len(np.unique(hashes)) == 10_000
     assert counts.min() > 500
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from brimful.data.progress import in_order, read_ahead
+from brimful.data.pipeline import in_order, read_ahead
 
 
 def test_results_come_in_order_whoever_is_first():
@@ -16,18 +16,18 @@ def test_results_come_in_order_whoever_is_first():
     assert list(in_order(work, range(20), threads=4, in_flight=6)) == [number * 2 for number in range(20)]
 
 
-def test_no_more_than_in_flight_are_begun_and_not_taken():
-    begun, taken = [], 0
-    for _ in in_order(begun.append, iter(range(20)), threads=2, in_flight=3):
+def test_no_more_than_in_flight_are_started_and_not_taken():
+    started, taken = [], 0
+    for _ in in_order(started.append, iter(range(20)), threads=2, in_flight=3):
         taken += 1
-        assert len(begun) - taken <= 3
-    assert len(begun) == taken == 20
+        assert len(started) - taken <= 3
+    assert len(started) == taken == 20
 
 
-def test_work_overlaps_with_its_taker():
+def test_work_overlaps_with_its_consumer():
     release = threading.Event()
     results = in_order(lambda number: release.wait(5) if number else True, range(2), threads=1, in_flight=2)
-    assert next(results) is True  # the second waits for us: it was begun in another thread
+    assert next(results) is True  # the second waits for us: it was started in another thread
     release.set()
     assert list(results) == [True]
 
@@ -71,7 +71,7 @@ def test_read_ahead_gives_everything_once_and_reads_before_it_is_asked():
     assert list(items) == [2, 3, 4, 5]
 
 
-def test_threads_end_when_the_taker_gives_up():
+def test_threads_end_when_the_consumer_stops():
     before = threading.active_count()
     results = in_order(lambda number: number, range(100), threads=3, in_flight=4)
     next(results)

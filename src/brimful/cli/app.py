@@ -12,34 +12,41 @@ from brimful.cli.data import data
 from brimful.cli.demo import demo
 from brimful.cli.errors import fail
 from brimful.cli.eval import evaluate
+from brimful.cli.flags import task_flags
 from brimful.cli.machine import machine
-from brimful.cli.plan import plan
+from brimful.cli.plan import plan_command
 from brimful.cli.sweep import sweep
-from brimful.cli.train import train
+from brimful.cli.train import train_command
 from brimful.errors import UserError
 
-app = App(
-    name="brimful",
-    help="Train PyTorch models as fast as the available memory allows, without out-of-memory errors.",
-    help_epilogue="Set BRIMFUL_TRACEBACK=1 to see the full traceback of an error.",
-    version=brimful.__version__,
-    help_format="markdown",
-    suppress_keyboard_interrupt=False,
-)
-app.command(machine)
-app.command(plan)
-app.command(train)
-app.command(evaluate, name="eval")
-app.command(chat)
-app.command(demo)
-app.command(data)
-app.command(sweep)
+
+def make_app(tokens: Sequence[str]) -> App:
+    """The commands. `train` and `plan` have flags for the options of the task that the command line names."""
+    app = App(
+        name="brimful",
+        help="Train PyTorch models as fast as the available memory allows, without out-of-memory errors.",
+        help_epilogue="Set BRIMFUL_TRACEBACK=1 to see the full traceback of an error.",
+        version=brimful.__version__,
+        help_format="markdown",
+        suppress_keyboard_interrupt=False,
+    )
+    task_fields = task_flags(tokens)
+    app.command(machine)
+    app.command(plan_command(task_fields), name="plan")
+    app.command(train_command(task_fields), name="train")
+    app.command(evaluate, name="eval")
+    app.command(chat)
+    app.command(demo)
+    app.command(data)
+    app.command(sweep)
+    return app
 
 
 def main(tokens: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
+    tokens = list(sys.argv[1:] if tokens is None else tokens)
     try:
-        app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        make_app(tokens)(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UserError as error:
         fail(error)
     except CycloptsError as error:

@@ -131,7 +131,7 @@ def _run(
         result = Evaluator(
             task, model, store, device=target.device, autocast=autocast_dtype(task.precision, target.device),
             limit_bytes=target.limit_bytes, fill=target.fill, max_rows=max_rows, generate_rows=None if answers else 0,
-            seed=seed, tell=progress, progress=progress,
+            seed=seed, note=progress, progress=progress,
         ).run(loss=loss)  # fmt: skip
     return {
         "rows": result.rows, "loss": result.loss if loss else None, "perplexity": result.perplexity,

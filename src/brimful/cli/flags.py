@@ -1,55 +1,231 @@
-"""Flags made from the classes of options they set: one definition, with its types and the sentence under each field.
+"""Flags made from the classes of options they set: one definition, with its types and the docstring under each field.
 
-An options class has real defaults; a flag must also know that it was *not* given, so that a recipe, a config file or the
-run that is resumed can speak. Hence a second class, made here, in which every field is None unless the user said otherwise.
+An options class has real defaults; a flag must also know that it was *not* given, so that a recipe, a config file or the run
+that is resumed can decide. Hence a second class, made here, in which every field is None unless the user gave the flag.
+
+A task's own options become flags too. Which task it is must be known before the command line is parsed, so `task_flags`
+looks for it among the words: `brimful train mine.py:task rows.jsonl --depth 3`.
 """
 
-import ast
-import inspect
+import difflib
 import json
+import keyword
 import os
+import re
 import sys
-import textwrap
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, make_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, make_dataclass
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console, RenderableType
 
-from brimful.errors import BadOption
+from brimful.errors import BadOption, TaskError, UserError
+from brimful.planning.plan_options import PlanOptions
+from brimful.tasks.load import BUILT_IN, OptionField, option_fields, task_option_fields
+from brimful.training.options import TrainOptions
+from brimful.training.run import RunFolder, newest_run
 
-# How torch's allocator takes memory from a card, which is fixed before torch is imported.
+RECIPES = "brimful.recipes"
+TABLES = ("plan", "train")
+"""Commands that read a config file."""
+TITLES: dict[str, type] = {"Training": TrainOptions, "Memory and speed": PlanOptions}
+TASK_TITLE = "Options of the task"
+OTHER_FLAGS = {"help", "h", "json", "config", "recipe", "demo-data", "run-dir", "version"}
+FILE_TASK = re.compile(r".+\.py:\w+")
+
+
+# ---- Options as flags ------------------------------------------------------------------------------------------------
+
+
+def generic_names() -> list[str]:
+    """The options that every task has."""
+    return [one.name for owner in TITLES.values() for one in option_fields(owner)]
+
+
+def make_flags(
+    groups: Mapping[str, Sequence[OptionField]],
+    *,
+    types: Mapping[str, Any] | None = None,
+    helps: Mapping[str, str] | None = None,
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> Any:
+    """A dataclass of flags for these options, by the title they have in the help. `types`, `helps` and `names` override."""
+    flags: dict[str, Any] = {}
+    for title, options in groups.items():
+        for one in options:
+            if one.name in flags:
+                raise TaskError(f"the task's option {one.name} is an option of Brimful itself. Try: another name.")
+            help_text = (helps or {}).get(one.name, one.help) + _default_text(one)
+            parameter = Parameter(
+                help=help_text,
+                negative="" if one.default is False else None,
+                group=title,
+                name=(names or {}).get(one.name),
+            )
+            flags[one.name] = Annotated[(types or {}).get(one.name, one.type) | None, parameter]
+    attributes = [(f"{name}_" if keyword.iskeyword(name) else name, hint, None) for name, hint in flags.items()]
+    made = make_dataclass("Flags", attributes, frozen=True, kw_only=True)
+    made.__module__ = __name__  # cyclopts does not take apart a class of the module `types`
+    return Parameter(name="*")(made)
+
+
+def _default_text(one: OptionField) -> str:
+    if one.required:
+        return " [required]"
+    return "" if one.default is None or isinstance(one.default, bool) else f" [default: {one.default}]"
+
+
+def given(flags: Any) -> dict[str, Any]:
+    """What the user gave, by the option's name."""
+    values = {one.name.rstrip("_"): getattr(flags, one.name) for one in fields(flags)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def task_flags(tokens: Sequence[str]) -> tuple[OptionField, ...]:
+    """The options of the task named on this command line, if it is needed: for help, or for a flag that is not Brimful's.
+
+    A task of a file is asked in a child process, which takes as long as its imports.
+    """
+    if not tokens or tokens[0] not in TABLES:
+        return ()
+    task = _task_of(tokens[1:])
+    unknown = _flag_names(tokens[1:]) - {name.replace("_", "-") for name in generic_names()} - OTHER_FLAGS
+    asks_help = {"--help", "-h"} & set(tokens)
+    if task is None or not (task in BUILT_IN or unknown or asks_help):
+        return ()
+    return task_option_fields(task)
+
+
+def _task_of(tokens: Sequence[str]) -> str | None:
+    """The task among the words of a command, or that of the run which is resumed."""
+    named = next((token for token in tokens if token in BUILT_IN or FILE_TASK.fullmatch(token)), None)
+    if named is not None:
+        return named
+    run = None
+    for index, token in enumerate(tokens):
+        flag, equals, value = token.partition("=")
+        if flag in ("--run", "--run-dir"):
+            run = value if equals else next(iter(tokens[index + 1 :]), None)
+    with suppress(UserError):
+        if run is not None or "--resume" in tokens:
+            return RunFolder(Path(run) if run is not None else newest_run(None)).read_request().task
+    return None
+
+
+def _flag_names(tokens: Sequence[str]) -> set[str]:
+    names = {token[2:].partition("=")[0] for token in tokens if token.startswith("--") and len(token) > 2}
+    return {name.removeprefix("no-") for name in names}
+
+
+# ---- Options from files ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user set, from flags, a config file and a recipe: Brimful's options, and the task's own."""
+
+    generic: dict[str, Any]
+    task: dict[str, Any]
+
+
+def collect(
+    command: str, flags: Any, *, config: Path | None, recipe: str | None = None, task: Callable[[], str | None]
+) -> Options:
+    """Flags win over the config file, which wins over the recipe. `task` names the task if a file has options of its own."""
+    generic = set(generic_names())
+    values: dict[str, Any] = {}
+    for source, content in (_recipe(recipe), _config(config)):
+        options = _table(content, command, source)
+        if others := [name for name in options if name not in generic]:
+            spec = task()
+            known = [] if spec is None else [one.name for one in task_option_fields(spec)]
+            _refuse_unknown([name for name in others if name not in known], [*generic, *known], source)
+        values |= options
+    values |= given(flags)
+    if "lengths" in values:
+        values["lengths"] = parse_lengths(values["lengths"])
+    return Options(
+        generic={name: value for name, value in values.items() if name in generic},
+        task={name: value for name, value in values.items() if name not in generic},
+    )
+
+
+def _recipe(name: str | None) -> tuple[str, dict[str, Any]]:
+    if name is None:
+        return "", {}
+    files = {Path(one.name).stem: one for one in resources.files(RECIPES).iterdir() if one.name.endswith(".toml")}
+    if name not in files:
+        raise BadOption(
+            f"recipe={name!r} is unknown. Try: {', '.join(sorted(files))}, or a file of yours with config=."
+        )
+    return f"recipe={name}", tomllib.loads(files[name].read_text(encoding="utf-8"))
+
+
+def _config(path: Path | None) -> tuple[str, dict[str, Any]]:
+    if path is None:
+        return "", {}
+    try:
+        return f"config={path}", tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadOption(f"config={path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _table(content: dict[str, Any], command: str, source: str) -> dict[str, Any]:
+    """The top-level keys, and those of the command's own table."""
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+    if other := [key for key in tables if key not in TABLES]:
+        raise BadOption(f"{source} has the unknown table {', '.join(other)}. Try: {' or '.join(TABLES)}.")
+    top = {key: value for key, value in content.items() if key not in tables}
+    return {key.replace("-", "_"): value for key, value in {**top, **tables.get(command, {})}.items()}
+
+
+def _refuse_unknown(names: Sequence[str], known: Sequence[str], source: str) -> None:
+    if names:
+        close = [match for name in names for match in difflib.get_close_matches(name, known, n=1)]
+        advice = f" Try: {', '.join(close)}." if close else f" Known are {', '.join(sorted(known))}."
+        raise BadOption(f"{source} has the unknown option {', '.join(names)}.{advice}")
+
+
+def parse_lengths(value: Any) -> tuple[int, ...]:
+    """`256,256`, or the list of a TOML file."""
+    parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    try:
+        return tuple(int(part) for part in parts)
+    except ValueError:
+        raise BadOption(f"lengths={value} must be whole numbers separated by commas, such as 256,256.") from None
+
+
+# ---- Output and environment of all commands --------------------------------------------------------------------------
 
 
 def prefer_growing_segments() -> None:
-    """Varying shapes fragment torch's default segments (20.0 GiB reserved for 15.4 in use); these can grow instead."""
+    """Varying shapes fragment torch's default segments (20.0 GiB reserved for 15.4 in use); these can grow instead.
+
+    Must be set before torch is imported.
+    """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-# How commands speak: results on stdout (one JSON object, or a table), progress on stderr.
-
-
 def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None:
-    """The result: as one JSON object and nothing else, or as people read it."""
+    """The result on stdout: as one JSON object and nothing else, or as people read it."""
     if as_json:
         print(json.dumps(data), flush=True)
     elif isinstance(result, str):
-        print(result, flush=True)  # as it is: a command that is told must not be broken over two lines
+        print(result, flush=True)  # not through rich, which would break a command over two lines
     else:
         Console().print(result)
 
 
 @contextmanager
 def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None]]:
-    """A phrase for each piece of work: a spinner on a terminal, plain lines elsewhere, one in `every_s` at most."""
+    """Progress on stderr, a phrase for each piece of work: a spinner on a terminal, else at most one line in `every_s`."""
     console, count = Console(stderr=True), 0
     if not sys.stderr.isatty():
         last = -every_s
@@ -64,114 +240,9 @@ def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None
         return
     with console.status(title) as status:
 
-        def say(phrase: str) -> None:
+        def update(phrase: str) -> None:
             nonlocal count
             count += 1
             status.update(f"{title}  [dim]{count:>2}[/]  {phrase}")
 
-        yield say
-
-
-RECIPES = "brimful.recipes"
-TABLES = ("plan", "train")
-"""Commands that read a config file."""
-
-
-def flags_of(
-    name: str,
-    owners: Mapping[str, type],
-    *,
-    types: Mapping[str, Any] | None = None,
-    said: Mapping[str, str] | None = None,
-    names: Mapping[str, Sequence[str]] | None = None,
-    without: Iterable[str] = (),
-) -> type:
-    """A dataclass of flags for every field of these classes, each class under its title. `types`, `said` and `names`
-    come first."""
-    found: dict[str, Any] = {}
-    for title, owner in owners.items():
-        words, hints = {**sentences(owner), **(said or {})}, get_type_hints(owner)
-        for field in (field for field in fields(owner) if field.name not in without):
-            kind = (types or {}).get(field.name, hints[field.name])
-            shown = Parameter(
-                help=words[field.name] + _default(field.default),
-                negative="" if field.default is False else None,
-                group=title,
-                name=(names or {}).get(field.name),
-            )
-            found.setdefault(field.name, Annotated[kind | None, shown])
-    made = make_dataclass(name, [(key, kind, None) for key, kind in found.items()], frozen=True, kw_only=True)
-    made.__module__ = __name__  # a class of the module `types` would not be taken apart
-    return Parameter(name="*")(made)
-
-
-def _default(value: Any) -> str:
-    return "" if value is None or isinstance(value, bool) else f" [default: {value}]"
-
-
-def given(flags: Any) -> dict[str, Any]:
-    """What the user said."""
-    return {name(field.name): value for field in fields(flags) if (value := getattr(flags, field.name)) is not None}
-
-
-def name(field: str) -> str:
-    """`from_` is `from` to everybody but Python."""
-    return field.rstrip("_")
-
-
-def known(owners: Mapping[str, type]) -> list[str]:
-    """Every option that these classes have."""
-    return [name(key) for owner in owners.values() for key in get_type_hints(owner)]
-
-
-def part(asked: Mapping[str, Any], owner: type) -> dict[str, Any]:
-    """Those of the options that a class takes, as its keywords."""
-    return {field.name: asked[name(field.name)] for field in fields(owner) if name(field.name) in asked}
-
-
-def from_file(path: Path | None, known: Iterable[str], table: str) -> dict[str, Any]:
-    """A TOML file's top-level keys, and those of the command's own table."""
-    if path is None:
-        return {}
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadOption(f"--config {path}: {getattr(error, 'strerror', None) or error}") from None
-    return _options(content, list(known), table, f"--config {path}")
-
-
-def from_recipe(recipe: str | None, known: Iterable[str], table: str) -> dict[str, Any]:
-    """The same of a recipe that comes with the package."""
-    if recipe is None:
-        return {}
-    there = {Path(one.name).stem: one for one in resources.files(RECIPES).iterdir() if one.name.endswith(".toml")}
-    if recipe not in there:
-        raise BadOption(
-            f"--recipe {recipe}: there are {', '.join(sorted(there))}; a file of yours is given with --config"
-        )
-    return _options(tomllib.loads(there[recipe].read_text(encoding="utf-8")), list(known), table, f"--recipe {recipe}")
-
-
-def _options(content: dict[str, Any], known: list[str], table: str, flag: str) -> dict[str, Any]:
-    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
-    if other := [key for key in tables if key not in TABLES]:
-        raise BadOption(f"{flag}: unknown table {', '.join(other)}; there are {', '.join(TABLES)}")
-    top = {key: value for key, value in content.items() if key not in tables}
-    options = {key.replace("-", "_"): value for key, value in {**top, **tables.get(table, {})}.items()}
-    if unknown := [key for key in options if key not in known]:
-        raise BadOption(f"{flag}: unknown option {', '.join(unknown)}; known are {', '.join(known)}")
-    return options
-
-
-def sentences(owner: type) -> dict[str, str]:
-    """By field, the string that follows it in the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
-    return {
-        one.target.id: " ".join(two.value.value.split())
-        for one, two in pairwise(body)
-        if isinstance(one, ast.AnnAssign)
-        and isinstance(one.target, ast.Name)
-        and isinstance(two, ast.Expr)
-        and isinstance(two.value, ast.Constant)
-        and isinstance(two.value.value, str)
-    }
+        yield update

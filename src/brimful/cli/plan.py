@@ -1,70 +1,65 @@
 """`brimful plan TASK [DATA]`: probes, predicts, verifies, and prints the plan with every reason."""
 
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import flags_of, from_file, given, known, part, prefer_growing_segments, progress, show
-from brimful.errors import BadOption
-from brimful.planning.target import PlanOptions
-from brimful.tasks.chatlm import ChatOptions
-from brimful.training.options import TrainOptions
-
-OPTIONS = {"Memory and speed": PlanOptions, "Model of the chat tasks": ChatOptions}
-OF_TRAINING = ("random_weights", "label_smoothing", "tokenizer", "columns", "max_tokens")
-Flags: Any = flags_of("Flags", OPTIONS, types={"lengths": str}, without=OF_TRAINING)
+from brimful.cli.flags import TASK_TITLE, collect, make_flags, prefer_growing_segments, progress, show
+from brimful.planning.plan_options import PlanOptions
+from brimful.tasks.load import OptionField, check_request_options, check_spec, option_fields
+from brimful.training.run import pick
 
 
-def plan(
-    task: str,
-    data: str | None = None,
-    /,
-    *,
-    config: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
-    flags: Flags = Flags(),  # noqa: B008 - frozen
-) -> None:
-    """Find the fastest configuration of a task that fits the memory at hand, without one out-of-memory error.
+def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]:
+    """The command, with flags for the options of one task."""
+    flags_type = make_flags(
+        {"Memory and speed": option_fields(PlanOptions), TASK_TITLE: task_fields}, types={"lengths": str}
+    )
 
-    Probes a few small steps, models what each phase of a step costs, verifies with real steps at the chosen size, and
-    prints every choice with what was asked, what it became and why.
+    def plan(
+        task: str,
+        data: str | None = None,
+        /,
+        *,
+        config: Path | None = None,
+        json: Annotated[bool, Parameter(negative="")] = False,
+        flags: flags_type = flags_type(),  # type: ignore[valid-type]  # noqa: B008 - frozen
+    ) -> None:
+        """Find the fastest configuration of a task that fits the memory, without an out-of-memory error.
 
-    Parameters
-    ----------
-    task
-        A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name.
-    data
-        What the task's rows() reads, for the chat tasks a token store: its longest rows are fitted for, and its loader
-        is timed. Without it, the task's worst shape.
-    config
-        A TOML file with any options of fit and train, of which fit takes its own; flags win over it.
-    json
-        Print the plan as one JSON object.
-    """
-    asked = {**from_file(config, known({**OPTIONS, "train": TrainOptions}), "fit"), **given(flags)}
-    if "lengths" in asked:
-        asked["lengths"] = lengths_of(asked["lengths"])
-    prefer_growing_segments()
-    fitting = part(asked, PlanOptions)
-    PlanOptions.of(fitting)  # mistakes come before the task's own imports
-    from brimful.planning.planner import plan as make_plan
-    from brimful.report.tables import plan_table
-    from brimful.tasks.load import load_task
+        Probes a few small steps, models what each phase of a step costs, verifies with real steps at the chosen size, and
+        prints every choice: what was requested, what it became and why. `brimful plan TASK --help` also lists the options
+        of that task.
 
-    with redirect_stdout(sys.stderr):  # what the task prints is not part of the result
-        found = load_task(task, options=part(asked, ChatOptions))
-        with progress(f"fit {found.name}") as say:
-            plan = make_plan(found, data=data, progress=say, **fitting)
-    show(plan_table(plan), plan.to_json(), as_json=json)
+        Parameters
+        ----------
+        task
+            A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name.
+        data
+            Data that the task reads, for the chat tasks a token store: the plan is for its longest rows, and its loader is
+            timed. Default: the task's worst shape.
+        config
+            A TOML file with any options of plan and train. Flags win over it.
+        json
+            Print the plan as one JSON object.
+        """
+        check_spec(task)
+        options = collect("plan", flags, config=config, task=lambda: task)
+        PlanOptions(**pick(options.generic, PlanOptions))  # mistakes come before the task's own imports
+        check_request_options(task, options.task, None)
+        prefer_growing_segments()
+        from brimful.planning.planner import plan as make_plan
+        from brimful.report.tables import plan_table
+        from brimful.tasks.load import load_task
 
+        with redirect_stdout(sys.stderr):  # what the task prints is not part of the result
+            loaded = load_task(task, options.task)
+            with progress(f"plan {loaded.name}") as update:
+                result = make_plan(loaded, data=data, progress=update, **pick(options.generic, PlanOptions))
+        show(plan_table(result), result.to_json(), as_json=json)
 
-def lengths_of(value: Any) -> tuple[int, ...]:
-    """`256,256`, or the list of a TOML file."""
-    parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    try:
-        return tuple(int(part) for part in parts)
-    except ValueError:
-        raise BadOption(f"--lengths {value}: write whole numbers with commas between them, such as 256,256") from None
+    return plan

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import flags_of, given, prefer_growing_segments, show
+from brimful.cli.flags import given, make_flags, prefer_growing_segments, show
 from brimful.errors import BadOption, BadRun
 from brimful.molecules.spec import SweepOptions
+from brimful.tasks.load import option_fields
 from brimful.units import show_count, show_seconds
 
-Flags: Any = flags_of("Flags", {"Where it runs": SweepOptions}, names={"processes": ("--processes", "--gpus")})
+Flags: Any = make_flags({"Where it runs": option_fields(SweepOptions)})
 
 
 def sweep(

@@ -1,8 +1,8 @@
-"""`brimful train TASK DATA`: fits, trains, survives, resumes.
+"""`brimful train TASK DATA`: plans, trains, survives, resumes.
 
-The process that the user starts never imports torch. It settles what is asked, locks the run's folder, starts the
-training processes and stays above them (`train.parent`), so that somebody is left to say what happened whatever becomes
-of them. Under torchrun or accelerate the launcher is that process, and each of its own trains.
+The process that the user starts never imports torch. It builds the request, locks the run's folder, starts the training
+processes and stays above them (`training.launch`), so that somebody is left to say what happened to them. Under torchrun or
+accelerate the launcher is that process, and each of its own trains.
 """
 
 import json as json_
@@ -11,268 +11,283 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import flags_of, from_file, from_recipe, given, known, part, prefer_growing_segments, show
-from brimful.cli.plan import lengths_of
+from brimful.cli.errors import print_error
+from brimful.cli.flags import (
+    TASK_TITLE,
+    TITLES,
+    Options,
+    collect,
+    given,
+    make_flags,
+    prefer_growing_segments,
+    show,
+)
 from brimful.errors import BadOption, BadRun
-from brimful.planning.target import PlanOptions
-from brimful.tasks.chatlm import ChatOptions
-from brimful.training.options import TrainOptions
-from brimful.training.run import RunFolder, go_on, new_run, newest_run, opened, same_task
+from brimful.tasks.load import OptionField, check_request_options, check_spec, option_fields, task_option_fields
+from brimful.training.launch import Outcome, supervise
+from brimful.training.run import (
+    Request,
+    RunFolder,
+    RunLock,
+    absolute,
+    merge,
+    new_run,
+    newest_run,
+    open_run,
+    same_task,
+)
 
 PLANNED = (
-    "micro_batch",
-    "checkpointing",
-    "precision",
-    "cudnn_attention",
-    "fill",
-    "lengths",
-    "workers",
-    "prefetch",
-    "pin_memory",
+    "micro_batch", "checkpointing", "precision", "cudnn_attention", "fill", "lengths", "workers", "prefetch", "pin_memory",
     "allow_inexact",
-)
-"""What a plan settles."""
+)  # fmt: skip
+"""Options that a plan has decided."""
 EVALUATION = ("eval_every", "eval_rows", "generate_rows", "best")
-"""What is of use with --valid alone."""
+"""Options that need --valid."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-OPTIONS = {"Model and data of the chat tasks": ChatOptions, "Training": TrainOptions, "Memory and speed": PlanOptions}
-KNOWN = known(OPTIONS)
-Flags: Any = flags_of(
-    "Flags",
-    OPTIONS,
-    types={"lengths": str},
-    names={"run": ("--run", "--run-dir")},  # torchrun takes --run for the beginning of an option of its own
-    said={
-        "seed": "Of everything random: weights, order of the rows, dropout.",
-        "processes": "Processes on this box that share the global batch; on cards, --gpus says it shorter.",
-    },
-)
 
 
-def train(
-    task: str | None = None,
-    data: str | None = None,
-    /,
-    *more: Annotated[str, Parameter(show=False)],
-    recipe: str | None = None,
-    config: Path | None = None,
-    demo_data: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
-    flags: Flags = Flags(),  # noqa: B008 - frozen
-) -> None:
-    """Train a task: fit it to the memory at hand, keep the global batch exact, survive out-of-memory, save, resume.
+def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]:
+    """The command, with flags for the options of one task."""
+    flags_type = make_flags(
+        {**{title: option_fields(owner) for title, owner in TITLES.items()}, TASK_TITLE: task_fields},
+        types={"lengths": str},
+        names={"run": ("--run", "--run-dir")},  # torchrun takes --run for the beginning of an option of its own
+        helps={
+            "seed": "Seed of everything random: weights, order of the rows, dropout.",
+            "processes": "Processes on this machine that share the global batch, each with a GPU if there are GPUs.",
+        },
+    )
 
-    Ctrl-C saves and leaves; `brimful train --run DIR --resume` goes on from there, with everything as it was.
+    def train(
+        task: str | None = None,
+        data: str | None = None,
+        /,
+        *more: Annotated[str, Parameter(show=False)],
+        recipe: str | None = None,
+        config: Path | None = None,
+        demo_data: Annotated[bool, Parameter(negative="")] = False,
+        json: Annotated[bool, Parameter(negative="")] = False,
+        flags: flags_type = flags_type(),  # type: ignore[valid-type]  # noqa: B008 - frozen
+    ) -> None:
+        """Train a task within the available memory: keep the global batch exact, survive out-of-memory errors, save, resume.
 
-    Parameters
-    ----------
-    task
-        A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name. Known already when a run is resumed.
-    data
-        Rows: a file, a folder or a data set that the task reads; for the chat tasks a file of rows, a folder of them, a
-        quoted pattern such as 'rows-*.jsonl', or a token store.
-    recipe
-        A set of options that comes with Brimful: small, fast, pretrain, low-memory or demo. Flags win over it.
-    config
-        A TOML file with any of these options; it wins over the recipe, flags win over it.
-    demo_data
-        Train on the small Chinese question-answer set that comes with Brimful.
-    json
-        Print how it ended as one JSON object.
-    """
-    if more:
-        raise BadOption(
-            f"train: DATA is one name, and {' '.join(more)} came after {data}: put the files into a folder and name that, or, "
-            "for the chat tasks, give a quoted pattern such as 'rows-*.jsonl'"
-        )
-    request = _request(task, data, recipe, config, demo_data, given(flags))
-    prefer_growing_segments()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher's process
-        from brimful.cli.train_process import work
+        Ctrl-C saves and leaves; `brimful train --run DIR --resume` continues. `brimful train TASK --help` also lists the
+        options of that task.
 
-        work(request)
-        if os.environ["RANK"] == "0":
-            _last_words(RunFolder(Path(request["run"])), json=json)
-        return
-    run = RunFolder(Path(request["run"]))
-    outcome = _supervised(request, run)
-    if outcome.code:
-        print(f"brimful: {_how_to_go_on(outcome.sentence, run)}", file=sys.stderr)
-        raise SystemExit(outcome.code)
-    _last_words(run, json=json, otherwise=outcome.sentence)
+        Parameters
+        ----------
+        task
+            A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name. Not needed to resume a run.
+        data
+            The rows to train on: a file, a folder or a name that the task reads.
+        recipe
+            A set of options that comes with Brimful: small, fast, pretrain, low-memory or demo. Flags win over it.
+        config
+            A TOML file with any of these options. It wins over the recipe, and flags win over it.
+        demo_data
+            Train on the small Chinese question-answer set that comes with Brimful.
+        json
+            Print how the run ended as one JSON object.
+        """
+        if more:
+            raise BadOption(
+                f"DATA must be one name, and {' '.join(more)} came after {data}. Try: a folder with these files."
+            )
+        request = build_request(task, data, flags, recipe=recipe, config=config, demo_data=demo_data)
+        prefer_growing_segments()
+        folder = RunFolder(Path(request.run))
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher's process
+            from brimful.cli.train_process import run_request
 
+            run_request(request)
+            if os.environ["RANK"] == "0":
+                _print_ending(folder, json=json)
+            return
+        before = folder.ending()
+        outcome = _supervise(request, folder)
+        saved = folder.ending() not in (None, before)
+        if outcome.code == 0 and not saved:
+            outcome = Outcome(code=1, message="the training process left without finishing", resumable=True)
+        if outcome.code and not (outcome.code > 128 and saved):  # one that had saved may be stopped on its way out
+            print_error(_with_advice(outcome, folder))
+            raise SystemExit(outcome.code)
+        _print_ending(folder, json=json)
 
-def _request(
-    task: str | None, data: str | None, recipe: str | None, config: Path | None, demo: bool, said: dict[str, Any]
-) -> dict[str, Any]:
-    """What is to be done, from flags, files and, where a run goes on, from its own folder. Mistakes show here."""
-    asked = {**from_recipe(recipe, KNOWN, "train"), **from_file(config, KNOWN, "train"), **said}
-    resume = bool(asked.get("resume"))
-    if "run" not in asked and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise BadOption("train: under a launcher every process must know the run's folder; name it with --run")
-    root = Path(asked.get("run") or (newest_run(task) if resume else new_run(task or "")))
-    if task is None and not (resume or RunFolder(root).knows_its_request):
-        raise BadOption("train: name the task, such as chatlm-sft, or a run to go on with: --run DIR --resume")
-    run, resume = opened(root, resume=resume)
-    before = _before(run, task, data) if resume else {}
-    if before:
-        asked = go_on(before, asked)
-    task = task or before["task"]
-    data = _data(data, before, demo, asked, run)
-    asked.update(run=str(root), resume=resume)
-    if isinstance(asked.get("lengths"), str):
-        asked["lengths"] = lengths_of(asked["lengths"])
-    _check(asked, _kept(run, before))
-    _check_evaluation(asked, said)
-    return {**before, "task": task, "data": data, "asked": asked, "run": str(root), "resume": resume}
+    return train
 
 
-def _kept(run: RunFolder, before: dict[str, Any]) -> dict[str, str]:
-    """What the run no longer needs, since it has its own: a model to begin with, a tokenizer to pack with."""
-    own = {"from": str(run.root / "model"), "tokenizer": _prepared(run, before).get("data")}
-    was = before.get("asked", {})
-    return {name: was[name] for name, place in own.items() if name in was and place and Path(place).exists()}
+def build_request(
+    task: str | None, data: str | None, flags: Any, *, recipe: str | None, config: Path | None, demo_data: bool
+) -> Request:
+    """What to do, from flags, files and, for a resumed run, from its own folder. Mistakes are found here."""
+    root, resume = _run_folder(task, given(flags))
+    folder, resume = open_run(root, resume=resume)
+    before = _request_before(folder, task, data) if resume else None
+    spec = task or (before.task if before else None)
+    if spec is None:
+        raise BadOption("TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run.")
+    if before is None or task is not None:
+        check_spec(spec)
+    options = collect("train", flags, config=config, recipe=recipe, task=lambda: spec)
+    generic = {name: value for name, value in options.generic.items() if name not in ("run", "resume")}
+    own = _with_absolute_paths(options, spec) if options.task else {}
+    if before is None:
+        request = Request(task=spec, data=data, run=str(root), resume=resume, options=generic, task_options=own)
+    else:
+        request = replace(merge(before, generic, own), task=spec, run=str(root), resume=True)
+    request = _with_data(request, data, before, demo_data)
+    _check(request, before, given(flags))
+    return request
 
 
-def _check(asked: dict[str, Any], kept: dict[str, str]) -> None:
-    """All that can be known to be wrong before anything is read or made, in one sentence. `kept` may be gone."""
-    problems = []
-    for owner, more in ((TrainOptions, {}), (PlanOptions, {"processes": _processes(asked)}), (ChatOptions, {})):
-        try:
-            owner(**{**part(asked, owner), **more})
-        except BadOption as error:
-            problems.append(str(error))
-    if asked.get("plan"):
-        both = [f"--{name.replace('_', '-')}" for name in PLANNED if asked.get(name) is not None]
-        problems += [f"--plan with {', '.join(both)}: the plan has decided that; give one or the other"] if both else []
-    for name in ("valid", "from", "tokenizer"):
-        value = asked.get(name)
-        if value and value != kept.get(name) and not Path(value).exists() and not HUB_NAME.fullmatch(value):
-            problems.append(f"--{name} {value}: there is no such file or folder")
-    if problems:
-        raise BadOption("; ".join(problems))
+def _run_folder(task: str | None, flags: dict[str, Any]) -> tuple[Path, bool]:
+    resume = bool(flags.get("resume"))
+    if flags.get("run"):
+        return Path(flags["run"]), resume
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise BadOption("under a launcher every process must know the run's folder. Try: --run DIR.")
+    if task is None and not resume:
+        raise BadOption("TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run.")
+    return newest_run(task) if resume else new_run(task or ""), resume
 
 
-def _check_evaluation(asked: dict[str, Any], said: dict[str, Any]) -> None:
-    """What is about evaluation needs rows for it. Flags are meant; a recipe or a file may serve with and without."""
-    if asked.get("valid"):
-        return
-    if flags := [f"--{name.replace('_', '-')}" for name in EVALUATION if name in said]:
-        raise BadOption(
-            f"{', '.join(flags)}: nothing is evaluated without --valid; name rows to evaluate on, or leave that out"
-        )
-    if any(name in asked for name in EVALUATION) and os.environ.get("RANK", "0") == "0":
-        _say("nothing is evaluated, and no best model kept, since there is no --valid")
-
-
-def _before(run: RunFolder, task: str | None, data: str | None) -> dict[str, Any]:
-    """What the run was asked when it began; nothing where that is lost and has been said again."""
+def _request_before(folder: RunFolder, task: str | None, data: str | None) -> Request | None:
+    """What the run was asked to do when it began; None if that is lost and was given again."""
     try:
-        before = run.remembered()
+        before = folder.read_request()
     except BadRun:
         if task is None or data is None:
             raise
-        return {}
-    if task is not None and not same_task(before["task"], task, moved=True):
-        raise BadOption(f"--resume: {run.root} is a run of {before['task']}, not of {task}")
+        return None
+    if task is not None and not same_task(before.task, task, moved=True):
+        raise BadOption(f"{folder.root} is a run of {before.task}, not of {task}. Try: another --run.")
     return before
 
 
-def _data(data: str | None, before: dict[str, Any], demo: bool, asked: dict[str, Any], run: RunFolder) -> str:
-    """The rows: as given, the demo's, or those of the run before, packed already where the raw files are gone."""
-    if demo:
+def _with_absolute_paths(options: Options, spec: str) -> dict[str, Any]:
+    """The task's options, with paths that hold in any working directory."""
+    paths = {one.name for one in task_option_fields(spec) if one.path}
+    return {name: absolute(str(value)) if name in paths else value for name, value in options.task.items()}
+
+
+def _with_data(request: Request, data: str | None, before: Request | None, demo_data: bool) -> Request:
+    """The rows: as given, the demo's, or those of the run before, prepared already if the raw files are gone."""
+    if demo_data:
         from brimful.tasks.demo import train_file, valid_file
 
         if data is not None:
-            raise BadOption(f"--demo-data: leave {data} out, or leave --demo-data out")
-        asked.setdefault("valid", str(valid_file()))
-        return str(train_file())
-    prepared = _prepared(run, before)
-    valid = asked.get("valid")
-    if valid and valid == before.get("asked", {}).get("valid") and not Path(valid).exists():
-        asked["valid"] = prepared.get("valid", valid)
+            raise BadOption(f"--demo-data cannot be combined with {data}. Try: one of the two.")
+        options = {"valid": str(valid_file()), **request.options}
+        return replace(request, data=str(train_file()), options=options)
+    if before is None:
+        if data is None:
+            raise BadOption(
+                "DATA is missing. Try: a file of rows, or --demo-data for a small set that comes with Brimful."
+            )
+        return request
+    prepared = {name: str(Path(request.run) / place) for name, place in before.prepared.items() if place}
+    valid = request.options.get("valid")
+    if valid and valid == before.options.get("valid") and not Path(valid).exists():
+        request = replace(request, options={**request.options, "valid": prepared.get("valid", valid)})
     if data is not None:
-        return data
-    if "data" not in before:
-        raise BadOption("train: name the rows to train on, or --demo-data for a small set that comes with Brimful")
-    raw = str(before["data"])
-    packed = prepared.get("data", raw)
-    is_packed = Path(raw).name == Path(packed).name  # of a run that was copied, its own store is meant
-    there = all(Path(path).exists() for path in (raw, asked.get("tokenizer")) if path)
-    return raw if there and not (is_packed and Path(packed).exists()) else packed
+        return replace(request, data=data)
+    if before.data is None:
+        raise BadRun(
+            f"{request.run} was trained on data in memory. Try: brimful.train() from Python with the same data and resume=True."
+        )
+    ready = prepared.get("data", before.data)
+    if Path(before.data).name == Path(ready).name and Path(ready).exists():
+        return replace(request, data=ready)  # its own copy, which moves with the run
+    sources = [before.data, *(v for v in before.task_options.values() if isinstance(v, str) and Path(v).is_absolute())]
+    return replace(request, data=before.data if all(Path(path).exists() for path in sources) else ready)
 
 
-def _prepared(run: RunFolder, before: dict[str, Any]) -> dict[str, str]:
-    """Where the packed rows of the run before lie."""
-    return {name: str(run.root / place) for name, place in (before.get("prepared") or {}).items() if place}
+def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> None:
+    """Everything that can be known to be wrong before anything is started, in one message."""
+    problems = []
+    try:
+        request.check()
+    except BadOption as error:
+        problems.append(str(error))
+    options = request.options
+    if options.get("plan") and (both := [f"{name}=" for name in PLANNED if options.get(name) is not None]):
+        problems.append(f"plan= cannot be combined with {', '.join(both)}, which the plan has decided.")
+    valid = options.get("valid")
+    if valid and not Path(valid).exists() and not HUB_NAME.fullmatch(valid):
+        problems.append(f"valid={valid!r} does not exist.")
+    if not valid and (useless := [f"{name}=" for name in EVALUATION if name in flags]):
+        problems.append(f"{', '.join(useless)} needs rows to evaluate on. Try: valid=.")
+    try:
+        check_request_options(request.task, request.task_options, Path(request.run) if before else None)
+    except BadOption as error:
+        problems.append(str(error))
+    if problems:
+        raise BadOption(" ".join(problems))
+    if not valid and any(name in options for name in EVALUATION) and os.environ.get("RANK", "0") == "0":
+        _note("nothing is evaluated, because there is no --valid")
 
 
-def _processes(asked: dict[str, Any]) -> int:
-    gpus, processes = asked.get("gpus"), asked.get("processes")
-    if gpus is not None and processes not in (None, gpus):
-        raise BadOption(f"--gpus {gpus} --processes {processes}: they mean the same; give one of them")
-    return gpus or processes or 1
-
-
-def _supervised(request: dict[str, Any], run: RunFolder) -> Any:
-    """Run it below this process, again and again where it keeps hours."""
-    from brimful.training.launch import keep_hours, supervise
-    from brimful.training.run import RunLock
-
-    processes, window = _processes(request["asked"]), TrainOptions.of(part(request["asked"], TrainOptions)).hours
-    with _left_clean(run), RunLock(run.root) as lock, tempfile.TemporaryDirectory(prefix="brimful-job-") as job:
-
-        def start_once() -> Any:
-            again = {**request, **({"resume": True} if run.has_run else {})}
-            environment = {**os.environ, "BRIMFUL_REQUEST": json_.dumps(again)}
-            return supervise(
-                [sys.executable, "-m", "brimful.cli.train_process"], processes=processes, environment=environment,
-                job=Path(job), lock_file=lock.fd, events=run.events,
-            )  # fmt: skip
-
-        return start_once() if window is None else keep_hours(window, start_once, _say)
-
-
-def _how_to_go_on(sentence: str, run: RunFolder) -> str:
-    """The parent's words, with the very command; without them where nothing was saved yet."""
-    saved = any(run.checkpoints.glob("step-*"))
-    advice = f"go on from the last checkpoint with {run.resume_command}" if saved else "nothing was saved yet"
-    return sentence.replace("--resume goes on from the last checkpoint", advice)
+def _supervise(request: Request, folder: RunFolder) -> Outcome:
+    """Train below this process."""
+    with (
+        _cleaned_up(folder),
+        RunLock(folder.root, flag="--run") as lock,
+        tempfile.TemporaryDirectory(prefix="brimful-job-") as reports,
+    ):
+        return supervise(
+            [sys.executable, "-m", "brimful.cli.train_process"],
+            processes=request.plan_options.processes,
+            environment={**os.environ, "BRIMFUL_REQUEST": json_.dumps(request.to_json())},
+            reports=Path(reports),
+            lock_file=lock.fd,
+        )
 
 
 @contextmanager
-def _left_clean(run: RunFolder) -> Iterator[None]:
-    """A run that failed before it began leaves no folder."""
-    new = not run.root.exists()
+def _cleaned_up(folder: RunFolder) -> Iterator[None]:
+    """A run that failed before it began leaves no folder, unless it has prepared data, which are worth keeping."""
+    is_new = not folder.root.exists()
     try:
         yield
     finally:
-        if new and not run.has_run and not run.data.exists():  # packed rows are worth keeping
-            shutil.rmtree(run.root, ignore_errors=True)
+        if is_new and not folder.has_run and not folder.data.exists():
+            shutil.rmtree(folder.root, ignore_errors=True)
             with suppress(OSError):
-                run.root.parent.rmdir()  # `runs`, where this was its first
+                folder.root.parent.rmdir()  # `runs`, if this was its first
 
 
-def _last_words(run: RunFolder, *, json: bool, otherwise: str | None = None) -> None:
-    """Of a run that ended well, or that was stopped before it began."""
-    end = run.ending() or {}
-    result = {"run": str(run.root), **{key: end.get(key) for key in ("reason", "step", "loss", "checkpoint")}}
-    lines = [end.get("sentence") or otherwise or "done"]
+def _with_advice(outcome: Outcome, folder: RunFolder) -> str:
+    """The parent's message, with the command that continues if something was saved."""
+    steps = [outcome.advice] if outcome.advice else []
+    if outcome.resumable:
+        steps += [folder.resume_command] if folder.has_checkpoint else []
+    advice = f". Try: {', then '.join(steps)}" if steps else ""
+    unsaved = ". Nothing was saved yet" if outcome.resumable and not folder.has_checkpoint else ""
+    return f"{outcome.message}{unsaved}{advice}"
+
+
+def _print_ending(folder: RunFolder, *, json: bool) -> None:
+    """For a run that ended well."""
+    end = folder.ending() or {}
+    result = {"run": str(folder.root), **{key: end.get(key) for key in ("reason", "step", "loss", "checkpoint")}}
+    lines = [str(end.get("sentence", "done"))]
     if end.get("reason") == "finished":
-        lines.append(f"model  {run.root / 'model'}")
-        if (run.root / "best").exists():
-            lines.append(f"best   {run.root / 'best'}")
-    elif run.has_run:
-        lines.append(f"go on with: {run.resume_command}")
+        lines.append(f"Saved to {folder.root / 'model'}")
+        if (folder.root / "best").exists():
+            lines.append(f"Best model: {folder.root / 'best'}")
+    elif folder.has_run:
+        lines.append(f"To continue: {folder.resume_command}")
     show("\n".join(lines), result, as_json=json)
 
 
-def _say(sentence: str) -> None:
-    print(f"brimful: {sentence}", file=sys.stderr, flush=True)
+def _note(message: str) -> None:
+    print(f"brimful: {message}", file=sys.stderr, flush=True)

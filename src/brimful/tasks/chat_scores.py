@@ -19,7 +19,7 @@ from brimful.data.store import NAME, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadData, BadRun, MissingExtra
 from brimful.task import Dataset
-from brimful.tasks.chatlm import SIDES, SIZES, ChatOptions, Pretrain
+from brimful.tasks.chatlm import FIELDS, SIZES, ChatOptions, Pretrain
 from brimful.tasks.generate import GenerateOptions, Generator, max_rows
 from brimful.tasks.model_folder import ModelTokenizer, run_of, tokenizer_of
 from brimful.training.evaluate import EvalContext, SelectedRows
@@ -88,7 +88,7 @@ def generate_answers(
 
 def max_answer_tokens(store: Store) -> int:
     """The length of the longest reference: a model that has not learned to stop would go on forever."""
-    return min(MAX_ANSWER_TOKENS, store.longest[SIDES.index("response")])
+    return min(MAX_ANSWER_TOKENS, store.longest[FIELDS.index("response")])
 
 
 class ChatEvaluation(Pretrain):
@@ -138,7 +138,7 @@ class ChatEvaluation(Pretrain):
     def rows(self, data: str) -> Store:
         """A token store made with the model's own tokenizer."""
         store = Store.open(data)
-        if store.fields != SIDES:
+        if store.fields != FIELDS:
             raise BadData(f"{data} has {' and '.join(store.fields)}, but prompt and response are needed.")
         if store.meta.tokenizer_fingerprint != self.tokenizer.facts.fingerprint:
             raise BadData(

@@ -9,6 +9,7 @@ without autograd, so it keeps no activations either, even if the embeddings belo
 The command line reads the options from here, so torch is imported inside functions only.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ SizeName = Literal["tiny", "base"]
 Freeze = Literal["encoder+embeddings", "encoder", "none"]
 
 PAD, EOS, IGNORED = 0, 1, -100
-SIDES = ("prompt", "response")
+FIELDS = ("prompt", "response")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,25 @@ class ChatOptions:
             yield f"size={self.size!r} cannot be combined with from_=, whose model has its own size."
         if self.from_ is not None and self.random_weights:
             yield "random_weights=True cannot be combined with from_=."
+        for name in ("from_", "tokenizer"):
+            path = getattr(self, name)
+            if path and not Path(path).expanduser().exists() and not HUB_NAME.fullmatch(path):
+                yield f"{name}={path!r} does not exist."
         lengths = self.lengths
         if lengths is not None and not (len(lengths) in (1, 2) and all(lengths)):
             yield f"max_tokens={self.max_tokens!r} must be one or two positive numbers, such as 256 or 256,320."
+
+    @classmethod
+    def on_resume(cls, values: dict[str, Any], run: Path) -> dict[str, Any]:
+        """The options of a run that continues: a model or tokenizer that is gone is replaced by the run's own copy."""
+        from brimful.training.run import RunFolder
+
+        store = RunFolder(run).read_request().prepared.get("data")
+        copies = {"from": run / "model", "tokenizer": run / store / "tokenizer" if store else run / "tokenizer"}
+        return {
+            name: str(copies[name]) if name in copies and not Path(value).exists() and copies[name].exists() else value
+            for name, value in values.items()
+        }
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
@@ -159,7 +177,7 @@ class Pretrain(Task):
         return len(row["prompt"]), len(row["response"])
 
     def collate(self, rows: Sequence[Any]) -> Any:
-        prompts, responses = ([row[side] for row in rows] for side in SIDES)
+        prompts, responses = ([row[name] for row in rows] for name in FIELDS)
         ids, mask = _pad(prompts, _config(self.size, self.source).pad_token_id)
         labels, _ = _pad(responses, IGNORED)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -191,8 +209,8 @@ class Pretrain(Task):
         store, config = Store.open(data), _config(self.size, self.source)
         eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         problems = []
-        if store.sides != SIDES:
-            problems.append(f"its rows have {' and '.join(store.sides)}, not prompt and response")
+        if store.fields != FIELDS:
+            problems.append(f"its rows have {' and '.join(store.fields)}, not prompt and response")
         if store.meta.vocab_size > config.vocab_size:
             problems.append(f"its tokenizer has {store.meta.vocab_size:,} tokens and the model {config.vocab_size:,}")
         if store.meta.eos_id not in eos:

@@ -1,26 +1,26 @@
-"""What a run did, as JSON lines in its folder: the one truth that the terminal, trackers and reports are fed from.
+"""What a run did, as JSON lines in its folder: the one record that the terminal, trackers and reports are fed from.
 
 A line is one object, `{"event": …, "time": "2026-01-31T09:15:02.418Z", …}`, appended by a single `write`: a process killed
-at any moment leaves whole lines and at most one half line, at the end, which readers leave out and the next journal closes
-off. Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a power cut the last few seconds.
+at any moment leaves complete lines and at most one partial line, at the end, which readers skip and the next journal ends.
+Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a power cut the last few seconds.
 
-    event        its fields beside `event`, `time` and `step` (the optimizer step it belongs to, from 1)
-    begin        run, steps, processes, resumed, request (what was asked, as one object)
+    event        its fields besides `event`, `time` and `step` (the optimizer step it belongs to, from 1)
+    begin        run, steps, processes, resumed, request (task, data and options, as in run.json)
     flops        how the arithmetic of a row and the device's peak were found, for `mfu`
     plan         the plan, as in plan.json
-    resume       samples, processes_before, sentence; `step` is the checkpoint's: lines of later steps above it are void
-    step         steps (how many were asked for), loss, terms (where there are several), rows, tokens, seconds, peak_bytes,
-                 limit_bytes, micro_batches, lr, grad_norm, applied, ooms, data_wait_s, rows_per_s, tokens_per_s, mfu,
-                 epoch, eta_s
-    eval         loss, perplexity and the task's own metrics, rows, seconds, best (whether it is the best so far), ooms
+    resume       samples, processes_before, sentence; `step` is the checkpoint's: lines of later steps above it do not count
+    step         steps (in all), loss, terms (if there are several), log (values of `Loss.log`), rows, tokens, seconds,
+                 peak_bytes, limit_bytes, micro_batches, lr, grad_norm, applied, ooms, data_wait_s, rows_per_s, tokens_per_s,
+                 mfu, epoch, eta_s
+    eval         loss, perplexity and the task's own scores, rows, seconds, best (whether it is the best so far), ooms
     checkpoint   saved; path, size_bytes and seconds, or the sentence of a failure
     oom grow thrash model skip oversized deal note
-                 sentence, and figures of their own: see `events`; a note of this file's own has no step
-    end          reason (finished, interrupted, time-limit, window, failed), sentence, loss, checkpoint
+                 sentence, and figures of their own: see `step.result`; a note of this file's own has no step
+    end          reason (finished, interrupted, time-limit, failed), sentence, loss, checkpoint
 
-A figure that is unknown is null. One that is not a number is null too, for JSON has no word for it, and says so beside
-itself: `"loss": null, "loss_is": "nan"` (or `inf`, `-inf`); `number` reads both. Training outlives its journal: what cannot
-be written is kept, 10,000 lines (about 5 MB), and written when the disk has room again.
+An unknown figure is null. One that is not a number is null too, for JSON has no word for it, and says so beside itself:
+`"loss": null, "loss_is": "nan"` (or `inf`, `-inf`); `number` reads both. Training outlives its journal: what cannot be
+written is kept, 10,000 lines (about 5 MB), and written when the disk has space again.
 """
 
 import json
@@ -36,78 +36,80 @@ from typing import Any
 
 from brimful.errors import BadRun, in_one_line
 
-KEPT = 10_000
-"""Lines that wait for a disk with room; the oldest are lost first, and counted."""
+WAITING_LINES = 10_000
+"""Lines that wait for a disk with space; the oldest are dropped first, and counted."""
 
 Listener = Callable[[dict[str, Any]], object]
 log = logging.getLogger("brimful")
 
 
 class Journal:
-    """Writes events as they happen and hands each, just as a reader of the file would see it, to the listeners.
+    """Writes events as they happen and passes each, just as a reader of the file would see it, to the listeners.
 
-    Nothing here stops training. A disk or a listener that fails is told of once, and once more when it works again.
+    Nothing here stops training. A disk or a listener that fails is reported once, and once more when it works again.
     """
 
     def __init__(self, path: Path | None, listeners: Sequence[Listener] = ()) -> None:
         self._path, self._file = path, -1
-        self._listeners = {f"listener {place}, {_name(one)}": one for place, one in enumerate(listeners, 1)}
+        self._listeners = {f"listener {index}, {_name(one)}": one for index, one in enumerate(listeners, 1)}
         self._waiting: deque[bytes] = deque()
-        self._lost = 0
+        self._dropped = 0
         self._failing: set[str] = set()
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
 
     def write(self, event: str, **fields: Any) -> None:
-        """One event. Values may be of NumPy or torch, or paths; what JSON does not know is written as its text."""
+        """One event. Values may be NumPy's or torch's, or paths; what JSON does not know is written as text."""
         try:
             now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
             line = _plain({"event": event, "time": now, **fields})
-        except Exception as error:  # a value whose own text cannot be made
-            self._tell(f"event {event!r}", error, "it is left out")
+        except Exception as error:  # a value whose text cannot be made
+            self._failed(f"event {event!r}", error, "it is skipped")
             return
         with self._lock:
             if self._path is not None:
-                self._keep(line)
+                self._queue(line)
                 self._flush(self._path)
         for name, listener in self._listeners.items():
-            self._hand(name, listener, line)
+            self._pass(name, listener, line)
 
     def close(self) -> None:
-        """Try once more what could not be written. A write after this opens the file again."""
+        """Try once more to write what could not be written. A write after this opens the file again."""
         with self._lock:
             if self._path is not None and self._waiting:
                 self._flush(self._path)
-            self._shut()
+            self._close_file()
 
-    def _keep(self, line: dict[str, Any]) -> None:
+    def _queue(self, line: dict[str, Any]) -> None:
         self._waiting.append(_encoded(line))
-        if len(self._waiting) > KEPT:
+        if len(self._waiting) > WAITING_LINES:
             self._waiting.popleft()
-            self._lost += 1
+            self._dropped += 1
 
     def _flush(self, path: Path) -> None:
         """The lines that wait, in order, each by one write; stops at the first that fails."""
-        kept = len(self._waiting)
+        waiting = len(self._waiting)
         try:
             self._open(path)
             while self._waiting:
                 line = self._waiting[0]
                 if os.write(self._file, line) < len(line):
-                    raise OSError("the disk took half a line")
+                    raise OSError("only part of a line was written")
                 self._waiting.popleft()
         except OSError as error:
-            self._shut()  # opening it again finds the half line and closes it off
-            self._tell(str(path), error, f"up to {KEPT:,} lines are kept until it can be written")
+            self._close_file()  # opening it again finds the partial line and ends it
+            self._failed(str(path), error, f"up to {WAITING_LINES:,} lines are kept until it can be written")
             return
-        lost, self._lost = self._lost, 0
-        self._works(str(path), f"{kept} lines that waited are in it, {lost} are lost")
-        if lost:
+        dropped, self._dropped = self._dropped, 0
+        self._works(str(path), f"{waiting} waiting lines were written, {dropped} are lost")
+        if dropped:
             self.write(
-                "note", step=None, sentence=f"{lost} earlier lines are lost: this file could not be written for long"
+                "note",
+                step=None,
+                sentence=f"{dropped} earlier lines are lost because this file could not be written for long",
             )
 
     def _open(self, path: Path) -> None:
-        """Always at the start of a line: a process killed in the middle of one left it without an end."""
+        """Always at the start of a line: a process killed while it wrote left one without an end."""
         if self._file >= 0:
             return
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -115,34 +117,34 @@ class Journal:
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
 
-    def _shut(self) -> None:
+    def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
-    def _hand(self, name: str, listener: Listener, line: dict[str, Any]) -> None:
+    def _pass(self, name: str, listener: Listener, line: dict[str, Any]) -> None:
         try:
             listener(dict(line))
         except Exception as error:
-            self._tell(name, error, "it is called again with the next event")
+            self._failed(name, error, "it is called again with the next event")
         else:
-            self._works(name, "it is heard from again")
+            self._works(name, "it receives events again")
 
-    def _tell(self, what: str, error: Exception, so: str) -> None:
+    def _failed(self, what: str, error: Exception, consequence: str) -> None:
         if what not in self._failing:
             self._failing.add(what)
-            log.warning("%s failed (%s): training goes on, %s", what, in_one_line(error), so)
+            log.warning("%s failed (%s); training continues, %s", what, in_one_line(error), consequence)
 
-    def _works(self, what: str, so: str) -> None:
+    def _works(self, what: str, consequence: str) -> None:
         if what in self._failing:
             self._failing.discard(what)
-            log.warning("%s works again: %s", what, so)
+            log.warning("%s works again: %s", what, consequence)
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a journal in order, one at a time; none where there is no file.
+    """The complete lines of a journal in order, one at a time; none if there is no file.
 
-    A half line is left out: at the end as long as it has no end, and anywhere else because it is no JSON object.
+    Partial lines are skipped: at the end because it has no line break, elsewhere because it is no JSON object.
     """
     try:
         with path.open("rb") as lines:
@@ -153,24 +155,22 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise BadRun(
-            f"{path} cannot be read ({error.strerror}): it should be the events.jsonl of a run folder"
-        ) from error
+        raise BadRun(f"{path} cannot be read ({error.strerror}). Try: the events.jsonl of a run folder.") from error
 
 
 def last_steps(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[dict[str, Any]]:
-    """The lines of one kind that count, by step: of a step trained twice the last, of steps undone by a resume none."""
-    found: dict[int, dict[str, Any]] = {}
+    """The lines of one kind that count, by step: the last for a step trained twice, none for steps undone by a resume."""
+    lines: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["event"] == "resume":
-            found = {step: line for step, line in found.items() if step <= event["step"]}
+            lines = {step: line for step, line in lines.items() if step <= event["step"]}
         elif event["event"] == kind:
-            found[event["step"]] = dict(event)
-    return [found[step] for step in sorted(found)]
+            lines[event["step"]] = dict(event)
+    return [lines[step] for step in sorted(lines)]
 
 
 def number(event: Mapping[str, Any], name: str) -> float | None:
-    """A figure of an event, NaN and infinities included; None where it is unknown or no number."""
+    """A figure of an event, NaN and infinities included; None if it is unknown or not a number."""
     value = event.get(name)
     if value is None:
         value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(event.get(f"{name}_is", ""))
@@ -178,7 +178,7 @@ def number(event: Mapping[str, Any], name: str) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """The same in what JSON knows."""
+    """The same in JSON's types."""
     if isinstance(value, Mapping):
         plain = {}
         for key, part in value.items():

@@ -1,15 +1,18 @@
-"""The process above a training: starts its processes, passes signals on, and has the last word. It never imports torch.
+"""Start the training processes of a run, watch them, and say in one message how they ended.
 
-    terminal ── Ctrl-C ──► parent ── SIGTERM, once ──► worker 0   each in a session of its own, so that the
-    scancel ─── SIGTERM ─►   │                    └──► worker 1   terminal's Ctrl-C reaches the parent alone
-                             ◄── exit status, and what each wrote into its file in the job's folder (`supervise`)
+    terminal ── Ctrl-C ──► parent ── SIGTERM, once ──► rank 0     each in a session of its own, so that the
+    scancel ─── SIGTERM ─►   │                    └──► rank 1     terminal's Ctrl-C reaches the parent alone
+                             ◄── exit status, and a report file from each rank that failed
 
-A worker knows one signal, SIGTERM: save and leave. The kernel sends it too when the parent is gone (`bind_to_parent`), so
-nobody trains on for ever. After a polite signal a worker may save for as long as it needs; a second Ctrl-C kills all. When
-one fails, its peers are ended (TERM, 5 s later KILL), for they would wait for it, and the first cause is named in one
-sentence, which only a process outside can do: the kernel's out-of-memory killer leaves no exception.
+A worker knows one signal, SIGTERM: save and exit. The kernel sends it too when the parent dies (`worker`). After the first
+signal a worker may take as long as it needs to save; a second Ctrl-C kills all. When one worker fails, the others are
+ended (SIGTERM, 5 s later SIGKILL), because they would wait for it, and the first cause is named. Only a process outside
+can do that: the kernel's out-of-memory killer leaves no exception.
 
-It wakes five times a second, and at once when a process ends: 20 MB and, with 8 workers, 0.3 % of a core, both measured.
+Why not torchrun's agent: importing it takes 3.0 s and 233 MB in a process that the user waits for, where this one takes
+20 MB and starts the workers at once; it ends workers that are still saving after 30 s; and after a kernel out-of-memory
+kill it prints 30 lines without the word memory (all measured, torch 2.13). Under torchrun or `accelerate launch` their
+agent does this work, and `supervise` is not used.
 """
 
 import contextlib
@@ -22,28 +25,46 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from brimful.errors import in_one_line
+from brimful.errors import UserError, in_one_line
+from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host
-from brimful.training.sidecar import GRACE_S, POLITE, POLL_S, SETTLE_S, Job, Member
-from brimful.training.stop import Window, show_time
-from brimful.training.supervise import JOB, PARENT, Blame, read
+from brimful.training.stop import STOP_SIGNALS
 
-_SAME_S = 3.0
-"""How long a user's mistake that one process found waits for the others to find it too, and so be said once for all."""
-_GONE_S = 2.0
-"""After a second Ctrl-C: until the kernel has taken the killed processes apart, which frees the GPU and the run's lock."""
-_LOOK_S = 30.0
-"""While a window is shut: how often the clock on the wall is read. It may be set, go over to summer time, or sleep."""
-_EARLY_S = 900.0
-"""A run leaves before its window shuts, so that its save is over in time; so long before at most."""
+REPORTS, PARENT = "BRIMFUL_REPORTS", "BRIMFUL_PARENT"
+"""Environment variables that tell a worker where its report goes, and its parent's pid."""
+POLL_S = 0.1
+GRACE_S = 1.0
+"""A worker that has reported a failure has this long to print its traceback and exit."""
+SETTLE_S = 0.5
+"""After a failure: how long to wait for the others' reports before the first cause is chosen."""
+SAME_MISTAKE_S = 3.0
+"""The same after a user's mistake, which all processes find at about the same time and which is then printed once."""
+TERMINATE_S = 5.0
+KILLED_S = 2.0
+"""After a second Ctrl-C: until the kernel has released the GPU and the run's lock."""
 _SHOW_CURSOR = b"\x1b[?25h\n"
-"""For the terminal: a progress view hides its cursor, and when it is killed leaves it hidden, in the middle of a line."""
-_TAIL_BYTES = 64 * 1024
+"""A progress view that is killed leaves the terminal's cursor hidden."""
+_LOST_PEER_ERRORS = {"ProcessLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER_MESSAGES = ("gloo/transport", "by peer", "ncclRemoteError")
 _PR_SET_PDEATHSIG = 1
+
+
+class Blame(IntEnum):
+    """How likely a process is the first cause of a failure, the likeliest first; among equals the earliest."""
+
+    OWN = 0
+    """An exception, an exit code, a crash or a SIGKILL."""
+    STOPPED = 1
+    """Ended by SIGTERM or Ctrl-C from outside."""
+    LEFT = 2
+    """Exited with 0: a failure only if another process still needed it."""
+    LOST_PEER = 3
+    """Failed because another process was gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +72,15 @@ class Outcome:
     """How a job ended."""
 
     code: int
-    """0 in good order, 2 a user's mistake, 1 any other failure, 128 + signal where one ended it before it could save."""
-    sentence: str | None = None
-    """What is left to say, once."""
-    reason: str | None = None
-    """The `reason` of the journal's last line, such as `window`; None where this job wrote none."""
+    """0 in good order, 2 a user's mistake, 1 any other failure, 128 + signal if it was stopped before it could save."""
+    message: str | None = None
+    advice: str | None = None
+    """What to change before resuming."""
+    resumable: bool = False
+    """Whether resuming from the last checkpoint is the thing to do."""
+
+
+# ---- The parent ------------------------------------------------------------------------------------------------------
 
 
 def supervise(
@@ -63,293 +88,305 @@ def supervise(
     *,
     processes: int,
     environment: Mapping[str, str],
-    job: Path,
+    reports: Path,
     lock_file: int | None = None,
-    events: Path | None = None,
-    say: Callable[[str], object] | None = None,
+    note: Callable[[str], object] | None = None,
 ) -> Outcome:
-    """Run `command` in so many processes until they have ended. For the main thread: it takes over the signals.
+    """Run `command` in so many processes until they have ended. Call it from the main thread: it handles signals.
 
-    `environment` is all that the workers get, beside what names their places. `job` is a folder for their files, `lock_file`
-    goes on to the first, so that a run stays locked until both have gone, and `events` is the journal they write.
+    `environment` is everything the workers get besides their ranks, `reports` a folder for their report files. Rank 0
+    inherits `lock_file`, so that the run stays locked until both the parent and rank 0 have gone.
     """
-    parent = Parent(command, processes=processes, environment=environment, job=job, lock_file=lock_file, say=say)
-    before_bytes = _size(events)
-    with _heeding(parent.heed):
+    job = _Job(note or _to_stderr)
+    with _handling_signals(job.on_signal):
         try:
-            parent.start()
-            outcome = parent.run()
+            job.start(command, processes, environment, reports, lock_file)
+            return job.wait()
         except KeyboardInterrupt:
-            parent.await_death()
-            text = "stopped at once by a second Ctrl-C; --resume goes on from the last checkpoint"
-            return Outcome(code=128 + signal.SIGINT, sentence=text)
-        except OSError as error:  # no more processes allowed, no room for the job's folder
-            return Outcome(code=1, sentence=f"the training processes could not be started: {in_one_line(error)}")
+            job.wait_until(lambda: not job.alive(), KILLED_S)
+            return Outcome(code=128 + signal.SIGINT, message="stopped at once by a second Ctrl-C", resumable=True)
+        except OSError as error:  # no more processes allowed, no space for the reports
+            return Outcome(code=1, message=f"the training processes could not be started: {in_one_line(error)}")
         finally:
-            parent.kill()
-    end = _end_of(events, before_bytes)
-    if outcome.code > 128 and end:  # it had saved and said so, and was ended on its way out
-        outcome = Outcome(code=0)
-    return outcome if outcome.code else Outcome(code=0, sentence=end.get("sentence"), reason=end.get("reason"))
+            job.kill_rest()
 
 
-class _Worker(Member):
-    """A process that we started: its exit status is ours to read."""
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    blame: Blame
+    at: float
+    message: str
+    worker: "_Worker"
 
-    def __init__(self, process: "subprocess.Popen[bytes]", rank: int, world_size: int) -> None:
-        super().__init__(pid=process.pid, rank=rank, world_size=world_size)
-        self.process, self.asked = process, False
+
+class _Worker:
+    """One training process: its report and its exit status."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", rank: int, size: int, report: Path) -> None:
+        self.process, self.rank, self.size, self.pid = process, rank, size, process.pid
+        self._report_file = report
+        self.report: dict[str, Any] | None = None
+        self.status: int | None = None
+        """As wait() encodes it: the exit code in the high byte, a signal in the low seven bits."""
+        self.ended_at: float | None = None
 
     @property
     def name(self) -> str:
-        return super().name if self.world_size > 1 else f"the training process (pid {self.pid})"
+        which = "the training process" if self.size == 1 else f"process {self.rank} of {self.size}"
+        return f"{which} (pid {self.pid})"
 
     def look(self) -> None:
-        if self.gone_at is None and (status := self._status()) is not None:
-            self.gone_at, self.status = time.monotonic(), status
+        if self.ended_at is None and (status := self._exit_status()) is not None:
+            self.ended_at, self.status = time.monotonic(), status
+        if self.report is None:
+            with contextlib.suppress(OSError, ValueError):  # none yet, or half written
+                self.report = json.loads(self._report_file.read_text())
 
-    def _status(self) -> int | None:
-        """Read but not collected: until it is, its pid, and so its group's number, cannot become somebody else's."""
+    def _exit_status(self) -> int | None:
+        """Read but not collected: until it is, its pid, and so its group's number, cannot become another process's."""
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
             code = self.process.poll()
             return None if code is None else -code if code < 0 else code << 8
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         return None if end is None else end.si_status << 8 * (end.si_code == os.CLD_EXITED)
 
+    def has_failed(self) -> bool:
+        if self.ended_at is not None:
+            return bool(self.status)
+        return self.report is not None and time.monotonic() - self.report["at"] > GRACE_S
+
+    def failure(self) -> _Failure | None:
+        if self.report is not None:
+            return _Failure(Blame(self.report["blame"]), self.report["at"], self.report["message"], self)
+        if self.status is None or self.ended_at is None:
+            return None
+        if number := self.status & 0x7F:
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            stopped = number in STOP_SIGNALS
+            message = f"was {'stopped' if stopped else 'killed'} by {name}"
+            return _Failure(Blame.STOPPED if stopped else Blame.OWN, self.ended_at, message, self)
+        if self.status:
+            return _Failure(Blame.OWN, self.ended_at, f"ended with exit code {self.status >> 8}", self)
+        return _Failure(Blame.LEFT, self.ended_at, "ended before the others", self)
+
     def send(self, number: int) -> None:
-        """To itself alone, for it looks after its loader's workers; but SIGKILL takes them with it."""
-        if self.process.returncode is None:
-            (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
+        """To the process alone, which looks after its loader's workers; SIGKILL goes to them as well."""
+        with contextlib.suppress(OSError):
+            if self.process.returncode is None:
+                (os.killpg if number == signal.SIGKILL else os.kill)(self.pid, number)
 
 
-class Parent(Job[_Worker]):
+class _Job:
     """One set of workers, from their start to their end."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        processes: int,
-        environment: Mapping[str, str],
-        job: Path,
-        lock_file: int | None = None,
-        say: Callable[[str], object] | None = None,
-    ) -> None:
-        super().__init__()
-        self._command, self._processes, self._job = list(command), processes, job
-        self._environment, self._lock_file, self._say = environment, lock_file, say or _to_stderr
+    def __init__(self, note: Callable[[str], object]) -> None:
+        self.workers: list[_Worker] = []
+        self._note = note
         self._stopped_by: int | None = None
         self._leaving = False
+        self._oom_kills = oom_kills()
 
-    def start(self) -> None:
-        self._job.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file in self._job.glob("rank-*"):
-            file.unlink()  # of an earlier set
+    def start(
+        self,
+        command: Sequence[str],
+        processes: int,
+        environment: Mapping[str, str],
+        reports: Path,
+        lock_file: int | None,
+    ) -> None:
+        reports.mkdir(mode=0o700, parents=True, exist_ok=True)
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the kernel throws exit codes away while it is ignored
-        port = _free_port()
-        for rank in range(self._processes):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, the kernel discards exit codes
+        shared = {
+            "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(),
+            REPORTS: reports.absolute(), PARENT: os.getpid(),
+        }  # fmt: skip
+        if processes > 1 and "OMP_NUM_THREADS" not in environment:
+            shared["OMP_NUM_THREADS"] = max(1, Host.detect().cores // processes)
+        for rank in range(processes):
+            variables = {**shared, "RANK": rank, "LOCAL_RANK": rank}
             process = subprocess.Popen(
-                self._command,
-                env=self._places(rank, port),
+                list(command),
+                env={**environment, **{name: str(value) for name, value in variables.items()}},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[self._lock_file] if rank == 0 and self._lock_file is not None else [],
+                pass_fds=[lock_file] if rank == 0 and lock_file is not None else [],
             )
-            self.members[f"rank-{rank}"] = _Worker(process, rank, self._processes)
-        self._ask_to_stop()  # a signal may have come in between
+            self.workers.append(_Worker(process, rank, processes, reports / f"rank-{rank}.json"))
+        if self._stopped_by is not None:  # a signal came meanwhile
+            self._send(signal.SIGTERM)
 
-    def _places(self, rank: int, port: int) -> dict[str, str]:
-        mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self._processes, "LOCAL_WORLD_SIZE": self._processes}
-        names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, JOB: self._job.absolute(), PARENT: os.getpid()}
-        threads = {}
-        if self._processes > 1 and "OMP_NUM_THREADS" not in self._environment:
-            threads["OMP_NUM_THREADS"] = max(1, Host.detect().cores // self._processes)
-        return {**self._environment, **{name: str(value) for name, value in {**mine, **names, **threads}.items()}}
-
-    def run(self) -> Outcome:
-        while self.well():
+    def wait(self) -> Outcome:
+        """Until all have ended, or one has failed and the others were ended for it."""
+        while not any(worker.has_failed() for worker in self.workers):
             if not self.alive():
                 return Outcome(code=0)
-            self.rest(POLL_S)
-        self._settle()
-        outcome = self._failure()  # before the others are ended: what we do to them is nobody's cause
-        self.end_all()
+            self._poll()
+        self.wait_until(lambda: not self.alive(), SAME_MISTAKE_S if self._is_mistake() else SETTLE_S)
+        outcome = self._outcome()  # before the others are ended: what we do to them is not the cause
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._send(number)
+            self.wait_until(lambda: not self.alive(), TERMINATE_S)
         return outcome
 
-    def look(self) -> None:
-        for worker in self.members.values():  # before their files: see the sidecar
-            worker.look()
-        for name, worker in self.members.items():
-            with contextlib.suppress(OSError, ValueError):  # a failing disk must not end those who train
-                worker.mark = next(iter(read(self._job / name)[1:]), None)
+    def alive(self) -> list[_Worker]:
+        return [worker for worker in self.workers if worker.ended_at is None]
 
-    def rest(self, seconds: float) -> None:
-        super().rest(seconds)
+    def wait_until(self, condition: Callable[[], bool], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not condition() and time.monotonic() < end:
+            self._look()
+            time.sleep(POLL_S / 4)
+
+    def _poll(self) -> None:
+        time.sleep(POLL_S)
+        self._look()
         if self._leaving:
             raise KeyboardInterrupt
 
-    def heed(self, number: int, frame: FrameType | None) -> None:
-        """A signal: the first asks the workers to save and leave, Ctrl-C after it kills them."""
+    def _look(self) -> None:
+        for worker in self.workers:
+            worker.look()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first signal asks the workers to save and exit; Ctrl-C after it kills them."""
         if self._stopped_by is None:
             self._stopped_by = number
-            again = "; press Ctrl-C again to leave at once" if number == signal.SIGINT else ""
-            self._ask_to_stop()
-            self._say(f"stopping: saving a checkpoint{again}")
+            self._send(signal.SIGTERM)
+            hint = "; press Ctrl-C again to leave at once" if number == signal.SIGINT else ""
+            self._note(f"stopping after this step and saving a checkpoint{hint}")
         elif number == signal.SIGINT:
             self._leaving = True
-            self._signal_all(signal.SIGKILL)
+            self._send(signal.SIGKILL)
 
-    def _ask_to_stop(self) -> None:
-        for worker in self.alive() if self._stopped_by is not None else []:
-            if not worker.asked:
-                worker.asked = True
-                with contextlib.suppress(OSError):
-                    worker.send(signal.SIGTERM)
+    def _send(self, number: int) -> None:
+        for worker in self.alive():
+            worker.send(number)
 
-    def _settle(self) -> None:
-        """A doubtful cause waits for a better one, a mistake for the others to find it too, a traceback to be printed."""
-        self.until(lambda: self.troubles()[0].blame == Blame.OWN, SETTLE_S)
-        if self._mistake():
-            self.until(lambda: all(worker.mark for worker in self.alive()), _SAME_S)
-        self.until(lambda: not any(worker.mark for worker in self.alive()), GRACE_S)
+    def _first(self) -> _Failure:
+        """The first cause."""
+        known = [failure for worker in self.workers if (failure := worker.failure())]
+        return min(known, key=lambda failure: (failure.blame, failure.at))
 
-    def _mistake(self) -> str | None:
-        """The sentence of the user's mistake, where one is the first cause."""
-        blame, _, _, member = self.troubles()[0]
-        return member.mark.get("mistake") if member.mark and blame == Blame.OWN else None
+    def _is_mistake(self) -> bool:
+        first = self._first()
+        return first.blame == Blame.OWN and bool((first.worker.report or {}).get("mistake"))
 
-    def _failure(self) -> Outcome:
-        first, mistake = self.troubles()[0], self._mistake()
-        if self._stopped_by is not None and first.blame == Blame.OUTSIDE:
+    def _outcome(self) -> Outcome:
+        first, mistake = self._first(), self._is_mistake()
+        report = first.worker.report or {}
+        if self._stopped_by is not None and first.blame == Blame.STOPPED:
             how = "Ctrl-C" if self._stopped_by == signal.SIGINT else signal.Signals(self._stopped_by).name
-            return Outcome(code=128 + self._stopped_by, sentence=f"stopped by {how} before there was anything to save")
-        if mistake and all((worker.mark or {}).get("mistake") == mistake for worker in self.members.values()):
-            return Outcome(code=2, sentence=mistake)
-        sentence = self.cause()
-        advice = "; lower --host-limit or --workers; " if "host memory ran out" in sentence else "; "
-        resume = "" if first.member.mark else f"{advice}--resume goes on from the last checkpoint"
-        others = "; the other processes were ended" if len(self.members) > 1 else ""
-        return Outcome(code=2 if mistake else 1, sentence=sentence + others + resume)
+            return Outcome(code=128 + self._stopped_by, message=f"stopped by {how} before there was anything to save")
+        if mistake and all((one.report or {}).get("message") == report["message"] for one in self.workers):
+            return Outcome(code=2, message=report["message"].removeprefix("failed: "))
+        why, advice = self._why_killed(first.message)
+        others = "; the other processes were ended" if len(self.workers) > 1 else ""
+        message = f"{first.worker.name} {first.message}{why}{others}"
+        return Outcome(code=2 if mistake else 1, message=message, advice=advice, resumable=not report)
 
-    def await_death(self) -> None:
-        end = time.monotonic() + _GONE_S
-        while self.alive() and time.monotonic() < end:
-            super().rest(POLL_S / 4)
+    def _why_killed(self, message: str) -> tuple[str, str | None]:
+        """What is known about a kill from outside, and what to do."""
+        if "SIGBUS" in message:
+            return " (often a full /dev/shm)", None
+        if "SIGKILL" not in message:
+            return "", None
+        before, now = self._oom_kills, oom_kills()
+        if before is None or now is None:
+            return " (the kernel's out-of-memory counter cannot be read)", None
+        if now > before:
+            why = f" because host memory ran out (the kernel's out-of-memory counter went from {before} to {now})"
+            return why, "lower --host-limit or --workers"
+        return " (not by the kernel's out-of-memory killer)", None
 
-    def kill(self) -> None:
-        """Nothing of a failed job is left behind, its loaders' workers included; who ended in good order is collected."""
-        if self.alive() or not self.well():
-            self._signal_all(signal.SIGKILL)
+    def kill_rest(self) -> None:
+        """Leave nothing of a failed job behind, its loaders' workers included."""
+        if any(worker.ended_at is None or worker.status for worker in self.workers):
+            for worker in self.workers:
+                worker.send(signal.SIGKILL)
             with contextlib.suppress(OSError):
                 os.write(2, _SHOW_CURSOR if os.isatty(2) else b"")
-        for worker in self.members.values():
+        for worker in self.workers:
             worker.process.poll()
 
-    def _signal_all(self, number: int) -> None:
-        for worker in self.members.values():
-            with contextlib.suppress(OSError):
-                worker.send(number)
+
+@contextlib.contextmanager
+def _handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Signals that are ignored stay ignored: nohup, a job in the background."""
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOP_SIGNALS}
+    handled = [number for number, action in before.items() if action is not signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
 
 
-def keep_hours(
-    window: Window,
-    start_once: Callable[[], Outcome],
-    say: Callable[[str], object],
-    *,
-    sleep: Callable[[float], object] = time.sleep,
-    now: Callable[[], float] = time.time,
-) -> Outcome:
-    """Run only while the window is open: wait for it, start, and after an end at its close wait again."""
-    shutting = False
-    while True:
-        try:
-            with _heeding(_wake):
-                while shutting and 0 < window.closes_in_s(now()) < _EARLY_S:
-                    sleep(min(_LOOK_S, window.closes_in_s(now())))
-                _wait_until_open(window, say, sleep, now)
-        except _Woken as woken:
-            text = f"stopped by {woken} while it waited for the window {window}; --resume goes on from there"
-            return Outcome(code=0, sentence=text, reason="interrupted")
-        outcome = start_once()
-        if outcome.code or outcome.reason != "window":
-            return outcome
-        shutting = True
-        if outcome.sentence:
-            say(outcome.sentence)
+def _to_stderr(message: str) -> None:
+    """In one write: a signal handler may interrupt another one."""
+    with contextlib.suppress(OSError):
+        new_line = "\n" if os.isatty(2) else ""  # after the ^C that the terminal shows
+        os.write(2, f"{new_line}brimful: {message}\n".encode())
 
 
-def _wait_until_open(
-    window: Window, say: Callable[[str], object], sleep: Callable[[float], object], now: Callable[[], float]
-) -> None:
-    if not window.is_open(now()):
-        say(f"waiting until {show_time(now() + window.opens_in_s(now()), now())}: the window is {window}")
-    while not window.is_open(now()):
-        sleep(min(_LOOK_S, max(0.1, window.opens_in_s(now()))))
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-class _Woken(Exception):
-    """A signal came while nothing ran."""
+# ---- The worker ------------------------------------------------------------------------------------------------------
 
 
-def _wake(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Woken("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+def has_parent() -> bool:
+    """Whether `supervise` started this process and is still there; it then prints what there is to say.
+
+    The parent's pid must be ours: a program that a worker starts inherits the variables without being a worker.
+    """
+    return REPORTS in os.environ and os.environ.get(PARENT) == str(os.getppid())
 
 
-def bind_to_parent() -> None:
-    """For a worker, as early as may be: when its parent ends, the kernel sends SIGTERM. Linux only; elsewhere it looks once."""
-    parent = os.environ.get(PARENT)
-    if parent is None:
-        return
+@contextlib.contextmanager
+def worker() -> Iterator[None]:
+    """Around all that a training process does: it stops when its parent dies, and reports why it failed.
+
+    A user's mistake ends it with exit code 2 and without a traceback; the parent prints the message.
+    """
+    _stop_with_parent()
+    try:
+        yield
+    except UserError as error:
+        _report(error)
+        raise SystemExit(2) from None
+    except (Exception, KeyboardInterrupt) as error:
+        _report(error)
+        raise
+
+
+def _report(error: BaseException) -> None:
+    message, blame = in_one_line(error), Blame.OWN
+    if isinstance(error, UserError):
+        message = " ".join(str(error).split())
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & _LOST_PEER_ERRORS or any(words in str(error) for words in _LOST_PEER_MESSAGES):
+        blame = Blame.LOST_PEER
+    elif isinstance(error, KeyboardInterrupt):
+        message, blame = "was interrupted", Blame.STOPPED
+    if blame != Blame.STOPPED:
+        message = f"failed: {message}"
+    report = {"message": message, "blame": blame, "mistake": isinstance(error, UserError), "at": time.monotonic()}
+    with contextlib.suppress(OSError):
+        (Path(os.environ[REPORTS]) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+def _stop_with_parent() -> None:
+    """When the parent ends, the kernel sends SIGTERM. Linux only; elsewhere the parent is looked for once."""
     if sys.platform == "linux":
         import ctypes
 
         with contextlib.suppress(OSError, AttributeError):  # a C library without prctl
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-    if os.getppid() != int(parent):  # it ended before we asked
+    if os.getppid() != int(os.environ[PARENT]):  # it ended before this call
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _heeding(react: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Polite signals come to `react` meanwhile, but those that are ignored stay so: nohup, a job in the background."""
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in POLITE}
-    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in heeded:
-        signal.signal(number, react)
-    try:
-        yield
-    finally:
-        for number in heeded:
-            signal.signal(number, before[number])
-
-
-def _to_stderr(sentence: str) -> None:
-    """In one write, as a signal handler may be in the middle of another; a terminal that was closed takes nothing."""
-    with contextlib.suppress(OSError):
-        fresh_line = "\n" if os.isatty(2) else ""  # behind the ^C that the terminal shows
-        os.write(2, f"{fresh_line}brimful: {sentence}\n".encode())
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
-def _size(file: Path | None) -> int:
-    return file.stat().st_size if file is not None and file.exists() else 0
-
-
-def _end_of(events: Path | None, since_bytes: int) -> dict[str, Any]:
-    """The journal's `end` line, unless it is of an earlier start."""
-    if events is None or not events.exists():
-        return {}
-    with events.open("rb") as file:
-        file.seek(max(since_bytes, _size(events) - _TAIL_BYTES))
-        for text in reversed(file.read().splitlines()):
-            with contextlib.suppress(ValueError):
-                found = json.loads(text)
-                if found.get("event") == "end":
-                    return dict(found)
-    return {}

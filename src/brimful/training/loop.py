@@ -1,24 +1,24 @@
 """The training loop: there is one, and this is all of it.
 
-    begin ──────────────────────────────────────────────────────────── Hook.before(loop)
-      │   evaluate once, where there are rows for it: what training starts from
+    start ──────────────────────────────────────────────────────────── Hook.before(loop)
+      │   evaluate once if there are rows for it: where training starts from
       ▼   while steps are left and nobody asks to stop
     ┌──────────────────────────────────────────────────────────────┐
     │ rows         from the loader, exactly `global_batch` of them │
-    │ rate         of this step, into the optimizer                │
-    │ step         forward, backward, optimizer: `step.Stepper`    │ ── Hook.after_step(loop, result)      "step"
-    │ agree        who wants to stop or to save, on all processes  │
-    │ evaluate     where it is due; is it the best so far?         │ ── Hook.after_evaluation(loop, found) "eval"
-    │ save         where it is due, or where it is the best        │ ── Hook.after_save(loop, folder)      "checkpoint"
+    │ rate         the learning rate of this step                  │
+    │ step         forward, backward, optimizer: `step.Stepper`    │ ── Hook.after_step(loop, result)       "step"
+    │ agree        whether to stop or to save, on all ranks        │
+    │ evaluate     if it is due; is it the best so far?            │ ── Hook.after_evaluation(loop, result) "eval"
+    │ save         if it is due, or if it is the best              │ ── Hook.after_save(loop, folder)       "checkpoint"
     └──────────────────────────────────────────────────────────────┘
       │
       ▼
-    save, unless just done ──────────────────────────────────────────── Hook.after(loop, ending)             "end"
+    save, unless just done ─────────────────────────────────────────── Hook.after(loop, ending)               "end"
 
-On the right, what a hook may do there, and the line in `events.jsonl`. Out-of-memory errors and the rest of the step's
-own events come in between. Between two steps a run is wholly described by `state.Position`, weights and optimizer state:
-that is why a resumed run gives the same bits. An error that leaves the weights whole (NaN in too many steps, a row that
-does not fit) is saved before it is raised; nothing that logs, tracks or evaluates can change the training.
+On the right, what a hook may do there, and the line in `events.jsonl`. Out-of-memory errors and the other events of a step
+come in between. Between two steps a run is completely described by `state.Position`, weights and optimizer state: that is
+why a resumed run gives the same bits. An error that leaves the weights intact (a row that does not fit, say) is followed by
+a save before it is raised. Nothing that logs, tracks or evaluates can change the training.
 """
 
 import math
@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Literal
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.data.loader import Loader
 from brimful.data.reader import StepRows
 from brimful.errors import BadOption, BadRun, NonFiniteGradients, PartialUpdate, ProcessLost, SaveFailed, UserError
 from brimful.memory.snapshot import RandomState
-from brimful.step.interface import StepResult
+from brimful.step.result import StepResult
 from brimful.step.stepper import Stepper
 from brimful.task import Dataset, Task
 from brimful.training import state
@@ -42,23 +43,37 @@ from brimful.training.checkpoint import Best, Checkpoints
 from brimful.training.evaluate import EvalResult, Evaluator
 from brimful.training.events import Journal
 from brimful.training.metrics import Speedometer
-from brimful.training.options import Schedule
-from brimful.training.state import Own, Position
-from brimful.training.stop import Clock, Interrupts
+from brimful.training.optimizer import Schedule
+from brimful.training.state import Position, RankState
+from brimful.training.stop import Interrupts, TimeLimit
 
-Reason = Literal["finished", "interrupted", "time-limit", "window"]
-REASONS: tuple[Reason, ...] = ("finished", "interrupted", "time-limit", "window")
-"""Why a run ended in good order; processes agree on one by its place here."""
+Reason = Literal["finished", "interrupted", "time-limit"]
+REASONS: tuple[Reason, ...] = ("finished", "interrupted", "time-limit")
+"""Why a run ended in good order. Ranks exchange the index."""
 
 
 class Hook:
-    """What a user may do at the loop's points. An error in a hook ends the run, as any error of the user's code does."""
+    """Your code at points of the training loop. Override what you need; an error in a hook ends the run.
 
-    def before(self, loop: "Loop") -> None: ...
-    def after_step(self, loop: "Loop", result: StepResult) -> None: ...
-    def after_evaluation(self, loop: "Loop", found: EvalResult) -> None: ...
-    def after_save(self, loop: "Loop", folder: Path) -> None: ...
-    def after(self, loop: "Loop", ending: "Ending") -> None: ...
+    >>> class PrintLoss(Hook):
+    ...     def after_step(self, loop, result):
+    ...         print(loop.step, result.loss)
+    """
+
+    def before(self, loop: "Loop") -> None:
+        """Before the first step."""
+
+    def after_step(self, loop: "Loop", result: StepResult) -> None:
+        """After every optimizer step."""
+
+    def after_evaluation(self, loop: "Loop", result: EvalResult) -> None:
+        """After every evaluation."""
+
+    def after_save(self, loop: "Loop", folder: Path) -> None:
+        """After every checkpoint."""
+
+    def after(self, loop: "Loop", ending: "Ending") -> None:
+        """When training has ended in good order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +90,7 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run on its way. `session` puts the parts together."""
+    """A run under way. `session` puts the parts together."""
 
     task: Task
     rows: Dataset
@@ -83,9 +98,11 @@ class Loop:
     optimizer: Optimizer
     loader: Loader
     schedule: Schedule
+    scheduler: LRScheduler | None = None
+    """The task's own, used instead of `schedule`."""
     checkpoints: Checkpoints
     journal: Journal
-    clock: Clock
+    time_limit: TimeLimit
     speedometer: Speedometer
     evaluator: Evaluator | None = None
     best_by: str = "loss"
@@ -99,7 +116,7 @@ class Loop:
     best: Best | None = None
     loss: float | None = None
     _rates: list[float] | None = None
-    _saved_at: int = -1
+    _saved_step: int = -1
     _saved_time: float = 0.0
     _save_took_s: float = 0.0
     _position: Position | None = None
@@ -108,21 +125,21 @@ class Loop:
         """Train until all steps are done or somebody asks to stop; saved in either case."""
         self._rates = self._rates or [group["lr"] for group in self.optimizer.param_groups]
         self._saved_time = time.monotonic()
-        self._position = self._now()
+        self._position = self._current_position()
         for hook in self.hooks:
             hook.before(self)
         if self.evaluator is not None and self.step == 0:
-            self.evaluate()  # what training starts from
+            self.evaluate()
         reason: Reason = "finished"
         steps = iter(self.loader)
         try:
-            with Interrupts() as asked:
+            with Interrupts() as interrupts:
                 while self.step < self.schedule.steps and reason == "finished":
                     rows, waited_s = self._next(steps)
                     self._train_on(rows, waited_s)
-                    reason, save = self._agree(asked)
+                    reason, save = self._agree(interrupts)
                     self._evaluate_and_save(save)
-                if self._saved_at != self.step:
+                if self._saved_step != self.step:
                     self.save(last=True)
         except Exception as error:
             self._rescue(error)
@@ -135,44 +152,56 @@ class Loop:
         return ending
 
     def _next(self, steps: Iterator[StepRows]) -> tuple[StepRows, float]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         rows = next(steps)
-        return rows, time.perf_counter() - began
+        return rows, time.perf_counter() - start
 
     def _train_on(self, rows: StepRows, waited_s: float) -> None:
-        assert self._rates is not None
-        share = self.schedule.share(self.step + 1)
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * share
-        dealt = self.stepper.speeds
+        self._set_rate()
+        rate, speeds = self.optimizer.param_groups[0]["lr"], self.stepper.speeds
         result = self.stepper.step(rows)
         self.step += 1
         self.loss = result.loss
-        if self.stepper.speeds != dealt:
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.stepper.speeds != speeds:
             self.loader.deal_by(self.stepper.speeds, self.stepper.barred)
-        figures = self.speedometer.of(rows, result, waited_s, steps_left=self.schedule.steps - self.step)
+        figures = self.speedometer.figures(rows, result, waited_s, steps_left=self.schedule.steps - self.step)
         self.journal.write(
             "step",
             step=self.step,
             steps=self.schedule.steps,
             loss=result.loss,
             rows=result.rows,
-            lr=self.optimizer.param_groups[0]["lr"],
+            lr=rate,
             grad_norm=result.grad_norm,
             applied=result.applied,
             micro_batches=result.micro_batches,
             ooms=result.ooms_of_all,
             epoch=self.loader.passes,
             **({"terms": result.terms} if len(result.terms) > 1 else {}),
+            **({"log": result.log} if result.log else {}),
             **figures,
         )
-        self._position = self._now()
+        self._position = self._current_position()
         for hook in self.hooks:
             hook.after_step(self, result)
 
-    def _agree(self, asked: Interrupts) -> tuple[Reason, bool]:
-        """Why to stop, and whether to save: one process's wish is everybody's, after the same step."""
-        wish: Reason = "interrupted" if asked.by else self.clock.why_stop(needs_s=self._save_took_s) or "finished"
+    def _set_rate(self) -> None:
+        if self.scheduler is not None:
+            return
+        assert self._rates is not None
+        share = self.schedule.share(self.step + 1)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * share
+
+    def _agree(self, interrupts: Interrupts) -> tuple[Reason, bool]:
+        """Why to stop, and whether to save: what one rank wants, all do after the same step."""
+        wish: Reason = "finished"
+        if interrupts.signal:
+            wish = "interrupted"
+        elif self.time_limit.reached(save_s=self._save_took_s):
+            wish = "time-limit"
         due = self.save_every is None and time.monotonic() - self._saved_time > self.save_s
         votes = self.stepper.group.gather([float(REASONS.index(wish)), float(due)])
         reasons = [REASONS[int(vote[0])] for vote in votes]
@@ -190,27 +219,26 @@ class Loop:
         """Whether this is the best evaluation so far."""
         assert self.evaluator is not None
         try:
-            found = self.evaluator.run()
-        except UserError as error:  # on all processes alike; the training itself is as it was
-            self.journal.write("note", step=self.step, sentence=f"the evaluation is left out: {error}")
+            result = self.evaluator.run()
+        except UserError as error:  # on all ranks alike; the training itself is as it was
+            self.journal.write("note", step=self.step, sentence=f"this evaluation was skipped: {error}")
             return False
-        figures = {"loss": found.loss, "perplexity": found.perplexity, **found.metrics}
+        figures = {"loss": result.loss, "perplexity": result.perplexity, **result.metrics}
         if self.best_by not in figures or self.best_by == "perplexity":
-            there = ", ".join(["loss", *found.metrics])
-            raise BadOption(f"--best {self.best_by}: the evaluation has no such figure; it has {there}")
-        is_best = self.step > 0 and self._is_best(
-            -found.loss if self.best_by == "loss" else found.metrics[self.best_by]
-        )
+            names = ", ".join(["loss", *result.metrics])
+            raise BadOption(f"best={self.best_by!r} is not a score of this evaluation. Try: {names}.")
+        score = -result.loss if self.best_by == "loss" else result.metrics[self.best_by]
+        is_best = self.step > 0 and self._is_best(score)
         self.journal.write(
-            "eval", step=self.step, **figures, rows=found.rows, seconds=found.seconds, best=is_best, ooms=found.ooms
+            "eval", step=self.step, **figures, rows=result.rows, seconds=result.seconds, best=is_best, ooms=result.ooms
         )
-        self._position = self._now()
+        self._position = self._current_position()
         for hook in self.hooks:
-            hook.after_evaluation(self, found)
+            hook.after_evaluation(self, result)
         return is_best
 
     def _is_best(self, score: float) -> bool:
-        """Whether nothing before was as good by the same figure; then it is the one to beat. No number beats nothing."""
+        """Whether nothing before was as good by the same figure; then it becomes the best. NaN and inf never do."""
         before = self.best if self.best is not None and self.best.metric == self.best_by else None
         if not math.isfinite(score) or (before is not None and score <= before.score):
             return False
@@ -218,28 +246,28 @@ class Loop:
         return True
 
     def save(self, *, last: bool = False) -> None:
-        """A checkpoint of now, by the first process. One that fails leaves those before it, and only the last may not fail."""
+        """Write a checkpoint on rank 0. A failed save leaves earlier ones intact, and only the last one of a run raises."""
         assert self._position is not None
-        group, position, began = self.stepper.group, self._position, time.monotonic()
-        position = replace(position, own=tuple(group.gather_objects(position.own[0])))
+        group, position, start = self.stepper.group, self._position, time.monotonic()
+        position = replace(position, ranks=tuple(group.gather_objects(position.ranks[0])))
         failure = self._write(position) if group.rank == 0 else None
         failure = group.gather_objects(failure)[0]
         self._saved_time = time.monotonic()
-        self._save_took_s = self._saved_time - began
+        self._save_took_s = self._saved_time - start
         if failure is None:
-            self._saved_at = self.step
+            self._saved_step = self.step
             for hook in self.hooks:
                 hook.after_save(self, self.checkpoints.path(self.step))
             if group.rank == 0 and self.best is not None and self.best.step == self.step:
-                self.checkpoints.rotate()  # the former best may go, now that nothing leads to it any more
+                self.checkpoints.rotate()  # the former best may go, now that no link points at it
         elif last:
             raise SaveFailed(failure)
 
     def _write(self, position: Position) -> str | None:
-        """The sentence of a failure."""
-        began, model = time.perf_counter(), self.stepper.model
+        """The message of a failure, if any."""
+        start, model = time.perf_counter(), self.stepper.model
         try:
-            made = self.checkpoints.save(
+            checkpoint = self.checkpoints.save(
                 position.step,
                 lambda folder: state.write(
                     folder, position, task=self.task, model=model, optimizer=self.optimizer, rows=self.rows
@@ -253,56 +281,65 @@ class Loop:
         if self.best is not None and self.best.step == position.step:
             self.checkpoints.mark_best(self.best)
         self.journal.write(
-            "checkpoint", step=position.step, saved=True, path=str(made.path), size_bytes=made.size_bytes, seconds=time.perf_counter() - began
+            "checkpoint", step=position.step, saved=True, path=str(checkpoint.path), size_bytes=checkpoint.size_bytes,
+            seconds=time.perf_counter() - start,
         )  # fmt: skip
         return None
 
     def _rescue(self, error: Exception) -> None:
-        """Save what is whole. Where processes may have failed alone, or the weights be half updated, there is nothing to do."""
-        useless = isinstance(
-            error, (PartialUpdate, ProcessLost, NonFiniteGradients, SaveFailed)
-        )  # a run that diverged is not to push out a good one
-        if useless or self.stepper.group.size > 1 or self.step in (0, self._saved_at):
+        """Save what is intact. With several ranks one may have failed alone, and weights may be half updated: then not.
+
+        Nor after NaN gradients: a diverged run must not push out a good checkpoint.
+        """
+        useless = isinstance(error, (PartialUpdate, ProcessLost, NonFiniteGradients, SaveFailed))
+        if useless or self.stepper.group.size > 1 or self.step in (0, self._saved_step):
             return
         try:
             self.save()
         except Exception:
             return
 
-    def _now(self) -> Position:
-        """Taken after every step: should the next one fail, this is where the run stands."""
+    def _current_position(self) -> Position:
+        """Taken after every step: if the next one fails, this is where the run stands."""
         device = next(self.stepper.model.parameters()).device
-        own = Own(random=RandomState(device).to_plain(), stepper=self.stepper.state_dict())
+        own = RankState(random=RandomState(device).to_plain(), stepper=self.stepper.state_dict())
         return Position(
             step=self.step,
             loader=self.loader.state_dict(),
-            own=(own,),
+            ranks=(own,),
             best=self.best,
-            data=str(getattr(self.rows, "fingerprint", "")),
+            data=fingerprint(self.rows),
             optimizer=type(self.optimizer).__name__,
+            scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
         )
 
-    def take_up(self, folder: Path, position: Position) -> None:
-        """Go on where this checkpoint was written."""
+    def resume(self, folder: Path, position: Position) -> None:
+        """Continue where this checkpoint was written."""
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         if position.optimizer != type(self.optimizer).__name__:
             raise BadRun(
-                f"--resume: the run was trained with {position.optimizer} so far, whose state {type(self.optimizer).__name__} cannot take "
-                "up: keep its --optimizer, or begin a new run --from this one"
+                f"the run was trained with {position.optimizer}, whose state {type(self.optimizer).__name__} cannot use. "
+                "Try: the same optimizer= as before, or a new run."
             )
         state.load_optimizer(folder, self.optimizer)
-        self.step = self._saved_at = position.step
+        if self.scheduler is not None and position.scheduler is not None:
+            self.scheduler.load_state_dict(position.scheduler)
+            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        self.step = self._saved_step = position.step
         self.best = position.best
         if self.best is not None and self.stepper.group.rank == 0:  # it may have been killed before it was marked
             self.checkpoints.mark_best(self.best)
         self.loader.load_state_dict(position.loader)
-        group = self.stepper.group
         device = next(self.stepper.model.parameters()).device
-        mine = state.take_up(position.own, group.rank, device)
-        if mine is not None:
-            self.stepper.load_state_dict(mine)
+        self.stepper.load_state_dict(state.restore_rank(position.ranks, self.stepper.group.rank, device))
 
     @property
     def newest(self) -> Path | None:
         """The last checkpoint."""
-        return self.checkpoints.path(self._saved_at) if self._saved_at >= 0 else None
+        return self.checkpoints.path(self._saved_step) if self._saved_step >= 0 else None
+
+
+def fingerprint(rows: Dataset) -> str:
+    """A token store's and a `datasets.Dataset`'s own; empty for a list, whose length the loader checks."""
+    return str(getattr(rows, "fingerprint", "") or getattr(rows, "_fingerprint", ""))

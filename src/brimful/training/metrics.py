@@ -1,16 +1,16 @@
-"""Model FLOPs utilisation (MFU): how much of the arithmetic that the device can do goes into the rows of the run.
+"""How fast a step was: rows, tokens, time waited for data, and model FLOPs utilization (MFU).
 
     MFU of a step = FLOPs of its real rows / seconds / (peak FLOP/s × processes)
 
-Both sides are measured here. **What a row costs** is counted while the task's own loss runs, forward and backward, on a
-few small dummies, and is a polynomial of the row's lengths (attention is their square): counted on T5 base at 8 to 24
-tokens, it tells 64 + 48 tokens to the last FLOP. **What the device can do** is the best of repeated large matrix products
-in the run's precision, or in fp32 where that is faster (fp16 on a CPU: 0.001 TFLOP/s): data sheets promise what no program
-reaches, and a card that is shared or throttled less.
+Both sides are measured here. **What a row costs** is counted (torch's `FlopCounterMode`) while the task's own loss runs,
+forward and backward, on a few small batches, and is a polynomial of the row's lengths (attention is their square): counted
+on T5 base at 8 to 24 tokens, it predicts 64 + 48 tokens to the last FLOP. **What the device can do** is the best of repeated
+large matrix products in the run's precision, or in fp32 if that is faster (fp16 on a CPU: 0.001 TFLOP/s): data sheets
+promise what no program reaches, and a GPU that is shared or throttled reaches less.
 
-Only a row's own lengths count, so padding is waste and lowers the figure; so does work done twice, be it gradient
-checkpointing, attention kernels that compute their scores again or a step redone after an out-of-memory error. Frozen
-parts count what they do: no gradients of their own. As usual only matrix products, convolutions and attention are counted.
+Only a row's own lengths count, so padding lowers the figure; so does work done twice: gradient checkpointing, attention
+kernels that recompute their scores, a step repeated after an out-of-memory error. Frozen parts count what they do: no
+gradients of their own. As usual only matrix products, convolutions and attention are counted.
 """
 
 import time
@@ -34,29 +34,83 @@ from brimful.memory.model import Polynomial, Powers
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import Buffers, RandomState
 from brimful.step.distributed import SingleProcess
-from brimful.step.interface import StepResult
+from brimful.step.result import StepResult
 from brimful.task import Dataset, Shape, Task, loss_terms
 
+ETA_STEPS = 20
+"""The time left is predicted from the median of so many steps."""
 ROWS = 2
-"""Rows of a dummy: BatchNorm refuses to train on one."""
+"""Rows of a counted batch: BatchNorm refuses to train on one."""
 PARTS = 8
-"""Dummies are 1/8, 2/8 and 3/8 as long as the longest row; the formula is checked at 4/8."""
-CLOSE = 0.05
-"""A formula further off than this at the check is no formula: MFU stays unknown."""
+"""Counted batches are 1/8, 2/8 and 3/8 as long as the longest row; the formula is checked at 4/8."""
+MOST_OFF = 0.05
+"""If the formula is further off than this at the check, MFU stays unknown."""
 MATRIX = {"cpu": 1024, "cuda": 8192}
-"""Side of the matrices whose product is timed, 2 × side³ FLOPs; elsewhere 4096."""
+"""Side of the matrices whose product is timed, 2 × side³ FLOPs; 4096 on other devices."""
 SMALLEST = 256
-"""No smaller matrices are tried where there is no memory for these."""
+"""No smaller matrices are tried if memory is short."""
 TIMED_S = 0.1
-"""So long products are repeated, and at least three times; fp16 on a CPU, at 2 s each, once."""
-SHORT = (torch.float16, torch.bfloat16)
+"""Products are repeated for this long, and at least three times; fp16 on a CPU, at 2 s each, once."""
+HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 
 aten = torch.ops.aten
 
 
+class Speedometer:
+    """Makes the figures of a `step` event."""
+
+    def __init__(
+        self,
+        rows: Dataset,
+        group: SingleProcess,
+        *,
+        flops: "FlopModel | None",
+        peak_flops: float | None,
+        limit_bytes: int | None,
+    ) -> None:
+        self._shapes = getattr(rows, "shapes", None)
+        self._group, self._flops, self._limit_bytes = group, flops, limit_bytes
+        self._peak = peak_flops
+        self._step_s: deque[float] = deque(maxlen=ETA_STEPS)
+        self._last = time.perf_counter()
+
+    def figures(self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int) -> dict[str, Any]:
+        lengths = self._lengths(rows)
+        own = [float(sum(map(sum, lengths))), 0.0 if self._flops is None else self._flops.count(lengths)]
+        tokens, flops = (sum(column) for column in zip(*self._group.gather(own), strict=True))
+        now = time.perf_counter()
+        step_s, self._last = now - self._last, now
+        self._step_s.append(step_s)
+        return {
+            "tokens": int(tokens) or None,
+            "seconds": result.seconds,
+            "data_wait_s": waited_s,
+            "peak_bytes": result.peak_bytes,
+            "limit_bytes": self._limit_bytes,
+            "rows_per_s": result.rows / (result.seconds + waited_s),
+            "tokens_per_s": tokens / (result.seconds + waited_s) if tokens else None,
+            "mfu": utilization(flops, result.seconds, self._peak, self._group.size),
+            "eta_s": steps_left * median(self._step_s),
+        }
+
+    def _lengths(self, rows: StepRows) -> list[tuple[int, ...]]:
+        """The dataset's own if it knows them; else as long as their micro-batch."""
+        padded = [tuple(shape) for group, shape in zip(rows.groups, rows.shapes, strict=True) for _ in group]
+        own = np.asarray(self._shapes(rows.indices)) if padded and callable(self._shapes) else None
+        return padded if own is None or own.shape != np.shape(padded) else [tuple(one) for one in own.tolist()]
+
+
+def utilization(flops: float, seconds: float, peak_flops_per_s: float | None, processes: int = 1) -> float | None:
+    """MFU; None if the peak is unknown, or if more was done than the peak, which then is none."""
+    if not flops or not peak_flops_per_s or seconds <= 0:
+        return None
+    share = flops / seconds / (peak_flops_per_s * processes)
+    return share if share <= 1 else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopModel:
-    """FLOPs of one row, forward and backward, by its lengths."""
+    """FLOPs of one row, forward and backward, as a function of its lengths."""
 
     polynomial: Polynomial
 
@@ -66,14 +120,14 @@ class FlopModel:
     ) -> "tuple[FlopModel | None, str]":
         """The formula for rows of at most this shape, and how it was found; or None, and why not.
 
-        To be called before checkpointing or compilation changes the model: the one counts work twice, the other hides it.
-        Weights, buffers, gradients, modes and random numbers are as before.
+        Call it before checkpointing or compilation changes the model: the one counts work twice, the other hides it.
+        Weights, buffers, gradients, modes and random state are as before.
         """
-        counted = partial(_count, task, model, device, autocast)
+        count = partial(_count, task, model, device, autocast)
         modes = [(part, part.training) for part in model.modules()]
         random_state, buffers = RandomState(device), Buffers(model)
         try:
-            outcome = attempt(lambda: _fitted(counted, shape), device)
+            outcome = attempt(lambda: _fit(count, shape), device)
         except Exception as error:
             return None, f"unknown: counting its FLOPs failed ({in_one_line(error)})"
         finally:
@@ -86,7 +140,7 @@ class FlopModel:
         formula, how = outcome
         return (None if formula is None else cls(polynomial=formula)), how
 
-    def of(self, shapes: Iterable[Shape]) -> float:
+    def count(self, shapes: Iterable[Shape]) -> float:
         """FLOPs of training once on rows of these lengths, without padding."""
         lengths = np.array(list(shapes), dtype=float)
         if not len(lengths):
@@ -95,76 +149,22 @@ class FlopModel:
         return float(sum(value * np.prod(lengths**powers, axis=1).sum() for powers, value in terms))
 
 
-def utilisation(flops: float, seconds: float, peak_flops_per_s: float | None, processes: int = 1) -> float | None:
-    """MFU; None where the peak is unknown, or where more was done than that: then it is no peak."""
-    if not flops or not peak_flops_per_s or seconds <= 0:
-        return None
-    share = flops / seconds / (peak_flops_per_s * processes)
-    return share if share <= 1 else None
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
-    """The most FLOP/s that a matrix product reached on this device, measured now, and how; None, and why not.
-
-    Where a short precision is slow, as fp16 is on a CPU, a model gets around it; what fp32 reaches is the peak then.
-    """
-    found = _peak(device, dtype)
-    if found[0] is None or dtype not in SHORT:
-        return found
-    plain = _peak(device, torch.float32)
-    return plain if plain[0] is not None and plain[0] > found[0] else found
-
-
-def _peak(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
-    side, kind = MATRIX.get(device.type, 4096), str(dtype).removeprefix("torch.")
-    try:
-        while isinstance(outcome := attempt(partial(_best_s, device, dtype, side), device), OutOfMemory):
-            if side <= SMALLEST:
-                return None, f"unknown: there is no memory for {kind} matrices of {side} × {side}"
-            side //= 2
-    except Exception as error:
-        return None, f"unknown: two {kind} matrices cannot be multiplied here ({in_one_line(error)})"
-    empty_cache(device)
-    peak = 2 * side**3 / outcome
-    return peak, f"measured {peak / 1e12:.3g} TFLOP/s: the best product of two {kind} matrices of {side} × {side}"
-
-
-def _best_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Normal numbers, since a card clocks higher on zeros; from a generator of their own."""
-    own = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(side, side, device=device, generator=own).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    taken: list[float] = []
-    while sum(taken) < 10 * TIMED_S and (len(taken) < 4 or sum(taken[1:]) < TIMED_S):
-        _wait(device)
-        started = time.perf_counter()
-        torch.mm(a, b, out=out)
-        _wait(device)
-        taken.append(time.perf_counter() - started)
-    return min(taken[1:] or taken)  # the first one chose its kernel
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _fitted(count: Callable[[int, Shape], int], shape: Shape) -> tuple[Polynomial | None, str]:
-    """As many small dummies as there are terms, one more row-wise and one longer one to check what they say."""
+def _fit(count: Callable[[int, Shape], int], shape: Shape) -> tuple[Polynomial | None, str]:
+    """As many small batches as there are terms, one with more rows, and one of longer rows to check the formula."""
     terms, points = _design(shape)
     values = [count(ROWS, point) / ROWS for point in points]
     if not any(values):
         return None, "unknown: it does no matrix product, convolution or attention that could be counted"
     if count(2 * ROWS, points[0]) != 2 * ROWS * values[0]:
-        return None, "unknown: its FLOPs are not in proportion to the rows, so a row has no cost of its own"
-    formula = _solved(points, values, terms)
+        return None, "unknown: its FLOPs are not proportional to the rows, so a row has no cost of its own"
+    formula = _solve(points, values, terms)
     check = tuple(min(longest, 4 * _unit(longest)) for longest in shape)
-    truth = count(ROWS, check) / ROWS
-    off = abs(formula(check) / truth - 1) if truth else np.inf
-    if off > CLOSE:
+    counted = count(ROWS, check) / ROWS
+    off = abs(formula(check) / counted - 1) if counted else np.inf
+    if off > MOST_OFF:
         return None, f"unknown: its FLOPs are no simple function of a row's lengths (a formula is {off:.0%} off)"
     exact = "to the last one" if off < 1e-9 else f"to {off:.1%}"
-    at = f", told {exact} at rows of {'+'.join(map(str, check))}" if shape else ""
+    at = f", right {exact} at rows of {'+'.join(map(str, check))}" if shape else ""
     return formula, f"counted over {len(points) + 2} small batches, forward and backward{at}"
 
 
@@ -190,8 +190,8 @@ def _unit(longest: int) -> int:
     return max(1, longest // PARTS)
 
 
-def _solved(points: Sequence[Shape], values: Sequence[float], terms: Sequence[Powers]) -> Polynomial:
-    """The polynomial through all points. What is left of a term by rounding alone is left out."""
+def _solve(points: Sequence[Shape], values: Sequence[float], terms: Sequence[Powers]) -> Polynomial:
+    """The polynomial through all points, without terms that are only rounding errors."""
     matrix = np.array([[np.prod(np.power(point, powers, dtype=float)) for powers in terms] for point in points])
     scale = matrix.max(axis=0)
     factors = np.linalg.solve(matrix / scale, np.array(values))
@@ -204,14 +204,14 @@ def _solved(points: Sequence[Shape], values: Sequence[float], terms: Sequence[Po
 def _count(
     task: Task, model: nn.Module, device: torch.device, autocast: torch.dtype | None, rows: int, shape: Shape
 ) -> int:
-    """FLOPs of a dummy. `autograd.grad` leaves gradients and the hooks on them alone."""
-    trained = [param for param in model.parameters() if param.requires_grad]
+    """FLOPs of a probe batch. `autograd.grad` leaves gradients and the hooks on them alone."""
+    trainable = [param for param in model.parameters() if param.requires_grad]
     batch = to_device(task.dummy(rows, shape), device)
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter:
         with forward_context(device, autocast):
             terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch)
             total = torch.stack([term.sum.reshape(()) for term in terms.values()]).sum()
-        torch.autograd.grad(total, trained, allow_unused=True)
+        torch.autograd.grad(total, trainable, allow_unused=True)
     return int(counter.get_total_flops())
 
 
@@ -231,57 +231,50 @@ _ATTENTION = {
     **{getattr(aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
     **{getattr(aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
 }
-"""torch's counter passes over the CPU's kernel, and counts five products instead of four in backward."""
+"""torch's counter ignores the CPU's kernel, and counts five products instead of four in backward."""
 
 
-# How fast a step was: rows, tokens, the device's arithmetic, and how long it waited for data.
-#
-# Tokens and arithmetic are those of the rows as they are; padding is waste and counts for nothing.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """The most FLOP/s that a matrix product reaches on this device, measured now, and how; or None, and why not.
+
+    If half precision is slower than fp32, as fp16 is on a CPU, fp32's is the peak.
+    """
+    peak, how = _measure_peak(device, dtype)
+    if peak is None or dtype not in HALF_PRECISIONS:
+        return peak, how
+    full, full_how = _measure_peak(device, torch.float32)
+    return (full, full_how) if full is not None and full > peak else (peak, how)
 
 
-WINDOW = 20
-"""The time left is told from the median of so many steps."""
+def _measure_peak(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    side, name = MATRIX.get(device.type, 4096), str(dtype).removeprefix("torch.")
+    try:
+        while isinstance(outcome := attempt(partial(_best_s, device, dtype, side), device), OutOfMemory):
+            if side <= SMALLEST:
+                return None, f"unknown: there is no memory for {name} matrices of {side} × {side}"
+            side //= 2
+    except Exception as error:
+        return None, f"unknown: two {name} matrices cannot be multiplied here ({in_one_line(error)})"
+    empty_cache(device)
+    peak = 2 * side**3 / outcome
+    return peak, f"measured {peak / 1e12:.3g} TFLOP/s: the best product of two {name} matrices of {side} × {side}"
 
 
-class Speedometer:
-    """Makes a step's figures."""
+def _best_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Normal numbers, since a GPU clocks higher on zeros; from a generator of their own."""
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    times_s: list[float] = []
+    while sum(times_s) < 10 * TIMED_S and (len(times_s) < 4 or sum(times_s[1:]) < TIMED_S):
+        _synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        _synchronize(device)
+        times_s.append(time.perf_counter() - start)
+    return min(times_s[1:] or times_s)  # the first one chose its kernel
 
-    def __init__(
-        self,
-        rows: Dataset,
-        group: SingleProcess,
-        *,
-        flops: FlopModel | None,
-        peak_flops: float | None,
-        limit_bytes: int | None,
-    ) -> None:
-        self._shapes = getattr(rows, "shapes", None)
-        self._group, self._flops, self._limit_bytes = group, flops, limit_bytes
-        self._peak = peak_flops
-        self._took: deque[float] = deque(maxlen=WINDOW)
-        self._last = time.perf_counter()
 
-    def of(self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int) -> dict[str, Any]:
-        lengths = self._lengths(rows)
-        mine = [float(sum(map(sum, lengths))), 0.0 if self._flops is None else self._flops.of(lengths)]
-        tokens, flops = (sum(column) for column in zip(*self._group.gather(mine), strict=True))
-        now = time.perf_counter()
-        took, self._last = now - self._last, now
-        self._took.append(took)
-        return {
-            "tokens": int(tokens) or None,
-            "seconds": result.seconds,
-            "data_wait_s": waited_s,
-            "peak_bytes": result.peak_bytes,
-            "limit_bytes": self._limit_bytes,
-            "rows_per_s": result.rows / (result.seconds + waited_s),
-            "tokens_per_s": tokens / (result.seconds + waited_s) if tokens else None,
-            "mfu": utilisation(flops, result.seconds, self._peak, self._group.size),
-            "eta_s": steps_left * median(self._took),
-        }
-
-    def _lengths(self, rows: StepRows) -> list[tuple[int, ...]]:
-        """The data set's own, where it tells those that the task has; else as long as their micro-batch."""
-        padded = [tuple(shape) for group, shape in zip(rows.groups, rows.shapes, strict=True) for _ in group]
-        own = np.asarray(self._shapes(rows.indices)) if padded and callable(self._shapes) else None
-        return padded if own is None or own.shape != np.shape(padded) else [tuple(one) for one in own.tolist()]
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,20 +1,17 @@
-"""The run's folder: everything a run knows and did, so that it can be resumed, watched and explained from there alone.
+"""The run's folder: everything a run was asked to do and did, so that it can be resumed, watched and explained from it alone.
 
     RUN/
-    ├── run.json        what was asked: task, data, every option; a resume needs nothing else
-    ├── plan.json       the plan it trains with (plan-1.json, … where processes on unlike devices have their own)
+    ├── run.json        the request: task, data, every option; a resume needs nothing else
+    ├── plan.json       the plan it trains with (plan-1.json, … for ranks on other devices)
     ├── events.jsonl    what happened, only appended to
     ├── checkpoints/    step-00000200/, …; best.json
-    ├── data/           token stores and a tokenizer, where raw files were given
+    ├── data/           token stores and a tokenizer, if raw files were given
     ├── model, best     links to the newest and the best checkpoint's model
     └── lock            held while somebody trains
 
-Imports no torch: the supervising parent reads and writes here too.
+Imports no torch: the process that the user starts reads and writes here too.
 """
 
-import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -22,132 +19,97 @@ import shlex
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from brimful.errors import BadOption, BadRun
-from brimful.planning.target import PlanOptions
-from brimful.training.checkpoint import point
+from brimful.files import FileLock, write_atomic
+from brimful.planning.plan_options import PlanOptions
 from brimful.training.events import read_events
-from brimful.training.loop import Hook, Loop
-from brimful.training.supervise import look
+from brimful.training.options import TrainOptions
 
-# One run, one folder: a lock that keeps a second `brimful train` out of a run folder.
-#
-# The lock is the kernel's (`flock` on RUN/lock), not the file: it ends with the last process that holds the open file, however
-# that process dies, so nothing is ever left to clean up. The parent opens it and hands the open file to its first worker;
-# the folder stays locked until both have gone, a worker that still saves after its parent was killed included. What the
-# file says, pid, box and time, only makes the refusal helpful.
-
-
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""What a filesystem answers that knows no locks: some network mounts, FUSE."""
-
+PATH_OPTIONS = ("valid", "plan")
+"""Options of training that name a file. A task marks its own with `field(metadata={"path": True})`."""
+PAUSED = "time-limit"
+"""The ending after which the same command continues without `--resume`."""
 _SIGN_S = 0.3
-"""Who has just taken a lock may need so long until the file says so."""
-
+"""A process that has just taken the lock may need this long to write who it is."""
 log = logging.getLogger("brimful")
 
 
-class RunLock:
-    """Holds a run folder, which it makes where there is none, until it is closed or its process ends.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a run is asked to do: built once from flags, files and the run's folder, then passed on as it is."""
 
-    `fd` can be passed on to other processes (`pass_fds`); each of them then holds it too.
-    """
+    task: str
+    """A built-in name or file.py:name; the task's name for a run started from Python."""
+    data: str | None
+    """None for rows in memory."""
+    run: str
+    """The run's folder."""
+    resume: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the user set of `TrainOptions` and `PlanOptions`."""
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the user set of the task's own options."""
+    prepared: Mapping[str, str | None] = field(default_factory=dict)
+    """Where the rows ready for `Task.rows` are, relative to the run's folder if they are in it."""
+    plan_for: Mapping[str, Any] | None = None
+    """The options that the plan in the folder was made for."""
 
-    def __init__(self, run: Path, *, tell: Callable[[str], object] = log.warning, flag: str = "--run") -> None:
-        """`flag` is what names the folder on the command line."""
-        self.run = run
-        self.fd = _open(run, flag)
-        try:
-            _claim(self.fd, run, tell, flag)
-        except BaseException:
-            self.close()
-            raise
+    @cached_property
+    def train_options(self) -> TrainOptions:
+        return TrainOptions(**pick(self.options, TrainOptions), run=self.run, resume=self.resume)
 
-    def close(self) -> None:
-        """Let go of it here. Never `LOCK_UN`, which would take it from the others who hold it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    @cached_property
+    def plan_options(self) -> PlanOptions:
+        return PlanOptions(**pick(self.options, PlanOptions))
 
-    def __enter__(self) -> Self:
-        return self
+    def check(self) -> None:
+        """Raise one `BadOption` with every value that cannot work."""
+        problems = []
+        for options in ("train_options", "plan_options"):
+            try:
+                getattr(self, options)
+            except BadOption as error:
+                problems.append(str(error))
+        if problems:
+            raise BadOption(" ".join(problems))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-
-def _open(run: Path, flag: str) -> int:
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run):  # a lock file of an earlier run may be writable in a folder that is not
-            return os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise BadRun(f"the run folder {run} cannot be written ({why}); name another one with {flag}") from error
-
-
-def _claim(file: int, run: Path, tell: Callable[[str], object], flag: str) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = f"{run} is in use by another process{_holder(file)}: wait for it, stop it, or name another {flag}"
-        raise BadRun(text) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise BadRun(
-                f"the run folder {run} cannot be locked ({error.strerror}); name another one with {flag}"
-            ) from error
-        tell(f"the filesystem of {run} has no locks ({error.strerror}): nothing keeps a second run out of this folder")
-    _sign(file)
-
-
-def _sign(file: int) -> None:
-    mine = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": datetime.now().astimezone().isoformat(" ", "seconds"),
-    }
-    with contextlib.suppress(OSError):  # a full disk; the lock holds without a word
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(mine).encode() + b"\n", 0)
+    def map_paths(self, place: Callable[[str], str], task_paths: Callable[[str, Any], bool]) -> "Request":
+        """The request with every path in it replaced by `place(path)`. `task_paths(name, value)` finds those of the task."""
+        file, colon, name = self.task.rpartition(":")
+        return replace(
+            self,
+            task=f"{place(file)}:{name}" if colon else name,
+            data=None if self.data is None else place(self.data),
+            options={k: place(v) if v and k in PATH_OPTIONS else v for k, v in self.options.items()},
+            task_options={k: place(v) if v and task_paths(k, v) else v for k, v in self.task_options.items()},
+        )
 
 
-def _holder(file: int) -> str:
-    """` (pid 4711, since 2026-01-31 21:00:07+01:00)`; nothing where the file does not say."""
-    until = time.monotonic() + _SIGN_S
-    while not (text := os.pread(file, 4096, 0)) and time.monotonic() < until:
-        time.sleep(0.02)
-    try:
-        said: dict[str, Any] = json.loads(text)
-        pid, host, since = int(said["pid"]), str(said["host"]), str(said["since"])
-    except (ValueError, KeyError, TypeError):
-        return ""
-    if host != socket.gethostname():
-        return f" (pid {pid} on {host}, since {since})"
-    if look(pid)[0] is None:
-        return f" (started by pid {pid}, which has ended, since {since}; it may still be saving)"
-    return f" (pid {pid}, since {since})"
+def pick(values: Mapping[str, Any], owner: type) -> dict[str, Any]:
+    """Those of the values that are options of this class, except the run's folder and whether it is resumed."""
+    names = {one.name for one in fields(owner)} - {"run", "resume"}
+    return {name: value for name, value in values.items() if name in names}
 
 
-REQUEST = "run.json"
-FIXED = ("size", "from", "freeze", "tokenizer", "columns", "max_tokens", "seed")
-"""Options that a resumed run keeps: with others, its weights, rows or random numbers would be another run's."""
-PATHS = ("run", "valid", "from", "tokenizer", "plan")
-"""Options that name a file or folder."""
-PAUSES = ("time-limit", "window")
-"""Endings after which the same command goes on without being told to resume."""
+def absolute(path: str) -> str:
+    """What is no file or folder here stays: a name on the hub, or one that only the task knows."""
+    return str(Path(path).absolute()) if os.path.exists(path) else path  # noqa: PTH110 - Path's fails on what is no path
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where a run lies."""
+    """A run on disk."""
 
     root: Path
 
@@ -163,8 +125,12 @@ class RunFolder:
     def data(self) -> Path:
         return self.root / "data"
 
+    @property
+    def request_file(self) -> Path:
+        return self.root / "run.json"
+
     def plan(self, rank: int = 0) -> Path:
-        """The first process's, unless this one has a plan of its own."""
+        """The plan of a rank: its own, else rank 0's."""
         own = self.own_plan(rank)
         return own if own.is_file() else self.own_plan(0)
 
@@ -173,17 +139,19 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether something was trained here, or saved; a run that failed before its first step left nothing to lose."""
-        return any(self.checkpoints.glob("step-*")) or any(
-            event["event"] == "step" for event in read_events(self.events)
-        )
+        """Whether something was trained or saved here. A run that failed before its first step left nothing to lose."""
+        return self.has_checkpoint or any(event["event"] == "step" for event in read_events(self.events))
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(self.checkpoints.glob("step-*"))
 
     @property
     def resume_command(self) -> str:
         return f"brimful train --run {shlex.quote(str(self.root))} --resume"
 
     def ending(self) -> dict[str, Any] | None:
-        """The last `end` line, unless something was begun after it."""
+        """The last `end` event, unless something was begun after it."""
         for event in reversed(list(read_events(self.events))):
             if event["event"] == "end":
                 return dict(event)
@@ -191,8 +159,8 @@ class RunFolder:
                 return None
         return None
 
-    def make(self) -> None:
-        """With everything below it that training writes into."""
+    def create(self) -> None:
+        """With everything that training writes into."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             probe = self.root / f".writable-{os.getpid()}"
@@ -200,144 +168,164 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise BadRun(
-                f"{self.root} cannot be written ({error.strerror or error}): name a folder of yours with --run"
+                f"{self.root} is not writable ({error.strerror or error}). Try: another folder with run=."
             ) from None
 
-    def remember(self, request: dict[str, Any]) -> None:
-        """With whole paths: a run may be resumed from any folder."""
-        part = self.root / f".{REQUEST}.part"
-        part.write_text(json.dumps(_placed(request, _whole), indent=1) + "\n")
-        part.replace(self.root / REQUEST)
+    def write_request(self, request: Request) -> None:
+        """With absolute paths: a run may be resumed from any folder."""
+        content = request.map_paths(absolute, lambda name, value: False).to_json()
+        del content["resume"]
+        content["run"] = str(self.root.absolute())
+        write_atomic(self.request_file, json.dumps(content, indent=1, default=str) + "\n")
 
-    def remembered(self) -> dict[str, Any]:
-        """What `remember` kept. Where the run was moved with all around it, paths have moved with it."""
-        path = self.root / REQUEST
+    def read_request(self) -> Request:
+        """What `write_request` wrote. If the run was moved together with what is around it, so are the paths."""
         try:
-            request = json.loads(path.read_text())
-            return _placed(request, lambda path: self._moved(path, request["asked"].get("run")))
+            before = Request(**json.loads(self.request_file.read_text()))
+            moved = before.map_paths(
+                lambda path: self._moved(path, before.run),
+                lambda name, value: isinstance(value, str) and Path(value).is_absolute(),
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadRun(
-                f"{path} cannot be read ({type(error).__name__}): give task, data and options again together with --resume"
+                f"{self.request_file} cannot be read ({type(error).__name__}). "
+                "Try: task, data and all options again, together with --resume."
             ) from None
+        return replace(moved, run=str(self.root))
 
-    def _moved(self, path: str, before: str | None) -> str:
-        """Where something lies that lay just so beside this folder when it was at `before`."""
-        if not (before and Path(before).is_absolute() and Path(path).is_absolute()) or Path(path).exists():
+    def _moved(self, path: str, run_before: str) -> str:
+        """Where a file is that had the same place relative to this folder when it was at `run_before`."""
+        if not (Path(run_before).is_absolute() and Path(path).is_absolute()) or Path(path).exists():
             return path
-        here = self.root.resolve() / os.path.relpath(path, before)
+        here = self.root.resolve() / os.path.relpath(path, run_before)
         return str(here.resolve()) if here.exists() else path
 
-    @property
-    def knows_its_request(self) -> bool:
-        return (self.root / REQUEST).is_file()
+    def last_step(self) -> int | None:
+        steps = [event["step"] for event in read_events(self.events) if event["event"] == "step"]
+        return steps[-1] if steps else None
 
 
 def new_run(task: str) -> Path:
-    """`runs/chatlm-sft-20261116-210500`, with a number where two begin in the same second."""
+    """`runs/chatlm-sft-20261116-210500`, with a number if two begin in the same second."""
     stem = Path("runs") / f"{Path(task.split(':')[-1]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(path for path in (stem, *(Path(f"{stem}-{n}") for n in range(2, 1000))) if not path.exists())
 
 
 def newest_run(task: str | None) -> Path:
-    """The run below `runs/` that was touched last, of this task where one is named."""
-    found = []
-    for path in Path("runs").glob(f"*/{REQUEST}"):
-        with suppress(BadRun):  # one that cannot be read is no reason to refuse the others
-            if task is None or same_task(RunFolder(path.parent).remembered()["task"], task, moved=False):
-                found.append(path.parent)
-    if not found:
+    """The run in `runs/` that was changed last; with a task, the newest run of that task."""
+    candidates = []
+    for path in Path("runs").glob("*/run.json"):
+        with suppress(BadRun):  # one that cannot be read does not hide the others
+            if task is None or same_task(RunFolder(path.parent).read_request().task, task, moved=False):
+                candidates.append(path.parent)
+    if not candidates:
         which = f" of {task}" if task else ""
-        raise BadRun(f"--resume: there is no run{which} below runs/; name its folder with --run")
-    return max(found, key=lambda path: (path / REQUEST).stat().st_mtime)
+        raise BadRun(f"runs/ has no run{which} to resume. Try: name its folder with run=.")
+    return max(candidates, key=lambda path: (path / "run.json").stat().st_mtime)
 
 
-def opened(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
-    """The folder, and whether a run goes on in it: because that was asked for, or because it only paused."""
+def open_run(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
+    """The folder, and whether its run continues: because that was requested, or because a time limit paused it."""
     folder = RunFolder(root)
-    if resume and not (folder.has_run or folder.knows_its_request):
-        there = "there is no such folder" if not root.exists() else "no run was ever begun in it"
-        raise BadRun(f"--resume: nothing to resume in {root}: {there}; leave --resume out to begin a run")
+    if resume and not (folder.has_run or folder.request_file.is_file()):
+        why = "no run was started in it" if root.exists() else "there is no such folder"
+        raise BadRun(f"{root} has nothing to resume: {why}. Try: the same command without --resume.")
     if resume or not folder.has_run:
         return folder, resume
     ending = folder.ending()
-    if ending is not None and ending.get("reason") in PAUSES:
+    if ending is not None and ending.get("reason") == PAUSED:
         return folder, True
+    step = folder.last_step()
+    progress = "" if step is None else f" (up to step {step})"
     raise BadRun(
-        f"{root} has a run in it already{_how_far(folder)}: add --resume to go on with it, or name another folder with --run"
+        f"{root} already has a run in it{progress}. Try: --resume to continue it, or another folder with run=."
     )
 
 
-def go_on(before: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """The options of a run that goes on: what is said now wins, but for what makes it the run that it is."""
-    was = {"seed": PlanOptions.seed, **before["asked"]}
-    changed = [name for name in FIXED if name in said and not _same(name, was.get(name), said[name])]
+def merge(before: Request, options: Mapping[str, Any], task_options: Mapping[str, Any]) -> Request:
+    """The request of a resumed run: options given now win, except those that would make it another run.
+
+    Those are the seed and the task's own options: with others, weights, rows or random numbers would not be the run's.
+    """
+    seed_before = before.options.get("seed", PlanOptions.seed)
+    changed = [("seed", seed_before, options["seed"])] if options.get("seed", seed_before) != seed_before else []
+    for name, value in task_options.items():
+        if not _same(before.task_options.get(name), value):
+            changed.append((name, before.task_options.get(name, "not given"), value))
     if changed:
-        now = ", ".join(
-            f"--{name.replace('_', '-')} {said[name]} (it was {was.get(name, 'left to its default')})"
-            for name in changed
-        )
-        raise BadOption(
-            f"--resume: {now}: that would be another run; begin one with another --run, --from this one if you like"
-        )
-    kept = {name: value for name, value in was.items() if name != "plan"}  # the run's folder has the plan
-    gone = [name for name in PATHS if name in said and was.get(name) and not Path(said[name]).exists()]
-    return {**kept, **said, **{name: was[name] for name in gone if _same(name, was[name], said[name])}}
+        values = " and ".join(f"{name}={now} (it was {was})" for name, was, now in changed)
+        raise BadOption(f"a resumed run cannot change {values}. Try: a new run, in another folder with run=.")
+    kept = {name: value for name, value in before.options.items() if name != "plan"}  # the folder has the plan
+    gone = [name for name in PATH_OPTIONS if name in options and not Path(options[name]).exists()]
+    again = {name: kept[name] for name in gone if _same(kept.get(name), options[name])}
+    gone_of_task = {k: before.task_options[k] for k, v in task_options.items() if not os.path.exists(str(v))}  # noqa: PTH110
+    return replace(
+        before,
+        options={**kept, **options, **again},
+        task_options={**before.task_options, **task_options, **gone_of_task},
+    )
 
 
 def same_task(was: str, now: str, *, moved: bool) -> bool:
-    """Whether both name one task; where its file may have moved, its name after the colon decides."""
+    """Whether both name one task. If its file may have moved, the name after the colon decides."""
     (old_file, _, old_name), (new_file, colon, new_name) = was.rpartition(":"), now.rpartition(":")
     if not colon or not old_file:
         return was == now
     return old_name == new_name and (moved or Path(old_file).resolve() == Path(new_file).resolve())
 
 
-def _same(name: str, was: Any, now: Any) -> bool:
-    """A number may come as a word, and a folder under another name: from elsewhere, or since it was moved."""
-    if was is None or name not in PATHS:
+def _same(was: Any, now: Any) -> bool:
+    """A number may come as text, and a path be written in another way or name the place a folder was moved to."""
+    if was is None or not isinstance(was, str) or not Path(was).is_absolute():
         return str(was) == str(now)
     moved = Path(now).exists() and not Path(was).exists()
     return moved or Path(was).resolve() == Path(now).resolve()
 
 
-def _placed(request: dict[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
-    """A request with every path in it put through `place`."""
-    asked = {name: place(value) if value and name in PATHS else value for name, value in request["asked"].items()}
-    file, colon, name = request["task"].rpartition(":")
-    task = f"{place(file)}:{name}" if colon else name
-    return {**request, "task": task, "data": place(request["data"]), "asked": asked}
+class RunLock(FileLock):
+    """Keeps a second process out of a folder, which is created if it does not exist.
+
+    The parent opens it and hands `fd` to rank 0, so the folder stays locked while a worker saves after its parent was
+    killed. What the file says (pid, host, time) only makes the refusal helpful.
+    """
+
+    def __init__(self, run: Path, *, note: Callable[[str], object] = log.warning, flag: str = "run=") -> None:
+        """`flag` is how the user names the folder."""
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=run):  # an old lock file may be writable in a folder that is not
+                super().__init__(run / "lock")
+        except BlockingIOError:
+            raise BadRun(f"{run} is in use by another process{_holder(run / 'lock')}. Try: another {flag}") from None
+        except OSError as error:
+            raise BadRun(f"{run} is not writable ({error.strerror or error}). Try: another {flag}") from error
+        if not self.supported:
+            note(f"the filesystem of {run} has no locks, so nothing keeps a second run out of this folder")
+        self._sign()
+
+    def _sign(self) -> None:
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        with suppress(OSError):  # a full disk; the lock holds all the same
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode(), 0)
 
 
-def _whole(path: str) -> str:
-    """What is no file or folder here stays: a name on the hub, or one that only the task knows."""
-    return str(Path(path).absolute()) if os.path.exists(path) else path  # noqa: PTH110 - Path's fails on what is no path
-
-
-def _how_far(folder: RunFolder) -> str:
-    steps = [event["step"] for event in read_events(folder.events) if event["event"] == "step"]
-    return f" (up to step {steps[-1]})" if steps else ""
-
-
-# RUN/model and RUN/best, which lead to the newest and to the best checkpoint's model.
-
-
-class Links(Hook):
-    """They follow the checkpoints."""
-
-    def __init__(self, run: RunFolder, tell: Callable[[str], object]) -> None:
-        self._run, self._tell = run, tell
-
-    def before(self, loop: Loop) -> None:
-        """A run that was killed between a save and its links."""
-        if loop.newest is not None:
-            self._point("model", loop.newest)
-        if loop.best is not None and (best := loop.checkpoints.path(loop.best.step)).is_dir():
-            self._point("best", best)
-
-    def after_save(self, loop: Loop, folder: Path) -> None:
-        self._point("model", folder)
-        if loop.best is not None and loop.best.step == loop.step:
-            self._point("best", folder)
-
-    def _point(self, name: str, folder: Path) -> None:
-        point(self._run.root / name, folder / "model", tell=self._tell)
+def _holder(lock: Path) -> str:
+    """` (pid 4711, since 2026-01-31 21:00:07+01:00)`; empty if the file does not say."""
+    end = time.monotonic() + _SIGN_S
+    while not (text := lock.read_text()) and time.monotonic() < end:
+        time.sleep(0.02)
+    try:
+        holder: dict[str, Any] = json.loads(text)
+        pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+    if host != socket.gethostname():
+        return f" (pid {pid} on {host}, since {since})"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return f" (started by pid {pid}, which has ended, since {since}; it may still be saving)"
+    except OSError:
+        pass
+    return f" (pid {pid}, since {since})"

@@ -1,10 +1,11 @@
-"""A run put together from what was asked: data, plan, model, stepper, loader; then the loop.
+"""A run put together from a request: data, plan, model, stepper, loader; then the loop.
 
-    connect ─► prepare data ─► plan ─► model, optimizer ─► [take up a checkpoint] ─► loop ─► end
-               first process   first of                     weights strictly,
-               alone           each kind                    random numbers, position
+    connect ─► prepare data ─► plan ─► model, optimizer ─► [resume from a checkpoint] ─► loop ─► end
+               rank 0 alone    one for                       weights strictly,
+                               each kind of device           random state, position
 
-Every process runs all of it; what only one may do is done by the first while the others wait.
+Every rank runs all of it; what only one may do is done by rank 0 while the others wait. `brimful.train` runs it in the
+calling process; the command line does so in processes of its own, below a parent that outlives them (`launch`).
 """
 
 import gc
@@ -14,9 +15,9 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,573 +25,577 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.data.loader import Loader
-from brimful.errors import BadOption, BadRun, BrimfulError, TaskError, UserError
-from brimful.memory.meter import give_back
+from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError
+from brimful.memory.meter import trim_heap
 from brimful.memory.oom import empty_cache
 from brimful.planning.plan import Choice, Plan
-from brimful.planning.planner import SHRUNK, build
-from brimful.planning.planner import plan as make_plan
-from brimful.planning.probe import blame
-from brimful.planning.search import as_choice
-from brimful.planning.target import PlanOptions, Target, autocast_dtype, find_target
-from brimful.step.distributed import SingleProcess, meet
-from brimful.step.interface import Event
+from brimful.planning.plan_options import AutoOnOff, PlanOptions
+from brimful.planning.planner import build_model, read_rows
+from brimful.planning.probe import with_dummy
+from brimful.planning.target import Target, autocast_dtype, find_target
+from brimful.step.distributed import SingleProcess, join, on_rank_zero
+from brimful.step.result import Event
 from brimful.step.stepper import Stepper
-from brimful.task import Dataset, Task
-from brimful.training import preflight, state
-from brimful.training.checkpoint import Checkpoint, Checkpoints
+from brimful.task import Dataset, Precision, Shape, Task
+from brimful.training import state
+from brimful.training.checkpoint import Checkpoint, Checkpoints, link
+from brimful.training.choose_plan import PlanChoice
+from brimful.training.connection import check_connection
 from brimful.training.evaluate import Evaluator
-from brimful.training.events import Journal
-from brimful.training.loop import Ending, Hook, Loop
+from brimful.training.events import Journal, Listener
+from brimful.training.loop import Ending, Hook, Loop, fingerprint
 from brimful.training.metrics import FlopModel, Speedometer, peak_flops
-from brimful.training.options import SAVE_S, Schedule, TrainOptions, as_steps, name_of, set_optimizer
-from brimful.training.preflight import device_of, limited
-from brimful.training.run import Links, RunFolder, RunLock, new_run, opened
-from brimful.training.stop import Clock
+from brimful.training.optimizer import Schedule, optimizer_name, with_optimizer
+from brimful.training.options import SAVE_S, Backend, Curve, OptimizerName, TrainOptions
+from brimful.training.run import Request, RunFolder, RunLock, absolute, new_run, open_run
+from brimful.training.stop import TimeLimit
 from brimful.training.trackers import Tracker, open_trackers
-from brimful.units import show_bytes, show_count
+from brimful.units import show_count
 
-# The plan a run trains with: one that was given, the one it had before, or a new fit, one for each kind of device.
-#
-# Processes on equal devices share a plan: the first of each kind fits, the others wait, and on two cards of different size
-# both fit at once. A resumed run keeps its plan while what it was made for is the same, because the plan decides how steps
-# are cut and so the last bits of the result.
-
-
-T = TypeVar("T")
-
-NOT_THE_PLANS = ("cache", "device")
-"""Options of a fit that may change without a new plan: a device is compared by what it is."""
-
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What a file that is no plan may raise."""
+Data = str | os.PathLike[str] | Dataset
+RANK_EVENTS = ("oom", "grow", "thrash", "oversized")
+"""Events of a step that differ between ranks; the others are written by rank 0 alone."""
+EVALUATIONS, LEAST_STEPS_APART = 10, 50
+"""Without `eval_every`: evaluations in a run, and the least steps between two of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planning:
-    """What a plan of the run depends on."""
+def train(
+    task: Task,
+    data: Data,
+    *,
+    valid: Data | None = None,
+    run: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    max_steps: int | None = None,
+    epochs: float = 1.0,
+    lr: float | None = None,
+    optimizer: OptimizerName | None = None,
+    weight_decay: float = 0.01,
+    schedule: Curve = "cosine",
+    warmup: str | int = "2%",
+    decay: float = 0.2,
+    min_lr: float = 0.1,
+    clip_norm: float = 1.0,
+    plan: str | os.PathLike[str] | None = None,
+    mix: str | None = None,
+    skip_oversized: bool = False,
+    eval_every: int | None = None,
+    eval_rows: int = 1000,
+    generate_rows: int = 100,
+    best: str = "loss",
+    save_every: int | None = None,
+    keep: int = 2,
+    time_limit: str | None = None,
+    backend: Backend = "auto",
+    trackers: str | None = None,
+    global_batch: int | None = None,
+    micro_batch: int | Literal["auto"] = "auto",
+    memory_limit: int | str | None = None,
+    host_limit: int | str | None = None,
+    fill: float = 0.85,
+    device: str = "auto",
+    processes: int = 1,
+    checkpointing: AutoOnOff = "auto",
+    precision: Precision | None = None,
+    cudnn_attention: AutoOnOff = "auto",
+    workers: int | Literal["auto"] = "auto",
+    prefetch: int | Literal["auto"] = "auto",
+    pin_memory: AutoOnOff = "auto",
+    lengths: Shape | None = None,
+    allow_inexact: bool = False,
+    cache: bool = True,
+    seed: int = 0,
+    hooks: Sequence[Hook] = (),
+    listeners: Sequence[Listener] = (),
+    progress: Callable[[str], object] = lambda phrase: None,
+) -> Ending:
+    """Train a task: plan, train, evaluate, save. Returns when all steps are done, or when the run was stopped and saved.
 
-    task: Task
-    data: str
-    fitting: PlanOptions
-    target: Target
-    group: SingleProcess
-    run: RunFolder
-    given: str | None
-    """`--plan`."""
-    resumed_for: dict[str, Any] | None
-    """What the plan in the run's folder was made for; None in a new run."""
-    say: Callable[[str], object]
-    note: Callable[[str], object]
+    >>> import brimful, tempfile, torch
+    >>> class Regression(brimful.Task):
+    ...     def model(self):
+    ...         return torch.nn.Linear(8, 1)
+    ...     def loss(self, model, row):
+    ...         return model(row).square().mean()
+    >>> run = tempfile.mkdtemp()
+    >>> rows = list(torch.randn(100, 8))
+    >>> ending = brimful.train(Regression(), rows, run=run, max_steps=3, global_batch=10, device="cpu", cache=False)
+    >>> ending.reason, ending.step
+    ('finished', 3)
 
-    def plan(self) -> Plan:
-        asked_bytes = self.fitting.memory_limit_bytes
-        kinds = self.group.gather_objects((self.target.name, asked_bytes))
-        leader = kinds.index((self.target.name, asked_bytes))
-        leads = leader == self.group.rank
-        plan = together(self.group, (lambda: self._given() or self._kept() or self._fitted()) if leads else None)[
-            leader
-        ]
-        assert plan is not None
-        return plan
+    Args:
+        task: What to train. It is not changed.
+        data: A path that `task.rows` reads, or any dataset with a length and an index: a list, a
+            `torch.utils.data.Dataset`, a `datasets.Dataset`.
+        valid: Rows to evaluate on, like `data`.
+        run: The run's folder. Default: runs/TASK-DATE-TIME.
+        resume: Continue from the newest intact checkpoint in `run`. Give the same task, data and options again.
+        max_steps: Optimizer steps in all. Default: as many as `epochs` take.
+        epochs: Passes over the data, if `max_steps` is not given.
+        lr: The peak learning rate. Default: the task's value.
+        optimizer: "adamw", "adafactor" or "adamw8bit". Default: the task's optimizer, else adamw.
+        weight_decay: Weight decay. Biases and norms are not decayed.
+        schedule: How the learning rate falls: "constant", "linear", "cosine" or "wsd". `task.schedule` wins over it.
+        warmup: Steps, or a share of the run such as "2%", in which the learning rate rises.
+        decay: The share of the run in which "wsd" falls.
+        min_lr: The learning rate at the end, as a share of the peak.
+        clip_norm: Clip the norm of the gradients to this; 0 disables clipping.
+        plan: Train with this plan, a JSON file, instead of making one.
+        mix: "window:N" sorts rows by length over N steps, for less padding.
+        skip_oversized: Skip and report a row that does not fit even alone, instead of stopping.
+        eval_every: Steps between evaluations. Default: ten in a run, at least 50 steps apart.
+        eval_rows: Rows to evaluate on, the same each time.
+        generate_rows: How many of those rows the task's own scores use.
+        best: What decides which checkpoint is the best: "loss", or a score of the task.
+        save_every: Steps between checkpoints. Default: one every ten minutes. The last step is always saved.
+        keep: Newest checkpoints to keep, besides the best one.
+        time_limit: Save and leave after this time, such as "8h".
+        backend: What several processes communicate through: "auto", "nccl" or "gloo".
+        trackers: Also log to these, separated by commas: tensorboard, wandb, mlflow, trackio.
+        global_batch: Rows per optimizer step. This and the following are as in `brimful.plan`.
+        micro_batch: Rows per forward and backward, at most.
+        memory_limit: Memory to use at most, such as "20GiB".
+        host_limit: Host RAM to use at most.
+        fill: The share of the memory limit to plan for.
+        device: "cpu", "cuda", "cuda:1", "mps" or "xpu".
+        processes: Processes of the job. A call trains in its own process; torchrun starts several.
+        checkpointing: Gradient checkpointing.
+        precision: The precision of autocast.
+        cudnn_attention: cuDNN's attention on CUDA.
+        workers: Loader workers per process.
+        prefetch: Steps that each worker reads ahead.
+        pin_memory: Pinned host memory.
+        lengths: The lengths to plan for.
+        allow_inexact: Split a step even if that changes its result.
+        cache: Reuse a saved plan with the same key.
+        seed: Seed of weights, order of rows and dropout.
+        hooks: Your code at points of the loop: see `Hook`.
+        listeners: Called with every event as a dict, on rank 0.
+        progress: Called with a phrase for what is being done before the first step.
 
-    def keep(self, plan: Plan) -> None:
-        """In the run's folder, by the first process, and by others that have a plan of their own."""
-        mine = self.group.gather_objects(plan.key + plan.created)
-        if mine.index(mine[self.group.rank]) == self.group.rank:
-            plan.save(self.run.own_plan(self.group.rank))
+    Raises:
+        UserError: A request that cannot work.
+    """
+    if isinstance(task, type) and issubclass(task, Task):
+        task = task()
+    if not isinstance(task, Task):
+        raise TaskError(f"train() takes a brimful.Task, not a {type(task).__name__}.")
+    train_options = TrainOptions(
+        run=None if run is None else os.fspath(run), resume=resume, max_steps=max_steps, epochs=epochs, lr=lr,
+        optimizer=optimizer, weight_decay=weight_decay, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr,
+        clip_norm=clip_norm, plan=None if plan is None else os.fspath(plan), mix=mix, skip_oversized=skip_oversized,
+        valid=_as_path(valid), eval_every=eval_every, eval_rows=eval_rows, generate_rows=generate_rows, best=best,
+        save_every=save_every, keep=keep, time_limit=time_limit, backend=backend, trackers=trackers,
+    )  # fmt: skip
+    plan_options = PlanOptions(
+        global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
+        device=device, processes=processes, checkpointing=checkpointing, precision=precision,
+        cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
+        allow_inexact=allow_inexact, cache=cache, seed=seed,
+    )  # fmt: skip
+    _check_processes(processes)
+    root = Path(run) if run is not None else new_run(task.name)
+    folder, resume = open_run(root, resume=resume)
+    before = folder.read_request() if resume and folder.request_file.is_file() else None
+    request = Request(
+        task=task.name, data=_as_path(data), run=str(root), resume=resume,
+        options={**_changed(train_options, without=("run", "resume")), **_changed(plan_options)},
+        task_options=_task_options(task), plan_for=None if before is None else before.plan_for,
+    )  # fmt: skip
+    if before is not None and before.task_options != request.task_options:
+        raise BadOption("resume=True needs the task options the run began with. Try: a new run, in another folder.")
+    session = Session(
+        task=task, data=data, valid=valid, request=request, hooks=hooks, listeners=listeners, progress=progress
+    )
+    with RunLock(root) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        return session.train()
 
-    @property
-    def made_for(self) -> dict[str, Any]:
-        """Kept in run.json, to be compared when the run is resumed."""
-        return {name: value for name, value in asdict(self.fitting).items() if name not in NOT_THE_PLANS}
 
-    def _given(self) -> Plan | None:
-        if self.given is None:
-            return None
-        try:
-            plan = Plan.load(self.given)
-        except UNREADABLE as error:
-            raise BadRun(f"--plan {self.given}: it cannot be read as a plan ({type(error).__name__})") from None
-        wrong = [
-            f"it is for {plan.task}, not {self.task.name}" if plan.task != self.task.name else "",
-            f"it is for {plan.processes} processes, not {self.group.size}" if plan.processes != self.group.size else "",
-            f"it has a global batch of {plan.global_batch}, not {self.fitting.global_batch}"
-            if self.fitting.global_batch not in (None, plan.global_batch)
-            else "",
-        ]
-        if any(wrong):
-            raise BadRun(f"--plan {self.given}: {'; '.join(filter(None, wrong))}")
-        return self._as_given(plan)
+def _as_path(data: Data | None) -> str | None:
+    return os.fspath(data) if isinstance(data, (str, os.PathLike)) else None
 
-    def _as_given(self, plan: Plan) -> Plan:
-        """With its origin, and today's limit where one is asked for."""
-        name = Path(str(self.given)).name
-        origin = Choice(
-            name="plan",
-            requested=name,
-            effective=name,
-            reason=f"made {plan.created}, taken as it is",
-            basis="asked",
+
+def _changed(options: Any, without: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields that are not at their defaults."""
+    return {
+        one.name: getattr(options, one.name)
+        for one in fields(options)
+        if one.name not in without and getattr(options, one.name) != one.default
+    }
+
+
+def _task_options(task: Task) -> dict[str, Any]:
+    """Those set on the task, with absolute paths, as run.json keeps them."""
+    if not is_dataclass(task.options) or isinstance(task.options, type):
+        return {}
+    values = {}
+    for one in fields(task.options):
+        value = getattr(task.options, one.name)
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if value != default:
+            values[one.name.rstrip("_")] = absolute(str(value)) if one.metadata.get("path") else value
+    return values
+
+
+def _check_processes(processes: int) -> None:
+    """A call is one process: several are started by the command line or by a launcher."""
+    sizes = [int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if processes not in (1, *sizes):
+        raise BadOption(
+            f"processes={processes} cannot be started by train(), which runs in the calling process. "
+            f"Try: torchrun --nproc-per-node {processes} SCRIPT, or `brimful train`."
         )
-        limit = self.fitting.memory_limit_bytes
-        if limit is None or limit == plan.limit_bytes:
-            return replace(plan, choices=(origin, *plan.choices))
-        said = f"as asked for; the plan was made for {show_bytes(plan.limit_bytes)}"
-        choices = tuple(
-            replace(one, requested=limit, effective=limit, reason=said) if one.name == "memory_limit" else one
-            for one in plan.choices
-        )
-        return replace(plan, limit_bytes=limit, choices=(origin, *choices))
-
-    def _kept(self) -> Plan | None:
-        """The run's own plan, where it still holds."""
-        path = self.run.plan(self.group.rank)
-        if self.resumed_for is None or not path.is_file():
-            return None
-        before, now = {**self.resumed_for}, self.made_for
-        changed = [name.replace("_", "-") for name in now if _plain(before.get(name)) != _plain(now[name])]
-        try:
-            plan = Plan.load(path)
-        except UNREADABLE as error:
-            self.note(f"a new plan is made, since {path.name} cannot be read ({type(error).__name__})")
-            return None
-        less = self.target.device.type == "cuda" and self.target.limit_bytes < SHRUNK * plan.limit_bytes
-        if plan.device_name != self.target.name or less:
-            changed.append(
-                f"the device ({show_bytes(self.target.limit_bytes)} on {self.target.name} now, {show_bytes(plan.limit_bytes)} on {plan.device_name} before)"
-            )
-        if changed:
-            self.note(f"a new plan is made, since the run began with other values of {', '.join(changed)}")
-        return None if changed else plan
-
-    def _fitted(self) -> Plan:
-        return make_plan(self.task, data=self.data, progress=self.say, **asdict(self.fitting))
-
-
-def together(group: SingleProcess, work: Callable[[], T] | None) -> list[T | None]:
-    """What each process found, in order of rank; None of those without work. One's error is everybody's."""
-    found: T | None = None
-    error: UserError | None = None
-    try:
-        found = None if work is None else work()
-    except UserError as raised:
-        if group.size == 1:
-            raise
-        error = raised
-    everybody = group.gather_objects((found, None if error is None else str(error)))
-    if error is not None:
-        raise error
-    failed = next((sentence for _, sentence in everybody if sentence is not None), None)
-    if failed is not None:
-        raise UserError(failed)
-    return [one for one, _ in everybody]
-
-
-def by_the_first(group: SingleProcess, work: Callable[[], T]) -> T:
-    """Done by the first process while the others wait."""
-    return together(group, work if group.rank == 0 else None)[0]  # type: ignore[return-value]
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-Listener = Callable[[dict[str, Any]], object]
-OWN_KINDS = ("oom", "grow", "thrash", "oversized")
-"""Events of a step that differ between processes; the rest is told by the first alone."""
-EVALUATIONS, LEAST_APART = 10, 50
-"""Evaluations of a run unless asked otherwise, and the steps that lie between two of them at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a run is made of."""
+    """Everything a run needs."""
 
     task: Task
-    data: str
-    run: RunFolder
-    options: TrainOptions
-    fitting: PlanOptions
-    resume: bool = False
-    request: dict[str, Any]
-    """Task, data and options as they are kept in run.json."""
+    data: Data
+    valid: Data | None = None
+    request: Request
     hooks: Sequence[Hook] = ()
     listeners: Sequence[Listener] = ()
-    """Hear every line of events.jsonl, on the first process."""
-    say: Callable[[str], object] = lambda phrase: None
-    """Hears what is being done before the first step."""
+    """Called with every line of events.jsonl, on rank 0."""
+    progress: Callable[[str], object] = field(default=lambda phrase: None)
 
     def train(self) -> Ending:
-        """Connect, and run on this process."""
-        device = device_of(self.fitting, self.options)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            own = "nccl" if device.type == "cuda" else "gloo"
-            preflight.check_connection(device, own if self.options.backend == "auto" else self.options.backend)
-        group = meet(device)
-        by_the_first(group, self.run.make)
-        fitting = replace(self.fitting, device=str(device), processes=group.size)
-        return _Running(self, fitting, find_target(fitting), group).train()
+        """Find the device, connect the ranks, and run on this one."""
+        time_limit = TimeLimit(self.request.train_options.time_limit_s)  # preparing data and planning count
+        target = find_target(self.request.plan_options)
+        group = _connect(target, self.request.train_options, self.request.plan_options)
+        folder = RunFolder(Path(self.request.run))
+        on_rank_zero(group, folder.create)
+        return _Training(self, target, group, folder, time_limit).train()
 
 
-class _Running:
-    """A session under way on one process."""
+def _connect(target: Target, options: TrainOptions, plan_options: PlanOptions) -> SingleProcess:
+    """The group of ranks, after one number was added up through it."""
+    device, local = target.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if options.backend == "nccl" and device.type != "cuda":
+        raise BadOption("backend='nccl' connects GPUs, and this run is on the CPU. Try: backend='gloo'.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if ":" not in plan_options.device and local > count:
+            raise DeviceBusy(f"processes={local} needs as many GPUs, and torch sees {count}. Try: processes={count}.")
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        default = "nccl" if device.type == "cuda" else "gloo"
+        check_connection(device, default if options.backend == "auto" else options.backend)
+    return join(device)
 
-    def __init__(self, session: Session, fitting: PlanOptions, target: Target, group: SingleProcess) -> None:
-        self.s, self.fitting, self.target, self.group = session, fitting, target, group
-        self.options, self.task, self.run = session.options, session.task, session.run
+
+class _Training:
+    """A session under way on one rank."""
+
+    def __init__(
+        self, session: Session, target: Target, group: SingleProcess, folder: RunFolder, time_limit: TimeLimit
+    ) -> None:
+        self.session, self.target, self.group, self.folder, self.time_limit = session, target, group, folder, time_limit
+        self.request, self.options = session.request, session.request.train_options
+        self.plan_options = replace(
+            session.request.plan_options, device=str(target.device), processes=group.size
+        )  # what was requested as `auto` is known now
+        self.task = with_optimizer(session.task, self.options)
         self.first = group.rank == 0
-        self.clock = Clock(session.options.limit_s, session.options.hours)  # packing and fitting take time too
         self.loop: Loop | None = None
         self.trackers: Sequence[Tracker] = ()
-        self.journal = Journal(self.run.events, (*session.listeners, self._track) if self.first else ())
-        self.checkpoints = Checkpoints(self.run.checkpoints, keep=self.options.keep, tell=self._note)
+        self.journal = Journal(folder.events, (*session.listeners, self._track) if self.first else ())
+        self.checkpoints = Checkpoints(folder.checkpoints, keep=self.options.keep, note=self._note)
 
     def train(self) -> Ending:
         """All of it; however it ends, the journal says so."""
         try:
-            return self._ended(self._trained())
+            return self._end(self._run())
         except BrimfulError as error:
-            self._tell("end", reason="failed", sentence=str(error))
+            self._write("end", reason="failed", sentence=str(error))
             raise
         finally:
             for tracker in self.trackers:
                 tracker.close()
             self.journal.close()
-            self._let_go()
+            self._free_memory()
 
-    def _let_go(self) -> None:
-        """The process may go on: what the run took, on the device and on the host, is given back now."""
-        model = None if self.loop is None else weakref.ref(self.loop.stepper.model)
-        self.loop = None  # its parts refer to this object
-        if model is not None and model() is not None:  # those of an evaluator refer to each other
-            gc.collect()
-        empty_cache(self.target.device)
-        give_back()
-
-    def _trained(self) -> Ending:
-        by_the_first(self.group, self._open_trackers)
-        set_optimizer(self.task, self.options)
-        start = self._start()
-        data = by_the_first(self.group, lambda: self.task.prepare(self.s.data, self.run.data, self.s.say))
-        rows = self._read(data)
-        valid = self._valid(rows)
-        plan = self._plan(data, rows, valid)
-        with limited(self.target, self.fitting):
-            self.loop = self._loop(plan, rows, valid, start)
+    def _run(self) -> Ending:
+        on_rank_zero(self.group, self._open_trackers)
+        checkpoint = self._find_checkpoint() if self.request.resume else None
+        data, rows = self._read(self.session.data)
+        self.task = with_dummy(self.task, rows)
+        valid_data, valid = (None, None) if self.session.valid is None else self._read(self.session.valid, like=rows)
+        choice = PlanChoice(
+            task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,
+            file=self.options.plan,
+            made_before_for=dict(self.request.plan_for) if self.request.resume and self.request.plan_for else None,
+            progress=self.session.progress, note=self._note,
+        )  # fmt: skip
+        plan = self._with_choices(choice.plan(), rows)
+        prepared = {"data": _place(self.folder.root, data), "valid": _place(self.folder.root, valid_data)}
+        with self.target.enforce():
+            self.loop = self._build(plan, rows, valid, checkpoint, choice, prepared)
             return self.loop.run()
 
+    def _free_memory(self) -> None:
+        """The process may continue: give back what the run took, on the device and on the host."""
+        model = None if self.loop is None else weakref.ref(self.loop.stepper.model)
+        self.loop = None  # its parts refer to this object
+        if model is not None and model() is not None:  # the parts of an evaluator refer to each other
+            gc.collect()
+        empty_cache(self.target.device)
+        trim_heap()
+
     def _open_trackers(self) -> None:
-        self.trackers = open_trackers(self.options.tracker_names, self.run.root, self.s.request, self._note)
+        self.trackers = open_trackers(self.options.tracker_names, self.folder.root, self.request.to_json(), self._note)
 
     def _track(self, event: dict[str, Any]) -> None:
         for tracker in self.trackers:
             tracker(event)
 
-    def _start(self) -> Checkpoint | None:
-        """The checkpoint to go on from. The first process looks, and everybody takes the same."""
-        found = by_the_first(self.group, self._find_start) if self.s.resume else None
-        return None if found is None else Checkpoint.read(Path(found))  # the first has verified it
+    def _find_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint to continue from. Rank 0 verifies it, and all take the same."""
+        path = on_rank_zero(self.group, self._newest_checkpoint)
+        return None if path is None else Checkpoint.read(Path(path))
 
-    def _find_start(self) -> str | None:
-        for left in self.checkpoints.clean():
-            self._note(f"{left.name} is what a killed save left; it is removed")
-        found = self.checkpoints.newest()
-        for skipped in found.skipped:
-            self._note(f"{skipped.path.name} is skipped: {skipped.why}")
-        if found.checkpoint is not None:
-            return str(found.checkpoint.path)
-        if found.skipped:
-            why = "; ".join(f"{skipped.path.name}: {skipped.why}" for skipped in found.skipped)
+    def _newest_checkpoint(self) -> str | None:
+        for path in self.checkpoints.clean():
+            self._note(f"removed {path.name}, which an interrupted save had left")
+        newest = self.checkpoints.newest()
+        for skipped in newest.skipped:
+            self._note(f"skipped {skipped.path.name}: {skipped.why}")
+        if newest.checkpoint is not None:
+            return str(newest.checkpoint.path)
+        if newest.skipped:
+            why = "; ".join(f"{skipped.path.name}: {skipped.why}" for skipped in newest.skipped)
             raise BadRun(
-                f"--resume: no checkpoint in {self.run.checkpoints} is whole ({why}); begin a new run with another --run"
+                f"no checkpoint in {self.folder.checkpoints} is intact ({why}). Try: a new run, with another run=."
             )
-        self._note("no checkpoint was written yet: the run begins at its first step")
+        self._note("no checkpoint was written yet, so the run begins at its first step")
         return None
 
-    def _read(self, data: str) -> Dataset:
-        with blame(self.task, "rows", data):
-            rows = self.task.rows(data)
-            count = len(rows)
-        if not count:
-            raise TaskError(f"task {self.task.name}: there are no rows in {data}")
-        return rows
+    def _read(self, data: Data, like: Dataset | None = None) -> tuple[str | None, Dataset]:
+        """The rows, and the path they were read from after `Task.prepare`; None for rows in memory."""
+        if not isinstance(data, (str, os.PathLike)):
+            return None, read_rows(self.task, data)
+        path, name = os.fspath(data), "train" if like is None else "valid"
+        ready = on_rank_zero(
+            self.group,
+            lambda: self.task.prepare(path, self.folder.data, self.session.progress, like=like, name=name),
+        )
+        return ready, read_rows(self.task, ready)
 
-    def _valid(self, rows: Dataset) -> Dataset | None:
-        valid = self.options.valid
-        if valid is None:
-            return None
-        prepare = lambda: self.task.prepare(valid, self.run.data, self.s.say, like=rows, name="valid")  # noqa: E731
-        return self._read(by_the_first(self.group, prepare))
-
-    def _plan(self, data: str, rows: Dataset, valid: Dataset | None) -> Plan:
-        planning = Planning(
-            task=self.task, data=data, fitting=self.fitting, target=self.target, group=self.group, run=self.run,
-            given=self.options.plan, resumed_for=self.s.request.get("plan_for") if self.s.resume else None,
-            say=self.s.say, note=self._note,
+    def _with_choices(self, plan: Plan, rows: Dataset) -> Plan:
+        """The plan with the choices that training adds."""
+        options, steps = self.options, self._steps(plan, rows)
+        passes = steps * plan.global_batch / len(rows)
+        every = None if options.save_every is None else f"every {show_count(options.save_every, 'step')}"
+        warmup = show_count(options.warmup_steps(steps), "step")
+        origin = "the task's" if options.optimizer is None else "as requested"
+        rate = "" if options.lr is None else ", with the learning rate requested"
+        left = "" if options.schedule == "constant" else f", {options.min_lr:.0%} of the peak rate at the end"
+        added = (
+            *(Choice.of(*one, "asked") for one in self.task.remarks(rows)),
+            Choice.of("steps", options.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step", "measured"),
+            Choice.of("optimizer", options.optimizer, optimizer_name(self.task), origin + rate, "asked"),
+            Choice.of("schedule", options.schedule, options.schedule, f"{warmup} of warmup{left}", "asked"),
+            Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
         )  # fmt: skip
-        plan, self.planning = planning.plan(), planning
-        self.prepared = _places(self.run.root, data, valid)
-        added = self._choices(plan, rows)
         planned = [
-            replace(one, requested=None) if one.name == "device" and self.s.fitting.device == "auto" else one
+            replace(one, requested=None) if one.name == "device" and self.request.plan_options.device == "auto" else one
             for one in plan.choices
-            if one.name not in {new.name for new in added}  # of a run that is resumed
+            if one.name not in {new.name for new in added}  # the plan of a resumed run has them already
         ]
         return replace(plan, choices=(*planned, *added))
 
     def _steps(self, plan: Plan, rows: Dataset) -> int:
         return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))
 
-    def _choices(self, plan: Plan, rows: Dataset) -> tuple[Choice, ...]:
-        """What training adds to the plan's own."""
-        asked, steps = self.options, self._steps(plan, rows)
-        passes = steps * plan.global_batch / len(rows)
-        every = None if asked.save_every is None else f"every {show_count(asked.save_every, 'step')}"
-        warmup = show_count(as_steps(asked.warmup, steps), "step")
-        why = ("the task's own" if asked.optimizer is None else "as asked for") + ", its rate as asked for" * (
-            asked.lr is not None
-        )
-        left = "" if asked.schedule == "constant" else f", {asked.min_lr:.0%} of the rate left at the end"
-        return (
-            *(as_choice(*one, "asked") for one in self.task.remarks(rows)),
-            as_choice("steps", asked.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} a step", "measured"),
-            as_choice("optimizer", asked.optimizer, name_of(self.task), why, "asked"),
-            as_choice("schedule", asked.schedule, asked.schedule, f"{warmup} of warm-up{left}", "asked"),
-            as_choice("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint when so much has passed, and at the end", "asked"),
-        )  # fmt: skip
-
-    def _loop(self, plan: Plan, rows: Dataset, valid: Dataset | None, start: Checkpoint | None) -> Loop:
-        asked, steps = self.options, self._steps(plan, rows)
-        position = None if start is None else self._checked(start, rows, steps)
-        _seed(self.fitting.seed)
-        model = self._model(self.target.device, start)
+    def _build(
+        self,
+        plan: Plan,
+        rows: Dataset,
+        valid: Dataset | None,
+        checkpoint: Checkpoint | None,
+        choice: PlanChoice,
+        prepared: dict[str, str | None],
+    ) -> Loop:
+        """The loop with all its parts, continued from the checkpoint if there is one."""
+        options, steps = self.options, self._steps(plan, rows)
+        position = None if checkpoint is None else self._position(checkpoint, rows, steps)
+        _seed(self.plan_options.seed)
+        model = self._model(checkpoint)
         speedometer = self._speedometer(plan, model, rows)  # before checkpointing makes the model count twice
         optimizer = self.task.optimizer(model)
-        _seed(self.fitting.seed + self.group.rank)  # dropout differs between processes
+        _seed(self.plan_options.seed + self.group.rank)  # dropout differs between ranks
         stepper = self._stepper(plan, model, optimizer)
-        warmup = as_steps(asked.warmup, steps)
         loop = Loop(
             task=self.task,
             rows=rows,
             stepper=stepper,
             optimizer=optimizer,
             loader=self._loader(plan, rows, stepper),
-            schedule=Schedule(curve=asked.schedule, steps=steps, warmup=warmup, decay=asked.decay, floor=asked.min_lr),
+            schedule=Schedule(
+                curve=options.schedule, steps=steps, warmup=options.warmup_steps(steps), decay=options.decay,
+                floor=options.min_lr,
+            ),
+            scheduler=self.task.schedule(optimizer, steps),
             checkpoints=self.checkpoints,
             journal=self.journal if self.first else Journal(None),
-            clock=self.clock,
+            time_limit=self.time_limit,
             speedometer=speedometer,
             evaluator=None if valid is None else self._evaluator(plan, model, valid),
-            best_by=asked.best,
-            eval_every=asked.eval_every or max(LEAST_APART, steps // EVALUATIONS),
-            save_every=asked.save_every,
+            best_by=options.best,
+            eval_every=options.eval_every or max(LEAST_STEPS_APART, steps // EVALUATIONS),
+            save_every=options.save_every,
             save_s=SAVE_S,
-            hooks=(Links(self.run, self._note), *self.s.hooks) if self.first else self.s.hooks,
-        )
-        at_once = asked.keep + 1 + (valid is not None)
+            hooks=(_Links(self.folder, self._note), *self.session.hooks) if self.first else self.session.hooks,
+        )  # fmt: skip
+        at_once = options.keep + 1 + (valid is not None)
         needed = state.needed_bytes(model, optimizer)
-        by_the_first(self.group, lambda: self.checkpoints.check_space(needed, saves=at_once))
-        if start is not None and position is not None:
-            loop.take_up(start.path, position)
-        self._begin(plan, steps, position)
-        if self.target.device.type != "cpu" or self.fitting.memory_limit is not None:
+        on_rank_zero(self.group, lambda: self.checkpoints.check_space(needed, saves=at_once))
+        if checkpoint is not None and position is not None:
+            loop.resume(checkpoint.path, position)
+        self._begin(plan, steps, position, choice, prepared)
+        if self.target.device.type != "cpu" or self.plan_options.memory_limit is not None:
             stepper.rehearse()
         return loop
 
-    def _checked(self, start: Checkpoint, rows: Dataset, steps: int) -> state.Position:
-        position = state.read_position(start.path)
-        _same_rows(position, rows)
+    def _position(self, checkpoint: Checkpoint, rows: Dataset, steps: int) -> state.Position:
+        position = state.read_position(checkpoint.path)
+        if position.data and position.data != fingerprint(rows):
+            raise BadRun("the data are not those the run was trained on so far. Try: the same data, or a new run.")
         if position.step > steps:
-            raise BadOption(
-                f"--max-steps {steps}: the run has done {position.step} already; ask for more, or leave it out"
-            )
+            raise BadOption(f"max_steps={steps} is less than the {position.step} steps already done. Try: more.")
         return position
+
+    def _model(self, checkpoint: Checkpoint | None) -> nn.Module:
+        """With its initial weights, or a checkpoint's, which are read onto the device without a copy on the host."""
+        if checkpoint is None:
+            model = self.task.initial_model().to(self.target.device).train()
+        else:
+            model = build_model(self.task, self.target.device)
+            state.load_weights(checkpoint.path, model)
+        trim_heap()  # what the host held of a model that is on a GPU now
+        return model
 
     def _stepper(self, plan: Plan, model: nn.Module, optimizer: Optimizer) -> Stepper:
         return Stepper(
             model, optimizer, self.task, plan, clip_norm=self.options.clip_norm or None,
-            skip_oversized=self.options.skip_oversized, allow_inexact=self.fitting.allow_inexact,
-            on_event=self._stepped, checkpoint=self._newest,
+            skip_oversized=self.options.skip_oversized, allow_inexact=self.plan_options.allow_inexact,
+            on_event=self._on_step_event, last_checkpoint=self._last_checkpoint,
         )  # fmt: skip
 
     def _loader(self, plan: Plan, rows: Dataset, stepper: Stepper) -> Loader:
         return Loader(
-            rows, self.task, plan, seed=self.fitting.seed, mix=self.options.mix, rank=self.group.rank,
+            rows, self.task, plan, seed=self.plan_options.seed, mix=self.options.mix, rank=self.group.rank,
             speeds=stepper.speeds, barred=stepper.barred,
-            listener=lambda sentence, details: self._tell("note", sentence=sentence, **details),
+            note=lambda message, figures: self._write("note", sentence=message, **figures),
         )  # fmt: skip
-
-    def _model(self, device: torch.device, start: Checkpoint | None) -> nn.Module:
-        """With the weights to begin with, or a checkpoint's: those are read onto the device, never through the host."""
-        if start is None:
-            model = self.task.initial_model().to(device).train()
-        else:
-            model = build(self.task, device)
-            state.load_weights(start.path, model)
-        give_back()  # what the host held of a model that lies on a card now
-        return model
 
     def _speedometer(self, plan: Plan, model: nn.Module, rows: Dataset) -> Speedometer:
         autocast = autocast_dtype(plan.levers.precision, self.target.device)
         flops, how = FlopModel.measure(self.task, model, self.target.device, plan.shape, autocast=autocast)
-        peak, reached = peak_flops(self.target.device, autocast or next(model.parameters()).dtype)
-        self._tell("flops", sentence=f"MFU: {how}; the device {reached}")
+        peak, peak_how = peak_flops(self.target.device, autocast or next(model.parameters()).dtype)
+        self._write("flops", sentence=f"MFU: {how}; peak of the device: {peak_how}")
         return Speedometer(rows, self.group, flops=flops, peak_flops=peak, limit_bytes=plan.limit_bytes)
 
     def _evaluator(self, plan: Plan, model: nn.Module, valid: Dataset) -> Evaluator:
         return Evaluator(
             self.task, model, valid, device=self.target.device, limit_bytes=plan.limit_bytes, fill=plan.fill,
             autocast=autocast_dtype(plan.levers.precision, self.target.device), max_rows=self.options.eval_rows,
-            generate_rows=self.options.generate_rows, seed=self.fitting.seed, group=self.group, tell=self._note,
+            generate_rows=self.options.generate_rows, seed=self.plan_options.seed, group=self.group, note=self._note,
         )  # fmt: skip
 
-    def _begin(self, plan: Plan, steps: int, position: state.Position | None) -> None:
-        """Only now, when everything asked for has proved to work, does the run remember it."""
-        self.planning.keep(plan)
+    def _begin(
+        self,
+        plan: Plan,
+        steps: int,
+        position: state.Position | None,
+        choice: PlanChoice,
+        prepared: dict[str, str | None],
+    ) -> None:
+        """Only now, when everything requested has proved to work, does the run's folder keep it."""
+        choice.save(plan)
         if self.first:
-            self.run.remember({**self.s.request, "prepared": self.prepared, "plan_for": self.planning.made_for})
-        resumed = position is not None
-        self._tell(
+            self.folder.write_request(replace(self.request, prepared=prepared, plan_for=choice.made_for))
+        self._write(
             "begin",
-            run=str(self.run.root),
+            run=str(self.folder.root),
             steps=steps,
             processes=self.group.size,
-            resumed=resumed,
-            request=self.s.request,
+            resumed=position is not None,
+            request=self.request.to_json(),
         )
-        self._tell("plan", **plan.to_json())
+        self._write("plan", **plan.to_json())
         if position is not None:
-            self._tell(
+            self._write(
                 "resume",
                 step=position.step,
                 samples=position.loader["samples"],
-                processes_before=len(position.own),
-                sentence=f"going on after step {position.step}",
+                processes_before=len(position.ranks),
+                sentence=f"continuing after step {position.step}",
             )
 
-    def _ended(self, ending: Ending) -> Ending:
-        how = {
-            "finished": f"{'the only step is' if ending.step == 1 else f'all {ending.step} steps are'} done",
+    def _end(self, ending: Ending) -> Ending:
+        sentence = {
+            "finished": f"trained {show_count(ending.step, 'step')}",
             "interrupted": f"stopped after step {ending.step} and saved",
-            "time-limit": f"the time limit was reached after step {ending.step}; saved",
-            "window": f"the window closed after step {ending.step}; saved",
+            "time-limit": f"reached the time limit after step {ending.step} and saved",
         }[ending.reason]
         checkpoint = None if ending.checkpoint is None else str(ending.checkpoint)
-        self._tell("end", reason=ending.reason, step=ending.step, loss=ending.loss, checkpoint=checkpoint, sentence=how)
+        self._write(
+            "end", reason=ending.reason, step=ending.step, loss=ending.loss, checkpoint=checkpoint, sentence=sentence
+        )
         return ending
 
-    def _stepped(self, event: Event) -> None:
-        """A step's own event: from every process where it differs."""
-        if self.first or event.event in OWN_KINDS:
+    def _on_step_event(self, event: Event) -> None:
+        """From every rank if it differs between them."""
+        if self.first or event.event in RANK_EVENTS:
             self.journal.write(**{**event.to_json(), "process": self.group.rank})
 
-    def _note(self, sentence: str) -> None:
-        self._tell("note", sentence=sentence)
+    def _note(self, message: str) -> None:
+        self._write("note", sentence=message)
 
-    def _tell(self, event: str, **fields: Any) -> None:
+    def _write(self, event: str, **values: Any) -> None:
         if self.first:
-            self.journal.write(event, **{"step": self.loop.step if self.loop else 0, **fields})
+            self.journal.write(event, **{"step": self.loop.step if self.loop else 0, **values})
 
-    def _newest(self) -> str | None:
+    def _last_checkpoint(self) -> str | None:
         newest = None if self.loop is None else self.loop.newest
         return None if newest is None else str(newest)
 
 
-def _places(run: Path, data: str, valid: Dataset | None) -> dict[str, str | None]:
-    """Where the prepared rows lie, within the run where they are: it may be moved, and the raw files be gone."""
+class _Links(Hook):
+    """RUN/model and RUN/best follow the checkpoints."""
 
-    def place(path: Path) -> str:
-        path = path.absolute()
-        return str(path.relative_to(run.absolute())) if path.is_relative_to(run.absolute()) else str(path)
+    def __init__(self, folder: RunFolder, note: Callable[[str], object]) -> None:
+        self._folder, self._note = folder, note
 
-    other = getattr(valid, "path", None)
-    return {
-        "data": place(Path(data)) if os.path.exists(data) else data,  # noqa: PTH110 - Path's fails on what is no path
-        "valid": None if other is None else place(Path(other)),
-    }
+    def before(self, loop: Loop) -> None:
+        """A run may have been killed between a save and its links."""
+        if loop.newest is not None:
+            self._link("model", loop.newest)
+        if loop.best is not None and (best := loop.checkpoints.path(loop.best.step)).is_dir():
+            self._link("best", best)
+
+    def after_save(self, loop: Loop, folder: Path) -> None:
+        self._link("model", folder)
+        if loop.best is not None and loop.best.step == loop.step:
+            self._link("best", folder)
+
+    def _link(self, name: str, checkpoint: Path) -> None:
+        link(self._folder.root / name, checkpoint / "model", note=self._note)
 
 
-def _same_rows(position: state.Position, rows: Dataset) -> None:
-    now = str(getattr(rows, "fingerprint", ""))
-    if position.data and position.data != now:
-        raise BadRun(
-            "--resume: the data are not those the run was trained on so far (another fingerprint): give the same DATA, or start "
-            "a new run --from this one's model"
-        )
+def _place(run: Path, data: str | None) -> str | None:
+    """Relative to the run if it is inside: a run may be moved, and the raw files may be gone."""
+    if data is None or not os.path.exists(data):  # noqa: PTH110 - Path's fails on what is no path
+        return data
+    path = Path(data).absolute()
+    return str(path.relative_to(run.absolute())) if path.is_relative_to(run.absolute()) else str(path)
 
 
 def _seed(seed: int) -> None:
-    """Python's, NumPy's and torch's generators; processes share it, since every weight is spread from the first."""
+    """Python's, NumPy's and torch's generators; all ranks share it, since rank 0's weights are copied to all."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-# `brimful.train`: a whole run from Python, in this process, or in each process of a launcher's job.
-#
-#     ending = brimful.train(task, "rows.parquet", run="runs/mine", max_steps=1000, memory_limit="20GiB")
-#
-# The command line does the same in processes of its own, below a parent that survives them.
-
-
-def train(
-    task: Task,
-    data: str | Path,
-    *,
-    hooks: Sequence[Hook] = (),
-    listeners: Sequence[Listener] = (),
-    say: Callable[[str], object] = lambda phrase: None,
-    **asked: Any,
-) -> Ending:
-    """Train a task on data that its `rows` reads, and come back when all steps are done or the run was stopped and saved.
-
-    Keywords are those of `TrainOptions` and `PlanOptions`. `hooks` act at the loop's points, `listeners` hear every line of
-    events.jsonl, `say` what is done before the first step.
-    """
-    if isinstance(task, type) and issubclass(task, Task):
-        task = task()
-    if not isinstance(task, Task):
-        raise TaskError(f"train takes a brimful.Task, not a {type(task).__name__}")
-    if not isinstance(data, (str, os.PathLike)):
-        raise TaskError(
-            f"train takes DATA as a path that the task's rows() reads, not a {type(data).__name__}: return rows that are in "
-            "memory from rows() itself"
-        )
-    options, fitting = split(asked)
-    _check_processes("gpus" if options.gpus else "processes", options.gpus or fitting.processes)
-    root = Path(options.run) if options.run else new_run(task.name)
-    run, resume = opened(root, resume=options.resume)
-    before = run.remembered() if resume and run.knows_its_request else {}
-    request = {**before, "task": task.name, "data": str(data), "asked": _plain_api(asked)}
-    session = Session(
-        task=task, data=str(data), run=run, options=options, fitting=fitting, resume=resume, request=request,
-        hooks=hooks, listeners=listeners, say=say,
-    )  # fmt: skip
-    with RunLock(root) if os.environ.get("RANK", "0") == "0" else nullcontext():
-        return session.train()
-
-
-def _check_processes(word: str, asked: int) -> None:
-    """A call is one process: several are started by the command line or by a launcher."""
-    there = [int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-    if asked not in (1, *there):
-        raise BadOption(
-            f"{word}={asked}: brimful.train trains in the process that calls it, and there {'is' if there[0] == 1 else 'are'} "
-            f"{there[0]}; start the script with `torchrun --nproc-per-node {asked}`, or use `brimful train --{word} {asked}`"
-        )
-
-
-def split(asked: dict[str, Any]) -> tuple[TrainOptions, PlanOptions]:
-    """Each class its own; a word that neither knows is refused."""
-    of_train, of_fit = ({field.name for field in fields(owner)} for owner in (TrainOptions, PlanOptions))
-    if unknown := [word for word in asked if word not in of_train | of_fit]:
-        known = ", ".join(sorted(of_train | of_fit))
-        raise BadOption(f"unknown option {', '.join(map(repr, unknown))}; train takes {known}")
-    train_part = {word: value for word, value in asked.items() if word in of_train}
-    return TrainOptions.of(train_part), PlanOptions.of({word: asked[word] for word in asked if word in of_fit})
-
-
-def _plain_api(asked: dict[str, Any]) -> dict[str, Any]:
-    return {word: str(value) if isinstance(value, Path) else value for word, value in asked.items()}

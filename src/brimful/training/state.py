@@ -1,14 +1,20 @@
-"""What a checkpoint holds, and how a run takes it up again: everything that the next step depends on.
+"""What a checkpoint holds, and how a run continues from it: everything that the next step depends on.
 
     model/         as `Task.save` writes it: for Hugging Face models a folder that loads anywhere
     optimizer.pt   its state
-    state.pt       step, samples taken, best score so far; of every process its random numbers and its cut
+    state.pt       step, samples taken, best score so far; for every rank its random state and its stepper's
 
-The learning rate is a function of the step, so the schedule has no state. Weights are safetensors; the rest is read with
-`weights_only=True` and never without.
+The learning rate is a function of the step, so the schedule has no state (a scheduler of the task's own does). Weights are
+safetensors; the rest is read with `weights_only=True` and never without.
 
-A model on a card has no second one on the host: weights leave in pieces (`streamed`), optimizer state tensor by tensor, as
-torch writes it, and both come back from the mapped file. Of T5 base with AdamW that is 2.2 GB less.
+A model on a GPU has no copy on the host: weights leave in pieces of 64 MiB, optimizer state tensor by tensor, as torch
+writes it, and both come back from the mapped file. For T5 base with AdamW that is 2.2 GB of host RAM less.
+
+**Why safetensors' writer is replaced.** `safetensors.torch.save_file` (0.8) copies all tensors to the host before it writes
+the first: 0.75 GB for T5 base at every checkpoint. Its format does not need that: the length of a header, the header, and
+the tensors' bytes one after the other. Which tensors belong in the file, by which names, and which of the tied ones are
+left out, `save_pretrained` and `save_model` know best, and neither takes a writer, so `save_file` is replaced while a model
+is saved. The file is the same to the byte.
 """
 
 import json
@@ -34,96 +40,24 @@ from brimful.task import Dataset, Task
 from brimful.training.checkpoint import Best
 from brimful.units import MiB
 
-# Weights on their way from the device into a file, 64 MiB at a time.
-#
-# safetensors wants all tensors in host memory at once: of a model on a card it makes a second one there, 0.75 GB for T5
-# base, at every checkpoint. Its format asks for nothing of the kind: the length of a header, the header, and the tensors'
-# bytes one after the other, so they can be written as they come. What is written is the same file to the byte.
-#
-# Which tensors belong into the file, by which names, and which of the tied ones are left out, transformers and safetensors
-# know best, and neither takes a writer. So theirs is replaced while a model is saved. Another thread that saves something
-# meanwhile gets the same file from either.
-
-
 PIECE_BYTES = 64 * MiB
 
-NAMES = {
+DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
     torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
 }  # fmt: skip
-"""Of types in a header, in safetensors' order: a file begins with the last, so that every tensor is aligned."""
+"""In safetensors' order: a file begins with the last of these, so that every tensor is aligned."""
 
-SAVERS = (("safetensors.torch", "save_file"), ("transformers.modeling_utils", "safe_save_file"))
+WRITERS = (("safetensors.torch", "save_file"), ("transformers.modeling_utils", "safe_save_file"))
 """What `save_model` and `save_pretrained` write with."""
+WEIGHTS = Path("model") / "model.safetensors"
 
 _save_at_once = safetensors.torch.save_file
 
 
-@contextmanager
-def in_pieces() -> Iterator[None]:
-    """What `safetensors.torch.save_model` and `save_pretrained` save in here is written by `save_file` below."""
-    found = [(sys.modules[module], name) for module, name in SAVERS if hasattr(sys.modules.get(module), name)]
-    before = [getattr(module, name) for module, name in found]
-    try:
-        for module, name in found:
-            setattr(module, name, save_file)
-        yield
-    finally:
-        for (module, name), saver in zip(found, before, strict=True):
-            setattr(module, name, saver)
-
-
-def save_file(
-    tensors: Mapping[str, torch.Tensor], filename: str | PathLike[str], metadata: Mapping[str, str] | None = None
-) -> None:
-    """As `safetensors.torch.save_file`, which still gets what it has to convert or to refuse."""
-    if not _plain(tensors):
-        _save_at_once(dict(tensors), filename, metadata=None if metadata is None else dict(metadata))
-        return
-    rank = list(NAMES)
-    order = sorted(tensors, key=lambda name: (-rank.index(tensors[name].dtype), name))
-    header = _header({name: tensors[name] for name in order}, metadata or {})
-    with Path(filename).open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for name in order:
-            _write(file, tensors[name])
-
-
-def _plain(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether each is a block of numbers of its own: dense, in order, of a type named above."""
-    of_their_own = len({tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel()})
-    return (
-        sys.byteorder == "little"
-        and all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors.values())
-        and all(tensor.dtype in NAMES for tensor in tensors.values())
-        and of_their_own == sum(tensor.numel() > 0 for tensor in tensors.values())
-    )
-
-
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Type, shape and place of every tensor; filled up with blanks to whole 8 bytes."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """Its bytes, one piece in host memory at a time; of a tensor that lies there nothing is copied."""
-    flat = tensor.detach().reshape(-1)
-    for piece in flat.split(PIECE_BYTES // flat.element_size()):
-        file.write(piece.cpu().view(torch.uint8).numpy())
-
-
-WEIGHTS = Path("model") / "model.safetensors"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """One process's part."""
+class RankState:
+    """What differs between ranks."""
 
     random: dict[str, Any]
     stepper: dict[str, Any]
@@ -131,23 +65,24 @@ class Own:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a run stands between two steps, weights and optimizer state aside."""
+    """Where a run stands between two steps, apart from weights and optimizer state."""
 
     step: int
     loader: dict[str, Any]
-    own: tuple[Own, ...]
-    """Of each process."""
+    ranks: tuple[RankState, ...]
     best: Best | None = None
     data: str = ""
     """The fingerprint of the rows."""
     optimizer: str = ""
     """The name of its class."""
+    scheduler: dict[str, Any] | None = None
+    """The state of the task's own learning-rate scheduler."""
 
     @classmethod
     def from_file(cls, content: dict[str, Any]) -> "Position":
         best = content.pop("best")
-        own = tuple(Own(**one) for one in content.pop("own"))
-        return cls(**content, own=own, best=None if best is None else Best(**best))
+        ranks = tuple(RankState(**one) for one in content.pop("ranks"))
+        return cls(**content, ranks=ranks, best=None if best is None else Best(**best))
 
 
 def write(
@@ -155,15 +90,15 @@ def write(
 ) -> None:
     """All files of a checkpoint."""
     (folder / "model").mkdir()
-    with in_pieces():
+    with writing_in_pieces():
         task.save(model, folder / "model", rows)
-    _like_other_files(folder / "model")
+    _set_permissions(folder / "model")
     for name, content in (("optimizer.pt", optimizer.state_dict()), ("state.pt", asdict(position))):
-        with (folder / name).open("wb") as file:  # by itself torch would not say that a disk is full
+        with (folder / name).open("wb") as file:  # given a path, torch does not say that a disk is full
             torch.save(content, file)
 
 
-def _like_other_files(folder: Path) -> None:
+def _set_permissions(folder: Path) -> None:
     """safetensors makes files that only their owner may read; these are for whoever may read the folder."""
     umask = os.umask(0)
     os.umask(umask)
@@ -172,19 +107,82 @@ def _like_other_files(folder: Path) -> None:
 
 
 def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """What a checkpoint takes: counted, but for optimizer state that is not there before the first step (predicted: AdamW's)."""
-    weights = _bytes_of([*model.parameters(), *model.buffers()])
-    state = _bytes_of(
-        [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
+    """The size of a checkpoint: counted, or predicted as AdamW's for optimizer state that the first step will make."""
+    weights = _unique_bytes([*model.parameters(), *model.buffers()])
+    tensors = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
+    return weights + (_unique_bytes(tensors) or 2 * _unique_bytes([p for p in model.parameters() if p.requires_grad]))
+
+
+def _unique_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum({tensor.data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+@contextmanager
+def writing_in_pieces() -> Iterator[None]:
+    """`safetensors.torch.save_model` and `save_pretrained` write with `save_file` below."""
+    replaced = [(sys.modules[module], name) for module, name in WRITERS if hasattr(sys.modules.get(module), name)]
+    before = [getattr(module, name) for module, name in replaced]
+    try:
+        for module, name in replaced:
+            setattr(module, name, save_file)
+        yield
+    finally:
+        for (module, name), writer in zip(replaced, before, strict=True):
+            setattr(module, name, writer)
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor], filename: str | PathLike[str], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Like `safetensors.torch.save_file`, which still gets what must be converted or refused."""
+    if not _plain(tensors):
+        _save_at_once(dict(tensors), filename, metadata=None if metadata is None else dict(metadata))
+        return
+    dtypes = list(DTYPE_NAMES)
+    order = sorted(tensors, key=lambda name: (-dtypes.index(tensors[name].dtype), name))
+    header = _header({name: tensors[name] for name in order}, metadata or {})
+    with Path(filename).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in order:
+            _write(file, tensors[name])
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether each has a storage of its own and is dense, contiguous and of a dtype named above."""
+    storages = len({tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.numel()})
+    return (
+        sys.byteorder == "little"
+        and all(tensor.layout == torch.strided and tensor.is_contiguous() for tensor in tensors.values())
+        and all(tensor.dtype in DTYPE_NAMES for tensor in tensors.values())
+        and storages == sum(tensor.numel() > 0 for tensor in tensors.values())
     )
-    return weights + (state or 2 * _bytes_of([p for p in model.parameters() if p.requires_grad]))
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Dtype, shape and offsets of every tensor, padded with spaces to a multiple of 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
+    """Its bytes, one piece in host memory at a time; a tensor that is on the host is not copied."""
+    flat = tensor.detach().reshape(-1)
+    for piece in flat.split(PIECE_BYTES // flat.element_size()):
+        file.write(piece.cpu().view(torch.uint8).numpy())
 
 
 def read_position(folder: Path) -> Position:
     try:
         return Position.from_file(_load(folder / "state.pt"))
     except (KeyError, TypeError, AttributeError) as error:
-        raise BadCheckpoint(f"{folder / 'state.pt'} is not of this Brimful ({in_one_line(error)})") from None
+        raise BadCheckpoint(
+            f"{folder / 'state.pt'} was not written by this version of Brimful ({in_one_line(error)})"
+        ) from None
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -194,48 +192,43 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     try:
         load_model(model, folder / WEIGHTS, strict=True, device=str(next(model.parameters()).device))
     except (RuntimeError, SafetensorError, OSError) as error:
-        said = " ".join(str(error).split())  # the tensors are named below the first line
-        raise BadCheckpoint(f"{folder / WEIGHTS} does not fit the model ({said[:300]})") from None
+        details = " ".join(str(error).split())  # the tensors are named below the first line
+        raise BadCheckpoint(f"{folder / WEIGHTS} does not fit the model ({details[:300]})") from None
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Its state; learning rates, decay and the like stay as they are asked for now."""
-    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """Its state; learning rates, weight decay and the like stay as they are set now."""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(_load(folder / "optimizer.pt", mapped=True))
     except (ValueError, KeyError) as error:
         raise BadRun(
-            f"{folder / 'optimizer.pt'} does not fit the optimizer ({in_one_line(error)}): resume with the same --optimizer and "
-            "--freeze, or start a new run --from this checkpoint"
+            f"{folder / 'optimizer.pt'} does not fit the optimizer ({in_one_line(error)}). "
+            "Try: the same optimizer= and task options as before, or a new run."
         ) from None
-    for group, options in zip(optimizer.param_groups, asked, strict=True):
+    for group, options in zip(optimizer.param_groups, settings, strict=True):
         group.update(options)
     for one in optimizer.state.values():
         one.update(tree_map_only(torch.Tensor, _off_the_file, dict(one)))
 
 
 def _off_the_file(tensor: torch.Tensor) -> torch.Tensor:
-    """A card has its own copy already; on the host it is the file's memory, and the file may be removed or cut short."""
+    """A GPU has its own copy already; on the host it is the file's memory, and the file may be removed."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
-def take_up(own: Sequence[Own], rank: int, device: torch.device) -> dict[str, Any] | None:
-    """This process's random numbers put back; the stepper's state. With more processes than before, a new one begins
-    with numbers of its own."""
-    if rank < len(own):
-        RandomState.of(own[rank].random, device).restore()
-        return own[rank].stepper
+def restore_rank(ranks: Sequence[RankState], rank: int, device: torch.device) -> dict[str, Any]:
+    """Restore this rank's random state; returns its stepper's. A rank that is new gets random numbers of its own."""
+    if rank < len(ranks):
+        RandomState.of(ranks[rank].random, device).restore()
+        return ranks[rank].stepper
     torch.manual_seed(torch.initial_seed() + rank)
-    return {**own[0].stepper, "ooms": 0}
+    return {**ranks[0].stepper, "ooms": 0}
 
 
 def _load(path: Path, *, mapped: bool = False) -> Any:
-    """Mapped, its tensors take no memory until somebody writes into them."""
+    """Mapped, its tensors take no memory until somebody writes to them."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever pickle meets in bytes that are none of its own
+    except Exception as error:  # pickle may raise anything on bytes that are not its own
         raise BadCheckpoint(f"{path} cannot be read ({in_one_line(error)})") from None
-
-
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    return sum({tensor.data_ptr() or id(tensor): tensor.nbytes for tensor in tensors}.values())

@@ -58,10 +58,10 @@ def test_a_token_store_is_used_as_it_is(tiny, desk):
     assert not desk.folder.exists() and not desk.messages
 
 
-@pytest.mark.parametrize("option", ["tokenizer", "columns", "max_tokens"])
-def test_options_for_raw_files_are_refused_with_a_store(tiny, desk, option):
+@pytest.mark.parametrize(("option", "value"), [("tokenizer", "/"), ("columns", "8"), ("max_tokens", "8")])
+def test_options_for_raw_files_are_refused_with_a_store(tiny, desk, option, value):
     with pytest.raises(BadOption, match=f"^{option}= cannot be used with {tiny.store.path}"):
-        desk.prepare(task(tiny, **{option: "8"}), tiny.store.path)
+        desk.prepare(task(tiny, **{option: value}), tiny.store.path)
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 6}, {"columns": "prompt=response,response=prompt"}])

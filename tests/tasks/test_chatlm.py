@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from brimful.data.tokenize import tokenize
 from brimful.errors import BadData, BadModel, BadOption
 from brimful.tasks.chatlm import IGNORED, SIZES, ChatOptions, Pretrain, Sft
+from brimful.training.run import Request, RunFolder
 from tests.tasks.tiny import ROOMY, ROWS, make_tokenizer, write_jsonl
 
 FREEZES = ("none", "encoder", "encoder+embeddings")
@@ -379,10 +380,12 @@ def problems(**options):
         ({"size": "huge"}, "size='huge' must be one of tiny, base."),
         ({"size": ""}, "size='' must be one of tiny, base."),
         (
-            {"size": "tiny", "from_": "model"},
+            {"size": "tiny", "from_": "/"},
             "size='tiny' cannot be combined with from_=, whose model has its own size.",
         ),
-        ({"from_": "model", "random_weights": True}, "random_weights=True cannot be combined with from_=."),
+        ({"from_": "/", "random_weights": True}, "random_weights=True cannot be combined with from_=."),
+        ({"from_": "no/such/model"}, "from_='no/such/model' does not exist."),
+        ({"tokenizer": "missing"}, "tokenizer='missing' does not exist."),
     ],
     ids=str,
 )
@@ -413,7 +416,7 @@ def test_max_tokens_that_are_not_positive_numbers_are_refused(value):
 
 
 def test_all_problems_are_reported_together():
-    message = problems(freeze="x", label_smoothing=2, size="tiny", from_="model", max_tokens="no")
+    message = problems(freeze="x", label_smoothing=2, size="tiny", from_="/", max_tokens="no")
     assert all(f"{name}=" in message for name in ("freeze", "label_smoothing", "size", "max_tokens"))
 
 
@@ -421,3 +424,15 @@ def test_the_options_are_imported_without_torch():
     script = "import sys, brimful.tasks.chatlm; assert 'torch' not in sys.modules"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+
+
+def test_a_resumed_run_uses_its_own_copies_of_what_is_gone(tiny, tmp_path):
+    RunFolder(tmp_path).write_request(
+        Request(task="chatlm-sft", data="rows", run="", prepared={"data": "data/train-0"})
+    )
+    tokenizer, model = tmp_path / "data" / "train-0" / "tokenizer", tmp_path / "model"
+    for folder in (tokenizer, model):
+        folder.mkdir(parents=True)
+    gone = {"from": "/gone", "tokenizer": "/gone", "freeze": "none"}
+    assert ChatOptions.on_resume(gone, tmp_path) == {"from": str(model), "tokenizer": str(tokenizer), "freeze": "none"}
+    assert ChatOptions.on_resume({"from": str(tiny.model)}, tmp_path) == {"from": str(tiny.model)}

@@ -1,27 +1,25 @@
 """The exact step in an Accelerate loop: prepare as before, then step through Brimful.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    stepper = exact_stepper(accelerator, model, optimizer, loss, clip_norm=1.0)
+    stepper = exact(accelerator, model, optimizer, loss, clip_norm=1.0)
     for batch in loader:
-        result = stepper.step(batch)     # was: forward, accelerator.backward, clip, optimizer.step, zero_grad
+        result = stepper.step(batch)     # instead of forward, accelerator.backward, clip, optimizer.step, zero_grad
         scheduler.step()
 
-What Accelerate prepared stays in charge of the rest: the loader gives each process its own rows, the patched forward
-opens autocast, its scaler scales, `scheduler.step()` moves as often as in a plain loop and not after a skipped step,
-`save_state` and `load_state` carry the stepper along. The one thing that goes is the DDP wrapper, which reduces inside
-backward, where a process that runs out of memory would leave the others waiting for ever.
+The rest stays Accelerate's: the loader gives each process its own rows, the prepared forward opens autocast, its scaler
+scales, `scheduler.step()` does not move after a skipped step, `save_state` and `load_state` include the stepper. Only the DDP
+wrapper goes, which reduces inside backward, where a process that runs out of memory would leave the others waiting.
 
-**What differs from a plain loop.** Accelerate averages the processes' means and the accumulated batches' means, which is
-wrong as soon as they count differently many tokens; here the mean runs over everything counted in the step. In a plain
-loop without a scaler NaN gradients go into the weights; here the step is skipped.
+**What differs from a plain loop.** Accelerate averages the means of processes and of accumulated batches, which is wrong if
+they count different numbers of tokens; here the mean runs over everything counted in the step. Without a scaler a plain loop
+writes NaN gradients into the weights; here the step is skipped.
 
-**Out of reach.** The prepared loader puts a whole batch on the device before the step sees it. A loader that gives lists
-of rows (`collate_fn=list`, with `collate=` here) or `accelerator.prepare(loader, device_placement=[False])` leaves that
-to the step, one micro-batch at a time.
+**Not covered.** The prepared loader moves a whole batch to the device before the step sees it. A loader of lists of rows
+(`collate_fn=list`, with `collate=` here) or `accelerator.prepare(loader, device_placement=[False])` leaves that to the step.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from brimful.errors import BadOption, TaskError, UnsupportedModel
 from brimful.memory.oom import is_oom
 from brimful.planning.plan import Plan
-from brimful.step.interface import StepResult
-from brimful.step.rows import Listed, as_rows
+from brimful.step.distributed import RowsAre
+from brimful.step.recovery import GROW_AFTER
+from brimful.step.result import Event, StepResult
+from brimful.step.rows import ListedRows, as_rows
 from brimful.step.stepper import Stepper
-from brimful.task import Loss, Task
+from brimful.task import Task
 
-IGNORED = -100
-"""The label that Hugging Face's losses do not count."""
-_REFUSED = {
+_UNSUPPORTED = {
     DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.FSDP: "FSDP",
     DistributedType.MEGATRON_LM: "Megatron-LM",
@@ -50,39 +48,76 @@ _REFUSED = {
 _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
-def exact_stepper(
+def exact(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
     loss: Task | Callable[[Any, Any], Any] | None = None,
     plan: Plan | None = None,
-    **options: Any,
+    *,
+    micro_batch: int | None = None,
+    clip_norm: float | None = None,
+    collate: Callable[[Sequence[Any]], Any] | None = None,
+    rows_are: RowsAre = "local",
+    skip_oversized: bool = False,
+    allow_inexact: bool = False,
+    skip_nonfinite: int = 5,
+    grow_after: int = GROW_AFTER,
+    last_checkpoint: Callable[[], str | None] | None = None,
+    on_event: Callable[[Event], object] | None = None,
 ) -> "AcceleratedStepper":
-    """A stepper over what `accelerator.prepare` returned.
+    """A stepper over what `accelerator.prepare` returned. Scaler and precision are the accelerator's.
 
-    `loss(model, batch)` returns `Loss(sum, count)`; a task serves as well. Without one the model's own loss is taken, for
-    Hugging Face models whose output has a mean `loss` over `labels`. Options are those of `Stepper`.
+    Args:
+        accelerator: Yours.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        loss: `loss(model, batch)` or a task, as in `brimful.Stepper`. Default: the loss that a Hugging Face model
+            computes from `labels`.
+        plan: From `brimful.plan`.
+        rows_are: `local` if each process passes its own rows, as a prepared loader gives them.
+        micro_batch, clip_norm, collate, skip_oversized, allow_inexact, skip_nonfinite, grow_after, last_checkpoint,
+            on_event: As in `brimful.Stepper`.
     """
-    _check(accelerator, model, optimizer, options)
-    return AcceleratedStepper(accelerator, model, optimizer, model_loss if loss is None else loss, plan, **options)
+    _check_accelerator(accelerator)
+    for name, prepared in (("model", model), ("optimizer", optimizer)):
+        if not getattr(prepared, "_is_accelerate_prepared", False):
+            raise BadOption(f"the {name} is not prepared. Try: pass what accelerator.prepare(...) returned.")
+    inner = model
+    while isinstance(inner, _WRAPPERS):
+        inner = inner.module
+    if any(isinstance(part, _WRAPPERS) for part in inner.modules()):
+        raise UnsupportedModel(
+            "a DistributedDataParallel wrapper inside the model cannot be removed, as dynamo_backend leaves it. "
+            "Try: torch.compile before accelerator.prepare, and dynamo_backend='no'."
+        )
+    return AcceleratedStepper(
+        accelerator,
+        model,
+        optimizer,
+        _model_loss if loss is None else loss,
+        plan,
+        precision="fp32",  # the prepared forward opens autocast itself
+        scaler=accelerator.scaler,
+        micro_batch=micro_batch,
+        clip_norm=clip_norm,
+        collate=collate,
+        rows_are=rows_are,
+        skip_oversized=skip_oversized,
+        allow_inexact=allow_inexact,
+        skip_nonfinite=skip_nonfinite,
+        grow_after=grow_after,
+        last_checkpoint=last_checkpoint,
+        on_event=on_event,
+    )
 
 
 class AcceleratedStepper(Stepper):
-    """A stepper that keeps an accelerator's scheduler, scaler and checkpoints in step. Made by `exact_stepper`."""
+    """A stepper that keeps an accelerator's scheduler, scaler and checkpoints in step. Made by `exact`."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: Any,
-        task_or_loss: Task | Callable[[Any, Any], Any],
-        plan: Plan | None = None,
-        **options: Any,
-    ) -> None:
-        # The prepared forward opens autocast by itself, so the stepper opens none.
-        given = {"rows_are": "local", **options, "scaler": accelerator.scaler, "precision": "fp32"}
-        super().__init__(model, optimizer, task_or_loss, plan, **given)
-        self._accelerator, self._wrapped = accelerator, optimizer
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, *args: Any, **options: Any) -> None:
+        super().__init__(model, optimizer, *args, **options)
+        self._accelerator, self._prepared_optimizer = accelerator, optimizer
         self._number = getattr(accelerator, "_brimful_steppers", 0)  # two models that train together have one each
         accelerator._brimful_steppers = self._number + 1
         accelerator.register_save_state_pre_hook(self._save)
@@ -90,48 +125,46 @@ class AcceleratedStepper(Stepper):
 
     def step(self, rows: Any) -> StepResult:
         """One optimizer step over this process's batch, together with the other processes."""
-        self._refuse_small_batches()
+        self._refuse_accumulation()
         return self._step(rows)
 
     def backward(self, rows: Any) -> StepResult:
-        """The exact gradients alone, for loops that clip and step themselves. No `accelerator.backward` besides."""
-        self._refuse_small_batches()
+        """The exact gradients alone, for loops that clip and step themselves. Replaces `accelerator.backward`."""
+        self._refuse_accumulation()
         return super().backward(rows)
 
     def over(self, loader: Iterable[Any]) -> Iterator[StepResult]:
-        """A pass over the loader, `gradient_accumulation_steps` of its batches a step; those left at its end are one too.
+        """Step through the loader, `gradient_accumulation_steps` batches a step; what is left at the end is one too.
 
         for result in stepper.over(loader):
             scheduler.step()
         """
-        waiting: list[Any] = []
+        batches: list[Any] = []
         for batch in loader:
-            waiting.append(batch)
-            if len(waiting) == self._accelerator.gradient_accumulation_steps:
-                joined, waiting = self._joined(waiting), []
+            batches.append(batch)
+            if len(batches) == self._accelerator.gradient_accumulation_steps:
+                joined, batches = self._join(batches), []
                 yield self._step(joined)
-        if waiting:
-            yield self._step(self._joined(waiting))
+        if batches:
+            yield self._step(self._join(batches))
 
     def _step(self, rows: Any) -> StepResult:
         result = super().step(rows)
-        self._wrapped._is_overflow = not result.applied  # what the prepared scheduler looks at before it moves
+        self._prepared_optimizer._is_overflow = not result.applied  # the prepared scheduler looks at it before it moves
         return result
 
-    def _refuse_small_batches(self) -> None:
+    def _refuse_accumulation(self) -> None:
         parts = self._accelerator.gradient_accumulation_steps
         if parts > 1:
             raise BadOption(
-                f"gradient_accumulation_steps={parts}: a batch of this loader is a part of a step; iterate over "
-                f"stepper.over(loader), which joins {parts} of them, or raise the loader's batch_size {parts} times and "
-                "leave gradient_accumulation_steps at 1"
+                f"with gradient_accumulation_steps={parts} a batch of the loader is only part of a step. Try: iterate over "
+                f"stepper.over(loader), or a loader with {parts} times the batch_size and gradient_accumulation_steps=1."
             )
 
-    def _joined(self, batches: list[Any]) -> Any:
-        """Several batches of the loader as one."""
+    def _join(self, batches: list[Any]) -> Any:
         if len(batches) == 1:
             return batches[0]
-        if isinstance(as_rows(batches[0], self._rig.task, (), is_rows=self._is_rows), Listed):
+        if isinstance(as_rows(batches[0], self._context.task, (), list_is_rows=self._list_is_rows), ListedRows):
             return [row for batch in batches for row in batch]
         try:
             return concatenate(batches)
@@ -139,13 +172,12 @@ class AcceleratedStepper(Stepper):
             if is_oom(error):
                 raise
             raise TaskError(
-                f"{len(batches)} batches of the loader cannot be joined into a step, since they are padded to different "
-                f"lengths or hold more than tensors: raise the loader's batch_size {len(batches)} times and set "
-                "gradient_accumulation_steps=1"
+                f"{len(batches)} batches cannot be joined into a step: they have different lengths, or more than tensors. "
+                f"Try: a loader with {len(batches)} times the batch_size and gradient_accumulation_steps=1."
             ) from error
 
     def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        """A file of each process, since each has a cut of its own; Accelerate's custom objects are the first one's only."""
+        """One file per process, since each has its own limit; Accelerate's custom objects are saved by the first only."""
         self._file(folder).write_text(json.dumps(self.state_dict()))
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
@@ -153,78 +185,39 @@ class AcceleratedStepper(Stepper):
         if file.exists():
             self.load_state_dict(json.loads(file.read_text()))
         else:
-            self._note(f"{folder} was saved without this process's stepper: the weights are its, the cut starts anew")
+            self._note(f"{folder} has no stepper of this process, so the micro-batch size starts anew")
 
     def _file(self, folder: str) -> Path:
         return Path(folder) / f"brimful_stepper{self._number}_rank{self._accelerator.process_index}.json"
 
 
-def model_loss(model: nn.Module, batch: Any) -> Loss:
-    """The loss that a Hugging Face model computes from `labels`: a mean over those that are not -100, made a sum."""
+def _model_loss(model: nn.Module, batch: Any) -> Any:
+    """The output of a Hugging Face model, whose mean loss is weighted by its labels."""
     if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor):
-        raise TaskError("the batch has no tensor `labels` to take the model's own loss from: give exact_stepper a loss")
-    mean = getattr(model(**batch), "loss", None)
-    if not isinstance(mean, torch.Tensor):
-        raise TaskError(f"{type(model).__name__} returned no loss for these labels: give exact_stepper a loss")
-    count = _counted(model, batch).ne(IGNORED).sum()
-    # Of a micro-batch whose labels are all masked the mean is NaN; its sum is 0, and so are its gradients.
-    return Loss(sum=torch.where(count > 0, mean * count, torch.zeros_like(mean)), count=count)
-
-
-def _counted(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The labels that the model's mean runs over. Decoders without an encoder predict each from those before it."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if isinstance(batch.get("shift_labels"), torch.Tensor):
-        return batch["shift_labels"]
-    labels: torch.Tensor = batch["labels"]
-    shifts = getattr(model, "loss_function", None) is ForCausalLMLoss  # its loss_type is None for GPT-2
-    from_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return labels[..., 1:] if shifts and not from_encoder else labels
-
-
-def _check(accelerator: Accelerator, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> None:
-    """Everything that cannot work, before anything is touched."""
-    _check_accelerator(accelerator)
-    for what, one in (("model", model), ("optimizer", optimizer)):
-        if not getattr(one, "_is_accelerate_prepared", False):
-            raise BadOption(f"the {what} was not prepared: give exact_stepper what accelerator.prepare(...) returned")
-    if any(isinstance(part, _WRAPPERS) for part in _inside(model).modules()):
-        raise UnsupportedModel(
-            "the model holds a DistributedDataParallel wrapper that cannot be taken off, as dynamo_backend leaves it: compile "
-            "the model yourself before accelerator.prepare, and leave dynamo_backend at 'no'"
-        )
-    taken = sorted({"scaler", "precision"} & set(options))
-    if taken:
-        raise BadOption(f"{' and '.join(taken)}: the accelerator's own is used; set Accelerator(mixed_precision=...)")
+        raise TaskError("the batch has no tensor `labels` for the model's own loss. Try: exact(…, loss=…).")
+    output = model(**batch)
+    if not isinstance(getattr(output, "loss", None), torch.Tensor):
+        raise TaskError(f"{type(model).__name__} returned no loss for these labels. Try: exact(…, loss=…).")
+    return output
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
-    kind = _REFUSED.get(accelerator.distributed_type) or _parallel(accelerator)
+    kind = _UNSUPPORTED.get(accelerator.distributed_type)
+    config = getattr(accelerator, "parallelism_config", None)
+    if kind is None and config is not None and config.non_data_parallel_size != 1:
+        kind = f"ParallelismConfig ({', '.join(config.non_dp_dim_names)})"
     if kind is not None:
         raise UnsupportedModel(
-            f"{kind}: processes talk to each other inside the forward, so none can redo a step alone; launch with plain "
-            "data parallelism (accelerate launch --multi_gpu)"
+            f"{kind} communicates inside the forward, so one process cannot repeat a step alone. "
+            "Try: plain data parallelism (accelerate launch --multi_gpu)."
         )
     if accelerator.mixed_precision == "fp8":
-        raise UnsupportedModel("mixed_precision='fp8' keeps scales that a redone step would count twice; use 'bf16'")
+        raise UnsupportedModel(
+            "mixed_precision='fp8' keeps scales that a repeated step would count twice. Try: 'bf16'."
+        )
     parts = accelerator.gradient_state.num_steps
     if parts > 1 and not accelerator.gradient_state.sync_with_dataloader:
         raise BadOption(
-            "sync_with_dataloader=False leaves a step half done at the end of a pass; leave it at True, or raise the loader's "
-            f"batch_size {parts} times and set gradient_accumulation_steps=1"
+            "sync_with_dataloader=False leaves a partial step at the end of a pass. Try: sync_with_dataloader=True, or a "
+            f"loader with {parts} times the batch_size and gradient_accumulation_steps=1."
         )
-
-
-def _parallel(accelerator: Accelerator) -> str | None:
-    config = getattr(accelerator, "parallelism_config", None)
-    if config is None or config.non_data_parallel_size == 1:
-        return None
-    return f"ParallelismConfig ({', '.join(config.non_dp_dim_names)})"
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """What is under the wrappers that do come off."""
-    while isinstance(model, _WRAPPERS):
-        model = model.module
-    return model

@@ -1,49 +1,45 @@
 """Lightning's `Trainer.fit` with steps that survive out-of-memory. Two changed lines:
 
-    from brimful.integrations.lightning import ExactSteps
+    from brimful.integrations.lightning import exact
 
-    trainer = Trainer(max_epochs=3, callbacks=[ExactSteps()])
+    trainer = exact(Trainer)(max_epochs=3)       # or Trainer(max_epochs=3, callbacks=[ExactSteps()])
 
-A batch of the train loader is one step, cut as memory demands, with the result of the plain Trainer on the whole batch.
+A batch of the train loader is one step, split as memory requires, with the result of the plain Trainer on the whole batch.
 Everything else stays Lightning's: steps, epochs, schedules, callbacks, loggers, validation, checkpoints and resuming.
 
-    Lightning's closure       with ExactSteps
-    strategy.training_step    `Stepper.backward`: your `training_step` and its backward for each micro-batch, redone when
-                              memory runs out; then one sum over the processes, which no DDP wrapper does besides
+    Lightning's closure       with exact steps
+    strategy.training_step    `Stepper.backward`: your `training_step` and its backward for each micro-batch, repeated when
+                              memory runs out; then one sum over the processes, without a DDP wrapper
     optimizer.zero_grad       finds nothing: the gradients are set aside
-    strategy.backward         puts them back; `on_before_backward` and `on_after_backward` come once a step
-    unscale, clip, step       Lightning's, out of reach: an out-of-memory error there ends the run with a sentence. The
-                              optimizer's bytes are proven before it begins
+    strategy.backward         puts them back; `on_before_backward` and `on_after_backward` run once a step
+    unscale, clip, step       Lightning's. An out-of-memory error there ends the run; the optimizer's bytes are reserved
 
-**The loss** is a mean over rows, unless `training_step` says over what: `return {"loss": mean, "count": tokens}`, which the
-plain Trainer takes as well, or `brimful.Loss(sum, count)`. A mean over tokens without a count is found before the first
-cut and refused.
+**The loss** is a mean over rows, unless `training_step` returns its count: `{"loss": mean, "count": tokens}`, which the plain
+Trainer accepts too, or `brimful.Loss(sum, count)`. A mean over tokens without a count is refused before the first split.
 
-**`self.log`** reaches Lightning once a step and key: the mean of the micro-batches, weighted by their counts, or their sum,
-smallest or largest where `reduce_fx` says so; tries that failed leave nothing. A torchmetrics object that is logged keeps
-its exact value over the epoch; its value for the step is that weighted mean. `brimful/ooms` (of all
-processes) and `brimful/micro_batches` are logged besides; every event goes to the logger `brimful` and to `on_event=`.
+**`self.log`** reaches Lightning once per step and key: the mean of the micro-batches weighted by their counts, or their sum,
+minimum or maximum if `reduce_fx` says so. Failed attempts leave nothing. A logged torchmetrics object keeps its exact value
+over the epoch; its value for the step is that weighted mean. `brimful/ooms` (of all processes) and `brimful/micro_batches`
+are logged too.
 
-**What your hooks see.** `training_step`, `transfer_batch_to_device` and `on_after_batch_transfer` run once for each
-micro-batch; whatever else they change (a counter, a list) is not put back after a failed try. All other hooks run once
-a step. The batch stays on the host until it is cut, so `on_train_batch_start` and `_end` find it there, and so with what
-`training_step` returned besides its loss, put together over the micro-batches; `ExactSteps(batch_on_device=True)` moves
-the batch whole, as Lightning does, and then an out-of-memory error in that is out of reach too.
+**Your hooks.** `training_step`, `transfer_batch_to_device` and `on_after_batch_transfer` run once per micro-batch; what else
+they change (a counter, a list) is not restored after a failed attempt. All other hooks run once a step. The batch stays on
+the host until it is split, so `on_train_batch_start` and `_end` get it there. With `batch_on_device=True` the whole batch is
+moved first, as Lightning does, and an out-of-memory error in that ends the run.
 
-Lightning 2.5 to 2.6, as `lightning` or `pytorch_lightning`, on one device or with DDP however it is launched. When nothing
-happens a step costs 1.1 ms more than Lightning's own 2.8 ms (a small model on one CPU core).
+Lightning 2.5 to 2.6, as `lightning` or `pytorch_lightning`, on one device or with DDP. Without an error a step costs 1.1 ms
+more than Lightning's own 2.8 ms (a small model on one CPU core).
 """
 
 import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,289 +59,125 @@ from brimful.errors import (
 from brimful.memory.oom import is_oom
 from brimful.planning.plan import Plan
 from brimful.step import checks
-from brimful.step.interface import StepOptions, StepResult
-from brimful.step.stepper import Stepper
+from brimful.step.recovery import GROW_AFTER
+from brimful.step.result import Event, StepResult
+from brimful.step.stepper import Stepper, check_options
 from brimful.task import Loss, rows_of
 
-# The micro-batches of one Lightning step: each runs `training_step`, and what it logs and returns is kept until the step is
-# through, then told once.
-#
-# A try that failed leaves nothing behind: neither values logged nor the state of torchmetrics objects.
-
-
-_Metric: Any = import_module("torchmetrics").Metric
-HINT = "where the loss is a mean over tokens or anything but rows, return {'loss': mean, 'count': how many} from training_step"
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of `self.log`: its arguments, and its value as it was then."""
-
-    arguments: dict[str, Any]
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What a micro-batch said besides its loss."""
-
-    rows: int | None
-    count: Tensor | float
-    logged: dict[str, _Call]
-    extras: dict[str, Any]
-
-
-class MicroBatches:
-    """The micro-batches of one step: runs `training_step` on each, and keeps what it says until the step is through."""
-
-    def __init__(self, strategy: Any, plain: Callable[..., Any], rest: tuple[Any, ...], *, moved: bool) -> None:
-        self._strategy, self._plain, self._rest, self._moved = strategy, plain, rest, moved
-        self._module = strategy.lightning_module
-        self._log = self._module.log
-        self._metrics = _Metrics(self._module)
-        self._said: list[_Said] = []
-        self._logged: dict[str, _Call] = {}
-        self._dtype = torch.float32
-
-    def loss(self, batch: Any) -> Loss:
-        if all(param.grad is None for param in self._module.parameters()):  # so every try begins, and only a try
-            self._said = []
-            self._metrics.put_back()
-        rows = _rows(batch)
-        if not self._moved:
-            batch = self._module._apply_batch_transfer_handler(batch, device=self._strategy.root_device)
-        self._logged, self._metrics.touched = {}, True
-        loss, extras = _read(self._plain(batch, *self._rest), rows, type(self._module).__name__)
-        where = None if self._moved else "cpu"
-        extras = tree_map_only(Tensor, lambda tensor: tensor.detach().to(where), extras)
-        self._said.append(_Said(rows, _plain_number(loss.count), self._logged, extras))
-        self._dtype = loss.sum.dtype
-        return loss
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """`self.log` of the module speaks to us; `log_dict` goes through it."""
-        own, function = vars(self._module).get("log"), self._module._current_fx_name
-        self._module.log = self._hear
-        try:
-            yield
-        finally:
-            del self._module.log
-            if own is not None:
-                self._module.log = own
-            self._module._current_fx_name = function  # a hook that ran out of memory left its own name there
-
-    def log_once(self, result: StepResult, ooms: int) -> None:
-        """What every micro-batch logged, once; in the precision that it was logged in."""
-        with self._strategy.precision_plugin.train_step_context():
-            for name in _in_order(said.logged for said in self._said):
-                self._log(**_merged([(said, said.logged[name]) for said in self._said if name in said.logged]))
-            if result.ooms_of_all or _logs_this_step(
-                self._module.trainer
-            ):  # each call costs as much as a small model's layer
-                self._module.log("brimful/ooms", float(ooms), on_step=True, on_epoch=False)
-                self._module.log("brimful/micro_batches", float(result.micro_batches), on_step=True, on_epoch=False)
-
-    def outputs(self, result: StepResult) -> dict[str, Any]:
-        """What `training_step` returned, over all micro-batches: the loss is the mean over all processes."""
-        loss = torch.tensor(result.loss, dtype=self._dtype, device=self._strategy.root_device)
-        names = _in_order(said.extras for said in self._said)
-        return {"loss": loss, **{name: _joined(self._said, name) for name in names}}
-
-    def _hear(self, *args: Any, **kwargs: Any) -> None:
-        kind: Any = type(self._module)
-        _, *bound = _signature_of_log(kind).bind(self._module, *args, **kwargs).arguments.items()
-        arguments = dict(bound)
-        self._logged[arguments["name"]] = _Call(arguments, _value_now(arguments["value"]))
-
-
-@functools.cache
-def _signature_of_log(kind: Any) -> inspect.Signature:
-    return inspect.signature(kind.log)
-
-
-def _logs_this_step(trainer: Any) -> bool:
-    """As Lightning decides it."""
-    every = trainer.log_every_n_steps
-    return bool(not trainer.barebones and every and (trainer.global_step + 1) % every == 0)
-
-
-class _Metrics:
-    """The torchmetrics of a module as they were before the step; a failed try is not to be counted in them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._saved = [(part, _copied(vars(part))) for part in module.modules() if isinstance(part, _Metric)]
-        self.touched = False
-
-    def put_back(self) -> None:
-        if self.touched:
-            for metric, saved in self._saved:
-                vars(metric).update(_copied(saved))
-        self.touched = False
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors and lists of them are changed in place; everything else is replaced."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
-        for name, value in state.items()
-    }
-
-
-def _value_now(value: Any) -> Any:
-    """A metric's value for this micro-batch is overwritten by the next."""
-    if isinstance(value, _Metric):
-        return value._forward_cache
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _plain_number(count: Any) -> Any:
-    return count.detach() if isinstance(count, Tensor) else count
-
-
-def _rows(batch: Any) -> int | None:
-    try:
-        return rows_of(batch)
-    except TaskError:
-        return None
-
-
-def _read(given: Any, rows: int | None, name: str) -> tuple[Loss, dict[str, Any]]:
-    """What `training_step` returned, as sum and count, and whatever came with them."""
-    extras = dict(given) if isinstance(given, Mapping) else {}
-    mean = extras.pop("loss", None) if isinstance(given, Mapping) else given
-    if isinstance(mean, Loss):
-        return mean, extras
-    if not isinstance(mean, Tensor):
-        raise TaskError(
-            f"{name}.training_step returned {'no loss' if mean is None else f'a {type(mean).__name__}'} for a micro-batch; return a "
-            "scalar tensor, a dict with one under 'loss', or brimful.Loss(sum, count); rows that count for nothing have 'count' 0"
-        )
-    mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # in fp16 a sum over 10,000 tokens is inf
-    if extras.get("count") is None:
-        if rows is None:
-            raise TaskError(f"the rows of {name}'s batch cannot be told from its tensors: {HINT}")
-        return Loss(sum=mean * rows, count=rows), extras
-    count = torch.as_tensor(extras["count"], device=mean.device).detach()
-    return Loss(sum=torch.where(count > 0, mean * count, torch.zeros_like(mean)), count=count), extras
-
-
-def _in_order(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
-
-
-def _merged(calls: list[tuple[_Said, _Call]]) -> dict[str, Any]:
-    """Several calls of `self.log` with one name, as one."""
-    arguments = dict(calls[-1][1].arguments)
-    values, weights = [call.value for _, call in calls], [said.count for said, _ in calls]
-    if isinstance(arguments["value"], _Metric):
-        if all(isinstance(value, Tensor) for value in values):
-            arguments["value"]._forward_cache = _reduced(values, weights, "mean")
-    elif len(calls) > 1:
-        how = arguments.get("reduce_fx", "mean")
-        arguments["value"] = _reduced(values, weights, str(getattr(how, "__name__", how)).lower())
-    sizes = [call.arguments.get("batch_size") or said.rows for said, call in calls]
-    if None not in sizes:
-        arguments["batch_size"] = sum(sizes)
-    return arguments
-
-
-def _reduced(values: list[Any], weights: list[Any], how: str) -> Tensor:
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    parts = torch.stack([torch.as_tensor(value, device=device) for value in values])
-    if how in ("min", "max"):
-        return parts.amin(0) if how == "min" else parts.amax(0)
-    if how == "sum":
-        return parts.sum(0)
-    parts = parts.to(torch.promote_types(parts.dtype, torch.float32))
-    shape = (-1, *[1] * (parts.ndim - 1))
-    counts = torch.stack([torch.as_tensor(weight, device=parts.device).to(parts.dtype) for weight in weights])
-    counts = counts.reshape(shape)
-    return torch.where(counts > 0, parts * counts, torch.zeros_like(parts)).sum(0) / counts.sum()
-
-
-def _joined(said: list[_Said], name: str) -> Any:
-    """An output besides the loss: rows one after the other, numbers as their mean, a count as its sum, or a list."""
-    having = [one for one in said if name in one.extras]
-    parts = [one.extras[name] for one in having]
-    if len(parts) == 1:
-        return parts[0]
-    if all(
-        isinstance(part, Tensor) and part.ndim and len(part) == one.rows
-        for part, one in zip(parts, having, strict=True)
-    ):
-        return torch.cat(parts)
-    if all(isinstance(part, (int, float)) or (isinstance(part, Tensor) and not part.ndim) for part in parts):
-        return _reduced(parts, [one.count for one in having], "sum" if name == "count" else "mean")
-    return parts
-
-
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+T = TypeVar("T")
+logger = logging.getLogger("brimful")
+_PACKAGES = [name for name in ("lightning.pytorch", "pytorch_lightning") if find_spec(name.partition(".")[0])]
 """One library under two names, with classes of their own."""
-_LIGHTNINGS = {
-    "clip_norm": "Trainer(gradient_clip_val=…) clips",
-    "precision": "Trainer(precision=…) sets it",
-    "scaler": "Trainer's precision plugin has its own",
-    "skip_nonfinite": "Lightning applies every step",
-    "checkpoint": "Trainer's own checkpoints are named",
-}
-"""Options of the stepper that are Lightning's to decide here."""
+if not _PACKAGES:
+    raise MissingExtra("lightning", "lightning")
+_Callback: Any = type("Callback", tuple(import_module(name).Callback for name in _PACKAGES), {})
+"""A callback of both packages: each Trainer checks for its own class."""
+_Metric: Any = import_module("torchmetrics").Metric
 _AUTOCAST = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""What a plan calls Lightning's precisions; without autocast it is fp32."""
-
-log = logging.getLogger("brimful")
-
-
-def _callback_class() -> Any:
-    """A callback for both packages: each Trainer asks whether it is one of its own."""
-    installed = [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
-    if not installed:
-        raise MissingExtra("lightning", "lightning")
-    return type("Callback", tuple(import_module(name).Callback for name in installed), {})
+"""What a plan calls Lightning's precisions. Without autocast it is fp32."""
+HINT = "If the loss is not a mean over rows, return {'loss': mean, 'count': count} from training_step."
 
 
-_Callback: Any = _callback_class()
+def exact(
+    trainer: type[T],
+    *,
+    plan: Plan | None = None,
+    batch_on_device: bool = False,
+    micro_batch: int | None = None,
+    collate: Callable[[Sequence[Any]], Any] | None = None,
+    skip_oversized: bool = False,
+    allow_inexact: bool = False,
+    grow_after: int = GROW_AFTER,
+    on_event: Callable[[Event], object] | None = None,
+) -> type[T]:
+    """The same Trainer class, with steps that survive out-of-memory.
+
+    The trainer has an attribute `exact_steps`, the callback that does it: `trainer.exact_steps.ooms`,
+    `trainer.exact_steps.stepper.events`. The arguments are those of `ExactSteps`.
+    """
+    if not (isinstance(trainer, type) and any(issubclass(trainer, import_module(name).Trainer) for name in _PACKAGES)):
+        raise BadOption(f"exact() takes a Trainer class, not {trainer!r}. Try: exact(Trainer)(max_epochs=…).")
+    make = functools.partial(
+        ExactSteps,
+        plan,
+        batch_on_device=batch_on_device,
+        micro_batch=micro_batch,
+        collate=collate,
+        skip_oversized=skip_oversized,
+        allow_inexact=allow_inexact,
+        grow_after=grow_after,
+        on_event=on_event,
+    )
+    make()  # options are checked now, not when the trainer is made
+
+    def init(self: Any, *, callbacks: Any = None, **options: Any) -> None:
+        self.exact_steps = make()
+        listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] * (callbacks is not None)
+        super(made, self).__init__(callbacks=[*listed, self.exact_steps], **options)
+
+    made: Any = type(f"Exact{trainer.__name__}", (trainer,), {"__init__": init})
+    return made
 
 
 class ExactSteps(_Callback):
-    """A callback that makes every training step of `Trainer.fit` survive out-of-memory.
-
-    `plan` (from `brimful.plan`) cuts by predicted bytes; without one the whole batch is tried and the rest learnt. Options
-    are Stepper's: `micro_batch`, `on_event`, `skip_oversized`, `allow_inexact`, `grow_after`, and `collate` for a loader
-    that gives lists of rows. While it trains and after, `ooms` counts and `stepper.events` tells.
-    """
+    """The callback behind `exact`, which makes every training step of `Trainer.fit` survive out-of-memory."""
 
     stepper: Stepper | None = None
-    """The step behind `training_step`, from the first one on."""
+    """The stepper, from the first step on."""
     ooms = 0
     """Out-of-memory errors survived, on all processes."""
 
-    def __init__(self, plan: Plan | None = None, *, batch_on_device: bool = False, **options: Any) -> None:
-        _check_options(options)
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        *,
+        batch_on_device: bool = False,
+        micro_batch: int | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        skip_oversized: bool = False,
+        allow_inexact: bool = False,
+        grow_after: int = GROW_AFTER,
+        on_event: Callable[[Event], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            plan: From `brimful.plan`: split by predicted bytes. Default: try the whole batch and learn from errors.
+            batch_on_device: Move the whole batch to the device before it is split.
+            collate: Turns rows into a batch, for a loader of lists of rows.
+            micro_batch, skip_oversized, allow_inexact, grow_after, on_event: As in `brimful.Stepper`.
+        """
+        check_options(micro_batch=micro_batch, grow_after=grow_after, collate=collate, on_event=on_event)
         self.plan, self.batch_on_device = plan, batch_on_device
-        self._options = {"rows_are": "local", **options}
+        self._step_options: dict[str, Any] = {
+            "micro_batch": micro_batch,
+            "collate": collate,
+            "skip_oversized": skip_oversized,
+            "allow_inexact": allow_inexact,
+            "grow_after": grow_after,
+            "on_event": on_event,
+        }
         self._state: dict[str, Any] = {}
         self._made_for: tuple[Any, ...] = ()
-        self._now: MicroBatches | None = None
-        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._running: _MicroBatches | None = None
+        self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Before anything is on the device: refuse what cannot work, and take over the strategy's training step."""
+        """Before anything is on the device: refuse what cannot work, and replace the strategy's training step."""
         if stage != "fit":
             return
         _check_trainer(trainer, pl_module)
         self.stepper, self.ooms, self._state, self._made_for = None, 0, {}, ()
         if self.plan and self.plan.levers.precision != _AUTOCAST.get(trainer.precision, "fp32"):
-            text = "the plan was made for %s, and Trainer(precision=%r) is trained with: its bytes are off"
-            log.warning(text, self.plan.levers.precision, trainer.precision)
-        _ExactStrategy(trainer.strategy, self)
+            text = "the plan was made for %s, but the precision is %r, so its bytes are wrong"
+            logger.warning(text, self.plan.levers.precision, trainer.precision)
+        _PatchedStrategy(trainer.strategy, self)
 
-    def on_plan_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         checks.check_model(pl_module)
         checks.check_optimizer(pl_module, trainer.optimizers[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next cuts depend on; the scaler is in Lightning's part of the checkpoint."""
+        """What the next splits depend on. The scaler is in Lightning's part of the checkpoint."""
         return {**self.stepper.state_dict(), "scaler": None, "ooms_of_all": self.ooms} if self.stepper else self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -353,71 +185,64 @@ class ExactSteps(_Callback):
 
     @property
     def in_micro_batch(self) -> bool:
-        return self._now is not None
+        return self._running is not None
 
-    def step(self, strategy: Any, plain: Callable[..., Any], batch: Any, *rest: Any) -> dict[str, Any]:
-        """The exact gradients of this batch, set aside, and what `training_step` would have returned."""
+    def step(self, strategy: Any, training_step: Callable[..., Any], batch: Any, *arguments: Any) -> dict[str, Any]:
+        """Make the exact gradients of this batch and set them aside. Returns what `training_step` would have."""
         _check_accumulation(strategy.lightning_module.trainer)
-        stepper = self._stepper(strategy)
-        with self._micro_batches(strategy, plain, rest) as now:
-            try:
+        stepper = self._find_stepper(strategy)
+        self._running = running = _MicroBatches(strategy, training_step, arguments, moved=self.batch_on_device)
+        try:
+            with running.listening():
                 result = stepper.backward(batch)
-            except InexactSplit as error:
-                raise InexactSplit(f"{error}; {HINT}") from None
-        self._aside = [(p, p.grad) for p in strategy.lightning_module.parameters() if p.grad is not None]
+        except InexactSplit as error:
+            raise InexactSplit(f"{error} {HINT}") from None
+        finally:
+            self._running = None
+        self._set_aside = [(p, p.grad) for p in strategy.lightning_module.parameters() if p.grad is not None]
         stepper.model.zero_grad(set_to_none=True)
         self.ooms += result.ooms_of_all
-        now.log_once(result, self.ooms)
-        return now.outputs(result)
+        running.log_once(result, self.ooms)
+        return running.outputs(result)
 
-    def put_back(self) -> None:
-        """The gradients, once Lightning has emptied what it takes for the last step's."""
-        for param, gradient in self._aside:
+    def restore_gradients(self) -> None:
+        """Once Lightning has emptied what it takes for the gradients of the last step."""
+        for param, gradient in self._set_aside:
             param.grad = gradient
-        self._aside = []
+        self._set_aside = []
 
-    @contextlib.contextmanager
-    def _micro_batches(self, strategy: Any, plain: Any, rest: tuple[Any, ...]) -> Iterator["MicroBatches"]:
-        self._now = MicroBatches(strategy, plain, rest, moved=self.batch_on_device)
-        try:
-            with self._now.listening():
-                yield self._now
-        finally:
-            self._now = None
-
-    def _stepper(self, strategy: Any) -> Stepper:
-        """The one there is, unless a callback froze or thawed weights or changed the optimizer since."""
+    def _find_stepper(self, strategy: Any) -> Stepper:
+        """The same one, unless a callback froze or unfroze weights or changed the optimizer."""
         module, optimizer = strategy.lightning_module, strategy.optimizers[0]
         made_for = optimizer, *(param.requires_grad for param in module.parameters())
         if self.stepper is None or self._made_for != made_for:
             state = self.state_dict()
+
+            def loss(_: nn.Module, batch: Any) -> Loss:
+                assert self._running is not None
+                return self._running.loss(batch)
+
+            loss.__name__ = f"{type(module).__name__}.training_step"
             self.stepper = Stepper(
                 module,
                 optimizer,
-                self._named_loss(type(module).__name__),
+                loss,
                 self.plan,
-                precision="fp32",  # the strategy's training step opens autocast by itself
+                precision="fp32",  # the strategy's training step opens autocast itself
                 scaler=getattr(strategy.precision_plugin, "scaler", None),
-                **self._options,
+                rows_are="local",
+                **self._step_options,
             )
             self._made_for = made_for
             if state:
                 self.stepper.load_state_dict(state)
         return self.stepper
 
-    def _named_loss(self, name: str) -> Callable[[Any, Any], Loss]:
-        def loss(_: nn.Module, batch: Any) -> Loss:
-            assert self._now is not None
-            return self._now.loss(batch)
 
-        loss.__name__ = f"{name}.training_step"
-        return loss
+class _PatchedStrategy:
+    """Replaces some methods of a strategy while training, and calls the originals otherwise."""
 
-
-class _ExactStrategy:
-    """Takes the place of some methods of a strategy; what does not train is left as it was."""
-
-    TAKEN = (
+    REPLACED = (
         "batch_to_device",
         "training_step",
         "backward",
@@ -428,137 +253,297 @@ class _ExactStrategy:
         "barrier",
     )
 
-    def __init__(self, strategy: Any, exact: "ExactSteps") -> None:
-        self._strategy, self._exact, self._made = strategy, exact, False
-        for name in self.TAKEN:
-            vars(strategy).pop(name, None)  # an earlier fit's
-        self._plain: dict[str, Any] = {name: getattr(strategy, name, None) for name in self.TAKEN}
-        for name in self.TAKEN:
+    def __init__(self, strategy: Any, exact_steps: ExactSteps) -> None:
+        self._strategy, self._exact_steps, self._has_gradients = strategy, exact_steps, False
+        for name in self.REPLACED:
+            vars(strategy).pop(name, None)  # of an earlier fit
+        self._original: dict[str, Any] = {name: getattr(strategy, name, None) for name in self.REPLACED}
+        for name in self.REPLACED:
             setattr(strategy, name, getattr(self, name))
 
+    @property
+    def _training(self) -> bool:
+        """Not in validation, nor in the pass without backward that StochasticWeightAveraging ends with."""
+        trainer = self._strategy.lightning_module.trainer
+        return bool(trainer.training and not trainer.fit_loop._skip_backward)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._cuts and not self._exact.batch_on_device:
+        if self._training and not self._exact_steps.batch_on_device:
             return batch
-        return self._plain["batch_to_device"](batch, device, dataloader_idx)
+        return self._original["batch_to_device"](batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        plain = self._plain["training_step"]
-        return self._exact.step(self._strategy, plain, *args) if self._cuts else plain(*args, **kwargs)
+        original = self._original["training_step"]
+        return self._exact_steps.step(self._strategy, original, *args) if self._training else original(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """The plugin's hooks around gradients that are there already."""
+        """The hooks of the precision plugin around gradients that exist already."""
         plugin, module = self._strategy.precision_plugin, self._strategy.lightning_module
         loss = plugin.pre_backward(closure_loss, module)
-        self._exact.put_back()
-        self._made = True
+        self._exact_steps.restore_gradients()
+        self._has_gradients = True
         return plugin.post_backward(loss, module)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the closure too; only what comes after its gradients may have touched a weight."""
-        self._made = False
+        """Runs the closure too; only what comes after its gradients may have changed a weight."""
+        self._has_gradients = False
         try:
-            return self._plain["optimizer_step"](*args, **kwargs)
+            return self._original["optimizer_step"](*args, **kwargs)
         except Exception as error:
-            if isinstance(error, BrimfulError) or not is_oom(error) or not self._made:
+            if isinstance(error, BrimfulError) or not is_oom(error) or not self._has_gradients:
                 raise
-            raise _half_update(self._strategy.lightning_module.trainer, error) from error
+            trainer = self._strategy.lightning_module.trainer
+            saved = trainer.checkpoint_callback
+            path = saved and (getattr(saved, "last_model_path", "") or getattr(saved, "best_model_path", ""))
+            raise PartialUpdate(
+                f"memory ran out in step {trainer.global_step + 1} in a hook, in clipping or in the optimizer, so the weights may "
+                f"be partly updated ({in_one_line(error)}). Try: resume from {path or 'your last checkpoint'}."
+            ) from error
 
     def configure_ddp(self) -> None:
-        """No wrapper, which would reduce inside backward; only what it does first: everybody starts as process 0."""
+        """Without the wrapper, which would reduce inside backward; all processes start with the weights of the first."""
         module = self._strategy.lightning_module
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        return self._together("all_gather")(*args, **kwargs)
+        return self._collective("all_gather")(*args, **kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        return self._together("broadcast")(*args, **kwargs)
+        return self._collective("broadcast")(*args, **kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        return self._together("barrier")(*args, **kwargs)
+        return self._collective("barrier")(*args, **kwargs)
 
-    def _together(self, name: str) -> Any:
-        if self._exact.in_micro_batch and self._strategy.world_size > 1:
+    def _collective(self, name: str) -> Any:
+        if self._exact_steps.in_micro_batch and self._strategy.world_size > 1:
             raise UnsupportedModel(
-                f"training_step calls {name} of all processes, where one that runs out of memory would leave the others waiting "
-                "for ever; move it to a hook that runs once a step, such as on_train_batch_end"
+                f"training_step calls {name}, where a process that runs out of memory would leave the others waiting. "
+                "Try: a hook that runs once a step, such as on_train_batch_end."
             )
-        return self._plain[name]
-
-    @property
-    def _cuts(self) -> bool:
-        """Not in validation, nor in the pass without backward that StochasticWeightAveraging ends with."""
-        trainer = self._strategy.lightning_module.trainer
-        return bool(trainer.training and not trainer.fit_loop._skip_backward)
+        return self._original[name]
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = sorted({"plan", "batch_on_device"} | set(StepOptions.__dataclass_fields__) - set(_LIGHTNINGS))
-    wrong = [f"{name}: {_LIGHTNINGS[name]}" for name in options if name in _LIGHTNINGS]
-    wrong += [name for name in options if name not in known and name not in _LIGHTNINGS]
-    if wrong:
-        raise BadOption(f"ExactSteps has no option {', '.join(wrong)}; it has {', '.join(known)}")
-    StepOptions(**options)
+@dataclass(frozen=True, slots=True)
+class _LogCall:
+    """One call of `self.log`: its arguments, and its value at that time."""
+
+    arguments: dict[str, Any]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a micro-batch logged and returned besides its loss."""
+
+    rows: int | None
+    count: Tensor | float
+    logged: dict[str, _LogCall]
+    extras: dict[str, Any]
+
+
+class _MicroBatches:
+    """Runs `training_step` on each micro-batch of a step, and logs and returns once what it logged and returned.
+
+    A failed attempt leaves nothing: neither logged values nor the state of torchmetrics objects.
+    """
+
+    def __init__(
+        self, strategy: Any, training_step: Callable[..., Any], arguments: tuple[Any, ...], *, moved: bool
+    ) -> None:
+        self._strategy, self._training_step, self._arguments, self._moved = strategy, training_step, arguments, moved
+        self._module = strategy.lightning_module
+        self._log = self._module.log
+        metrics = (part for part in self._module.modules() if isinstance(part, _Metric))
+        self._metrics = [(metric, _copy_state(vars(metric))) for metric in metrics]
+        self._attempted = False
+        self._outputs: list[_Output] = []
+        self._logged: dict[str, _LogCall] = {}
+        self._dtype = torch.float32
+
+    def loss(self, batch: Any) -> Loss:
+        if all(param.grad is None for param in self._module.parameters()):  # at the beginning of every attempt
+            if self._attempted:
+                for metric, state in self._metrics:
+                    vars(metric).update(_copy_state(state))
+            self._attempted, self._outputs = True, []
+        try:
+            rows: int | None = rows_of(batch)
+        except TaskError:
+            rows = None
+        if not self._moved:
+            batch = self._module._apply_batch_transfer_handler(batch, device=self._strategy.root_device)
+        self._logged = {}
+        loss, extras = _read(self._training_step(batch, *self._arguments), rows, type(self._module).__name__)
+        device = None if self._moved else "cpu"
+        extras = tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), extras)
+        count = loss.count.detach() if isinstance(loss.count, Tensor) else loss.count
+        self._outputs.append(_Output(rows, count, self._logged, extras))
+        self._dtype = loss.sum.dtype
+        return loss
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Collect the module's calls of `self.log`, which `log_dict` uses too."""
+        own, function = vars(self._module).get("log"), self._module._current_fx_name
+        self._module.log = self._record
+        try:
+            yield
+        finally:
+            del self._module.log
+            if own is not None:
+                self._module.log = own
+            self._module._current_fx_name = function  # a hook that ran out of memory left its own name there
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        kind: Any = type(self._module)
+        _, *bound = _log_signature(kind).bind(self._module, *args, **kwargs).arguments.items()
+        arguments = dict(bound)
+        value = arguments["value"]
+        if isinstance(value, _Metric):  # its value for this micro-batch is overwritten by the next
+            value = value._forward_cache
+        self._logged[arguments["name"]] = _LogCall(arguments, value.detach() if isinstance(value, Tensor) else value)
+
+    def log_once(self, result: StepResult, ooms: int) -> None:
+        """What every micro-batch logged, once; in the precision that it was logged in."""
+        trainer = self._module.trainer
+        every = trainer.log_every_n_steps
+        logs = not trainer.barebones and every and (trainer.global_step + 1) % every == 0  # as Lightning decides it
+        with self._strategy.precision_plugin.train_step_context():
+            for name in _names(output.logged for output in self._outputs):
+                calls = [(output, output.logged[name]) for output in self._outputs if name in output.logged]
+                self._log(**_merge_calls(calls))
+            if result.ooms_of_all or logs:  # each call costs as much as a layer of a small model
+                self._module.log("brimful/ooms", float(ooms), on_step=True, on_epoch=False)
+                self._module.log("brimful/micro_batches", float(result.micro_batches), on_step=True, on_epoch=False)
+
+    def outputs(self, result: StepResult) -> dict[str, Any]:
+        """What `training_step` returned, over all micro-batches. The loss is the mean over all processes."""
+        loss = torch.tensor(result.loss, dtype=self._dtype, device=self._strategy.root_device)
+        names = _names(output.extras for output in self._outputs)
+        return {"loss": loss, **{name: _join_extras(self._outputs, name) for name in names}}
+
+
+@functools.cache
+def _log_signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.log)
+
+
+def _copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors and lists of them are changed in place; everything else is replaced."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+        for name, value in state.items()
+    }
+
+
+def _read(value: Any, rows: int | None, name: str) -> tuple[Loss, dict[str, Any]]:
+    """What `training_step` returned, as sum and count, and whatever came with them."""
+    extras = dict(value) if isinstance(value, Mapping) else {}
+    mean = extras.pop("loss", None) if isinstance(value, Mapping) else value
+    if isinstance(mean, Loss):
+        return mean, extras
+    if not isinstance(mean, Tensor):
+        returned = "no loss" if mean is None else f"a {type(mean).__name__}"
+        raise TaskError(
+            f"{name}.training_step returned {returned} for a micro-batch. Try: return a scalar tensor, a dict with 'loss', or "
+            "brimful.Loss(sum, count), with a count of 0 for rows that do not count."
+        )
+    mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # in fp16 a sum over 10,000 tokens is inf
+    if extras.get("count") is None:
+        if rows is None:
+            raise TaskError(f"the rows of {name}'s batch cannot be counted. {HINT}")
+        return Loss(sum=mean * rows, count=rows), extras
+    count = torch.as_tensor(extras["count"], device=mean.device).detach()
+    return Loss(sum=torch.where(count > 0, mean * count, torch.zeros_like(mean)), count=count), extras
+
+
+def _names(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for mapping in mappings for name in mapping))
+
+
+def _merge_calls(calls: list[tuple[_Output, _LogCall]]) -> dict[str, Any]:
+    """Several calls of `self.log` with one name, as one."""
+    arguments = dict(calls[-1][1].arguments)
+    values, weights = [call.value for _, call in calls], [output.count for output, _ in calls]
+    if isinstance(arguments["value"], _Metric):
+        if all(isinstance(value, Tensor) for value in values):
+            arguments["value"]._forward_cache = _reduce(values, weights, "mean")
+    elif len(calls) > 1:
+        reduction = arguments.get("reduce_fx", "mean")
+        arguments["value"] = _reduce(values, weights, str(getattr(reduction, "__name__", reduction)).lower())
+    sizes = [call.arguments.get("batch_size") or output.rows for output, call in calls]
+    if None not in sizes:
+        arguments["batch_size"] = sum(sizes)
+    return arguments
+
+
+def _reduce(values: list[Any], weights: list[Any], reduction: str) -> Tensor:
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    parts = torch.stack([torch.as_tensor(value, device=device) for value in values])
+    if reduction in ("min", "max"):
+        return parts.amin(0) if reduction == "min" else parts.amax(0)
+    if reduction == "sum":
+        return parts.sum(0)
+    parts = parts.to(torch.promote_types(parts.dtype, torch.float32))
+    counts = torch.stack([torch.as_tensor(weight, device=parts.device).to(parts.dtype) for weight in weights])
+    counts = counts.reshape((-1, *[1] * (parts.ndim - 1)))
+    return torch.where(counts > 0, parts * counts, torch.zeros_like(parts)).sum(0) / counts.sum()
+
+
+def _join_extras(outputs: list[_Output], name: str) -> Any:
+    """An output besides the loss: rows concatenated, numbers as their mean, a count as its sum, else a list."""
+    having = [output for output in outputs if name in output.extras]
+    parts = [output.extras[name] for output in having]
+    if len(parts) == 1:
+        return parts[0]
+    pairs = zip(parts, having, strict=True)
+    if all(isinstance(part, Tensor) and part.ndim and len(part) == output.rows for part, output in pairs):
+        return torch.cat(parts)
+    if all(isinstance(part, (int, float)) or (isinstance(part, Tensor) and not part.ndim) for part in parts):
+        return _reduce(parts, [output.count for output in having], "sum" if name == "count" else "mean")
+    return parts
 
 
 def _check_trainer(trainer: Any, module: Any) -> None:
     _check_accumulation(trainer)
     if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
-        raise BadOption("GradientAccumulationScheduler: a batch of the loader is a whole step here; leave it out")
+        raise BadOption("GradientAccumulationScheduler cannot be used, since a batch of the loader is a whole step")
     if not module.automatic_optimization:
         raise UnsupportedModel(
-            "automatic_optimization=False: with manual optimisation your training_step steps by itself, and a redone one would step "
-            "twice; use automatic optimisation, or brimful.Stepper in a loop of your own"
+            "with automatic_optimization=False training_step steps by itself, and a repeated one would step twice. "
+            "Try: automatic optimization, or brimful.Stepper in a loop of your own."
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise UnsupportedModel(
-            "training_step(dataloader_iter) takes batches that nobody can cut; take training_step(batch)"
-        )
+        raise UnsupportedModel("batches of training_step(dataloader_iter) cannot be split. Try: training_step(batch).")
     owner = next(base for base in type(module).__mro__ if "backward" in vars(base))
     if owner.__name__ != "LightningModule":
         raise UnsupportedModel(
-            f"{owner.__name__} overrides backward, which runs here once for each micro-batch and for the sum of the loss; move what "
-            "it does into training_step or on_after_backward"
+            f"{owner.__name__} overrides backward, which runs once per micro-batch on the sum of the loss. "
+            "Try: training_step or on_after_backward."
         )
-    _check_strategy(trainer.strategy)
+    strategy = trainer.strategy
+    name = type(strategy).__name__
+    kinds = {base.__name__ for base in type(strategy).__mro__}
+    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"} or "XLA" in name:
+        raise UnsupportedModel(
+            f"{name} cannot repeat a step, since it communicates inside the forward. Try: strategy='auto' or 'ddp'."
+        )
+    if getattr(strategy, "_layer_sync", None) is not None:
+        raise UnsupportedModel(
+            "with sync_batchnorm=True SyncBatchNorm communicates inside the forward, so one process cannot repeat a step. "
+            "Try: sync_batchnorm=False, GroupNorm or LayerNorm."
+        )
+    for option in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
+        if getattr(strategy, f"_{option}", None) is not None:
+            raise UnsupportedModel(f"{name}({option}=…) changes the DDP wrapper, which is not used here. Try: omit it.")
 
 
 def _check_accumulation(trainer: Any) -> None:
     parts = trainer.accumulate_grad_batches
     if parts != 1:
         raise BadOption(
-            f"accumulate_grad_batches={parts}: a batch of the loader is a whole step here, since memory no longer decides its size; "
-            f"raise the loader's batch_size {parts} times and leave accumulate_grad_batches at 1"
+            f"accumulate_grad_batches={parts} cannot be used, since a batch of the loader is a whole step. "
+            f"Try: a loader with {parts} times the batch_size and accumulate_grad_batches=1."
         )
-
-
-def _check_strategy(strategy: Any) -> None:
-    name = type(strategy).__name__
-    kinds = {base.__name__ for base in type(strategy).__mro__}
-    if not kinds & {"SingleDeviceStrategy", "DDPStrategy"} or "XLA" in name:
-        raise UnsupportedModel(
-            f"{name}: only one device and DDP can redo a step, since sharded weights are gathered inside the forward; use "
-            "Trainer(strategy='auto') or 'ddp'"
-        )
-    if getattr(strategy, "_layer_sync", None) is not None:
-        raise UnsupportedModel(
-            "Trainer(sync_batchnorm=True): SyncBatchNorm talks to the other processes inside the forward, where one that runs out of "
-            "memory would leave them waiting for ever; leave it out, or use GroupNorm or LayerNorm"
-        )
-    for option in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"):
-        if getattr(strategy, f"_{option}", None) is not None:
-            raise UnsupportedModel(
-                f"{name}({option}=…) changes what the DDP wrapper does, and there is none here; leave it out"
-            )
-
-
-def _half_update(trainer: Any, error: BaseException) -> PartialUpdate:
-    saved = trainer.checkpoint_callback
-    last = saved and (getattr(saved, "last_model_path", "") or getattr(saved, "best_model_path", ""))
-    return PartialUpdate(
-        f"memory ran out in step {trainer.global_step + 1} after its gradients were made, in a hook, in Lightning's clipping or in the "
-        "optimizer's own step, so the weights may be half updated: go back to "
-        f"{f'the last checkpoint, {last}' if last else 'your last checkpoint'} ({in_one_line(error)})"
-    )

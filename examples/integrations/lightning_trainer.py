@@ -1,7 +1,7 @@
-"""Lightning's `Trainer.fit` that survives out-of-memory. `python examples/adapters/lightning_fit.py`
+"""Lightning's `Trainer.fit` that survives out-of-memory. `python examples/integrations/lightning_trainer.py`
 
-`# new` marks what Brimful adds, `# before:` what stood there; everything else is a plain Lightning script. A virtual limit
-plays the card: it drops at step 4, as if another process had taken the memory, and comes back at step 8.
+`# new` marks what Brimful adds, `# before:` what it replaces. A simulated memory limit stands for the GPU: it drops at step 4,
+as if another process had taken the memory, and returns at step 8.
 """
 
 import lightning as L
@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-import brimful
-from brimful.integrations.lightning import ExactSteps  # new
+import brimful  # for the simulated memory only
+from brimful.integrations.lightning import exact  # new
 
 VOCAB, PAD, STEPS = 128, 0, 16
 
@@ -34,8 +34,8 @@ class CharModel(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Card(L.Callback):
-    """Stands for a card that others use as well."""
+class Gpu(L.Callback):
+    """Stands for a GPU that other processes use too."""
 
     def __init__(self, memory):
         self.memory = memory
@@ -56,23 +56,22 @@ def main():
     starts, lengths = torch.randint(1, 64, (STEPS * 64,)), torch.randint(4, 48, (STEPS * 64,))
     rows = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     loader = DataLoader(rows, batch_size=64, collate_fn=pad)
-    exact = ExactSteps(grow_after=3)  # new
 
-    with brimful.simulated_memory("24MiB") as memory:  # stands for the card
-        trainer = L.Trainer(
+    with brimful.simulated_memory("24MiB") as memory:  # stands for the GPU
+        trainer = exact(L.Trainer, grow_after=3)(  # before: trainer = L.Trainer(
             max_epochs=1,
             accelerator="cpu",
             gradient_clip_val=1.0,
-            callbacks=[Card(memory), exact],  # before: callbacks=[Card(memory)]
+            callbacks=[Gpu(memory)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
         trainer.fit(CharModel(), loader)
-    for event in exact.stepper.events:
+    for event in trainer.exact_steps.stepper.events:
         print(f"step {event.step}, {event.event}: {event.sentence}")
-    print(f"{trainer.global_step} of {STEPS} steps, {exact.ooms} out-of-memory errors survived")
+    print(f"{trainer.global_step} of {STEPS} steps, {trainer.exact_steps.ooms} out-of-memory errors survived")
 
 
 if __name__ == "__main__":

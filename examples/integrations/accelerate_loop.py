@@ -1,9 +1,9 @@
-"""An Accelerate loop that survives out-of-memory. `python examples/adapters/accelerate_loop.py`
+"""An Accelerate loop that survives out-of-memory. `python examples/integrations/accelerate_loop.py`
 
-`# new` marks what Brimful adds, `# before:` what stood there; everything else is Accelerate's own loop. A virtual limit
-plays the card: it drops at step 4, as if another process had taken the memory, and comes back at step 8.
+`# new` marks what Brimful adds, `# before:` what it replaces. A simulated memory limit stands for the GPU: it drops at step 4,
+as if another process had taken the memory, and returns at step 8.
 
-On two processes: `torchrun --nproc_per_node 2 examples/adapters/accelerate_loop.py`
+On two processes: `torchrun --nproc_per_node 2 examples/integrations/accelerate_loop.py`
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import brimful  # new
-from brimful.integrations.accelerate import exact_stepper  # new
+from brimful.integrations.accelerate import exact  # new
 
 VOCAB, PAD, ROWS = 128, 0, 1024
 
@@ -42,9 +42,9 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    stepper = exact_stepper(accelerator, model, optimizer, loss, clip_norm=1.0, grow_after=3)  # new
+    stepper = exact(accelerator, model, optimizer, loss, clip_norm=1.0, grow_after=3)  # new
 
-    with brimful.simulated_memory("16MiB") as memory:  # stands for the card
+    with brimful.simulated_memory("16MiB") as memory:  # stands for the GPU
         for step, batch in enumerate(loader, 1):
             memory.limit_bytes = (6 if 4 <= step < 8 else 16) * 2**20  # what others leave of it
             result = stepper.step(batch)

@@ -1,7 +1,7 @@
-"""A plain PyTorch loop that survives out-of-memory. `python examples/adapters/plain_loop.py`
+"""A plain PyTorch loop that survives out-of-memory. `python examples/integrations/plain_loop.py`
 
-`# new` marks what Brimful adds, `# before:` what stood there. A virtual limit plays the card: it drops at step 4, as if
-another process had taken the memory, and comes back at step 8. Every step still trains on its 64 rows, once.
+`# new` marks what Brimful adds, `# before:` what it replaces. A simulated memory limit stands for the GPU: it drops at step 4,
+as if another process had taken the memory, and returns at step 8. Every step trains on its 64 rows, once.
 """
 
 import torch
@@ -36,7 +36,7 @@ def main():
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     stepper = brimful.Stepper(model, optimizer, loss, collate=pad, clip_norm=1.0, grow_after=3)  # new
 
-    with brimful.simulated_memory("16MiB") as memory:  # stands for the card
+    with brimful.simulated_memory("16MiB") as memory:  # stands for the GPU
         for step, batch in enumerate(loader, 1):
             memory.limit_bytes = (6 if 4 <= step < 8 else 16) * 2**20  # what others leave of it
             result = stepper.step(batch)

@@ -1,7 +1,7 @@
-"""Hugging Face's Seq2SeqTrainer that survives out-of-memory. `python examples/adapters/hf_trainer.py`
+"""Hugging Face's Seq2SeqTrainer that survives out-of-memory. `python examples/integrations/transformers_trainer.py`
 
-`# new` marks what Brimful adds, `# before:` what stood there. A virtual limit plays the card: at step 5 a callback takes
-part of the memory away, as another process would. Every step still trains on its 4 × 8 rows, once.
+`# new` marks what Brimful adds, `# before:` what it replaces. A simulated memory limit stands for the GPU: at step 5 a callback
+takes part of the memory away, as another process would. Every step trains on its 4 × 8 rows, once.
 """
 
 import tempfile
@@ -15,7 +15,7 @@ from transformers import (
     TrainerCallback,
 )
 
-import brimful  # for the virtual limit only
+import brimful  # for the simulated memory only
 from brimful.integrations.transformers import exact  # new
 
 STEPS, PAD, VOCAB = 12, 0, 128
@@ -35,7 +35,7 @@ def rows_to_copy(number):
 
 
 def collate(rows):
-    """As transformers.DataCollatorForSeq2Seq does, which wants a tokenizer."""
+    """What transformers.DataCollatorForSeq2Seq does with a tokenizer."""
 
     def padded(name, value):
         longest = max(len(row[name]) for row in rows)
@@ -56,7 +56,7 @@ class AnotherProcess(TrainerCallback):
 
 def main():
     torch.manual_seed(0)
-    with brimful.simulated_memory("1GiB") as memory, tempfile.TemporaryDirectory() as folder:  # stands for the card
+    with brimful.simulated_memory("1GiB") as memory, tempfile.TemporaryDirectory() as folder:  # stands for the GPU
         args = Seq2SeqTrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=4,

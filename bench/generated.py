@@ -1,8 +1,8 @@
-"""Chat rows by the million, made up: Chinese-like questions and answers with the lengths and faults of real ones.
+"""Generated chat rows: Chinese-like questions and answers with the lengths and defects of real ones.
 
-Words of one to four characters, drawn by rank as words of a language are, with punctuation between; about 40 characters
-a prompt and 166 a response, cut at 320, as in the real rows. Of every 100 rows one has an empty response, three repeat an
-earlier row to the letter and three repeat one with a few characters changed. 10 million rows are about 2.5 GB of parquet.
+Words of one to four characters with the frequencies of a language, and punctuation between them; on average 40 characters
+per prompt and 166 per response, truncated at 320, as in real rows. Of 100 rows one has an empty response, three repeat an
+earlier row exactly and three repeat one with a few characters changed. 10 million rows are about 2.5 GB of parquet.
 """
 
 import os
@@ -18,22 +18,22 @@ import pyarrow.parquet as pq
 CHUNK = 50_000
 WORDS = 40_000
 CHARACTERS = 3_500
-"""Of the Han block, the first so many: how many a newspaper uses."""
-SPACES = ("，", "。", "、", "？", "！", " ", "\n", "2024", "GPU", "the ")
-LONGEST = 320
+"""The first of the Han block: as many as a newspaper uses."""
+SEPARATORS = ("，", "。", "、", "？", "！", " ", "\n", "2024", "GPU", "the ")
+MAX_CHARACTERS = 320
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What is wrong with the rows, as shares of all."""
+    """The share of rows with each defect."""
 
     empty: float = 0.01
-    same: float = 0.03
-    alike: float = 0.03
+    duplicate: float = 0.03
+    near_duplicate: float = 0.03
 
 
 def generate(path: Path, rows: int, seed: int = 0, shares: Shares | None = None) -> None:
-    """Write so many rows to a parquet file, whole or not at all."""
+    """Write rows to a parquet file, unless it exists."""
     if path.exists():
         return
     part = path.with_suffix(".part")
@@ -52,34 +52,34 @@ def chunks(rows: int, seed: int, shares: Shares) -> Iterator[pa.Table]:
 
 
 def _words(draw: np.random.Generator) -> tuple[pa.Array, np.ndarray]:
-    """Words, and 65,536 places of which each word has as many as its rank deserves."""
+    """Words, and a table of 65,536 indices in which each word occurs by its frequency."""
     lengths = draw.choice([1, 2, 3, 4], WORDS, p=[0.15, 0.6, 0.15, 0.1])
-    often = 1 / np.arange(40, CHARACTERS + 40)
-    letters = draw.choice(CHARACTERS, (WORDS, 4), p=often / often.sum())
+    frequency = 1 / np.arange(40, CHARACTERS + 40)
+    letters = draw.choice(CHARACTERS, (WORDS, 4), p=frequency / frequency.sum())
     words = ["".join(chr(0x4E00 + c) for c in row[:length]) for row, length in zip(letters, lengths, strict=True)]
     weights = 1 / np.arange(10, WORDS + 10)
     ranks = np.searchsorted(np.cumsum(weights) / weights.sum(), (np.arange(65_536) + 0.5) / 65_536)
-    everything = [*words, *SPACES]
-    marks = draw.integers(WORDS, len(everything), 65_536)
-    return pa.array(everything), np.where(draw.random(65_536) < 0.14, marks, np.minimum(ranks, WORDS - 1))
+    pieces = [*words, *SEPARATORS]
+    marks = draw.integers(WORDS, len(pieces), 65_536)
+    return pa.array(pieces), np.where(draw.random(65_536) < 0.14, marks, np.minimum(ranks, WORDS - 1))
 
 
 def _texts(count: int, mean: float, words: pa.Array, ranks: np.ndarray, draw: np.random.Generator) -> pa.Array:
-    """Texts whose number of words is drawn as real lengths are: many short, some very long."""
+    """Texts with the lengths of real ones: many short, some very long."""
     numbers = np.maximum(2, draw.lognormal(np.log(mean), 0.75, count)).astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(numbers)]).astype(np.int32)
-    taken = words.take(pa.array(ranks[draw.integers(0, len(ranks), offsets[-1])]))
-    return pc.utf8_slice_codeunits(pc.binary_join(pa.ListArray.from_arrays(offsets, taken), ""), 0, LONGEST)
+    pieces = words.take(pa.array(ranks[draw.integers(0, len(ranks), offsets[-1])]))
+    return pc.utf8_slice_codeunits(pc.binary_join(pa.ListArray.from_arrays(offsets, pieces), ""), 0, MAX_CHARACTERS)
 
 
 def _chunk(count: int, words: pa.Array, ranks: np.ndarray, draw: np.random.Generator, shares: Shares) -> pa.Table:
     prompts, responses = (_texts(count, mean, words, ranks, draw) for mean in (14.0, 72.0))
-    fate = draw.random(count)
+    chance = draw.random(count)
     source = np.arange(count)
-    again = (fate < shares.same + shares.alike) & (source > 0)
-    source[again] = (draw.random(again.sum()) * source[again]).astype(np.int64)
+    repeated = (chance < shares.duplicate + shares.near_duplicate) & (source > 0)
+    source[repeated] = (draw.random(repeated.sum()) * source[repeated]).astype(np.int64)
     prompts, responses = prompts.take(pa.array(source)), responses.take(pa.array(source))
-    alike = pa.array((fate >= shares.same) & again)
-    responses = pc.if_else(alike, pc.binary_join_element_wise(responses, pa.scalar("谢谢"), ""), responses)
-    empty = pa.array((fate > 1 - shares.empty) & ~again)
+    changed = pa.array((chance >= shares.duplicate) & repeated)
+    responses = pc.if_else(changed, pc.binary_join_element_wise(responses, pa.scalar("谢谢"), ""), responses)
+    empty = pa.array((chance > 1 - shares.empty) & ~repeated)
     return pa.table({"prompt": prompts, "response": pc.if_else(empty, "", responses)})

@@ -1,4 +1,4 @@
-"""The bench of the data commands runs end to end, and what it generates is what it says."""
+"""The bench of the data commands runs end to end, and generated rows have the stated defects."""
 
 import json
 import shutil
@@ -16,8 +16,8 @@ sys.path.insert(0, str(BENCH))
 from generated import Shares, generate  # noqa: E402
 
 
-def bench(*words):
-    done = subprocess.run([sys.executable, BENCH / "data.py", *map(str, words)], capture_output=True, text=True)
+def bench(*arguments):
+    done = subprocess.run([sys.executable, BENCH / "data.py", *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -27,10 +27,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("bench")
 
 
-def test_generated_rows_have_the_faults_they_are_said_to_have(tmp_path):
-    generate(tmp_path / "rows.parquet", 20_000, shares=Shares(empty=0.02, same=0.1, alike=0.05))
+def test_generated_rows_have_the_stated_defects(tmp_path):
+    generate(tmp_path / "rows.parquet", 20_000, shares=Shares(empty=0.02, duplicate=0.1, near_duplicate=0.05))
     table = pq.read_table(tmp_path / "rows.parquet")
-    rows = list(zip(*(table[side].to_pylist() for side in ("prompt", "response")), strict=True))
+    rows = list(zip(*(table[field].to_pylist() for field in ("prompt", "response")), strict=True))
     assert sum(not response for _, response in rows) / 20_000 == pytest.approx(0.02, rel=0.3)
     assert 1 - len(set(rows)) / 20_000 == pytest.approx(0.1, rel=0.2)
     assert 120 < pc.mean(pc.utf8_length(table["response"])).as_py() < 200
@@ -43,8 +43,8 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
 
 
 @pytest.mark.torture
-def test_commands_are_timed_weighed_and_counted(folder):
-    clean, pack = bench(
+def test_commands_report_time_memory_and_rows(folder):
+    clean, tokenize = bench(
         "commands", "--rows", 3000, "--tokenizer-rows", 2000, "--folder", folder, "--host-limit", "600MiB"
     )
     assert clean["rows_in"] == 3000 == clean["rows_out"] + sum(clean["dropped"].values())
@@ -53,8 +53,8 @@ def test_commands_are_timed_weighed_and_counted(folder):
         and clean["dropped"]["near_duplicate"] > 30
         and clean["dropped"]["empty"] > 10
     )
-    assert 0 < pack["rows_in"] <= clean["rows_out"]
-    assert 0 < pack["peak_mib"] < 600 and 0 < clean["peak_mib"] < 600
+    assert 0 < tokenize["rows_in"] <= clean["rows_out"]
+    assert 0 < tokenize["peak_mib"] < 600 and 0 < clean["peak_mib"] < 600
 
 
 @pytest.mark.torture

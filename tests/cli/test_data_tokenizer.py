@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -54,10 +53,10 @@ def test_it_prints_one_json_object_and_progress_beside_it(rows, tmp_path, capsys
         "characters_used",
         "kind",
         "choices",
-        "sides",
+        "fields",
         "special_ids",
     } <= set(report)
-    assert {"characters_per_token", "byte_share", "unknown_rate"} <= set(report["sides"]["prompt"])
+    assert {"characters_per_token", "byte_share", "unknown_rate"} <= set(report["fields"]["prompt"])
     assert "tokenizer: read 200 rows" in err
     assert json.loads((tmp_path / "t" / "report.json").read_text()) == report
 
@@ -67,7 +66,7 @@ def test_overwrite_replaces_a_tokenizer(rows, tmp_path, capsys):
     _, first, _ = run(*asked, capsys=capsys)
     code, _, err = run(*asked, "--seed", 1, capsys=capsys)
     assert code == 2
-    assert "add --overwrite" in err.strip().splitlines()[-1]
+    assert "or --overwrite" in err.strip().splitlines()[-1]
     code, second, _ = run(*asked, "--seed", 1, "--overwrite", capsys=capsys)
     assert code == 0
     assert json.loads(first)["fingerprint"] != json.loads(second)["fingerprint"]
@@ -78,7 +77,7 @@ def test_it_prints_a_table(rows, tmp_path, capsys):
     code, out, _ = run(rows, "--output", tmp_path / "t", "--kind", "unigram", "--vocab-size", 700, capsys=capsys)
     assert code == 0
     assert "700 unigram entries" in " ".join(out.split())
-    assert "matches" in out and "because" in out
+    assert "matches" in out and "reason" in out
 
 
 def test_the_model_of_a_folder_gives_size_and_ids(rows, tmp_path, capsys):
@@ -92,12 +91,12 @@ def test_the_model_of_a_folder_gives_size_and_ids(rows, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "message"),
     [
-        (["--vocab-size", "30000"], "the model has a vocab_size of 29298; give 29298 or less"),
+        (["--vocab-size", "30000"], "--vocab-size 30000 exceeds the model's vocab_size of 29298"),
         (["--vocab-size", "5000", "--model", "tiny"], "vocab_size of 4096"),
-        (["--vocab-size", "100"], "--vocab-size 100: give at least 512"),
-        (["--model", "nowhere"], "--model nowhere: neither one of tiny, base nor a folder"),
+        (["--vocab-size", "100"], "--vocab-size 100 must be at least 512"),
+        (["--model", "nowhere"], "--model nowhere is neither one of tiny, base nor a folder"),
         (["--host-limit", "much"], "--host-limit"),
         (["--host-limit", "50MiB"], "--host-limit 50MiB is too small"),
         (["--kind", "words"], "words"),
@@ -108,24 +107,24 @@ def test_the_model_of_a_folder_gives_size_and_ids(rows, tmp_path, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(tokens, said, rows, tmp_path, capsys):
+def test_a_mistake_is_one_sentence_and_exit_code_2(tokens, message, rows, tmp_path, capsys):
     code, out, err = run(rows, "--output", tmp_path / "t", *tokens, capsys=capsys)
     assert (code, out) == (2, "")
-    assert said in err.strip().splitlines()[-1]
+    assert message in err.strip().splitlines()[-1]
     assert err.strip().splitlines()[-1].startswith("brimful: ")
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [("{", "cannot be read"), ("[]", "no vocab_size"), ('{"vocab_size": 4096, "pad_token_id": 5}', "pad_token_id 5")],
 )
-def test_a_config_that_does_not_fit_is_one_sentence(config, said, rows, tmp_path, capsys):
+def test_a_config_that_does_not_fit_is_one_sentence(config, message, rows, tmp_path, capsys):
     (tmp_path / "config.json").write_text(config)
     code, _, err = run(rows, "--output", tmp_path / "t", "--model", tmp_path, capsys=capsys)
     assert code == 2
-    assert said in err.strip().splitlines()[-1]
+    assert message in err.strip().splitlines()[-1]
 
 
 def test_missing_files_are_told(tmp_path, capsys):
@@ -140,33 +139,16 @@ def command(*tokens):
     return [sys.executable, "-m", "brimful", "data", "tokenizer", *map(str, tokens)]
 
 
-def test_a_disk_that_takes_no_more_is_one_sentence(rows, tmp_path):
-    def little():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    done = subprocess.run(
-        command(rows, "--output", tmp_path / "t", "--vocab-size", 900),
-        capture_output=True,
-        text=True,
-        preexec_fn=little,
-    )
-    assert done.returncode == 2
-    assert "the disk is full" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_another_process_gives_the_same_bytes(rows, tmp_path):
-    for name in ("one", "two"):
-        subprocess.run(
-            command(rows, "--output", tmp_path / name, "--kind", "unigram", "--vocab-size", 900), check=True,
-            capture_output=True, env={**os.environ, "PYTHONHASHSEED": str(len(name) * ord(name[0]))},
-        )  # fmt: skip
+def test_another_process_gives_the_same_bytes(rows, tmp_path, capsys):
+    options = ("--kind", "unigram", "--vocab-size", 900)
+    run(rows, "--output", tmp_path / "one", *options, capsys=capsys)
+    other = command(rows, "--output", tmp_path / "two", *options)
+    subprocess.run(other, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "7"})
     assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
 
 
 def test_ctrl_c_while_training_leaves_nothing(tmp_path):
-    path = write_rows(tmp_path / "rows.parquet", 12_000, words=60_000)
+    path = write_rows(tmp_path / "rows.parquet", 8_000, words=60_000)
     with subprocess.Popen(
         command(path, "--output", tmp_path / "t"), stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
@@ -177,13 +159,5 @@ def test_ctrl_c_while_training_leaves_nothing(tmp_path):
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=20)
     assert running.returncode == 130
-    assert err.splitlines()[-1] == "brimful: stopped by Ctrl-C"
+    assert err.splitlines()[-1].endswith("stopped by Ctrl-C")
     assert [one.name for one in tmp_path.iterdir()] == ["rows.parquet"]
-
-
-def test_help_imports_nothing_heavy():
-    script = (
-        "import sys, brimful.cli\ntry: brimful.cli.main(['data', 'tokenizer', '--help'])\n"
-        "finally: assert not {'torch', 'pyarrow', 'tokenizers', 'transformers'} & set(sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0

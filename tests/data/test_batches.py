@@ -23,7 +23,7 @@ def take_steps(sampler, count, start=0):
     return [sampler.step(start + number * sampler.global_batch) for number in range(count)]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @example(rows=9, global_batch=3, window=1, processes=2, resume_at=1, seed=0)
 @given(
     rows=st.integers(40, 300),
@@ -123,9 +123,9 @@ def test_another_global_batch_goes_on_at_the_same_sample():
     assert after.step(position).rows.tolist() == before.stream.take(192, 100).tolist()
 
 
-def test_a_change_inside_a_window_is_refused_and_at_its_end_take_steps():
+def test_a_change_inside_a_window_is_refused_and_at_its_end_accepted():
     old = sampler(mix=Mix(5))
-    with pytest.raises(BadOption, match="--global-batch 64 --mix window:5 for 2 more steps"):
+    with pytest.raises(BadOption, match="global_batch=64 and mix='window:5' for 2 more steps"):
         sampler(global_batch=32, mix=Mix(5)).resume(old.state(3 * 64))
     new = sampler(global_batch=48, mix=Mix(2))
     assert new.resume(old.state(5 * 64)) == 320
@@ -142,8 +142,8 @@ def test_another_data_set_or_seed_is_no_resume(change, said):
 
 
 @pytest.mark.parametrize("text", ["window", "window:0", "window:-1", "window:x", "sorted", "window:1.5"])
-def test_a_mix_that_is_none_says_what_to_write(text):
-    with pytest.raises(BadOption, match="mix must be none or window:N"):
+def test_a_wrong_mix_says_what_to_write(text):
+    with pytest.raises(BadOption, match="must be none, or window:N"):
         Mix.parse(text)
 
 
@@ -152,12 +152,12 @@ def test_mixes_as_written():
 
 
 def test_a_window_needs_lengths():
-    with pytest.raises(BadOption, match="needs the rows' lengths"):
+    with pytest.raises(BadOption, match="needs the lengths of the rows"):
         StepSampler(100, 10, mix=Mix(5))
 
 
-def test_all_problems_are_told_at_once():
-    with pytest.raises(BadOption, match="global_batch must be at least 1.*has no rows"):
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(BadOption, match="global_batch=0 must be at least 1.*has no rows"):
         StepSampler(0, 0)
 
 
@@ -203,7 +203,7 @@ def test_neighbours_in_the_stream_are_no_neighbours_in_the_data():
 
 @pytest.mark.parametrize("rows", [4, 5])
 def test_all_orders_of_a_few_rows_are_equally_likely(rows):
-    passes = 3000
+    passes = 1500
     found = Counter(map(tuple, Stream(rows, 0).take(0, rows * passes).reshape(passes, rows).tolist()))
     orders = math.factorial(rows)
     expected = passes / orders

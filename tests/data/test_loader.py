@@ -317,10 +317,10 @@ def test_lengths_may_be_given_as_a_table():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"workers": -1}, "workers must be a whole number of at least 0, not -1"),
-        ({"prefetch": 0}, "prefetch must be a whole number of at least 1, not 0"),
+        ({"workers": -1}, "workers=-1 must be a whole number of at least 0"),
+        ({"prefetch": 0}, "prefetch=0 must be a whole number of at least 1"),
         ({"lengths": [1, 2]}, "lengths has 2 lines, but the data set has 50 rows"),
-        ({"mix": "window:5"}, "needs the rows' lengths"),
+        ({"mix": "window:5"}, "needs the lengths of the rows"),
     ],
 )
 def test_what_cannot_work_is_told_at_once(options, said):

@@ -57,7 +57,7 @@ class Mix:
             return cls()
         match = re.fullmatch(r"window:([1-9]\d*)", text)
         if match is None:
-            raise BadOption(f"mix must be none or window:N with a number of steps, not {text}. Try: window:50")
+            raise BadOption(f"mix='{text}' must be none, or window:N with a number of steps. Try: window:50.")
         return cls(int(match[1]))
 
 
@@ -92,15 +92,15 @@ class StepSampler:
         mix = mix or Mix()
         problems = []
         if global_batch < 1:
-            problems.append(f"global_batch must be at least 1, not {global_batch}")
+            problems.append(f"global_batch={global_batch} must be at least 1")
         elif global_batch < len(speeds):
-            problems.append(f"global_batch {global_batch} is less than one row for each of {len(speeds)} processes")
+            problems.append(f"global_batch={global_batch} is less than one row for each of {len(speeds)} processes")
         if rows < 1:
             problems.append("the data set has no rows")
         if mix.window > 1 and lengths is None:
-            problems.append(f"mix window:{mix.window} needs the rows' lengths. Try: a token store, or lengths=")
+            problems.append(f"mix='window:{mix.window}' needs the lengths of the rows. Try: a token store")
         if problems:
-            raise BadOption("; ".join(problems))
+            raise BadOption("; ".join(problems) + ".")
         self.stream, self.global_batch, self.mix = Stream(rows, seed), global_batch, mix
         self.lengths, self.rank, self.speeds, self.barred = lengths, rank, tuple(speeds), barred
         self.origin = 0
@@ -128,15 +128,15 @@ class StepSampler:
         same = [("rows of the data set", "rows", self.stream.rows), ("seed", "seed", self.stream.seed)]
         changed = [f"{name} ({state[key]} before, {now} now)" for name, key, now in same if state[key] != now]
         if changed:
-            raise BadOption(f"the run cannot continue with other {' and '.join(changed)}")
+            raise BadOption(f"the run cannot continue with other {' and '.join(changed)}.")
         samples = int(state["samples"])
         before, now = (state["global_batch"], state["window"]), (self.global_batch, self.mix.window)
         inside = (samples - state["origin"]) % (before[0] * before[1])
         if before != now and inside:
             left = before[1] - inside // before[0]
             raise BadOption(
-                f"the run stopped inside a window of {before[1]} steps of {before[0]} rows. Try: --global-batch {before[0]} "
-                f"--mix window:{before[1]} for {left} more step{'s' * (left > 1)}, and change them then"
+                f"the run stopped inside a window of {before[1]} steps of {before[0]} rows. Try: global_batch={before[0]} and "
+                f"mix='window:{before[1]}' for {left} more step{'s' * (left > 1)}, and change them then."
             )
         self.origin = state["origin"] if before == now else samples
         return samples

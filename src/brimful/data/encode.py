@@ -141,8 +141,8 @@ def piece_size(host_limit_bytes: int, start_bytes: int) -> int:
     if size < MIN_PIECE_BYTES:
         needed = start_bytes + READING_BYTES + PIECES_IN_FLIGHT * BYTES_PER_TEXT_BYTE * MIN_PIECE_BYTES
         raise BadOption(
-            f"--host-limit {flag_bytes(host_limit_bytes)} is too small: Python, its libraries and the tokenizer take "
-            f"{show_bytes(start_bytes)}. Try: {flag_bytes(needed)} or more"
+            f"host_limit='{flag_bytes(host_limit_bytes)}' is too small: Python, its libraries and the tokenizer take "
+            f"{show_bytes(start_bytes)}. Try: {flag_bytes(needed)} or more."
         )
     return min(PIECE_BYTES, size)
 

@@ -328,7 +328,7 @@ class Watchdog:
             return
         self._warned, self._skip = change is None, SETTLE_CHECKS
         share = f"{show_bytes(used_bytes)} of {show_bytes(self._limit_bytes)} host RAM ({used_bytes / self._limit_bytes:.0%})"
-        nothing = "nothing is left to reduce, so the kernel may end this run. Try: a higher --host-limit"
+        nothing = "nothing is left to reduce, so the kernel may end this run. Try: a higher host limit"
         self._note(f"{share} in use: {change or nothing}")
 
     def _run(self) -> None:
@@ -377,12 +377,12 @@ def _first(*values: Any) -> Any:
 
 def _check(workers: int, prefetch: int) -> None:
     problems = [
-        f"{name} must be a whole number of at least {least}, not {value!r}"
+        f"{name}={value!r} must be a whole number of at least {least}"
         for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1))
         if not isinstance(value, int) or isinstance(value, bool) or value < least
     ]
     if problems:
-        raise BadOption("; ".join(problems))
+        raise BadOption("; ".join(problems) + ".")
 
 
 def _as_lengths(dataset: Any, lengths: Any) -> Lengths | None:
@@ -392,7 +392,7 @@ def _as_lengths(dataset: Any, lengths: Any) -> Lengths | None:
         return cast(Lengths, lengths)
     table = np.asarray(lengths, dtype=np.int64)
     if len(table) != len(dataset):
-        raise BadOption(f"lengths has {len(table):,} lines, but the data set has {len(dataset):,} rows")
+        raise BadOption(f"lengths has {len(table):,} lines, but the data set has {len(dataset):,} rows.")
     return table.reshape(len(table), -1).__getitem__
 
 

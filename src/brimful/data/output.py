@@ -12,7 +12,7 @@ from brimful.files import disk_full, sync
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFolder:
-    """The folder behind `--output`. It is filled beside its place and renamed when all is written."""
+    """The output of a command. It is filled beside its place and renamed when all is written."""
 
     path: Path
     kind: str
@@ -28,9 +28,9 @@ class OutputFolder:
             return
         if not (path / self.marker).is_file():
             what = f"folder that is not a {self.kind}" if path.is_dir() else "file"
-            raise BadOption(f"--output {path} is an existing {what}. Try: the name of a new folder")
+            raise BadOption(f"output='{path}' is an existing {what}. Try: the name of a new folder.")
         if not self.overwrite:
-            raise BadOption(f"--output {path} is an existing {self.kind}. Try: another folder, or --overwrite")
+            raise BadOption(f"output='{path}' is an existing {self.kind}. Try: another folder, or overwrite=True.")
 
     def publish(self, part: Path) -> None:
         """Rename the finished folder to the output. An old one is removed afterwards, and restored if the rename fails."""
@@ -55,10 +55,10 @@ class OutputFolder:
             yield
         except OSError as error:
             if why := disk_full(error):
-                raise BadData(f"{self.path}: {why}. Try: free some space and run the same command again") from None
+                raise BadData(f"{self.path}: {why}. Try: free some space and run the same command again.") from None
             place = Path(str(error.filename or self.path))
-            advice = ". Try: another folder with --output" if place.is_relative_to(self.path.parent) else ""
-            raise BadData(f"{place}: {error.strerror or error}{advice}") from None
+            advice = " Try: another output=." if place.is_relative_to(self.path.parent) else ""
+            raise BadData(f"{place}: {error.strerror or error}.{advice}") from None
 
     def _remove(self, folder: Path) -> None:
         if (folder / self.marker).is_file():

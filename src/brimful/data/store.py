@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
 )  # fmt: skip
 """What makes up a tokenizer in a folder that may also hold a model's weights."""
-_AGAIN = "Try: copy it again, or tokenize the rows again"
+_AGAIN = "Try: copy it again, or tokenize the rows again."
 
 Tokens: TypeAlias = npt.NDArray[Any]
 Indices: TypeAlias = Sequence[int] | npt.NDArray[Any]
@@ -250,7 +250,7 @@ class StoreMeta:
         if version != VERSION:
             raise BadData(
                 f"{path} has format version {version}, and this Brimful reads version {VERSION}. "
-                "Try: tokenize the rows again, or use the Brimful that made it"
+                "Try: tokenize the rows again, or use the Brimful that made it."
             )
         checksum = content.pop("sha256", None)
         if checksum != json_sha256(content) or content.keys() != {one.name for one in dataclasses.fields(cls)}:
@@ -391,7 +391,7 @@ def _row_views(tokens: Tokens, fields: tuple[str, ...], edges: list[list[int]]) 
 def _reopen(path: str, fingerprint: str) -> Store:
     store = Store.open(path, verify=False)
     if store.fingerprint != fingerprint:
-        raise BadData(f"{path} was replaced by another store while it was in use. Try: start again")
+        raise BadData(f"{path} was replaced by another store while it was in use. Try: start again.")
     return store
 
 
@@ -416,15 +416,15 @@ def _map_index(path: Path, fields: tuple[str, ...]) -> list[Tokens]:
 
 def _why_no_store(path: Path) -> str:
     """Why a path is not a store, and what to do with what it is."""
-    advice = "Try: `brimful data tokenize`"
+    advice = "Try: `brimful data tokenize`."
     if not path.exists():
         return f"there is no token store at {path}. {advice}"
     if path.is_file():
         return f"{path} is a {path.suffix.lstrip('.') or 'plain'} file, not a token store. {advice}"
     if list(path.glob("tokens-*.arrow")):
-        return f"{path} is an unfinished token store without {NAME}. Try: the same `brimful data tokenize` again"
+        return f"{path} is an unfinished token store without {NAME}. Try: the same `brimful data tokenize` again."
     if (path / "tokenizer.json").is_file():
-        return f"{path} is a tokenizer, not a token store. Try: `brimful data tokenize FILES --tokenizer {path}`"
+        return f"{path} is a tokenizer, not a token store. Try: `brimful data tokenize FILES --tokenizer {path}`."
     for suffix in ("parquet", "jsonl", "json", "csv"):
         if any(path.glob(f"*.{suffix}*")):
             return f"{path} is a folder of {suffix} files, not a token store. {advice}"

@@ -75,21 +75,21 @@ class TokenizeOptions:
     def __post_init__(self) -> None:
         problems = []
         if not self.max_tokens or min(self.max_tokens) < 2:
-            value = ",".join(map(str, self.max_tokens)) or "(none)"
-            problems.append(f"--max-tokens {value} must be at least 2, one token and the eos")
+            value = ",".join(map(str, self.max_tokens)) or "''"
+            problems.append(f"max_tokens={value} must be at least 2, one token and the eos")
         if not 0 <= self.max_bad <= 1:
-            problems.append(f"--max-bad {self.max_bad} must be a share from 0 to 1")
+            problems.append(f"max_bad={self.max_bad} must be a share from 0 to 1")
         if self.host_limit_bytes <= 0:
-            problems.append(f"--host-limit {self.host_limit_bytes} must be positive")
+            problems.append(f"host_limit={self.host_limit_bytes} must be positive")
         if problems:
-            raise BadOption("; ".join(problems))
+            raise BadOption("; ".join(problems) + ".")
 
     def limits(self, fields: tuple[str, ...]) -> tuple[int, ...]:
         """By field, the most tokens."""
         if len(self.max_tokens) not in (1, len(fields)):
             raise BadOption(
-                f"--max-tokens {','.join(map(str, self.max_tokens))} does not match the {len(fields)} fields of the rows "
-                f"({', '.join(fields)}). Try: one number for all, or one for each"
+                f"max_tokens={self.max_tokens} does not match the {len(fields)} fields of the rows "
+                f"({', '.join(fields)}). Try: one number for all, or one for each."
             )
         return self.max_tokens * len(fields) if len(self.max_tokens) == 1 else self.max_tokens
 
@@ -98,7 +98,9 @@ class TokenizeOptions:
         default = ("prompt",) if conversations else ()
         names = default if self.keep_end is None else self.keep_end
         if unknown := [name for name in names if name not in fields]:
-            raise BadOption(f"--keep-end {','.join(unknown)}: the rows have the fields {', '.join(fields)}")
+            raise BadOption(
+                f"keep_end='{','.join(unknown)}' is not a field of the rows, which have {' and '.join(fields)}."
+            )
         return tuple(field in names for field in fields)
 
 
@@ -300,7 +302,7 @@ class _Job:
         if not counts.rows_out:
             raise BadData(
                 f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({counts.broken:,} broken, {counts.empty:,} "
-                "with an empty field). Try: `brimful data check`"
+                "with an empty field). Try: `brimful data check`."
             )
         meta = self.writer.finish(
             tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
@@ -374,7 +376,7 @@ class _Job:
         if needed > space.free_bytes:
             raise BadData(
                 f"{self.output}: the token store will take about {show_bytes(needed)} and the disk has "
-                f"{show_bytes(space.free_bytes)} free. Try: free some, or another disk with --output"
+                f"{show_bytes(space.free_bytes)} free. Try: free some, or another disk with output=."
             )
 
     def _save(self) -> None:
@@ -413,7 +415,7 @@ def _part_folder(output: Path) -> Iterator[Path]:
     try:
         lock = FileLock(part, folder=True)
     except BlockingIOError:
-        raise BadOption(f"--output {output} is being written by another process. Try: another folder") from None
+        raise BadOption(f"output='{output}' is being written by another process. Try: another folder.") from None
     with lock:
         try:
             yield part

@@ -53,7 +53,7 @@ class TokenizerFacts:
         if eos_id is None:
             raise BadData(
                 f"{folder} names no eos_token in {' or '.join(_CONFIG_FILES)}. "
-                "Try: add one, or train a tokenizer with `brimful data tokenizer`"
+                "Try: add one, or train a tokenizer with `brimful data tokenizer`."
             )
         return cls(
             vocab_size=1 + max(tokenizer.get_vocab(with_added_tokens=True).values()),
@@ -68,12 +68,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder) / MODEL_FILE
     if not path.is_file():
         raise BadData(
-            f"{folder} has no {MODEL_FILE}. Try: a folder saved by `brimful data tokenizer` or by transformers"
+            f"{folder} has no {MODEL_FILE}. Try: a folder saved by `brimful data tokenizer` or by transformers."
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every kind of damage
-        raise BadData(f"{path} cannot be read as a tokenizer ({in_one_line(error)}). Try: save it again") from None
+        raise BadData(f"{path} cannot be read as a tokenizer ({in_one_line(error)}). Try: save it again.") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -109,7 +109,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadData(f"{path} cannot be read ({in_one_line(error)}). Try: save the tokenizer again") from None
+        raise BadData(f"{path} cannot be read ({in_one_line(error)}). Try: save the tokenizer again.") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -119,6 +119,6 @@ def _id(tokenizer: Tokenizer, roles: dict[str, str], role: str, folder: Path) ->
     number = tokenizer.token_to_id(roles[role])
     if number is None:
         raise BadData(
-            f"{folder} names {roles[role]!r} as {role}, but {MODEL_FILE} has no such token. Try: save the tokenizer again"
+            f"{folder} names {roles[role]!r} as {role}, but {MODEL_FILE} has no such token. Try: save the tokenizer again."
         )
     return int(number)

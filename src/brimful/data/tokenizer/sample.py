@@ -71,8 +71,8 @@ def available_memory(host_limit_bytes: int, start_bytes: int, host: Host | None 
     if training_bytes < MIN_TRAINING_BYTES:
         free = "" if limit == host_limit_bytes else f" (of which {show_bytes(limit)} are free)"
         raise BadOption(
-            f"--host-limit {flag_bytes(host_limit_bytes)}{free} is too small: Python and its libraries take "
-            f"{show_bytes(start_bytes)}. Try: {flag_bytes(start_bytes + OVERHEAD_BYTES + MIN_TRAINING_BYTES)} or more"
+            f"host_limit='{flag_bytes(host_limit_bytes)}'{free} is too small: Python and its libraries take "
+            f"{show_bytes(start_bytes)}. Try: {flag_bytes(start_bytes + OVERHEAD_BYTES + MIN_TRAINING_BYTES)} or more."
         )
     return limit, training_bytes
 

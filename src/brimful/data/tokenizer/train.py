@@ -47,6 +47,7 @@ from brimful.data.tokenizer.vocabulary import (
     normalized_texts,
     train_bpe,
     train_unigram,
+    until,
     without_rare,
 )
 from brimful.errors import BadData, BadOption, InternalError
@@ -85,17 +86,17 @@ class TokenizerOptions:
     def __post_init__(self) -> None:
         problems = []
         if self.vocab_size is not None and self.vocab_size < MIN_VOCAB_SIZE:
-            problems.append(f"--vocab-size {self.vocab_size} must be at least {MIN_VOCAB_SIZE}")
+            problems.append(f"vocab_size={self.vocab_size} must be at least {MIN_VOCAB_SIZE}")
         if self.kind not in get_args(Kind):
-            problems.append(f"--kind {self.kind} must be one of {', '.join(get_args(Kind))}")
+            problems.append(f"kind='{self.kind}' must be one of {', '.join(get_args(Kind))}")
         if self.host_limit_bytes <= 0:
-            problems.append(f"--host-limit {self.host_limit_bytes} must be positive")
+            problems.append(f"host_limit={self.host_limit_bytes} must be positive")
         if self.seed < 0:
-            problems.append(f"--seed {self.seed} must not be negative")
+            problems.append(f"seed={self.seed} must not be negative")
         if not 0 <= self.max_bad <= 1:
-            problems.append(f"--max-bad {self.max_bad} must be a share from 0 to 1")
+            problems.append(f"max_bad={self.max_bad} must be a share from 0 to 1")
         if problems:
-            raise BadOption("; ".join(problems))
+            raise BadOption("; ".join(problems) + ".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,22 +263,20 @@ def check_model(vocab_size: int, model_config: ModelConfig | None) -> None:
     problems = []
     if "vocab_size" in wrong:
         size = wrong.pop("vocab_size")
-        problems.append(
-            f"--vocab-size {vocab_size} exceeds the model's vocab_size of {size}. Try: {size} or less, or a larger --model"
-        )
+        problems.append(f"vocab_size={vocab_size} exceeds the model's vocab_size of {size}")
     if wrong:
         ids = ", ".join(f"{name} {value}" for name, value in wrong.items())
         problems.append(
-            f"--model has {ids}, but tokenizers made here have [PAD] 0, [EOS] 1 and special tokens up to "
-            f"{len(SPECIAL) - 1}. Try: change the model's config"
+            f"model= has {ids}, but tokenizers made here have [PAD] 0, [EOS] 1 and special tokens up to "
+            f"{len(SPECIAL) - 1}"
         )
     if vocab_size < MIN_VOCAB_SIZE:
         problems.append(
-            f"--model has a vocab_size of {vocab_size}, too small for {len(FIXED)} special tokens and bytes and an "
+            f"model= has a vocab_size of {vocab_size}, too small for {len(FIXED)} special tokens and bytes and an "
             f"alphabet; {MIN_VOCAB_SIZE} is the least"
         )
     if problems:
-        raise BadOption("; ".join(problems))
+        raise BadOption("; ".join(problems) + ".")
 
 
 class _Training:
@@ -309,7 +308,7 @@ class _Training:
             self.progress(f"read {self.broken_rows.rows_in:,} rows, {rate:,.0f} rows/s{share}")
         self.broken_rows.check()
         if not sampler.characters_seen:
-            raise BadData(f"{source.files[0]}: {sampler.rows_seen:,} rows without any text. Try: `brimful data check`")
+            raise BadData(f"{source.files[0]}: {sampler.rows_seen:,} rows without any text. Try: `brimful data check`.")
         sample, self.held_out = sampler.finish()
         self.rows, self.predicted_bytes = rows_that_fit(sample, self.training_bytes, self.options.kind, self.progress)
         self.all_fit = self.rows.num_rows == sample.num_rows
@@ -324,7 +323,7 @@ class _Training:
         texts = without_rare(texts, self.alphabet)
         entries = self.vocab_size * (UNIGRAM_SEEDS if kind == "unigram" else 1)
         self.tokenizer = call_in_thread(
-            lambda: train_bpe(texts, self.alphabet, vocab_size=entries),
+            lambda stop: train_bpe(until(stop, texts), self.alphabet, vocab_size=entries),
             lambda seconds: self.progress(
                 f"training on {size}: {show_seconds(seconds)}, {show_bytes(self.peak.measure())}"
             ),
@@ -385,23 +384,31 @@ class _Training:
         return f"all but {held_out:,} held out to measure on" if held_out else "all"
 
 
-def call_in_thread(work: Callable[[], T], progress: Callable[[float], object]) -> T:
-    """A long native call in a daemon thread, so that progress is shown and Ctrl-C acts at once."""
+def call_in_thread(work: Callable[[threading.Event], T], progress: Callable[[float], object]) -> T:
+    """A long native call in a daemon thread, so that progress is shown and Ctrl-C acts at once.
+
+    `work` is given an event that is set on Ctrl-C: native code must not call back into a Python that is shutting down.
+    """
     future: Future[T] = Future()
+    stop = threading.Event()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            future.set_result(work(stop))
         except BaseException as error:
             future.set_exception(error)
 
     begin_s = time.monotonic()
-    threading.Thread(target=run, name="brimful-tokenizer", daemon=True).start()
-    while not future.done():
-        try:
-            return future.result(timeout=_PROGRESS_S)
-        except TimeoutError:
+    thread = threading.Thread(target=run, name="brimful-tokenizer", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_PROGRESS_S)
             progress(time.monotonic() - begin_s)
+    except BaseException:
+        stop.set()
+        thread.join(2 * _PROGRESS_S)
+        raise
     return future.result()
 
 

@@ -21,6 +21,7 @@ The library's NFKC is that of Unicode 9, so 72 newer characters (such as U+32FF)
 import json
 import math
 import re
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -115,6 +116,18 @@ def without_rare(texts: Texts, alphabet: Alphabet) -> Texts:
             yield [rare.sub("\n", text) for text in batch]
 
     return common
+
+
+def until(stop: threading.Event, texts: Texts) -> Texts:
+    """The same texts, ended by an error once `stop` is set."""
+
+    def interruptible() -> Iterator[list[str]]:
+        for batch in texts():
+            if stop.is_set():
+                raise InterruptedError("stopped")
+            yield batch
+
+    return interruptible
 
 
 def train_bpe(texts: Texts, alphabet: Alphabet, *, vocab_size: int) -> Tokenizer:

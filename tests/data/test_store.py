@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brimful.data import store as store_meta
+from brimful import files
 from brimful.data.store import NAME, Store, StoreWriter, column_numbers
 from brimful.errors import BadData, InternalError
 
@@ -19,25 +19,25 @@ FACTS = {
 }  # fmt: skip
 
 
-def write(folder, rows=25, *, sides=("prompt", "response"), vocab_size=1000, file_rows=10, chunk=4, seed=0):
+def write(folder, rows=25, *, fields=("prompt", "response"), vocab_size=1000, file_rows=10, chunk=4, seed=0):
     """A store of random rows, and the rows."""
     rng = np.random.default_rng(seed)
-    wanted = [[rng.integers(0, vocab_size, rng.integers(1, 9)) for _ in sides] for _ in range(rows)]
+    wanted = [[rng.integers(0, vocab_size, rng.integers(1, 9)) for _ in fields] for _ in range(rows)]
     tokenizer = folder.parent / f"{folder.name}-tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
     (tokenizer / "model.safetensors").write_text("weights stay where they are")
-    writer = StoreWriter(folder, sides, vocab_size, file_rows=file_rows)
+    writer = StoreWriter(folder, fields, vocab_size, file_rows=file_rows)
     for first in range(0, rows, chunk):
         part = wanted[first : first + chunk]
-        lengths = np.array([[len(side) for side in row] for row in part])
-        writer.add(np.concatenate([side for row in part for side in row]), lengths)
+        lengths = np.array([[len(field) for field in row] for row in part])
+        writer.add(np.concatenate([field for row in part for field in row]), lengths)
     meta = writer.finish(tokenizer=tokenizer, rows_in=rows, **FACTS)
     return meta, wanted
 
 
 def same(row, wanted):
-    return all(np.array_equal(side, tokens) for side, tokens in zip(row.values(), wanted, strict=True))
+    return all(np.array_equal(field, tokens) for field, tokens in zip(row.values(), wanted, strict=True))
 
 
 def flip(path, place=-100):
@@ -46,17 +46,17 @@ def flip(path, place=-100):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("sides", [("text",), ("prompt", "response"), ("prompt", "chosen", "rejected")], ids=len)
-def test_rows_come_back_as_they_were_written(tmp_path, sides):
-    _, wanted = write(tmp_path / "s", sides=sides)
+@pytest.mark.parametrize("fields", [("text",), ("prompt", "response"), ("prompt", "chosen", "rejected")], ids=len)
+def test_rows_come_back_as_they_were_written(tmp_path, fields):
+    _, wanted = write(tmp_path / "s", fields=fields)
     store = Store.open(tmp_path / "s")
-    assert store.sides == sides
+    assert store.fields == fields
     assert len(store) == 25
-    assert all(tuple(store[n]) == sides and same(store[n], row) for n, row in enumerate(wanted))
+    assert all(tuple(store[n]) == fields and same(store[n], row) for n, row in enumerate(wanted))
 
 
 def test_many_rows_at_once_are_the_same_rows_in_the_order_asked_for(tmp_path):
-    _, wanted = write(tmp_path / "s", sides=("a", "b", "c"))
+    _, wanted = write(tmp_path / "s", fields=("a", "b", "c"))
     indices = np.random.default_rng(1).integers(-25, 25, 200)
     rows = Store.open(tmp_path / "s").__getitems__(indices)
     assert all(same(row, wanted[index]) for row, index in zip(rows, indices, strict=True))
@@ -120,13 +120,13 @@ def test_negative_indices_count_from_the_end_and_others_are_refused(tmp_path):
 def test_shapes_are_the_lengths_of_each_side(tmp_path):
     _, wanted = write(tmp_path / "s")
     store = Store.open(tmp_path / "s")
-    lengths = np.array([[len(side) for side in row] for row in wanted])
+    lengths = np.array([[len(field) for field in row] for row in wanted])
     shapes = store.shapes([3, -1, 12, 3])
     assert shapes.dtype == np.int64
     assert np.array_equal(shapes, lengths[[3, -1, 12, 3]])
     assert store.longest == tuple(lengths.max(axis=0))
     assert store.mean_lengths == pytest.approx(lengths.mean(axis=0))
-    assert store.meta.tokens == dict(zip(store.sides, lengths.sum(axis=0).tolist(), strict=True))
+    assert store.meta.tokens == dict(zip(store.fields, lengths.sum(axis=0).tolist(), strict=True))
 
 
 def test_a_row_is_a_read_only_view_of_the_file(tmp_path):
@@ -207,7 +207,7 @@ def test_a_pickled_store_does_not_open_as_another(tmp_path):
     pickled = pickle.dumps(Store.open(tmp_path / "s"))
     (tmp_path / "s").rename(tmp_path / "old")
     (tmp_path / "t").rename(tmp_path / "s")
-    with pytest.raises(BadData, match="packed anew"):
+    with pytest.raises(BadData, match="was replaced by another store"):
         pickle.loads(pickled)
 
 
@@ -235,28 +235,22 @@ def test_the_writer_refuses_what_the_vocabulary_does_not_have(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokens-00001.arrow", "index-00000.arrow", "tokenizer/tokenizer.json", NAME])
-def test_a_flipped_byte_is_told_with_its_file(tmp_path, name):
+def test_a_flipped_byte_is_reported_with_its_file(tmp_path, name):
     write(tmp_path / "s")
     flip(tmp_path / "s" / name, -1 if "tokenizer" in name else -100)
-    with pytest.raises(BadData, match=f"{name}.*(damaged in block 0|checksum|cannot be read)"):
+    with pytest.raises(BadData, match=f"{name}.*(damaged|checksum|cannot be read)"):
         Store.open(tmp_path / "s")
 
 
-def test_a_flipped_byte_is_told_with_its_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_meta, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(store_meta, "_PIECE_BYTES", 300)
+def test_a_flipped_byte_is_reported_with_its_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 300)
     meta, _ = write(tmp_path / "s", file_rows=1000, rows=100)
     assert len(meta.files[0].sha256) == -(-meta.files[0].size_bytes // 1000)
     Store.open(tmp_path / "s")
     flip(tmp_path / "s" / "tokens-00000.arrow", 2100)
-    with pytest.raises(BadData, match="damaged in block 2 .bytes 2,000 to"):
+    with pytest.raises(BadData, match="damaged between bytes 2,000 and"):
         Store.open(tmp_path / "s")
-
-
-def test_a_file_of_exactly_one_block_has_one_checksum(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_meta, "BLOCK_BYTES", 1000)
-    (tmp_path / "f").write_bytes(bytes(2000))
-    assert len(list(store_meta.block_hashes(tmp_path / "f"))) == 2
 
 
 def test_without_verifying_only_the_sizes_are_looked_at(tmp_path):
@@ -279,33 +273,33 @@ def test_a_missing_file_is_named(tmp_path):
 def test_another_version_is_refused(tmp_path):
     write(tmp_path / "s")
     path = tmp_path / "s" / NAME
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(BadData, match="format version 2 and this Brimful reads version 1"):
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    with pytest.raises(BadData, match="format version 1, and this Brimful reads version 2"):
         Store.open(tmp_path / "s")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 1}', "null"])
-def test_a_store_json_that_is_none_is_told(tmp_path, content):
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 2}', "null"])
+def test_a_bad_store_json_is_reported(tmp_path, content):
     (tmp_path / NAME).write_text(content)
     with pytest.raises(BadData, match=NAME):
         Store.open(tmp_path)
 
 
-def test_what_is_no_store_is_told_what_it_is(tmp_path):
+def test_a_path_that_is_not_a_store_is_named_for_what_it_is(tmp_path):
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "rows.parquet")
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "tokens-00000.arrow").write_text("")
     (tmp_path / "empty").mkdir()
-    said = {
-        "rows.parquet": "is a parquet file, not a token store: pack it first with `brimful data pack`",
-        "tokenizer": "a tokenizer's folder",
+    messages = {
+        "rows.parquet": "is a parquet file, not a token store. Try: `brimful data tokenize`",
+        "tokenizer": "is a tokenizer, not a token store",
         "half": "unfinished",
         "empty": "it has no store.json",
         "nothing": "there is no token store at",
         ".": "folder of parquet files",
     }
-    for name, sentence in said.items():
+    for name, sentence in messages.items():
         with pytest.raises(BadData, match=sentence):
             Store.open(tmp_path / name)

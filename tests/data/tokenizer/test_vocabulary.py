@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from brimful.data.tokenizer.algorithms import (
+from brimful.data.tokenizer.vocabulary import (
     _best_without,
     _scores,
     _worth_keeping,
@@ -15,7 +15,7 @@ from brimful.data.tokenizer.algorithms import (
 )
 from tests.data.tokenizer.tokenizer_rows import texts
 
-TRAINING, OTHERS = texts(600, seed=1, words=2000), texts(2000, seed=1, words=2000)[600:]
+TRAINING, OTHERS = texts(600, seed=1, words=2000), texts(1200, seed=1, words=2000)[600:]
 
 
 def training():

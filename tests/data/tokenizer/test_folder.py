@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, processors
 
-from brimful.data.tokens import TokenizerFacts, load_tokenizer
+from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
 from brimful.errors import BadData
 
 VOCAB = {"<unk>": 0, "</s>": 1, "<pad>": 2, "好": 3, "<": 4, "/": 5, "s": 6, ">": 7, "s>": 8}
@@ -57,7 +57,7 @@ def test_other_contents_have_another_fingerprint(tmp_path):
     assert facts[0].fingerprint != facts[1].fingerprint
 
 
-def test_cutting_and_padding_are_off_and_special_letters_are_letters(tmp_path):
+def test_truncation_and_padding_are_off_and_special_letters_are_letters(tmp_path):
     def change(tokenizer):
         tokenizer.enable_truncation(2)
         tokenizer.enable_padding(length=9)
@@ -68,9 +68,9 @@ def test_cutting_and_padding_are_off_and_special_letters_are_letters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
-        (lambda path: (path / "tokenizer.json").unlink(), "no folder with a tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda path: (path / "tokenizer.json").write_text('{"version": "1.0", "tru'), "cannot be read as a tokenizer"),
         (lambda path: (path / "tokenizer.json").write_bytes(b"\xff\xfe"), "cannot be read as a tokenizer"),
         (lambda path: (path / "tokenizer_config.json").write_text("{"), "tokenizer_config.json cannot be read"),
@@ -79,15 +79,15 @@ def test_cutting_and_padding_are_off_and_special_letters_are_letters(tmp_path):
         (lambda path: (path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}'), "'<end>' as eos_token"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_one_sentence(spoil, said, tmp_path):
+def test_a_folder_that_cannot_be_used_is_one_sentence(spoil, message, tmp_path):
     folder(tmp_path, config={"eos_token": "</s>"})
     spoil(tmp_path)
-    with pytest.raises(BadData, match=said) as told:
+    with pytest.raises(BadData, match=message) as error:
         TokenizerFacts.read(tmp_path)
-    assert str(tmp_path) in str(told.value)
-    assert "\n" not in str(told.value)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(BadData, match="no folder with a tokenizer.json"):
+def test_a_missing_folder_is_one_sentence(tmp_path):
+    with pytest.raises(BadData, match="has no tokenizer.json"):
         load_tokenizer(tmp_path / "nowhere")

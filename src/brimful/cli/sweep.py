@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from brimful.cli.flags import given, make_flags, prefer_growing_segments, show
 from brimful.errors import BadOption, BadRun
-from brimful.molecules.spec import SweepOptions
+from brimful.molecules.spec import SweepOptions, SweepSpec
 from brimful.tasks.load import option_fields
 from brimful.units import show_count, show_seconds
 
@@ -25,77 +25,71 @@ def sweep(
     json: Annotated[bool, Parameter(negative="")] = False,
     flags: Flags = Flags(),  # noqa: B008 - frozen
 ) -> None:
-    """Train a grid of small heads on frozen molecular features: datasets × encoders × methods × seeds, packed.
+    """Train a grid of small heads on frozen molecular features: datasets × encoders × methods × seeds.
 
-    Ctrl-C stops it; the same command goes on where it was. What is finished is never trained again, and a spec that has
-    grown trains what is new.
+    Ctrl-C stops it, and the same command continues. Finished runs are never trained again, and a spec that has grown
+    trains what is new.
 
     Parameters
     ----------
     spec
-        A TOML file: seeds, methods, encoders and [[datasets]] with file and split; docs/sweep.md has them all.
+        A TOML file with seeds, methods, encoders and [[datasets]]. See docs/molecules.md.
     output
-        The folder for results; sweeps/NAME of the spec unless given.
+        The folder for results. Default: sweeps/NAME, after the spec.
     cache
-        Where features are kept between sweeps.
+        The folder that keeps features between sweeps.
     json
         Print one JSON object with all result rows.
     """
+    from brimful.molecules.results import conventions, summarise
     from brimful.molecules.spec_file import read_spec
 
-    asked = read_spec(spec)
-    said = given(flags)
-    if asked.device is not None:
-        said.setdefault("device", asked.device)
-    if asked.memory_limit is not None:
-        said.setdefault("memory_limit", str(asked.memory_limit))
-    options = SweepOptions(**said)
+    content = read_spec(spec)
+    values = given(flags)
+    if content.device is not None:
+        values.setdefault("device", content.device)
+    if content.memory_limit is not None:
+        values.setdefault("memory_limit", str(content.memory_limit))
+    options = SweepOptions(**values)
     root = output or Path("sweeps") / spec.stem
     if root.exists() and not root.is_dir():
-        raise BadOption(f"--output {root} is a file; name a folder")
+        raise BadOption(f"--output {root} is a file. Try: a folder")
     prefer_growing_segments()
-    outcome, summaries = _run(asked, root, options, cache)
-    from brimful.molecules.progress import sweep_table
+    result = _run(content, root, options, cache)
+    summaries = summarise(result.rows)
+    _write_page(content, root, result, summaries)
+    from brimful.molecules.terminal import sweep_table
 
-    report = {
-        "output": str(root), "finished": outcome.finished, "rows": outcome.rows, "summary": summaries,
-        "remarks": outcome.remarks, "packs": list(outcome.packings), "seconds": outcome.seconds,
-        "trained": outcome.trained, "ooms": outcome.ooms, "peak_bytes": outcome.peak_bytes,
+    data = {
+        "output": str(root), "finished": result.finished, "rows": result.rows, "summary": summaries,
+        "remarks": result.remarks, "packs": list(result.packs), "seconds": result.seconds,
+        "trained": result.trained, "ooms": result.ooms, "peak_bytes": result.peak_bytes,
     }  # fmt: skip
-    show(sweep_table(summaries, _last_words(root, spec, outcome, summaries), outcome.remarks), report, as_json=json)
+    ending = f"{show_count(result.trained, 'head')} trained in {show_seconds(result.seconds)}. Saved to {root}"
+    more = [] if result.finished else [f"Not finished. Continue with: {shlex.join(['brimful', *sys.argv[1:]])}"]
+    show(sweep_table(summaries, [*conventions(summaries), ending, *more], result.remarks), data, as_json=json)
 
 
-def _run(asked: Any, root: Path, options: SweepOptions, cache: Path | None) -> tuple[Any, Any]:
-    from brimful.files import write_atomic
-    from brimful.molecules.page import sweep_page
-    from brimful.molecules.progress import SweepProgress
-    from brimful.molecules.results import conventions, read_run, summarise
+def _run(spec: SweepSpec, root: Path, options: SweepOptions, cache: Path | None) -> Any:
     from brimful.molecules.sweep import sweep as run
+    from brimful.molecules.terminal import SweepProgress
     from brimful.planning.planner import cache_folder
 
     with SweepProgress() as progress:
-        features = cache or cache_folder("features")
-        outcome = run(asked, root, options, cache=features, listeners=[progress], say=progress.say)
-    summaries = summarise(outcome.rows)
+        folder = cache or cache_folder("features")
+        return run(spec, root, options, cache=folder, listeners=[progress], progress=progress.progress)
+
+
+def _write_page(spec: SweepSpec, root: Path, result: Any, summaries: Any) -> None:
+    from brimful.files import write_atomic
+    from brimful.molecules.page import sweep_page
+    from brimful.molecules.results import conventions, read_run
+
     page = sweep_page(
-        outcome.rows, summaries, lambda name: read_run(root, name), title=asked.source.stem,
-        notes=conventions(summaries), remarks=outcome.remarks,
+        result.rows, summaries, lambda name: read_run(root, name), title=spec.source.stem,
+        notes=conventions(summaries), remarks=result.remarks,
     )  # fmt: skip
     try:
         write_atomic(root / "report.html", page)
     except OSError as error:
-        raise BadRun(
-            f"{root / 'report.html'} cannot be written: {error.strerror}; the tables beside it are whole"
-        ) from None
-    return outcome, summaries
-
-
-def _last_words(root: Path, spec: Path, outcome: Any, summaries: Any) -> list[str]:
-    from brimful.molecules.results import conventions
-
-    time = f"{show_count(outcome.trained, 'head')} trained in {show_seconds(outcome.seconds)}"
-    ended = "" if outcome.finished else f"; not all are done: {shlex.join(['brimful', *sys.argv[1:]])} goes on"
-    return [
-        *conventions(summaries),
-        f"{time}; tables and pictures are in {root / 'report.html'}{ended}",
-    ]
+        raise BadRun(f"{root / 'report.html'} cannot be written: {error.strerror}. The tables beside it are complete") from None  # fmt: skip

@@ -1,13 +1,18 @@
-"""Small heads on precomputed features, many at once: the molecular preference experiments as one job.
+"""`brimful sweep`: many small heads on frozen molecular features, trained together.
 
-A card that one small run cannot fill is filled with more runs, not with a larger batch, which would change what is
-trained. `brimful sweep SPEC.toml` takes a grid (datasets × encoders × methods × seeds × hyper-parameters) and goes
+A GPU that one small run cannot fill is filled with more runs, not with a larger batch, which would change what is
+trained. The way of a molecule, one module a step:
 
-    spec        the grid, checked before anything runs
-    molecules   rows that can be read; the others are listed
-    splits      in-distribution and out-of-distribution molecules, each for training, validation and testing
-    features    of the molecules in use, computed once, memory-mapped
-    pack        runs of one shape trained together, each exactly as it would be alone
-    scores      one number a test molecule, higher for what looks out of distribution
-    results     tables, parquet and a page, with the trivial baselines that expose a leaky split
+    spec.py, spec_file.py   the grid of runs from SPEC.toml, checked before anything runs
+    dataset.py              rows of a file → molecules that RDKit can read, the others listed
+    splits.py, published.py in- and out-of-distribution molecules for training, validation and testing
+    features/, prepare.py   encoder → cached matrix → standardised rows
+    heads.py                one run: head, random numbers, loss
+    feature_store.py, pack.py, runner.py, workers.py   rows on the device → packs of runs → processes
+    methods.py, metrics.py  weights or features → one score a test molecule → AUROC, AUPR, FPR95
+    sweep.py, folder.py     all of it in order, resumable
+    results.py, page.py, charts.py, terminal.py        rows → tables and report.html
+
+To add a baseline: one function and one entry in `methods.py`. To add an encoder: one class and one entry in
+`features/encoder.py`. Nothing outside this package imports it but the command line.
 """

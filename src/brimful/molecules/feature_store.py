@@ -1,8 +1,8 @@
-"""Features of all datasets and encoders of one width, on the device once, for every run that reads them.
+"""The features of all datasets and encoders of one width, on the device once, and the order in which runs read them.
 
-Fingerprints stay bytes of 0 and 1 there, a quarter of their size in fp32. On a CPU, where a product with 2,048 mostly empty
-columns is most of a step, they are kept as lists of the bits that are set, about 48 a molecule: the first layer is then a
-sum of rows of its weights, 4 times faster than the dense product (6 runs of 1,024 rows: 0.12 s instead of 0.44).
+Fingerprints stay bytes of 0 and 1, a quarter of their size in fp32. On a CPU, where a product with 2,048 mostly empty
+columns is most of a step, they are kept as lists of set bits, about 48 a molecule: the first layer is then a sum of rows of
+its weights, 4 times as fast as the dense product (6 runs of 1,024 rows: 0.12 s instead of 0.44).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,35 +14,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from brimful.molecules.job import ORDER, Job, Rows, key, orders
+from brimful.molecules.heads import ORDER, Job, Rows, permutations, random_key
 
 SPARSE = 0.1
-"""Fingerprints with fewer set bits than this share are summed, not multiplied, on a CPU."""
+"""Fingerprints with a smaller share of set bits are summed, not multiplied, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A batch of fingerprints as the places of their set bits, row after row."""
+    """A batch of fingerprints as the columns of their set bits, row after row."""
 
-    places: Tensor
+    columns: Tensor
     offsets: Tensor
     """[rows + 1]"""
 
 
-class Shelf:
+class FeatureStore:
     """Rows of one width, by their key."""
 
     def __init__(self, rows: Mapping[str, Rows], device: torch.device) -> None:
         self.device = device
         self.first: dict[str, int] = {}
+        """The first row of each key."""
         count = 0
         for name, one in rows.items():
             self.first[name] = count
             count += len(one.features)
         self.rows = dict(rows)
         self.features = torch.cat([one.features for one in rows.values()]).to(device)
-        self.labels = _labels(rows).to(device)
-        self._bits = _bits(self.features) if device.type == "cpu" else None
+        self.labels = _joined_labels(rows).to(device)
+        self._bits = _to_bits(self.features) if device.type == "cpu" else None
 
     @property
     def sparse(self) -> bool:
@@ -51,41 +52,41 @@ class Shelf:
 
     @property
     def nbytes(self) -> int:
-        bits = 0 if self._bits is None else self._bits.places.nbytes + self._bits.offsets.nbytes
+        bits = 0 if self._bits is None else self._bits.columns.nbytes + self._bits.offsets.nbytes
         return self.features.nbytes + self.labels.nbytes + bits
 
     def take(self, rows: Tensor) -> Tensor | Bits:
         """The features of these rows, [runs, rows], as [runs, rows, inputs] or as bits."""
         if self._bits is None:
             return self.features[rows].float()
-        return _chosen(self._bits, rows.flatten())
+        return _take_bits(self._bits, rows.flatten())
 
 
-def _labels(rows: Mapping[str, Rows]) -> Tensor:
+def _joined_labels(rows: Mapping[str, Rows]) -> Tensor:
     """[rows, tasks]; −1 where a dataset has fewer tasks than another, or none."""
     tasks = max((one.labels.shape[1] for one in rows.values() if one.labels is not None), default=0)
-    found = []
+    padded = []
     for one in rows.values():
         own = one.labels if one.labels is not None else torch.empty(len(one.features), 0, dtype=torch.int64)
-        found.append(F.pad(own, (0, tasks - own.shape[1]), value=-1))
-    return torch.cat(found)
+        padded.append(F.pad(own, (0, tasks - own.shape[1]), value=-1))
+    return torch.cat(padded)
 
 
-def _bits(features: Tensor) -> Bits | None:
+def _to_bits(features: Tensor) -> Bits | None:
     if features.dtype != torch.uint8 or int(features.max()) > 1:
         return None
     if int(features.sum(dtype=torch.int64)) > SPARSE * features.numel():
         return None
-    rows, places = features.nonzero(as_tuple=True)
-    return Bits(places, F.pad(torch.bincount(rows, minlength=len(features)).cumsum(0), (1, 0)))
+    rows, columns = features.nonzero(as_tuple=True)
+    return Bits(columns, F.pad(torch.bincount(rows, minlength=len(features)).cumsum(0), (1, 0)))
 
 
-def _chosen(bits: Bits, rows: Tensor) -> Bits:
+def _take_bits(bits: Bits, rows: Tensor) -> Bits:
     """The bits of these rows, in their order."""
     begin, end = bits.offsets[rows], bits.offsets[rows + 1]
     offsets = F.pad((end - begin).cumsum(0), (1, 0))
     where = torch.repeat_interleave(begin - offsets[:-1], end - begin, output_size=int(offsets[-1]))
-    return Bits(bits.places[where + torch.arange(len(where))], offsets)
+    return Bits(bits.columns[where + torch.arange(len(where))], offsets)
 
 
 class SumOfRows(torch.autograd.Function):
@@ -96,43 +97,42 @@ class SumOfRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, columns: Tensor, offsets: Tensor) -> Tensor:
         runs, inputs, outputs = weights.shape
         rows = (len(offsets) - 1) // runs
-        row = torch.repeat_interleave(torch.arange(runs * rows), offsets.diff(), output_size=len(places))
-        table = places + row // rows * inputs
-        ctx.save_for_backward(table, row)
+        row = torch.repeat_interleave(torch.arange(runs * rows), offsets.diff(), output_size=len(columns))
+        index = columns + row // rows * inputs
+        ctx.save_for_backward(index, row)
         ctx.shape = weights.shape
         flat = weights.reshape(runs * inputs, outputs)
-        return F.embedding_bag(table, flat, offsets, mode="sum", include_last_offset=True).view(runs, rows, outputs)
+        return F.embedding_bag(index, flat, offsets, mode="sum", include_last_offset=True).view(runs, rows, outputs)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
-        table, row = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        index, row = ctx.saved_tensors
         runs, inputs, outputs = ctx.shape
-        order = table.to(torch.int32).argsort(stable=True)
-        offsets = F.pad(torch.bincount(table, minlength=runs * inputs).cumsum(0), (1, 0))
-        flat = slopes[0].reshape(-1, outputs)
-        found = F.embedding_bag(row[order], flat, offsets, mode="sum", include_last_offset=True)
-        return found.view(ctx.shape), None, None
+        order = index.to(torch.int32).argsort(stable=True)
+        offsets = F.pad(torch.bincount(index, minlength=runs * inputs).cumsum(0), (1, 0))
+        flat = grads[0].reshape(-1, outputs)
+        grad = F.embedding_bag(row[order], flat, offsets, mode="sum", include_last_offset=True)
+        return grad.view(ctx.shape), None, None
 
 
-# Which rows each run of a pack reads in each step: an endless row of shufflings a side, cut into full batches.
-#
-# A batch may begin in one shuffling and end in the next, so two of them are at hand for each run and side. A shuffling is
-# a function of (seed, side, its number): a run reads the same rows whatever else is in the pack, and after a resume.
+class BatchOrder:
+    """Which rows each run of a pack reads in each step.
 
+    Each side is an endless sequence of permutations, read in full batches. A batch may begin in one permutation and end in
+    the next, so two are kept for each run and side. A permutation is a function of (seed, side, its number): a run reads
+    the same rows whatever else is in the pack, and after a resume.
+    """
 
-class Order:
-    """The rows of some runs, from the steps where they stand."""
-
-    def __init__(self, jobs: Sequence[Job], shelf: Shelf, batch: int, step: np.ndarray) -> None:
+    def __init__(self, jobs: Sequence[Job], store: FeatureStore, batch: int, step: np.ndarray) -> None:
         self.step = step.copy()
-        """Of each run; the pack counts it up."""
-        self._batch, self._device = batch, shelf.device
+        """Of each run; the pack increments it."""
+        self._batch, self._device = batch, store.device
         keys = list(dict.fromkeys(job.data for job in jobs))
         parts = [
-            [shelf.first[one] + shelf.rows[one].id["train"], shelf.first[one] + shelf.rows[one].ood["train"]]
+            [store.first[one] + store.rows[one].id["train"], store.first[one] + store.rows[one].ood["train"]]
             for one in keys
         ]
         self._longest = max(len(side) for part in parts for side in part)
@@ -140,47 +140,47 @@ class Order:
         self._data = torch.tensor([keys.index(job.data) for job in jobs], device=self._device)
         lengths = np.array([[max(1, len(side)) for side in part] for part in parts])
         self._counts = lengths[self._data.cpu().numpy()]
-        self._on_device = torch.from_numpy(self._counts).to(self._device)
+        self._counts_on_device = torch.from_numpy(self._counts).to(self._device)
         self._seeds = torch.tensor([job.seed for job in jobs], device=self._device)
         seen = np.array([[True, job.sees_ood] for job in jobs])
-        self.an_epoch = -(-(self._counts * seen).max(1) // batch)
-        """Steps that go over the larger side once."""
+        self.steps_per_epoch = -(-(self._counts * seen).max(1) // batch)
+        """Steps that read the larger side once."""
         self._order = torch.empty(len(jobs), 2, 2, self._longest, dtype=torch.int32, device=self._device)
-        self._made = self._wanted() - 1
-        """The newest shuffling at hand; the one before it is there as well."""
+        self._newest = self._needed() - 1
+        """The number of the newest permutation at hand; the one before it is there as well."""
 
     def rows(self, step: Tensor, sides: int) -> Tensor:
         """The rows of the next batch, [runs, sides × batch], ID first."""
-        self._shuffle()
-        places = step[:, None, None] * self._batch + torch.arange(self._batch, device=self._device)
-        counts = self._on_device[:, :sides, None]
-        where = places // counts % 2 * self._longest + places % counts
+        self._extend()
+        positions = step[:, None, None] * self._batch + torch.arange(self._batch, device=self._device)
+        counts = self._counts_on_device[:, :sides, None]
+        where = positions // counts % 2 * self._longest + positions % counts
         local = self._order[:, :sides].flatten(2).gather(2, where).long()
         side = torch.arange(sides, device=self._device)[None, :, None]
         return self._table[self._data[:, None, None], side, local].flatten(1)
 
-    def _shuffle(self) -> None:
-        """Make the shufflings that the next batch may need and that are not there yet."""
-        wanted = self._wanted()
-        while (late := self._made <= wanted).any():
+    def _extend(self) -> None:
+        """Make the permutations that the next batch needs and that do not exist yet."""
+        needed = self._needed()
+        while (late := self._newest <= needed).any():
             runs, sides = late.nonzero()
-            self._make(runs, sides, self._made[late] + 1)
-            self._made[late] += 1
+            self._permute(runs, sides, self._newest[late] + 1)
+            self._newest[late] += 1
 
-    def _wanted(self) -> np.ndarray:
-        """The shuffling that the next batch begins in, [runs, sides]."""
+    def _needed(self) -> np.ndarray:
+        """The permutation that the next batch begins in, [runs, sides]."""
         return self.step[:, None] * self._batch // self._counts
 
-    def _make(self, runs: np.ndarray, sides: np.ndarray, numbers: np.ndarray) -> None:
-        on, side, number = (torch.from_numpy(one).to(self._device) for one in (runs, sides, numbers))
-        keys = key(self._seeds[on], ORDER, side, number)
-        self._order[on, side, number % 2] = orders(keys, self._on_device[on, side], self._longest).int()
+    def _permute(self, runs: np.ndarray, sides: np.ndarray, numbers: np.ndarray) -> None:
+        run, side, number = (torch.from_numpy(one).to(self._device) for one in (runs, sides, numbers))
+        keys = random_key(self._seeds[run], ORDER, side, number)
+        self._order[run, side, number % 2] = permutations(keys, self._counts_on_device[run, side], self._longest).int()
 
 
 def _padded(parts: list[list[np.ndarray]], longest: int) -> np.ndarray:
-    """[datasets, sides, longest]; what lies beyond a side's rows is never read."""
-    found = np.zeros((len(parts), 2, longest), dtype=np.int64)
+    """[datasets, sides, longest]; what comes after a side's rows is never read."""
+    padded = np.zeros((len(parts), 2, longest), dtype=np.int64)
     for place, part in enumerate(parts):
         for side, rows in enumerate(part):
-            found[place, side, : len(rows)] = rows
-    return found
+            padded[place, side, : len(rows)] = rows
+    return padded

@@ -1,89 +1,158 @@
-"""The rows of a sweep on disk, one for each run, and everything that is made of them.
+"""The rows of a sweep on disk, their summaries over seeds, and the tables made of those.
 
     OUT/results.parquet   one row a run: dataset, split, encoder, method, settings, seed, the figures, how it went
-    OUT/results.md        a table a dataset (`tables`), for a README
-    OUT/results.tex       the same for a paper
-    OUT/runs/NAME.npz     test scores of a run, its validation curve and its training loss; NAME is the row's `run`
+    OUT/results.md        a table a dataset
+    OUT/results.tex       the same for a paper (booktabs)
+    OUT/runs/NAME.npz     test scores of a run, its validation curve and training loss; NAME is the row's `run`
 
-The schema is fixed: a reader may count on every column, and an unknown figure is null, never 0. Each file is whole or is
-not there: a sweep that is killed while it writes leaves the former table.
+The schema is fixed: every column is always there, and an unknown figure is null, never 0.
+
+Every view (terminal, Markdown, LaTeX, page) shows the texts of a summary, so none can round differently. Methods carry their
+gain over the best trivial baseline: on a size split a count of heavy atoms reaches an AUROC of 1.000, so only the gain is a
+result. The best of a table is decided by the three digits shown, trivial baselines included.
 """
 
+import io
 import math
-import os
 import re
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from brimful.errors import BadData, BadRun, InternalError
+from brimful.files import write_atomic
 from brimful.molecules.metrics import OverSeeds, over_seeds, paired_difference
 
-# What the seeds of a method say together, one summary for each row of a table, with its figures put in words once.
-#
-# Every view (terminal, Markdown, LaTeX, page) shows the same text of the same figure, so none can round differently. The
-# trivial baselines are summarised like any method, and every other method carries its difference to the best of them: on a
-# size split a count of heavy atoms reaches an AUROC of 1.000, and only what lies beyond the trivial is a result.
-#
-# What is best is best as shown, with three digits: .7894 does not beat .7891 in a table that prints .789 twice. Trivial
-# baselines take part in that, so a table in which counting atoms wins says so.
-
-
+_TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
+SCHEMA = pa.schema(
+    {
+        "dataset": _TEXT, "split": _TEXT, "encoder": _TEXT, "method": _TEXT, "settings": _TEXT, "seed": _WHOLE,
+        "kind": _TEXT, "auroc": _REAL, "aupr": _REAL, "fpr95": _REAL, "aupr_ood": _REAL, "aupr_id": _REAL,
+        "fpr95_ood": _REAL, "fpr95_id": _REAL, "positive": _TEXT, "epochs": _WHOLE, "best_epoch": _WHOLE,
+        "valid_auroc": _REAL, "n_id_test": _WHOLE, "n_ood_test": _WHOLE, "seconds": _REAL, "deterministic": pa.bool_(),
+        "run": _TEXT,
+    }
+)  # fmt: skip
+COLUMNS = tuple(SCHEMA.names)
+RUN_ARRAYS = ("id_scores", "ood_scores", "curve", "loss")
 FIGURES = ("auroc", "aupr", "fpr95", "aupr_ood", "aupr_id", "fpr95_ood", "fpr95_id")
+SHOWN = ("auroc", "aupr", "fpr95")
 LOWER_IS_BETTER = frozenset(("fpr95", "fpr95_ood", "fpr95_id"))
 TRIVIAL = "trivial"
 """The kind of a row that counts atoms or rings, or looks for the nearest training molecule."""
 UNKNOWN = "–"
 CHANCE = 0.5
 """The AUROC of a coin."""
-_SAME = ("dataset", "encoder", "method", "settings")
-_KEPT = (*_SAME, "split", "kind", "positive", "deterministic", "n_id_test", "n_ood_test")
+_GROUP_KEYS = ("dataset", "encoder", "method", "settings")
+_KEPT = (*_GROUP_KEYS, "split", "kind", "positive", "deterministic", "n_id_test", "n_ood_test")
 
 Row = Mapping[str, Any]
 Summary = dict[str, Any]
 
 
+# ---- Files -----------------------------------------------------------------------------------------------------------------
+
+
+def write_results(folder: str | Path, rows: Sequence[Row]) -> None:
+    """results.parquet, results.md and results.tex, each replaced atomically."""
+    if unknown := sorted({key for row in rows for key in row} - set(COLUMNS)):
+        raise InternalError(f"result rows have no columns {', '.join(unknown)}; add them to SCHEMA")
+    folder, summaries, parquet = Path(folder), summarise(rows), io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA), parquet, compression="zstd")
+    _write(folder / "results.parquet", parquet.getvalue())
+    _write(folder / "results.md", markdown(summaries))
+    _write(folder / "results.tex", latex(summaries))
+
+
+def read_results(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows as they were written; none where there is no table yet."""
+    path = Path(folder) / "results.parquet"
+    if not path.exists():
+        return []
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise BadData(f"{path} cannot be read: {str(error).splitlines()[0]}. Try: remove it and run the sweep again, finished runs are kept") from None  # fmt: skip
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        raise BadData(f"{path} is not the table of a sweep, it has no column {', '.join(missing)}")
+    rows: list[dict[str, Any]] = table.select(COLUMNS).to_pylist()
+    return rows
+
+
+def write_run(folder: str | Path, name: str, **arrays: np.ndarray) -> None:
+    """`RUN_ARRAYS`: scores of the test molecules, validation AUROC and training loss by epoch (may be empty)."""
+    assert set(arrays) == set(RUN_ARRAYS), sorted(arrays)
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+    _write(_run_path(folder, name), content.getvalue())
+
+
+def read_run(folder: str | Path, name: str) -> dict[str, np.ndarray] | None:
+    """None where the file is missing or damaged."""
+    try:
+        with np.load(_run_path(folder, name), allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in RUN_ARRAYS}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def _run_path(folder: str | Path, name: str) -> Path:
+    return Path(folder) / "runs" / f"{name}.npz"
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
+    except OSError as error:
+        raise BadRun(f"{path} cannot be written: {error.strerror or error}. Try: free space, or another output=") from None  # fmt: skip
+
+
+# ---- Summaries: one for each row of a table ----------------------------------------------------------------------------------
+
+
 def summarise(rows: Sequence[Row]) -> list[Summary]:
-    """One summary a dataset, encoder, method and settings, in the order they are first met; trivial ones last."""
+    """One summary a dataset, encoder, method and settings, in order of appearance; trivial baselines last."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[key] for key in _SAME), []).append(row)
+        groups.setdefault(tuple(row[key] for key in _GROUP_KEYS), []).append(row)
     tables: dict[str, list[tuple[Summary, list[Row]]]] = {}
     for group in groups.values():
         tables.setdefault(group[0]["dataset"], []).append((_summary(group), group))
-    return [one for table in tables.values() for one in _finished(table)]
+    return [one for table in tables.values() for one in _complete(table)]
 
 
-def _finished(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> list[Summary]:
-    """The summaries of one dataset with what only the whole table knows: differences, the best, the chosen, texts."""
-    _compare(pairs)
+def _complete(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> list[Summary]:
+    """The summaries of one dataset with what needs the whole table: gains, the best, the chosen, texts."""
+    _add_gains(pairs)
     table = sorted((one for one, _ in pairs), key=lambda one: bool(one["kind"] == TRIVIAL))
     _mark_best(table)
     _mark_chosen(table)
     about = _about(table)
     for one in table:
-        one["about"], one["text"] = about, _text(one)
+        one["about"], one["text"] = about, _texts(one)
     return table
 
 
 def _summary(group: Sequence[Row]) -> Summary:
     summary: Summary = {key: group[0][key] for key in _KEPT}
     for figure in FIGURES:
-        over = _over(group, figure)
+        known = _known(group, figure)
+        over = over_seeds(known, deterministic=group[0]["deterministic"]) if known else None
         summary[figure] = over and over.mean
         summary[f"{figure}_sd"] = over and over.sd
         summary[f"{figure}_low"], summary[f"{figure}_high"] = _ends(over)
     summary["seeds"], summary["runs"] = len(_known(group, "auroc")), len({row["seed"] for row in group})
     for figure in ("valid_auroc", "epochs", "best_epoch"):
-        known = list(_known(group, figure).values())
-        summary[figure] = sum(known) / len(known) if known else None
+        values = list(_known(group, figure).values())
+        summary[figure] = sum(values) / len(values) if values else None
     summary["seconds"] = sum(_known(group, "seconds").values()) or None
     return summary
 
@@ -94,24 +163,19 @@ def _known(group: Sequence[Row], figure: str) -> dict[int, float]:
     return {seed: value for seed, value in known.items() if math.isfinite(value)}
 
 
-def _over(group: Sequence[Row], figure: str) -> OverSeeds | None:
-    known = _known(group, figure)
-    return over_seeds(known, deterministic=group[0]["deterministic"]) if known else None
-
-
 def _ends(over: OverSeeds | None) -> tuple[float | None, float | None]:
     return (over.interval.low, over.interval.high) if over and over.interval else (None, None)
 
 
-def _compare(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> None:
-    """AUROC less that of the dataset's best trivial baseline, seed by seed; of a coin where all of them do worse."""
+def _add_gains(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> None:
+    """AUROC less that of the best trivial baseline, seed by seed; less that of a coin where all of them are worse."""
     trivial = [pair for pair in pairs if pair[0]["kind"] == TRIVIAL and pair[0]["auroc"] is not None]
     best = max(trivial, key=lambda pair: pair[0]["auroc"], default=None)
     worse = best is not None and best[0]["auroc"] < CHANCE
     for one, group in pairs:
         comparable = one["kind"] != TRIVIAL and one["auroc"] is not None
-        bar = None if best is None else CHANCE if worse else _by_seed(*best)
-        over = paired_difference(_by_seed(one, group), bar) if bar is not None and comparable else None
+        baseline = None if best is None else CHANCE if worse else _by_seed(*best)
+        over = paired_difference(_by_seed(one, group), baseline) if baseline is not None and comparable else None
         one["trivial"] = "chance" if worse else best and best[0]["method"]
         one["gain"], one["gain_sd"] = over and over.mean, over and over.sd
         one["gain_low"], one["gain_high"] = _ends(over)
@@ -138,35 +202,35 @@ def _mark_best(table: Sequence[Summary]) -> None:
 
 
 def _mark_chosen(table: Sequence[Summary]) -> None:
-    """Of the settings of one method, the first that does best on validation; None where there is nothing to choose."""
+    """Of the settings of one method, the first with the best validation AUROC; None where there is no choice."""
     for one in table:
         rivals = [other for other in table if all(other[key] == one[key] for key in ("encoder", "method"))]
-        known = [other for other in rivals if other["valid_auroc"] is not None]  # of one that diverged nothing is
-        chooses = len(rivals) > 1 and known
-        one["chosen"] = one is max(known, key=lambda other: other["valid_auroc"]) if chooses else None
+        known = [other for other in rivals if other["valid_auroc"] is not None]  # one that diverged has none
+        has_choice = len(rivals) > 1 and known
+        one["chosen"] = one is max(known, key=lambda other: other["valid_auroc"]) if has_choice else None
 
 
-def _text(one: Summary) -> dict[str, str]:
+def _texts(one: Summary) -> dict[str, str]:
     """`.789 ± .003`, `+.106 (+.101 to +.110)`, `8 of 10`."""
-    text = {figure: f"{show_figure(one[figure])} ± {show_figure(one[f'{figure}_sd'])}" for figure in FIGURES}
+    texts = {figure: f"{show_figure(one[figure])} ± {show_figure(one[f'{figure}_sd'])}" for figure in FIGURES}
     interval = f" ({_signed(one['gain_low'])} to {_signed(one['gain_high'])})" if one["gain_low"] is not None else ""
-    text["gain"] = f"{_signed(one['gain'])}{interval}"
-    some = f"{one['seeds']} of {one['runs']}" if one["seeds"] < one["runs"] else str(one["seeds"])
-    text["seeds"] = UNKNOWN if one["deterministic"] else some
-    text["settings"] = f"{one['settings']} ✓".strip() if one["chosen"] else one["settings"]
-    return text
+    texts["gain"] = f"{_signed(one['gain'])}{interval}"
+    seeds = f"{one['seeds']} of {one['runs']}" if one["seeds"] < one["runs"] else str(one["seeds"])
+    texts["seeds"] = UNKNOWN if one["deterministic"] else seeds
+    texts["settings"] = f"{one['settings']} ✓".strip() if one["chosen"] else one["settings"]
+    return texts
 
 
 def _about(table: Sequence[Summary]) -> str:
     """`scaffold split, 1,000 ID and 1,000 OOD test molecules, best trivial baseline rings`"""
-    sides = [f"{count} {side}" for key, side in (("n_id_test", "ID"), ("n_ood_test", "OOD")) if (count := _range(table, key))]  # fmt: skip
+    sides = [f"{number} {side}" for key, side in (("n_id_test", "ID"), ("n_ood_test", "OOD")) if (number := _range(table, key))]  # fmt: skip
     tested = f", {' and '.join(sides)} test molecules" if sides else ""
     best = f", best trivial baseline {table[0]['trivial']}" if table[0]["trivial"] else ""
     return f"{table[0]['split']} split{tested}{best}"
 
 
 def _range(table: Sequence[Summary], key: str) -> str:
-    """Encoders may fail on molecules of their own, so that a table can have several counts; "" where none is known."""
+    """Encoders fail on different molecules, so a table can have several counts; "" where none is known."""
     known = sorted({one[key] for one in table if one[key] is not None})
     return "" if not known else f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,}–{known[-1]:,}"
 
@@ -177,7 +241,7 @@ def show_figure(value: float | None) -> str:
 
 
 def _signed(value: float | None) -> str:
-    """`+.106`, `−.012`; what rounds to nought has no side."""
+    """`+.106`, `−.012`; no sign for what rounds to zero."""
     if value is None:
         return UNKNOWN
     sign = "" if round(value, 3) == 0 else "+" if value > 0 else "−"
@@ -185,31 +249,24 @@ def _signed(value: float | None) -> str:
 
 
 def conventions(summaries: Sequence[Summary]) -> list[str]:
-    """What a table means, in sentences for its caption or foot."""
+    """What a table means, in sentences for its caption: without them it cannot be compared with others."""
     if not summaries:
         return []
     positive, other = ("OOD", "ID") if summaries[0]["positive"] == "ood" else ("ID", "OOD")
-    told = [
+    sentences = [
         f"{positive} molecules are the positive side; FPR95 is the share of {other} molecules wrongly called {positive} at the threshold that finds 95 % of the {positive} ones.",
-        f"± is the standard deviation over seeds (n − 1), {UNKNOWN} where there is none: a deterministic method gives the same under every seed.",
-        "Beyond trivial is the AUROC less that of the best trivial baseline, with the 95 % bootstrap interval over seeds, paired by seed.",
+        f"± is the standard deviation over seeds (n − 1), {UNKNOWN} for a deterministic method.",
+        "Gain is the AUROC less that of the best trivial baseline, with the 95 % bootstrap interval over seeds, paired by seed.",
         "The best of a table is in bold, trivial baselines included.",
     ]  # fmt: skip
     if any(one["chosen"] for one in summaries):
-        told.append("✓ marks the settings that validation AUROC chooses: picking by the test figures would flatter.")
+        sentences.append("✓ marks the settings with the best validation AUROC.")
     if any(one["settings"] and one["chosen"] is None and one["valid_auroc"] is None for one in summaries):
-        told.append(
-            "Settings without a validation AUROC get no ✓: plain classifiers must not see OOD, distances train nothing."
-        )
-    return told
+        sentences.append("Plain classifiers and distances have no validation AUROC, so their settings get no ✓.")
+    return sentences
 
 
-# The summaries of a sweep as Markdown and as LaTeX (booktabs): a table a dataset, trivial baselines below a rule.
-#
-# The caption names the conventions, since a table without them cannot be compared with anybody else's: FPR95 exists in two.
-
-
-SHOWN = ("auroc", "aupr", "fpr95")
+# ---- Markdown and LaTeX: a table a dataset, trivial baselines below a rule ---------------------------------------------------
 
 _LATEX = {
     "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
@@ -222,12 +279,13 @@ def markdown(summaries: Sequence[Summary]) -> str:
     """For a README: conventions below the tables."""
     parts = ["# Results of the sweep\n"]
     for dataset, table in by_dataset(summaries).items():
-        lines = _lines(table, _plain, "**{}**".format)
-        heads, aligned = _heads(table, " ↑", " ↓"), ["---"] * _names(table) + ["---:"] * 5
-        body = [*lines[0], ["*trivial baselines*", *[""] * (len(heads) - 1)], *lines[1]] if lines[1] else lines[0]
-        rows = "\n".join(f"| {' | '.join(cells)} |" for cells in [heads, aligned, *body])
-        parts.append(f"## {_plain(dataset)}\n\n{_plain(table[0]['about'])}.\n\n{rows}\n")
-    return "\n".join([*parts, *(f"- {one}" for one in conventions(summaries))] if summaries else parts) + "\n"
+        methods, trivial = _cells(table, _escape_markdown, "**{}**".format)
+        header = _header(table, " ↑", " ↓")
+        aligned = ["---"] * (len(header) - 5) + ["---:"] * 5
+        rule = [["*trivial baselines*", *[""] * (len(header) - 1)]] if trivial else []
+        rows = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, aligned, *methods, *rule, *trivial])
+        parts.append(f"## {_escape_markdown(dataset)}\n\n{_escape_markdown(table[0]['about'])}.\n\n{rows}\n")
+    return "\n".join([*parts, *(f"- {one}" for one in conventions(summaries))]) + "\n"
 
 
 def latex(summaries: Sequence[Summary]) -> str:
@@ -236,35 +294,28 @@ def latex(summaries: Sequence[Summary]) -> str:
     labels: list[str] = []
     for dataset, table in by_dataset(summaries).items():
         labels.append(_label(dataset, labels))
-        lines = _lines(table, _escape, r"\textbf{{{}}}".format)
-        heads = _heads(table, r" $\uparrow$", r" $\downarrow$")
-        blocks = [[f"{' & '.join(cells)} \\\\" for cells in block] for block in lines if block]
-        caption = _escape(f"{dataset}: {table[0]['about']}. {' '.join(conventions(table))}")
-        parts.append(
-            "\n".join(
-                [
-                    "\\begin{table}[t]",
-                    "  \\centering",
-                    f"  \\caption{{{caption}}}",
-                    f"  \\label{{{labels[-1]}}}",
-                    f"  \\begin{{tabular}}{{{'l' * _names(table)}rrrrr}}",
-                    "    \\toprule",
-                    f"    {' & '.join(heads)} \\\\",
-                    *[f"    {line}" for block in blocks for line in ("\\midrule", *block)],
-                    "    \\bottomrule",
-                    "  \\end{tabular}",
-                    "\\end{table}",
-                ]
-            )
-        )
+        header = _header(table, r" $\uparrow$", r" $\downarrow$")
+        blocks = [block for block in _cells(table, _escape_latex, r"\textbf{{{}}}".format) if block]
+        caption = _escape_latex(f"{dataset}: {table[0]['about']}. {' '.join(conventions(table))}")
+        lines = [
+            "\\begin{table}[t]",
+            "  \\centering",
+            f"  \\caption{{{caption}}}",
+            f"  \\label{{{labels[-1]}}}",
+            f"  \\begin{{tabular}}{{{'l' * (len(header) - 5)}rrrrr}}",
+            "    \\toprule",
+            f"    {' & '.join(header)} \\\\",
+            *[
+                line
+                for block in blocks
+                for line in ("    \\midrule", *(f"    {' & '.join(one)} \\\\" for one in block))
+            ],
+            "    \\bottomrule",
+            "  \\end{tabular}",
+            "\\end{table}",
+        ]
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _label(dataset: str, taken: Collection[str]) -> str:
-    """Of plain letters, so that names in others may come out alike: these are numbered."""
-    label = f"tab:sweep-{re.sub(r'[^A-Za-z0-9-]+', '-', dataset)}"
-    numbered = (f"{label}-{number}" for number in count(2))
-    return next(one for one in chain([label], numbered) if one not in taken)
 
 
 def by_dataset(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
@@ -274,115 +325,38 @@ def by_dataset(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return tables
 
 
-def _lines(table: Sequence[Summary], plain: Callable[[str], str], bold: Callable[[str], str]) -> tuple[list[list[str]], list[list[str]]]:  # fmt: skip
-    """The cells of the methods, and those of the trivial baselines."""
-
-    def cells(one: Summary) -> list[str]:
-        names = [one["encoder"], one["method"], *([one["text"]["settings"]] if _has_settings(table) else [])]
-        figures = [bold(plain(one["text"][key])) if key in one["best"] else plain(one["text"][key]) for key in SHOWN]
-        return [*map(plain, names), *figures, plain(one["text"]["gain"]), plain(one["text"]["seeds"])]
-
-    trivial = [one["kind"] == TRIVIAL for one in table]
-    return (
-        [cells(one) for one, is_trivial in zip(table, trivial, strict=True) if not is_trivial],
-        [cells(one) for one, is_trivial in zip(table, trivial, strict=True) if is_trivial],
-    )
-
-
-def _heads(table: Sequence[Summary], up: str, down: str) -> list[str]:
+def _header(table: Sequence[Summary], up: str, down: str) -> list[str]:
     names = ["Encoder", "Method", *(["Settings"] if _has_settings(table) else [])]
-    return [*names, f"AUROC{up}", f"AUPR{up}", f"FPR95{down}", "Beyond trivial", "Seeds"]
+    return [*names, f"AUROC{up}", f"AUPR{up}", f"FPR95{down}", "Gain", "Seeds"]
 
 
-def _names(table: Sequence[Summary]) -> int:
-    return 3 if _has_settings(table) else 2
+def _cells(table: Sequence[Summary], escape: Callable[[str], str], bold: Callable[[str], str]) -> tuple[list[list[str]], list[list[str]]]:  # fmt: skip
+    """The cells of the methods, and those of the trivial baselines."""
+    methods: list[list[str]] = []
+    trivial: list[list[str]] = []
+    for one in table:
+        text = one["text"]
+        names = [one["encoder"], one["method"], *([text["settings"]] if _has_settings(table) else [])]
+        figures = [bold(escape(text[key])) if key in one["best"] else escape(text[key]) for key in SHOWN]
+        cells = [*map(escape, names), *figures, escape(text["gain"]), escape(text["seeds"])]
+        (trivial if one["kind"] == TRIVIAL else methods).append(cells)
+    return methods, trivial
 
 
 def _has_settings(table: Sequence[Summary]) -> bool:
     return any(one["settings"] for one in table)
 
 
-def _plain(text: str) -> str:
-    """A name that is neither a column's end nor HTML to a reader of Markdown."""
+def _label(dataset: str, taken: Collection[str]) -> str:
+    """Of plain letters. Names in other scripts may then be equal, so these are numbered."""
+    label = f"tab:sweep-{re.sub(r'[^A-Za-z0-9-]+', '-', dataset)}"
+    numbered = (f"{label}-{number}" for number in count(2))
+    return next(one for one in chain([label], numbered) if one not in taken)
+
+
+def _escape_markdown(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _escape(text: str) -> str:
+def _escape_latex(text: str) -> str:
     return "".join(_LATEX.get(one, one) for one in text)
-
-
-__all__ = ["COLUMNS", "read_results", "read_run", "summarise", "write_results", "write_run"]
-
-_TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
-SCHEMA = pa.schema(
-    {
-        "dataset": _TEXT, "split": _TEXT, "encoder": _TEXT, "method": _TEXT, "settings": _TEXT, "seed": _WHOLE,
-        "kind": _TEXT, "auroc": _REAL, "aupr": _REAL, "fpr95": _REAL, "aupr_ood": _REAL, "aupr_id": _REAL,
-        "fpr95_ood": _REAL, "fpr95_id": _REAL, "positive": _TEXT, "epochs": _WHOLE, "best_epoch": _WHOLE,
-        "valid_auroc": _REAL, "n_id_test": _WHOLE, "n_ood_test": _WHOLE, "seconds": _REAL, "deterministic": pa.bool_(),
-        "run": _TEXT,
-    }
-)  # fmt: skip
-COLUMNS = tuple(SCHEMA.names)
-RUN_ARRAYS = ("id_scores", "ood_scores", "curve", "loss")
-
-
-def write_results(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """results.parquet, results.md and results.tex, each in place of the former."""
-    if unknown := sorted({key for row in rows for key in row} - set(COLUMNS)):
-        raise InternalError(f"result rows have no columns {', '.join(unknown)}; add them to SCHEMA")
-    folder, summaries = Path(folder), summarise(rows)
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=SCHEMA)
-    _write(folder / "results.parquet", lambda file: pq.write_table(table, file, compression="zstd"))
-    for name, text in (("results.md", markdown(summaries)), ("results.tex", latex(summaries))):
-        _write(folder / name, lambda file, text=text: file.write(text.encode()))  # type: ignore[misc]
-
-
-def read_results(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows as they were written; none where there is no table yet."""
-    path = Path(folder) / "results.parquet"
-    if not path.exists():
-        return []
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise BadData(f"{path} cannot be read: {str(error).splitlines()[0]}; remove it and run the sweep again, finished runs are kept") from None  # fmt: skip
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise BadData(f"{path} is no table of a sweep: it has no column {', '.join(missing)}; give the folder of a sweep")  # fmt: skip
-    rows: list[dict[str, Any]] = table.select(COLUMNS).to_pylist()
-    return rows
-
-
-def write_run(folder: str | Path, name: str, **arrays: np.ndarray) -> None:
-    """`RUN_ARRAYS`: scores of the test molecules, validation AUROC and training loss by epoch (empty where there is none)."""
-    assert set(arrays) == set(RUN_ARRAYS), sorted(arrays)
-    _write(_run_path(folder, name), lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
-
-
-def read_run(folder: str | Path, name: str) -> dict[str, np.ndarray] | None:
-    """None where the run has left nothing, or nothing whole."""
-    try:
-        with np.load(_run_path(folder, name), allow_pickle=False) as arrays:
-            return {key: arrays[key] for key in RUN_ARRAYS}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        return None
-
-
-def _run_path(folder: str | Path, name: str) -> Path:
-    return Path(folder) / "runs" / f"{name}.npz"
-
-
-def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """The former content or the new one, also after a power cut."""
-    draft = path.with_name(f".{path.name}.part-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        raise BadRun(f"{path} cannot be written: {error.strerror or error}; make room, or give another --output") from None  # fmt: skip
-    finally:
-        draft.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""What a sweep is asked for, once the file is read: datasets, encoders, methods, heads, trainings and seeds.
+"""What a sweep consists of, and the grid of runs that follows: datasets × encoders × methods × settings × seeds.
 
-The values left out are those of the work this is for: a head 256–128 with dropout 0.1, AdamW 1e-4 with weight decay 1e-5,
-batches of 512, StepLR 10/0.9, up to 500 epochs with patience 10. Nothing here needs torch or RDKit: a spec is checked, and
-its runs are counted, before either is loaded. `read` takes these from a file and checks them; `grid` lays them out.
+`spec_file` reads a SweepSpec from TOML. The defaults are those of the experiments behind the preference losses: a head of
+256–128 with dropout 0.1, AdamW at 1e-4 with weight decay 1e-5, batches of 512, StepLR 10/0.9, up to 500 epochs with
+patience 10. Nothing here needs torch, NumPy or RDKit.
 """
 
 import dataclasses
@@ -11,125 +11,51 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from brimful.errors import BadOption
 from brimful.units import show_count
 
-# Where and how fast a sweep runs.
+if TYPE_CHECKING:
+    from brimful.molecules.methods import Method
+
+SPLITS = ("scaffold", "size", "column", "random")
+PUBLISHED = "published"
+"""The split of a file that comes with its own."""
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
+PARTS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """Where a sweep runs; nothing here changes its results."""
+    """Where a sweep runs. Nothing here changes its results."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:1 or xpu; the first accelerator unless given."""
+    """cpu, cuda, cuda:1 or xpu. Default: the first accelerator, else the CPU."""
     memory_limit: str | None = None
-    """Cap on memory, such as 20GiB: a card's reserved bytes, or a virtual limit on the CPU."""
+    """Cap on memory, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU."""
     fill: float = 0.85
     """The share of the limit to use."""
     pack: int | None = None
-    """Train at most so many runs at once; as many as pay unless given."""
+    """Train at most this many runs at once. Default: as many as make it faster."""
     processes: int | None = None
-    """Cards of this box to share the runs, a process for each; one unless given. On the CPU processes of one core each:
-    as many as there are cores unless given, where there are six heads or more for each."""
+    """Processes that share the runs, one for each GPU or CPU core. Default: 1 on a GPU; on the CPU one per core when each
+    has at least six heads to train."""
     ray: str | None = None
-    """Run on a Ray cluster instead: auto for the one this machine belongs to, an address, or local to start one here."""
+    """Run on a Ray cluster: auto (the cluster this machine belongs to), an address, or local (start one here)."""
 
     def __post_init__(self) -> None:
         problems = []
         if self.pack is not None and self.pack < 1:
-            problems.append(f"--pack {self.pack}: give at least 1")
+            problems.append(f"pack={self.pack} must be at least 1")
         if self.processes is not None and self.processes < 1:
-            problems.append(f"--processes {self.processes}: give at least 1")
+            problems.append(f"processes={self.processes} must be at least 1")
         if not 0 < self.fill <= 1:
-            problems.append(f"--fill {self.fill:g}: give a share of the limit, more than 0 and at most 1")
+            problems.append(f"fill={self.fill:g} must be above 0 and at most 1")
         if problems:
             raise BadOption("; ".join(problems))
-
-
-# Every way to tell out-of-distribution molecules, by name: what is trained for it, and how a molecule is scored.
-#
-# Several methods share one training: `msp`, `odin`, `energy` and `mc-dropout` read the same classifier, so a grid with all
-# four trains it once. The score is higher for what looks out of distribution, whatever the method.
-#
-#     kind         trained on                              score
-#     energy       ID and OOD training molecules           the head's energy
-#     classifier   labels of the ID training molecules     of its outputs; `-oe` versions also see OOD training molecules
-#     distance     nothing; ID training features are kept  distance from them
-
-
-Kind = Literal["energy", "classifier", "distance"]
-Objective = Literal["dpo", "bce", "mse", "hinge", "classify", "classify-oe", "classify-energy-oe"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """One method: its options are numbers, with their defaults."""
-
-    name: str
-    kind: Kind
-    objective: Objective | None = None
-    """What the head is trained for; None where nothing is trained."""
-    trained: Mapping[str, float] = field(default_factory=dict)
-    """Options of the training, with their defaults."""
-    scored: Mapping[str, float] = field(default_factory=dict)
-    """Options of the score: they share a trained head."""
-
-    @property
-    def needs_labels(self) -> bool:
-        return self.kind == "classifier"
-
-    @property
-    def sees_ood(self) -> bool:
-        """Whether OOD training molecules take part in the training."""
-        return self.objective not in (None, "classify")
-
-    @property
-    def options(self) -> dict[str, float]:
-        return {**self.trained, **self.scored}
-
-
-_EXPOSED = {"weight": 0.5}
-_ODIN = {"temperature": 1000.0, "epsilon": 0.0014}
-
-METHODS: Mapping[str, Method] = {
-    method.name: method
-    for method in (
-        Method(name="dpo", kind="energy", objective="dpo", trained={"beta": 0.1, "lam": 0.01}),
-        Method(name="bce", kind="energy", objective="bce", trained={"lam": 0.0}),
-        Method(name="mse", kind="energy", objective="mse", trained={"lam": 0.0}),
-        Method(name="hinge", kind="energy", objective="hinge", trained={"margin": 1.0, "hard": 1.0, "lam": 0.01}),
-        Method(name="msp", kind="classifier", objective="classify"),
-        Method(name="odin", kind="classifier", objective="classify", scored=_ODIN),
-        Method(name="energy", kind="classifier", objective="classify", scored={"temperature": 1.0}),
-        Method(name="mc-dropout", kind="classifier", objective="classify", scored={"samples": 20}),
-        Method(name="msp-oe", kind="classifier", objective="classify-oe", trained=_EXPOSED),
-        Method(name="odin-oe", kind="classifier", objective="classify-oe", trained=_EXPOSED, scored=_ODIN),
-        Method(
-            name="mc-dropout-oe", kind="classifier", objective="classify-oe", trained=_EXPOSED, scored={"samples": 20}
-        ),
-        Method(
-            name="energy-oe",
-            kind="classifier",
-            objective="classify-energy-oe",
-            trained={"weight": 0.1, "margin_in": -5.0, "margin_out": -1.0},
-            scored={"temperature": 1.0},
-        ),
-        Method(name="mahalanobis", kind="distance"),
-        Method(name="knn", kind="distance", scored={"k": 5}),
-        Method(name="lof", kind="distance", scored={"neighbours": 20}),
-    )
-}
-
-
-SPLITS = ("scaffold", "size", "column", "random")
-PUBLISHED = "published"
-"""The split of a file that brings its own."""
-ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +63,7 @@ class HeadSpec:
     """A small network on the features of one molecule."""
 
     hidden: tuple[int, ...] = (256, 128)
-    """Widths of the layers between features and output; none is a linear head."""
+    """Widths of the hidden layers; none makes a linear head."""
     activation: str = "relu"
     dropout: float = 0.1
     """After each hidden layer."""
@@ -145,21 +71,21 @@ class HeadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """How a head is trained: AdamW, with the learning rate falling in steps."""
+    """How a head is trained: AdamW with a stepped learning rate."""
 
     lr: float = 1e-4
     weight_decay: float = 1e-5
     batch: int = 512
-    """Molecules of a side in a step."""
+    """Molecules of each side in a step."""
     epochs: int = 500
     patience: int = 10
     """Epochs without a better validation AUROC before a run stops."""
     clip: float = 1.0
-    """The norm that a run's gradients are brought down to; 0 does not clip."""
+    """Maximum norm of a run's gradient; 0 disables clipping."""
     step_size: int = 10
-    """Epochs between two falls of the learning rate."""
+    """Epochs between two reductions of the learning rate."""
     gamma: float = 0.9
-    """What is left of the learning rate after a fall."""
+    """Factor of a reduction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,46 +97,51 @@ class DatasetSpec:
     split: str
     smiles: str = "smiles"
     column: str | None = None
-    """What the column split tells domains by."""
+    """The column that the column split goes by."""
     ood: tuple[str | float, ...] = ()
-    """The column's values that are out of distribution; the rare ones unless given."""
+    """Its values that are out of distribution. Default: the rare ones."""
     train: int | None = None
-    """Molecules of each side; a share of what there is unless given. The same for valid and test."""
+    """Molecules of each side. Default, also for `valid` and `test`: in proportion to what is available."""
     valid: int | None = None
     test: int | None = None
     split_seed: int = 0
     label: tuple[str, ...] = ()
-    """Columns of classes that a classifier head is trained on."""
+    """Columns of classes for classifier heads."""
 
     @property
     def published(self) -> bool:
         return self.split == PUBLISHED
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderChoice:
-    """An encoder as `load_encoder` takes it, files made absolute, under the name that results carry."""
-
-    name: str
-    asked: str | Mapping[str, Any]
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The requested number of molecules of each part."""
+        return {part: getattr(self, part) for part in PARTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodChoice:
-    """A method with the value of each of its options, those left out included."""
+class EncoderSpec:
+    """An encoder as `load_encoder` takes it, with absolute paths, and the name that results carry."""
 
     name: str
+    config: str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodSpec:
+    """A method with a value for each of its options."""
+
+    method: "Method"
     options: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSpec:
-    """The grid. What was a list in the file is spread out here: each head, training and method is one choice."""
+    """The grid. Lists in the file are expanded: each head, training and method here is one choice."""
 
     source: Path
     datasets: tuple[DatasetSpec, ...]
-    encoders: tuple[EncoderChoice, ...]
-    methods: tuple[MethodChoice, ...]
+    encoders: tuple[EncoderSpec, ...]
+    methods: tuple[MethodSpec, ...]
     seeds: tuple[int, ...]
     heads: tuple[HeadSpec, ...] = (HeadSpec(),)
     trainings: tuple[TrainSpec, ...] = (TrainSpec(),)
@@ -219,70 +150,72 @@ class SweepSpec:
     memory_limit: str | int | None = None
 
 
-# The runs that a spec asks for: datasets × encoders × methods × settings × seeds, in an order that never changes.
-#
-# `settings` names what varies within the grid and nothing else, so a table has a column only where there is something to
-# compare. What is not trained does not multiply: `knn` under three learning rates would be one result written three times.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One run."""
+    """One run of the grid."""
 
     dataset: DatasetSpec
-    encoder: EncoderChoice
-    method: Method
+    encoder: EncoderSpec
+    method: "Method"
     options: Mapping[str, float]
-    """Of the method, all of them."""
+    """All options of the method."""
     head: HeadSpec | None
     """None, like `train`, where nothing is trained."""
     train: TrainSpec | None
     settings: Mapping[str, Any]
-    """The effective value of every key that varies within the grid."""
+    """The value of every key that varies within the grid, so that tables show only what can be compared."""
     seed: int
 
     @property
     def deterministic(self) -> bool:
-        """Whether every seed gives the same."""
+        """Whether every seed gives the same result."""
         return self.head is None
 
     @property
-    def reads_labels(self) -> bool:
-        return self.method.needs_labels or self.method.name == "mahalanobis"  # the one distance that knows classes
+    def data(self) -> str:
+        """The key of the rows that it reads."""
+        return f"{self.dataset.name}/{self.encoder.name}"
 
     @property
     def settings_text(self) -> str:
-        return show_settings(self.settings)
+        """`lr=0.001 beta=1 hidden=256-128`"""
+        return " ".join(f"{key}={_show_value(value)}" for key, value in self.settings.items())
 
     @property
     def run(self) -> str:
-        """A file's name. Its last part is a hash of all that the run was asked for: another lr is another run."""
+        """A file name. It ends with a hash of the configuration: another lr is another run."""
         words = (self.dataset.name, self.encoder.name, self.method.name, self.settings_text)
         readable = "-".join(re.sub(r"[^\w.=+-]+", "_", word) for word in words if word)[:120]
         return f"{readable}-seed{self.seed}-{self._hash()}"
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """What the run was asked for, whatever else is in the grid; then as earlier versions had it, label included."""
-        hashes = dict.fromkeys((self._hash(), self._hash(labelled=True)))
-        return tuple(f"{self.dataset.name}/{self.encoder.name}/{self.method.name}/{one}/{self.seed}" for one in hashes)
+    def key(self) -> str:
+        """Identifies the run whatever else is in the grid."""
+        return f"{self.data}/{self.method.name}/{self._hash()}/{self.seed}"
 
-    def _hash(self, *, labelled: bool = False) -> str:
-        """Files go by their names: a folder may be moved and its sweep still be finished."""
-        asked = dataclasses.asdict(self) | {"settings": None, "method": self.method.name, "encoder": self._encoder()}
-        if not (self.reads_labels or labelled):
-            asked["dataset"]["label"] = ()
-        text = json.dumps(asked, sort_keys=True, default=lambda path: path.name)
+    def _hash(self) -> str:
+        """Files count by name, so that a folder can be moved; labels count only for methods that read them."""
+        dataset = dataclasses.asdict(self.dataset)
+        if not self.method.reads_labels:
+            dataset["label"] = ()
+        config = self.encoder.config
+        encoder = {"name": config} if isinstance(config, str) else config
+        content = {
+            "dataset": dataset,
+            "encoder": {**encoder, "name": Path(encoder["name"]).name},
+            "method": self.method.name,
+            "options": dict(self.options),
+            "head": self.head and dataclasses.asdict(self.head),
+            "train": self.train and dataclasses.asdict(self.train),
+            "seed": self.seed,
+            "settings": None,
+        }
+        text = json.dumps(content, sort_keys=True, default=lambda path: path.name)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-    def _encoder(self) -> dict[str, Any]:
-        asked = self.encoder.asked
-        given = {"name": asked} if isinstance(asked, str) else asked
-        return {**given, "name": Path(given["name"]).name}
 
 
 def grid(spec: SweepSpec) -> list[Cell]:
-    """Every run of a sweep: the seeds innermost, the datasets outermost."""
+    """Every run of a sweep in a fixed order: datasets outermost, seeds innermost."""
     variants = list(_variants(spec))
     return [
         Cell(dataset=dataset, encoder=encoder, seed=seed, **variant)
@@ -291,8 +224,8 @@ def grid(spec: SweepSpec) -> list[Cell]:
 
 
 def show_grid(spec: SweepSpec) -> str:
-    """`3 datasets × 2 encoders × 4 methods × 10 seeds = 240 runs`, before anything is run."""
-    methods, variants = len({choice.name for choice in spec.methods}), len(list(_variants(spec)))
+    """`3 datasets × 2 encoders × 4 methods × 10 seeds = 240 runs`"""
+    methods, variants = len({one.method.name for one in spec.methods}), len(list(_variants(spec)))
     total = len(spec.datasets) * len(spec.encoders) * variants * len(spec.seeds)
     parts = [
         show_count(len(spec.datasets), "dataset"),
@@ -303,34 +236,28 @@ def show_grid(spec: SweepSpec) -> str:
     return f"{' × '.join(parts)} = {show_count(total, 'run')}"
 
 
-def show_settings(settings: Mapping[str, Any]) -> str:
-    """`lr=0.001 beta=1 hidden=256-128`"""
-    return " ".join(f"{key}={_shown(value)}" for key, value in settings.items())
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "-".join(map(str, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _variants(spec: SweepSpec) -> Iterator[dict[str, Any]]:
-    """Everything of a cell but its dataset, encoder and seed."""
-    heads = _varying([dataclasses.asdict(one) for one in spec.heads])
-    trains = _varying([dataclasses.asdict(one) for one in spec.trainings])
+    """Everything of a cell but its dataset, encoder and seed. Methods that train nothing are not multiplied."""
+    varying = [
+        *_varying([dataclasses.asdict(one) for one in spec.heads]),
+        *_varying([dataclasses.asdict(one) for one in spec.trainings]),
+    ]
     for choice in spec.methods:
-        method, own = METHODS[choice.name], _varying([one.options for one in spec.methods if one.name == choice.name])
-        if method.kind == "distance":
-            yield _variant(method, choice, None, None, {key: choice.options[key] for key in own})
+        own = _varying([one.options for one in spec.methods if one.method.name == choice.method.name])
+        fixed = {"method": choice.method, "options": choice.options}
+        if choice.method.objective is None:
+            yield {**fixed, "head": None, "train": None, "settings": {key: choice.options[key] for key in own}}
             continue
         for head, train in itertools.product(spec.heads, spec.trainings):
             values = {**dataclasses.asdict(head), **dataclasses.asdict(train), **choice.options}
-            yield _variant(method, choice, head, train, {key: values[key] for key in (*heads, *trains, *own)})
-
-
-def _variant(method: Method, choice: MethodChoice, head: HeadSpec | None, train: TrainSpec | None, settings: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
-    return {"method": method, "options": choice.options, "head": head, "train": train, "settings": settings}
+            yield {**fixed, "head": head, "train": train, "settings": {key: values[key] for key in (*varying, *own)}}
 
 
 def _varying(choices: list[Any]) -> list[str]:
     return [key for key in choices[0] if any(one[key] != choices[0][key] for one in choices)]
+
+
+def _show_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "-".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

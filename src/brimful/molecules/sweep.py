@@ -355,7 +355,9 @@ def score_distance(cell: Cell, rows: Rows) -> TestScores:
     test = np.concatenate([rows.id["test"], rows.ood["test"]])
     labels = None if rows.labels is None else rows.labels.numpy()[rows.id["train"]]
     try:
-        scores = distance_scores(cell.method.name, matrix[rows.id["train"]], matrix[test], labels=labels, **cell.options)
+        scores = distance_scores(
+            cell.method.name, matrix[rows.id["train"]], matrix[test], labels=labels, **cell.options
+        )
     except (BadData, BadOption) as error:
         where = f"{cell.dataset.name}, {cell.method.name} on {cell.encoder.name}"
         raise type(error)(f"{where}: {error}") from None
@@ -394,5 +396,5 @@ def _head_scores(cell: Cell, job: Job, head: Head, features: Tensor) -> np.ndarr
     def logits(part: Tensor, dropout: bool, sample: int) -> Tensor:
         return job.shape.logits(head(part, factors(len(part), sample) if dropout else ()))
 
-    options = {name: cell.options[name] for name in cell.method.score_options}
+    options: dict[str, Any] = {name: cell.options[name] for name in cell.method.score_options}
     return classifier_scores(cell.method.name, logits, x, classes=torch.tensor(job.shape.classes), **options)

@@ -1,7 +1,9 @@
-"""A share of a sweep's heads, trained on one device: the unit that is handed to another process, or another machine.
+"""The heads of a sweep divided among workers: this process, one process for each device, or tasks of a Ray cluster.
 
-A share goes out as plain data and comes back as a stream of messages, so that one process alone writes results whatever
-trains: this one, one for each card of a box (`processes`), or a Ray cluster (`cluster`).
+A worker's part (`Share`) goes out as plain data and comes back as a stream of messages, so that one process alone writes
+results. Processes are spawned, since a CUDA context does not survive a fork, and end with their parent. Shares and
+messages travel as bytes: tensors in torch's shared memory would vanish with the process that made them. A worker that dies
+ends the sweep; what was trained is on disk, and the same command continues from there.
 """
 
 import logging
@@ -33,89 +35,101 @@ from brimful.errors import (
 )
 from brimful.memory.meter import available_bytes, has_peak_statistics
 from brimful.memory.oom import OutOfMemory, attempt
-from brimful.molecules.feature_store import Shelf
-from brimful.molecules.job import Job, Rows
+from brimful.molecules.feature_store import FeatureStore
+from brimful.molecules.heads import Job, Rows
 from brimful.molecules.pack import State
-from brimful.molecules.runner import Finished, Packing, Runner, choose
+from brimful.molecules.runner import Finished, PackSize, Runner, choose_pack_size
 from brimful.units import show_bytes, show_count
 
 FILL = 0.85
-"""The share of a card's memory to use where no budget is given."""
+"""The share of a GPU's memory to use where no budget is given: on machines of a cluster."""
 SNAPSHOT_S = 20.0
-"""A killed sweep loses at most so much of its work."""
+"""A killed sweep loses at most this much work."""
+POLL_S = 1.0
+"""Between two checks that all processes are alive."""
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Groups of jobs that can share packs, and what they need."""
+    """The part of one worker."""
 
     number: int = 0
     groups: Sequence[Sequence[Job]]
+    """Jobs of a group have one pack key."""
     rows: Mapping[str, Rows]
     device: str
     threads: int | None = None
-    """Cores that a CPU share may use; all unless given."""
+    """Cores to use on a CPU. Default: all."""
     budget_bytes: int | None = None
     most: int | None = None
-    """The largest pack asked for."""
-    begun: Sequence[State] = ()
-    """Of runs that had begun when the sweep was interrupted; they go on from there."""
+    """The largest pack that the user allows."""
+    resumed: Sequence[State] = ()
+    """Runs that had begun when the sweep was interrupted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackMessage:
     """A group is about to be trained."""
 
     share: int
     jobs: int
-    packing: Packing
+    size: PackSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Went:
+class ProgressMessage:
     """What has happened since the last message."""
 
     share: int
     finished: Sequence[Finished] = ()
     epochs: int = 0
-    """Of all runs together."""
+    """Over all runs."""
     alive: int = 0
     ooms: int = 0
     state: State | None = None
-    """All runs that have begun and not stopped, from time to time."""
+    """From time to time: all runs that have begun and not stopped."""
     peak_bytes: int | None = None
 
 
-Message = Packed | Went
+Message = PackMessage | ProgressMessage
 
 
-def work(share: Share, stop: Callable[[], bool] = lambda: False) -> Iterator[Message]:
-    """Trains the share from beginning to end, or until it is to stop; then the last message has the state."""
+def never() -> bool:
+    """The default of `stop`."""
+    return False
+
+
+def train_share(share: Share, stop: Callable[[], bool] = never) -> Iterator[Message]:
+    """Trains the share to its end, or until `stop`; then the last message has the state."""
     before = torch.get_num_threads()
     torch.set_num_threads(share.threads or before)
     try:
         for group in share.groups:
             if not stop():
-                yield from _group(group, share, torch.device(share.device), stop)
+                yield from _train_group(group, share, torch.device(share.device), stop)
     finally:
         torch.set_num_threads(before)
 
 
-def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Callable[[], bool]) -> Iterator[Message]:
-    used = {job.data for job in group}
-    shelf = attempt(lambda: Shelf({key: rows for key, rows in share.rows.items() if key in used}, device), device)
-    if isinstance(shelf, OutOfMemory):
-        needed = sum(share.rows[key].features.nbytes for key in used)
+def _train_group(
+    group: Sequence[Job], share: Share, device: torch.device, stop: Callable[[], bool]
+) -> Iterator[Message]:
+    keys = {job.data for job in group}
+    used = {key: rows for key, rows in share.rows.items() if key in keys}
+    store = attempt(lambda: FeatureStore(used, device), device)
+    if isinstance(store, OutOfMemory):
+        needed = sum(rows.features.nbytes for rows in used.values())
         raise DoesNotFit(
-            f"the features of {show_count(len(used), 'dataset')}, {show_bytes(needed)}, and what it takes to put them on {share.device} do not fit: "
-            "give more --memory-limit, or fewer molecules, datasets or encoders",
+            f"the features of {show_count(len(used), 'dataset')} ({show_bytes(needed)}) do not fit {share.device}. "
+            "Try: a higher memory_limit=, or fewer molecules, datasets or encoders",
             needed_bytes=needed,
         )
-    packing = choose(group, shelf, share.budget_bytes or _budget(device), most=share.most)
-    yield Packed(share=share.number, jobs=len(group), packing=packing)
-    begun = _begun(group, share.begun)
-    there = {job.name for state in begun for job in state.jobs}
-    runner = Runner([job for job in group if job.name not in there], shelf, packing.runs, begun=begun)
+    size = choose_pack_size(group, store, share.budget_bytes or _free_budget(device), most=share.most)
+    yield PackMessage(share=share.number, jobs=len(group), size=size)
+    resumed = _runs_of_group(group, share.resumed)
+    begun = {job.name for state in resumed for job in state.jobs}
+    runner = Runner([job for job in group if job.name not in begun], store, size.runs, resumed=resumed)
     saved, ooms = time.monotonic(), 0
     for finished in runner.run():
         now = time.monotonic()
@@ -123,8 +137,8 @@ def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Calla
         due = stopping or now - saved > SNAPSHOT_S
         saved = now if due else saved
         alive, _ = runner.progress()
-        yield Went(
-            share=share.number, finished=finished, epochs=runner.judged, alive=alive,
+        yield ProgressMessage(
+            share=share.number, finished=finished, epochs=runner.validated, alive=alive,
             ooms=runner.ooms - ooms, state=runner.state() if due else None, peak_bytes=peak_bytes(device),
         )  # fmt: skip
         ooms = runner.ooms
@@ -132,8 +146,7 @@ def _group(group: Sequence[Job], share: Share, device: torch.device, stop: Calla
             return
 
 
-def _begun(group: Sequence[Job], states: Sequence[State]) -> list[State]:
-    """Those rows of the states that belong to the group."""
+def _runs_of_group(group: Sequence[Job], states: Sequence[State]) -> list[State]:
     names = {job.name for job in group}
     found = []
     for state in states:
@@ -142,10 +155,10 @@ def _begun(group: Sequence[Job], states: Sequence[State]) -> list[State]:
     return found
 
 
-def _budget(device: torch.device) -> int | None:
-    """For a card that nobody has looked at yet: most of what is free and what this process has of it already."""
-    room = available_bytes(device)
-    return None if room is None else int(FILL * room)
+def _free_budget(device: torch.device) -> int | None:
+    """Most of what is free and what this process holds already, on a device whose target is not known here."""
+    available = available_bytes(device)
+    return None if available is None else int(FILL * available)
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -153,35 +166,29 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.accelerator.max_memory_allocated(device) if has_peak_statistics(device) else None
 
 
-# Shares of a sweep on several devices of this box, a process for each; on one device, in this process.
-#
-# Processes are spawned, since a card's context does not survive a fork, and end with their parent. Shares and messages travel
-# as bytes: tensors in torch's shared memory would be gone with the process that made them. One that dies ends the
-# sweep with a sentence; what has been trained is on disk, and the same command goes on from there.
+# ---- Processes of this machine ---------------------------------------------------------------------------------------------
 
 
-PATIENCE_S = 1.0
-"""Between two looks whether all processes are still there."""
-
-
-def run_shares(shares: Sequence[Share], stop: Callable[[], bool] = lambda: False) -> Iterator[Message]:
-    """All messages of all shares, as they come; with `stop` they end soon, each with its state."""
+def run_shares(shares: Sequence[Share], stop: Callable[[], bool] = never) -> Iterator[Message]:
+    """All messages of all shares, as they come. A single share runs in this process."""
     shares = [share for share in shares if any(share.groups)]
     if len(shares) == 1:
-        yield from work(shares[0], stop)
+        yield from train_share(shares[0], stop)
         return
-    context = multiprocessing.get_context("spawn")
-    with _Processes(context, shares) as processes:
+    with _Processes(multiprocessing.get_context("spawn"), shares) as processes:
         yield from processes.messages(stop)
 
 
 class _Processes:
     def __init__(self, context: SpawnContext, shares: Sequence[Share]) -> None:
-        self._said: Any = context.Queue()
+        self._messages: Any = context.Queue()
         self._stop = context.Event()
         self._processes = [
             context.Process(
-                target=_child, args=(place, pickle.dumps(share), self._said, self._stop), daemon=True, name=share.device
+                target=_child,
+                args=(place, pickle.dumps(share), self._messages, self._stop),
+                daemon=True,
+                name=share.device,
             )
             for place, share in enumerate(shares)
         ]
@@ -193,88 +200,83 @@ class _Processes:
 
     def __exit__(self, *exc: Any) -> None:
         for process in self._processes:
-            process.kill()  # a polite word is not heard: what it has is on disk, or is asked for by `stop`
+            process.kill()  # children ignore SIGTERM; their work is on disk, or was asked for by `stop`
             process.join()
 
     def messages(self, stop: Callable[[], bool]) -> Iterator[Message]:
-        at_work, looked = set(range(len(self._processes))), time.monotonic()
-        while at_work:
+        working, checked = set(range(len(self._processes))), time.monotonic()
+        while working:
             if stop():
                 self._stop.set()
-            if time.monotonic() - looked > PATIENCE_S:
-                self._look_for_dead(at_work)
-                looked = time.monotonic()
+            if time.monotonic() - checked > POLL_S:
+                self._check_alive(working)
+                checked = time.monotonic()
             try:
-                place, sent = self._said.get(timeout=PATIENCE_S)
+                place, content = self._messages.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-            message = pickle.loads(sent)
+            message = pickle.loads(content)
             if message is None:
-                at_work.discard(place)
+                working.discard(place)
             elif isinstance(message, BaseException):
                 raise message
             else:
                 yield message
 
-    def _look_for_dead(self, at_work: set[int]) -> None:
-        for place in at_work:
+    def _check_alive(self, working: set[int]) -> None:
+        for place in working:
             process = self._processes[place]
-            if process.exitcode:  # one that ends well says so in its last message
+            if process.exitcode:  # a normal end is announced by a message
                 how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
                 raise ProcessLost(
-                    f"the process on {process.name} ended with {how}; what was trained is kept: the same command goes on from there"
+                    f"the process on {process.name} ended with {how}. Try: the same command, it continues from there"
                 )
 
 
-def _child(place: int, sent: bytes, said: Any, stop: Any) -> None:
-    """Ctrl-C reaches every process of the terminal; it is the parent that says when to stop."""
+def _child(place: int, content: bytes, messages: Any, stop: Any) -> None:
+    """Ctrl-C reaches every process of the terminal; the parent says when to stop."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    share: Share = pickle.loads(sent)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    share: Share = pickle.loads(content)
     last: BrimfulError | None = None
     try:
-        for message in work(share, stop.is_set):
-            said.put((place, pickle.dumps(message)))
+        for message in train_share(share, stop.is_set):
+            messages.put((place, pickle.dumps(message)))
     except UserError as error:
-        last = UserError(str(error))  # some errors have arguments that pickle does not know of
+        last = UserError(str(error))  # some errors have arguments that pickle does not keep
     except Exception as error:
         last = BrimfulError(f"on {share.device}: {in_one_line(error)}")
-    said.put((place, pickle.dumps(last)))
+    messages.put((place, pickle.dumps(last)))
 
 
-def _end_with_parent() -> None:
-    """A parent that was killed cannot end anybody."""
+def _exit_with_parent() -> None:
+    """A parent that was killed cannot end its children."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
 
 
-# Shares of a sweep on a Ray cluster, a card for each, or cores where there are none.
-#
-# Ray moves the shares and streams the messages back; what is trained and who writes results is as on one box. `--ray auto`
-# joins the cluster that this machine belongs to, `--ray local` starts one here for as long as the sweep takes.
-
-
-_ANSWERS_S = 5.0
+# ---- A Ray cluster: a GPU for each share, or a core where there are none -----------------------------------------------------
 
 
 def check_address(address: str) -> None:
-    """Whether something listens at a host and port, which Ray itself asks for minutes; `auto` and `local` name none."""
+    """Whether something listens at a host and port: Ray itself would try for minutes. `auto` and `local` name none."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise BadOption(
-            f"--ray {address}: nothing answers there ({in_one_line(error)}); give the address that `ray start --head` printed, or auto or local"
+            f"ray={address!r} does not answer ({in_one_line(error)}). "
+            "Try: the address that `ray start --head` printed, auto or local"
         ) from None
 
 
-def connect(address: str) -> tuple[Any, int, int]:
-    """Ray, and the cluster's cards and cores."""
+def connect_ray(address: str) -> tuple[Any, int, int]:
+    """Ray, and the number of GPUs and cores of the cluster."""
     check_address(address)
     try:
         import ray
@@ -290,17 +292,14 @@ def connect(address: str) -> tuple[Any, int, int]:
             )
     except Exception as error:
         raise ConnectionFailed(
-            f"--ray {address}: no cluster answers there ({in_one_line(error)}); start one with `ray start --head`, or use --ray local"
+            f"ray={address!r} is not a cluster ({in_one_line(error)}). Try: `ray start --head`, or ray='local'"
         ) from None
-    there = ray.cluster_resources()
-    return ray, int(there.get("GPU", 0)), int(there.get("CPU", 1))
+    resources = ray.cluster_resources()
+    return ray, int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
 
 
-def run_shares_cluster(
-    ray: Any, shares: Sequence[Share], stop: Callable[[], bool] = lambda: False
-) -> Iterator[Message]:
-    """All messages of all shares, as they come. With `stop` the tasks are cancelled: what they did since they last told
-    their state, 20 s at most, is lost."""
+def run_shares_on_ray(ray: Any, shares: Sequence[Share], stop: Callable[[], bool] = never) -> Iterator[Message]:
+    """All messages of all shares, as they come. `stop` cancels the tasks, which lose up to 20 s of work."""
     shares = [share for share in shares if any(share.groups)]
     resources = {"num_gpus": 1} if shares and shares[0].device.startswith("cuda") else {"num_cpus": 1}
     remote = ray.remote(**resources)(_stream).options(num_returns="streaming")
@@ -324,10 +323,10 @@ def run_shares_cluster(
                 ) from None
             except ray.exceptions.RayError as error:
                 raise ProcessLost(
-                    f"a machine of the cluster was lost ({in_one_line(error)}); what was trained is kept: the same command goes on from there"
+                    f"a machine of the cluster was lost ({in_one_line(error)}). Try: the same command, it continues"
                 ) from None
             yield message
 
 
 def _stream(share: Share) -> Iterator[Message]:
-    yield from work(share)
+    yield from train_share(share)

@@ -1,45 +1,33 @@
-"""What an encoder is, and what comes of it."""
+"""What an encoder is, and from what the user wrote to one: a name, a table with a name and options, or a file.
 
+To add an encoder, write a class with the attributes of `Encoder` and add it to `ENCODERS`.
+"""
+
+import difflib
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from brimful.molecules.dataset import rdkit_version
+from brimful.errors import BadOption
 
 if TYPE_CHECKING:
     from brimful.molecules.dataset import Molecules
 
-# Whether features are bits. Their values tell, not their dtype: counts are often bytes, and bits are often floats.
-
-
-ROWS = 512
-"""Looked at together: most features that are no bits show it in the first ones."""
-
-
-def only_bits(matrix: np.ndarray[Any, np.dtype[Any]]) -> bool:
-    """Nothing but 0 and 1, which need no unit."""
-    parts = (matrix[start : start + ROWS] for start in range(0, len(matrix), ROWS))
-    return all(bool(((part == 0) | (part == 1)).all()) for part in parts)
-
-
-# SMILES to RDKit molecules, for the encoders that start there.
-#
-# Reading is most of what a fingerprint costs: RDKit perceives rings and aromaticity for every molecule.
-
-
-def parsed(smiles: Iterable[str]) -> tuple[list[Any], dict[int, str]]:
-    """The molecules, None where RDKit cannot read one, and those positions with a reason."""
-    rdkit_version()  # which says how to install it
-    from rdkit import Chem, rdBase
-
-    with rdBase.BlockLogs():  # the reason is ours to tell, once
-        molecules = [Chem.MolFromSmiles(one) for one in smiles]
-    return molecules, {at: "RDKit cannot read its SMILES" for at, one in enumerate(molecules) if one is None}
-
-
 Matrix = np.ndarray[Any, np.dtype[Any]]
+
+ENCODERS = {
+    "ecfp": "in_process:Ecfp",
+    "descriptors": "in_process:Descriptors",
+    "chemnet": "in_process:ChemNet",
+    "minimol": "external:MiniMol",
+    "unimol": "external:UniMol",
+}
+"""Module and class of each, imported when used."""
+MATRIX_FILES = (".npy", ".parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +38,15 @@ class Encoded:
     failed: Mapping[int, str] = field(default_factory=dict)
     """Position in the batch, and why there are no features."""
     remarks: Mapping[str, int] = field(default_factory=dict)
-    """What the user should know of molecules that were encoded, and of how many it holds."""
+    """Sentences about encoded molecules, and how many molecules each is about."""
 
 
 class Encoder(Protocol):
-    """From molecules to rows of numbers. Making one is cheap: weights are read at the first `encode`."""
+    """From molecules to rows of numbers. Creating one is cheap: weights are loaded by the first `encode`."""
 
     @property
     def name(self) -> str:
-        """`ecfp`, `ecfp bits=1024`, a file's stem: what tables call it."""
+        """`ecfp`, `ecfp bits=1024`, a file's stem: the name in tables."""
 
     @property
     def batch(self) -> int:
@@ -66,11 +54,11 @@ class Encoder(Protocol):
 
     @property
     def molecule_bytes(self) -> int:
-        """Working memory that one more molecule in a batch takes, rounded up from what was measured."""
+        """Working memory of one more molecule in a batch, measured and rounded up."""
 
     @property
     def reads_rows(self) -> bool:
-        """Whether the row of a molecule in its file matters, and not only its SMILES."""
+        """Whether the features depend on the row in the file, and not only on the SMILES."""
 
     def fingerprint(self) -> str:
         """Everything that changes the output: options, versions, a hash of the weights."""
@@ -79,33 +67,85 @@ class Encoder(Protocol):
         """The features of one batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Features:
-    """The features of a set of molecules, in its order, memory-mapped."""
+def load_encoder(config: str | Mapping[str, Any], *, folder: Path = Path(), device: str = "cpu") -> Encoder:
+    """The encoder of a spec entry. Relative files are looked for in `folder`; learned encoders run on `device`."""
+    options = {"name": config} if isinstance(config, str) else dict(config)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise BadOption(f'an encoder is a name or a table such as {{name = "ecfp", bits = 1024}}, not {config!r}')
+    if name in ENCODERS:
+        return _built_in(name, _with_absolute_paths(options, folder), device)
+    path, colon, function = name.rpartition(":")
+    is_function = bool(colon) and path.endswith(".py")
+    if not is_function and not name.endswith(MATRIX_FILES):
+        raise BadOption(_unknown(name, folder))
+    if options:
+        raise BadOption(f"encoder {name}: features from a file take no options, remove {', '.join(options)}")
+    file = folder / (path if is_function else name)
+    if not file.is_file():
+        raise BadOption(f"encoder {file}: there is no such file")
+    from brimful.molecules.features.in_process import FeatureFile, UserFunction
 
-    matrix: Matrix
-    """float32, or uint8 for fingerprints; C order. The rows of failed molecules are NaN."""
-    failed: Mapping[int, str]
-    """Position among the molecules, and why there are no features."""
-    encoder: str
-    seconds: float
-    """Measured, of the computation, whether it was now or by the run that filled the cache."""
-    cached: bool
-    remarks: tuple[str, ...] = ()
-    """Sentences on molecules that were encoded, but not as one might think."""
-
-    @property
-    def kept(self) -> Matrix:
-        """Positions of the molecules that have features."""
-        return np.setdiff1d(np.arange(len(self.matrix)), np.fromiter(self.failed, dtype=np.int64))
+    return UserFunction(file=file, function=function) if is_function else FeatureFile(file=file)
 
 
-def labelled(name: str, encoder: Any, *options: str) -> str:
+def _with_absolute_paths(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`python3.11` without a slash is a command and stays one."""
+    paths = {key for key in ("python", "weights") if isinstance(options.get(key), str)}
+    return {
+        key: str(folder / value) if key in paths and (key == "weights" or "/" in value) else value
+        for key, value in options.items()
+    }
+
+
+def _built_in(name: str, options: dict[str, Any], device: str) -> Encoder:
+    module, class_name = ENCODERS[name].split(":")
+    owner = getattr(importlib.import_module(f"brimful.molecules.features.{module}"), class_name)
+    types = {one.name: one.type for one in fields(owner)}
+    if problems := [problem for key, value in options.items() if (problem := _problem(key, value, types))]:
+        raise BadOption(f"encoder {name}: {'; '.join(problems)}")
+    if "device" in types:
+        options.setdefault("device", device)
+    encoder: Encoder = owner(**options)
+    return encoder
+
+
+def _problem(key: str, value: Any, types: Mapping[str, Any]) -> str | None:
+    if key not in types:
+        close = difflib.get_close_matches(key, types, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        return f"unknown option {key!r}{hint} (known: {', '.join(types) or 'none'})"
+    wanted = types[key]
+    right = isinstance(value, wanted) and (wanted is not int or not isinstance(value, bool))
+    if right or (wanted == str | None and isinstance(value, Path)):
+        return None
+    return f"{key} must be {({int: 'a whole number', bool: 'true or false'}).get(wanted, 'a text')}, not {value!r}"
+
+
+def _unknown(name: str, folder: Path) -> str:
+    if name.endswith(".py"):
+        return f"encoder {name} is a file without a function. Try: {name}:encode"
+    if (folder / name).is_file():
+        return f"encoder {name} is not a file of features. Try: a .npy or .parquet file, or file.py:function"
+    close = difflib.get_close_matches(name, ENCODERS, n=1)
+    hint = f", did you mean {close[0]}?" if close else "."
+    return f"unknown encoder {name!r}{hint} Try: {', '.join(ENCODERS)}, a .npy or .parquet file, or file.py:function"
+
+
+def show_name(name: str, encoder: Any, *options: str) -> str:
     """`ecfp`, or `ecfp bits=1024` where an option is not at its default."""
     defaults = {one.name: one.default for one in fields(encoder)}
-    told = [f"{one}={_shown(getattr(encoder, one))}" for one in options if getattr(encoder, one) != defaults[one]]
-    return " ".join([name, *told])
+    changed = {one: value for one in options if (value := getattr(encoder, one)) != defaults[one]}
+    return " ".join([name, *(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changed.items())])  # fmt: skip
 
 
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def parse_molecules(smiles: Iterable[str]) -> tuple[list[Any], dict[int, str]]:
+    """RDKit's molecules, None where it cannot read one, and those positions with a reason."""
+    from brimful.molecules.dataset import rdkit_version
+
+    rdkit_version()  # raises MissingExtra
+    from rdkit import Chem, rdBase
+
+    with rdBase.BlockLogs():
+        molecules = [Chem.MolFromSmiles(one) for one in smiles]
+    return molecules, {at: "RDKit cannot read its SMILES" for at, one in enumerate(molecules) if one is None}

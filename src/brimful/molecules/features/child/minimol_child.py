@@ -1,9 +1,9 @@
-"""MiniMol's side: runs under the Python that has it, as a file, without brimful.
+"""MiniMol as a child process: runs as a plain script under the Python that has it, without brimful.
 
 torch_scatter and torch_sparse need a compiler that matches torch; where they are missing, `torch_geometric.utils.scatter`
-stands in for the one function that MiniMol takes from them. The package loads its weights with `strict=False`; they are
-loaded again here, and only the task heads, which come behind the layer that is read (gnn:15), may differ: two tensors of
-theirs are not in the published file.
+replaces the one function that MiniMol takes from them. The package loads its weights with `strict=False`; they are loaded
+again here, and only the task heads, which come after the layer that is read (gnn:15), may differ: two of their tensors are
+not in the published file.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from serve import Refused, serve, strictly
+from serve import Refused, load_strictly, serve
 
 HEADS = "model.task_heads."
 
 
 def describe() -> dict:
-    found = util.find_spec("minimol")
-    if found is None or not found.submodule_search_locations or util.find_spec("graphium") is None:
+    package = util.find_spec("minimol")
+    if package is None or not package.submodule_search_locations or util.find_spec("graphium") is None:
         raise Refused(f"{sys.executable} has no minimol, or no graphium")
-    weights = _weights(Path(found.submodule_search_locations[0]))
+    weights = _weights(Path(package.submodule_search_locations[0]))
     return {
         "version": metadata.version("minimol"),
         "graphium": metadata.version("graphium"),
@@ -33,21 +33,21 @@ def describe() -> dict:
 
 
 def load() -> Any:
-    _stand_in()
+    _replace_missing_packages()
     import minimol
     import torch
     from rdkit import Chem
 
     model = minimol.Minimol()
-    model.datamodule.featurization_n_jobs = 0  # its pool of processes takes longer to start than a batch does
+    model.datamodule.featurization_n_jobs = 0  # its process pool takes longer to start than a batch
     state = torch.load(_weights(Path(minimol.__file__).parent), map_location="cpu", weights_only=True)
-    strictly(model.predictor.predictor, state, lambda name: not name.startswith(HEADS))
+    load_strictly(model.predictor.predictor, state, lambda name: not name.startswith(HEADS))
 
     def encode(smiles: list) -> Any:
         try:
             with torch.inference_mode():
                 return torch.stack(model(smiles)).numpy()
-        except Exception as error:  # one bad molecule ends the batch with a word on PyG's insides
+        except Exception as error:  # one bad molecule fails the batch with an error from inside PyG
             if len(smiles) == 1 and Chem.MolFromSmiles(smiles[0]) is None:
                 raise Refused("RDKit cannot read its SMILES") from error
             raise
@@ -59,8 +59,8 @@ def _weights(package: Path) -> Path:
     return package / "ckpts" / "minimol_v1" / "state_dict.pth"
 
 
-def _stand_in() -> None:
-    """Where the compiled packages are missing, modules of their names with what MiniMol needs."""
+def _replace_missing_packages() -> None:
+    """Modules under the names of the compiled packages, with what MiniMol needs of them."""
     if util.find_spec("torch_scatter") is None:
         from torch_geometric.utils import scatter as pyg_scatter
 
@@ -76,7 +76,7 @@ def _stand_in() -> None:
         sys.modules["torch_scatter"] = module
     if util.find_spec("torch_sparse") is None:
         module = types.ModuleType("torch_sparse")
-        module.SparseTensor = type("SparseTensor", (), {})  # asked for by isinstance only
+        module.SparseTensor = type("SparseTensor", (), {})  # used by isinstance only
         sys.modules["torch_sparse"] = module
 
 

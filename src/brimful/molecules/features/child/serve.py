@@ -1,7 +1,7 @@
-"""The other end of `process.py`: batches of SMILES in, rows of float32 out. Runs under any Python 3.9 with NumPy.
+"""The child's side of `external.py`: batches of SMILES in, rows of float32 out. Runs under any Python 3.9 with NumPy.
 
-A batch that fails is halved until the molecules that fail stand alone, so one of them costs the others a few calls and not
-their features. Standard output is kept for answers: whatever a package prints goes to standard error.
+A batch that fails is halved until the failing molecules are alone, so one of them costs the others a few calls and not
+their features. Standard output is for answers: what a package prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Refused(Exception):
 def serve(describe: Callable[[], dict], load: Callable[[], Encode], remarks: dict | None = None) -> None:
     """`describe` says what is installed; `load` returns the function from SMILES to rows, which adds to `remarks`."""
     if "--describe" in sys.argv:
-        print(json.dumps(_told(describe)))
+        print(json.dumps(_result(describe)))
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     loaded: dict = {}
-    said = _told(lambda: loaded.update(encode=load()) or {"ready": True})
-    _send(answers, said)
+    _send(answers, _result(lambda: loaded.update(encode=load()) or {"ready": True}))
     while "encode" in loaded and (line := sys.stdin.buffer.readline()):
         _answer(answers, loaded["encode"], json.loads(line)["smiles"], remarks if remarks is not None else {})
 
 
-def _told(ask: Callable[[], dict]) -> dict:
+def _result(function: Callable[[], dict]) -> dict:
+    """What it returns, or its error."""
     try:
-        return ask()
+        return function()
     except Refused as error:
         return {"error": str(error)}
     except Exception as error:
@@ -50,7 +50,7 @@ def _answer(answers: Any, encode: Encode, smiles: list, remarks: dict) -> None:
     remarks.clear()
     rows: dict[int, Any] = {}
     failed: dict[int, str] = {}
-    _halving(encode, smiles, 0, rows, failed)
+    _encode_halving(encode, smiles, 0, rows, failed)
     columns = len(next(iter(rows.values()))) if rows else 0
     matrix = np.zeros((len(smiles), columns), dtype="<f4")
     for position, row in rows.items():
@@ -58,29 +58,29 @@ def _answer(answers: Any, encode: Encode, smiles: list, remarks: dict) -> None:
     _send(answers, {"shape": matrix.shape, "failed": failed, "remarks": remarks}, matrix.tobytes())
 
 
-def _halving(encode: Encode, smiles: list, start: int, rows: dict, failed: dict) -> None:
+def _encode_halving(encode: Encode, smiles: list, start: int, rows: dict, failed: dict) -> None:
     try:
-        got = np.asarray(encode(smiles), dtype="<f4")
-        if got.ndim != 2 or len(got) != len(smiles):
-            raise ValueError(f"{len(smiles)} molecules gave the shape {got.shape}")
+        batch = np.asarray(encode(smiles), dtype="<f4")
+        if batch.ndim != 2 or len(batch) != len(smiles):
+            raise ValueError(f"{len(smiles)} molecules gave the shape {batch.shape}")
     except Exception as error:
         if len(smiles) == 1:
             failed[start] = str(error) if isinstance(error, Refused) else in_one_line(error)
         else:
             middle = len(smiles) // 2
-            _halving(encode, smiles[:middle], start, rows, failed)
-            _halving(encode, smiles[middle:], start + middle, rows, failed)
+            _encode_halving(encode, smiles[:middle], start, rows, failed)
+            _encode_halving(encode, smiles[middle:], start + middle, rows, failed)
         return
-    for position, row in enumerate(got, start):
+    for position, row in enumerate(batch, start):
         if np.isfinite(row).all():
             rows[position] = row
         else:
             failed[position] = "its features are not finite"
 
 
-def strictly(model: Any, state: dict, used: Callable[[str], bool]) -> None:
-    """Load `state`; every tensor that the features pass through must come from it, and all of those must be used."""
-    result = model.load_state_dict(state, strict=False)  # another shape raises all the same
+def load_strictly(model: Any, state: dict, used: Callable[[str], bool]) -> None:
+    """Load `state`. The tensors that the features depend on (`used`) must match exactly."""
+    result = model.load_state_dict(state, strict=False)  # another shape raises anyway
     missing = [name for name in result.missing_keys if used(name)]
     left_over = [name for name in result.unexpected_keys if used(name)]
     if missing:
@@ -97,6 +97,6 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def _send(answers: Any, said: dict, content: bytes = b"") -> None:
-    answers.write(json.dumps(said).encode() + b"\n" + content)
+def _send(answers: Any, message: dict, content: bytes = b"") -> None:
+    answers.write(json.dumps(message).encode() + b"\n" + content)
     answers.flush()

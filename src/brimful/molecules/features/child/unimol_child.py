@@ -1,10 +1,10 @@
-"""Uni-Mol's side: runs under the Python that has unimol_tools, as a file, without brimful.
+"""Uni-Mol as a child process: runs as a plain script under the Python that has unimol_tools, without brimful.
 
     unimol_child.py WEIGHTS DICTIONARY REMOVE_HS DEVICE
 
-The package's own entry keeps going where a molecule cannot be placed in space (all atoms at the origin) or is too large (a
-random choice of its atoms); here its parts are called one by one, and such molecules are refused. It loads weights with
-`strict=False`; they are loaded again here, and everything in front of the heads must match.
+The package's own entry point continues where a molecule has no conformer (all atoms at the origin) or is too large (a random
+choice of its atoms). Here its parts are called one by one, and such molecules are refused. It loads weights with
+`strict=False`; they are loaded again here, and everything before the heads must match.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from importlib import metadata, util
 from typing import Any
 
-from serve import Refused, serve, strictly
+from serve import Refused, load_strictly, serve
 
 MOST_ATOMS = 256
 USED = ("embed_tokens.", "encoder.", "gbf.", "gbf_proj.")
@@ -36,16 +36,16 @@ def load() -> Any:
     options = {"remove_hs": bool(int(remove_hs)), "pretrained_dict_path": dictionary}
     model = UniMolModel(output_dim=1, data_type="molecule", pretrained_model_path=weights, **options)
     state = torch.load(weights, map_location="cpu", weights_only=True)
-    strictly(model, state.get("model", state), lambda name: name.startswith(USED))
+    load_strictly(model, state.get("model", state), lambda name: name.startswith(USED))
     model = model.eval().to(device)
-    places = ConformerGen(max_atoms=MOST_ATOMS, multi_process=False, **options)
+    generator = ConformerGen(max_atoms=MOST_ATOMS, multi_process=False, **options)
 
     def encode(smiles: list) -> Any:
-        placed = [_placed(places, one) for one in smiles]
-        batch, _ = model.batch_collate_fn([(one, 0) for one in placed])
+        conformers = [_conformer(generator, one) for one in smiles]
+        batch, _ = model.batch_collate_fn([(one, 0) for one in conformers])
         with torch.inference_mode():
             rows = model(**{name: value.to(device) for name, value in batch.items()}, return_repr=True).cpu().numpy()
-        flat = sum(len(one["src_coord"]) > 3 and bool((one["src_coord"][:, 2] == 0).all()) for one in placed)
+        flat = sum(len(one["src_coord"]) > 3 and bool((one["src_coord"][:, 2] == 0).all()) for one in conformers)
         if flat:
             remarks[FLAT] = remarks.get(FLAT, 0) + flat
         return rows
@@ -53,20 +53,20 @@ def load() -> Any:
     return encode
 
 
-def _placed(places: Any, smiles: str) -> dict:
-    """The atoms of one molecule in space."""
+def _conformer(generator: Any, smiles: str) -> dict:
+    """Atoms and coordinates of one molecule."""
     from rdkit import Chem
 
     mol = Chem.MolFromSmiles(smiles)
     if mol is None:
         raise Refused("RDKit cannot read its SMILES")
-    atoms = (mol if places.remove_hs else Chem.AddHs(mol)).GetNumAtoms()
+    atoms = (mol if generator.remove_hs else Chem.AddHs(mol)).GetNumAtoms()
     if atoms > MOST_ATOMS:
         raise Refused(f"it has {atoms} atoms and Uni-Mol reads {MOST_ATOMS}")
-    placed, _ = places.single_process(smiles)
-    if atoms > 1 and (placed["src_coord"] == 0).all():
-        raise Refused("its atoms cannot be placed in space")
-    return placed
+    conformer, _ = generator.single_process(smiles)
+    if atoms > 1 and (conformer["src_coord"] == 0).all():
+        raise Refused("it has no 3D conformer")
+    return conformer
 
 
 if __name__ == "__main__":

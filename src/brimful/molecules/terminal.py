@@ -1,0 +1,222 @@
+"""A sweep in the terminal: progress while it runs, and a table a dataset at the end.
+
+Tables show the texts of the summaries as they are, so that terminal, Markdown, LaTeX and page agree to the digit. Green and
+red mark a gain or a loss against the best trivial baseline whose interval excludes zero. Below 96 columns the intervals and
+most deviations are left out.
+"""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self, TextIO
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from brimful.molecules.results import TRIVIAL, by_dataset
+from brimful.units import show_bytes, show_count, show_seconds
+
+Summary = dict[str, Any]
+WIDE = 96
+"""Columns of a table with intervals."""
+LINE_EVERY_S = 5.0
+"""At most one plain line in this time."""
+RATE_WINDOW_S = 60.0
+_FIGURES = (("auroc", "AUROC ↑"), ("aupr", "AUPR ↑"), ("fpr95", "FPR95 ↓"))
+
+
+def sweep_table(
+    summaries: Sequence[Summary], notes: Sequence[str] = (), remarks: Mapping[str, Sequence[str]] | None = None
+) -> RenderableType:
+    """`notes` are sentences below all tables, `remarks` those on one dataset."""
+    parts: list[RenderableType] = []
+    for dataset, own in by_dataset(summaries).items():
+        parts += [Text.assemble((dataset, "bold"), f": {own[0]['about']}"), _ByWidth(partial(_table, own))]
+        if remarks and remarks.get(dataset):
+            parts.append(Padding(Text("; ".join(remarks[dataset]), style="dim"), (0, 0, 0, 2)))
+        parts.append(Text())
+    return Group(*parts, _ByWidth(_width_note), *(Text(note, style="dim") for note in notes))
+
+
+class _ByWidth:
+    """Rendered narrow or wide, as the terminal is."""
+
+    def __init__(self, render: Callable[..., RenderableType]) -> None:
+        self._render = render
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._render(narrow=options.max_width < WIDE)
+
+
+def _width_note(*, narrow: bool) -> RenderableType:
+    note = f"Terminals below {WIDE} columns show no intervals and few deviations; the report has them."
+    return Text(note, style="dim") if narrow else Group()
+
+
+def _table(summaries: Sequence[Summary], *, narrow: bool) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name, width in (("encoder", 7), ("method", 13)):
+        table.add_column(name, overflow="fold", min_width=width)
+    for _, name in _FIGURES:
+        table.add_column(name, no_wrap=True)
+    for name in ("gain", "seeds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    trivial = [one for one in summaries if one["kind"] == TRIVIAL]
+    widths = {key: max(one["text"][key].index(" ") for one in summaries) for key, _ in _FIGURES}
+    for one in summaries:
+        if trivial and one is trivial[0]:
+            table.add_section()
+            table.add_row("", "trivial baselines", style="dim italic")
+        table.add_row(*_cells(one, widths, narrow))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _cells(one: Summary, widths: Mapping[str, int], narrow: bool) -> list[Text]:
+    base, text = "dim" if one["kind"] == TRIVIAL else "", one["text"]
+    settings = f" {text['settings']}" if text["settings"] else ""
+    figures = [
+        Text(
+            _aligned(text[key], width, deviation=not narrow or key == "auroc"),
+            style="bold" if key in one["best"] else base,
+        )
+        for key, width in widths.items()
+    ]
+    gain = text["gain"].partition(" ")[0] if narrow else text["gain"]
+    return [
+        Text(one["encoder"], style=base),
+        Text.assemble((one["method"], base), (settings, "dim")),
+        *figures,
+        Text(gain, style=_gain_style(one)),
+        Text(text["seeds"], style=base),
+    ]
+
+
+def _aligned(text: str, width: int, *, deviation: bool) -> str:
+    """The decimal points of `.789 ± .003` and `1.000 ± –` below each other."""
+    mean, _, spread = text.partition(" ")
+    return f"{mean:>{width}} {spread}" if deviation else f"{mean:>{width}}"
+
+
+def _gain_style(one: Summary) -> str:
+    if one["gain"] is None:
+        return "dim"
+    low, high = (one["gain"] if one[end] is None else one[end] for end in ("gain_low", "gain_high"))
+    return "green" if low > 0 else "red" if high < 0 else ""
+
+
+class SweepProgress:
+    """Listens to the events of a sweep: a bar with the time left on a terminal, plain lines elsewhere.
+
+    The time left is predicted from the epochs a second of the last minute and the mean epochs of the heads that have
+    stopped; it is unknown before the first has.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = sys.stderr if file is None else file
+        self._console = Console(file=self._file)
+        self._live: Live | None = None
+        self._heads = self._trained = self._alive = self._epochs = 0
+        self._stopped_epochs: list[int] = []
+        self._rates: deque[tuple[float, int]] = deque()
+        self._last_line_s = -LINE_EVERY_S
+
+    def __enter__(self) -> Self:
+        if self._file.isatty():
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def progress(self, phrase: str) -> None:
+        """A phrase of the preparation."""
+        if self._live is not None:
+            self._live.update(Text(phrase, style="dim"))
+        elif time.monotonic() - self._last_line_s >= LINE_EVERY_S:
+            self._line(phrase)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        match event["event"]:
+            case "begin":
+                self._heads = event["heads"]
+                known = f", {event['known']:,} already finished" if event["known"] else ""
+                heads = f"; {show_count(self._heads, 'head')} to train on {event['device']}" if self._heads else ""
+                self._print(f"{event['grid']}{known}{heads}")
+            case "pack":
+                peak = max((one["peak_bytes"] for one in event["trials"]), default=0)
+                self._print(
+                    f"{show_count(event['heads'], 'head')} in packs of {event['runs']:,}: {event['reason']}; "
+                    f"peak {show_bytes(peak)} (measured)"
+                )
+            case "resume":
+                self._print(f"resuming {show_count(event['heads'], 'head')}")
+            case "oom":
+                self._print(event["sentence"], style="yellow")
+            case "run":
+                if event.get("epochs"):
+                    self._stopped_epochs.append(event["epochs"])
+            case "epochs":
+                self._update(event)
+            case "stop":
+                self._print(f"{event['by']}: stopping")
+
+    def _update(self, event: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        self._epochs += event["epochs"]
+        self._trained, self._alive = event["trained"], event["alive"]
+        self._rates.append((now, self._epochs))
+        while now - self._rates[0][0] > RATE_WINDOW_S:
+            self._rates.popleft()
+        if self._live is not None:
+            self._live.update(self._view())
+        elif now - self._last_line_s >= LINE_EVERY_S or self._trained == self._heads:
+            left = f", {self._time_left()}" if self._time_left() else ""
+            self._line(
+                f"{self._trained:,} of {self._heads:,} heads trained, {self._alive:,} running, {self._speed()}{left}"
+            )
+
+    def _view(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_row(
+            ProgressBar(total=max(1, self._heads), completed=self._trained, width=40),
+            Text(f"{self._trained:,} of {self._heads:,} heads", style="bold"),
+            f"{self._alive:,} running",
+            self._speed(),
+            Text(self._time_left(), style="dim"),
+        )
+        return table
+
+    def _speed(self) -> str:
+        rate = self._rate()
+        return "–" if rate is None else f"{rate:,.0f} epochs/s" if rate >= 10 else f"{rate:.1f} epochs/s"
+
+    def _rate(self) -> float | None:
+        (first, before), (last, after) = self._rates[0], self._rates[-1]
+        return (after - before) / (last - first) if last > first else None
+
+    def _time_left(self) -> str:
+        rate = self._rate()
+        if not rate or not self._stopped_epochs or self._trained == self._heads:
+            return ""
+        epochs_per_head = sum(self._stopped_epochs) / len(self._stopped_epochs)
+        ahead = self._epochs - epochs_per_head * self._trained
+        left = epochs_per_head * (self._heads - self._trained) - ahead
+        return f"about {show_seconds(left / rate)} left" if left > 0 else ""
+
+    def _print(self, sentence: str, style: str = "") -> None:
+        if self._live is not None:
+            self._live.console.print(Text(sentence, style=style))
+        else:
+            self._line(sentence)
+
+    def _line(self, sentence: str) -> None:
+        self._last_line_s = time.monotonic()
+        print(f"sweep: {sentence}", file=self._file, flush=True)

@@ -19,7 +19,7 @@ import torch._dynamo
 import brimful
 import brimful.training.session
 from brimful.training.events import last_steps, read_events
-from tests.training.small import Words
+from tests.step.small import Words
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.training.runs"])

@@ -14,7 +14,7 @@ from brimful.step.stepper import Stepper
 from brimful.task import Loss, loss_terms
 from brimful.training.evaluate import Evaluator, choose
 from brimful.units import KiB
-from tests.training.small import TwoTerms, Words, steps_of_rows
+from tests.step.small import TwoTerms, Words, steps_of_rows
 
 CPU = torch.device("cpu")
 ROWS = [row for rows in steps_of_rows(steps=5, rows=12) for row in rows]
@@ -235,10 +235,10 @@ def test_where_one_process_fails_all_stop_with_its_sentence():
 class Measured(Words):
     def evaluate(self, model, rows, context):
         assert not model.training and not torch.is_grad_enabled()
-        found = context.shared(len(rows), lambda places: [rows[place]["id"] for place in places])
+        found = context.share(len(rows), lambda places: [rows[place]["id"] for place in places])
         assert found == [row["id"] for row in rows]
-        context.kept["seen"] = context.kept.get("seen", 0) + 1
-        return {"ids": sum(found), "seen": context.kept["seen"]}
+        context.cache["seen"] = context.cache.get("seen", 0) + 1
+        return {"ids": sum(found), "seen": context.cache["seen"]}
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -12,7 +12,7 @@ from brimful.task import Loss, Task
 from brimful.tasks.chatlm import SIZES, Pretrain, Sft
 from brimful.training import metrics
 from brimful.training.metrics import FlopModel, peak_flops, utilisation
-from tests.training.small import TwoTerms, Words
+from tests.step.small import TwoTerms, Words
 
 CPU = torch.device("cpu")
 WIDE, HIDDEN, OUT = 8, 16, 4

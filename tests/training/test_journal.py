@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from brimful.errors import BadRun
-from brimful.step.interface import Event
+from brimful.step.result import Event
 from brimful.training import events as module
 from brimful.training.events import Journal, last_steps, number, read_events
 

@@ -9,11 +9,12 @@ import torch
 import brimful
 from brimful.errors import BadData, BadRun, UserError
 from brimful.planning.plan import Choice, Plan
-from brimful.planning.target import PlanOptions, Target
-from brimful.step.distributed import SingleProcess
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.target import Target
+from brimful.step.distributed import SingleProcess, gather_results, on_rank_zero
 from brimful.training import session as module
 from brimful.training.run import RunFolder
-from brimful.training.session import Planning, by_the_first, together
+from brimful.training.session import Planning
 from brimful.units import GiB, MiB
 from tests.planning.small import Tagger
 from tests.training.test_evaluate import Team
@@ -211,13 +212,13 @@ def test_processes_on_unlike_devices_have_a_plan_each(desk, fits):
 
 
 def test_each_process_knows_what_all_found():
-    found = Team().run(lambda rank, group: together(group, lambda: rank * 10))
+    found = Team().run(lambda rank, group: gather_results(group, lambda: rank * 10))
     assert found == [[0, 10], [0, 10]]
 
 
 def test_what_the_first_found_is_everybodys():
     worked = []
-    found = Team(3).run(lambda rank, group: by_the_first(group, lambda: worked.append(rank) or f"by {rank}"))
+    found = Team(3).run(lambda rank, group: on_rank_zero(group, lambda: worked.append(rank) or f"by {rank}"))
     assert found == ["by 0"] * 3 and worked == [0]
 
 
@@ -225,7 +226,7 @@ def test_the_mistake_that_one_process_met_is_everybodys():
     def work():
         raise BadData("rows.jsonl is empty")
 
-    first, second = Team().run(lambda rank, group: by_the_first(group, work))
+    first, second = Team().run(lambda rank, group: on_rank_zero(group, work))
     assert type(first) is BadData and isinstance(second, UserError)
     assert str(first) == str(second) == "rows.jsonl is empty"
 
@@ -235,4 +236,4 @@ def test_alone_a_mistake_is_raised_as_it_is():
         raise BadData("rows.jsonl is empty")
 
     with pytest.raises(BadData):
-        by_the_first(SingleProcess(), work)
+        on_rank_zero(SingleProcess(), work)

@@ -8,12 +8,12 @@ from brimful.data.reader import StepRows
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak, simulated_memory
 from brimful.memory.model import Polynomial
 from brimful.step.distributed import SingleProcess
-from brimful.step.interface import StepResult
+from brimful.step.result import StepResult
 from brimful.step.stepper import Stepper
 from brimful.training import metrics as module
 from brimful.training.metrics import FlopModel, Speedometer
 from brimful.units import KiB
-from tests.training.small import Words, steps_of_rows
+from tests.step.small import Words, steps_of_rows
 
 LENGTHS = np.array([[3, 1], [5, 2], [100, 40], [7, 4]])
 
@@ -36,7 +36,7 @@ ROWS = step_rows([0, 1, 3], [[0, 2], [1]], [(7, 4), (5, 2)])
 
 def result(**changes):
     facts = {
-        "step": 1, "loss": 2.0, "terms": {"loss": 2.0}, "rows": 6, "count": 7.0, "applied": True, "grad_norm": 1.0, "micro_batches": 2,
+        "step": 1, "loss": 2.0, "terms": {"loss": 2.0}, "log": {}, "rows": 6, "count": 7.0, "applied": True, "grad_norm": 1.0, "micro_batches": 2,
         "largest_micro_batch": 2, "ooms": 0, "ooms_of_all": 0, "set_aside": (), "seconds": 0.5, "peak_bytes": 10,
     }  # fmt: skip
     return StepResult(**{**facts, **changes})

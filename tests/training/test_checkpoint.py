@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
+from brimful import files
 from brimful.errors import BadCheckpoint, BadOption, SaveFailed
-from brimful.training import manifest
-from brimful.training import manifest as hashing
-from brimful.training.checkpoint import Checkpoints
-from tests.training.checkpoint.saved import content, is_right, names, save
+from brimful.training.checkpoint import Checkpoint, Checkpoints, link
+from tests.training.saved import content, is_right, names, save
 
 
 @pytest.fixture
@@ -34,7 +33,6 @@ def test_a_save_is_found_again_with_its_facts(checkpoints):
     assert made.step == 200 and made.facts == {"task": "chat", "samples": 6400}
     assert made.size_bytes == sum(map(len, content(200).values()))
     assert is_right(made.path, 200)
-    assert checkpoints.at(made.path) == made
 
 
 def test_the_manifest_lists_every_file_with_size_and_hash(checkpoints):
@@ -111,8 +109,6 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(checkpoints, kind):
     (skipped,) = found.skipped
     assert skipped.path == last.path and skipped.step == 200
     assert skipped.why.startswith(why)
-    with pytest.raises(BadCheckpoint, match=f"{last.path} is not a whole checkpoint: {why}.*; name another one"):
-        checkpoints.at(last.path)
 
 
 def edit_manifest(path, **changes):
@@ -129,7 +125,7 @@ def test_a_manifest_that_was_edited_is_not_believed(checkpoints):
 def test_a_manifest_of_another_version_is_refused_by_its_number(checkpoints):
     last = save(checkpoints, 200)
     edit_manifest(last.path, version=9)
-    assert checkpoints.newest().skipped[0].why == "its manifest.json is of version 9 and this Brimful reads version 1"
+    assert checkpoints.newest().skipped[0].why == "its manifest.json has version 9, and this Brimful reads version 1"
 
 
 def test_a_folder_renamed_by_hand_is_not_taken_for_another_step(checkpoints):
@@ -137,7 +133,6 @@ def test_a_folder_renamed_by_hand_is_not_taken_for_another_step(checkpoints):
     found = checkpoints.newest()
     assert found.checkpoint is None
     assert found.skipped[0].why == "its name says step 900 and its manifest step 100"
-    assert checkpoints.at(checkpoints.path(900)).step == 100
 
 
 def test_a_half_written_one_is_skipped_and_cleaned(checkpoints):
@@ -147,7 +142,7 @@ def test_a_half_written_one_is_skipped_and_cleaned(checkpoints):
     (part / "optimizer.pt").write_bytes(b"half")
     found = checkpoints.newest()
     assert found.checkpoint.step == 100
-    assert [str(one) for one in found.skipped] == [f"{part.name}: its save was ended before it was whole"]
+    assert [str(one) for one in found.skipped] == [f"{part.name}: its save was interrupted"]
     assert checkpoints.clean() == [part]
     assert names(checkpoints.folder) == ["step-00000100"]
     assert checkpoints.newest().skipped == ()
@@ -181,8 +176,7 @@ def test_clean_leaves_whole_ones_and_strangers_alone(checkpoints):
 
 
 def test_every_block_of_a_large_file_is_hashed(checkpoints, monkeypatch):
-    monkeypatch.setattr(hashing, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 1000)
     made = save(checkpoints, 100)
     size = len(content(100)["optimizer.pt"])
     for at in (0, 999, 1000, size - 1):
@@ -194,22 +188,22 @@ def test_every_block_of_a_large_file_is_hashed(checkpoints, monkeypatch):
     assert checkpoints.newest().checkpoint == made
 
 
-def test_a_path_that_is_no_checkpoint_is_refused(checkpoints, tmp_path):
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(BadCheckpoint, match="there is no such folder"):
-        checkpoints.at(tmp_path / "nowhere")
+        Checkpoint.read(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(BadCheckpoint, match=r"its manifest.json cannot be read \(NotADirectoryError\)"):
-        checkpoints.at(tmp_path / "file")
+        Checkpoint.read(tmp_path / "file")
 
 
 def test_at_least_one_is_kept(tmp_path):
-    with pytest.raises(BadOption, match="--keep 0: one checkpoint at least must be kept"):
+    with pytest.raises(BadOption, match="keep=0 must be at least 1"):
         Checkpoints(tmp_path, keep=0)
 
 
 def test_a_folder_that_cannot_be_listed_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadCheckpoint, match="cannot be read .Not a directory.; name another --run"):
+    with pytest.raises(BadCheckpoint, match="cannot be read .Not a directory."):
         Checkpoints(tmp_path / "file").newest()
 
 
@@ -242,17 +236,17 @@ class TestFailing:
     @pytest.mark.parametrize(
         ("error", "said"),
         [
-            (OSError(28, "No space left on device"), "the disk is full; it needs about 19.53 KiB (predicted) and"),
-            (OSError(122, "Disk quota exceeded"), "the disk quota is used up; it needs"),
-            (OSError(27, "File too large"), "a file grew beyond what the disk or `ulimit -f` allows; it needs"),
+            (OSError(28, "No space left on device"), "the disk is full (19.53 KiB needed, "),
+            (OSError(122, "Disk quota exceeded"), "the disk quota is used up ("),
+            (OSError(27, "File too large"), "a file exceeds what the disk or `ulimit -f` allows ("),
             (
                 RuntimeError("[enforce fail] . unexpected pos 704 vs 598"),
-                "a file was cut short, as on a full disk or at",
+                "a file was truncated, as on a full disk",
             ),
-            (ValueError("I/O error: No space left on device (os error 28)"), "the disk is full; it needs"),
-            (OSError(13, "Permission denied"), "Permission denied; make the folder writable or name another --run;"),
-            (MemoryError(), "MemoryError; what was saved before is untouched"),
-            (BadCheckpoint("strange"), "BadCheckpoint: strange; what was saved before is untouched"),
+            (ValueError("I/O error: No space left on device (os error 28)"), "the disk is full ("),
+            (OSError(13, "Permission denied"), "Permission denied. Try: make the folder writable"),
+            (MemoryError(), "MemoryError."),
+            (BadCheckpoint("strange"), "BadCheckpoint: strange."),
         ],
         ids=str,
     )
@@ -265,7 +259,7 @@ class TestFailing:
             checkpoints.save(200, write, needs_bytes=20_000)
         sentence = str(caught.value)
         assert sentence.startswith(f"the checkpoint of step 200 could not be written to {checkpoints.folder}: {said}")
-        assert sentence.endswith("what was saved before is untouched") and "\n" not in sentence
+        assert "\n" not in sentence
         assert caught.value.__cause__ is error
         assert names(checkpoints.folder) == ["step-00000100"]
         assert checkpoints.newest().checkpoint.step == 100
@@ -315,3 +309,46 @@ class TestFailing:
             save(checkpoints, 100, "again")
         assert names(checkpoints.folder) == ["step-00000100"]
         assert is_right(checkpoints.newest().checkpoint.path, 100)
+
+
+def made_model(run, step):
+    folder = run / "checkpoints" / f"step-{step}" / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(str(step))
+    return folder
+
+
+def test_a_link_follows_the_newest(tmp_path):
+    for step in (1, 2):
+        assert link(tmp_path / "model", made_model(tmp_path, step), note=print)
+        assert (tmp_path / "model" / "config.json").read_text() == str(step)
+    assert names(tmp_path) == ["checkpoints", "model"]
+
+
+def test_a_run_folder_may_be_moved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    link(tmp_path / "run" / "model", made_model(tmp_path / "run", 1).relative_to(tmp_path), note=print)
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere" / "model" / "config.json").read_text() == "1"
+
+
+def test_a_folder_in_the_place_of_the_link_stays_and_is_notes(tmp_path):
+    notes = []
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("mine")
+    target = made_model(tmp_path, 1)
+    assert not link(tmp_path / "model", target, note=notes.append)
+    assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
+    assert names(tmp_path) == ["checkpoints", "model"]
+    assert notes[0].startswith(f"{tmp_path / 'model'} could not be linked to {target} (Is a directory)")
+
+
+def test_where_links_are_impossible_it_is_notes(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    notes = []
+    assert not link(tmp_path / "model", made_model(tmp_path, 1), note=notes.append)
+    assert "Operation not permitted" in notes[0]
+    assert names(tmp_path) == ["checkpoints"]

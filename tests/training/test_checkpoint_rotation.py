@@ -8,17 +8,17 @@ import pytest
 
 from brimful.errors import InternalError
 from brimful.training.checkpoint import Best, Checkpoints
-from tests.training.checkpoint.saved import is_right, names, save
+from tests.training.saved import is_right, names, save
 
 
 @pytest.fixture
-def told():
+def notes():
     return []
 
 
 @pytest.fixture
-def checkpoints(tmp_path, told):
-    return Checkpoints(tmp_path / "checkpoints", keep=2, tell=told.append)
+def checkpoints(tmp_path, notes):
+    return Checkpoints(tmp_path / "checkpoints", keep=2, note=notes.append)
 
 
 def test_the_last_ones_stay(checkpoints):
@@ -41,17 +41,17 @@ def test_the_best_stays_besides(checkpoints):
     assert Checkpoints(checkpoints.folder).best() == Best(step=5, metric="loss", score=1.25)
 
 
-def test_no_best_is_none(checkpoints, told):
-    assert checkpoints.best() is None and told == []
+def test_no_best_is_none(checkpoints, notes):
+    assert checkpoints.best() is None and notes == []
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"step": 2}', '{"step": 2, "metric": "loss", "score": NaN}'])
-def test_a_damaged_mark_is_told_once_and_ignored(checkpoints, told, text):
+def test_a_damaged_mark_is_told_once_and_ignored(checkpoints, notes, text):
     save(checkpoints, 1)
     (checkpoints.folder / "best.json").write_text(text)
     assert checkpoints.best() is None
     assert checkpoints.best() is None
-    assert len(told) == 1 and "best.json cannot be read" in told[0]
+    assert len(notes) == 1 and "best.json cannot be read" in notes[0]
     checkpoints.mark_best(Best(step=1, metric="bleu", score=12.0))
     assert checkpoints.best().score == 12.0
 
@@ -61,12 +61,12 @@ def test_a_score_that_is_no_number_cannot_be_the_best():
         Best(step=1, metric="loss", score=float("nan"))
 
 
-def test_a_mark_the_disk_refuses_holds_and_is_written_with_the_next_save(checkpoints, told, monkeypatch):
+def test_a_mark_the_disk_refuses_holds_and_is_written_with_the_next_save(checkpoints, notes, monkeypatch):
     save(checkpoints, 1)
     with monkeypatch.context() as disk:
         disk.setattr(os, "replace", refuse)
         checkpoints.mark_best(Best(step=1, metric="loss", score=2.0))
-    assert told == ["the best step could not be written down (No space left on device); the next save tries it again"]
+    assert notes == ["best.json could not be written (No space left on device); the next save tries again"]
     assert names(checkpoints.folder) == ["step-00000001"] and checkpoints.best().step == 1
     for step in (2, 3, 4):
         save(checkpoints, step)
@@ -108,7 +108,7 @@ def test_one_set_aside_goes_when_the_new_one_has_its_name(checkpoints):
     assert names(checkpoints.folder) == ["step-00000002", "step-00000003"]
 
 
-def test_one_set_aside_stays_while_the_new_one_is_damaged(checkpoints, told):
+def test_one_set_aside_stays_while_the_new_one_is_damaged(checkpoints, notes):
     path = save(checkpoints, 2).path
     aside = checkpoints.folder / ".step-00000002.aside"
     shutil.copytree(path, aside)
@@ -116,7 +116,7 @@ def test_one_set_aside_stays_while_the_new_one_is_damaged(checkpoints, told):
     assert checkpoints.clean() == []
     found = checkpoints.newest()
     assert found.checkpoint.path == aside and is_right(aside, 2)
-    assert told == [f"{aside} stays under this name: state.pt is missing"]
+    assert notes == [f"{aside} keeps this name: state.pt is missing"]
 
 
 def test_rotation_leaves_a_step_that_is_set_aside_as_well(checkpoints, tmp_path):
@@ -182,15 +182,15 @@ def test_a_removal_renames_first(checkpoints, monkeypatch):
     assert set(removed) == {f".step-00000001.gone-{os.getpid()}"}
 
 
-def test_a_removal_that_fails_is_told_once_and_tried_again_by_clean(checkpoints, told, monkeypatch):
+def test_a_removal_that_fails_is_told_once_and_tried_again_by_clean(checkpoints, notes, monkeypatch):
     for step in (1, 2):
         save(checkpoints, step)
     with monkeypatch.context() as disk:
         disk.setattr(os, "rmdir", refuse)
         save(checkpoints, 3)
         checkpoints.rotate()
-    assert told == [
-        f"{checkpoints.path(1)} could not be removed (No space left on device) and takes up room until it is"
+    assert notes == [
+        f"{checkpoints.path(1)} could not be removed (No space left on device) and still takes up space"
     ]
     assert checkpoints.newest().checkpoint.step == 3
     gone = checkpoints.folder / f".step-00000001.gone-{os.getpid()}"

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from brimful.training.checkpoint import Checkpoints
-from tests.training.checkpoint.saved import is_right, names, save
+from brimful.training.checkpoint import Checkpoint, Checkpoints
+from tests.training.saved import is_right, names, save
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 
 KILLED_BEFORE_EACH_CALL = """
 import os, pathlib, shutil, signal, sys, threading
 from brimful.training.checkpoint import Checkpoints
-from tests.training.checkpoint.saved import is_right, save
+from tests.training.saved import is_right, save
 
 os.fsync = lambda descriptor: None  # a killed process loses nothing it wrote, and a busy disk would take its time
 base, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -88,7 +88,7 @@ def test_killed_before_any_call_to_the_disk_one_whole_one_is_found(tmp_path, ste
 SAVE_FOR_EVER = """
 import itertools, pathlib, sys
 from brimful.training.checkpoint import Best, Checkpoints
-from tests.training.checkpoint.saved import save
+from tests.training.saved import save
 checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=2)
 checkpoints.clean()
 found = checkpoints.newest().checkpoint
@@ -121,7 +121,7 @@ def check_random_kills(folder, times):
         assert found.step in (said, said + 1) and found.step >= last
         assert is_right(found.path, found.step, "x" * 500)
         best = checkpoints.best()
-        assert best is None or checkpoints.at(checkpoints.path(best.step)).step == best.step
+        assert best is None or Checkpoint.read(checkpoints.path(best.step)).step == best.step
         last = found.step
     Checkpoints(folder).clean()
     assert len([name for name in names(folder) if name.startswith("step-")]) <= 4

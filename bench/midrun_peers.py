@@ -1,4 +1,4 @@
-"""Four ways to train the same rows while memory goes and comes back, each as its own documentation has it.
+"""Four ways to train the same rows while memory is taken away and returned, each as its own documentation shows.
 
 **trainer**     Hugging Face's `Trainer` with `auto_find_batch_size=True`; the loss through `compute_loss`, divided by
                 `num_items_in_batch` as its documentation says for losses of one's own.
@@ -7,9 +7,9 @@
 **lightning**   `Trainer.fit` with `accumulate_grad_batches`. Its `BatchSizeFinder` works before training only.
 **brimful**     `Stepper.step` over each step's rows.
 
-All start from the same weights, with the same micro-batch, optimizer and clipping, and meet the rows in the same order.
-What went into the weights is watched from outside: a row counts once its backward is through and `optimizer.step()` has
-been called, and not if `zero_grad()` came in between.
+All start from the same weights, with the same micro-batch, optimizer and clipping, and get the rows in the same order.
+What went into the weights is observed from outside: a row counts once its backward is done and `optimizer.step()` has been
+called, unless `zero_grad()` came in between.
 """
 
 import functools
@@ -33,7 +33,7 @@ from brimful.errors import BadOption
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.plan import Plan
 from brimful.task import Loss, Shape
-from brimful.tasks.chatlm import IGNORED, PAD, Sft
+from brimful.tasks.chatlm import IGNORED, PAD, ChatOptions, Sft
 from brimful.units import show_bytes
 from peers import _import_lightning
 
@@ -46,9 +46,9 @@ Row = dict[str, Any]
 
 
 class Memory:
-    """The limit everyone trains under, and the part of it that goes away and comes back.
+    """The limit everyone trains under, and the part of it that is taken away and returned.
 
-    On the CPU a virtual limit that drops; on a card torch's cap on the process, and a tensor that takes room under it.
+    On the CPU a simulated limit that drops; on a GPU torch's cap on the process, and a tensor that takes memory under it.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int, take_bytes: int) -> None:
@@ -72,7 +72,7 @@ class Memory:
             return
         make = functools.partial(torch.empty, self.take_bytes, dtype=torch.uint8, device=self.device)
         taken = attempt(make, self.device)
-        if isinstance(taken, OutOfMemory):  # not theirs to survive: worded so that nobody takes it for one
+        if isinstance(taken, OutOfMemory):  # worded so that no contestant takes it for an out-of-memory error
             raise RuntimeError(
                 f"--take {show_bytes(self.take_bytes)} is more than the training leaves at the start of a step"
             )
@@ -93,19 +93,19 @@ class Memory:
 
 @dataclass
 class Recorder:
-    """What went into the weights, and the disturbance: memory goes at one step and comes back some steps later."""
+    """What went into the weights, and the disturbance: memory is taken at one step and returned some steps later."""
 
     memory: Memory
     take_at: int | None = None
-    """The optimizer step, from 1, at whose first forward memory goes; None leaves it alone."""
+    """The optimizer step, from 1, at whose first forward memory is taken. None: never."""
     give_back_after: int | None = None
-    """So many optimizer steps later it comes back; None keeps it."""
+    """Optimizer steps until it is returned. None: never."""
     updates: list[list[int]] = field(default_factory=list)
-    """The rows of each optimizer step in the weights as they are."""
+    """The rows of each optimizer step in the current weights."""
     discarded: int = 0
-    """Optimizer steps of models that were thrown away."""
+    """Optimizer steps of models that were discarded."""
     _model: "weakref.ref[nn.Module] | None" = None
-    """Weak, as everything here: what watches must not keep alive what a contestant wants to be rid of."""
+    """Weak: what observes must not keep alive what a contestant wants to free."""
     _pending: list[int] = field(default_factory=list)
     _taken: bool = False
 
@@ -115,11 +115,11 @@ class Recorder:
 
     @property
     def calls(self) -> int:
-        """Of `optimizer.step()`, on any model."""
+        """Calls of `optimizer.step()`, on any model."""
         return self.discarded + len(self.updates)
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """From here on this model is the one that counts."""
+        """From now on this model counts."""
         self.discarded += len(self.updates)
         self.updates, self._model = [], weakref.ref(model)
         self._pending.clear()
@@ -138,7 +138,7 @@ class Recorder:
             self.memory.give_back()
 
     def follow(self, rows: list[int], loss: torch.Tensor) -> None:
-        """These rows' gradients are there once the backward from this loss is through."""
+        """The gradients of these rows exist once the backward of this loss is done."""
         through = functools.partial(self._pending.extend, rows)
         if loss.requires_grad:
             loss.register_hook(lambda _: Variable._execution_engine.queue_callback(through))
@@ -167,7 +167,7 @@ class Chat(Sft):
     recorder: Recorder | None = None
 
     def __init__(self, size: str, lengths: Shape | None, autocast: torch.dtype | None) -> None:
-        super().__init__(size)
+        super().__init__(ChatOptions(size=size))
         self.worst_shape = lengths or self.worst_shape
         self.autocast = autocast
 
@@ -185,7 +185,7 @@ class Chat(Sft):
         return torch.optim.AdamW(trainable, lr=LEARNING_RATE, fused=all(p.is_cuda for p in trainable) or None)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Opens autocast by itself: everybody computes the same, whatever their trainer makes of a precision."""
+        """Opens autocast itself, so that all compute the same, however their trainer handles precision."""
         if self.recorder is not None:
             self.recorder.forward()
         device = batch["labels"].device.type
@@ -213,14 +213,14 @@ class Chat(Sft):
 
 
 def read_rows(file: str, task: Chat, count: int) -> list[Row]:
-    """Prompts and responses of a parquet file as bytes, cut to the longest lengths: real lengths without a tokenizer."""
+    """Prompts and responses of a parquet file as bytes, truncated to the longest lengths: real lengths without a tokenizer."""
     import pyarrow.parquet as parquet
 
     table = parquet.read_table(file, columns=["prompt", "response"]).slice(0, count).to_pylist()
     if len(table) < count:
         raise BadOption(f"--data {file} has {len(table)} rows, and steps × global batch is {count}")
-    cut = dict(zip(("prompt", "response"), task.worst_shape, strict=True))
-    texts = [{key: list((row[key] or " ").encode()[:most]) for key, most in cut.items()} for row in table]
+    longest = dict(zip(("prompt", "response"), task.worst_shape, strict=True))
+    texts = [{key: list((row[key] or " ").encode()[:most]) for key, most in longest.items()} for row in table]
     return [
         {"row": index, "input_ids": 2 + torch.tensor(text["prompt"]), "labels": 2 + torch.tensor(text["response"])}
         for index, text in enumerate(texts)
@@ -241,7 +241,7 @@ def generate_rows(task: Chat, count: int, vocabulary: int) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What everybody is asked to train."""
+    """What every contestant trains."""
 
     task: Chat
     rows: list[Row]
@@ -250,7 +250,7 @@ class Training:
     micro_batch: int
     device: torch.device
     plan: Plan | None = None
-    """Brimful's alone."""
+    """Used by Brimful alone."""
 
     @property
     def accumulation(self) -> int:
@@ -265,7 +265,7 @@ class Training:
         return model, optimizer
 
     def stepper(self, model: nn.Module, optimizer: Optimizer) -> brimful.Stepper:
-        """Cut as planned where there is a plan, and like everybody's where there is none."""
+        """Split as planned; without a plan, with everybody's micro-batch."""
         most = self.micro_batch if self.plan is None else None
         return brimful.Stepper(model, optimizer, self.task, self.plan, micro_batch=most, clip_norm=CLIP)
 
@@ -273,7 +273,7 @@ class Training:
         return DataLoader(self.rows, batch_size=batch_size, collate_fn=self.task.collate)  # type: ignore[arg-type]
 
     def rows_of(self, step: int) -> list[Row]:
-        """The rows of a step, counted from 0; past the end they come again."""
+        """The rows of a step, counted from 0. After the last row the first follows."""
         start = step * self.global_batch
         return [self.rows[index % len(self.rows)] for index in range(start, start + self.global_batch)]
 
@@ -382,7 +382,7 @@ CONTESTANTS: dict[str, Callable[[Training, Recorder], nn.Module]] = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Advice about workers, loggers and samplers is not what is measured; what happened is told in the table."""
+    """Silences advice about workers, loggers and samplers."""
     names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "transformers", "accelerate", "brimful")
     levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
     for logger, _ in levels:

@@ -1,27 +1,28 @@
-"""Memory is taken away in the middle of a training: who carries on, and is it still the same training?
+"""Memory is taken away in the middle of training: which trainer carries on, and is it still the same training?
 
-    python bench/oom_midrun.py                                    one CUDA card capped to 20 GiB, 12 GiB of it go
-    python bench/oom_midrun.py --device cpu                       the CPU under a virtual limit that drops
-    python bench/oom_midrun.py --recover --give-back-after 30     what an out-of-memory error costs, and the way back
-    python bench/oom_midrun.py --overhead                         what the stepper costs when nothing happens
+    python bench/oom_midrun.py                                    one CUDA GPU capped to 20 GiB, 12 GiB of it taken
+    python bench/oom_midrun.py --device cpu                       the CPU under a simulated limit that drops
+    python bench/oom_midrun.py --recover --give-back-after 30     the cost of an out-of-memory error, and the recovery
+    python bench/oom_midrun.py --overhead                         the cost of the stepper without an error
 
 Hugging Face's Trainer with `auto_find_batch_size`, accelerate's `find_executable_batch_size` around the loop, Lightning,
-and Brimful's `Stepper` (`midrun_peers.py` says how each is used) train the same rows twice, from the same weights: once
-undisturbed, once with memory going at `--take-at` and, with `--give-back-after`, coming back. Every contestant is
-compared with *its own* undisturbed run, so what they do differently in calm weather does not count.
+and Brimful's `Stepper` (see `midrun_peers.py`) train the same rows twice, from the same weights: once undisturbed, once
+with memory taken at `--take-at` and returned after `--give-back-after`. Every contestant is compared with *its own*
+undisturbed run, so other differences do not count.
 
-**steps** are optimizer steps in the final weights against those asked for; steps of models that were thrown away are
-told apart. **global batch** is every size that an optimizer step had. **rows lost** never reached the final weights,
-**repeated** went in more than once. **distance** is the relative L2 distance of all trained weights from the undisturbed
-run's; it is above rounding even at the same global batch where a loop takes the mean of its micro-batches' means, which
-depends on the cut. A run that ends in an exception is a result: its weights are those it died with. The last line is the
-yardstick: the same rows, undisturbed, in micro-batches of half the size. Adam turns the sign of a gradient that is all
-rounding into a full step, so in float32 two cuts of the same training drift apart by themselves.
+**steps** are optimizer steps in the final weights, of those requested; steps of discarded models are listed apart.
+**global batch** is every size that an optimizer step had. **rows lost** never reached the final weights, **repeated** went
+in more than once. **distance** is the relative L2 distance of all trained weights from the undisturbed run; it exceeds
+rounding even at the same global batch if a loop takes the mean of the means of its micro-batches, which depends on the
+split. A run that ends in an exception is a result: its weights are those it died with. The last line is for reference: the
+same rows, undisturbed, in micro-batches of half the size. Adam turns the sign of a gradient that is all rounding into a full
+step, so in float32 two splits of the same training drift apart by themselves.
 
-**Seconds** come after one warm-up step of each. On the CPU they are processor time, since such boxes are shared, and
-contain the ledger that plays the card (4–90 % of a step): compare them roughly. `--overhead` runs without a limit and without a ledger, the two loops step by step in
-turn; its bare loop is what one would write by hand: collate, forward, backward on sum / rows for each micro-batch of the
-same cut, then one read of the counts, scale, clip, step, zero_grad. `--recover` compares medians over 20 steps.
+**Seconds** start after one warm-up step of each. On the CPU they are processor time, since such machines are shared, and
+include the ledger that simulates the limit (4–90 % of a step), so compare them roughly. `--overhead` runs without limit
+and ledger, the two loops step by step in turn. Its plain loop is what one would write by hand: collate, forward, backward
+on sum / rows for each micro-batch of the same split, then one read of the counts, scale, clip, step, zero_grad. `--recover`
+compares medians over 20 steps.
 """
 
 import argparse
@@ -48,6 +49,7 @@ from brimful.errors import BadOption, UserError, in_one_line
 from brimful.memory.context import to_device
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.target import Target, find_target
+from brimful.step.recovery import MicroBatchLimit
 from brimful.tasks.chatlm import SIZES
 from brimful.units import parse_bytes, show_bytes
 from finders import _count, _lengths, _versions, capped
@@ -59,13 +61,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"size": "base", "lengths": (256, 256), "memory_limit": "20GiB", "take": "60%", "steps": 20,
              "global_batch": 64, "micro_batch": 16, "precision": "tf32"},
 }  # fmt: skip
-"""What is trained on each kind of device, unless asked otherwise."""
+"""Defaults of the flags, by kind of device."""
 MEDIAN_OVER = 20
 """Steps behind each speed that is compared."""
 BEFORE, AFTER = 25, 45
-"""Steps of `--recover` before memory goes and after it came back: ten clean ones for the cut to grow, and then some."""
-FINER = "(calm, cut finer)"
-"""No contestant: Brimful undisturbed from the start in micro-batches of half the size. Its distance is rounding alone."""
+"""Steps of `--recover` before memory is taken and after it is returned."""
+FINER = "(calm, split finer)"
+"""No contestant: Brimful undisturbed in micro-batches of half the size. Its distance is rounding alone."""
 HEAD = ("", "steps", "global batch", "rows lost", "repeated", "distance", "OOMs", "s calm", "s disturbed", "s lost")
 
 
@@ -79,7 +81,7 @@ class Outcome:
     seconds: float
     died: str
     weights: list[torch.Tensor] | None
-    """None where it died without a model."""
+    """None if it died without a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class Result:
     """One line of the table."""
 
     contestant: str
-    steps_asked: int
+    steps_requested: int
     steps_done: int
     """Optimizer steps in the final weights."""
     steps_discarded: int
@@ -100,7 +102,7 @@ class Result:
     calm_s: float
     disturbed_s: float
     died: str
-    """Why, if it did."""
+    """The error, if it died."""
 
 
 def compete(training: Training, memory: Callable[[], Memory], names: list[str], **disturbance: Any) -> list[Result]:
@@ -111,7 +113,7 @@ def compete(training: Training, memory: Callable[[], Memory], names: list[str], 
         calm = run(training, Recorder(memory()))
         if calm.died:
             raise BadOption(
-                f"{name} does not even run undisturbed ({calm.died}): raise --memory-limit or lower --micro-batch"
+                f"{name} does not run even undisturbed ({calm.died}). Try: a higher --memory-limit or a lower --micro-batch."
             )
         rough = run(training, Recorder(memory(), **disturbance))
         results.append(compare(name, training, calm, rough))
@@ -123,7 +125,7 @@ def compete(training: Training, memory: Callable[[], Memory], names: list[str], 
 
 
 def run_once(contestant: Callable[[Training, Recorder], nn.Module], training: Training, recorder: Recorder) -> Outcome:
-    """One training under the limit; whatever it raises is how it ended."""
+    """One training under the limit. An exception is a result too."""
     training.task.recorder, died, weights = recorder, "", None
     _free(training.device)
     start = _now(training.device)
@@ -150,7 +152,7 @@ def compare(name: str, training: Training, calm: Outcome, rough: Outcome) -> Res
     used = [row for update in rough.updates for row in update]
     return Result(
         contestant=name,
-        steps_asked=training.steps,
+        steps_requested=training.steps,
         steps_done=len(rough.updates),
         steps_discarded=rough.discarded,
         global_batches=list(dict.fromkeys(len(update) for update in rough.updates)),
@@ -176,10 +178,10 @@ def show_results(results: list[Result]) -> str:
 
 
 def _cells(result: Result) -> tuple[str, ...]:
-    thrown = f", {result.steps_discarded} thrown away" if result.steps_discarded else ""
+    discarded = f", {result.steps_discarded} discarded" if result.steps_discarded else ""
     return (
         result.contestant,
-        f"{result.steps_done} of {result.steps_asked}{thrown}{', died' if result.died else ''}",
+        f"{result.steps_done} of {result.steps_requested}{discarded}{', died' if result.died else ''}",
         " → ".join(map(str, result.global_batches)) or "–",
         str(result.rows_lost),
         str(result.rows_repeated),
@@ -192,27 +194,28 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def measure_overhead(training: Training, steps: int) -> dict[str, Any]:
-    """The stepper and a bare loop over the same rows in the same cut, step by step in turn, each on a model of its own."""
+    """The stepper and a plain loop over the same rows in the same split, step by step in turn, each with its own model."""
     training.task.recorder = None
-    ours, bare = training.build(), training.build()
+    ours, plain = training.build(), training.build()
     stepper = training.stepper(*ours)
-    seconds: dict[str, list[float]] = {"stepper": [], "bare": []}
+    limit = MicroBatchLimit.from_plan(training.plan, training.micro_batch if training.plan is None else None, 10)
+    seconds: dict[str, list[float]] = {"stepper": [], "plain": []}
     for step in range(-3, steps):  # three to warm up
         rows = training.rows_of(step % training.steps)
-        groups = stepper._ceiling.cut([training.task.shape(row) for row in rows])
+        groups = limit.split([training.task.shape(row) for row in rows])
         turns: dict[str, Callable[[], Any]] = {"stepper": functools.partial(stepper.step, rows),
-                 "bare": functools.partial(bare_step, training, *bare, rows, groups)}  # fmt: skip
+                 "plain": functools.partial(plain_step, training, *plain, rows, groups)}  # fmt: skip
         for name in sorted(turns, reverse=step % 2 == 0):  # nobody is always second
             took = _clock(training.device, turns[name])
             if step >= 0:
                 seconds[name].append(took)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    apart = distance(*([p.detach().double() for p in model.parameters()] for model, _ in (bare, ours)))
-    return {"stepper_s": medians["stepper"], "bare_s": medians["bare"], "ratio": medians["stepper"] / medians["bare"],
+    apart = distance(*([p.detach().double() for p in model.parameters()] for model, _ in (plain, ours)))
+    return {"stepper_s": medians["stepper"], "plain_s": medians["plain"], "ratio": medians["stepper"] / medians["plain"],
             "steps": steps, "micro_batches": len(groups), "distance": apart, "seconds": seconds}  # fmt: skip
 
 
-def bare_step(
+def plain_step(
     training: Training, model: nn.Module, optimizer: Optimizer, rows: list[Any], groups: list[list[int]]
 ) -> None:
     """What one would write by hand."""
@@ -232,7 +235,7 @@ def bare_step(
 def show_overhead(found: dict[str, Any]) -> str:
     table = [
         ("", "ms a step (median)", "ratio"),
-        ("bare loop", f"{1000 * found['bare_s']:.1f}", "1"),
+        ("plain loop", f"{1000 * found['plain_s']:.1f}", "1"),
         ("Stepper", f"{1000 * found['stepper_s']:.1f}", f"{found['ratio']:.3f}"),
     ]
     return (
@@ -242,7 +245,7 @@ def show_overhead(found: dict[str, Any]) -> str:
 
 
 def measure_recovery(training: Training, memory: Memory, before: int, during: int) -> dict[str, Any]:
-    """Memory goes after `before` steps and comes back `during` steps later; how fast are the steps around that?"""
+    """Memory is taken after `before` steps and returned `during` steps later: how fast are the steps around that?"""
     recorder = Recorder(memory, take_at=before + 1, give_back_after=during)
     training.task.recorder, ran = recorder, []
     with quiet(), memory.limited():
@@ -263,7 +266,7 @@ def measure_recovery(training: Training, memory: Memory, before: int, during: in
         "ooms": ooms,
         "lost_per_oom_steps": lost / ooms / medians["before"] if ooms else 0.0,
         "after_over_before": medians["before"] / medians["after"],
-        "steps_asked": training.steps,
+        "steps_requested": training.steps,
         "steps_done": len(recorder.updates),
         "events": [event.to_json() for event in stepper.events],
     }
@@ -276,10 +279,10 @@ def show_recovery(found: dict[str, Any]) -> str:
         (name, str(found["steps"][name]), f"{rate:.3g}", f"{rate / calm:.3f}")
         for name, rate in found["steps_per_s"].items()
     ]
-    told = [f"step {event['step']}, {event['event']}: {event['sentence']}" for event in found["events"]]
+    events = [f"step {event['step']}, {event['event']}: {event['sentence']}" for event in found["events"]]
     return (
-        f"{_markdown(table)}\n\n{found['steps_done']} of {found['steps_asked']} steps, {found['ooms']} OOMs, "
-        f"{found['lost_per_oom_steps']:.2f} steps' time lost by each\n" + "\n".join(told)
+        f"{_markdown(table)}\n\n{found['steps_done']} of {found['steps_requested']} steps, {found['ooms']} OOMs, "
+        f"{found['lost_per_oom_steps']:.2f} steps' time lost by each\n" + "\n".join(events)
     )
 
 
@@ -300,7 +303,7 @@ def _clock(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, with the device's queue empty; on the CPU those that this process was given."""
+    """Seconds, with the device's queue empty; on the CPU processor time of this process."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -308,17 +311,17 @@ def _now(device: torch.device) -> float:
 
 
 def _free(device: torch.device) -> None:
-    """What the last run left in cycles and in the allocator's cache, so that the next starts as it did."""
+    """Free what the last run left in cycles and in the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
-    """The training that the flags describe, the device with its limit, and the bytes that go away."""
+    """The training that the flags describe, the device with its limit, and the bytes to take."""
     device = find_target(PlanOptions(device=args.device)).device
     if device.type not in DEFAULTS:
-        raise BadOption(f"--device {args.device}: this comparison knows cpu and cuda, not {device.type}")
+        raise BadOption(f"--device {args.device} is {device.type}. Try: cpu or cuda.")
     for name, value in DEFAULTS[device.type].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -340,9 +343,7 @@ def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
 def _check(args: argparse.Namespace) -> None:
     wrong = []
     if args.global_batch % args.micro_batch:
-        wrong.append(
-            f"--global-batch {args.global_batch} is no multiple of --micro-batch {args.micro_batch}: peers accumulate whole batches"
-        )
+        wrong.append(f"--global-batch {args.global_batch} must be a multiple of --micro-batch {args.micro_batch}")
     if args.take_at > args.steps:
         wrong.append(f"--take-at {args.take_at} comes after the last of {args.steps} steps")
     if wrong:
@@ -353,12 +354,12 @@ def _bytes_to_take(text: str, limit_bytes: int) -> int:
     share = text.removesuffix("%")
     taken = int(float(share) / 100 * limit_bytes) if share != text else parse_bytes(text, flag="--take")
     if not 0 < taken < limit_bytes:
-        raise BadOption(f"--take {text}: take more than nothing and less than the limit of {show_bytes(limit_bytes)}")
+        raise BadOption(f"--take {text} must be more than 0 and less than the limit of {show_bytes(limit_bytes)}")
     return taken
 
 
 def with_plan(training: Training, target: Target) -> Training:
-    """Brimful cuts by predicted bytes, as after `brimful plan`."""
+    """Brimful splits by predicted bytes, as after `brimful plan`."""
     model, optimizer = training.build()
     plan = brimful.plan(training.task, model=model, optimizer=optimizer, memory_limit=target.limit_bytes,
                        global_batch=training.global_batch, lengths=training.task.worst_shape, cache=False)  # fmt: skip
@@ -387,7 +388,7 @@ def _measure(
 ) -> tuple[dict[str, Any], str]:
     """The figures, and how they are shown."""
     memory = functools.partial(Memory, training.device, target.limit_bytes, take_bytes)
-    if args.fit:
+    if args.plan:
         training = with_plan(training, target)
     if args.overhead:
         overhead = measure_overhead(training, max(MEDIAN_OVER, args.steps))
@@ -401,7 +402,7 @@ def _measure(
 
 
 def _import_peers(names: list[str]) -> None:
-    """Now, so that it is in nobody's seconds and their loggers are there to be quieted."""
+    """Now, so that imports are not timed and their loggers exist."""
     import accelerate  # noqa: F401
     import transformers
 
@@ -431,21 +432,23 @@ def facts(args: argparse.Namespace, training: Training, target: Target, take_byt
         "steps": training.steps,
         "global_batch": training.global_batch,
         "micro_batch": training.micro_batch,
-        "fit": args.fit,
+        "planned": args.plan,
         "mode": "overhead" if args.overhead else "recover" if args.recover else "compete",
     }
 
 
 def _title(about: dict[str, Any]) -> str:
-    back = f", back {about['give_back_after']} steps later" if about["give_back_after"] else ""
+    back = f", returned {about['give_back_after']} steps later" if about["give_back_after"] else ""
     at = BEFORE + 1 if about["mode"] == "recover" else about["take_at"]
-    limit = f"limit {show_bytes(about['limit_bytes'])}, {show_bytes(about['take_bytes'])} of it gone at step {at}{back}"
+    limit = (
+        f"limit {show_bytes(about['limit_bytes'])}, {show_bytes(about['take_bytes'])} of it taken at step {at}{back}"
+    )
     return "\n".join((
         f"{about['date']}, {about['device_name']} ({about['device']}, {about['threads']} CPU threads)"
         + ("; seconds are processor time" if about["device"] == "cpu" else ""),
         f"chatlm-sft {about['size']}, {about['data']} rows up to {'+'.join(map(str, about['lengths']))}, {about['precision']}, "
         f"{about['steps']} steps of {about['global_batch']} rows, micro-batches of {about['micro_batch']}"
-        + (", Brimful by its plan" if about["fit"] else ""),
+        + (", Brimful by its plan" if about["planned"] else ""),
         "no limit" if about["mode"] == "overhead" else limit,
         ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
     ))  # fmt: skip
@@ -453,28 +456,30 @@ def _title(about: dict[str, Any]) -> str:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (the first card, else the CPU)")
-    parser.add_argument("--size", choices=tuple(SIZES), help="of the model (base on cuda, tiny on the CPU)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (the first GPU, else the CPU)")
+    parser.add_argument("--size", choices=tuple(SIZES), help="size of the model (base on cuda, tiny on the CPU)")
     parser.add_argument("--lengths", type=_lengths, help="the longest rows (256,256 on cuda, 48,48 on the CPU)")
     parser.add_argument(
         "--data", metavar="FILE", help="a parquet file with prompt and response, read as bytes (generated)"
     )
     parser.add_argument(
-        "--precision", choices=("fp32", "tf32", "bf16"), help="of the forward (tf32 on cuda, fp32 on the CPU)"
+        "--precision", choices=("fp32", "tf32", "bf16"), help="precision of the forward (tf32 on cuda, fp32 on the CPU)"
     )
     parser.add_argument("--steps", type=_count, help="optimizer steps (20 on cuda, 8 on the CPU)")
     parser.add_argument("--global-batch", type=_count, help="rows per step (64 on cuda, 16 on the CPU)")
-    parser.add_argument("--micro-batch", type=_count, help="rows everybody starts with (16 on cuda, 8 on the CPU)")
-    parser.add_argument("--memory-limit", help="for everyone (20GiB on cuda, 40MiB on the CPU)")
-    parser.add_argument("--take", help="how much of the limit goes away: 40%% or 8GiB (60%% on cuda, 40%% on the CPU)")
-    parser.add_argument("--take-at", type=_count, help="the step at which it goes (half of them)")
-    parser.add_argument("--give-back-after", type=_count, help="steps until it comes back (never; 30 with --recover)")
-    parser.add_argument("--contestants", type=_contestants, default=list(CONTESTANTS), help="some of them (all)")
-    parser.add_argument("--fit", action="store_true", help="fit first, and let Brimful cut by the plan")
+    parser.add_argument("--micro-batch", type=_count, help="rows of the first micro-batches (16 on cuda, 8 on the CPU)")
+    parser.add_argument("--memory-limit", help="limit for all contestants (20GiB on cuda, 40MiB on the CPU)")
+    parser.add_argument("--take", help="share of the limit to take: 40%% or 8GiB (60%% on cuda, 40%% on the CPU)")
+    parser.add_argument("--take-at", type=_count, help="step at which it is taken (half of them)")
+    parser.add_argument("--give-back-after", type=_count, help="steps until it is returned (never; 30 with --recover)")
+    parser.add_argument(
+        "--contestants", type=_contestants, default=list(CONTESTANTS), help="names, separated by commas (all)"
+    )
+    parser.add_argument("--plan", action="store_true", help="plan first, and let Brimful split by the plan")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--overhead", action="store_true", help="the stepper against a bare loop, nothing happening")
-    what.add_argument("--recover", action="store_true", help="speed before, while and after memory is gone")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    what.add_argument("--overhead", action="store_true", help="the stepper against a plain loop, without errors")
+    what.add_argument("--recover", action="store_true", help="speed before, during and after memory is gone")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to this file")
     return parser.parse_args(argv)
 
 

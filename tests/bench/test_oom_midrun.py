@@ -98,14 +98,14 @@ def test_what_watches_keeps_no_model_alive(bench: ModuleType) -> None:
     assert recorder.model is None
 
 
-def test_the_stepper_does_what_the_bare_loop_does(
+def test_the_stepper_does_what_the_plain_loop_does(
     bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "MEDIAN_OVER", 6)
     bench.main([*TINY, "--steps", "6", "--overhead", "--json", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())["overhead"]
-    assert found["distance"] < 1e-7 and len(found["seconds"]["bare"]) == len(found["seconds"]["stepper"]) == 6
-    assert found["ratio"] == pytest.approx(found["stepper_s"] / found["bare_s"])
+    assert found["distance"] < 1e-7 and len(found["seconds"]["plain"]) == len(found["seconds"]["stepper"]) == 6
+    assert found["ratio"] == pytest.approx(found["stepper_s"] / found["plain_s"])
     assert "| Stepper" in capsys.readouterr().out
 
 
@@ -119,7 +119,7 @@ def test_memory_that_comes_back_is_used_again(
     events = [(event["event"], event["step"]) for event in found["events"]]
     assert events[0][0] == "oom" and 5 <= events[0][1] <= 8
     assert events[-1][0] == "grow" and events[-1][1] > 8
-    assert found["steps_done"] == found["steps_asked"] == 22 and found["steps_per_s"]["during"] > 0
+    assert found["steps_done"] == found["steps_requested"] == 22 and found["steps_per_s"]["during"] > 0
     assert "steps' time lost by each" in capsys.readouterr().out
 
 
@@ -131,13 +131,13 @@ def test_it_needs_nothing_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--take", "150%"], "--take 150%: take more than nothing and less than the limit of 24 MiB"),
-        (["--micro-batch", "5"], "--global-batch 16 is no multiple of --micro-batch 5"),
+        (["--take", "150%"], "--take 150% must be more than 0 and less than the limit of 24 MiB"),
+        (["--micro-batch", "5"], "--global-batch 16 must be a multiple of --micro-batch 5"),
         (["--take-at", "9"], "--take-at 9 comes after the last of 8 steps"),
-        (["--memory-limit", "9MiB", "--contestants", "brimful"], "brimful does not even run undisturbed"),
+        (["--memory-limit", "9MiB", "--contestants", "brimful"], "brimful does not run even undisturbed"),
     ],
 )
-def test_what_cannot_work_is_one_sentence(
+def test_flags_that_cannot_work_are_refused(
     bench: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
 ) -> None:
     assert bench.main([*TINY, *flags]) == 2

@@ -8,8 +8,8 @@ Memory: one chunk, 64 Ki counters per field, and 8 bytes per row to find duplica
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +28,7 @@ UNUSABLE = ("broken", "empty", "over_long")
 REASONS = (*UNUSABLE, "duplicate")
 """Why a row is dropped. The first that applies counts."""
 
-_EXAMPLES = 3
+EXAMPLES = 3
 """Rows shown as examples, and problems remembered per reason."""
 
 Counts = npt.NDArray[np.int64]
@@ -56,10 +56,6 @@ class Lengths:
     p99: int
     max: int
     bins: tuple[Bin, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        bins = [{"from": one.start, "to": one.end, "rows": one.rows} for one in self.bins]
-        return {"rows": self.rows, "mean": round(self.mean, 2), "p50": self.p50, "p90": self.p90, "p99": self.p99, "max": self.max, "bins": bins}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,23 +101,10 @@ class CheckReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "rows_in": self.rows_in,
-            "rows_out": self.rows_out,
-            "dropped": self.dropped,
-            "columns": self.layout.columns,
-            "kind": self.layout.kind,
-            "reason": self.layout.reason,
-            "files": list(self.files),
-            "conversations": self.conversations,
-            "bad_share": self.bad_share,
-            "max_bad": self.max_bad,
-            "examples": list(self.examples),
-            "problems": {reason: [one.to_json() for one in problems] for reason, problems in self.problems.items()},
-            "characters": {field: lengths.to_json() for field, lengths in self.characters.items()},
-            "tokens": {field: lengths.to_json() for field, lengths in self.tokens.items()},
-            "seconds": round(self.seconds, 3),
-        }
+        content = asdict(self)
+        layout = content.pop("layout")
+        derived = {"rows_out": self.rows_out, "bad_share": self.bad_share, "seconds": round(self.seconds, 3)}
+        return content | derived | {name: layout[name] for name in ("columns", "kind", "reason")}
 
 
 def check(
@@ -158,13 +141,37 @@ def read_progress(rows: int, rows_per_s: float, read_bytes: int, total_bytes: in
     return f"read {rows:,} rows, {show_rate(rows_per_s)} rows/s{share}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """Rows of a chunk that have one problem."""
+Problem = tuple[str, Mask, str | Callable[[int], str]]
+"""A reason, the rows it applies to, and the message for a row."""
 
-    reason: str
-    rows: Mask
-    message: Callable[[int], str]
+
+@dataclass
+class DropCounts:
+    """Dropped rows by reason, and the first few of each."""
+
+    counts: dict[str, int]
+    problems: dict[str, list[RowProblem]]
+
+    @classmethod
+    def empty(cls, reasons: Sequence[str]) -> "DropCounts":
+        return cls(dict.fromkeys(reasons, 0), {reason: [] for reason in reasons})
+
+    def add(self, reason: str, count: int, first: Iterable[RowProblem]) -> None:
+        self.counts[reason] += count
+        self.problems[reason] = [*self.problems[reason], *first][:EXAMPLES]
+
+    def drop(self, file: str, lines: Lines, usable: Mask, problems: Iterable[Problem]) -> None:
+        """Mark rows with a problem as not usable, and count each under the first one that applies."""
+        first: dict[str, dict[int, RowProblem]] = {}
+        for reason, mask, message in problems:
+            rows = np.flatnonzero(usable & mask)
+            usable[rows] = False
+            self.counts[reason] += len(rows)
+            for row in rows[:EXAMPLES].tolist():
+                text = message if isinstance(message, str) else message(row)
+                first.setdefault(reason, {})[row] = RowProblem(file, int(lines[row]), text)
+        for reason, by_row in first.items():
+            self.add(reason, 0, (by_row[row] for row in sorted(by_row)))
 
 
 class _Pass:
@@ -175,8 +182,7 @@ class _Pass:
     ) -> None:
         self._layout, self._limits, self._token_counter = layout, limits, token_counter
         self.rows_in = 0
-        self._dropped = dict.fromkeys(REASONS, 0)
-        self._problems: dict[str, list[RowProblem]] = {reason: [] for reason in REASONS}
+        self._dropped = DropCounts.empty(REASONS)
         self._examples: list[dict[str, str]] = []
         self._duplicates = Duplicates()
         self._histograms: dict[tuple[str, str], Histogram] = {}
@@ -187,66 +193,50 @@ class _Pass:
         """Count the rows of a chunk, each under the first reason that applies."""
         self.rows_in += chunk.rows_in
         self._count_conversations(chunk)
-        self._dropped["broken"] += len(chunk.broken)
-        self._remember("broken", list(chunk.broken[:_EXAMPLES]))
+        self._dropped.add("broken", len(chunk.broken), chunk.broken[:EXAMPLES])
         trimmed = [pc.utf8_trim_whitespace(column) for column in chunk.rows.columns]
-        empty = [_empty_field(*field) for field in zip(self._layout.fields, trimmed, strict=True)]
-        usable = self._filter(chunk, [*empty, *self._over_long(chunk)])
+        usable = np.ones(chunk.rows.num_rows, dtype=bool)
+        self._dropped.drop(chunk.file, chunk.lines, usable, self._unusable(chunk, trimmed))
         self._add_examples(chunk, usable)
         texts = [column.filter(pa.array(usable)) for column in trimmed]
         self._duplicates.add(row_hashes(texts), chunk.file, chunk.lines[usable])
 
     def report(self, source: Source, max_bad: float, seconds: float) -> CheckReport:
-        self._dropped["duplicate"], places = self._duplicates.count(_EXAMPLES)
-        self._remember("duplicate", [RowProblem(file, line, "came before") for file, line in places])
+        count, places = self._duplicates.count(EXAMPLES)
+        self._dropped.add("duplicate", count, [RowProblem(file, line, "came before") for file, line in places])
         return CheckReport(
-            files=source.files, layout=self._layout, rows_in=self.rows_in, dropped=self._dropped,
-            problems={reason: tuple(problems) for reason, problems in self._problems.items()},
+            files=source.files, layout=self._layout, rows_in=self.rows_in, dropped=self._dropped.counts,
+            problems={reason: tuple(problems) for reason, problems in self._dropped.problems.items()},
             examples=tuple(self._examples), characters=self._lengths("characters"), tokens=self._lengths("tokens"),
             conversations=self._conversations if self._layout.kind == "conversations" else None,
             max_bad=max_bad, seconds=seconds,
         )  # fmt: skip
 
-    def _filter(self, chunk: Chunk, problems: list[_Problem]) -> Mask:
-        """The rows without a problem; every other row counts under its first one."""
-        usable = np.ones(chunk.rows.num_rows, dtype=bool)
-        first: dict[str, list[RowProblem]] = {problem.reason: [] for problem in problems}
-        for problem in problems:
-            rows = np.flatnonzero(usable & problem.rows)
-            self._dropped[problem.reason] += len(rows)
-            usable[rows] = False
-            for row in rows[:_EXAMPLES].tolist():
-                first[problem.reason].append(RowProblem(chunk.file, int(chunk.lines[row]), problem.message(row)))
-        for reason, found in first.items():
-            self._remember(reason, sorted(found, key=lambda one: one.line))
-        return usable
-
-    def _over_long(self, chunk: Chunk) -> Iterator[_Problem]:
+    def _unusable(self, chunk: Chunk, trimmed: list[pa.Array]) -> Iterator[Problem]:
         """Measures every field on the way: in characters and, with a tokenizer, in tokens."""
+        for field, column in zip(self._layout.fields, trimmed, strict=True):
+            yield "empty", pc.equal(column, "").to_numpy(zero_copy_only=False), f"the {field} is empty"
         for place, (field, column) in enumerate(zip(self._layout.fields, chunk.rows.columns, strict=True)):
-            yield from self._measure("characters", place, field, pc.utf8_length(column).to_numpy().astype(np.int64))
+            yield from self._over_long("characters", place, field, pc.utf8_length(column).to_numpy().astype(np.int64))
             if self._token_counter:
-                yield from self._measure("tokens", place, field, self._token_counter.count(column))
+                yield from self._over_long("tokens", place, field, self._token_counter.count(column))
 
-    def _measure(self, unit: str, place: int, field: str, lengths: Counts) -> Iterator[_Problem]:
+    def _over_long(self, unit: str, place: int, field: str, lengths: Counts) -> Iterator[Problem]:
         self._histograms.setdefault((unit, field), Histogram()).add(lengths)
         limits = self._limits[unit]
         if limits is not None:
-            limit = limits[place]
-            yield _Problem(
+            most = limits[place]
+            yield (
                 "over_long",
-                lengths > limit,
-                lambda row: f"the {field} has {lengths[row]:,} {unit}, more than {limit:,}",
+                lengths > most,
+                lambda row: f"the {field} has {lengths[row]:,} {unit}, more than {most:,}",
             )
-
-    def _remember(self, reason: str, problems: list[RowProblem]) -> None:
-        self._problems[reason] = (self._problems[reason] + problems)[:_EXAMPLES]
 
     def _add_examples(self, chunk: Chunk, usable: Mask) -> None:
         """The first rows that differ, out of the first hundred of a chunk."""
-        for row in np.flatnonzero(usable)[:100].tolist() if len(self._examples) < _EXAMPLES else []:
+        for row in np.flatnonzero(usable)[:100].tolist() if len(self._examples) < EXAMPLES else []:
             example = {field: chunk.rows.column(field)[row].as_py() for field in self._layout.fields}
-            if example not in self._examples and len(self._examples) < _EXAMPLES:
+            if example not in self._examples and len(self._examples) < EXAMPLES:
                 self._examples.append(example)
 
     def _count_conversations(self, chunk: Chunk) -> None:
@@ -259,10 +249,6 @@ class _Pass:
     def _lengths(self, unit: str) -> dict[str, Lengths]:
         lengths = {field: histogram.lengths() for (kind, field), histogram in self._histograms.items() if kind == unit}
         return {field: one for field, one in lengths.items() if one is not None}
-
-
-def _empty_field(field: str, trimmed: pa.Array) -> _Problem:
-    return _Problem("empty", pc.equal(trimmed, "").to_numpy(zero_copy_only=False), lambda row: f"the {field} is empty")
 
 
 # ── Limits and tokens, shared with clean ──────────────────────────────────────────────────────────────────────────────

@@ -93,8 +93,6 @@ class CleanReport:
         return asdict(self) | {
             "rows_out": self.rows_out,
             "files": {split: {"path": paths[split], "rows": rows} for split, rows in self.files.items()},
-            "problems": {reason: [one.to_json() for one in problems] for reason, problems in self.problems.items()},
-            "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
             "stage_s": {stage: round(seconds, 3) for stage, seconds in self.stage_s.items()},
             "rows_per_s": None if self.rows_per_s is None else round(self.rows_per_s, 1),
@@ -183,9 +181,9 @@ class _CleanRun:
             columns=self._source.layout.columns,
             reason=self._source.layout.reason,
             rows_in=state.rows_in,
-            dropped=state.dropped | {"duplicate": int(counts[EXACT]), "near_duplicate": int(counts[NEAR])},
+            dropped=state.dropped.counts | {"duplicate": int(counts[EXACT]), "near_duplicate": int(counts[NEAR])},
             files=files,
-            problems={reason: tuple(first) for reason, first in (state.problems | problems).items()},
+            problems={reason: tuple(first) for reason, first in (state.dropped.problems | problems).items()},
             resumed_rows=self._resumed_rows,
             notes=tuple(self._notes),
             seconds=time.monotonic() - started,
@@ -247,8 +245,8 @@ class _CleanRun:
         state, started = self._state, time.monotonic()
         limit = BrokenRowLimit(self._options.max_bad)
         if state is not None:
-            first = next(iter(state.problems["broken"]), None)
-            limit = BrokenRowLimit(self._options.max_bad, state.rows_in, state.dropped["broken"], first)
+            first = next(iter(state.dropped.problems["broken"]), None)
+            limit = BrokenRowLimit(self._options.max_bad, state.rows_in, state.dropped.counts["broken"], first)
         chunks = iter(()) if state and state.complete else self._source.chunks(skip=state.chunks if state else 0)
         threads = self._memory.threads
         for prepared in in_order(self._preparer, _limited(chunks, limit), threads=threads, in_flight=threads + 1):
@@ -273,7 +271,7 @@ class _CleanRun:
             self._segments.flush(state)
         if not state.rows_kept:
             counts = ", ".join(
-                f"{count:,} {reason.replace('_', ' ')}" for reason, count in state.dropped.items() if count
+                f"{count:,} {reason.replace('_', ' ')}" for reason, count in state.dropped.counts.items() if count
             )
             raise BadData(
                 f"No row is left of {state.rows_in:,}: {counts}. Look at the files with `brimful data check`."

@@ -12,13 +12,12 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from brimful.data.check import TokenCounter, parse_limits
+from brimful.data.check import DropCounts, Mask, Problem, TokenCounter, parse_limits
 from brimful.data.clean.duplicates import HASHES, Sketches, Words, band_size, join_fields, sketch
-from brimful.data.read.files import RowProblem
+from brimful.data.read.files import Lines
 from brimful.data.read.source import Chunk, check_max_bad
 from brimful.errors import BadData, BadOption
 from brimful.machine.host import Host
@@ -26,12 +25,7 @@ from brimful.units import GiB, MiB, flag_bytes, parse_bytes, show_bytes
 
 REASONS = ("broken", "empty", "too_short", "over_long", "duplicate", "near_duplicate")
 """Why a row is dropped. The first that applies counts."""
-EXAMPLES = 3
-"""Rows remembered per reason."""
 MIN_HOST_BYTES = 384 * MiB
-
-Lines = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +138,7 @@ class PreparedChunk:
     """By piece, rows × 2: equal for equal rows."""
     sketches: list[Sketches] = field(default_factory=list)
     """By piece; empty where near duplicates are kept."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    problems: dict[str, list[RowProblem]] = field(default_factory=dict)
+    dropped: DropCounts = field(default_factory=lambda: DropCounts.empty(REASONS))
 
     @property
     def rows(self) -> int:
@@ -160,14 +153,6 @@ class PreparedChunk:
         """With the hashes, which take more than short texts."""
         hashes = sum(one.signatures.nbytes + one.bands.nbytes for one in self.sketches)
         return self.text_bytes + hashes + sum(part.nbytes for part in (*self.digests, *self.lines))
-
-    def drop(self, reason: str, count: int) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-    def remember(self, reason: str, line: int, message: str) -> None:
-        problems = self.problems.setdefault(reason, [])
-        if len(problems) < EXAMPLES:
-            problems.append(RowProblem(self.file, line, message))
 
 
 class Preparer:
@@ -198,15 +183,14 @@ class Preparer:
     def __call__(self, chunk: Chunk) -> PreparedChunk:
         self._check_row_size(chunk)
         prepared = PreparedChunk(file=chunk.file, rows_in=chunk.rows_in, read_bytes=chunk.read_bytes)
-        for problem in chunk.broken:
-            prepared.drop("broken", 1)
-            prepared.remember("broken", problem.line, problem.message)
+        prepared.dropped.add("broken", len(chunk.broken), chunk.broken)
         mean_bytes = max(1, chunk.rows.nbytes // max(1, chunk.rows.num_rows))
         step = max(1, min(self.PIECE_ROWS, self.PIECE_BYTES // mean_bytes))
         for start in range(0, chunk.rows.num_rows, step):
             lines = chunk.lines[start : start + step]
             texts = [normalize(array) for array in chunk.rows.slice(start, step).columns]
-            usable = self._filter(texts, lines, prepared)
+            usable = np.ones(len(lines), dtype=bool)
+            prepared.dropped.drop(chunk.file, lines, usable, self._unusable(texts, usable))
             if usable.any():
                 self._hash([array.filter(pa.array(usable)) for array in texts], lines[usable], prepared)
         return prepared
@@ -224,20 +208,8 @@ class Preparer:
                 f"host_limit=. Try: host_limit={needed!r}, or remove the row"
             )
 
-    def _filter(self, texts: list[pa.StringArray], lines: Lines, prepared: PreparedChunk) -> Mask:
-        """The usable rows; every other row counts under the first reason that applies."""
-        usable, first = np.ones(len(lines), dtype=bool), []
-        for reason, hit, message in self._problems(texts, usable):
-            rows = np.flatnonzero(hit & usable)
-            prepared.drop(reason, len(rows))
-            first += [(int(row), reason, message) for row in rows[:EXAMPLES]]
-            usable[rows] = False
-        for row, reason, message in sorted(first):
-            prepared.remember(reason, int(lines[row]), message)
-        return usable
-
-    def _problems(self, texts: list[pa.StringArray], usable: Mask) -> Iterator[tuple[str, Mask, str]]:
-        """Reason, rows and message. Tokens are expensive and counted last, for rows that are still usable."""
+    def _unusable(self, texts: list[pa.StringArray], usable: Mask) -> Iterator[Problem]:
+        """Tokens are expensive and counted last, for rows that are still usable."""
         lengths = [pc.utf8_length(array).to_numpy() for array in texts]
         for name, length in zip(self._fields, lengths, strict=True):
             yield "empty", length == 0, f"{name} is blank"

@@ -29,8 +29,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from brimful.data.check import DropCounts
 from brimful.data.clean.duplicates import HASHES, ROW_ID, Bytes, RowIds, Words
-from brimful.data.clean.prepare import EXAMPLES, REASONS, PreparedChunk
+from brimful.data.clean.prepare import REASONS, PreparedChunk
 from brimful.data.pipeline import in_order
 from brimful.data.read.files import RowProblem
 from brimful.files import sync, write_atomic
@@ -61,8 +62,7 @@ class ReadState:
     text_bytes: int = 0
     files: list[str] = field(default_factory=list)
     """The hash files refer to them by index."""
-    dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    problems: dict[str, list[RowProblem]] = field(default_factory=lambda: {reason: [] for reason in REASONS})
+    dropped: DropCounts = field(default_factory=lambda: DropCounts.empty(REASONS))
 
     def add(self, prepared: PreparedChunk) -> None:
         """Count one more chunk."""
@@ -73,16 +73,15 @@ class ReadState:
         self.text_bytes += prepared.text_bytes
         if prepared.file not in self.files[-1:]:
             self.files.append(prepared.file)
-        for reason, count in prepared.dropped.items():
-            self.dropped[reason] += count
-        for reason, problems in prepared.problems.items():
-            self.problems[reason] += problems[: EXAMPLES - len(self.problems[reason])]
+        for reason, count in prepared.dropped.counts.items():
+            self.dropped.add(reason, count, prepared.dropped.problems[reason])
 
     @classmethod
     def load(cls, path: Path) -> "ReadState":
         content = json.loads(path.read_text(encoding="utf-8"))
-        problems = {reason: [RowProblem(**one) for one in found] for reason, found in content.pop("problems").items()}
-        return cls(**content, problems=problems)
+        dropped = content.pop("dropped")
+        problems = {reason: [RowProblem(**one) for one in found] for reason, found in dropped["problems"].items()}
+        return cls(**content, dropped=DropCounts(dropped["counts"], problems))
 
 
 class Segments:

@@ -217,9 +217,9 @@ def _end_of_key(rows: pa.Table, count: int) -> int:
 
 def _check_counts(written: Mapping[str, int], counts: Mapping[str, int], folder: Path) -> None:
     for split, rows in written.items():
-        found = pq.read_metadata(folder / f"{split}.parquet").num_rows
-        if found != rows:
-            raise InternalError(f"{split}.parquet has {found:,} rows, but {rows:,} were written.")
+        saved = pq.read_metadata(folder / f"{split}.parquet").num_rows
+        if saved != rows:
+            raise InternalError(f"{split}.parquet has {saved:,} rows, but {rows:,} were written.")
     if sum(written.values()) != sum(counts.values()):
         raise InternalError(f"{sum(written.values()):,} of {sum(counts.values()):,} rows were written.")
     if empty := [split for split, rows in written.items() if not rows]:

@@ -190,7 +190,7 @@ def _and(names: Sequence[str]) -> str:
 
 # ── Requested layout ─────────────────────────────────────────────────────────────────────────────────────────────────
 # Either side of the `=` may be the column as long as it is clear; the field comes first where both could be meant.
-# Fields that are not given are found by name. `prompt=instruction+input` joins two columns.
+# Fields that are not set are found by name. `prompt=instruction+input` joins two columns.
 
 _ALIASES = {"prompt": PROMPTS, "response": RESPONSES, "chosen": CHOSEN, "rejected": REJECTED}
 _SETTABLE = (*_ALIASES, "text", "conversations")
@@ -198,30 +198,30 @@ _SETTABLE = (*_ALIASES, "text", "conversations")
 
 def requested_layout(option: str, names: Sequence[str], file: str) -> Layout:
     """The layout that `prompt=question,response=answer` describes, for a file with these columns."""
-    given: dict[str, str] = {}
+    requested: dict[str, str] = {}
     for item in option.split(","):
         field, column = _field_and_column(item, option, names, file)
-        if field in given:
+        if field in requested:
             raise BadOption(f"columns={option!r} sets {field} twice. Join columns with a plus, such as '{field}=a+b'.")
-        given[field] = column
-    kind = _requested_kind(given, names)
-    extra = [field for field in given if field not in (*FIELDS[kind], kind)]
+        requested[field] = column
+    kind = _requested_kind(requested, names)
+    extra = [field for field in requested if field not in (*FIELDS[kind], kind)]
     if extra:
         raise BadOption(
-            f"columns={option!r}: {extra[0]} cannot be combined with {next(iter(set(given) - set(extra)))}."
+            f"columns={option!r}: {extra[0]} cannot be combined with {next(iter(set(requested) - set(extra)))}."
         )
-    used = {part for column in given.values() for part in _parts(column, names)}
+    used = {part for column in requested.values() for part in _parts(column, names)}
     unused = [name for name in names if name not in used]
-    columns, found = {}, []
+    columns, by_name = {}, []
     for field in FIELDS[kind]:
-        columns[field] = given.get(field) or given.get(kind) or _find(_ALIASES.get(field, ()), unused) or ""
+        columns[field] = requested.get(field) or requested.get(kind) or _find(_ALIASES.get(field, ()), unused) or ""
         if not columns[field]:
             raise BadOption(
                 f"columns={option!r} must also set {field}. The other columns of {file} are {_listed(unused)}."
             )
-        if field not in given and kind not in given:
-            found.append(columns[field])
-    reason = "as requested" + (f"; found {' and '.join(found)}" if found else "")
+        if field not in requested and kind not in requested:
+            by_name.append(columns[field])
+    reason = "as requested" + (f"; found {' and '.join(by_name)}" if by_name else "")
     return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=reason)
 
 
@@ -247,13 +247,17 @@ def _spelled_as_in_file(column: str, names: Sequence[str]) -> str | None:
     return "+".join(name for name in spelled if name) if all(spelled) else None
 
 
-def _requested_kind(given: dict[str, str], names: Sequence[str]) -> Kind:
-    if "text" in given:
+def _requested_kind(requested: dict[str, str], names: Sequence[str]) -> Kind:
+    if "text" in requested:
         return "text"
-    if "conversations" in given:
+    if "conversations" in requested:
         return "conversations"
     has_both = _find(CHOSEN, names) and _find(REJECTED, names)
-    return "preference" if {"chosen", "rejected"} & set(given) or ("response" not in given and has_both) else "pair"
+    return (
+        "preference"
+        if {"chosen", "rejected"} & set(requested) or ("response" not in requested and has_both)
+        else "pair"
+    )
 
 
 # ── Columns to fields ─────────────────────────────────────────────────────────────────────────────────────────────────

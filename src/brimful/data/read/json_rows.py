@@ -250,15 +250,15 @@ def _without_missing(block: Block, columns: tuple[Column, ...], rows: pa.RecordB
 
 
 def _rows_with_null(columns: tuple[Column, ...], rows: pa.RecordBatch) -> list[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for column, array in zip(columns, rows.columns, strict=True):
         if column.required and array.null_count:
-            found.update(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist())
+            numbers.update(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist())
         if column.type != TEXT:
             parents, items = pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array)
             for leaf in (items, *items.flatten()):
-                found.update(parents[leaf.is_null().to_numpy(zero_copy_only=False)].tolist())
-    return sorted(found)
+                numbers.update(parents[leaf.is_null().to_numpy(zero_copy_only=False)].tolist())
+    return sorted(numbers)
 
 
 # ── One block by Python ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,12 +1,12 @@
-"""What cutting over all lengths and reading ahead bring to a training: rows/s and memory on real rows, in one run.
+"""What splitting over all lengths and reading ahead gain: rows/s and memory on real rows, in one run.
 
-    python bench/feed.py --store STORE --memory-limit 20GiB           one CUDA card
+    python bench/feed.py --store STORE --memory-limit 20GiB           one CUDA GPU
     python bench/feed.py --store STORE --size tiny --device cpu --memory-limit 512MiB --steps 4
 
 The same model, optimizer, precision and rows of every step (256 from the same stream), fed in four ways: fixed batches
-of 32 rows padded to their longest, as most loops do; the loader's cut with the fewest micro-batches that fit; its cut by
-measured overhead, as `fit` plans it; and that with `--mix window:50`. Each way starts from the same weights. A step's
-seconds are read with the device's queue empty; the first steps, which grow the allocator, are left out of the median.
+of 32 rows padded to their longest, as most loops do; the fewest micro-batches that fit; the split by measured overhead that
+`plan` chooses; and that with `--mix window:50`. Each way starts from the same weights. Seconds are read after a
+synchronize; the first steps, which grow the allocator, are left out of the median.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,22 +34,22 @@ WARM_UP = 4
 FIXED = 32
 
 
-def in_runs(shapes: list[Any]) -> list[list[int]]:
+def in_order(shapes: list[Any]) -> list[list[int]]:
     """Rows as they come, 32 at a time."""
     return [list(range(start, min(start + FIXED, len(shapes)))) for start in range(0, len(shapes), FIXED)]
 
 
 def train(
-    task: Task, plan: Plan, steps: Iterator[StepRows], number: int, *, rehearse: bool, cut: bool
+    task: Task, plan: Plan, steps: Iterator[StepRows], number: int, *, rehearse: bool, split: bool
 ) -> dict[str, Any]:
-    """So many steps from new weights, timed."""
+    """`number` steps from new weights, timed."""
     device = torch.device(plan.device)
     empty(device)
     torch.manual_seed(0)
     with torch.device(device):
         model = task.model()
     stepper = brimful.Stepper(
-        model.to(device).train(), task.optimizer(model), task, plan if cut else None, precision=plan.levers.precision
+        model.to(device).train(), task.optimizer(model), task, plan if split else None, precision=plan.levers.precision
     )
     if rehearse:
         stepper.rehearse()
@@ -128,16 +129,13 @@ def main() -> None:
         "by measured overhead, rehearsed": (plan, {}, True, True),
         "--mix window:50, rehearsed": (plan, {"mix": "window:50"}, True, True),
     }
-    for name, (how, options, rehearse, cut) in ways.items():
-        loader = Loader(rows, task, how, **options)
-        if not cut:
-            loader._reader._cut = in_runs
-        print(
-            json.dumps(
-                {"bench": "feed", "way": name, **train(task, how, iter(loader), args.steps, rehearse=rehearse, cut=cut)}
-            ),
-            flush=True,
+    for name, (how, options, rehearse, split) in ways.items():
+        loader_plan: Any = (
+            how if split else SimpleNamespace(split=in_order, global_batch=how.global_batch, host=how.host)
         )
+        loader = Loader(rows, task, loader_plan, **options)
+        figures = train(task, how, iter(loader), args.steps, rehearse=rehearse, split=split)
+        print(json.dumps({"bench": "feed", "way": name, **figures}), flush=True)
         loader.close()
 
 

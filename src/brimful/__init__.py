@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from brimful.data.loader import Loader as Loader
     from brimful.machine.machine import Machine as Machine
     from brimful.memory.ledger import simulated_memory as simulated_memory
     from brimful.planning.plan import Plan as Plan
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Loader": "brimful.data.loader",
     "Loss": "brimful.task",
     "Machine": "brimful.machine",
     "Plan": "brimful.planning.plan",
@@ -38,7 +40,7 @@ _HOME = {
     "train": "brimful.training.session",
 }
 
-__all__ = ["Loss", "Machine", "Plan", "Stepper", "Task", "plan", "simulated_memory", "train"]
+__all__ = ["Loader", "Loss", "Machine", "Plan", "Stepper", "Task", "plan", "simulated_memory", "train"]
 
 
 def __getattr__(name: str) -> object:

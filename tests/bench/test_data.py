@@ -64,5 +64,5 @@ def test_padding_falls_from_way_to_way(folder):
     shutil.copytree(folder / "tokenizer", folder / "real-tokenizer")  # of the test before, to spare the time
     lines = bench("padding", "--real", source, "--folder", folder, "--steps", 4)
     share = {(line["way"], round(line.get("micro_batches", 0))): line.get("padding") for line in lines}
-    assert share["ours, --mix window:10", 8] < share["ours", 8] < share["fixed batches of 32", 0]
+    assert share["Brimful, --mix window:10", 8] < share["Brimful", 8] < share["fixed batches of 32", 0]
     assert lines[-1]["same"] is True

@@ -27,15 +27,15 @@ def rows(count):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A store of 395 rows, and the folder it was made in."""
+    """A store of 125 rows, and the folder it was made in."""
     folder = tmp_path_factory.mktemp("whole")
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows(400)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows(130)]
     (folder / "raw.jsonl").write_text("\n".join([*lines, lines[3], json.dumps({"question": "空", "answer": " "})]))
     for command in (
         f"data check {folder}/raw.jsonl --json",
         f"data clean {folder}/raw.jsonl --output {folder}/clean --no-near --valid 5 --json",
         f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model tiny --json",
-        f"data tokenize {folder}/clean/train.parquet --tokenizer {folder}/tokenizer --output {folder}/store --max-tokens 64 --json",
+        f"data tokenize {folder}/clean/train.parquet --tokenizer {folder}/tokenizer --output {folder}/store --max-tokens 24 --json",
     ):
         main(command.split())
     return folder
@@ -43,20 +43,20 @@ def made(tmp_path_factory):
 
 def test_every_row_is_accounted_for(made):
     report = json.loads((made / "clean/clean.json").read_text())
-    assert (report["rows_in"], report["rows_out"]) == (402, 400)
+    assert (report["rows_in"], report["rows_out"]) == (132, 130)
     assert report["dropped"] == {**dict.fromkeys(report["dropped"], 0), "empty": 1, "duplicate": 1}
-    assert len(Store.open(made / "store")) == 395
+    assert len(Store.open(made / "store")) == 125
 
 
 def test_a_stored_row_reads_as_it_was_written(made):
     from transformers import AutoTokenizer
 
     tokenizer, store = AutoTokenizer.from_pretrained(made / "store/tokenizer"), Store.open(made / "store")
-    texts = {tokenizer.decode(store[index]["prompt"].tolist(), skip_special_tokens=True) for index in range(395)}
-    assert texts < {row["question"].replace("：", ":").replace("？", "?").replace("，", ",") for row in rows(400)}
+    texts = {tokenizer.decode(store[index]["prompt"].tolist(), skip_special_tokens=True) for index in range(125)}
+    assert texts < {row["question"].replace("：", ":").replace("？", "?").replace("，", ",") for row in rows(130)}
 
 
-PLAN = SimpleNamespace(split=lambda shapes: [list(range(0, 48, 2)), list(range(1, 48, 2))], global_batch=48, host=None)
+PLAN = SimpleNamespace(split=lambda shapes: [list(range(0, 12, 2)), list(range(1, 12, 2))], global_batch=12, host=None)
 """As much of a plan as a loader needs."""
 
 
@@ -64,7 +64,7 @@ def test_a_loaded_step_has_the_gradient_of_the_plain_batch(made):
     task = Sft(options=ChatOptions(size="tiny"))
     store = task.rows(str(made / "store"))
     step = next(iter(Loader(store, task, PLAN)))
-    assert len(step) == 48 and len(step.groups) == 2
+    assert len(step) == 12 and len(step.groups) == 2
 
     def gradients(rows):
         torch.manual_seed(0)
@@ -126,5 +126,5 @@ def test_the_guides_loop_trains_one_pass(made, monkeypatch):
     monkeypatch.chdir(made)
     names = {}
     exec(loop, names)
-    assert names["loader"].passes >= 1 > (names["loader"].samples - 64) / 395
-    assert names["result"].rows == 64 and names["stepper"].steps == 7
+    assert names["loader"].passes >= 1 > (names["loader"].samples - 64) / 125
+    assert names["result"].rows == 64 and names["stepper"].steps == 2

@@ -189,7 +189,7 @@ def test_few_rows_give_fewer_entries_and_say_so(kind, tmp_path):
     assert (choice.name, choice.requested) == ("vocab_size", 20_000)
     assert choice.effective == report.vocab_size < 2000
     assert "no more pieces" in choice.reason
-    assert report.measured_on == "the training rows"
+    assert report.measured_on == "training rows"
 
 
 def test_the_size_is_the_models_unless_given(rows, tmp_path):

@@ -171,7 +171,7 @@ class TokenizerReport:
     first_broken: str | None
     layout_reason: str
     measured_on: str
-    """`held-out rows`, or `the training rows` where there are too few to hold some out."""
+    """`held-out rows`, or `training rows` where there are too few to hold some out."""
     total: TextStats
     fields: dict[str, TextStats]
     round_trip: float
@@ -334,7 +334,7 @@ class _Training:
 
     def report(self, path: Path, facts: TokenizerFacts) -> TokenizerReport:
         """Measure the tokenizer and compare it with the model."""
-        measured_on = "held-out rows" if self.held_out.num_rows else "the training rows"
+        measured_on = "held-out rows" if self.held_out.num_rows else "training rows"
         self.progress(f"measuring on {measured_on}")
         ids = {token: number for number, token in enumerate(SPECIAL)}
         actual = {token: self.tokenizer.token_to_id(token) for token in SPECIAL}

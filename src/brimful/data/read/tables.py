@@ -63,51 +63,36 @@ def read_csv(path: str, columns: tuple[Column, ...]) -> Iterator[Chunk]:
         rows = _csv_rows(path, stream)
         header = _header(path, rows)
         places = [header.index(column.name) for column in columns]
-        chunk = _CsvChunk(path, columns)
+        good: list[tuple[int, list[str]]] = []
+        broken: list[RowProblem] = []
+        characters = 0
+
+        def chunk() -> Chunk:
+            arrays = [pa.array([texts[place] for _, texts in good], type=TEXT) for place in range(len(columns))]
+            lines = np.array([line for line, _ in good], dtype=np.int64)
+            return Chunk(path, record_batch(columns, arrays), lines, tuple(broken), stream.position())
+
         for line, values in rows:
-            chunk.add(line, values, len(header), places)
-            if chunk.is_full:
-                yield chunk.finish(stream.position())
-                chunk = _CsvChunk(path, columns)
-        if chunk.row_count:
-            yield chunk.finish(stream.position())
+            if problem := _row_problem(values, len(header)):
+                broken.append(RowProblem(path, line, problem))
+            else:
+                texts = [values[place] for place in places]
+                good.append((line, texts))
+                characters += sum(map(len, texts))
+            # A character may take up to three bytes.
+            if len(good) + len(broken) == CHUNK_ROWS or characters >= CHUNK_BYTES // 2:
+                yield chunk()
+                good, broken, characters = [], [], 0
+        if good or broken:
+            yield chunk()
 
 
-class _CsvChunk:
-    """Rows that will become a chunk."""
-
-    def __init__(self, path: str, columns: tuple[Column, ...]) -> None:
-        self._path, self._columns = path, columns
-        self._values: list[list[str]] = [[] for _ in columns]
-        self._lines: list[int] = []
-        self._broken: list[RowProblem] = []
-        self._characters = 0
-
-    @property
-    def row_count(self) -> int:
-        return len(self._lines) + len(self._broken)
-
-    @property
-    def is_full(self) -> bool:
-        """By characters, each of which may take up to three bytes."""
-        return self.row_count == CHUNK_ROWS or self._characters >= CHUNK_BYTES // 2
-
-    def add(self, line: int, values: list[str] | str, width: int, places: list[int]) -> None:
-        if isinstance(values, str):
-            self._broken.append(RowProblem(self._path, line, values))
-        elif len(values) != width:
-            self._broken.append(RowProblem(self._path, line, f"{len(values)} fields, the header has {width}"))
-        elif not _is_utf8(values):
-            self._broken.append(RowProblem(self._path, line, "not UTF-8"))
-        else:
-            self._lines.append(line)
-            for column, place in zip(self._values, places, strict=True):
-                column.append(values[place])
-                self._characters += len(values[place])
-
-    def finish(self, read_bytes: int) -> Chunk:
-        rows = record_batch(self._columns, [pa.array(values, type=TEXT) for values in self._values])
-        return Chunk(self._path, rows, np.array(self._lines, dtype=np.int64), tuple(self._broken), read_bytes)
+def _row_problem(values: list[str] | str, width: int) -> str | None:
+    if isinstance(values, str):
+        return values
+    if len(values) != width:
+        return f"{len(values)} fields, the header has {width}"
+    return None if _is_utf8(values) else "not UTF-8"
 
 
 def _csv_rows(path: str, stream: ByteStream) -> Iterator[CsvRow]:

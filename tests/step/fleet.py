@@ -97,6 +97,7 @@ def _train(
         "ooms": stepper.ooms,
         "fired": faults.fired,
         "losses": [result.loss for result in results],
+        "logs": [result.log for result in results],
         "rows": [result.rows for result in results],
         "micro_batches": [result.micro_batches for result in results],
     }

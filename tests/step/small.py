@@ -34,7 +34,7 @@ class Words(Task):
     def loss(self, model, batch):
         logits = model(batch["words"])
         losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum", ignore_index=-100)
-        return Loss(sum=losses, count=(batch["labels"] != -100).sum())
+        return Loss(losses, (batch["labels"] != -100).sum(), log={"id": batch["id"].double().mean()})
 
     def shape(self, row):
         return (len(row["words"]),)

@@ -448,6 +448,19 @@ def test_every_rank_returns_the_loss_the_rows_and_the_log_of_the_whole_step(flee
     answers = fleet.train()
     assert all(answer["losses"] == answers[0]["losses"] for answer in answers)
     assert all(answer["rows"] == [12] * STEPS for answer in answers)
+    assert all(answer["logs"] == answers[0]["logs"] for answer in answers)
+
+
+def test_what_a_loss_logs_is_averaged_over_all_ranks(fleet):
+    words = [
+        (row["id"], len(row["words"])) for rows in steps_of_rows(STEPS, 12) for row in rows
+    ]  # micro-batches of one row: each id is weighted by its words
+    expected = []
+    for start in range(0, len(words), 12):
+        part = words[start : start + 12]
+        expected.append(sum(row * count for row, count in part) / sum(count for _, count in part))
+    answers = fleet.train(micro_batch=1)
+    assert [log["id"] for log in answers[-1]["logs"]] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 1024])

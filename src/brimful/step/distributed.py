@@ -65,7 +65,7 @@ class SingleProcess:
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank."""
-        return list(flags)
+        return [any(column) for column in zip(*self.gather(flags), strict=True)]
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         """Sum these over all ranks, in place and without allocating."""
@@ -100,12 +100,6 @@ class ProcessGroup(SingleProcess):
         with self._names_lost_peers():
             dist.all_gather_object(values, value, group=self._agreements)
         return values
-
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        table = torch.tensor(flags, dtype=torch.uint8)
-        with self._names_lost_peers():
-            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._agreements)
-        return [bool(flag) for flag in table.tolist()]
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         assert all(grad.dtype in self._buckets for grad in gradients), "a gradient of a dtype that no weight has"

@@ -264,7 +264,7 @@ def parse_limits(name: str, value: str | int | None, fields: Sequence[str] | Non
         numbers = []
     if not numbers or min(numbers) < 1:
         raise BadOption(
-            f"{name}={value!r} must be a positive whole number, or one for each field. Try: {name}='256,320'"
+            f"{name}={value!r} must be a positive whole number, or one for each field. Try: {name}='256,320'."
         )
     if fields is None:
         return tuple(numbers)

@@ -81,14 +81,14 @@ class CleanOptions:
         if self.tokenizer is not None and self.max_tokens is None:
             yield f"tokenizer={self.tokenizer!r} only counts tokens. Set max_tokens=."
         if self.near is not None and not 0.5 <= self.near <= 1:
-            yield f"near={self.near:g} must be between 0.5 and 1. Try: near=0.85"
+            yield f"near={self.near:g} must be between 0.5 and 1. Try: near=0.85."
         try:
             check_max_bad(self.max_bad)
         except BadOption as error:
             yield str(error)
         for name, rows in (("valid", self.valid), ("test", self.test)):
             if not 0 <= rows < 2**53 or (rows >= 1 and rows != int(rows)):
-                yield f"{name}={rows:g} must be a share below 1 or a whole number of rows. Try: {name}=0.01"
+                yield f"{name}={rows:g} must be a share below 1 or a whole number of rows. Try: {name}=0.01."
         if self.valid < 1 and self.test < 1 and self.valid + self.test >= 1:
             yield f"valid={self.valid:g} and test={self.test:g} leave no row for training."
         try:

@@ -177,4 +177,4 @@ class BrokenRowLimit:
 
 def check_max_bad(max_bad: float) -> None:
     if not 0 <= max_bad <= 1:
-        raise BadOption(f"max_bad={max_bad:g} must be between 0 and 1. Try: max_bad=0.01")
+        raise BadOption(f"max_bad={max_bad:g} must be between 0 and 1. Try: max_bad=0.01.")

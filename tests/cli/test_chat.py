@@ -1,47 +1,40 @@
 """`brimful chat` as a user types it: flags, a pipe, a terminal."""
 
 import json
-import os
-import pty
-import select
-import signal
-import subprocess
-import sys
-import time
 from io import StringIO
 
 import pytest
 
 from tests.cli.test_cli import run
-from tests.tasks.tiny import the_place
+from tests.tasks.tiny import tiny_chat
 
 QUESTION, ANSWER = "甲的花是什么颜色？", "红色。"
 OTHER, OTHER_ANSWER = "丁的车是什么颜色？", "绿色𠀀。"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return the_place(tmp_path_factory)
+def tiny(tmp_path_factory):
+    return tiny_chat(tmp_path_factory)
 
 
-def test_prompts_are_answered_in_order(place, capsys):
+def test_prompts_are_answered_in_order(tiny, capsys):
     code, out, _ = run(
-        "chat", str(place.model), "--prompt", QUESTION, "--prompt", OTHER, "--device", "cpu", capsys=capsys
+        "chat", str(tiny.model), "--prompt", QUESTION, "--prompt", OTHER, "--device", "cpu", capsys=capsys
     )
     assert (code, out) == (0, f"{ANSWER}\n{OTHER_ANSWER}\n")
 
 
-def test_json_is_one_object(place, capsys):
-    _, out, _ = run("chat", str(place.model), "--prompt", QUESTION, "--device", "cpu", "--json", capsys=capsys)
-    found = json.loads(out)
-    assert [(one["prompt"], one["response"]) for one in found["answers"]] == [(QUESTION, ANSWER)]
-    assert (found["model"], found["device"]) == (str(place.model), "cpu")
+def test_json_is_one_object(tiny, capsys):
+    _, out, _ = run("chat", str(tiny.model), "--prompt", QUESTION, "--device", "cpu", "--json", capsys=capsys)
+    report = json.loads(out)
+    assert [(one["prompt"], one["response"]) for one in report["answers"]] == [(QUESTION, ANSWER)]
+    assert (report["model"], report["device"]) == (str(tiny.model), "cpu")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_pipe_is_one_question_a_line(place, capsys, monkeypatch, as_json):
+def test_a_pipe_has_one_question_per_line(tiny, capsys, monkeypatch, as_json):
     monkeypatch.setattr("sys.stdin", StringIO(f"{QUESTION}\n\n{OTHER}"))
-    _, out, _ = run("chat", str(place.model), "--device", "cpu", *(["--json"] * as_json), capsys=capsys)
+    _, out, _ = run("chat", str(tiny.model), "--device", "cpu", *(["--json"] * as_json), capsys=capsys)
     if as_json:
         assert [one["response"] for one in json.loads(out)["answers"]] == [ANSWER, OTHER_ANSWER]
     else:
@@ -49,54 +42,41 @@ def test_a_pipe_is_one_question_a_line(place, capsys, monkeypatch, as_json):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--temperature", "-1"], "--temperature -1"),
-        (["--beams", "2", "--temperature", "1"], "--beams and --temperature"),
+        (["--beams", "2", "--temperature", "1"], "--beams 2 cannot be combined with --temperature"),
         (["--device", "nothing"], "--device nothing"),
     ],
     ids=str,
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(place, capsys, flags, said):
-    code, out, err = run("chat", str(place.model), "--prompt", QUESTION, *flags, capsys=capsys)
+def test_a_mistake_is_one_message_and_exit_code_2(tiny, capsys, flags, message):
+    code, out, err = run("chat", str(tiny.model), "--prompt", QUESTION, *flags, capsys=capsys)
     assert code == 2 and not out
-    assert said in err and len(err.strip().splitlines()) == 1
+    assert message in err and len(err.strip().splitlines()) == 1
 
 
-def test_a_model_that_is_not_there_is_one_sentence(capsys):
+def test_a_missing_model_is_refused(capsys):
     code, _, err = run("chat", "/no/such/model", "--prompt", QUESTION, "--device", "cpu", capsys=capsys)
     assert code == 2 and "there is no model at /no/such/model" in err
 
 
-def test_it_talks_in_a_terminal_until_quit(place):
-    """A real terminal: the sign, the answer, Ctrl-D at the end."""
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "brimful", "chat", str(place.model), "--device", "cpu"],
-        stdin=child, stdout=child, stderr=child, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    os.close(child)
-    try:
-        heard = _until(parent, "> ")
-        assert "does not remember earlier ones" in heard
-        os.write(parent, f"{QUESTION}\n".encode())
-        assert ANSWER in _until(parent, "\r\n> ")  # the next line is being read
-        os.write(parent, b"\x04")
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(parent)
+def test_in_a_terminal_it_asks_until_the_end_of_input(tiny, capsys, monkeypatch):
+    questions, prompts = iter([QUESTION, OTHER]), []
 
+    def read(prompt):
+        prompts.append(prompt)
+        try:
+            return next(questions)
+        except StopIteration:
+            raise EOFError from None  # Ctrl-D
 
-def _until(terminal, words, patience_s=60):
-    heard, end = "", time.monotonic() + patience_s
-    while words not in heard:
-        assert time.monotonic() < end, heard
-        if select.select([terminal], [], [], 1)[0]:
-            heard += os.read(terminal, 4096).decode(errors="replace")
-    return heard
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", read)
+    code, out, _ = run("chat", str(tiny.model), "--device", "cpu", capsys=capsys)
+    assert code == 0 and prompts == ["> "] * 3
+    assert "does not remember earlier ones" in out.splitlines()[0]
+    assert out.splitlines()[1:3] == [ANSWER, OTHER_ANSWER]
 
 
 def test_the_flags_are_frozen(capsys):

@@ -402,6 +402,6 @@ def test_every_process_saves_its_own_state(two: dict[str, Any]) -> None:
 
 def test_the_example_survives_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "integrations" / "accelerate_loop.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert said.count("64 rows, here in") == 16 and "16 of 16 steps, " in said
-    assert "out of memory in forward" in said and ", 0 out-of-memory errors survived" not in said
+    output = capsys.readouterr().out
+    assert output.count("64 rows, here in") == 16 and "16 of 16 steps, " in output
+    assert "out of memory in forward" in output and ", 0 out-of-memory errors survived" not in output

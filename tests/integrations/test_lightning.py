@@ -249,7 +249,7 @@ def test_a_micro_batch_that_counts_nothing_adds_nothing():
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_dropout_draws_as_in_the_plain_trainer_where_nothing_is_cut():
+def test_dropout_draws_as_in_the_plain_trainer_if_nothing_is_split():
     class Dropping(Model):
         def forward(self, words):
             return self.head(F.dropout(torch.tanh(self.hidden(self.embed(words))), 0.5, self.training))
@@ -486,7 +486,7 @@ def test_the_last_steps_gradients_are_gone_when_the_next_is_made():
     assert (module.alive, len(module.last)) == (0, 5)
 
 
-def test_a_resumed_run_ends_as_if_it_had_not_been_interrupted_and_keeps_its_cut(undisturbed, tmp_path):
+def test_a_resumed_run_ends_as_if_it_had_not_been_interrupted_and_keeps_its_limit(undisturbed, tmp_path):
     saving = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
     with brimful.simulated_memory(PLENTY) as memory:
         first = ExactSteps()
@@ -546,7 +546,7 @@ def test_scheduled_accumulation_is_refused_before_the_first_step():
     assert recorder.batches == []
 
 
-def test_a_plan_for_another_precision_is_said_so(caplog):
+def test_a_plan_for_another_precision_is_reported(caplog):
     plan = SimpleNamespace(levers=SimpleNamespace(precision="bf16"))
     ExactSteps(plan).setup(trainer(), Model(), "fit")
     assert "the plan was made for bf16, but the precision is '32-true'" in caplog.text
@@ -765,14 +765,14 @@ def test_the_errors_of_all_processes_are_in_the_log_of_each(two):
     assert [rank["shared"]["metrics"]["brimful/ooms"] for rank in two.ranks] == [survived, survived]
 
 
-def test_weights_thawed_in_the_middle_are_summed_over_the_processes_too(two):
+def test_weights_unfrozen_in_the_middle_are_summed_over_the_processes_too(two):
     module = Shared()
     fit(module, Thaw())
     assert two.ranks[0]["thawed"]["weights"] == two.ranks[1]["thawed"]["weights"]
     assert relative(two.ranks[0]["thawed"], module) < 1e-10
 
 
-def test_a_collective_inside_training_step_ends_the_job_with_a_sentence(two):
+def test_a_collective_inside_training_step_ends_the_job_with_a_message(two):
     assert two.done.returncode != 0
     assert "training_step calls all_gather, where a process that runs out of memory" in two.done.stderr
 

@@ -180,7 +180,7 @@ def test_the_weights_are_those_of_the_plain_trainer_with_the_whole_batch(plain, 
     assert distance(trained(exact(Trainer), tmp_path, **CUT), plain) < 1e-12
 
 
-def test_any_cut_gives_the_weights_of_the_plain_trainer(plain, tmp_path):
+def test_any_split_gives_the_weights_of_the_plain_trainer(plain, tmp_path):
     assert distance(trained(exact(Trainer, micro_batch=3), tmp_path, **CUT), plain) < 1e-12
 
 
@@ -298,7 +298,7 @@ def test_a_compute_loss_func_is_honoured(plain, tmp_path):
     assert distance(trainer, plain) < 1e-12
 
 
-def test_a_mean_over_rows_is_refused_before_the_first_cut_and_exact_once_the_count_is_told(tmp_path):
+def test_a_mean_over_rows_is_refused_before_the_first_split_and_exact_with_a_count(tmp_path):
     with pytest.raises(InexactSplit, match=r"looks across rows.*set exact\(…, count=…\)"):
         trained(exact(RowMeans, micro_batch=3), tmp_path, **CUT)
     whole = trained(RowMeans, tmp_path, **WHOLE)
@@ -514,7 +514,7 @@ class OwnLoader(Trainer):
         }
 
 
-def test_batches_of_a_loader_that_collates_are_joined_and_cut_by_rows(tmp_path):
+def test_batches_of_a_loader_that_collates_are_joined_and_split_by_rows(tmp_path):
     whole = trained(OwnLoader, tmp_path, **WHOLE)
     ours = trained(exact(OwnLoader, micro_batch=3), tmp_path, **CUT)
     assert distance(ours, whole) < 1e-12
@@ -553,7 +553,7 @@ def test_the_users_own_dataloader_is_collated_late(tmp_path):
     assert distance(ours, whole) < 1e-12
 
 
-def test_rows_are_cut_by_the_lengths_of_the_columns_that_differ(tmp_path):
+def test_rows_are_split_by_the_lengths_of_the_columns_that_differ(tmp_path):
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"]), "id": "row" * n} for n, row in enumerate(uneven())]
     heard = []
     with_less_memory(exact(Trainer, on_event=heard.append), tmp_path, rows=rows, step=2, max_steps=2, **CUT)
@@ -579,7 +579,7 @@ def plan():
     return brimful.plan(Fitted(), memory_limit="2MiB", cache=False)
 
 
-def test_with_a_plan_the_first_step_is_cut_to_fit_already(plain, plan, tmp_path):
+def test_with_a_plan_the_first_step_already_fits(plain, plan, tmp_path):
     found = []
     for kind in (exact(Trainer), exact(Trainer, plan=plan)):
         with brimful.simulated_memory("2MiB"):
@@ -589,7 +589,7 @@ def test_with_a_plan_the_first_step_is_cut_to_fit_already(plain, plan, tmp_path)
     assert distance(found[1], plain) < 1e-12
 
 
-def test_a_plan_for_rows_of_other_lengths_is_refused_until_told_how_long_a_row_is(plan, tmp_path):
+def test_a_plan_for_rows_of_other_lengths_is_refused_without_shape(plan, tmp_path):
     rows = [{**row, "labels": row["labels"][:3]} for row in uneven()]
 
     def collate(given):
@@ -603,7 +603,7 @@ def test_a_plan_for_rows_of_other_lengths_is_refused_until_told_how_long_a_row_i
     assert trained(tell, tmp_path, **with_those).state.global_step == 1
 
 
-def test_out_of_memory_in_trainers_own_clipping_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
+def test_out_of_memory_in_trainers_own_clipping_ends_the_run_with_a_message(tmp_path, monkeypatch):
     def fails(self, model):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

@@ -120,14 +120,14 @@ def test_one_process_takes_all_rows():
     assert (share.indices, share.step_rows) == ([0, 1, 2], 3)
 
 
-def test_rows_of_ones_own_are_all_taken_and_nobody_knows_how_many_there_are():
+def test_local_rows_are_all_taken_and_the_total_is_unknown():
     given = ["a", "bb", "c"]
     ranks = Ranks(2)
     found = ranks.run(lambda group: dealer(group, rows_are="local").share(rows_of(given), given))
     assert [(share.indices, share.step_rows) for share in found] == [([0, 1, 2], None)] * 2
 
 
-def test_rows_of_ones_own_may_differ():
+def test_local_rows_may_differ_between_ranks():
     mine = {0: ["a"], 1: ["b", "cc"]}
     found = Ranks(2).run(
         lambda group: dealer(group, rows_are="local").share(rows_of(mine[group.rank]), mine[group.rank]).indices
@@ -162,7 +162,7 @@ def test_rows_are_dealt_by_the_speeds_of_the_plans():
     assert [len(rows) for rows in shares(["row"] * 8, [plan(300.0), plan(100.0)])] == [6, 2]
 
 
-def test_speeds_count_only_if_everybody_has_a_plan():
+def test_speeds_count_only_if_every_rank_has_a_plan():
     assert [len(rows) for rows in shares(["row"] * 8, [plan(300.0), None])] == [4, 4]
 
 
@@ -319,7 +319,7 @@ def test_devices_with_rows_of_their_own_are_not_measured():
     assert not any(deals.measuring for deals, _ in timing([1.0, 1.0], steps=0, rows_are="local"))
 
 
-def test_after_five_steps_rows_are_dealt_by_speed_and_it_is_said():
+def test_after_five_steps_rows_are_dealt_by_speed_with_a_message():
     found = timing([1.0, 3.0])
     sentence = "rows are now dealt by measured speed: H200 75%, T4 25%"
     assert [said for _, said in found] == [[None] * 4 + [sentence]] * 2
@@ -477,7 +477,7 @@ def test_terms_with_different_counts_are_summed_over_processes(fleet):
     check(fleet.train([(1, 2, 0, "forward")], task="TwoTerms"), reference(TwoTerms))
 
 
-def test_other_rows_on_each_process_are_refused_unless_said(fleet):
+def test_different_global_rows_are_refused(fleet):
     answers = fleet.train(own_rows=True)
     assert all("rank 1 has other rows than rank 0 (12 and 12 of them)" in answer["error"] for answer in answers)
 

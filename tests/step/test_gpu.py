@@ -116,7 +116,7 @@ def test_what_is_reserved_covers_what_the_optimizer_takes(optimizer):
         assert sum(sizes) - MiB <= real <= sum(sizes) + largest + MiB
 
 
-def test_two_processes_share_a_card_through_gloo():
+def test_two_processes_share_a_gpu_through_gloo():
     fleet = Fleet(2)
     try:
         answers = fleet.train([(1, 2, 0, "backward"), (0, 3, 0, "clip")], device=CARD)

@@ -456,24 +456,24 @@ def on_a_card() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"])
-def test_on_a_card_foreach_is_what_nobody_chose(kind):
+def test_on_a_gpu_foreach_is_the_default(kind):
     unsaid = getattr(optim, kind)(on_a_card())
     said = getattr(optim, kind)(parameters(), foreach=True)
     assert predict(unsaid, graded(unsaid)) == predict(said, graded(said))
 
 
-def test_on_a_card_a_loop_that_was_chosen_stays():
+def test_on_a_gpu_a_loop_that_was_chosen_stays():
     optimizer = optim.AdamW(on_a_card(), foreach=False)
     foreach = optim.AdamW(on_a_card(), foreach=True)
     assert predict(optimizer, graded(optimizer)).later != predict(foreach, graded(foreach)).later
 
 
-def test_on_a_card_adafactor_is_a_loop_unless_told_otherwise():
+def test_on_a_gpu_adafactor_is_a_loop_by_default():
     unsaid, said = optim.Adafactor(on_a_card()), optim.Adafactor(parameters(), foreach=False)
     assert sum(predict(unsaid, graded(unsaid)).later) == sum(predict(said, graded(said)).later)
 
 
-def test_on_a_card_adamw_with_a_tensor_for_a_learning_rate_is_traced():
+def test_on_a_gpu_adamw_with_a_tensor_for_a_learning_rate_is_traced():
     optimizer = optim.AdamW(on_a_card(), lr=torch.tensor(0.1))
     assert predict(optimizer, graded(optimizer)).traced
 

@@ -197,7 +197,7 @@ def test_where_the_model_was_wrong_a_small_micro_batch_that_failed_is_too_large(
     assert largest(limit, 8) < 8
 
 
-def test_a_step_below_the_limit_that_failed_for_want_of_room_is_cut():
+def test_a_step_below_the_limit_that_failed_for_lack_of_room_is_split():
     limit = tight(line(), 64)
     fail(limit, 8, whole=True, room=250)  # predicted to take 180 of 212
     assert largest(limit, 8) < 8
@@ -214,7 +214,7 @@ BIG_WEIGHTS = model_of(first_forward=(1000, 10), forward=(2000, 10), optimizer=(
 
 
 @pytest.mark.parametrize("rows", [2, 8, 100])
-def test_a_whole_step_that_failed_is_cut_even_if_its_half_is_predicted_to_take_more(rows):
+def test_a_whole_step_that_failed_is_split_even_if_its_half_is_predicted_to_take_more(rows):
     limit = MicroBatchLimit(model=BIG_WEIGHTS, value=math.inf)
     limit.value = limit.cost(rows, (), whole=True)
     fail(limit, rows, whole=True)
@@ -252,7 +252,7 @@ def test_half_of_an_odd_number_of_rows_is_the_larger_half():
     assert largest(limit, 64) == 4
 
 
-def test_a_failure_for_want_of_room_lowers_the_limit_to_the_filled_share_of_it():
+def test_a_failure_for_lack_of_room_lowers_the_limit_to_the_filled_share_of_it():
     limit = tight(line(), 64)
     sentence = fail(limit, 64, room=600)
     assert sentence == "the device has room for 600 B, micro-batches now use 85% of that"
@@ -312,7 +312,7 @@ def test_thrashing_takes_a_quarter_of_the_rows_and_one_at_least(rows, left):
     assert limit.cost(left, ()) <= limit.value < limit.cost(left + 1, ())
 
 
-def test_thrashing_is_said_with_the_rows_that_are_left():
+def test_thrashing_reports_the_rows_that_are_left():
     assert tight(line(), 8).lower_for_thrashing(8, (), None) == "micro-batches of this length now have at most 6 rows"
 
 
@@ -324,7 +324,7 @@ def test_thrashing_is_undone_like_a_failure():
     assert largest(limit, 64) == 8
 
 
-def test_a_whole_step_that_thrashes_is_cut_even_if_its_parts_are_predicted_to_take_more():
+def test_a_whole_step_that_thrashes_is_split_even_if_its_parts_are_predicted_to_take_more():
     limit = MicroBatchLimit(model=BIG_WEIGHTS, value=math.inf)
     limit.value = limit.cost(8, (), whole=True)
     limit.lower_for_thrashing(8, (), None, whole=True)
@@ -345,7 +345,7 @@ def test_a_step_that_took_more_than_predicted_raises_the_model_to_what_was_measu
     assert limit.predicted_bytes(8, ()) == 189
 
 
-def test_what_a_clean_step_measured_is_not_forgotten_when_the_cut_grows_back():
+def test_what_a_clean_step_measured_is_kept_when_the_limit_grows_back():
     limit = tight(line(), 64)
     fail(limit, 64)
     limit.correct_model(110, 100)
@@ -354,14 +354,14 @@ def test_what_a_clean_step_measured_is_not_forgotten_when_the_cut_grows_back():
     assert limit.predicted_bytes(64, ()) == pytest.approx(1.1 * line().cost_bytes(64, ()), rel=0.01)
 
 
-def test_a_model_that_was_a_little_low_does_not_make_the_cut_finer_while_there_is_memory():
+def test_a_model_that_was_a_little_low_does_not_shrink_micro_batches_while_there_is_memory():
     limit = tight(line(), 64)
     limit.budget = 10 * limit.value
     limit.correct_model(103, 100)
     assert largest(limit, 128) == 64
 
 
-def test_it_makes_the_cut_finer_where_there_is_none():
+def test_a_model_that_was_low_shrinks_micro_batches_at_the_budget():
     limit = tight(line(), 64)
     limit.budget = limit.value
     limit.correct_model(110, 100)
@@ -630,7 +630,7 @@ def test_loading_takes_everything_back():
 
 @given(models | st.none(), courses)
 @settings(max_examples=30)
-def test_every_change_of_the_cut_is_said(model, course):
+def test_every_change_of_the_limit_is_reported(model, course):
     limit = start(model)
     for event in course:
         before, said = (limit.value, limit.correction), follow(limit, event)

@@ -62,7 +62,7 @@ def test_a_listener_hears_of_more_events_than_are_kept():
     assert len(heard) == EVENTS_KEPT + 5
 
 
-def test_a_listener_that_fails_stops_nothing_and_is_told_of(caplog):
+def test_a_listener_that_fails_stops_nothing_and_is_logged(caplog):
     def listener(event: Event) -> None:
         raise ValueError("disk full")
 

@@ -134,11 +134,11 @@ def test_a_hugging_face_batch_stays_one():
 # Shapes
 
 
-def test_rows_of_a_task_that_tells_have_their_own_lengths():
+def test_rows_of_a_task_with_shape_have_their_own_lengths():
     assert taken(["a", "bcd", "ef"], task=Text(), is_rows=True).shapes == [(1,), (3,), (2,)]
 
 
-def test_rows_of_a_task_that_does_not_tell_are_as_long_as_planned():
+def test_rows_of_a_task_without_shape_are_as_long_as_planned():
     assert taken([1, 2], shape=(7, 8), is_rows=True).shapes == [(7, 8), (7, 8)]
 
 
@@ -146,7 +146,7 @@ def test_the_rows_of_a_batch_are_as_long_as_planned_even_if_the_task_tells_lengt
     assert taken({"x": x}, task=Text(), shape=(50,)).shapes == [(50,)] * 6
 
 
-def test_lengths_may_be_told_as_a_list():
+def test_lengths_may_be_a_list():
     class Lists(Text):
         def shape(self, row):
             return [len(row), 1]
@@ -304,7 +304,7 @@ def test_boxes_of_different_numbers_in_each_row_are_refused():
 
 
 @pytest.mark.parametrize("given", [[], {}, {"x": x, "y": y[:3]}, torch.zeros(0, 2)], ids=str)
-def test_a_mistake_is_told_in_one_line(given):
+def test_a_message_has_one_line(given):
     assert "\n" not in refused(given)
 
 
@@ -337,7 +337,7 @@ def test_a_dict_with_defaults_is_split():
     assert taken(defaultdict(list, x=x)).batch([1, 4])["x"].shape == (2, 2)
 
 
-def test_a_shape_that_is_one_number_is_refused_in_a_sentence():
+def test_a_shape_that_is_one_number_is_refused():
     class Number(Text):
         def shape(self, row):
             return len(row)

@@ -406,7 +406,7 @@ def test_an_option_of_the_wrong_type_is_refused(option):
         linear(lambda model, batch: None, **option)
 
 
-def test_parameters_that_the_optimizer_leaves_out_are_told_of():
+def test_parameters_that_the_optimizer_leaves_out_are_reported():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     stepper = Stepper(model, SGD(model[1].parameters()), lambda m, x: Loss(m(x).sum(), len(x)))
     assert "does not step '0.weight' and 1 more" in stepper.events[0].sentence
@@ -566,7 +566,7 @@ def test_every_try_begins_without_gradients():
     assert held[:3] == [False, True, True] and held[3:5] == [False, True]
 
 
-def test_a_part_that_is_thawed_in_the_middle_of_a_run_is_trained():
+def test_a_part_that_is_unfrozen_in_the_middle_of_a_run_is_trained():
     task = Words()
     model = task.model()
     model.embed.requires_grad_(False)

@@ -115,7 +115,7 @@ def plan_fields(plan: Any) -> Fingerprint:
         "budget": plan.budget_bytes,
         "lengths": list(plan.shape),
         "rows_a_step": plan.global_batch,
-        "rows_micro_batch": plan.micro_batch,
+        "rows_at_once": plan.micro_batch,
         "micro_batches": plan.accumulation,
         "rows_by_process": list(plan.deal),
         "largest": plan.largest_micro_batch,

@@ -143,7 +143,7 @@ class Gradients:
         expected: list[bool] = []
         while True:
             if not state.done:
-                self._recovery.attempt(state, partial(self._accumulate, state, divisors, expected))
+                self._recovery.run(state, partial(self._accumulate, state, divisors, expected))
             has_gradient = [param.grad is not None for param in self._params]
             reports = self._exchange(state, self._report(state, divisors, has_gradient))
             if any(report[0] == Status.RETRY for report in reports):
@@ -151,7 +151,7 @@ class Gradients:
             if len({report[1] for report in reports}) == 1:
                 return reports
             expected = self._group.any_of(has_gradient)  # rows here may not reach parameters that rows elsewhere do
-            self._recovery.attempt(state, partial(self._add_zero_gradients, expected))
+            self._recovery.run(state, partial(self._add_zero_gradients, expected))
 
     def _accumulate(self, state: StepState, divisors: Divisors, expected: Sequence[bool]) -> None:
         """Forward and backward of every micro-batch of this rank."""
@@ -266,7 +266,7 @@ class Gradients:
             self._context.scale_gradients(1.0 if isinstance(divisors, dict) else divisors / terms["loss"][1])
             norm = finish()
 
-        if not self._recovery.attempt(state, work):
+        if not self._recovery.run(state, work):
             state.finish_failures += 1
         return norm
 

@@ -1,6 +1,6 @@
 """Out of memory: from the error to the retry, and back to the old micro-batch size afterwards.
 
-1. `Recovery.attempt` runs a part of the step. If memory runs out, `memory.oom.attempt` catches the error, leaves the
+1. `Recovery.run` runs a part of the step. If memory runs out, `memory.oom.attempt` catches the error, leaves the
    except block, clears the frames that hold tensors, drops the gradients and empties the allocator's cache.
 2. Random state, buffers and the scaler are restored to the beginning of the step.
 3. `Recovery._respond` decides what changes and reports it as an `oom` event:
@@ -10,7 +10,7 @@
                                              then set aside (`skip_oversized`), or the run ends with `DoesNotFit`
        clipping, or the optimizer's bytes    tried again as it is, then with smaller micro-batches, then `DoesNotFit`
 
-4. `attempt` returns False, and `Gradients` runs the step again under the new limit.
+4. `run` returns False, and `Gradients` runs the step again under the new limit.
 5. `Recovery.after_step` looks at every step that succeeded: after `grow_after` of them the limit goes back up. If the
    allocator thrashes the limit comes down before an error, and a peak above the prediction corrects the memory model.
 """
@@ -82,14 +82,14 @@ class MicroBatch:
 
 @dataclass
 class StepState:
-    """One step while it runs, over all its tries."""
+    """One step while it runs, over all its attempts."""
 
     step: int
     share: Share
     rows: list[int]
     """All rows but those set aside."""
     groups: list[list[int]] = field(default_factory=list)
-    """The rows of each micro-batch in this try."""
+    """The rows of each micro-batch in this attempt."""
     micro_batch: MicroBatch = MicroBatch(0, 0, [], ())
     done: bool = False
     """Whether the last attempt succeeded."""
@@ -99,7 +99,7 @@ class StepState:
     """Weighted sum and weight of each value in `Loss.log`."""
     busy_s: float = 0.0
     largest_cost: float = 0.0
-    """The cost of the largest micro-batch that succeeded in this try."""
+    """The cost of the largest micro-batch that succeeded in this attempt."""
     ooms: int = 0
     finish_failures: int = 0
     """Errors in clipping or in the reservation."""
@@ -122,7 +122,7 @@ class Recovery:
     ) -> None:
         self._context, self.limit, self._events = context, limit, events
         self._skip_oversized, self._rank = skip_oversized, rank
-        self._room = AvailableMemory(context.device)
+        self._memory = AvailableMemory(context.device)
         self._buffers = Buffers(context.model)
         self._random_state = RandomState(context.device)
         self._optimizer_states = 0
@@ -140,13 +140,13 @@ class Recovery:
         """Remember what a retry restores."""
         states = len(self._context.optimizer.state)
         if step > 1:
-            self._room.record_idle(reset=states != self._optimizer_states)
+            self._memory.record_idle(reset=states != self._optimizer_states)
         self._optimizer_states = states
-        self._foreign_bytes = self._room.other_bytes()
+        self._foreign_bytes = self._memory.other_bytes()
         self._random_state = RandomState(self._context.device)
         self._buffers.refresh()
 
-    def attempt(self, state: StepState, work: Callable[[], None]) -> bool:
+    def run(self, state: StepState, work: Callable[[], None]) -> bool:
         """Run a part of the step. False: memory ran out, everything is as before the step, and it has to be run again."""
         outcome = attempt(work, self._context.device, clean=self.drop_gradients, thorough=state.ooms > 0)
         state.done = not isinstance(outcome, OutOfMemory)
@@ -169,7 +169,7 @@ class Recovery:
         """Lower the limit, set a row aside, or stop; and report it."""
         state.ooms += 1
         self.ooms += 1
-        batch, phase, room = state.micro_batch, self._context.phase, self._room.training_bytes()
+        batch, phase, room = state.micro_batch, self._context.phase, self._memory.training_bytes()
         rows, shape = len(batch.rows), batch.shape
         predicted = self.limit.predicted_bytes(rows, shape, whole=batch.whole) if rows else None
         in_micro_batch = phase.in_micro_batch
@@ -258,17 +258,17 @@ class Recovery:
         context, rows, shape, whole = self._context, plan.micro_batch, plan.shape, plan.accumulation == 1
         random_state, buffers = RandomState(context.device), Buffers(context.model)
 
-        def run() -> None:
+        def trial() -> None:
             for _ in range(1 if whole else 2):  # the second time with gradients held
                 context.run_micro_batch(context.task.dummy(rows, shape), rows)
 
-        outcome = attempt(run, context.device, clean=context.drop_gradients)
+        outcome = attempt(trial, context.device, clean=context.drop_gradients)
         context.drop_gradients()
         buffers.restore()
         random_state.restore()
         size = f"{show_rows(rows)} of {'+'.join(map(str, shape))}" if shape else show_rows(rows)
         if isinstance(outcome, OutOfMemory):
-            room = self._room.training_bytes()
+            room = self._memory.training_bytes()
             change = self.limit.lower(rows, shape, whole=whole, available_bytes=room, again=False)
             self._events.add("oom", 0, f"out of memory in a trial of {size}: {change}", rows=rows, available_bytes=room)
             return False
@@ -287,14 +287,14 @@ class Recovery:
         if self._thrashing_steps >= THRASHING_STEPS and max(rows for rows, _ in split) > 1:
             self._thrashing_steps = 0
             rows, shape = max(split, key=lambda part: self.limit.cost(*part))
-            room = self._room.training_bytes(excluding=gradient_bytes)
+            room = self._memory.training_bytes(excluding=gradient_bytes)
             lowered = self.limit.lower_for_thrashing(rows, shape, room, whole=len(split) == 1)
             sentence = f"the allocator had to empty its cache in {THRASHING_STEPS} consecutive steps: {lowered}"
             self._events.add("thrash", state.step, sentence, available_bytes=room)
         elif peak_bytes is not None and (change := self._correct_model(split, peak_bytes, gradient_bytes)):
             self._events.add("model", state.step, f"the step took more than predicted: {change}", peak_bytes=peak_bytes)
         elif self.limit.lowerings or self.limit.just_grown:
-            room = self._room.training_bytes(excluding=gradient_bytes)
+            room = self._memory.training_bytes(excluding=gradient_bytes)
             if change := self.limit.count_clean_step(room):
                 self._events.add("grow", state.step, change, available_bytes=room)
 
@@ -302,7 +302,7 @@ class Recovery:
         predicted = self.limit.peak_bytes(split)
         if predicted is None or peak_bytes <= MODEL_ERROR * predicted:
             return None
-        own = peak_bytes - max(self._foreign_bytes, self._room.other_bytes(excluding=gradient_bytes))
+        own = peak_bytes - max(self._foreign_bytes, self._memory.other_bytes(excluding=gradient_bytes))
         if own <= MODEL_ERROR * predicted:
             return None
         return self.limit.correct_model(min(own, round(MOST_RAISED * predicted)), predicted)

@@ -215,9 +215,12 @@ class Stepper:
     def rehearse(self) -> bool:
         """Run the plan's largest micro-batch once and undo it, so that the allocator has its final size.
 
-        False if it ran out of memory; the first step is then split finer. Without a plan nothing happens.
+        False if it ran out of memory; the first step is then split finer. Nothing happens without a plan or without
+        `Task.dummy`.
         """
-        return True if self.plan is None else self._recovery.rehearse(self.plan)
+        if self.plan is None or not self._context.task.has_dummy:
+            return True
+        return self._recovery.rehearse(self.plan)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next steps depend on besides model and optimizer. Put it into your checkpoint."""

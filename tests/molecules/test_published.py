@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from brimful.errors import BadData
-from brimful.molecules.published import is_published, read_published
+from brimful.molecules.published import read_published
 
 pytest.importorskip("rdkit")
 
@@ -39,13 +39,13 @@ def drugood(tmp_path: Path) -> Path:
 
 
 def changed(path: Path, **parts: Any) -> Path:
-    given = json.loads(path.read_text())
-    given["split"].update(parts)
-    path.write_text(json.dumps(given))
+    content = json.loads(path.read_text())
+    content["split"].update(parts)
+    path.write_text(json.dumps(content))
     return path
 
 
-def test_drugoods_parts_are_ours(drugood: Path) -> None:
+def test_the_parts_of_drugood_are_kept(drugood: Path) -> None:
     molecules, split = read_published(drugood)
     assert split.kind == "assay"
     assert split.id.sizes == (8, 8, 8) and len(split.ood.test) == 8
@@ -54,30 +54,30 @@ def test_drugoods_parts_are_ours(drugood: Path) -> None:
     assert molecules.columns["cls_label"].tolist() == [0.0, 1.0] * 20
 
 
-def test_ood_training_molecules_come_from_the_validation_ones_by_domain_and_that_is_told(drugood: Path) -> None:
+def test_ood_training_molecules_come_from_the_validation_ones_by_domain(drugood: Path) -> None:
     molecules, split = read_published(drugood)
     domains = molecules.columns["domain"]
     assert not set(domains[split.ood.train]) & set(domains[split.ood.valid])
     assert set(molecules.columns["part"][[*split.ood.train, *split.ood.valid]]) == {"ood_val"}
-    told = "6 of the 8 published OOD validation molecules are the OOD training part, by domain: 3 and 1 of them"
-    assert told in split.remarks
+    remark = "6 of the 8 published OOD validation molecules are the OOD training part, by domain: 3 and 1 of them"
+    assert remark in split.remarks
 
 
-def test_proteins_of_structure_based_sets_are_left_aside(drugood: Path) -> None:
+def test_proteins_of_structure_based_sets_are_ignored(drugood: Path) -> None:
     rows = [{**entry("train", number), "protein": "MKV"} for number in range(8)]
     assert list(read_published(changed(drugood, train=rows))[0].columns) == [
         *("cls_label", "assay_id", "domain_id", "part", "domain")
     ]
 
 
-def test_one_domain_is_parted_at_random_and_told(drugood: Path) -> None:
+def test_one_domain_is_divided_at_random(drugood: Path) -> None:
     one = [{**entry("ood_val", number), "domain_id": 30} for number in range(8)]
     _, split = read_published(changed(drugood, ood_val=one))
     assert split.ood.sizes == (6, 2, 8)
-    assert any(remark.endswith("at random: all are of one domain") for remark in split.remarks)
+    assert any(remark.endswith("at random, all are of one domain") for remark in split.remarks)
 
 
-def test_the_cut_is_the_boundary_of_domains_nearest_to_three_in_four(drugood: Path) -> None:
+def test_domains_are_divided_as_near_to_three_in_four_as_possible(drugood: Path) -> None:
     rows = [{**entry("ood_val", number), "domain_id": number // 6} for number in range(42)]
     _, split = read_published(changed(drugood, ood_val=rows))
     assert split.ood.sizes == (30, 12, 8)  # 36 would be further from 31.5
@@ -90,7 +90,7 @@ def test_a_last_domain_larger_than_all_others_leaves_something_to_validate_with(
         assert min(split.ood.sizes) >= 1 and sum(split.ood.sizes) == 16
 
 
-def test_a_published_leak_is_told_and_not_mended(drugood: Path) -> None:
+def test_a_published_leak_is_a_remark(drugood: Path) -> None:
     leaky = [entry("train", 0), *(entry("ood_test", number) for number in range(7))]
     molecules, split = read_published(changed(drugood, ood_test=leaky))
     assert "as published: 1 molecule is in ID train and in OOD test, such as 'CC'" in split.remarks
@@ -104,7 +104,7 @@ def test_a_published_molecule_that_cannot_be_read_is_listed_and_left_out(drugood
     assert split.id.sizes == (8, 7, 8)
 
 
-def test_the_domain_is_in_the_files_name_where_its_cfg_is_silent(drugood: Path) -> None:
+def test_the_domain_comes_from_the_file_name_if_not_from_its_cfg(drugood: Path) -> None:
     drugood.write_text(json.dumps({**json.loads(drugood.read_text()), "cfg": {}}))
     assert read_published(drugood)[1].kind == "assay"
 
@@ -112,22 +112,22 @@ def test_the_domain_is_in_the_files_name_where_its_cfg_is_silent(drugood: Path) 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "no whole JSON file"),
-        ("[]", 'no DrugOOD file: it has no list "split" → train, iid_val'),
+        ("{", "not a whole JSON file"),
+        ("[]", 'not a DrugOOD file: it has no list "split" → train, iid_val'),
         ('{"split": {"train": []}}', 'no list "split" → iid_val, iid_test, ood_val, ood_test'),
         (json.dumps({"split": {key: [] for key in FIVE}}), "has no molecules"),
         (json.dumps({"split": {key: [{"x": 1}] for key in FIVE}}), 'entry 0 \\(train\\) has no "smiles"'),
         (json.dumps({"split": {key: [{"smiles": "CC"}] for key in FIVE}}), "neither domain_id nor assay_id"),
     ],
 )
-def test_a_json_file_of_another_kind_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+def test_another_json_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(BadData, match=says):
         read_published(tmp_path / "x.json")
 
 
-def test_a_part_without_a_molecule_is_told(drugood: Path) -> None:
-    with pytest.raises(BadData, match="has no molecule that can be read in iid_test"):
+def test_a_part_without_a_molecule_is_refused(drugood: Path) -> None:
+    with pytest.raises(BadData, match="has no readable molecule in iid_test"):
         read_published(changed(drugood, iid_test=[]))
 
 
@@ -157,12 +157,15 @@ def good(tmp_path: Path) -> Path:
     return folder
 
 
-def test_goods_parts_are_ours(good: Path) -> None:
+def test_the_parts_of_good_are_kept(good: Path) -> None:
     molecules, split = read_published(good)
     assert split.kind == "scaffold" and split.id.sizes == (8, 8, 8) and split.ood.sizes == (6, 2, 8)
     assert molecules.smiles[split.ood.test].tolist() == graphs("ood_test")["smiles"]
     np.testing.assert_array_equal(molecules.columns["y"][split.id.train], [0, 1, 0, np.nan, 0, 1, 0, 1])
-    assert split.remarks[:2] == ("this is the covariate shift", "name its concept_train.pt for the concept shift")
+    assert split.remarks[:2] == (
+        "this is the covariate shift",
+        "set file to its concept_train.pt for the concept shift",
+    )
 
 
 def test_a_file_of_the_other_shift_names_it(good: Path) -> None:
@@ -179,7 +182,7 @@ def test_several_labels_become_several_columns(good: Path) -> None:
 
 
 def test_a_folder_of_several_domains_asks_for_one(good: Path) -> None:
-    with pytest.raises(BadData, match="no GOOD folder: .* name one of its folders scaffold"):
+    with pytest.raises(BadData, match="not a GOOD folder, .* Try: one of its folders scaffold"):
         read_published(good.parent)
 
 
@@ -191,7 +194,9 @@ def test_a_missing_part_is_named(good: Path) -> None:
 
 def test_graphs_without_smiles_are_refused(good: Path) -> None:
     torch.save(({"domain_id": torch.zeros(3)}, {}), good / "processed" / "covariate_val.pt")
-    with pytest.raises(BadData, match="covariate_val.pt: its graphs do not each have a 'smiles'"):
+    with pytest.raises(
+        BadData, match="covariate_val.pt is not a molecular set of GOOD: its graphs do not each have a 'smiles'"
+    ):
         read_published(good)
 
 
@@ -264,21 +269,16 @@ def test_other_objects_of_the_graph_library_are_refused(good: Path) -> None:
         read_published(good)
 
 
-def test_a_missing_graph_library_is_told_with_the_pip_command(
+def test_a_missing_graph_library_names_the_pip_command(
     good: Path, graph_library: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_graphs(good)
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
-    with pytest.raises(BadData, match="not installed: pip install torch_geometric"):
+    with pytest.raises(BadData, match="not installed. Try: pip install torch_geometric"):
         read_published(good)
 
 
-def test_what_is_published_is_told_from_a_table(drugood: Path, good: Path) -> None:
-    assert is_published(drugood) and is_published(good) and is_published(good / "processed" / "concept_train.pt")
-    assert not is_published(drugood.with_suffix(".csv")) and not is_published("some.parquet")
-
-
-def test_nothing_at_all_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BadData, match="does not exist; name a DrugOOD JSON file or a GOOD folder"):
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="does not exist. Try: a DrugOOD JSON file or a GOOD folder"):
         read_published(tmp_path / "x.json")

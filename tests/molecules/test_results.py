@@ -1,10 +1,7 @@
-"""Rows survive on disk, seeds are summed up honestly, and the tables say what their figures mean."""
+"""Rows on disk, summaries over seeds, and the tables made of them."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -25,9 +22,10 @@ from brimful.molecules.results import (
     write_results,
     write_run,
 )
-from tests.molecules.fake_rows import row, seeds
 
-ROWS = [*seeds("dpo", (0.78, 0.79, 0.80)), *seeds("bce", (0.7801, 0.7899, 0.80)), row("rings", auroc=0.683), row("heavy-atoms", auroc=0.6)]  # fmt: skip
+from .support import result_row, result_rows
+
+ROWS = [*result_rows("dpo", (0.78, 0.79, 0.80)), *result_rows("bce", (0.7801, 0.7899, 0.80)), result_row("rings", auroc=0.683), result_row("heavy-atoms", auroc=0.6)]  # fmt: skip
 
 
 def by_method(rows, **same):
@@ -42,14 +40,14 @@ def test_rows_come_back_as_they_were(tmp_path):
 
 
 def test_the_schema_is_the_same_whatever_is_unknown(tmp_path):
-    write_results(tmp_path, [row("rings")])
+    write_results(tmp_path, [result_row("rings")])
     assert pq.read_schema(tmp_path / "results.parquet").remove_metadata() == SCHEMA
     assert read_results(tmp_path)[0]["best_epoch"] is None
 
 
-def test_a_figure_without_a_column_is_a_bug_of_ours(tmp_path):
+def test_a_figure_without_a_column_is_an_internal_error(tmp_path):
     with pytest.raises(InternalError, match="flops"):
-        write_results(tmp_path, [{**row("dpo"), "flops": 1}])
+        write_results(tmp_path, [{**result_row("dpo"), "flops": 1}])
 
 
 def test_a_sweep_without_a_finished_run_has_empty_tables(tmp_path):
@@ -59,32 +57,32 @@ def test_a_sweep_without_a_finished_run_has_empty_tables(tmp_path):
     assert read_results(tmp_path) == [] and "table" not in (tmp_path / "results.md").read_text()
 
 
-def test_a_write_that_fails_leaves_the_former_files(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_former_files(tmp_path, monkeypatch):
     write_results(tmp_path, ROWS[:1])
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("brimful.molecules.results.pq.write_table", full)
+    monkeypatch.setattr("brimful.molecules.results.write_atomic", full)
     with pytest.raises(BadRun, match="results.parquet cannot be written: No space left on device"):
         write_results(tmp_path, ROWS)
     assert read_results(tmp_path) == ROWS[:1] and len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 something else"])
-def test_a_damaged_table_is_one_sentence(tmp_path, content):
+def test_a_damaged_table_is_refused(tmp_path, content):
     (tmp_path / "results.parquet").write_bytes(content)
     with pytest.raises(BadData, match="cannot be read"):
         read_results(tmp_path)
 
 
-def test_a_table_of_something_else_is_one_sentence(tmp_path):
+def test_another_table_is_refused(tmp_path):
     pq.write_table(pa.table({"seed": [1]}), tmp_path / "results.parquet")
-    with pytest.raises(BadData, match="no table of a sweep"):
+    with pytest.raises(BadData, match="not the table of a sweep"):
         read_results(tmp_path)
 
 
-def test_the_arrays_of_a_run_come_back_and_a_damaged_file_is_no_run(tmp_path):
+def test_the_arrays_of_a_run_come_back_unless_damaged(tmp_path):
     arrays = {"id_scores": np.arange(3.0), "ood_scores": np.ones(2), "curve": np.array([0.5]), "loss": np.empty(0)}
     write_run(tmp_path, "a", **arrays)
     found = read_run(tmp_path, "a")
@@ -94,7 +92,7 @@ def test_the_arrays_of_a_run_come_back_and_a_damaged_file_is_no_run(tmp_path):
     assert read_run(tmp_path, "a") is None and read_run(tmp_path, "b") is None
 
 
-def test_seeds_are_summed_up(tmp_path):
+def test_seeds_are_summarised(tmp_path):
     dpo = by_method(ROWS)["dpo"]
     assert dpo["auroc"] == pytest.approx(0.79) and dpo["auroc_sd"] == pytest.approx(0.01)
     assert 0.78 <= dpo["auroc_low"] < 0.79 < dpo["auroc_high"] <= 0.80
@@ -102,68 +100,78 @@ def test_seeds_are_summed_up(tmp_path):
     assert dpo["text"]["auroc"] == ".790 ± .010" and dpo["text"]["seeds"] == "3"
 
 
-def test_a_deterministic_method_has_no_deviation_however_often_it_was_run():
-    rows = [*seeds("knn", (0.6, 0.6, 0.6), deterministic=True, kind="distance"), row("rings", auroc=0.5)]
+def test_a_deterministic_method_has_no_deviation():
+    rows = [*result_rows("knn", (0.6, 0.6, 0.6), deterministic=True, kind="distance"), result_row("rings", auroc=0.5)]
     knn = by_method(rows)["knn"]
     assert knn["auroc_sd"] is None and knn["auroc_low"] is None
     assert knn["text"]["auroc"] == ".600 ± –" and knn["text"]["seeds"] == "–" and knn["text"]["gain"] == "+.100"
 
 
-def test_the_difference_is_to_the_best_trivial_baseline_and_paired():
+def test_the_gain_is_over_the_best_trivial_baseline_and_paired():
     found = by_method(ROWS)
     assert found["dpo"]["trivial"] == "rings" and found["dpo"]["gain"] == pytest.approx(0.79 - 0.683)
     assert found["dpo"]["text"]["gain"] == "+.107 (+.097 to +.117)"
     assert found["rings"]["gain"] is None and found["heavy-atoms"]["text"]["gain"] == "–"
-    rows = [*seeds("dpo", (0.5, 0.6, 0.7)), *seeds("rings", (0.41, 0.5, 0.6), deterministic=False)]
+    rows = [*result_rows("dpo", (0.5, 0.6, 0.7)), *result_rows("rings", (0.41, 0.5, 0.6), deterministic=False)]
     paired = by_method(rows)["dpo"]
     assert paired["gain_high"] - paired["gain_low"] < 0.02 < paired["auroc_sd"]
 
 
 def test_each_dataset_has_its_own_trivial_baseline():
-    rows = [row("dpo"), row("rings", auroc=0.6), row("dpo", dataset="b"), row("heavy-atoms", auroc=1.0, dataset="b")]
+    rows = [
+        result_row("dpo"),
+        result_row("rings", auroc=0.6),
+        result_row("dpo", dataset="b"),
+        result_row("heavy-atoms", auroc=1.0, dataset="b"),
+    ]
     gains = {one["dataset"]: one["gain"] for one in summarise(rows) if one["method"] == "dpo"}
     assert gains == {"hiv-scaffold": pytest.approx(0.1), "b": pytest.approx(-0.3)}
 
 
-def test_without_trivial_baselines_nothing_lies_beyond_them():
-    (dpo,) = summarise([row("dpo")])
+def test_without_trivial_baselines_there_is_no_gain():
+    (dpo,) = summarise([result_row("dpo")])
     assert dpo["gain"] is None and dpo["trivial"] is None and dpo["text"]["gain"] == "–"
 
 
 def test_a_run_that_diverged_is_left_out_and_counted():
-    dpo = by_method(seeds("dpo", (0.7, math.nan, None, 0.8)))["dpo"]
+    dpo = by_method(result_rows("dpo", (0.7, math.nan, None, 0.8)))["dpo"]
     assert dpo["auroc"] == pytest.approx(0.75) and dpo["text"]["seeds"] == "2 of 4"
-    lost = by_method(seeds("dpo", (None, None)))["dpo"]
+    lost = by_method(result_rows("dpo", (None, None)))["dpo"]
     assert lost["auroc"] is None and lost["text"]["auroc"] == "– ± –" and lost["best"] == []
 
 
-def test_the_best_is_the_best_as_shown_and_lower_for_fpr95():
+def test_the_best_is_decided_by_the_digits_shown():
     found = by_method(ROWS)
     assert "auroc" in found["dpo"]["best"] and "auroc" in found["bce"]["best"]
     assert "fpr95" in found["dpo"]["best"] and found["heavy-atoms"]["best"] == []
-    assert "auroc" in by_method([row("dpo"), row("heavy-atoms", auroc=1.0)])["heavy-atoms"]["best"]
+    assert "auroc" in by_method([result_row("dpo"), result_row("heavy-atoms", auroc=1.0)])["heavy-atoms"]["best"]
 
 
 def test_validation_chooses_among_settings():
-    rows = [row("dpo", settings="lr=1", auroc=0.9, valid_auroc=0.5), row("dpo", settings="lr=2", auroc=0.6, valid_auroc=0.8), row("bce")]  # fmt: skip
+    rows = [result_row("dpo", settings="lr=1", auroc=0.9, valid_auroc=0.5), result_row("dpo", settings="lr=2", auroc=0.6, valid_auroc=0.8), result_row("bce")]  # fmt: skip
     chosen = {(one["method"], one["settings"]): one["chosen"] for one in summarise(rows)}
     assert chosen == {("dpo", "lr=1"): False, ("dpo", "lr=2"): True, ("bce", ""): None}
-    assert "lr=2 ✓" in markdown(summarise(rows)) and "validation AUROC chooses" in markdown(summarise(rows))
+    assert "lr=2 ✓" in markdown(summarise(rows)) and "best validation AUROC" in markdown(summarise(rows))
 
 
-def test_settings_that_diverged_are_no_choice():
-    rows = [row("dpo", settings="lr=9", auroc=None, valid_auroc=None), row("dpo", settings="lr=1"), row("dpo", settings="lr=2")]  # fmt: skip
+def test_settings_that_diverged_are_not_chosen():
+    rows = [result_row("dpo", settings="lr=9", auroc=None, valid_auroc=None), result_row("dpo", settings="lr=1"), result_row("dpo", settings="lr=2")]  # fmt: skip
     assert [one["chosen"] for one in summarise(rows)] == [False, True, False]
 
 
-def test_where_validation_cannot_choose_the_table_says_why():
-    rows = [row("msp", settings=f"lr={lr}", valid_auroc=None) for lr in (1, 2)]
+def test_the_table_says_why_settings_have_no_mark():
+    rows = [result_row("msp", settings=f"lr={lr}", valid_auroc=None) for lr in (1, 2)]
     assert "get no ✓" in conventions(summarise(rows))[-1]
-    assert not any("✓" in one for one in conventions(summarise([row("msp", valid_auroc=None)])))
+    assert not any("✓" in one for one in conventions(summarise([result_row("msp", valid_auroc=None)])))
 
 
 def test_trivial_baselines_come_last_and_datasets_keep_their_order():
-    rows = [row("rings", dataset="b"), row("dpo", dataset="b"), row("rings", dataset="a"), row("dpo", dataset="a")]
+    rows = [
+        result_row("rings", dataset="b"),
+        result_row("dpo", dataset="b"),
+        result_row("rings", dataset="a"),
+        result_row("dpo", dataset="a"),
+    ]
     assert [(one["dataset"], one["method"]) for one in summarise(rows)] == [("b", "dpo"), ("b", "rings"), ("a", "dpo"), ("a", "rings")]  # fmt: skip
 
 
@@ -174,12 +182,15 @@ def test_figures_have_three_digits(value, text):
 
 def test_a_table_says_what_it_is_about():
     assert summarise(ROWS)[0]["about"] == "scaffold split, 1,000 ID and 900 OOD test molecules, best trivial baseline rings"  # fmt: skip
-    rows = [row("dpo"), row("dpo", encoder="unimol", n_id_test=990, n_ood_test=None)]
+    rows = [result_row("dpo"), result_row("dpo", encoder="unimol", n_id_test=990, n_ood_test=None)]
     assert summarise(rows)[0]["about"] == "scaffold split, 990–1,000 ID and 900 OOD test molecules"
 
 
-def test_the_side_that_is_positive_is_named():
-    ood, inside = conventions(summarise([row("dpo")])), conventions(summarise([row("dpo", positive="id")]))
+def test_the_positive_side_is_named():
+    ood, inside = (
+        conventions(summarise([result_row("dpo")])),
+        conventions(summarise([result_row("dpo", positive="id")])),
+    )
     assert "OOD molecules are the positive side" in ood[0] and "share of ID molecules wrongly called OOD" in ood[0]
     assert "95 % of the OOD ones" in ood[0]
     assert inside[0].startswith("ID molecules") and "share of OOD molecules wrongly called ID" in inside[0]
@@ -193,8 +204,8 @@ def test_markdown_has_a_group_of_trivial_baselines_and_bold_for_the_best():
     assert len({line.count("|") for line in table}) == 1 and "Settings" not in table[0]
 
 
-def test_latex_is_a_booktabs_table_with_a_rule_above_the_trivial_and_nothing_unescaped():
-    text = latex(summarise([*ROWS, row("dpo", settings="a_b=50%", encoder="x&y")]))
+def test_latex_is_an_escaped_booktabs_table():
+    text = latex(summarise([*ROWS, result_row("dpo", settings="a_b=50%", encoder="x&y")]))
     table = text[text.index("\\begin{tabular}") :]
     assert table.count("\\midrule") == 2 and table.index("bce") < table.rindex("\\midrule") < table.index("rings")
     assert "\\textbf{.790 $\\pm$ .010}" in table and "x\\&y" in table and "a\\_b=50\\%" in table
@@ -205,7 +216,7 @@ def test_latex_is_a_booktabs_table_with_a_rule_above_the_trivial_and_nothing_une
 
 
 def test_latex_labels_are_unique_whatever_the_names():
-    text = latex(summarise([row("dpo", dataset=name) for name in ("毒性", "活性", "--2", "tox 21")]))
+    text = latex(summarise([result_row("dpo", dataset=name) for name in ("毒性", "活性", "--2", "tox 21")]))
     assert re.findall(r"\\label\{(.*)\}", text) == [
         "tab:sweep--",
         "tab:sweep---2",
@@ -215,10 +226,5 @@ def test_latex_labels_are_unique_whatever_the_names():
 
 
 def test_names_cannot_break_a_markdown_table():
-    text = markdown(summarise([row("dpo", dataset="<b>", encoder="a|b")]))
+    text = markdown(summarise([result_row("dpo", dataset="<b>", encoder="a|b")]))
     assert "a\\|b" in text and "<b>" not in text
-
-
-def test_results_load_without_torch():
-    code = "import sys, brimful.molecules.results; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Encoders in a process of their own: what is said over the pipes, and what is told when it goes wrong."""
+"""Encoders in a process of their own: what goes over the pipes, and the errors."""
 
 import gc
 import importlib.util
@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from brimful.errors import BadModel, BadOption, ProcessLost
-from brimful.molecules.dataset import Molecules
 from brimful.molecules.features import external as process_module
-from brimful.molecules.features.compute import features_of, load_encoder
+from brimful.molecules.features.compute import compute_features
+from brimful.molecules.features.encoder import load_encoder
+from tests.molecules import support
 
 SERVE = process_module.CHILDREN / "serve.py"
 CHILD = """
@@ -40,10 +41,7 @@ if __name__ == "__main__":
 
 
 def molecules(*smiles):
-    count = len(smiles)
-    return Molecules(
-        source="some.csv", smiles=np.array(smiles, dtype=object), rows=np.arange(count), columns={}, rows_in=count
-    )
+    return support.molecules(smiles)
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ def child(tmp_path, monkeypatch):
 
 def test_all_batches_are_served_by_one_process_which_ends_with_its_encoder(child, tmp_path):
     encoder = child()
-    features = features_of(encoder, molecules("C", "CC", "CCC"), cache=tmp_path, memory_limit_bytes=1)
+    features = compute_features(encoder, molecules("C", "CC", "CCC"), cache=tmp_path, batch_bytes=1)
     np.testing.assert_array_equal(features.matrix, [[1, 1], [2, 1], [3, 1]])
     pid = encoder._process._process.pid
     assert psutil.pid_exists(pid)
@@ -73,9 +71,9 @@ def test_all_batches_are_served_by_one_process_which_ends_with_its_encoder(child
 
 
 def test_cached_features_start_no_process(child, tmp_path):
-    features_of(child(), molecules("C"), cache=tmp_path)
+    compute_features(child(), molecules("C"), cache=tmp_path)
     again = child()
-    assert features_of(again, molecules("C"), cache=tmp_path).cached
+    assert compute_features(again, molecules("C"), cache=tmp_path).cached
     assert "_process" not in vars(again)
 
 
@@ -95,12 +93,10 @@ def test_only_bad_molecules_are_no_error_of_the_process(child):
     assert len(encoded.matrix) == 2
 
 
-@pytest.mark.parametrize(("word", "how"), [("die", "with exit code 3"), ("kill", "by signal 9 .*lower memory_limit")])
-def test_a_process_that_dies_is_told_with_its_last_line(child, word, how):
+@pytest.mark.parametrize(("word", "how"), [("die", "with exit code 3"), ("kill", "by signal 9 .*host memory ran out")])
+def test_the_error_of_a_dead_process_has_its_last_line(child, word, how):
     encoder = child()
-    with pytest.raises(
-        ProcessLost, match=f"the process of minimol ended {how}.*printed while encoding.*starting again"
-    ):
+    with pytest.raises(ProcessLost, match=f"the process of minimol ended {how}.*printed while encoding.*it continues"):
         encoder.encode(molecules("C", word))
     with pytest.raises(ProcessLost, match="minimol"):
         encoder.encode(molecules("C"))
@@ -109,7 +105,7 @@ def test_a_process_that_dies_is_told_with_its_last_line(child, word, how):
 def test_batches_before_a_death_are_kept(child, tmp_path):
     some = molecules("C", "CC", "die")
     with pytest.raises(ProcessLost):
-        features_of(child(), some, cache=tmp_path, memory_limit_bytes=1)
+        compute_features(child(), some, cache=tmp_path, batch_bytes=1)
     assert len(list(tmp_path.glob(".minimol-*/*.npz"))) == 2
 
 
@@ -120,14 +116,14 @@ def test_ctrl_c_does_not_reach_the_process(child):
     assert encoder.encode(molecules("CC")).matrix[0, 0] == 2
 
 
-def test_weights_that_do_not_load_are_one_sentence(child):
+def test_weights_that_do_not_load_are_an_error(child):
     broken = CHILD.replace('print("printed while loading")', 'raise Refused("its weights lack tensors")')
     with pytest.raises(BadModel, match="minimol cannot be used: its weights lack tensors"):
         child(broken).encode(molecules("C"))
 
 
-def test_a_python_that_prints_when_it_starts_is_told(child):
-    with pytest.raises(BadOption, match="minimol: its Python prints where answers should stand: welcome"):
+def test_a_python_that_prints_at_start_up_is_refused(child):
+    with pytest.raises(BadOption, match="minimol: its Python prints to stdout at start-up: welcome"):
         child("print('welcome')" + CHILD).encode(molecules("C"))
 
 
@@ -135,8 +131,8 @@ def test_a_python_that_prints_when_it_starts_is_told(child):
     ("python", "sentence"),
     [
         ("/no/such/python", "/no/such/python cannot be run .*docs/encoders.md"),
-        ("/bin/true", "/bin/true does not answer as a Python would; give the Python"),
-        (sys.executable, "has no minimol, or no graphium; give the Python of an environment"),
+        ("/bin/true", "/bin/true does not answer like a Python"),
+        (sys.executable, "has no minimol, or no graphium. Try:"),
     ],
 )
 def test_a_python_without_minimol_says_how_to_get_one(python, sentence):
@@ -144,18 +140,18 @@ def test_a_python_without_minimol_says_how_to_get_one(python, sentence):
         load_encoder({"name": "minimol", "python": python}).fingerprint()
 
 
-def test_no_python_named_names_the_variable(monkeypatch, tmp_path):
+def test_without_a_python_the_variable_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("BRIMFUL_MINIMOL_PYTHON", raising=False)
-    with pytest.raises(BadOption, match="none was named; give .* in BRIMFUL_MINIMOL_PYTHON"):
-        features_of(load_encoder("minimol"), molecules("C"), cache=tmp_path)
+    with pytest.raises(BadOption, match="needs a Python of its own. Try: .*BRIMFUL_MINIMOL_PYTHON"):
+        compute_features(load_encoder("minimol"), molecules("C"), cache=tmp_path)
 
 
 def test_unimol_without_weights_is_refused_before_anything_starts(monkeypatch, tmp_path):
     monkeypatch.delenv("UNIMOL_WEIGHT_DIR", raising=False)
-    with pytest.raises(BadOption, match="unimol has no weights of its own; give the folder that has mol_pre_all_h"):
+    with pytest.raises(BadOption, match="unimol needs mol_pre_all_h"):
         load_encoder("unimol").fingerprint()
     (tmp_path / "mol.dict.txt").write_text("C 1")
-    with pytest.raises(BadOption, match="has no mol_pre_no_h_220816.pt; get them from dptech/Uni-Mol-Models"):
+    with pytest.raises(BadOption, match="has no mol_pre_no_h_220816.pt. Try: dptech/Uni-Mol-Models"):
         load_encoder({"name": "unimol", "weights": ".", "remove_hs": True}, folder=tmp_path).fingerprint()
 
 
@@ -174,22 +170,22 @@ def serve_module():
         (lambda state: state.update({"body.more": torch.ones(1)}), "does not know .*the first is body.more"),
     ],
 )
-def test_weights_must_match_where_the_features_pass(serve_module, change, sentence):
+def test_weights_must_match_where_the_features_depend_on_them(serve_module, change, sentence):
     model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(2, 2), head=torch.nn.Linear(2, 1)))
     state = {name: value + 1 for name, value in model.state_dict().items()}
     used = lambda name: name.startswith("body.")  # noqa: E731
     del state["head.bias"]
-    serve_module.strictly(model, state, used)
+    serve_module.load_strictly(model, state, used)
     torch.testing.assert_close(model.body.weight, state["body.weight"])
     change(state)
     with pytest.raises(serve_module.Refused, match=sentence):
-        serve_module.strictly(model, state, used)
+        serve_module.load_strictly(model, state, used)
 
 
 @pytest.mark.torture
 @pytest.mark.skipif("BRIMFUL_MINIMOL_PYTHON" not in os.environ, reason="BRIMFUL_MINIMOL_PYTHON names no Python")
 def test_minimol_itself(tmp_path):
-    features = features_of(load_encoder("minimol"), molecules("CCO", "not one", "c1ccccc1O"), cache=tmp_path)
+    features = compute_features(load_encoder("minimol"), molecules("CCO", "not one", "c1ccccc1O"), cache=tmp_path)
     assert features.matrix.shape == (3, 512)
     assert features.failed == {1: "RDKit cannot read its SMILES"}
     assert not np.array_equal(features.matrix[0], features.matrix[2])

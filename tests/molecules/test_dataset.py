@@ -1,4 +1,4 @@
-"""Molecules of a file: those that can be read, and a list of the others."""
+"""Molecules of a file: those that can be read, a list of the others, and what RDKit says of them."""
 
 import gzip
 import logging
@@ -12,7 +12,7 @@ import pytest
 
 from brimful.errors import BadData, BadOption, MissingExtra
 from brimful.molecules import dataset
-from brimful.molecules.dataset import Molecules, read_molecules
+from brimful.molecules.dataset import Facts, read_facts, read_molecules
 
 pytest.importorskip("rdkit")
 
@@ -26,7 +26,7 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_can_be_read_keeps_its_row_and_its_columns(table: Path) -> None:
+def test_readable_molecules_keep_their_row_and_columns(table: Path) -> None:
     found = read_molecules(table)
     assert found.smiles.tolist() == ["CCO", "c1ccccc1", "c1ccncc1"]
     assert found.rows.tolist() == [0, 2, 5]
@@ -39,7 +39,7 @@ def test_a_blank_label_is_nan_and_never_zero(table: Path) -> None:
     np.testing.assert_array_equal(read_molecules(table).columns["active"], [1.0, np.nan, 0.0])
 
 
-def test_what_cannot_be_read_is_listed_with_rdkits_reason(table: Path) -> None:
+def test_unreadable_molecules_are_listed_with_rdkits_reason(table: Path) -> None:
     listed = [(one.row, one.smiles, one.reason) for one in read_molecules(table).unread]
     assert listed == [
         (1, "CC(", "syntax error around position 3"),
@@ -49,17 +49,17 @@ def test_what_cannot_be_read_is_listed_with_rdkits_reason(table: Path) -> None:
 
 
 def test_rdkit_is_silent_while_molecules_are_read(table: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    heard: list[logging.LogRecord] = []
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = heard.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("rdkit").addHandler(handler)  # beside RDKit's own, which writes to the terminal
     read_molecules(table)
     assert handler in logging.getLogger("rdkit").handlers
     logging.getLogger("rdkit").removeHandler(handler)
-    assert not heard and capfd.readouterr() == ("", "")
+    assert not records and capfd.readouterr() == ("", "")
 
 
-def test_a_log_that_the_user_put_to_silence_stays_silent(table: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_the_user_disabled_stays_disabled(table: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from rdkit import Chem, RDLogger
 
     RDLogger.DisableLog("rdApp.*")
@@ -72,7 +72,7 @@ def test_a_log_that_the_user_put_to_silence_stays_silent(table: Path, capfd: pyt
         RDLogger.EnableLog("rdApp.warning")
 
 
-def test_a_row_that_is_no_csv_is_listed_and_counts(tmp_path: Path) -> None:
+def test_a_malformed_row_is_listed_and_counts(tmp_path: Path) -> None:
     path = tmp_path / "ragged.csv"
     path.write_text("smiles,y\nCCO,1\nCCN,2,3\nCCC,4\n")
     found = read_molecules(path)
@@ -116,16 +116,16 @@ def test_take_keeps_everything_aligned(table: Path) -> None:
     assert taken.facts is not None and taken.facts.rings.tolist() == [1, 0]
 
 
-def test_a_missing_column_is_told_with_what_may_be_meant(table: Path) -> None:
-    with pytest.raises(BadOption, match="no column 'actve'; did you mean 'active'\\? it has name, smiles, active"):
+def test_a_missing_column_is_refused_with_a_suggestion(table: Path) -> None:
+    with pytest.raises(BadOption, match="no column 'actve', did you mean 'active'\\? It has name, smiles, active"):
         read_molecules(table, columns=["actve"])
 
 
-def test_a_column_of_another_case_is_told_with_the_key_to_set(tmp_path: Path) -> None:
+def test_a_column_of_another_case_is_suggested_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "loud.csv").write_text("SMILES,y\nCCO,1\n")
     with pytest.raises(BadOption) as caught:
         read_molecules(tmp_path / "loud.csv")
-    says = "no column 'smiles'; did you mean 'SMILES'? it has SMILES, y; say smiles = \"SMILES\" under [[datasets]]"
+    says = "no column 'smiles', did you mean 'SMILES'? It has SMILES, y. Try: smiles = \"SMILES\" under [[datasets]]"
     assert says in str(caught.value)
 
 
@@ -135,23 +135,27 @@ def test_a_column_of_another_case_is_told_with_the_key_to_set(tmp_path: Path) ->
         (
             "some.csv",
             b"smiles;SR-ARE\nCCO;1\n",
-            "columns between commas, and its header has semicolons; write it with com",
+            "should have commas between columns, but its header has semicolons. Try: write it with com",
         ),
         ("some.csv", b'"smiles";"y"\r\n"CCO";"1"\r\n', "its header has semicolons"),
-        ("some.csv", b"smiles|y\nCCO|1\n", "its header has bars; write it with commas"),
-        ("some.csv", b"smiles\ty\nCCO\t1\n", "its header has tabs; call it .tsv"),
-        ("some.tsv.gz", gzip.compress(b"smiles,y\nCCO,1\n"), "between tabs, and its header has commas; call it .csv"),
-        ("some.csv", "smiles,name\nCCO,乙醇\n".encode("gbk"), "is not UTF-8; convert it with iconv -f gbk -t utf-8"),
-        ("some.csv", "smiles,名\nCCO,乙醇\n".encode("gbk"), "not UTF-8; .* convert it with iconv -f gbk -t utf-8"),
+        ("some.csv", b"smiles|y\nCCO|1\n", "its header has bars. Try: write it with commas"),
+        ("some.csv", b"smiles\ty\nCCO\t1\n", "its header has tabs. Try: rename it to .tsv"),
+        (
+            "some.tsv.gz",
+            gzip.compress(b"smiles,y\nCCO,1\n"),
+            "tabs between columns, but its header has commas. Try: rename it to .csv",
+        ),
+        ("some.csv", "smiles,name\nCCO,乙醇\n".encode("gbk"), "is not UTF-8. Try: iconv -f gbk -t utf-8"),
+        ("some.csv", "smiles,名\nCCO,乙醇\n".encode("gbk"), "not UTF-8. .*iconv -f gbk -t utf-8"),
         (
             "some.csv",
             "smiles,y\nCCO,1\n".encode("utf-16"),
-            "looks like UTF-16; convert it with iconv -f utf-16 -t utf-8",
+            "looks like UTF-16. Try: iconv -f utf-16 -t utf-8",
         ),
-        ("some.csv", "smiles,y\nCCO,1\n".encode("utf-16-be"), "convert it with iconv -f utf-16 -t utf-8"),
+        ("some.csv", "smiles,y\nCCO,1\n".encode("utf-16-be"), "iconv -f utf-16 -t utf-8"),
     ],
 )
-def test_another_separator_or_encoding_is_told_with_what_to_do(
+def test_another_separator_or_encoding_is_refused_with_a_fix(
     tmp_path: Path, name: str, content: bytes, says: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -159,7 +163,7 @@ def test_another_separator_or_encoding_is_told_with_what_to_do(
         read_molecules(tmp_path / name)
 
 
-def test_a_lone_column_may_be_called_anything(tmp_path: Path) -> None:
+def test_a_single_column_may_have_any_name(tmp_path: Path) -> None:
     (tmp_path / "lone.csv").write_text("a|b\nCCO\n")
     assert read_molecules(tmp_path / "lone.csv", smiles="a|b").smiles.tolist() == ["CCO"]
 
@@ -167,20 +171,20 @@ def test_a_lone_column_may_be_called_anything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("all.csv", b"smiles\nCC(\nxyz\n", "no molecule that RDKit can read, the first in row 0: 'CC\\('"),
-        ("none.csv", b"smiles\n", "has a header and no rows"),
-        ("some.xlsx", b"PK", "is of no kind that is read here; give .parquet, .csv"),
-        ("some.parquet", b"PAR1", "no whole parquet file"),
+        ("all.csv", b"smiles\nCC(\nxyz\n", "no molecule that RDKit can read, the first is row 0: 'CC\\('"),
+        ("none.csv", b"smiles\n", "has a header but no rows"),
+        ("some.xlsx", b"PK", "has an unknown type. Try: .parquet, .csv"),
+        ("some.parquet", b"PAR1", "is not a whole parquet file"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadData, match=says):
         read_molecules(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
-def test_text_of_a_parquet_is_read_however_it_is_stored(tmp_path: Path, kind: pa.DataType) -> None:
+def test_text_of_a_parquet_is_read_in_any_storage_type(tmp_path: Path, kind: pa.DataType) -> None:
     columns = {"smiles": ["CCO", "CC", "CCO"], "active": ["yes", None, "no"]}
     pq.write_table(
         pa.table({name: pa.array(one).cast(kind) for name, one in columns.items()}), tmp_path / "some.parquet"
@@ -189,48 +193,48 @@ def test_text_of_a_parquet_is_read_however_it_is_stored(tmp_path: Path, kind: pa
     assert found.smiles.tolist() == columns["smiles"] and found.columns["active"].tolist() == ["yes", "", "no"]
 
 
-def test_a_column_of_numbers_is_no_column_of_smiles(tmp_path: Path) -> None:
+def test_smiles_must_be_text(tmp_path: Path) -> None:
     pq.write_table(pa.table({"smiles": [1, 2]}), tmp_path / "numbers.parquet")
-    with pytest.raises(BadData, match="the column 'smiles' is of int64; name one of text"):
+    with pytest.raises(BadData, match="column 'smiles' has the type int64. Try: a column of text"):
         read_molecules(tmp_path / "numbers.parquet")
 
 
-def test_a_missing_rdkit_is_told_with_the_pip_command(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rdkit_names_the_pip_command(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rdkit", None)
     with pytest.raises(MissingExtra, match=r"pip install 'brimful\[mol\]'"):
         read_molecules(table)
 
 
-def test_processes_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_find_the_same_as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     smiles = ["CCO", "CC(", "c1ccccc1C", "C1CC1", ""] * 3
-    alone, told = dataset.examine(smiles), []
-    monkeypatch.setattr(dataset, "_CHUNK", 4)
-    monkeypatch.setattr(dataset, "_WORTH_PROCESSES", 2)
+    alone, phrases = dataset.examine(smiles), []
+    monkeypatch.setattr(dataset, "CHUNK", 4)
+    monkeypatch.setattr(dataset, "WORTH_PROCESSES", 2)
     monkeypatch.setattr(dataset.Host, "detect", lambda: type("Two", (), {"cores": 2}))
-    helped = _spied(monkeypatch)
-    assert dataset.examine(smiles, told.append) == alone
+    helped = _count_processes(monkeypatch)
+    assert dataset.examine(smiles, phrases.append) == alone
     assert helped == [2]
-    assert len(told) == 4 and told[-1] == "read 15 of 15 molecules"
+    assert len(phrases) == 4 and phrases[-1] == "read 15 of 15 molecules"
 
 
-def _spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many processes were asked for, each time any were."""
-    asked: list[int] = []
+def _count_processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many processes were requests for, each time any were."""
+    requests: list[int] = []
     real = dataset.ProcessPoolExecutor
 
     def pool(processes: int, **options: object) -> object:
-        asked.append(processes)
+        requests.append(processes)
         return real(processes, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dataset, "ProcessPoolExecutor", pool)
-    return asked
+    return requests
 
 
 def test_a_process_that_dies_costs_time_and_not_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     smiles = ["CCO", "CC("] * 3
     alone = dataset.examine(smiles)
-    monkeypatch.setattr(dataset, "_CHUNK", 2)
-    monkeypatch.setattr(dataset, "_WORTH_PROCESSES", 2)
+    monkeypatch.setattr(dataset, "CHUNK", 2)
+    monkeypatch.setattr(dataset, "WORTH_PROCESSES", 2)
     monkeypatch.setattr(dataset.Host, "detect", lambda: type("Two", (), {"cores": 2}))
 
     class Dying:
@@ -244,6 +248,71 @@ def test_a_process_that_dies_costs_time_and_not_the_result(monkeypatch: pytest.M
     assert dataset.examine(smiles) == alone
 
 
-def test_molecules_made_by_hand_need_no_facts() -> None:
-    by_hand = Molecules(source="here", smiles=np.array(["CCO"], dtype=object), rows=np.arange(1), columns={}, rows_in=1)
-    assert len(by_hand.take([0])) == 1
+# -- facts ----------------------------------------------------------------------------------------------------------------
+
+SMILES = ["OCC", "Cc1ccccc1", "c1ccc(cc1)C1CCNCC1", "C[C@H](N)O"]
+
+
+def same(one: Facts, other: Facts) -> bool:
+    return all(getattr(one, name).tolist() == getattr(other, name).tolist() for name in Facts.__dataclass_fields__)
+
+
+def test_facts_are_canonical_smiles_scaffold_atoms_and_rings() -> None:
+    facts = read_facts(SMILES)[0]
+    assert facts.canonical.tolist()[:2] == ["CCO", "Cc1ccccc1"]
+    assert facts.scaffold.tolist() == ["", "c1ccccc1", "c1ccc(C2CCNCC2)cc1", ""]
+    assert facts.heavy_atoms.tolist() == [3, 7, 12, 4]
+    assert facts.rings.tolist() == [0, 1, 2, 0]
+
+
+def test_mirror_images_count_as_one_molecule() -> None:
+    facts = read_facts(["C[C@H](N)O", "C[C@@H](N)O", "CC(N)O"])[0]
+    assert len(set(facts.canonical)) == 1
+
+
+def test_facts_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = read_facts(SMILES, cache=tmp_path)[0]
+    monkeypatch.setattr(dataset, "examine", lambda *_: pytest.fail("asked RDKit again"))
+    assert same(read_facts(SMILES, cache=tmp_path)[0], first)
+
+
+def test_the_cache_keeps_the_reasons(tmp_path: Path) -> None:
+    _, before = read_facts(["CCO", "CC("], cache=tmp_path)
+    _, again = read_facts(["CCO", "CC("], cache=tmp_path)
+    assert before == again == {1: "syntax error around position 3"}
+
+
+@pytest.mark.parametrize("other", [[*SMILES[:-1], "CCC"], SMILES[:-1], SMILES[::-1]])
+def test_other_molecules_have_another_cache(tmp_path: Path, other: list[str]) -> None:
+    read_facts(SMILES, cache=tmp_path)
+    assert same(read_facts(other, cache=tmp_path)[0], read_facts(other)[0])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_rdkit_has_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_facts(SMILES, cache=tmp_path)
+    monkeypatch.setattr(dataset, "rdkit_version", lambda: "3000.1")
+    read_facts(SMILES, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_damaged_cache_is_replaced(tmp_path: Path) -> None:
+    first, _ = read_facts(SMILES, cache=tmp_path)
+    file = next(tmp_path.iterdir())
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    assert same(read_facts(SMILES, cache=tmp_path)[0], first)
+    assert len(file.read_bytes()) == len(whole)
+
+
+def test_a_full_disk_costs_the_cache_and_not_the_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object, path: Path, **__: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", full)
+    phrases: list[str] = []
+    facts, _ = read_facts(SMILES, cache=tmp_path, progress=phrases.append)
+    assert len(facts.canonical) == len(SMILES)
+    assert phrases[-1] == "the facts of RDKit are not cached: OSError: [Errno 28] No space left on device"
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Heads this small do not gain from a second core, and on a busy box threads that wait for each other cost seconds."""
+"""Heads this small do not gain from a second core, and on a busy machine threads that wait for each other cost seconds."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Scores: higher for what looks out of distribution, fitted on training molecules only."""
 
-import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +10,13 @@ from sklearn.covariance import ledoit_wolf
 from sklearn.neighbors import LocalOutlierFactor
 
 from brimful.errors import BadData, BadOption, MissingExtra
-from brimful.molecules import scores as distance
+from brimful.molecules import methods
+from brimful.molecules.dataset import Molecules, molecules_from
+from brimful.molecules.methods import METHODS, TRIVIAL_BASELINES, classifier_scores, distance_scores, shrunk_covariance
 from brimful.molecules.metrics import auroc
-from brimful.molecules.scores import RANGES, classifier_scores, distance_scores, option_problems, shrunk_covariance
-from brimful.molecules.spec import METHODS
+from brimful.molecules.splits import Parts, Split
+
+from . import support
 
 DISTANCES = ("mahalanobis", "knn", "lof")
 
@@ -34,7 +37,7 @@ def standardised(x, train):
 
 
 @pytest.mark.parametrize("method", DISTANCES)
-def test_what_lies_outside_scores_higher(method):
+def test_molecules_outside_score_higher(method):
     train = cloud(200)
     inside, outside = cloud(50, seed=1), cloud(50, seed=2, shift=4.0)
     found = distance_scores(method, train, np.concatenate([inside, outside]))
@@ -42,10 +45,10 @@ def test_what_lies_outside_scores_higher(method):
 
 
 @pytest.mark.parametrize("method", DISTANCES)
-def test_the_chunks_change_nothing(method, monkeypatch):
+def test_the_chunk_size_changes_nothing(method, monkeypatch):
     train, x = bits(100), bits(23, seed=1)
     whole = distance_scores(method, train, x)
-    monkeypatch.setattr(distance, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(methods, "CHUNK_ROWS", 5)
     np.testing.assert_allclose(distance_scores(method, train, x), whole, rtol=1e-6)
 
 
@@ -61,7 +64,7 @@ def test_the_unit_of_a_column_changes_nothing(method):
 
 
 @pytest.mark.parametrize("method", DISTANCES)
-def test_columns_that_never_vary_do_no_harm(method):
+def test_constant_columns_change_nothing(method):
     train, x = cloud(100), cloud(20, seed=1)
     train[:, 2], x[:, 2] = 0, 0
     for rows in (train, x):
@@ -78,11 +81,11 @@ def mixed(rows, seed=0, shift=0.0):
 
 
 def nearest_class(train, x, labels, scaled_by):
-    rows, asked = standardised(train, scaled_by), standardised(x, scaled_by)
+    rows, queries = standardised(train, scaled_by), standardised(x, scaled_by)
     means = {label: rows[labels == label].mean(0) for label in set(labels)}
     residuals = np.concatenate([rows[labels == label] - mean for label, mean in means.items()])
     inverse = np.linalg.inv(ledoit_wolf(residuals, assume_centered=True)[0])
-    apart = [asked - mean for mean in means.values()]
+    apart = [queries - mean for mean in means.values()]
     return np.min([np.einsum("ij,jk,ik->i", one, inverse, one) for one in apart], axis=0)
 
 
@@ -114,7 +117,7 @@ def test_molecules_without_a_label_belong_to_no_class(unknown):
     np.testing.assert_array_equal(distance_scores("mahalanobis", train, x, labels=labels[:, None]), found)
 
 
-def test_several_label_columns_make_no_class():
+def test_several_label_columns_are_ignored():
     train, x = cloud(100), cloud(20, seed=1)
     labels = np.random.default_rng(0).integers(0, 2, size=(100, 12))
     one = distance_scores("mahalanobis", train, x)
@@ -123,7 +126,7 @@ def test_several_label_columns_make_no_class():
 
 
 @pytest.mark.parametrize("shape", [(40, 10), (40, 100), (300, 5)])
-def test_the_shrinkage_is_ledoit_and_wolfs(shape):
+def test_the_shrinkage_is_that_of_ledoit_and_wolf(shape):
     rows = np.random.default_rng(0).normal(size=shape) * np.linspace(1, 3, shape[1])
     rows -= rows.mean(0)
     covariance, shrinkage = shrunk_covariance(rows)
@@ -132,18 +135,18 @@ def test_the_shrinkage_is_ledoit_and_wolfs(shape):
     np.testing.assert_allclose(covariance, expected, atol=1e-12)
 
 
-def test_mirrored_rows_leave_no_singular_matrix():
+def test_mirrored_rows_do_not_make_a_singular_matrix():
     row = cloud(1)
     found = distance_scores("mahalanobis", np.concatenate([row, -row, row, -row]), cloud(5, seed=1))
     assert np.isfinite(found).all()
 
 
-def test_more_columns_than_molecules_is_no_trouble():
+def test_there_may_be_more_columns_than_molecules():
     train, x = bits(40, columns=200), bits(10, seed=1, columns=200)
     assert np.isfinite(distance_scores("mahalanobis", train, x)).all()
 
 
-def test_molecules_all_alike_have_no_covariance():
+def test_equal_molecules_have_no_covariance():
     with pytest.raises(BadData, match="same features"):
         distance_scores("mahalanobis", np.ones((5, 3), dtype=np.float32) * 2, cloud(2, columns=3))
 
@@ -151,20 +154,20 @@ def test_molecules_all_alike_have_no_covariance():
 @pytest.mark.parametrize("k", [1, 3, 30])
 def test_knn_is_the_distance_to_the_kth_neighbour(k):
     train, x = cloud(30), cloud(9, seed=1)
-    rows, asked = standardised(train, train), standardised(x, train)
-    expected = np.sort(np.linalg.norm(asked[:, None] - rows[None], axis=2), axis=1)[:, k - 1]
+    rows, queries = standardised(train, train), standardised(x, train)
+    expected = np.sort(np.linalg.norm(queries[:, None] - rows[None], axis=2), axis=1)[:, k - 1]
     np.testing.assert_allclose(distance_scores("knn", train, x, k=k), expected, rtol=1e-4)
 
 
 def test_fingerprints_are_compared_by_angle():
     train, x = bits(30), bits(9, seed=1)
-    rows, asked = (m / np.linalg.norm(m, axis=1, keepdims=True) for m in (train, x))
-    expected = np.sort(np.sqrt(2 - 2 * asked @ rows.T), axis=1)[:, 4]
+    rows, queries = (m / np.linalg.norm(m, axis=1, keepdims=True) for m in (train, x))
+    expected = np.sort(np.sqrt(2 - 2 * queries @ rows.T), axis=1)[:, 4]
     np.testing.assert_allclose(distance_scores("knn", train, x), expected, rtol=1e-5)
     np.testing.assert_array_equal(distance_scores("knn", train.astype(np.float32), x), distance_scores("knn", train, x))
 
 
-def test_a_copy_of_a_training_molecule_is_at_distance_nought():
+def test_a_copy_of_a_training_molecule_is_at_distance_zero():
     train = bits(500, columns=512)
     assert not distance_scores("knn", train, train[:50], k=1).any()
 
@@ -188,7 +191,7 @@ def test_lof_without_scikit_learn_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize("method", DISTANCES)
-def test_features_that_are_no_numbers_are_counted(method):
+def test_features_that_are_not_finite_are_counted(method):
     broken = cloud(30)
     broken[3, 1], broken[5, 0] = np.nan, np.inf
     for train, x in ((broken, cloud(30)), (cloud(30), broken)):
@@ -199,16 +202,16 @@ def test_features_that_are_no_numbers_are_counted(method):
 @pytest.mark.parametrize(("method", "option", "most"), [("knn", "k", 10), ("lof", "neighbours", 9)])
 def test_more_neighbours_than_molecules_are_refused(method, option, most):
     assert len(distance_scores(method, cloud(10), cloud(3), **{option: most})) == 3
-    with pytest.raises(BadOption, match=f"use at most {most}$"):
+    with pytest.raises(BadOption, match=f"at most {most}$"):
         distance_scores(method, cloud(10), cloud(3), **{option: most + 1})
 
 
 def test_a_single_training_molecule_is_refused():
-    with pytest.raises(BadData, match="at least 2 training molecules, and there are 1"):
+    with pytest.raises(BadData, match="at least 2 training molecules, not 1"):
         distance_scores("knn", cloud(1), cloud(3), k=1)
 
 
-def test_nothing_to_score_is_no_score():
+def test_no_molecules_have_no_scores():
     assert distance_scores("knn", cloud(10), cloud(0)).shape == (0,)
 
 
@@ -252,7 +255,7 @@ def test_msp_is_one_less_the_mean_of_the_largest_probabilities():
     np.testing.assert_allclose(scored("msp"), expected, rtol=1e-6)
 
 
-def test_energy_is_of_the_classes_in_use():
+def test_energy_uses_the_classes_of_each_task():
     found = Head()(X, False, 0).detach().double()
     for temperature in (1.0, 3.0):
         sums = [
@@ -273,7 +276,7 @@ def test_logits_that_are_masked_already_give_the_same():
         np.testing.assert_allclose(scored(method, Masked()), scored(method), rtol=1e-6)
 
 
-def test_odin_takes_a_step_that_makes_the_prediction_surer():
+def test_odin_takes_a_step_that_raises_the_confidence():
     temperature, epsilon, head = 10.0, 0.05, Head()
     moved = X.clone()
     for row in range(len(X)):
@@ -301,9 +304,9 @@ def test_odin_works_where_gradients_are_off_and_leaves_none_behind():
     head = Head()
     with torch.no_grad():
         scored("odin", head)
-    asked = X.clone().requires_grad_()
-    np.testing.assert_array_equal(scored("odin", head, asked), scored("odin"))
-    assert asked.grad is None
+    queries = X.clone().requires_grad_()
+    np.testing.assert_array_equal(scored("odin", head, queries), scored("odin"))
+    assert queries.grad is None
     assert head.weight.grad is None and not X.requires_grad
 
 
@@ -325,7 +328,7 @@ def test_every_pass_of_mc_dropout_has_its_number():
 
 
 @pytest.mark.parametrize("method", ["msp", "energy", "mc-dropout"])
-def test_a_score_without_a_slope_keeps_no_graph(method):
+def test_scores_without_gradients_keep_no_graph(method):
     def head(x, dropout, sample):
         assert not torch.is_grad_enabled()
         return Head()(x, dropout, sample)
@@ -334,7 +337,7 @@ def test_a_score_without_a_slope_keeps_no_graph(method):
 
 
 @pytest.mark.parametrize("method", ["msp", "odin", "energy"])
-def test_rows_at_a_time_change_nothing(method):
+def test_the_number_of_rows_at_a_time_changes_nothing(method):
     head = Head()
     np.testing.assert_allclose(scored(method, head, rows=7), scored(method), rtol=1e-6)
     assert len(head.passes) == (6 if method == "odin" else 3)
@@ -342,7 +345,7 @@ def test_rows_at_a_time_change_nothing(method):
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS.values() if m.kind == "classifier"])
 def test_every_method_of_a_classifier_is_scored(method):
-    options = METHODS[method].scored
+    options = support.defaults(METHODS[method].score_options)
     found = scored(method, x=torch.from_numpy(bits(20, columns=5)), **options)
     assert found.shape == (20,) and found.dtype == np.float64 and np.isfinite(found).all()
     assert classifier_scores(method, Head(), X[:0], classes=Head.classes, **options).shape == (0,)
@@ -352,21 +355,21 @@ def test_outlier_exposure_changes_the_training_not_the_score():
     np.testing.assert_array_equal(scored("msp-oe"), scored("msp"))
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
+# -- the registry ------------------------------------------------------------------------------------------------------
 
 
-def test_every_option_of_a_score_has_a_range():
-    scores = {m.name: set(m.scored) for m in METHODS.values() if m.kind != "energy"}
-    assert scores == {name: set(RANGES[name.removesuffix("-oe")]) for name in scores}
-
-
-def test_the_defaults_are_those_of_the_methods():
+def test_the_defaults_of_the_registry_are_those_of_the_functions():
     train, x = cloud(60), cloud(9, seed=1)
     for name in DISTANCES:
-        stated = distance_scores(name, train, x, **METHODS[name].scored)
+        stated = distance_scores(name, train, x, **support.defaults(METHODS[name].score_options))
         np.testing.assert_array_equal(distance_scores(name, train, x), stated)
     for name in ("odin", "energy", "mc-dropout"):
-        np.testing.assert_array_equal(scored(name), scored(name, **METHODS[name].scored))
+        np.testing.assert_array_equal(scored(name), scored(name, **support.defaults(METHODS[name].score_options)))
+
+
+def test_every_default_is_in_its_range():
+    for method in METHODS.values():
+        assert all(option.accepts(option.default) for option in method.options.values()), method.name
 
 
 @pytest.mark.parametrize(
@@ -374,36 +377,84 @@ def test_the_defaults_are_those_of_the_methods():
     [
         ("knn", "k", 0),
         ("knn", "k", 2.5),
+        ("knn", "k", True),
         ("lof", "neighbours", -1),
         ("odin", "temperature", 0.0),
         ("odin-oe", "epsilon", -0.1),
+        ("hinge", "hard", 1.5),
         ("energy", "temperature", float("nan")),
         ("energy-oe", "temperature", float("inf")),
-        ("mc-dropout", "samples", 0),
+        ("mc-dropout", "samples", 1),
         ("mc-dropout", "samples", "many"),
     ],
 )
-def test_an_option_out_of_range_is_told_before_and_refused(method, option, value):
-    assert option_problems(method, {option: value, "lr": -1})[0].startswith(f"{method}: {option} = {value} is not a ")
-    with pytest.raises(BadOption, match=f"^{method}: {option} = "):
-        if method in DISTANCES:
-            distance_scores(method, cloud(30), cloud(3), **{option: value})
-        else:
-            scored(method, **{option: value})
+def test_values_out_of_range_are_not_accepted(method, option, value):
+    assert not METHODS[method].options[option].accepts(value)
 
 
-def test_all_problems_come_at_once():
-    with pytest.raises(BadOption, match="temperature = 0 .*; odin: epsilon = -1 "):
-        scored("odin", temperature=0, epsilon=-1)
+def test_a_range_is_described():
+    ranges = {name: str(option) for name, option in METHODS["hinge"].options.items()}
+    assert ranges == {
+        "margin": "a number of at least 0",
+        "hard": "a number above 0 and at most 1",
+        "lam": "a number of at least 0",
+    }
+    assert str(METHODS["knn"].options["k"]) == "a whole number of at least 1"
+    assert str(METHODS["energy-oe"].options["margin_in"]) == "a number"
 
 
-def test_a_method_of_the_other_kind_is_refused():
-    with pytest.raises(BadOption, match='"msp" is no distance: use one of mahalanobis, knn, lof'):
-        distance_scores("msp", cloud(5), cloud(5))
-    with pytest.raises(BadOption, match='"knn" is no score of a classifier: use one of msp, odin, energy, mc-dropout'):
-        scored("knn")
+def test_mahalanobis_reads_labels_and_does_not_need_them():
+    reads = {method.name for method in METHODS.values() if method.reads_labels and not method.needs_labels}
+    assert reads == {"mahalanobis"}
 
 
-def test_checking_options_needs_no_torch():
-    code = "import sys, brimful.molecules.scores; sys.exit('torch' in sys.modules or 'sklearn' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+# -- trivial baselines -------------------------------------------------------------------------------------------------
+
+# ID are benzenes with a chain, OOD piperidines; longer chains in the ID validation molecules than in the OOD ones.
+ID = ["c1ccccc1C", "c1ccccc1CC", "c1ccccc1CCC", "c1ccccc1CCCC", "c1ccccc1CCCCC", "c1ccccc1CCCCCC"]
+OOD = ["C1CCNCC1", "C1CCNCC1C", "OC1CCNCC1", "FC1CCNCC1", "C1CC1C1CCNCC1", "C1CCNCC1"]
+
+
+@pytest.fixture(scope="module")
+def case() -> tuple[Molecules, Split]:
+    pytest.importorskip("rdkit")
+    at = np.arange(12).reshape(2, 3, 2)
+    ids, ood = (Parts(train=side[0], valid=side[1], test=side[2]) for side in at)
+    return molecules_from("here", ID + OOD, columns={}), Split(kind="random", id=ids, ood=ood)
+
+
+def test_a_count_is_signed_so_that_ood_is_higher_on_the_validation_molecules(case):
+    ids, ood, remark = TRIVIAL_BASELINES["heavy-atoms"](*case)
+    assert ids.tolist() == [-11.0, -12.0] and ood.tolist() == [-9.0, -6.0]
+    assert remark == "fewer heavy atoms look OOD (on the validation molecules: AUROC 1.000)"
+
+
+def test_the_test_molecules_do_not_decide_the_sign(case):
+    molecules, split = case
+    rings = molecules.facts.rings.copy()
+    rings[split.id.valid], rings[split.ood.valid] = 5, 9
+    rings[split.id.test], rings[split.ood.test] = 20, 0
+    changed = replace(molecules, facts=replace(molecules.facts, rings=rings))
+    ids, ood, remark = TRIVIAL_BASELINES["rings"](changed, split)
+    assert ids.tolist() == [20.0, 20.0] and ood.tolist() == [0.0, 0.0]
+    assert remark.startswith("more rings look OOD")
+
+
+def test_nearest_train_is_one_less_the_similarity_to_the_nearest_id_training_molecule(case):
+    from rdkit import Chem, DataStructs
+    from rdkit.Chem import rdFingerprintGenerator
+
+    generator = rdFingerprintGenerator.GetMorganGenerator(radius=2, fpSize=2048)
+    bits = [generator.GetFingerprint(Chem.MolFromSmiles(one)) for one in ID + OOD]
+    ids, ood, remark = TRIVIAL_BASELINES["nearest-train"](*case)
+    for place, score in zip([4, 5, 10, 11], [*ids, *ood], strict=True):
+        nearest = max(DataStructs.TanimotoSimilarity(bits[place], bits[known]) for known in (0, 1))
+        assert score == pytest.approx(1 - nearest)
+    assert max(ids) < min(ood)
+    assert "2048 bits) to the nearest of 2 ID training molecules" in remark
+
+
+def test_a_training_molecule_itself_is_at_distance_zero(case):
+    molecules, split = case
+    same = replace(split, id=replace(split.id, train=split.id.test))
+    assert TRIVIAL_BASELINES["nearest-train"](molecules, same)[0].tolist() == [0.0, 0.0]

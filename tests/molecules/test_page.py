@@ -7,20 +7,32 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from brimful.molecules.metrics import auroc
-from brimful.molecules.page import curve_chart, histogram_chart, roc, roc_chart, sweep_page
+from brimful.molecules.charts import (
+    Frame,
+    area,
+    axes,
+    curve_chart,
+    histogram_chart,
+    line,
+    roc_chart,
+    thinned,
+    ticks,
+    widened,
+)
+from brimful.molecules.metrics import auroc, roc
+from brimful.molecules.page import sweep_page
 from brimful.molecules.results import conventions, summarise
-from brimful.molecules.svg import Frame, area, axes, line, thinned, ticks, widened
-from tests.molecules.fake_rows import row, seeds
+
+from .support import result_row, result_rows
 
 VOID = {"meta", "br"}
-ROWS = [*seeds("dpo", (0.78, 0.79, 0.80)), *seeds("knn", (0.6, 0.6, 0.6), deterministic=True), row("rings", auroc=0.683)]  # fmt: skip
+ROWS = [*result_rows("dpo", (0.78, 0.79, 0.80)), *result_rows("knn", (0.6, 0.6, 0.6), deterministic=True), result_row("rings", auroc=0.683)]  # fmt: skip
 
 
 def run(seed=0, epochs=30, molecules=200):
-    chance = np.random.default_rng(seed)
-    curve = 0.8 - 0.3 * np.exp(-np.arange(epochs) / 10) + chance.normal(0, 0.01, epochs)
-    return {"id_scores": chance.normal(0, 1, molecules), "ood_scores": chance.normal(1, 1, molecules), "curve": curve}
+    rng = np.random.default_rng(seed)
+    curve = 0.8 - 0.3 * np.exp(-np.arange(epochs) / 10) + rng.normal(0, 0.01, epochs)
+    return {"id_scores": rng.normal(0, 1, molecules), "ood_scores": rng.normal(1, 1, molecules), "curve": curve}
 
 
 def page(rows=ROWS, read_run=lambda name: run(), title="A sweep", **words):
@@ -57,7 +69,7 @@ def classes(drawing, kind):
     return [one for one in drawing.iter() if one.get("class") == kind]
 
 
-def test_the_page_is_whole_and_reaches_for_nothing_outside():
+def test_the_page_is_well_formed_and_needs_no_network():
     text = page()
     tags = Tags(text).seen
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in tags}
@@ -72,7 +84,7 @@ def test_each_method_has_a_curve_a_histogram_and_a_roc():
     assert len([label for label in labels if label.startswith("rings")]) == 2
 
 
-def test_what_cannot_vary_is_drawn_once():
+def test_deterministic_methods_are_drawn_once():
     drawn = {one.get("aria-label"): one for one in pictures(page())}
     assert [len(classes(drawn[f"{method}: ROC curve"], "thin")) for method in ("dpo", "knn")] == [3, 1]
 
@@ -83,7 +95,7 @@ def test_the_table_has_every_text_of_its_summary():
         assert part in text
 
 
-def test_the_strip_shows_each_seed_once_and_none_for_what_cannot_vary():
+def test_the_strip_shows_each_seed_of_methods_that_vary():
     strips = re.findall(r'<td class="strip">(.*?)</td>', page())
     assert [strip.count('class="seed"') for strip in strips] == [3, 0, 0]
     assert all(strip.count('class="bar"') == 1 for strip in strips)
@@ -91,44 +103,40 @@ def test_the_strip_shows_each_seed_once_and_none_for_what_cannot_vary():
 
 def test_all_text_is_escaped():
     bad = '<script>"&'
-    text = page([row("dpo", dataset=bad, encoder=bad, settings=bad, split=bad)], title=bad, remarks={bad: [bad]})
+    text = page([result_row("dpo", dataset=bad, encoder=bad, settings=bad, split=bad)], title=bad, remarks={bad: [bad]})
     Tags(text)
     assert "<script" not in text and "&lt;script&gt;" in text
 
 
-def test_remarks_stand_with_their_dataset():
+def test_remarks_are_shown_with_their_dataset():
     assert "7 could not be read" in page(remarks={"hiv-scaffold": ["7 could not be read"], "other": ["not here"]})
     assert "not here" not in page(remarks={"other": ["not here"]})
 
 
-def test_a_run_whose_arrays_are_gone_is_told():
+def test_missing_arrays_are_counted():
     text = page(read_run=lambda name: None if name == "dpo-1" else run())
-    assert "the arrays of 1 run are not there" in text and len(classes(pictures(text)[0], "thin")) == 2
+    assert "the arrays of 1 run are missing" in text and len(classes(pictures(text)[0], "thin")) == 2
 
 
-def test_a_sweep_whose_runs_are_all_gone_still_has_its_table():
+def test_the_table_does_not_need_the_arrays():
     text = page(read_run=lambda name: None)
     Tags(text)
     assert not pictures(text) and ".790" in text
 
 
 def test_five_hundred_runs_of_five_hundred_epochs_stay_below_two_megabytes():
-    rows = [one for place in range(50) for one in seeds("dpo", [0.7] * 10, settings=f"lr={place}")]
-    runs = {f"dpo-{seed}": run(seed, epochs=500, molecules=1000) for seed in range(10)}
+    rows = [one for place in range(50) for one in result_rows("dpo", [0.7] * 10, settings=f"lr={place}")]
+    runs = {f"dpo-{seed}": run(seed, epochs=500, molecules=300) for seed in range(10)}
     text = page(rows, runs.get)
     assert len(text.encode()) < 2e6 and len(classes(pictures(text)[0], "thin")) == 10
 
 
-def test_ten_thousand_runs_are_drawn_by_their_means():
-    rows = [one for place in range(4) for one in seeds("dpo", [0.7] * 3, settings=f"lr={place}")]
+def test_without_points_only_the_mean_is_drawn():
     drawn = curve_chart([run(0), run(1)], 0, "dpo")
     assert not classes(ET.fromstring(drawn), "thin") and len(classes(ET.fromstring(drawn), "mean")) == 1
-    from brimful.molecules.page import _points
-
-    assert _points(len(rows)) == 200 and _points(10_000) == 0
 
 
-def test_the_mean_ends_where_fewer_than_half_go_on():
+def test_the_mean_ends_where_fewer_than_half_are_left():
     drawn = ET.fromstring(curve_chart([run(0, 10), run(1, 20), run(2, 30), run(3, 31)], 200, "x"))
     (mean,) = classes(drawn, "mean")
     moves = re.findall(r"-?\d*\.?\d+", mean.get("d"))
@@ -136,9 +144,9 @@ def test_the_mean_ends_where_fewer_than_half_go_on():
     assert [len(classes(drawn, kind)) for kind in ("thin", "peak")] == [4, 4]
 
 
-def test_a_roc_encloses_the_auroc_ties_included():
-    chance = np.random.default_rng(0)
-    inside, outside = chance.integers(0, 6, 300).astype(float), chance.integers(1, 8, 200).astype(float)
+def test_the_area_below_a_roc_is_the_auroc():
+    rng = np.random.default_rng(0)
+    inside, outside = rng.integers(0, 6, 300).astype(float), rng.integers(1, 8, 200).astype(float)
     for positive in ("ood", "id"):
         x, y = roc(inside, outside, positive)
         assert (x[0], y[0], x[-1], y[-1]) == (0, 0, 1, 1)
@@ -158,11 +166,11 @@ def test_the_axes_of_a_roc_name_the_positive_side():
 
 
 @pytest.mark.parametrize("scores", [np.array([]), np.full(5, np.nan), np.full(5, np.inf)])
-def test_scores_that_cannot_be_drawn_leave_no_picture(scores):
+def test_scores_that_cannot_be_drawn_have_no_histogram(scores):
     assert histogram_chart([{"id_scores": scores, "ood_scores": np.ones(3)}], "x", "score") == ""
 
 
-def test_one_far_molecule_does_not_flatten_a_histogram():
+def test_an_outlier_does_not_flatten_a_histogram():
     near = np.random.default_rng(0).normal(0, 1, 1000)
     drawn = histogram_chart([{"id_scores": np.append(near, 1e6), "ood_scores": near}], "x", "score")
     assert "1000000" not in drawn and "1e+06" not in drawn
@@ -180,7 +188,7 @@ def test_a_line_breaks_where_a_value_is_missing():
     assert line(frame, np.arange(2), np.full(2, np.nan), "thin") == ""
 
 
-def test_steps_add_up_to_where_the_line_ends():
+def test_moves_add_up_to_the_end_of_the_line():
     frame = Frame(x=(0, 1), y=(0, 1))
     x = np.linspace(0, 1, 150)
     numbers = [float(one) for one in re.findall(r"-?\d*\.?\d+", line(frame, x, np.sin(9 * x) ** 2, "thin"))]
@@ -188,7 +196,7 @@ def test_steps_add_up_to_where_the_line_ends():
     assert ends == pytest.approx([float(frame.across(1)), float(frame.down(np.sin(9) ** 2))], abs=0.06)
 
 
-def test_bars_stand_on_the_ground():
+def test_bars_start_and_end_at_zero():
     drawn = area(Frame(x=(0, 2), y=(0, 1)), np.array([0.0, 1.0, 2.0]), np.array([0.5, 1.0]), "id")
     numbers = np.array([float(one) for one in re.findall(r"-?\d*\.?\d+", drawn)]).reshape(-1, 2)
     assert numbers[:, 1].sum() == pytest.approx(numbers[0, 1])
@@ -205,22 +213,22 @@ def test_bars_stand_on_the_ground():
         ((3, 3), ["3"]),
     ],
 )
-def test_ticks_are_round_and_told_apart(span, names):
+def test_ticks_are_round_and_distinct(span, names):
     assert [name for _, name in ticks(*span, most=5)] == names
 
 
-def test_thinning_keeps_both_ends_and_no_more_than_asked():
+def test_thinning_keeps_both_ends():
     kept = thinned(np.empty(1000), 200)
     assert len(kept) == 200 and (kept[0], kept[-1]) == (0, 999) and len(thinned(np.empty(7), 200)) == 7
 
 
 @pytest.mark.parametrize("values", [[], [0.0], [0.7, 0.7], [np.nan]])
-def test_there_is_always_something_to_draw_on(values):
+def test_a_span_is_never_empty(values):
     low, high = widened(values)
     assert low < high
 
 
-def test_scores_that_lie_close_fill_their_axis():
+def test_close_scores_fill_their_axis():
     assert widened([0.4986, 0.4999], by=0.0) == (0.4986, 0.4999)
     low, high = widened([0.5, np.nextafter(0.5, 1)], by=0.0)
     assert high - low > 0.01  # rounding is no spread

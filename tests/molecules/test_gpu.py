@@ -1,14 +1,17 @@
-"""What only a card can show: the same runs as on the CPU, packs that follow the memory, an out-of-memory error survived."""
+"""On a GPU: the same runs as on the CPU, packs that follow the memory, an out-of-memory error survived."""
 
 import numpy as np
 import pytest
 import torch
 
-from brimful.molecules.feature_store import Shelf
-from brimful.molecules.job import HeadShape, Job, Rows
-from brimful.molecules.runner import Runner, choose
-from brimful.molecules.spec import METHODS, TrainSpec
+from brimful.molecules.feature_store import FeatureStore
+from brimful.molecules.heads import HeadShape, Job, Rows
+from brimful.molecules.methods import METHODS
+from brimful.molecules.runner import Runner, choose_pack_size
+from brimful.molecules.spec import TrainSpec
 from brimful.units import GiB
+
+from . import support
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +31,7 @@ def jobs(count, epochs=5):
     training = TrainSpec(lr=1e-3, batch=256, epochs=epochs, patience=epochs)
     return [
         Job(
-            name=f"{name}-{seed}", data="a", objective=name, options=METHODS[name].trained, seed=seed,
+            name=f"{name}-{seed}", data="a", objective=name, options=support.defaults(METHODS[name].training_options), seed=seed,
             shape=HeadShape(inputs=INPUTS, activation="silu"), training=training,  # a ReLU at its kink goes either way
         )
         for seed in range(count)
@@ -36,15 +39,15 @@ def jobs(count, epochs=5):
     ]  # fmt: skip
 
 
-def trained(asked, rows, device, slots):
-    runner = Runner(asked, Shelf(rows, torch.device(device)), slots)
+def trained(wanted, rows, device, slots):
+    runner = Runner(wanted, FeatureStore(rows, torch.device(device)), slots)
     return {one.job.name: one for some in runner.run() for one in some}, runner
 
 
-def test_a_run_is_the_same_on_a_card_and_on_the_cpu(rows):
-    asked = jobs(2)
-    here, _ = trained(asked, rows, "cpu", 8)
-    there, _ = trained(asked, rows, "cuda", 8)
+def test_a_run_is_the_same_on_a_gpu_and_on_the_cpu(rows):
+    wanted = jobs(2)
+    here, _ = trained(wanted, rows, "cpu", 8)
+    there, _ = trained(wanted, rows, "cuda", 8)
     for name, one in here.items():
         torch.testing.assert_close(there[name].weights, one.weights, rtol=0, atol=1e-4)
         assert there[name].curve == pytest.approx(one.curve, abs=1e-3)
@@ -52,22 +55,22 @@ def test_a_run_is_the_same_on_a_card_and_on_the_cpu(rows):
 
 def test_packs_stay_within_the_budget(rows):
     torch.cuda.empty_cache()
-    shelf = Shelf(rows, torch.device("cuda"))
-    found = choose(jobs(64), shelf, GiB)
+    store = FeatureStore(rows, torch.device("cuda"))
+    found = choose_pack_size(jobs(64), store, GiB)
     assert max(one.peak_bytes for one in found.trials) <= 1.05 * GiB
     assert found.runs < 256 and "predicted" in found.reason
 
 
 def test_memory_that_runs_out_halves_the_pack_and_changes_no_result(rows):
-    asked = jobs(16)
-    whole, _ = trained(asked, rows, "cuda", 64)
+    wanted = jobs(16)
+    whole, _ = trained(wanted, rows, "cuda", 64)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GiB) / total)
     try:
-        cut, runner = trained(asked, rows, "cuda", 64)
+        halved, runner = trained(wanted, rows, "cuda", 64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert runner.ooms >= 1 and runner.slots < 64
     for name, one in whole.items():
-        torch.testing.assert_close(cut[name].weights, one.weights, rtol=0, atol=1e-4)
+        torch.testing.assert_close(halved[name].weights, one.weights, rtol=0, atol=1e-4)

@@ -1,12 +1,11 @@
-"""The chat model trained for real: a short pretrain, then SFT from it, on question-answer rows; what each is worth.
+"""Trains the chat model for real: a short pretraining, then SFT from it, on question-answer rows.
 
     python bench/chat.py TRAIN VALID --size tiny --pretrain-steps 200 --sft-steps 60 --device cpu
     python bench/chat.py TRAIN VALID --size base --memory-limit 20GiB --take-memory --workers 2
 
-Prints validation loss and BLEU before and after each phase, rows/s and MFU (medians), the peak, out-of-memory errors,
-and the host RAM of the whole process tree beyond a process with the same imports and device context. With
-`--take-memory`, memory is taken away in the middle of each phase and given back ten steps later. Each phase is also
-stopped once by SIGTERM and resumed.
+Prints validation loss and BLEU before and after each phase, rows/s and MFU (medians), the peak, out-of-memory errors, and
+the host RAM of the process tree beyond a process with the same imports and device context. Each phase is stopped once by
+SIGTERM and resumed. With `--take-memory`, memory is taken away in the middle of each phase and given back ten steps later.
 """
 
 import argparse
@@ -28,6 +27,8 @@ os.environ.setdefault(
     "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 )  # as the command line does, before torch is imported
 
+import brimful  # noqa: E402
+
 BASELINE = """
 import torch, brimful.training.session, brimful.tasks.generate, sacrebleu, transformers.models.t5.modeling_t5, pyarrow
 import sys
@@ -39,60 +40,68 @@ print(tree_bytes())
 
 
 def main() -> None:
-    asked = _arguments()
-    out = Path(asked.output)
+    arguments = _arguments()
+    out = Path(arguments.output)
     out.mkdir(parents=True, exist_ok=True)
-    baseline = _baseline(asked.device)
-    phases, start = [], asked.pretrained
+    baseline = _baseline(arguments.device)
+    phases, start = [], arguments.pretrained
     if start is None:
         start = out / "pretrain"
-        phases.append(_alone("chatlm-pretrain", asked, start, asked.pretrain_steps, asked.pretrain_lr, None, baseline))
-    if asked.sft_steps:
-        phases.append(_alone("chatlm-sft", asked, out / "sft", asked.sft_steps, asked.sft_lr, start, baseline))
-    print(json.dumps({"size": asked.size, "device": asked.device, "phases": phases}, indent=1))
+        phases.append(
+            _run_phase(
+                "chatlm-pretrain", arguments, start, arguments.pretrain_steps, arguments.pretrain_lr, None, baseline
+            )
+        )
+    if arguments.sft_steps:
+        phases.append(
+            _run_phase("chatlm-sft", arguments, out / "sft", arguments.sft_steps, arguments.sft_lr, start, baseline)
+        )
+    print(json.dumps({"size": arguments.size, "device": arguments.device, "phases": phases}, indent=1))
 
 
-def _alone(*phase) -> dict:
-    """In a process of its own, as a user runs it: what one phase leaves behind is not counted to the next."""
+def _run_phase(*phase) -> dict:
+    """Run a phase in a process of its own, so that its memory does not count for the next one."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_phase, *phase).result()
 
 
-def _phase(name, asked, run, steps, lr, start, baseline_bytes) -> dict:
-    """Train, be stopped in the middle, resume."""
-    import brimful
+def _phase(name, arguments, run, steps, lr, start, baseline_bytes) -> dict:
+    """Train, stop in the middle, resume."""
     from brimful.tasks.load import load_task
 
     shutil.rmtree(run, ignore_errors=True)
-    size = {"from_": str(start)} if start else {"size": asked.size, "tokenizer": asked.tokenizer}
-    size["max_tokens"] = asked.max_tokens
+    task_options = {"from": str(start)} if start else {"size": arguments.size, "tokenizer": arguments.tokenizer}
+    task_options["max_tokens"] = arguments.max_tokens
     events, stop_at, host = [], (2 * steps) // 3, _Host(baseline_bytes)
-    how = dict(  # noqa: C408 - keywords read as such
-        run=str(run), max_steps=steps, lr=lr, valid=asked.valid, eval_every=max(1, steps // 2), eval_rows=asked.eval_rows,
-        generate_rows=asked.generate_rows, device=asked.device, memory_limit=asked.memory_limit, workers=asked.workers,
-        warmup="10%", global_batch=asked.global_batch, save_every=max(1, steps // 3), keep=1, listeners=[events.append, _heard], say=_say,
+    options = dict(  # noqa: C408 - keywords
+        run=str(run), max_steps=steps, lr=lr, valid=arguments.valid, eval_every=max(1, steps // 2), eval_rows=arguments.eval_rows,
+        generate_rows=arguments.generate_rows, device=arguments.device, memory_limit=arguments.memory_limit, workers=arguments.workers,
+        warmup="10%", global_batch=arguments.global_batch, save_every=max(1, steps // 3), keep=1, listeners=[events.append, _note_event],
+        progress=_log,
     )  # fmt: skip
     with host:
-        hooks = [_Taker(steps // 3)] if asked.take_memory else []
-        stopped = brimful.train(load_task(name, options=size), asked.train, hooks=[*hooks, _Stopper(stop_at)], **how)
+        hooks = [_Taker(steps // 3)] if arguments.take_memory else []
+        stopped = brimful.train(
+            load_task(name, task_options), arguments.train, hooks=[*hooks, _Stopper(stop_at)], **options
+        )
         assert stopped.reason == "interrupted" and stopped.step == stop_at, stopped
-        ending = brimful.train(load_task(name, options=size), asked.train, resume=True, **how)
+        ending = brimful.train(load_task(name, task_options), arguments.train, resume=True, **options)
     assert ending.reason == "finished" and ending.step == steps, ending
     return {
         "task": name,
         "steps": steps,
-        **_figures(events),
-        "host_bytes_beyond_imports": host.most_bytes,
-        "host_highest_while": host.most_while,
+        **_summary(events),
+        "host_bytes_beyond_imports": host.peak_bytes,
+        "host_peak_activity": host.peak_activity,
     }
 
 
-def _heard(event) -> None:
-    global _last_said
-    _last_said = f"after {event['event']} of step {event.get('step')}"
+def _note_event(event) -> None:
+    global _activity
+    _activity = f"after {event['event']} of step {event.get('step')}"
 
 
-def _figures(events) -> dict:
+def _summary(events) -> dict:
     steps = [event for event in events if event["event"] == "step"]
     evals = [event for event in events if event["event"] == "eval"]
     settled = steps[len(steps) // 4 :]
@@ -119,14 +128,11 @@ def _figures(events) -> dict:
     }
 
 
-class _Stopper:
-    """SIGTERM to this very process after a step."""
+class _Stopper(brimful.Hook):
+    """Sends SIGTERM to this process after a step."""
 
     def __init__(self, at):
         self.at = at
-
-    def __getattr__(self, name):
-        return lambda *_: None
 
     def after_step(self, loop, result):
         if loop.step == self.at:
@@ -134,7 +140,7 @@ class _Stopper:
 
 
 class _Taker(_Stopper):
-    """Takes memory after one step, so that the next ones run out of it, and gives it back ten steps later."""
+    """Allocates memory after one step, so that the next ones run out of it, and frees it ten steps later."""
 
     def after_step(self, loop, result):
         import torch
@@ -149,51 +155,51 @@ class _Taker(_Stopper):
             held = torch.accelerator.memory_allocated(device) if device.type != "cpu" else 0
             free = (room or 0) - held
             self.taken = []
-            while sum(part.nbytes for part in self.taken) < 0.7 * free:  # in pieces: the cache has holes
+            while sum(part.nbytes for part in self.taken) < 0.7 * free:  # in pieces, because the cache is fragmented
                 try:
                     self.taken.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device))
                 except torch.OutOfMemoryError:
                     break
-            _say(f"taking {sum(part.nbytes for part in self.taken) / 2**30:.1f} GiB after step {loop.step}")
+            _log(f"taking {sum(part.nbytes for part in self.taken) / 2**30:.1f} GiB after step {loop.step}")
         elif loop.step == self.at + 10:
             self.taken = None
-            _say("given back")
+            _log("memory given back")
 
 
 class _Host:
-    """The most anonymous and shared memory of the process tree, looked at ten times a second."""
+    """The peak of anonymous and shared memory of the process tree, sampled ten times a second."""
 
     def __init__(self, baseline_bytes):
-        self.baseline_bytes, self.most_bytes, self.most_while, self._done = baseline_bytes, 0, "", threading.Event()
+        self.baseline_bytes, self.peak_bytes, self.peak_activity, self._done = baseline_bytes, 0, "", threading.Event()
 
     def __enter__(self):
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def __exit__(self, *_):
         self._done.set()
         self._thread.join()
 
-    def _look(self):
+    def _sample(self):
         from brimful.machine.host import tree_bytes
 
         while not self._done.wait(0.1):
             now = tree_bytes() - self.baseline_bytes
-            if now > self.most_bytes:
-                self.most_bytes, self.most_while = now, _last_said
+            if now > self.peak_bytes:
+                self.peak_bytes, self.peak_activity = now, _activity
 
 
 def _baseline(device) -> int:
-    found = subprocess.run([sys.executable, "-c", BASELINE, device], capture_output=True, text=True, check=True)
-    return int(found.stdout.split()[-1])
+    process = subprocess.run([sys.executable, "-c", BASELINE, device], capture_output=True, text=True, check=True)
+    return int(process.stdout.split()[-1])
 
 
-_last_said = ""
+_activity = ""
 
 
-def _say(phrase) -> None:
-    global _last_said
-    _last_said = phrase
+def _log(phrase) -> None:
+    global _activity
+    _activity = phrase
     print(f"{time.strftime('%H:%M:%S')} {phrase}", file=sys.stderr, flush=True)
 
 
@@ -211,10 +217,10 @@ def _arguments():
     parser.add_argument("--eval-rows", type=int, default=400)
     parser.add_argument("--generate-rows", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--pretrained", help="a run of chatlm-pretrain to start SFT from; none is trained then")
-    parser.add_argument("--max-tokens", help="texts are cut there; the task's lengths unless given")
+    parser.add_argument("--pretrained", help="a run of chatlm-pretrain to start SFT from, instead of training one")
+    parser.add_argument("--max-tokens", help="truncate texts to this; default: the lengths of the task")
     parser.add_argument("--global-batch", type=int)
-    parser.add_argument("--tokenizer", help="a folder; one is trained on TRAIN unless given")
+    parser.add_argument("--tokenizer", help="a folder; default: trained on TRAIN")
     parser.add_argument("--take-memory", action="store_true")
     parser.add_argument("--output", default="chat-bench")
     return parser.parse_args()

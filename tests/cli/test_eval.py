@@ -56,9 +56,9 @@ def test_a_run_is_evaluated_on_rows_truncated_as_in_training(tiny, capsys, tmp_p
     assert by_run["truncated"] == by_flag["truncated"] and by_run["truncated"]["prompt"] == 24
     assert plain["truncated"] == {"prompt": 0, "response": 0} and plain["max_tokens"]["prompt"] == 256
     _, out, _ = evaluate(tiny, "--metrics", "loss", capsys=capsys, model=tmp_path)
-    assert "of 24 rows, at 6+6 tokens as in the model's run" in " ".join(out.split())
+    assert "of 24 rows (limit 6+6 tokens, as in the model's run)" in " ".join(out.split())
     _, out, _ = evaluate(tiny, "--metrics", "loss", capsys=capsys, model=tmp_path, data=tiny.folder / "store")
-    assert "no row, at 256+256 tokens when the token store was made" in " ".join(out.split())
+    assert "no row (limit 256+256 tokens, when the token store was made)" in " ".join(out.split())
 
 
 def test_a_memory_limit_is_kept_and_changes_no_score(tiny, capsys):
@@ -74,7 +74,7 @@ def test_a_memory_limit_is_kept_and_changes_no_score(tiny, capsys):
 def test_it_prints_a_table(tiny, capsys):
     code, out, _ = evaluate(tiny, "--rows", "4", capsys=capsys)
     assert code == 0
-    assert "BLEU-4" in out and "perplexity" in out and "4 of 24 (seed 0) rows" in " ".join(out.split())
+    assert "BLEU-4" in out and "perplexity" in out and "4 of 24 rows (seed 0)" in " ".join(out.split())
 
 
 def test_some_rows_and_some_metrics(tiny, capsys):

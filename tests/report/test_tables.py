@@ -84,15 +84,15 @@ def test_every_score_is_shown_with_what_it_was_computed_from():
     text = eval_text()
     for part in ("2.3457", "10.44", "31.24", "28.10", "12,345 response tokens", "1,000 answers", "tok:zh"):
         assert part in text
-    assert "1,000 of 5,000 (seed 7) rows" in text
+    assert "1,000 of 5,000 rows (seed 7)" in text
 
 
 def test_truncated_rows_are_counted():
-    where = "at 256+320 tokens as in the model's run"
-    assert f"1 prompt of 5,000 rows, {where}" in eval_text()
+    where = "(limit 256+320 tokens, as in the model's run)"
+    assert f"1 prompt of 5,000 rows {where}" in eval_text()
     both = eval_text(truncated={"prompt": 2, "response": 1200})
-    assert f"2 prompts and 1,200 responses of 5,000 rows, {where}" in both
-    assert f"no row, {where}" in eval_text(truncated={"prompt": 0, "response": 0})
+    assert f"2 prompts and 1,200 responses of 5,000 rows {where}" in both
+    assert f"no row {where}" in eval_text(truncated={"prompt": 0, "response": 0})
 
 
 def test_memory_is_called_measured_or_predicted():

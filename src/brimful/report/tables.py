@@ -86,13 +86,9 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
 
 def eval_table(report: Mapping[str, Any]) -> RenderableType:
     """The JSON report of `brimful eval`: scores, a few answers, then memory and time."""
-    available = report["rows_available"]
-    rows = (
-        f"all {available:,}"
-        if report["rows"] == available
-        else f"{report['rows']:,} of {available:,} (seed {report['seed']})"
-    )
-    headline = Text.assemble((report["model"], "bold"), " on ", (report["data"], "bold"), f": {rows} rows")
+    available, seed = report["rows_available"], report["seed"]
+    rows = f"all {available:,} rows" if report["rows"] == available else f"{report['rows']:,} of {available:,} rows (seed {seed})"  # fmt: skip
+    headline = Text.assemble((report["model"], "bold"), " on ", (report["data"], "bold"), f": {rows}")
     samples: list[RenderableType] = [Text(), _samples(report["samples"][:SAMPLES])] if report["samples"] else []
     return Group(headline, Text(), _scores(report), *samples, Text(), _eval_facts(report))
 
@@ -133,7 +129,7 @@ def _eval_facts(report: Mapping[str, Any]) -> Table:
     longer = [f"{count:,} {side}{'s' * (count != 1)}" for side, count in report["truncated"].items() if count]
     truncated = f"{' and '.join(longer)} of {report['rows_available']:,} rows" if longer else "no row"
     facts: list[tuple[str, str | Text]] = [
-        ("truncated", f"{truncated}, at {limits} tokens {report['max_tokens_reason']}")
+        ("truncated", f"{truncated} (limit {limits} tokens, {report['max_tokens_reason']})")
     ]
     for kind, plan in report["forward"].items():
         rows, shape = show_rows(plan["largest_batch"]["rows"]), "+".join(map(str, plan["largest_batch"]["shape"]))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import brimful
 from brimful.planning.planner import plan as make_plan
-from brimful.step.stepper import Stepper
 from brimful.tasks.load import load_task
 from brimful.units import show_bytes
 
@@ -49,7 +49,8 @@ SLOW = ("image_classifier", "unet", "causal_lm")
     "name", [pytest.param(name, marks=pytest.mark.torture) if name in SLOW else name for name in TASKS]
 )
 def test_at_512_mib(name):
-    keeps_its_promise(name, "512MiB")
+    # With checkpointing a whole step is predicted from probes that held gradients; whether it is tried depends on timings.
+    keeps_its_promise(name, "512MiB", checkpointing="off" if name == "chatlm-sft" else "auto")
 
 
 @pytest.mark.torture
@@ -69,10 +70,8 @@ def test_all_pairs_is_right_where_a_straight_line_is_wrong_by_a_factor():
 def test_the_smallest_hugging_face_task_plans_and_trains(tmp_path):
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join("to be or not to be "[: 3 + n % 16] for n in range(64)))
-    task = load("huggingface")
-    plan = make_plan(task, data=lines, memory_limit="32MiB", device="cpu", cache=False, micro_batch=16)
+    options = {"memory_limit": "32MiB", "device": "cpu", "cache": False, "micro_batch": 16, "workers": 0}
+    plan = make_plan(load("huggingface"), data=lines, **options)
     assert plan.choice("exactness").effective == "exact"
-    rows, model = task.rows(lines), task.model()
-    stepper = Stepper(model, task.optimizer(model), task, plan)
-    losses = [stepper.step(rows[:32]).loss for _ in range(3)]
-    assert losses[2] < losses[0]
+    ending = brimful.train(load("huggingface"), lines, run=tmp_path / "run", max_steps=3, **options)
+    assert (ending.step, ending.reason) == (3, "done")

@@ -8,7 +8,7 @@ class.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brimful.errors import TaskError
 from brimful.memory.context import StepContext, split_batch, tensors_of, to_device
 from brimful.memory.snapshot import Buffers
-from brimful.task import Dataset, Shape, loss_terms, map_tensors, rows_of, weighted_by_rows
+from brimful.task import Dataset, loss_terms, map_tensors, rows_of, weighted_by_rows
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may cause, by the lowest precision that was used; 2e-2 for lower ones."""
@@ -71,19 +71,17 @@ def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | No
     return Exactness(reason=f"a batch and its two halves give the same loss{mean}")
 
 
-def check_rows(context: StepContext, rows: Dataset, shape: Callable[[Any], Shape], count: int) -> Exactness:
-    """The same for real rows of different lengths, the short half of them collated apart from the long half."""
-    step = max(1, len(rows) // LOOKED_AT)
-    some = sorted((rows[index] for index in range(0, len(rows), step)), key=lambda row: sum(shape(row)))
+def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
+    """The same for real rows of different lengths. The shorter ones are collated apart from the longer ones."""
+    task, every = context.task, max(1, len(rows) // LOOKED_AT)
+    some = sorted((rows[index] for index in range(0, len(rows), every)), key=lambda row: sum(task.shape(row)))
     some = some[: max(count, len(some) // 2)]  # in float64 the longest rows could take more memory than the step
-    chosen = (
-        [some[index * (len(some) - 1) // (count - 1)] for index in range(min(count, len(some)))] if count > 1 else some
-    )
-    collate, half = context.task.collate, len(chosen) // 2
-    whole = collate(chosen)
-    if not all(map(torch.equal, tensors_of(whole), tensors_of(collate(chosen)))):
-        return check_exactness(context, whole)  # a collate that draws random numbers: slices of one batch are compared
-    return check_exactness(context, whole, [collate(chosen[:half]), collate(chosen[half:])])
+    count = min(count, len(some))
+    some = [some[place * (len(some) - 1) // (count - 1)] for place in range(count)]
+    whole, half = task.collate(some), count // 2
+    if not all(map(torch.equal, tensors_of(whole), tensors_of(task.collate(some)))):
+        return check_exactness(context, whole)  # this collate draws random numbers: slices of one batch are compared
+    return check_exactness(context, whole, [task.collate(some[:half]), task.collate(some[half:])])
 
 
 @dataclass(frozen=True, slots=True)

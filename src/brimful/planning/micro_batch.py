@@ -11,6 +11,7 @@ a full GPU gains nothing. So timing starts at half of the largest size and goes 
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -20,16 +21,16 @@ import torch
 from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
 from brimful.memory.context import StepContext
 from brimful.memory.model import Probe
-from brimful.memory.oom import OutOfMemory
+from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
-from brimful.planning.exactness import Exactness, check_exactness, check_rows
+from brimful.planning.exactness import Exactness, NothingCounted, check_exactness, check_rows
 from brimful.planning.levers import checkpointing, cudnn_attention, frozen_choice
 from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
 from brimful.planning.plan_options import PlanOptions
-from brimful.planning.probe import Mode, Prober, Progress, show_size
+from brimful.planning.probe import Mode, Prober, Progress, real_batches, show_size, task_errors
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
-from brimful.task import Dataset, Shape, Task
+from brimful.task import Shape, Task
 from brimful.units import flag_bytes, show_bytes, show_rate, show_rows
 
 SAME_SPEED = 0.02
@@ -145,12 +146,10 @@ class Search:
     """The search for one plan, on a model that is ready to step."""
 
     def __init__(
-        self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, progress: Progress,
-        rows: Dataset | None = None,
-    ) -> None:  # fmt: skip
-        """`rows` are compared by the exactness check; None compares a probe batch."""
+        self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, progress: Progress
+    ) -> None:
         self.started = time.perf_counter()
-        self.context, self.target, self.options, self.shape, self.rows = context, target, options, shape, rows
+        self.context, self.target, self.options, self.shape = context, target, options, shape
         self.task = context.task
         self.prober = Prober(context, target, progress)
         self.lever = checkpointing(self.task, context.model)
@@ -205,10 +204,18 @@ class Search:
             raise self._fixed_part_too_large()
         self.once_s = self.prober.optimizer_seconds(rows, short)
         compared = min(ROWS_TO_COMPARE, sum(self.deal))
-        if compared > 1 and self.rows is not None and len(self.rows) > 1:
-            self.exactness = check_rows(self.context, self.rows, self.task.shape, compared)
-        elif compared > 1:
-            self.exactness = check_exactness(self.context, self.prober.batch(compared, short))
+        if compared > 1:
+            self.exactness = self._check_exactness(compared)
+
+    def _check_exactness(self, count: int) -> Exactness:
+        """With real rows of different lengths if the task is probed with real rows, else with a probe batch."""
+        real = real_batches(self.task)
+        if real is not None and len(real.rows) > 1:
+            with suppress(NothingCounted), task_errors(self.task, "loss", "rows of the data"):
+                result = attempt(lambda: check_rows(self.context, real.rows, count), self.context.device)
+                if isinstance(result, Exactness):
+                    return result
+        return check_exactness(self.context, self.prober.batch(count, self.short))
 
     def _choose(self) -> tuple[Trial, str]:
         """The trial to use, and the reason for its setting of checkpointing."""
@@ -482,37 +489,20 @@ class Search:
         survey, timing, largest = trial.survey, trial.speed.chosen, trial.largest
         at_largest = survey.measure(largest, self.shape) or verified
         return Plan(
-            task=self.task.name,
-            device=str(self.target.device),
-            device_name=self.target.name,
-            limit_bytes=self.target.limit_bytes,
-            fill=self.target.fill,
-            shape=self.shape,
-            global_batch=sum(self.deal),
-            micro_batch=timing.rows,
-            largest_micro_batch=largest,
-            accumulation=timing.accumulation,
-            processes=len(self.deal),
-            deal=self.deal,
-            memory_model=survey.model,
-            predicted_peak_bytes=survey.predicted_unseen(timing.rows),
-            measured_peak_bytes=verified.peak_bytes,
-            reserved_peak_bytes=verified.reserved_bytes,
-            largest_predicted_peak_bytes=survey.predicted_unseen(largest),
+            task=self.task.name, device=str(self.target.device), device_name=self.target.name, shape=self.shape,
+            limit_bytes=self.target.limit_bytes, fill=self.target.fill, global_batch=sum(self.deal), deal=self.deal,
+            processes=len(self.deal), micro_batch=timing.rows, accumulation=timing.accumulation,
+            largest_micro_batch=largest, memory_model=survey.model,
+            predicted_peak_bytes=survey.predicted_unseen(timing.rows), measured_peak_bytes=verified.peak_bytes,
+            reserved_peak_bytes=verified.reserved_bytes, largest_predicted_peak_bytes=survey.predicted_unseen(largest),
             largest_measured_peak_bytes=at_largest.peak_bytes,
             one_more_predicted_peak_bytes=survey.predicted(largest + 1) if largest < self.most else None,
-            rows_per_s=timing.rows_per_s,
-            overhead=overhead,
-            ooms=self.prober.ooms,
-            probes=self.prober.probes,
-            plan_s=time.perf_counter() - self.started,
-            levers=self._levers(trial)[0],
-            host=HostPlan(limit_bytes=self.target.host_limit_bytes),
-            choices=tuple(choices),
-            warnings=tuple(self._warnings(trial, timing)),
-            key=key,
+            rows_per_s=timing.rows_per_s, overhead=overhead, ooms=self.prober.ooms, probes=self.prober.probes,
+            plan_s=time.perf_counter() - self.started, levers=self._levers(trial)[0],
+            host=HostPlan(limit_bytes=self.target.host_limit_bytes), choices=tuple(choices),
+            warnings=tuple(self._warnings(trial, timing)), key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        )  # fmt: skip
 
 
 def _deal(task: Task, options: PlanOptions) -> tuple[int, ...]:

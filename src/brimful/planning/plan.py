@@ -83,6 +83,18 @@ class Plan:
     """The fastest configuration found that fits, with every choice and its reason.
 
     `print(plan)` shows the choices as a table. Sizes are bytes, for rows of the planned `shape`.
+
+    >>> import brimful, torch
+    >>> class Regression(brimful.Task):
+    ...     def model(self):
+    ...         return torch.nn.Linear(8, 1)
+    ...     def loss(self, model, row):
+    ...         return model(row).square().mean()
+    >>> rows = list(torch.randn(100, 8))
+    >>> plan = brimful.plan(Regression(), data=rows, micro_batch=16, global_batch=64, device="cpu", cache=False)
+    >>> plan.save("plan.json")
+    >>> brimful.Plan.load("plan.json").choice("micro_batch").requested
+    16
     """
 
     task: str

@@ -21,7 +21,7 @@ import marshal
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -42,7 +42,7 @@ from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
 from brimful.planning.micro_batch import Search
 from brimful.planning.plan import Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
-from brimful.planning.probe import Progress, make_context, row_shapes, task_errors, with_dummy
+from brimful.planning.probe import Progress, make_context, real_batches, row_shapes, task_errors, with_dummy
 from brimful.planning.target import Target, autocast_dtype, find_target
 from brimful.task import Dataset, Precision, Shape, Task
 from brimful.units import flag_bytes, show_bytes
@@ -151,8 +151,8 @@ def find_plan(
     progress: Progress = lambda phrase: None,
 ) -> Plan:
     """The plan for a target that was found and rows that were read already; the saved one if its key matches."""
-    shapes = None if task.has_dummy or rows is None else row_shapes(task, rows)
-    shape = _planned_shape(task, rows, shapes, options)
+    task = with_dummy(task, rows)
+    shape = _planned_shape(task, rows, options)
     description = model if model is not None else _describe(task)
     key = _key(task, description, shape, options, target, rows)
     saved = _load(key, options, target) if options.cache else None
@@ -160,8 +160,7 @@ def find_plan(
         return saved
     if _weights_and_gradients(description) > target.limit_bytes:
         raise _model_too_large(description, target)
-    probed = with_dummy(task, rows, shapes)
-    result = _search(probed, description, model, optimizer, target, options, shape, key, progress, rows)
+    result = _search(task, description, model, optimizer, target, options, shape, key, progress)
     if isinstance(result, UserError):
         raise result
     plan = with_host(result, task, rows, target, options, progress)
@@ -180,21 +179,22 @@ def read_rows(task: Task, data: "str | os.PathLike[str] | Dataset") -> Dataset:
     return rows  # type: ignore[no-any-return]
 
 
-def _planned_shape(task: Task, rows: Dataset | None, shapes: Sequence[Shape] | None, options: PlanOptions) -> Shape:
+def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Shape:
     """The lengths to plan for: those requested, the longest in the data, or the task's worst."""
-    worst = task.worst_shape
+    worst, real = task.worst_shape, real_batches(task)
     if not isinstance(worst, tuple) or not all(isinstance(length, int) for length in worst):
         raise TaskError(f"task {task.name}: worst_shape is {worst!r}. Try: a tuple of whole numbers, such as (512,).")
-    if options.lengths is not None:
-        if len(options.lengths) != len(example := worst if shapes is None else shapes[0]):
-            raise BadOption(f"lengths={tuple(options.lengths)} must have {len(example)} numbers for task {task.name}.")
-        return tuple(options.lengths)  # a list if they come from a file
-    if rows is None:
+    if real is not None:
+        worst = real.longest
+    elif rows is not None and options.lengths is None:
+        longest = getattr(rows, "longest", ())  # a token store knows it without looking at ten million rows
+        shapes = [longest] if len(longest) == len(worst) > 0 else row_shapes(task, rows)
+        worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+    if options.lengths is None:
         return worst
-    longest = getattr(rows, "longest", None)  # a token store knows it without looking at ten million rows
-    if shapes is None and longest is not None and len(longest) == len(worst):
-        return tuple(longest)
-    return tuple(max(lengths) for lengths in zip(*(shapes or row_shapes(task, rows)), strict=True))
+    if len(options.lengths) != len(worst):
+        raise BadOption(f"lengths={tuple(options.lengths)} must have {len(worst)} numbers for task {task.name}.")
+    return tuple(options.lengths)  # a list if they come from a file
 
 
 def _describe(task: Task) -> nn.Module:
@@ -226,7 +226,7 @@ def _weights_and_gradients(model: nn.Module) -> int:
 
 def _search(
     task: Task, description: nn.Module, model: nn.Module | None, optimizer: Optimizer | None, target: Target,
-    options: PlanOptions, shape: Shape, key: str, progress: Progress, rows: Dataset | None,
+    options: PlanOptions, shape: Shape, key: str, progress: Progress,
 ) -> Plan | UserError:  # fmt: skip
     """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
@@ -237,13 +237,12 @@ def _search(
     torch.manual_seed(options.seed)
     autocast = autocast_dtype(options.precision or task.precision, target.device)
     cudnn = decide_cudnn_attention(options.cudnn_attention, target.device, shape)[0] == "on"
-    real_rows = rows if hasattr(task, "nearest_shape") else None
     try:
         with target.enforce(simulate=False):
             ready = model if model is not None else _build(task, description, target)
             context = make_context(task, ready, optimizer, target, autocast, cudnn_attention=cudnn)
             with _put_back(context, model):
-                return Search(context, target, options, shape, progress, real_rows).plan(key)
+                return Search(context, target, options, shape, progress).plan(key)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise
@@ -305,11 +304,12 @@ def _key(
     task: Task, model: nn.Module, shape: Shape, options: PlanOptions, target: Target, rows: Dataset | None
 ) -> str:  # fmt: skip
     """`model` may be on the meta device: only its description is read. Limits enter as bytes: 1GiB is 1024MiB."""
+    own = {name: value for name, value in vars(task).items() if name != "dummy"}
     by_bytes = ("cache", "memory_limit", "host_limit")
     tensors = (*model.named_parameters(), *model.named_buffers())
     classes: set[type] = {type(task), *{type(part) for part in model.modules()}}
     facts = {
-        "task": [task.name, task.precision, task.global_batch, re.sub(r"0x[0-9a-f]+", "", repr(sorted(vars(task).items())))],
+        "task": [task.name, task.precision, task.global_batch, re.sub(r"0x[0-9a-f]+", "", repr(sorted(own.items())))],
         "sources": sorted({_source(cls) for cls in classes if not cls.__module__.startswith("torch.")}),
         "model": repr(model),
         "tensors": [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors],

@@ -7,7 +7,7 @@ come closest to the shape wanted, repeated and collated. A user's own model is p
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -107,8 +107,8 @@ class Prober:
 
     def available(self, shape: Shape) -> Shape:
         """The shape that a probe of this one really has: the nearest in the data where the task has no dummy."""
-        nearest = getattr(self.context.task, "nearest_shape", None)
-        return shape if nearest is None else nearest(shape)
+        real = real_batches(self.context.task)
+        return shape if real is None else real.nearest_shape(shape)
 
     def _first_step(self, batch: Any, rows: int, shape: Shape) -> None:
         context, task = self.context, self.context.task
@@ -202,18 +202,21 @@ def make_context(
     )  # fmt: skip
 
 
-def with_dummy(task: Task, rows: Dataset | None, shapes: Sequence[Shape] | None = None) -> Task:
+def with_dummy(task: Task, rows: Dataset | None) -> Task:
     """The task itself if it can be probed; without a `dummy` of its own, a copy that makes batches of real rows.
 
-    `shapes` are those of all rows, where they are known already. Without data the task's `dummy` raises.
+    Without data the task's `dummy` raises.
     """
     if task.has_dummy or rows is None:
         return task
-    batches = _RealBatches(task, rows, shapes or row_shapes(task, rows))
-    probed = copy.copy(task)
-    probed.dummy = batches.make  # type: ignore[method-assign]
-    probed.nearest_shape = batches.nearest_shape  # type: ignore[attr-defined]
-    return probed
+    probed: Any = copy.copy(task)
+    probed.dummy = RealBatches(task, rows)
+    return probed  # type: ignore[no-any-return]
+
+
+def real_batches(task: Task) -> "RealBatches | None":
+    """What a task from `with_dummy` makes its batches of; None if it has a `dummy` of its own."""
+    return task.dummy if isinstance(task.dummy, RealBatches) else None
 
 
 def row_shapes(task: Task, rows: Dataset) -> list[Shape]:
@@ -221,22 +224,26 @@ def row_shapes(task: Task, rows: Dataset) -> list[Shape]:
         return [tuple(task.shape(rows[index])) for index in range(len(rows))]
 
 
-class _RealBatches:
-    """Batches of a wanted size made of real rows, as near to a wanted shape as the data have them."""
+class RealBatches:
+    """A `dummy` of real rows: batches of any size, as near to a wanted shape as the data have them."""
 
-    def __init__(self, task: Task, rows: Dataset, shapes: Sequence[Shape]) -> None:
-        self._task, self._rows = task, rows
+    def __init__(self, task: Task, rows: Dataset) -> None:
+        self.task, self.rows = task, rows
         self._first: dict[Shape, int] = {}
-        for index, shape in enumerate(shapes):
+        for index, shape in enumerate(row_shapes(task, rows)):
             self._first.setdefault(shape, index)  # rows of one shape cost the same: one is enough
 
-    def make(self, rows: int, shape: Shape) -> Any:
+    def __call__(self, rows: int, shape: Shape) -> Any:
         chosen = self._choose(shape)
-        with task_errors(self._task, "collate"):
-            return self._task.collate([self._rows[self._first[chosen[n % len(chosen)]]] for n in range(rows)])
+        with task_errors(self.task, "collate"):
+            return self.task.collate([self.rows[self._first[chosen[n % len(chosen)]]] for n in range(rows)])
 
     def nearest_shape(self, shape: Shape) -> Shape:
-        return tuple(max(lengths) for lengths in zip(*self._choose(shape), strict=True))
+        return _longest(self._choose(shape))
+
+    @property
+    def longest(self) -> Shape:
+        return _longest(self._first)
 
     def _choose(self, wanted: Shape) -> list[Shape]:
         """No longer than wanted, and for each length the row that comes nearest; the shortest row if all are longer."""
@@ -245,6 +252,10 @@ class _RealBatches:
             return [min(self._first, key=sum)]
         nearest = {max(shorter, key=lambda shape: (shape[axis], sum(shape))) for axis in range(len(wanted))}
         return sorted(nearest or shorter, key=sum, reverse=True)
+
+
+def _longest(shapes: Iterable[Shape]) -> Shape:
+    return tuple(max(lengths) for lengths in zip(*shapes, strict=True))
 
 
 @contextmanager

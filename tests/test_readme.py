@@ -1,77 +1,92 @@
-"""What the README shows can be typed."""
+"""The READMEs say the same in both languages, and everything they show runs."""
 
-import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
-from brimful.cli.app import main
+import pytest
+import torch
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-GUIDE = (Path(__file__).parents[1] / "docs" / "step.md").read_text()
+import brimful
 
-
-def test_the_readmes_task_can_be_fitted(tmp_path, monkeypatch, capsys):
-    (block,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "(Task)" in code]
-    (tmp_path / "mine.py").write_text(block)
-    monkeypatch.chdir(tmp_path)
-    (command,) = re.findall(r"\$ brimful (fit mine.py:task .*--json)", README)
-    main([*command.split(), "--lengths", "16", "--global-batch", "8", "--device", "cpu"])
-    assert json.loads(capsys.readouterr().out)["task"] == "Tagger"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "mine.py"]
+ROOT = Path(__file__).parents[1]
+ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
 
 
-def test_the_readmes_task_has_15_to_25_lines():
-    block = next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "(Task)" in code)
-    assert 15 <= sum(bool(line.strip()) for line in block.splitlines()) <= 25
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language; every second fence closes one."""
+    parts = re.split(r"^```(\w*)\n", text, flags=re.MULTILINE)
+    return [code for kind, code in zip(parts[1::4], parts[2::4], strict=True) if kind == language]
 
 
-def blocks(text):
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def commands(text: str) -> list[str]:
+    lines = "".join(blocks(text, "console")).splitlines()
+    return [line.removeprefix("$ ").split("  #")[0].strip() for line in lines if line.startswith("$ ")]
 
 
-def test_the_readmes_stepper_trains_the_readmes_task(capsys):
-    import torch
-
-    import brimful
-
-    names = {"brimful": brimful}
-    exec(next(code for code in blocks(README) if "(Task)" in code), names)
-    task = names["task"]
-    model = task.model()
-    rows = [{"ids": torch.randint(0, 1000, (8,))} for _ in range(6)]
-    names.update(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), plan=None, loader=[rows, rows])
-    exec(next(code for code in blocks(README) if "stepper.step" in code), names)
-    assert len(capsys.readouterr().out.splitlines()) == 2
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder with the README's task and rows for it."""
+    folder = tmp_path_factory.mktemp("readme")
+    (task,) = blocks(ENGLISH, "python")
+    (folder / "mine.py").write_text(task)
+    (folder / "rows.txt").write_text("\n".join(f"row {number} of the rows to train on" for number in range(200)))
+    return folder
 
 
-def test_the_guides_first_loop_runs():
-    import torch
-
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1)), batch_size=4
-    )
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    names = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
-    before = model.weight.detach().clone()
-    exec(blocks(GUIDE)[0], names)
-    assert names["stepper"].steps == 2 and not torch.equal(before, model.weight)
+def test_both_languages_show_the_same_commands_and_code():
+    assert commands(ENGLISH) == commands(CHINESE)
+    for language in ("python", "diff", ""):
+        assert blocks(ENGLISH, language) == blocks(CHINESE, language)
 
 
-def test_the_training_guides_own_task_trains_from_python(tmp_path, monkeypatch, capsys):
-    from_python, own_task = blocks((Path(__file__).parents[1] / "docs" / "train.md").read_text())
-    (tmp_path / "mine.py").write_text(own_task)
-    for name in ("rows", "valid"):
-        texts = [{"prompt": f"{name} {number}"} for number in range(40)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    exec(from_python, {})
-    assert capsys.readouterr().out.splitlines()[-1].startswith("finished 20 ")
-    assert (tmp_path / "runs" / "api" / "best" / "model.safetensors").is_file()
+def test_both_languages_have_the_same_sections_tables_and_links():
+    for pattern in (r"^#+ ", r"^\|", r"^- ", r"\]\([\w/.-]+\)"):
+        english, chinese = (re.findall(pattern, text, re.MULTILINE) for text in (ENGLISH, CHINESE))
+        drop = {"](README.md)", "](README.zh-CN.md)"}
+        assert [one for one in english if one not in drop] == [one for one in chinese if one not in drop]
 
 
-def test_every_file_the_readme_names_is_there():
-    for path in re.findall(r"\]\(([\w/.]+)\)", README):
-        assert (Path(__file__).parents[1] / path).exists(), path
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["English", "Chinese"])
+def test_every_file_that_is_linked_is_there(text):
+    for path in re.findall(r"\]\(([\w/.-]+)\)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_tree_names_the_packages_there_are():
+    tree = next(block for block in blocks(ENGLISH, "") if block.startswith("src/brimful/"))
+    shown = set(re.findall(r"(\w+)/", tree.split("docs/")[0])) - {"src", "brimful"}
+    assert shown == {path.parent.name for path in (ROOT / "src/brimful").glob("*/__init__.py")} - {"recipes"}
+
+
+def test_the_three_commands_run(desk):
+    plan, train = (command for command in commands(ENGLISH) if "mine.py:task" in command)
+    for command in (plan, train, "brimful train --run runs/first --resume"):
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)], cwd=desk, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+    assert (desk / "runs/first/model/model.safetensors").is_file()
+
+
+def test_the_adoption_diff_trains_as_the_loop_it_replaces():
+    (diff,) = blocks(ENGLISH, "diff")
+    before = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+    results = []
+    for code in (before, after):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1).double()
+        names = {
+            "brimful": brimful,
+            "torch": torch,
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "loader": [torch.randn(8, 3).double() for _ in range(3)],
+            "loss": lambda model, batch: model(batch).square().mean(),
+        }
+        exec(code, names)
+        results.append(model.weight.detach())
+    assert torch.allclose(*results, atol=1e-12, rtol=0)

@@ -1,15 +1,15 @@
-"""Brimful trains PyTorch models as fast as the memory at hand allows, and does not die of out-of-memory.
+"""Train PyTorch models as fast as the memory at hand allows, without dying of out-of-memory.
 
     import brimful
 
-    plan = brimful.plan(task, global_batch=256)     # probe, predict, verify: the fastest configuration that fits
+    plan = brimful.plan(task, global_batch=256)  # the fastest configuration that fits, with reasons
     stepper = brimful.Stepper(model, optimizer, task, plan)
-    for rows in loader:                            # a whole global batch
-        result = stepper.step(rows)                # survives out-of-memory, with the same result
+    for rows in loader:  # a whole global batch
+        result = stepper.step(rows)  # survives out-of-memory errors, with the same result
 
-    brimful.train(task, "rows.parquet")            # or all of it: fit, train, evaluate, save, resume
+    brimful.train(task, "rows.parquet")  # or all of it: plan, train, evaluate, save, resume
 
-The public names below load on first use, so that `import brimful` stays free of torch (2.5 s).
+Public names are imported on first use, because `import torch` takes about 2.5 s.
 """
 
 from importlib import import_module
@@ -17,22 +17,28 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from brimful.data.loader import Loader as Loader
+    from brimful.errors import BrimfulError as BrimfulError
     from brimful.machine.machine import Machine as Machine
     from brimful.memory.ledger import simulated_memory as simulated_memory
     from brimful.planning.plan import Plan as Plan
     from brimful.planning.planner import plan as plan
+    from brimful.step.result import StepResult as StepResult
     from brimful.step.stepper import Stepper as Stepper
     from brimful.task import Loss as Loss
     from brimful.task import Task as Task
+    from brimful.training.loop import Hook as Hook
     from brimful.training.session import train as train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
-_HOME = {
+_MODULES = {
+    "BrimfulError": "brimful.errors",
+    "Hook": "brimful.training.loop",
     "Loader": "brimful.data.loader",
     "Loss": "brimful.task",
-    "Machine": "brimful.machine",
+    "Machine": "brimful.machine.machine",
     "Plan": "brimful.planning.plan",
+    "StepResult": "brimful.step.result",
     "Stepper": "brimful.step.stepper",
     "Task": "brimful.task",
     "plan": "brimful.planning.planner",
@@ -40,13 +46,26 @@ _HOME = {
     "train": "brimful.training.session",
 }
 
-__all__ = ["Loader", "Loss", "Machine", "Plan", "Stepper", "Task", "plan", "simulated_memory", "train"]
+__all__ = [
+    "BrimfulError",
+    "Hook",
+    "Loader",
+    "Loss",
+    "Machine",
+    "Plan",
+    "StepResult",
+    "Stepper",
+    "Task",
+    "plan",
+    "simulated_memory",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,15 @@ The message of a `UserError` has two sentences at most: what is wrong with the v
 
 
 class BrimfulError(Exception):
-    """The root: catch this to catch everything Brimful raises on purpose."""
+    """The root of all errors that Brimful raises on purpose.
+
+    >>> import brimful
+    >>> try:
+    ...     brimful.simulated_memory("lots")
+    ... except brimful.BrimfulError as error:
+    ...     print(type(error).__name__)
+    BadOption
+    """
 
 
 class UserError(BrimfulError):

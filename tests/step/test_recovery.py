@@ -242,7 +242,7 @@ def test_rows_of_very_different_lengths_are_alone_after_the_logarithm_of_their_w
 def test_a_failure_halves_the_rows_where_nothing_else_is_known():
     limit = tight(line(), 32)
     sentence = fail(limit, 32)
-    assert sentence == "micro-batches of this length now have at most 16 rows"
+    assert sentence == "micro-batches now have at most 16 rows"
     assert largest(limit, 64) == 16
 
 
@@ -313,7 +313,7 @@ def test_thrashing_takes_a_quarter_of_the_rows_and_one_at_least(rows, left):
 
 
 def test_thrashing_reports_the_rows_that_are_left():
-    assert tight(line(), 8).lower_for_thrashing(8, (), None) == "micro-batches of this length now have at most 6 rows"
+    assert tight(line(), 8).lower_for_thrashing(8, (), None) == "micro-batches now have at most 6 rows"
 
 
 def test_thrashing_is_undone_like_a_failure():

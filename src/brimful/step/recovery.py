@@ -444,14 +444,14 @@ class MicroBatchLimit:
         self._allow_at_most(half, shape, whole)
         if rows > 1 and self.cost(rows, shape) <= self.value:  # the model does not rise with the rows here
             self.max_rows_now = half
-        return f"micro-batches of this length now have at most {show_rows(half)}"
+        return _at_most(half, shape)
 
     def lower_for_thrashing(self, rows: int, shape: Shape, available_bytes: int | None, *, whole: bool = False) -> str:
         """The largest micro-batch left the allocator short. Returns what changed."""
         self._remember(rows, available_bytes)
         fewer = max(1, int(THRASHING_SHARE * rows))
         self._allow_at_most(fewer, shape, whole)
-        return f"micro-batches of this length now have at most {show_rows(fewer)}"
+        return _at_most(fewer, shape)
 
     def correct_model(self, measured_bytes: int, predicted_bytes: int) -> str:
         """A step took more than predicted, and fitted: sizes stay as they are, up to the budget. Returns what changed."""
@@ -526,6 +526,10 @@ class MicroBatchLimit:
             setattr(self, name, state[name])
         self.value = _or_infinite(state["value"])
         self.lowerings = [Lowering(_or_infinite(value), *others) for value, *others in state["lowerings"]]
+
+
+def _at_most(rows: int, shape: Shape) -> str:
+    return f"micro-batches{' of this length' if shape else ''} now have at most {show_rows(rows)}"
 
 
 _STATE = ("correction", "measured", "may_run_whole", "clean_steps", "wait", "just_grown")

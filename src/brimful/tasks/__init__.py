@@ -1,1 +1,1 @@
-"""The tasks that come with Brimful, and how a task is found from what the user typed."""
+"""The built-in language tasks, and how a task is loaded from what the user typed."""

@@ -1,4 +1,4 @@
-"""What the finders compete on: one task, one limit, one step, one line of the table each."""
+"""What the finders compete on: the same task, limit and step for each."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from brimful.task import Shape, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """What every finder is given, and the step that every result is measured with."""
+    """What every finder gets, and the step that every result is measured with."""
 
     task: Task
     shape: Shape
@@ -28,14 +28,14 @@ class Contest:
     most: int
     """No finder may try more rows than this."""
     start: int
-    """Where accelerate begins to come down from."""
+    """The rows that accelerate starts with."""
 
     @property
     def device(self) -> torch.device:
         return self.target.device
 
     def build(self, *, on_host: bool = False) -> StepContext:
-        """A new model and optimizer on the device: made there, or on the host and moved as most scripts do."""
+        """A new model and optimizer on the device, built there, or on the host and moved as most scripts do."""
         torch.manual_seed(0)
         with torch.device("cpu" if on_host else self.device):
             model = self.task.model()
@@ -46,10 +46,10 @@ class Contest:
     def batch(self, rows: int) -> Any:
         return self.task.dummy(rows, self.shape)
 
-    def meter(self, rig: StepContext) -> Meter:
-        """Peaks as the card reports them, or as a ledger with the limit counts them."""
+    def meter(self, context: StepContext) -> Meter:
+        """Peaks as the GPU reports them, or as a simulated memory counts them."""
         limit_bytes = self.target.limit_bytes if self.device.type == "cpu" else None
-        return meter(self.device, limit_bytes=limit_bytes, adopt=held(rig), reserved=True)
+        return meter(self.device, limit_bytes=limit_bytes, adopt=held(context), reserved=True)
 
     def clock(self, work: Callable[[], Any]) -> tuple[Any, float]:
         """What the work returns, and its seconds with the device's queue empty at both ends."""
@@ -60,7 +60,7 @@ class Contest:
         return result, time.perf_counter() - start
 
     def free(self) -> None:
-        """What the last finder left in cycles and in the allocator's cache, so that the next starts as it did."""
+        """Free what the last finder left in reference cycles and in the allocator's cache."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -72,14 +72,14 @@ class Contest:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One line of the table: what a finder came back with, and how that ran. None is unknown."""
+    """One line of the table: what a finder returned, and how that ran. None is unknown."""
 
     finder: str
     rows: int | None = None
     ooms: int | None = None
     seconds: float | None = None
     ran: bool | None = None
-    """Whether the finder itself ran full steps of at least so many rows."""
+    """Whether the finder itself ran full steps of at least this many rows."""
     predicted_peak_bytes: int | None = None
     checkpointed: bool = False
     peak_bytes: int | None = None
@@ -97,9 +97,9 @@ class Result:
 
 
 class Limit:
-    """The limit as peers meet it: the card's cap, or a virtual one around each attempt. Counts how often they hit it.
+    """The limit for a peer: the GPU's cap, or a simulated memory around each attempt. Counts how often it is exceeded.
 
-    One ledger serves all attempts, so what a peer fails to free after one is in its way in the next, as on a card.
+    One simulated memory serves all attempts, so what a peer does not free after one is in its way in the next.
     """
 
     def __init__(self, target: Target) -> None:
@@ -125,27 +125,27 @@ class Limit:
         return self._seen if self._ledger is None else self._ledger.ooms
 
 
-def full_step(rig: StepContext, batch: Any) -> None:
+def full_step(context: StepContext, batch: Any) -> None:
     """What a plain training loop does once, and no more."""
-    forward_backward(rig, batch)
-    if rig.scaler:
-        rig.scaler.step(rig.optimizer)
-        rig.scaler.update()
+    forward_backward(context, batch)
+    if context.scaler:
+        context.scaler.step(context.optimizer)
+        context.scaler.update()
     else:
-        rig.optimizer.step()
-    rig.optimizer.zero_grad(set_to_none=True)
+        context.optimizer.step()
+    context.optimizer.zero_grad(set_to_none=True)
 
 
-def forward_backward(rig: StepContext, batch: Any) -> None:
-    with rig.forward_context():
-        loss = rig.task.loss(rig.model, to_device(batch, rig.device))
+def forward_backward(context: StepContext, batch: Any) -> None:
+    with context.forward_context():
+        loss = context.task.loss(context.model, to_device(batch, context.device))
     mean = loss.sum / loss.count
-    (rig.scaler.scale(mean) if rig.scaler else mean).backward()
+    (context.scaler.scale(mean) if context.scaler else mean).backward()
 
 
-def held(rig: StepContext) -> Iterator[torch.Tensor]:
+def held(context: StepContext) -> Iterator[torch.Tensor]:
     """Weights, buffers and optimizer state: what lives through a step."""
-    yield from rig.model.parameters()
-    yield from rig.model.buffers()
-    for state in rig.optimizer.state.values():
+    yield from context.model.parameters()
+    yield from context.model.buffers()
+    for state in context.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,45 +1,45 @@
-"""Who finds the batch size, how fast, at the price of how many out-of-memory errors, and does what it found run?
+"""Finding a batch size with several tools: how fast, with how many out-of-memory errors, and does the result run?
 
-    python bench/finders.py                                          one CUDA card, capped to 20 GiB
-    python bench/finders.py --device cpu --global-batch 256          the CPU under a virtual limit of 512 MiB
+    python bench/finders.py                                          one CUDA GPU, limited to 20 GiB
+    python bench/finders.py --device cpu --global-batch 256          the CPU under a simulated limit of 512 MiB
 
 `accelerate.find_executable_batch_size`, Lightning's `Tuner.scale_batch_size` in both modes, a straight line through
 small batches as Ultralytics draws it, and `brimful.plan`: one process, one task, its worst shape, one limit, one
-precision, one optimizer, the same largest batch (`--global-batch`). On an H200 capped to 20 GiB, accelerate ran out of
-memory 25 times in 91 s where a few probes and a check needed 6 s and no failure: that difference is what is measured.
+precision, one optimizer, the same largest batch (`--global-batch`). On an H200 limited to 20 GiB, accelerate ran out of
+memory 25 times in 91 s, where a few probes and a check took 6 s without a failure. This script measures that difference.
 
-**The clock** starts from a built model, after all imports and one common warm-up step. accelerate's documentation has
-the model and optimizer built inside the decorated function, so it builds them again for every size it tries, on the host
-and then moved, as scripts do: that is part of its seconds, and said apart. `--repeats N` runs all finders N times in turn; the run of median seconds stands.
+**The clock** starts from a built model, after all imports and one common warm-up step. accelerate's documentation builds
+model and optimizer inside the decorated function, so it builds them again for every size it tries, on the host and then
+moved, as scripts do. That is part of its seconds and also shown apart. `--repeats N` runs all finders N times in turn and
+keeps the run of median seconds.
 
 **The limit** on CUDA is torch's cap on the process, for everyone. On the CPU each attempt to train runs under
-`brimful.simulated_memory`, which raises the errors that the peers know and slows steps by 4–90 %; Brimful probes under a
-ledger too but times without one. So on the CPU trust rows, OOMs and peaks; compare seconds only roughly.
+`brimful.simulated_memory`, which raises the errors that the peers know and slows steps by 4–90 %; Brimful probes under it
+too, but times without it. So on the CPU trust rows, OOMs and peaks, and compare seconds only roughly.
 
 **OOMs** are those met during the search. Afterwards every result is run in one and the same way: a new model, two full
 steps (autocast, forward, backward, optimizer, gradients dropped) whose peak is read, then the median of five more (CPU:
-three, without a ledger) for rows/s. A result that runs out of memory there is shown as such. Equal results share one
+three, without a limit) for rows/s. A result that runs out of memory there is shown as such. Equal results share one
 measurement: read twice, the same 34 rows gave 60 and 71 rows/s on a shared CPU.
 
 **ultralytics-style.** Same as theirs: forward and backward without an optimizer step, a first-degree `numpy.polyfit` of
 memory over 1, 2, 4, 8 and 16 rows, solved for a share of the limit, back to the last size that ran where one failed, no
 check. Different: peaks of allocated bytes instead of reserved ones; Brimful's share of 0.85 instead of 0.6; clamped to
-1 … `--global-batch` instead of replaced by 16 outside 1 … 1024; five sizes on any card (they add 32 and 64 from 16 GiB
+1 … `--global-batch` instead of replaced by 16 outside 1 … 1024; five sizes on any GPU (they add 32 and 64 from 16 GiB
 on); linear (some of their releases fit logarithms).
 
 **Brimful** predicts a step of several micro-batches, in which gradients are held while the next forward runs. Its
 prediction compares with what its own probe measured (printed below the table), not with the plain step of the table. It
-has two rows: `brimful` is the fastest size that fits, `brimful-largest` the largest; both come from the same fit.
+has two rows: `brimful` is the fastest size that fits, `brimful-largest` the largest; both come from the same plan.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -52,49 +52,51 @@ import brimful
 from brimful.errors import BadOption, UserError
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.levers import checkpointing
-from brimful.planning.probe import show_size
 from brimful.planning.plan_options import PlanOptions
-from brimful.planning.target import Target, find_target
+from brimful.planning.probe import show_size
+from brimful.planning.target import autocast_dtype, find_target
 from brimful.task import Shape
 from brimful.tasks.load import BUILT_IN, load_task
-from brimful.units import KiB, show_bytes, show_rate
+from brimful.units import show_bytes, show_rate
 from contest import Contest, Result, full_step
 from peers import find_like_ultralytics, find_with_accelerate, find_with_lightning
 
 TIMED_STEPS = {"cpu": 3, "cuda": 5}
 """Full steps whose median is the speed at a result."""
 DEFAULTS = {"cpu": ("tiny", "512MiB"), "cuda": ("base", "20GiB")}
-"""The built-in tasks' size and the limit, unless given."""
+"""Default size of the built-in tasks, and default limit."""
 
 
 def find_with_brimful(contest: Contest) -> list[Result]:
     """Small probes, a model of each phase, a search, a verifying step."""
-    rig = contest.build()
-    asked = {"memory_limit": contest.target.limit_bytes, "global_batch": contest.most, "lengths": contest.shape}
-    fit = functools.partial(brimful.fit, contest.task, model=rig.model, optimizer=rig.optimizer, cache=False, **asked)
-    plan, seconds = contest.clock(fit)
+    context = contest.build()
+    make_plan = functools.partial(
+        brimful.plan, contest.task, model=context.model, optimizer=context.optimizer, cache=False,
+        memory_limit=contest.target.limit_bytes, global_batch=contest.most, lengths=contest.shape,
+    )  # fmt: skip
+    plan, seconds = contest.clock(make_plan)
     details = {key: value for key, value in plan.to_json().items() if key not in ("memory_model", "choices", "host")}
     on = plan.levers.checkpointing == "on"
-    made = functools.partial(Result, ooms=plan.ooms, seconds=seconds, ran=True, checkpointed=on, details=details)
+    result = functools.partial(Result, ooms=plan.ooms, seconds=seconds, ran=True, checkpointed=on, details=details)
     predicted, measured = plan.largest_predicted_peak_bytes, plan.largest_measured_peak_bytes
     return [
-        made(
+        result(
             finder="brimful",
             rows=plan.micro_batch,
             predicted_peak_bytes=plan.predicted_peak_bytes,
-            note=f"{_said(plan.predicted_peak_bytes, plan.measured_peak_bytes)}; checkpointing "
+            note=f"{_show_error(plan.predicted_peak_bytes, plan.measured_peak_bytes)}; checkpointing "
             f"{plan.levers.checkpointing}; {plan.plan_s:.1f} s in {plan.probes} probes and the timings",
         ),
-        made(
+        result(
             finder="brimful-largest",
             rows=plan.largest_micro_batch,
             predicted_peak_bytes=predicted,
-            note=_said(predicted, measured),
+            note=_show_error(predicted, measured),
         ),
     ]
 
 
-def _said(predicted: int, measured: int) -> str:
+def _show_error(predicted: int, measured: int) -> str:
     error = predicted / measured - 1
     return f"predicted {show_bytes(predicted)}, measured {show_bytes(measured)} by its own probe ({error:+.2%})"
 
@@ -109,44 +111,44 @@ FINDERS: dict[str, Callable[[Contest], list[Result]]] = {
 
 
 def compete(contest: Contest, finders: Iterable[str], repeats: int) -> list[Result]:
-    """Every finder in turn, as often as asked; then every result measured."""
+    """Run every finder in turn, `repeats` times, then measure every result."""
     runs: dict[str, list[list[Result]]] = {name: [] for name in finders}
     _warm_up(contest)
     for repeat in range(repeats):
         for name in runs:
-            _say(f"{name}, run {repeat + 1} of {repeats} …")
-            runs[name].append(_tried(contest, name))
+            _progress(f"{name}, run {repeat + 1} of {repeats} …")
+            runs[name].append(_try(contest, name))
             first = runs[name][-1][0]
-            _say(f"  {first.problem or f'{first.rows} rows, {first.ooms} OOMs, {first.seconds:.1f} s'}")
+            _progress(f"  {first.problem or f'{first.rows} rows, {first.ooms} OOMs, {first.seconds:.1f} s'}")
     results = measure_all(contest, [result for name in runs for result in _median(runs[name])])
     return _with_ratios(results)
 
 
 def _warm_up(contest: Contest) -> None:
-    """One step of one row, so that no finder pays for the first use of a library; a failure is theirs to report."""
+    """One step of one row, so that no finder pays for the first use of a library. A failure is left to the finders."""
     try:
         full_step(contest.build(), contest.batch(1))
     except Exception as error:
-        _say(f"warm-up: {_sentence(error)}")
+        _progress(f"warm-up: {_show_exception(error)}")
     contest.free()
 
 
-def _tried(contest: Contest, name: str) -> list[Result]:
-    """What the finder returns, or one sentence on how it failed; its memory is free again either way."""
+def _try(contest: Contest, name: str) -> list[Result]:
+    """What the finder returns, or how it failed. Its memory is free again either way."""
     try:
         results = FINDERS[name](contest)
     except Exception as error:
-        results = [Result(finder=name, problem=_sentence(error))]
+        results = [Result(finder=name, problem=_show_exception(error))]
     contest.free()  # after the except block: inside it the traceback still holds the tensors
     return results
 
 
-def _sentence(error: Exception) -> str:
+def _show_exception(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _median(runs: list[list[Result]]) -> list[Result]:
-    """The run of median seconds among those that worked; how many did not is told with it."""
+    """The run of median seconds among those that worked, with the number of those that did not."""
     worked = sorted((run for run in runs if not run[0].problem), key=lambda run: run[0].seconds)
     failed = [run[0].problem for run in runs if run[0].problem]
     if not worked:
@@ -164,33 +166,33 @@ def measure_all(contest: Contest, results: list[Result]) -> list[Result]:
     for result in results:
         size = (result.rows, result.checkpointed)
         if result.rows is not None and size not in known:
-            _say(f"measuring {show_size(result.rows, contest.shape)} …")
-            known[size] = _measured_or_not(contest, *size)
+            _progress(f"measuring {show_size(result.rows, contest.shape)} …")
+            known[size] = _try_to_measure(contest, *size)
         figures = dict(known.get(size, {}))
         problem = "; ".join(filter(None, (result.problem, figures.pop("problem", ""))))
         measured.append(replace(result, problem=problem, **figures))
     return measured
 
 
-def _measured_or_not(contest: Contest, rows: int, checkpointed: bool) -> dict[str, Any]:
+def _try_to_measure(contest: Contest, rows: int, checkpointed: bool) -> dict[str, Any]:
     try:
-        result = attempt(lambda: _measured(contest, rows, checkpointed), contest.device)
+        result = attempt(lambda: _measure(contest, rows, checkpointed), contest.device)
     except Exception as error:
-        result = {"problem": f"its result fails: {_sentence(error)}"}
+        result = {"problem": f"its result fails: {_show_exception(error)}"}
     contest.free()
     if isinstance(result, OutOfMemory):
         return {"problem": f"its result runs out of memory: {result.message.splitlines()[0][:200]}"}
     return result
 
 
-def _measured(contest: Contest, rows: int, checkpointed: bool) -> dict[str, Any]:
-    rig, batch = contest.build(), contest.batch(rows)
-    with checkpointing(contest.task, rig.model).set(checkpointed):
-        with contest.meter(rig) as metered:
+def _measure(contest: Contest, rows: int, checkpointed: bool) -> dict[str, Any]:
+    context, batch = contest.build(), contest.batch(rows)
+    with checkpointing(contest.task, context.model).set(checkpointed):
+        with contest.meter(context) as metered:
             metered.phase("steps")
             for _ in range(2):
-                full_step(rig, batch)
-        times = [contest.clock(lambda: full_step(rig, batch))[1] for _ in range(TIMED_STEPS[contest.device.type])]
+                full_step(context, batch)
+        times = [contest.clock(lambda: full_step(context, batch))[1] for _ in range(TIMED_STEPS[contest.device.type])]
     reading = metered.reading()
     speed = rows / statistics.median(times)
     return {"peak_bytes": reading.peak_bytes, "reserved_bytes": reading.reserved_bytes, "rows_per_s": speed}
@@ -216,7 +218,7 @@ HEAD = ("finder", "rows", "OOMs", "seconds", "predicted", "measured", "reserved"
 
 
 def show_table(results: list[Result]) -> str:
-    """The table, with Brimful's own line as the unit of the ratios, and a remark below for all that needs one."""
+    """The table, with Brimful's own line as the unit of the ratios, and notes below it."""
     table = [HEAD, *map(_cells, results)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     pads = (str.ljust, *[str.rjust] * (len(HEAD) - 1))
@@ -230,23 +232,23 @@ def _cells(result: Result) -> tuple[str, ...]:
     return (
         result.finder,
         "failed" if result.rows is None else str(result.rows),
-        _shown(result.ooms, str),
-        _shown(result.seconds, "{:.1f}".format),
-        _shown(result.predicted_peak_bytes, show_bytes),
-        failed if result.peak_bytes is None and result.rows else _shown(result.peak_bytes, show_bytes),
-        _shown(result.reserved_bytes, show_bytes),
-        _shown(result.rows_per_s, show_rate),
-        _shown(result.seconds_ratio, "{:.2f}".format),
-        _shown(result.rows_per_s_ratio, "{:.2f}".format),
+        _show(result.ooms, str),
+        _show(result.seconds, "{:.1f}".format),
+        _show(result.predicted_peak_bytes, show_bytes),
+        failed if result.peak_bytes is None and result.rows else _show(result.peak_bytes, show_bytes),
+        _show(result.reserved_bytes, show_bytes),
+        _show(result.rows_per_s, show_rate),
+        _show(result.seconds_ratio, "{:.2f}".format),
+        _show(result.rows_per_s_ratio, "{:.2f}".format),
     )
 
 
-def _shown(value: Any, show: Callable[[Any], str]) -> str:
+def _show(value: Any, show: Callable[[Any], str]) -> str:
     return "–" if value is None else show(value)
 
 
 def facts(contest: Contest, repeats: int) -> dict[str, Any]:
-    """When, where and on what this ran, in bytes and seconds."""
+    """When and where this ran, in bytes and seconds."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": str(contest.device),
@@ -266,46 +268,33 @@ def facts(contest: Contest, repeats: int) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "brimful": brimful.__version__, "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "brimful": brimful.__version__, "torch": torch.__version__}
     for package in ("accelerate", "lightning", "pytorch-lightning", "transformers", "numpy"):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-@contextlib.contextmanager
-def capped(target: Target) -> Iterator[None]:
-    """The limit as torch's cap on this process; 4 KiB above, so that its rounding down does not end below the limit."""
-    if target.device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.memory.get_per_process_memory_fraction(target.device)
-    total = torch.cuda.get_device_properties(target.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (target.limit_bytes + 4 * KiB) / total), target.device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, target.device)
+            versions[package] = "not installed"
+    return versions
 
 
 def prepare(args: argparse.Namespace) -> Contest:
-    """The contest that the flags describe; refuses what cannot work before anything runs."""
+    """The contest that the flags describe. Refuses what cannot work before anything runs."""
     device = find_target(PlanOptions(device=args.device)).device
     if device.type not in DEFAULTS:
-        raise BadOption(f"--device {args.device}: this comparison knows cpu and cuda, not {device.type}")
+        raise BadOption(f"device={args.device} is {device.type}. Try: cpu or cuda.")
     size, limit = DEFAULTS[device.type]
     task = load_task(args.task, options={"size": args.size or (size if args.task in BUILT_IN else None)})
     shape = task.worst_shape if args.lengths is None else args.lengths
     if len(shape) != len(task.worst_shape):
-        raise BadOption(f"--lengths {shape}: task {task.name} has {len(task.worst_shape)}, {task.worst_shape} at worst")
+        raise BadOption(f"lengths={shape} must have {len(task.worst_shape)} numbers for task {task.name}.")
     options = PlanOptions(device=str(device), memory_limit=args.memory_limit or limit, lengths=shape)
     target = find_target(options)
-    autocast, _ = target.autocast(None, task.precision)
+    autocast = autocast_dtype(task.precision, target.device)
     start = min(args.start, args.global_batch)
     if start < args.start:
-        _say(f"--start {args.start}: accelerate starts with {start}, since --global-batch bounds everyone")
+        _progress(
+            f"--start {args.start}: accelerate starts with {start}, because --global-batch is the upper bound for all"
+        )
     return Contest(task=task, shape=shape, target=target, autocast=autocast, most=args.global_batch, start=start)
 
 
@@ -318,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)  # now, and not after minutes of work
-    with capped(contest.target):
+    with contest.target.enforce(simulate=False):  # each finder simulates the CPU's limit around its own attempts
         results = compete(contest, args.finders, args.repeats)
     about = facts(contest, args.repeats)
     print(_title(contest, about), show_table(results), sep="\n\n")
@@ -343,14 +332,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", default="chatlm-sft", help="a built-in name or file.py:name (chatlm-sft)")
     parser.add_argument("--size", help="of a built-in task (base on cuda, tiny on the CPU)")
-    parser.add_argument("--memory-limit", help="for everyone (20GiB on cuda, 512MiB on the CPU)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (the first card, else the CPU)")
+    parser.add_argument("--memory-limit", help="for all (20GiB on cuda, 512MiB on the CPU)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (the first GPU, else the CPU)")
     parser.add_argument("--lengths", type=_lengths, help="such as 256,256 (the task's worst shape)")
     parser.add_argument("--global-batch", type=_count, default=4096, help="no finder may go above it (4096)")
     parser.add_argument("--start", type=_count, default=512, help="the rows that accelerate starts with (512)")
     parser.add_argument("--finders", type=_finders, default=list(FINDERS), help=f"some of {','.join(FINDERS)} (all)")
-    parser.add_argument("--repeats", type=_count, default=1, help="runs of each finder; the median stands (1)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    parser.add_argument("--repeats", type=_count, default=1, help="runs of each finder; the median is shown (1)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers there")
     return parser.parse_args(argv)
 
 
@@ -372,7 +361,7 @@ def _finders(text: str) -> list[str]:
     return names
 
 
-def _say(phrase: str) -> None:
+def _progress(phrase: str) -> None:
     print(phrase, file=sys.stderr, flush=True)
 
 

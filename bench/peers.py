@@ -1,4 +1,4 @@
-"""The other finders, each used as its own documentation has it (`finders.py` says what is the same for all)."""
+"""The other finders, each used as its own documentation shows. `finders.py` says what is the same for all."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ LINE_ROWS = (1, 2, 4, 8, 16)
 
 
 def find_with_accelerate(contest: Contest) -> list[Result]:
-    """Down from the start by a tenth at each failure; two steps, since the optimizer's state appears in the first."""
+    """Down by a tenth at each failure; two steps, because the optimizer's state appears in the first."""
     from accelerate.utils import find_executable_batch_size
 
     limit, tried, builds_s = Limit(contest.target), [], []
@@ -33,10 +33,10 @@ def find_with_accelerate(contest: Contest) -> list[Result]:
     def train(rows: int) -> int:
         tried.append(rows)
         with limit.attempt():
-            rig, build_s = contest.clock(functools.partial(contest.build, on_host=True))
+            context, build_s = contest.clock(functools.partial(contest.build, on_host=True))
             builds_s.append(build_s)
             for _ in range(2):
-                full_step(rig, contest.batch(rows))
+                full_step(context, contest.batch(rows))
         return rows
 
     rows, seconds = contest.clock(train)
@@ -50,8 +50,8 @@ def find_with_accelerate(contest: Contest) -> list[Result]:
 def find_with_lightning(contest: Contest, mode: str) -> list[Result]:
     """Up from 2 by doubling; `binsearch` then halves the interval, and takes 5 % off what it finds."""
     lightning = _import_lightning()
-    limit, ran, rig = Limit(contest.target), [], contest.build()
-    module = _lightning_module(lightning, contest, rig, limit, ran)
+    limit, ran, context = Limit(contest.target), [], contest.build()
+    module = _lightning_module(lightning, contest, context, limit, ran)
     with tempfile.TemporaryDirectory(prefix="finders-") as folder, _quiet():
         returned, seconds = contest.clock(lambda: _scale(lightning, contest, module, mode, folder))
     if returned is None:
@@ -63,25 +63,25 @@ def find_with_lightning(contest: Contest, mode: str) -> list[Result]:
 
 
 def _import_lightning() -> Any:
-    """Under either of its names. One that is installed and broken fails with its own error."""
+    """Under either of its names. A broken installation fails with its own error."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name)
     raise ImportError("neither lightning nor pytorch_lightning is installed; pip install lightning")
 
 
-def _lightning_module(lightning: Any, contest: Contest, rig: StepContext, limit: Limit, ran: list[int]) -> Any:
-    """The task as Lightning wants it, with automatic optimisation; every size that got through a step goes to `ran`."""
+def _lightning_module(lightning: Any, contest: Contest, context: StepContext, limit: Limit, ran: list[int]) -> Any:
+    """The task as a LightningModule with automatic optimization. Every size that completed a step is added to `ran`."""
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.batch_size = 2
-            self.model = rig.model
+            self.model = context.model
 
         def train_dataloader(self) -> Any:
             rows = range(3 * contest.most)  # three full batches, one for each step of a trial
-            collate = lambda picked: contest.batch(len(picked))  # noqa: E731
+            collate = lambda rows: contest.batch(len(rows))  # noqa: E731
             return torch.utils.data.DataLoader(rows, batch_size=self.batch_size, collate_fn=collate)
 
         def transfer_batch_to_device(self, *args: Any) -> Any:
@@ -94,12 +94,12 @@ def _lightning_module(lightning: Any, contest: Contest, rig: StepContext, limit:
             return loss.sum / loss.count
 
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            with limit.attempt(held(rig)):  # forward and backward run in the closure, inside
+            with limit.attempt(held(context)):  # forward and backward run in the closure, inside
                 super().optimizer_step(*args, **kwargs)
             ran.append(self.rows)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return rig.optimizer
+            return context.optimizer
 
     return Module()
 
@@ -124,7 +124,7 @@ def _scale(lightning: Any, contest: Contest, module: Any, mode: str, folder: str
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning's advice about workers and loggers is not what is measured."""
+    """Silence Lightning's advice about workers and loggers."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -140,41 +140,43 @@ def _quiet() -> Iterator[None]:
 
 def find_like_ultralytics(contest: Contest) -> list[Result]:
     """Forward and backward at five small sizes, a straight line, and where it crosses the share of the limit."""
-    rig = contest.build()
-    result, seconds = contest.clock(lambda: _extrapolate(contest, _peaks(contest, rig)))
+    context = contest.build()
+    result, seconds = contest.clock(lambda: _extrapolate(contest, _peaks(contest, context)))
     return [replace(result, seconds=seconds)]
 
 
-def _peaks(contest: Contest, rig: StepContext) -> dict[int, int | None]:
+def _peaks(contest: Contest, context: StepContext) -> dict[int, int | None]:
     """The peak at each of the small sizes up to the first that fails; None for that one."""
     peaks: dict[int, int | None] = {}
     for rows in (rows for rows in LINE_ROWS if rows <= contest.most):
-        peak = attempt(functools.partial(_forward_backward_peak, contest, rig, rows), contest.device)
-        rig.model.zero_grad(set_to_none=True)
+        peak = attempt(functools.partial(_forward_backward_peak, contest, context, rows), contest.device)
+        context.model.zero_grad(set_to_none=True)
         if isinstance(peak, OutOfMemory):
             return {**peaks, rows: None}
         peaks[rows] = peak
     return peaks
 
 
-def _forward_backward_peak(contest: Contest, rig: StepContext, rows: int) -> int:
+def _forward_backward_peak(contest: Contest, context: StepContext, rows: int) -> int:
     batch = contest.batch(rows)
-    with contest.meter(rig) as metered:
+    with contest.meter(context) as metered:
         metered.phase("step")
-        forward_backward(rig, batch)
+        forward_backward(context, batch)
     return metered.reading().peak_bytes
 
 
 def _extrapolate(contest: Contest, peaks: dict[int, int | None]) -> Result:
-    read = {rows: peak for rows, peak in peaks.items() if peak is not None}
-    if len(read) < 2:
-        raise RuntimeError(f"no line goes through fewer than two sizes, and of {list(peaks)} rows {len(read)} fit")
-    slope, fixed = np.polyfit(list(read), list(read.values()), 1)
+    measured = {rows: peak for rows, peak in peaks.items() if peak is not None}
+    if len(measured) < 2:
+        raise RuntimeError(f"no line goes through fewer than two sizes, and of {list(peaks)} rows {len(measured)} fit")
+    slope, fixed = np.polyfit(list(measured), list(measured.values()), 1)
     if slope <= 0:
-        raise RuntimeError(f"memory does not grow from {min(read)} to {max(read)} rows: there is no line to follow")
-    failed = len(peaks) - len(read)
+        raise RuntimeError(
+            f"memory does not grow from {min(measured)} to {max(measured)} rows: there is no line to follow"
+        )
+    failed = len(peaks) - len(measured)
     rows = int((contest.target.budget_bytes - fixed) / slope)
-    rows = max(1, min(rows, max(read) if failed else contest.most))
+    rows = max(1, min(rows, max(measured) if failed else contest.most))
     note = "predicts forward and backward alone; ran no full step of any size"
     return Result(finder="ultralytics-style", rows=rows, ooms=failed, ran=False, note=note, details={"peaks": peaks},
                   predicted_peak_bytes=int(slope * rows + fixed))  # fmt: skip

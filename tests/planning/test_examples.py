@@ -74,4 +74,4 @@ def test_the_smallest_hugging_face_task_plans_and_trains(tmp_path):
     plan = make_plan(load("huggingface"), data=lines, **options)
     assert plan.choice("exactness").effective == "exact"
     ending = brimful.train(load("huggingface"), lines, run=tmp_path / "run", max_steps=3, **options)
-    assert (ending.step, ending.reason) == (3, "done")
+    assert (ending.step, ending.reason) == (3, "finished")

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from brimful.molecules.results import conventions, summarise
-from brimful.molecules.terminal import sweep_table
+from brimful.molecules.terminal import NARROW, SweepTable
 
 from .support import result_row, result_rows
 
@@ -22,7 +22,7 @@ ROWS = [
 def shown(rows, width=100, styled=False):
     console = Console(file=StringIO(), width=width, force_terminal=styled, color_system="standard" if styled else None)
     summaries = summarise(rows)
-    console.print(sweep_table(summaries, conventions(summaries)))
+    console.print(SweepTable(summaries, conventions(summaries)))
     return console.file.getvalue()
 
 
@@ -41,10 +41,15 @@ def test_trivial_baselines_come_last():
 
 
 def test_a_narrow_table_says_that_it_has_no_intervals():
-    note = "Terminals below 96 columns show no intervals and few deviations; the report has them."
     narrow = shown(ROWS, width=80)
-    assert note in " ".join(narrow.split()) and "(+.097" not in narrow and note not in shown(ROWS)
+    assert NARROW in " ".join(narrow.split()) and "(+.097" not in narrow and NARROW not in shown(ROWS)
     assert "           trivial baselines " in narrow  # in one cell
+
+
+def test_no_figure_is_truncated_at_any_width():
+    rows = [result_row("hinge", encoder="descriptors", settings="margin=0.5", seed=seed) for seed in range(2)]
+    for width in (80, 95, 100, 105, 110):
+        assert "…" not in shown(rows, width=width) and " seeds" in shown(rows, width=width)
 
 
 def test_the_conventions_are_shown():

@@ -58,7 +58,7 @@ def sweep(
     result = _run(content, root, options, cache)
     summaries = summarise(result.rows)
     _write_page(content, root, result, summaries)
-    from brimful.molecules.terminal import sweep_table
+    from brimful.molecules.terminal import SweepTable
 
     data = {
         "output": str(root), "finished": result.finished, "rows": result.rows, "summary": summaries,
@@ -67,7 +67,7 @@ def sweep(
     }  # fmt: skip
     ending = f"{show_count(result.trained, 'head')} trained in {show_seconds(result.seconds)}. Saved to {root}"
     more = [] if result.finished else [f"Not finished. Continue with: {shlex.join(['brimful', *sys.argv[1:]])}"]
-    show(sweep_table(summaries, [*conventions(summaries), ending, *more], result.remarks), data, as_json=json)
+    show(SweepTable(summaries, [*conventions(summaries), ending, *more], result.remarks), data, as_json=json)
 
 
 def _run(spec: SweepSpec, root: Path, options: SweepOptions, cache: Path | None) -> Any:

@@ -1,19 +1,19 @@
 """A sweep in the terminal: progress while it runs, and a table a dataset at the end.
 
 Tables show the texts of the summaries as they are, so that terminal, Markdown, LaTeX and page agree to the digit. Green and
-red mark a gain or a loss against the best trivial baseline whose interval excludes zero. Below 96 columns the intervals and
-most deviations are left out.
+red mark a gain or a loss against the best trivial baseline whose interval excludes zero. On a terminal that is too narrow
+the intervals and most deviations are left out.
 """
 
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -23,57 +23,56 @@ from brimful.molecules.results import TRIVIAL, by_dataset
 from brimful.units import show_bytes, show_count, show_seconds
 
 Summary = dict[str, Any]
-WIDE = 96
-"""Columns of a table with intervals."""
 LINE_EVERY_S = 5.0
 """At most one plain line in this time."""
 RATE_WINDOW_S = 60.0
 _FIGURES = (("auroc", "AUROC ↑"), ("aupr", "AUPR ↑"), ("fpr95", "FPR95 ↓"))
 
 
-def sweep_table(
-    summaries: Sequence[Summary], notes: Sequence[str] = (), remarks: Mapping[str, Sequence[str]] | None = None
-) -> RenderableType:
-    """`notes` are sentences below all tables, `remarks` those on one dataset."""
-    parts: list[RenderableType] = []
-    for dataset, own in by_dataset(summaries).items():
-        parts += [Text.assemble((dataset, "bold"), f": {own[0]['about']}"), _ByWidth(partial(_table, own))]
-        if remarks and remarks.get(dataset):
-            parts.append(Padding(Text("; ".join(remarks[dataset]), style="dim"), (0, 0, 0, 2)))
-        parts.append(Text())
-    return Group(*parts, _ByWidth(_width_note), *(Text(note, style="dim") for note in notes))
+NARROW = "This terminal is too narrow for intervals and most deviations; the report has them."
 
 
-class _ByWidth:
-    """Rendered narrow or wide, as the terminal is."""
+class SweepTable:
+    """A table a dataset. `notes` are sentences below all tables, `remarks` those on one dataset."""
 
-    def __init__(self, render: Callable[..., RenderableType]) -> None:
-        self._render = render
+    def __init__(
+        self,
+        summaries: Sequence[Summary],
+        notes: Sequence[str] = (),
+        remarks: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self._summaries, self._notes, self._remarks = summaries, notes, remarks or {}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._render(narrow=options.max_width < WIDE)
+        wide = self._render(narrow=False)
+        needed = Measurement.get(console, options.update(width=1000), wide).minimum
+        yield wide if needed <= options.max_width else self._render(narrow=True)
 
-
-def _width_note(*, narrow: bool) -> RenderableType:
-    note = f"Terminals below {WIDE} columns show no intervals and few deviations; the report has them."
-    return Text(note, style="dim") if narrow else Group()
+    def _render(self, *, narrow: bool) -> RenderableType:
+        parts: list[RenderableType] = []
+        for dataset, own in by_dataset(self._summaries).items():
+            parts += [Text.assemble((dataset, "bold"), f": {own[0]['about']}"), _table(own, narrow=narrow)]
+            if self._remarks.get(dataset):
+                parts.append(Padding(Text("; ".join(self._remarks[dataset]), style="dim"), (0, 0, 0, 2)))
+            parts.append(Text())
+        return Group(*parts, *(Text(note, style="dim") for note in ((NARROW,) if narrow else ()) + tuple(self._notes)))
 
 
 def _table(summaries: Sequence[Summary], *, narrow: bool) -> RenderableType:
+    widths = {key: max(one["text"][key].index(" ") for one in summaries) for key, _ in _FIGURES}
+    rows = [_cells(one, widths, narrow) for one in summaries]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, width in (("encoder", 7), ("method", 13)):
         table.add_column(name, overflow="fold", min_width=width)
-    for _, name in _FIGURES:
-        table.add_column(name, no_wrap=True)
-    for name in ("gain", "seeds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    trivial = [one for one in summaries if one["kind"] == TRIVIAL]
-    widths = {key: max(one["text"][key].index(" ") for one in summaries) for key, _ in _FIGURES}
-    for one in summaries:
-        if trivial and one is trivial[0]:
+    for place, name in enumerate((*(name for _, name in _FIGURES), "gain", "seeds"), 2):
+        width = max(len(name), *(len(row[place]) for row in rows))
+        table.add_column(name, justify="right" if place > 4 else "left", no_wrap=True, min_width=width)
+    trivial = [one["kind"] == TRIVIAL for one in summaries]
+    for place, row in enumerate(rows):
+        if trivial[place] and not any(trivial[:place]):
             table.add_section()
             table.add_row("", "trivial baselines", style="dim italic")
-        table.add_row(*_cells(one, widths, narrow))
+        table.add_row(*row)
     return Padding(table, (0, 0, 0, 2))
 
 

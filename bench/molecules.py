@@ -1,18 +1,18 @@
-"""Small heads on frozen features: one run at a time as guide 004 trained them, the same with features on the device, and packed.
+"""Small heads on frozen features: one run at a time, the same with features on the device, and packed.
 
-    python bench/heads.py DATA --make-rows rows.npz      the molecules made ready; needs RDKit, the rest does not
-    python bench/heads.py rows.npz --device cuda         DATA itself will do where RDKit is: hiv.csv.gz and tox21.csv.gz lie there
-    python bench/heads.py DATA --device cpu --small      a check of this script
+    python bench/molecules.py DATA --make-rows rows.npz      prepare the molecules; only this needs RDKit
+    python bench/molecules.py rows.npz --device cuda         or DATA itself, a folder with hiv.csv.gz and tox21.csv.gz
+    python bench/molecules.py DATA --device cpu --small      a check of this script
 
 Seeds × 3 datasets × 4 losses: hiv by scaffold and by size, tox21 by scaffold, 2,000 training pairs each; ECFP of 2,048
 bits, head 256–128, dropout 0.1, AdamW 1e-3, weight decay 1e-5, StepLR 10/0.9, gradients clipped to 1, batches of 512 pairs,
-β 0.1, λ as each method has it. Nobody stops early, so that all ways go over the molecules as often; every way validates
-after each epoch, keeps its best weights and is judged by them on the test molecules, and that time is counted.
+β 0.1, λ of each method. Without early stopping, so that all ways read the molecules equally often; every way validates
+after each epoch, keeps its best weights and is scored with them on the test molecules, and that time is counted.
 
-One after the other, a sample of the runs is trained and timed, and the grid's seconds are *scaled* from it; the packed grid
-is trained whole, its search for the size of a pack included, and its seconds are *measured*. The serial ways are plain
-PyTorch written as kindly as can be: features are floats before the clock starts, one forward serves both sides, the loader
-has no workers to start. A packed epoch reads 2,048 pairs where a serial one reads 2,000: packed batches are always full.
+One after the other, a sample of the runs is trained and timed, and the seconds of the grid are *scaled* from it; the packed
+grid is trained whole, its search for the pack size included, and its seconds are *measured*. The serial ways are plain
+PyTorch in a favourable form: features are floats before the clock starts, one forward serves both sides, the loader has no
+workers to start. A packed epoch reads 2,048 pairs where a serial one reads 2,000: packed batches are always full.
 """
 
 import argparse
@@ -33,12 +33,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from brimful.molecules import losses
-from brimful.molecules.job import Head, HeadShape, Job, Rows
+from brimful.molecules.heads import Head, HeadShape, Job, Rows, dpo
+from brimful.molecules.methods import METHODS
 from brimful.molecules.metrics import auroc
 from brimful.molecules.runner import Finished
-from brimful.molecules.spec import METHODS, DatasetSpec, TrainSpec
-from brimful.molecules.workers import Packed, Share, work
+from brimful.molecules.spec import PARTS, DatasetSpec, TrainSpec
+from brimful.molecules.workers import PackMessage, Share, train_share
 from brimful.units import show_bytes
 
 DATASETS = {
@@ -48,10 +48,9 @@ DATASETS = {
 }
 LOSSES = ("dpo", "bce", "mse", "hinge")
 TRAINING = TrainSpec(lr=1e-3)
-PARTS = ("train", "valid", "test")
 BATCHES = (512, 2048, 8192)
 FILL = 0.85
-"""The share of a card's free memory that packs may take."""
+"""The share of a GPU's free memory that packs may take."""
 
 Pairs = Callable[[], Iterable[Sequence[Tensor]]]
 
@@ -71,7 +70,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What one way of training took, and how good its heads are."""
+    """The cost of one way of training, and how good its heads are."""
 
     name: str
     aurocs: Mapping[Run, float]
@@ -87,22 +86,22 @@ class Way:
 
 
 def rows_from(source: Path, names: Sequence[str]) -> dict[str, Rows]:
-    """The datasets, from a file that --make-rows wrote or from the molecules themselves."""
+    """The datasets, from a file of --make-rows or from the molecules themselves."""
     if source.is_dir():
-        return {name: made_ready(source, name) for name in names}
+        return {name: prepared_rows(source, name) for name in names}
     with np.load(source) as file:
         return {name: _unpacked(file, name) for name in names}
 
 
-def made_ready(folder: Path, name: str) -> Rows:
-    from brimful.molecules.features.compute import load_encoder
-    from brimful.molecules.prepare import prepare, rows_of
-    from brimful.planning.planner import cache_folder as cached
+def prepared_rows(folder: Path, name: str) -> Rows:
+    from brimful.molecules.features.encoder import load_encoder
+    from brimful.molecules.prepare import prepare, rows_with_features
+    from brimful.planning.planner import cache_folder
 
     file, split, (train, valid, test) = DATASETS[name]
-    asked = DatasetSpec(name=name, file=folder / file, split=split, train=train, valid=valid, test=test)
-    prepared = prepare(asked, cached("features"), tell)
-    return rows_of(prepared, load_encoder("ecfp"), cached("features"), tell)[0]
+    spec = DatasetSpec(name=name, file=folder / file, split=split, train=train, valid=valid, test=test)
+    prepared = prepare(spec, cache_folder("features"), log)
+    return rows_with_features(prepared, load_encoder("ecfp"), cache_folder("features"), log)[0]
 
 
 def save_rows(path: Path, rows: Mapping[str, Rows]) -> None:
@@ -122,9 +121,13 @@ def _unpacked(file: Mapping[str, Any], name: str) -> Rows:
 # -- one at a time -------------------------------------------------------------------------------------------------------
 
 
+def defaults(method: str) -> dict[str, float]:
+    return {name: option.default for name, option in METHODS[method].training_options.items()}
+
+
 def plain_loss(name: str, in_dist: Tensor, out_dist: Tensor) -> Tensor:
-    """As it is written down: all pairs are a matrix."""
-    options = METHODS[name].trained
+    """As in a paper: all pairs are a matrix."""
+    options = defaults(name)
     gaps = out_dist[None, :] - in_dist[:, None] if name in ("dpo", "hinge") else None
     if name == "dpo":
         loss = F.softplus(-options["beta"] * gaps).mean()
@@ -139,7 +142,7 @@ def plain_loss(name: str, in_dist: Tensor, out_dist: Tensor) -> Tensor:
 
 
 def train_alone(loss: str, seed: int, epochs: int, pairs: Pairs, held: Mapping[str, tuple[Tensor, Tensor]]) -> float:
-    """The test AUROC of the weights that did best on validation molecules. `held`: valid and test, ID and OOD."""
+    """The test AUROC of the weights with the best validation AUROC. `held`: valid and test, ID and OOD."""
     torch.manual_seed(seed)
     device = held["test"][0].device
     head = nn.Sequential(
@@ -158,14 +161,14 @@ def train_alone(loss: str, seed: int, epochs: int, pairs: Pairs, held: Mapping[s
             nn.utils.clip_grad_norm_(head.parameters(), TRAINING.clip)
             optimizer.step()
         schedule.step()
-        score = judged(head, held["valid"])
-        if score > best:
-            best, kept = score, copy.deepcopy(head.state_dict())
+        valid = score(head, held["valid"])
+        if valid > best:
+            best, kept = valid, copy.deepcopy(head.state_dict())
     head.load_state_dict(kept)
-    return judged(head, held["test"])
+    return score(head, held["test"])
 
 
-def judged(head: nn.Module, sides: tuple[Tensor, Tensor]) -> float:
+def score(head: nn.Module, sides: tuple[Tensor, Tensor]) -> float:
     head.eval()
     with torch.no_grad():
         found = [head(side).squeeze(-1).cpu().numpy() for side in sides]
@@ -173,13 +176,13 @@ def judged(head: nn.Module, sides: tuple[Tensor, Tensor]) -> float:
 
 
 def from_host(rows: Rows, batch: int, device: torch.device) -> Pairs:
-    """Pairs of molecules from a loader, as most scripts have it."""
+    """Pairs of molecules from a loader, as in most scripts."""
     both = [rows.features[side["train"]].float() for side in (rows.id, rows.ood)]
     return lambda: DataLoader(TensorDataset(*both), batch, shuffle=True, pin_memory=device.type == "cuda")
 
 
 def on_device(rows: Rows, batch: int, device: torch.device) -> Pairs:
-    """The same pairs, picked where the features lie."""
+    """The same pairs, gathered on the device."""
     both = [rows.features[side["train"]].float().to(device) for side in (rows.id, rows.ood)]
 
     def pairs() -> Iterator[list[Tensor]]:
@@ -204,7 +207,7 @@ def serial(
         began = time.perf_counter()
         aurocs[run] = train_alone(run.loss, run.seed, args.epochs, pairs[run.data], held[run.data])
         seconds[run] = time.perf_counter() - began
-    tell(f"{name}: {sum(seconds.values()):.1f} s")
+    log(f"{name}: {sum(seconds.values()):.1f} s")
     molecules = sum(2 * len(rows[run.data].id["train"]) * args.epochs for run in seconds)
     of_dpo = [one for run, one in seconds.items() if run.loss == LOSSES[0]]
     count = len({run.seed for run in grid}) * len(rows)
@@ -216,7 +219,7 @@ def serial(
 
 
 def held_out(rows: Rows, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """Molecules that are only looked at, as floats on the device."""
+    """Validation and test molecules, as floats on the device."""
     features = rows.features
     return {
         part: (features[rows.id[part]].float().to(device), features[rows.ood[part]].float().to(device))
@@ -228,39 +231,41 @@ def held_out(rows: Rows, device: torch.device) -> dict[str, tuple[Tensor, Tensor
 
 
 def packed(grid: Sequence[Run], rows: Mapping[str, Rows], args: Any) -> Way:
-    """All of the grid, and before that its part with one loss."""
+    """The part of the grid with one loss, then all of it."""
     device = torch.device(args.device)
-    list(work(share_of(grid[:2], rows, args, epochs=1)))  # warm
+    list(train_share(share_of(grid[:2], rows, args, epochs=1)))  # warm
     one_loss = [run for run in grid if run.loss == LOSSES[0]]
     empty(device)
     one_loss_s, _, _ = train_packed(one_loss, rows, args)
     empty(device)
-    seconds, aurocs, packing = train_packed(grid, rows, args)
-    tell(f"packed: {seconds:.1f} s")
+    seconds, aurocs, pack = train_packed(grid, rows, args)
+    log(f"packed: {seconds:.1f} s")
     steps = -(-max(len(rows[grid[0].data].id["train"]), 1) // TRAINING.batch) * args.epochs
     return Way(
         name="packed", aurocs=aurocs, molecules_per_s=2 * TRAINING.batch * steps * len(grid) / seconds,
         peak_bytes=peak(device), one_loss_s=one_loss_s, all_losses_s=seconds, scaled=False,
-        remark=f"packs of {packing.packing.runs} of {packing.jobs}: {packing.packing.reason}",
+        remark=f"packs of {pack.size.runs} of {pack.jobs}: {pack.size.reason}",
     )  # fmt: skip
 
 
-def train_packed(grid: Sequence[Run], rows: Mapping[str, Rows], args: Any) -> tuple[float, dict[Run, float], Packed]:
+def train_packed(
+    grid: Sequence[Run], rows: Mapping[str, Rows], args: Any
+) -> tuple[float, dict[Run, float], PackMessage]:
     began, done = time.perf_counter(), []
-    for message in work(share_of(grid, rows, args, epochs=args.epochs)):
-        if isinstance(message, Packed):
-            packing = message
+    for message in train_share(share_of(grid, rows, args, epochs=args.epochs)):
+        if isinstance(message, PackMessage):
+            pack = message
         else:
             done += message.finished
     aurocs = scored(done, rows, torch.device(args.device))
-    return time.perf_counter() - began, {run: aurocs[run.name] for run in grid}, packing
+    return time.perf_counter() - began, {run: aurocs[run.name] for run in grid}, pack
 
 
 def share_of(grid: Sequence[Run], rows: Mapping[str, Rows], args: Any, *, epochs: int) -> Share:
     training = TrainSpec(lr=TRAINING.lr, epochs=epochs, patience=epochs)
     jobs = [
         Job(
-            name=run.name, data=run.data, objective=METHODS[run.loss].objective, options=METHODS[run.loss].trained,
+            name=run.name, data=run.data, objective=METHODS[run.loss].objective, options=defaults(run.loss),
             seed=run.seed, shape=HeadShape(inputs=rows[run.data].features.shape[1]), training=training,
         )
         for run in grid
@@ -276,7 +281,7 @@ def scored(done: Sequence[Finished], rows: Mapping[str, Rows], device: torch.dev
     for finished in done:
         head = Head(finished.job.shape)
         nn.utils.vector_to_parameters(finished.weights, head.parameters())
-        found[finished.job.name] = judged(head.to(device), held[finished.job.data])
+        found[finished.job.name] = score(head.to(device), held[finished.job.data])
     return found
 
 
@@ -286,8 +291,10 @@ def scored(done: Sequence[Finished], rows: Mapping[str, Rows], device: torch.dev
 def all_pairs(args: Any) -> list[dict[str, Any]]:
     """dpo's loss and gradient in chunks and as a matrix: seconds, and bytes beyond the energies."""
     device, found = torch.device(args.device), []
-    ways = {"chunked": lambda *sides: losses.dpo(*sides, torch.full((1,), 0.1, device=device)).sum()}
-    ways["matrix"] = lambda *sides: plain_loss("dpo", *(side[0] for side in sides)) - 0.01 * losses.square(*sides).sum()
+    ways = {"chunked": lambda *sides: dpo(*sides, torch.full((1,), 0.1, device=device)).sum()}
+    ways["matrix"] = lambda *sides: (
+        plain_loss("dpo", *(side[0] for side in sides)) - 0.01 * sum(side.square().mean() for side in sides)
+    )
     for count in args.pairs:
         row: dict[str, Any] = {"batch": count}
         sides = [torch.randn(1, count, device=device, requires_grad=True) for _ in range(2)]
@@ -301,7 +308,7 @@ def all_pairs(args: Any) -> list[dict[str, Any]]:
             value = loss(*sides)
             grads = torch.autograd.grad(value, sides)
             row[f"{name}_loss"] = float(value.detach())
-            wait(device)
+            synchronize(device)
             row[f"{name}_s"] = time.perf_counter() - began
             row[f"{name}_bytes"] = None if (top := peak(device)) is None else top - held
             row[f"{name}_grads"] = grads
@@ -321,23 +328,23 @@ def apart(ours: Sequence[Tensor], theirs: Sequence[Tensor] | None) -> float | No
 
 
 def empty(device: torch.device) -> None:
-    wait(device)
+    synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak(device: torch.device) -> int | None:
-    """Allocated bytes at most since `empty`; a CPU cannot tell."""
+    """Peak allocated bytes since `empty`; unknown on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def tell(phrase: str) -> None:
+def log(phrase: str) -> None:
     print(phrase, file=sys.stderr, flush=True)
 
 
@@ -381,10 +388,10 @@ def show_pairs(found: Sequence[Mapping[str, Any]]) -> None:
         print(f"| {row['batch']:,} | " + " | ".join([*seconds, *peaks, gap]) + " |")
 
 
-def asked() -> Any:
+def arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="a folder with hiv.csv.gz and tox21.csv.gz, or what --make-rows wrote")
-    parser.add_argument("--make-rows", type=Path, metavar="FILE", help="write the datasets there, and end")
+    parser.add_argument("data", type=Path, help="a folder with hiv.csv.gz and tox21.csv.gz, or a file of --make-rows")
+    parser.add_argument("--make-rows", type=Path, metavar="FILE", help="write the datasets to this file and exit")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=60)
@@ -402,21 +409,21 @@ def asked() -> Any:
 
 
 def main() -> None:
-    args = asked()
+    args = arguments()
     rows = rows_from(args.data, args.names)
     if args.make_rows:
         save_rows(args.make_rows, rows)
         return
     grid = [Run(data=data, loss=loss, seed=seed) for seed in range(args.seeds) for loss in args.losses for data in rows]
     largest = max(len(one.id["train"]) for one in rows.values())
-    ways = [serial(f"guide 004, batch {batch:,}" + (f" (one of {largest:,})" if batch > largest else ""), from_host, batch, grid, rows, args) for batch in BATCHES]  # fmt: skip
+    ways = [serial(f"from the host, batch {batch:,}" + (f" (one of {largest:,})" if batch > largest else ""), from_host, batch, grid, rows, args) for batch in BATCHES]  # fmt: skip
     ways += [serial("features on the device, batch 512", on_device, 512, grid, rows, args), packed(grid, rows, args)]
     pairs = all_pairs(args)
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads of {os.cpu_count()}"  # fmt: skip
     setting = {"device": name, "torch": torch.__version__, "epochs": args.epochs, "seeds": args.seeds}
     if args.json:
-        told = [{**vars(way), "aurocs": {run.name: value for run, value in way.aurocs.items()}} for way in ways]
-        print(json.dumps({"bench": "heads", **setting, "ways": told, "dpo": pairs}))
+        results = [{**vars(way), "aurocs": {run.name: value for run, value in way.aurocs.items()}} for way in ways]
+        print(json.dumps({"bench": "molecules", **setting, "ways": results, "dpo": pairs}))
         return
     print(", ".join(f"{key} {value}" for key, value in setting.items()), end="\n\n")
     show_ways(ways, grid)

@@ -189,9 +189,7 @@ def test_a_removal_that_fails_is_told_once_and_tried_again_by_clean(checkpoints,
         disk.setattr(os, "rmdir", refuse)
         save(checkpoints, 3)
         checkpoints.rotate()
-    assert notes == [
-        f"{checkpoints.path(1)} could not be removed (No space left on device) and still takes up space"
-    ]
+    assert notes == [f"{checkpoints.path(1)} could not be removed (No space left on device) and still takes up space"]
     assert checkpoints.newest().checkpoint.step == 3
     gone = checkpoints.folder / f".step-00000001.gone-{os.getpid()}"
     assert gone.exists() and checkpoints.newest().skipped == ()

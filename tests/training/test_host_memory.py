@@ -21,8 +21,8 @@ from tests.training.test_state import position
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
-LAYERS, SIDE = 4, 4096
-"""256 MiB of weights."""
+LAYERS, SIDE = 8, 2048
+"""128 MiB of weights."""
 
 
 def anonymous_bytes():
@@ -48,6 +48,7 @@ class OnCard(torch.Tensor):
 
 
 def _save_from_a_card(folder):
+    state.PIECE_BYTES = SIDE * SIDE * 4
     model = nn.Module()
     for layer in range(LAYERS):
         weight = torch.full((SIDE, SIDE), float(layer)).as_subclass(OnCard)

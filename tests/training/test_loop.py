@@ -10,7 +10,7 @@ from brimful.training import state
 from brimful.training.checkpoint import Best, Checkpoints
 from brimful.training.events import Journal
 from brimful.training.loop import Hook, Loop
-from tests.training.checkpoint.saved import names, writer
+from tests.training.saved import names, writer
 
 
 def at(step: int, best: Best | None = None, best_by: str = "loss") -> Loop:
@@ -53,7 +53,7 @@ def saving(folder, monkeypatch, hook) -> Loop:
     monkeypatch.setattr(state, "write", lambda folder, position, **_: writer(position.step)(folder))
     monkeypatch.setattr(state, "needed_bytes", lambda model, optimizer: 20_000)
     loop = at(0)
-    loop.checkpoints, loop.hooks, loop.journal = Checkpoints(folder, keep=2, tell=pytest.fail), (hook,), Journal(None)
+    loop.checkpoints, loop.hooks, loop.journal = Checkpoints(folder, keep=2, note=pytest.fail), (hook,), Journal(None)
     loop.stepper, loop.task = SimpleNamespace(group=SingleProcess(), model=None), SimpleNamespace(name="none")
     loop.optimizer = loop.rows = loop.loss = None
     return loop
@@ -71,7 +71,7 @@ def test_the_former_best_goes_when_the_new_one_is_saved_and_linked(tmp_path, mon
         loop.step = step
         loop.best = Best(step=step, metric="loss", score=step) if is_best else loop.best
         loop._position = state.Position(
-            step=step, loader={"samples": 0}, own=(None,), best=loop.best, data="", optimizer=""
+            step=step, loader={"samples": 0}, ranks=(None,), best=loop.best, data="", optimizer=""
         )
         loop.save()
     assert "step-00000030" in there[-1], "a link may lead to it until here"

@@ -144,6 +144,6 @@ def test_another_data_set_is_refused(folder, plan):
     assert runs.finish(runs.start(run, plan, task=runs.Other())) == [2]
 
 
-def test_what_was_asked_is_kept_in_the_run(whole):
+def test_the_request_is_kept_in_the_run(whole):
     request = json.loads((whole / "run.json").read_text())
-    assert request["asked"]["max_steps"] == runs.STEPS and request["data"] == "rows"
+    assert request["options"]["max_steps"] == runs.STEPS and request["data"] == "rows"

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import transformers.modeling_utils
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -17,8 +19,9 @@ from brimful.task import Task
 from brimful.training import state
 from brimful.training.checkpoint import Best
 from brimful.training.loop import Loop
-from brimful.training.options import Chosen
-from brimful.training.state import Own, Position
+from brimful.training.optimizer import NamedOptimizer
+from brimful.training.state import Position, RankState
+from tests.tasks.tiny import make_model
 
 CPU = torch.device("cpu")
 
@@ -43,7 +46,7 @@ def net(seed=0, **how):
 
 def trained(model, name="adamw", lr=1e-2, weight_decay=0.01):
     """A model and its optimizer after one step."""
-    optimizer = Chosen(name=name, lr=lr, weight_decay=weight_decay)(model)
+    optimizer = NamedOptimizer(name=name, lr=lr, weight_decay=weight_decay)(model)
     step(model, optimizer)
     return optimizer
 
@@ -55,8 +58,8 @@ def step(model, optimizer):
 
 
 def position(**changes):
-    own = Own(random=RandomState(CPU).to_plain(), stepper={"ooms": 3, "speeds": [1.0], "scaler": None})
-    return Position(**{"step": 7, "loader": {"samples": 70, "seed": 0}, "own": (own,), "data": "abc", **changes})
+    own = RankState(random=RandomState(CPU).to_plain(), stepper={"ooms": 3, "speeds": [1.0], "scaler": None})
+    return Position(**{"step": 7, "loader": {"samples": 70, "seed": 0}, "ranks": (own,), "data": "abc", **changes})
 
 
 def write(folder: Path, model, optimizer, where=None):
@@ -106,7 +109,7 @@ def test_a_resumed_step_gives_the_same_bits(tmp_path):
     model = net()
     optimizer = trained(model)
     folder, other = write(tmp_path / "step", model, optimizer), net(seed=1)
-    again = Chosen(name="adamw", lr=1e-2, weight_decay=0.01)(other)
+    again = NamedOptimizer(name="adamw", lr=1e-2, weight_decay=0.01)(other)
     state.load_weights(folder, other)
     state.load_optimizer(folder, again)
     step(model, optimizer)
@@ -117,7 +120,10 @@ def test_a_resumed_step_gives_the_same_bits(tmp_path):
 def test_optimizer_state_outlives_the_file_it_was_read_from(tmp_path):
     model = net()
     optimizer = trained(model)
-    folder, again = write(tmp_path / "step", model, optimizer), Chosen(name="adamw", lr=1e-2, weight_decay=0.01)(model)
+    folder, again = (
+        write(tmp_path / "step", model, optimizer),
+        NamedOptimizer(name="adamw", lr=1e-2, weight_decay=0.01)(model),
+    )
     state.load_optimizer(folder, again)
     file = folder / "optimizer.pt"
     with file.open("r+b") as content:
@@ -173,7 +179,7 @@ def test_weights_that_are_gone_are_refused(saved):
 def test_rate_and_decay_asked_for_now_win_over_those_of_the_file(tmp_path, name):
     model = net()
     folder, other = write(tmp_path / "step", model, trained(model, name)), net()
-    optimizer = Chosen(name=name, lr=0.5, weight_decay=0.25)(other)
+    optimizer = NamedOptimizer(name=name, lr=0.5, weight_decay=0.25)(other)
     state.load_optimizer(folder, optimizer)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25), (0.5, 0.0)]
     assert all(optimizer.state[param] for param in other.parameters())
@@ -183,16 +189,15 @@ def test_rate_and_decay_asked_for_now_win_over_those_of_the_file(tmp_path, name)
 def test_decay_may_be_switched_off_or_on_when_a_run_is_resumed(tmp_path, before, now):
     model = net()
     folder = write(tmp_path / "step", model, trained(model, weight_decay=before))
-    state.load_optimizer(folder, Chosen(name="adamw", lr=0.1, weight_decay=now)(net()))
+    state.load_optimizer(folder, NamedOptimizer(name="adamw", lr=0.1, weight_decay=now)(net()))
 
 
 @pytest.mark.parametrize(("before", "now"), [("AdamW", "adafactor"), ("Adafactor", "adamw")])
 def test_another_optimizer_is_refused(tmp_path, before, now):
     """By the loop, which knows its name: torch compares groups only, and the first step would fail on its state."""
-    optimizer = Chosen(name=now, lr=1.0, weight_decay=0.01)(net())
-    told = refused(BadRun, Loop.take_up, SimpleNamespace(optimizer=optimizer), tmp_path, position(optimizer=before))
-    assert told.startswith(f"--resume: the run was trained with {before} so far")
-    assert "keep its --optimizer" in told
+    optimizer = NamedOptimizer(name=now, lr=1.0, weight_decay=0.01)(net())
+    told = refused(BadRun, Loop.resume, SimpleNamespace(optimizer=optimizer), tmp_path, position(optimizer=before))
+    assert told.startswith(f"the run was trained with {before}")
 
 
 def test_others_may_read_a_model_that_a_checkpoint_holds(tmp_path):
@@ -208,9 +213,8 @@ def test_others_may_read_a_model_that_a_checkpoint_holds(tmp_path):
 def test_other_frozen_weights_are_refused(saved):
     model = net()
     model.norm.requires_grad_(False)
-    told = refused(BadRun, state.load_optimizer, saved, Chosen(name="adamw", lr=1.0, weight_decay=0.01)(model))
+    told = refused(BadRun, state.load_optimizer, saved, NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.01)(model))
     assert told.startswith(f"{saved / 'optimizer.pt'} does not fit the optimizer (")
-    assert told.endswith("resume with the same --optimizer and --freeze, or start a new run --from this checkpoint")
 
 
 def test_a_position_comes_back(tmp_path):
@@ -224,7 +228,7 @@ def test_a_position_comes_back(tmp_path):
         "abc",
     )
     assert found.optimizer == "AdamW"
-    assert [own.stepper for own in found.own] == [where.own[0].stepper]
+    assert [own.stepper for own in found.ranks] == [where.ranks[0].stepper]
 
 
 def test_a_position_without_a_best_has_none(saved):
@@ -238,7 +242,7 @@ def test_a_damaged_file_is_named(saved, name, content):
         (saved / name).unlink()
     else:
         (saved / name).write_bytes(content)
-    optimizer = Chosen(name="adamw", lr=1.0, weight_decay=0.01)(net())
+    optimizer = NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.01)(net())
     work = (
         (lambda: state.read_position(saved)) if name == "state.pt" else lambda: state.load_optimizer(saved, optimizer)
     )
@@ -267,7 +271,7 @@ def test_a_file_that_would_run_code_is_refused(saved, tmp_path):
 def test_a_file_of_another_version_is_refused(saved):
     content = torch.load(saved / "state.pt", weights_only=True)
     torch.save({**content, "future": 1}, saved / "state.pt")
-    assert "state.pt is not of this Brimful" in refused(BadCheckpoint, state.read_position, saved)
+    assert "state.pt was not written by this version of Brimful" in refused(BadCheckpoint, state.read_position, saved)
 
 
 def draw():
@@ -290,21 +294,21 @@ def test_a_process_takes_up_its_own_numbers_and_its_own_cut(saved):
     for rank in range(2):
         torch.manual_seed(rank)
         random.seed(rank)
-        owns.append(Own(random=RandomState(CPU).to_plain(), stepper={"ooms": rank}))
+        owns.append(RankState(random=RandomState(CPU).to_plain(), stepper={"ooms": rank}))
     torch.manual_seed(1)
     random.seed(1)
     expected = draw()[0::4]
     torch.manual_seed(99)
-    assert state.take_up(owns, 1, CPU) == {"ooms": 1}
+    assert state.restore_rank(owns, 1, CPU) == {"ooms": 1}
     assert draw()[0::4] == expected
 
 
 def test_a_process_that_was_not_there_begins_with_numbers_of_its_own():
-    own = position().own
+    own = position().ranks
     found = []
     for rank in (1, 2):
         torch.manual_seed(5)
-        assert state.take_up(own, rank, CPU) == {"ooms": 0, "speeds": [1.0], "scaler": None}
+        assert state.restore_rank(own, rank, CPU) == {"ooms": 0, "speeds": [1.0], "scaler": None}
         found.append(float(torch.rand(())))
     torch.manual_seed(5)
     assert len({*found, float(torch.rand(()))}) == 3
@@ -312,7 +316,7 @@ def test_a_process_that_was_not_there_begins_with_numbers_of_its_own():
 
 def test_what_a_checkpoint_takes_is_counted_once_for_tied_weights():
     model = net()
-    optimizer = Chosen(name="adamw", lr=1.0, weight_decay=0.0)(model)
+    optimizer = NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.0)(model)
     weights = sum(param.nbytes for param in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     assert weights == 8 * 4 * 4 + 2 * 4 * 4
@@ -323,7 +327,7 @@ def test_what_a_checkpoint_takes_is_counted_once_for_tied_weights():
 
 def test_the_files_are_about_as_large_as_was_said(tmp_path):
     model = nn.Linear(256, 256)
-    optimizer = Chosen(name="adamw", lr=1.0, weight_decay=0.0)(model)
+    optimizer = NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.0)(model)
     said = state.needed_bytes(model, optimizer)
     model(torch.ones(1, 256)).sum().backward()
     optimizer.step()
@@ -335,7 +339,7 @@ def test_the_files_are_about_as_large_as_was_said(tmp_path):
 def test_frozen_weights_need_no_room_for_state():
     model = net()
     model.embed.requires_grad_(False)
-    optimizer = Chosen(name="adamw", lr=1.0, weight_decay=0.0)(model)
+    optimizer = NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.0)(model)
     weights, buffers = 8 * 4 * 4 + 2 * 4 * 4, 2 * 4 * 4 + 8
     assert state.needed_bytes(model, optimizer) == weights + buffers + 2 * (2 * 4 * 4)
 
@@ -343,8 +347,96 @@ def test_frozen_weights_need_no_room_for_state():
 def test_weights_that_share_memory_are_counted_once_as_they_are_written_once(tmp_path):
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
-    optimizer = Chosen(name="adamw", lr=1.0, weight_decay=0.0)(model)
+    optimizer = NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.0)(model)
     write(tmp_path / "step", model, optimizer)
     weight = 256 * 256 * 4
     assert state.needed_bytes(model, optimizer) == weight + 2 * weight
     assert weight < (tmp_path / "step" / state.WEIGHTS).stat().st_size < 1.1 * weight
+
+
+MIXED = {
+    "b.weight": torch.arange(12.0).reshape(3, 4),
+    "a.weight": torch.arange(5.0),
+    "half": torch.arange(7.0).bfloat16(),
+    "count": torch.tensor(3),
+    "mask": torch.tensor([True, False, True]),
+    "字": torch.arange(6, dtype=torch.float64),
+    "nothing": torch.empty(0, 4),
+    "small": torch.arange(3, dtype=torch.int8),
+}
+
+
+def both(folder, tensors, **how):
+    """What is written here, and what safetensors writes."""
+    state.save_file(tensors, folder / "ours", **how)
+    safetensors.torch.save_file(tensors, folder / "theirs", **how)
+    return (folder / "ours").read_bytes(), (folder / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_the_file_is_that_of_safetensors_to_the_byte(tmp_path, metadata):
+    ours, theirs = both(tmp_path, MIXED, metadata=metadata)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", state.DTYPE_NAMES, ids=str)
+def test_every_type_has_its_name_and_its_place(tmp_path, dtype):
+    others = {f"other {number}": torch.ones(3).to(one) for number, one in enumerate(state.DTYPE_NAMES)}
+    ours, theirs = both(tmp_path, {"one": torch.ones(2, 3).to(dtype), **others})
+    assert ours == theirs
+
+
+def test_a_tensor_larger_than_a_piece_is_whole_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "PIECE_BYTES", 16)
+    ours, theirs = both(tmp_path, MIXED)
+    assert ours == theirs
+
+
+def test_a_type_without_a_name_here_is_left_to_safetensors(tmp_path):
+    state.save_file({"wide": torch.ones(2, dtype=torch.complex64)}, tmp_path / "file")
+    assert load_file(tmp_path / "file")["wide"].dtype == torch.complex64
+
+
+def test_tensors_that_share_memory_are_refused_as_by_safetensors(tmp_path):
+    one = torch.ones(4)
+    with pytest.raises(RuntimeError, match="share memory"):
+        state.save_file({"one": one, "two": one}, tmp_path / "file")
+
+
+def test_a_tensor_out_of_order_is_refused_as_by_safetensors(tmp_path):
+    with pytest.raises(ValueError, match="non contiguous"):
+        state.save_file({"one": torch.ones(3, 4).T}, tmp_path / "file")
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Names of the files that were written in pieces."""
+    names, write = [], state._write
+    monkeypatch.setattr(state, "_write", lambda file, tensor: (names.append(file.name), write(file, tensor)))
+    return names
+
+
+@pytest.mark.parametrize("make", [make_model, lambda: nn.Linear(3, 3)], ids=["transformers", "torch"])
+def test_a_checkpoint_writes_its_weights_in_pieces(tmp_path, written, make):
+    model = make()
+    optimizer = NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.0)(model)
+    state.write(tmp_path, position(), task=Task(), model=model, optimizer=optimizer, rows=[])
+    assert set(written) == {str(tmp_path / state.WEIGHTS)}
+    assert len(written) == len(load_file(tmp_path / state.WEIGHTS))
+
+
+def test_transformers_loads_what_was_written_in_pieces(tmp_path, written):
+    model = make_model()
+    with state.writing_in_pieces():
+        model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert written
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_savers_of_the_libraries_are_put_back_after_a_failure():
+    now = lambda: {safetensors.torch.save_file, transformers.modeling_utils.safe_save_file}  # noqa: E731
+    with pytest.raises(OSError), state.writing_in_pieces():
+        assert now() == {state.save_file}
+        raise OSError
+    assert state.save_file not in now()

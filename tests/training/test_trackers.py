@@ -104,7 +104,7 @@ def test_a_slow_tracker_does_not_hold_up_the_run():
 
 
 def test_what_a_slow_tracker_cannot_hold_is_left_out_and_counted(monkeypatch):
-    monkeypatch.setattr(module, "WAITING", 3)
+    monkeypatch.setattr(module, "QUEUE_POINTS", 3)
     gate, told = threading.Event(), []
     tracker = tracker_of(Service(gate=gate), told.append)
     tracker.wait()
@@ -135,7 +135,7 @@ def test_a_tracker_that_does_not_start_in_time_is_told_of_and_keeps_its_points()
     tracker(step(1))
     gate.set()
     tracker.close()
-    assert told == ["fake has not started within 0.01 s; training begins, its points wait"]
+    assert told == ["fake has not started within 0.01 s; training begins, and its points wait"]
     assert ("log", {"train/loss": 2.0}, 1) in service.calls
 
 
@@ -147,7 +147,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_switched_off(where):
         tracker(step(number))
     tracker(END)
     tracker.close()
-    assert told == ["fake is switched off, training goes on: ConnectionError: the service is gone"]
+    assert told == ["fake is switched off, training continues: ConnectionError: the service is gone"]
 
 
 def test_a_tracker_that_is_off_gathers_nothing():
@@ -163,7 +163,7 @@ def test_a_tracker_that_wants_to_leave_the_program_does_not(monkeypatch):
     tracker = Tracker("fake", lambda: sys.exit(3), {}, told.append)
     tracker.wait()
     tracker.close()
-    assert told == ["fake is switched off, training goes on: SystemExit: 3"]
+    assert told == ["fake is switched off, training continues: SystemExit: 3"]
 
 
 def test_a_tell_that_fails_is_logged(caplog):
@@ -188,13 +188,13 @@ def test_closing_twice_is_closing_once():
 
 
 def test_an_unknown_tracker_is_refused_with_those_there_are(tmp_path):
-    with pytest.raises(BadOption, match="--trackers comet: .* there are tensorboard, wandb, mlflow, trackio"):
+    with pytest.raises(BadOption, match="trackers=comet is unknown. Try: tensorboard, wandb, mlflow, trackio"):
         open_trackers(["tensorboard", "comet"], tmp_path, {}, print)
 
 
 def test_a_package_that_is_missing_is_named_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"wandb is not installed; .*brimful\[trackers\]"):
+    with pytest.raises(MissingExtra, match=r"wandb is not installed. .*brimful\[trackers\]"):
         open_trackers(["wandb"], tmp_path, {}, print)
 
 

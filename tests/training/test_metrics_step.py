@@ -51,27 +51,27 @@ FLOPS = FlopModel(polynomial=Polynomial({(1, 0): 10.0, (0, 1): 100.0}))
 
 
 def test_tokens_are_those_of_the_rows_not_of_the_padded_batch():
-    assert meter().of(ROWS, result(), 0.0, steps_left=1)["tokens"] == 3 + 1 + 5 + 2 + 7 + 4
+    assert meter().figures(ROWS, result(), 0.0, steps_left=1)["tokens"] == 3 + 1 + 5 + 2 + 7 + 4
 
 
 def test_speed_counts_the_wait_for_data():
-    found = meter(limit_bytes=99).of(ROWS, result(), 1.5, steps_left=1)
+    found = meter(limit_bytes=99).figures(ROWS, result(), 1.5, steps_left=1)
     assert (found["rows_per_s"], found["tokens_per_s"]) == (6 / 2.0, 22 / 2.0)
     assert (found["seconds"], found["data_wait_s"], found["peak_bytes"], found["limit_bytes"]) == (0.5, 1.5, 10, 99)
 
 
 def test_mfu_is_the_rows_arithmetic_over_what_the_device_could_have_done():
-    found = meter(flops=FLOPS, peak_flops=10_000.0).of(ROWS, result(), 1.5, steps_left=1)
+    found = meter(flops=FLOPS, peak_flops=10_000.0).figures(ROWS, result(), 1.5, steps_left=1)
     assert found["mfu"] == pytest.approx((10 * (3 + 5 + 7) + 100 * (1 + 2 + 4)) / 0.5 / 10_000)
 
 
 @pytest.mark.parametrize("how", [{"flops": FLOPS}, {"peak_flops": 1e4}], ids=["no peak", "no formula"])
 def test_mfu_is_unknown_where_either_side_is(how):
-    assert meter(**how).of(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
+    assert meter(**how).figures(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
 
 
 def test_mfu_is_never_above_everything():
-    assert meter(flops=FLOPS, peak_flops=1_000.0).of(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
+    assert meter(flops=FLOPS, peak_flops=1_000.0).figures(ROWS, result(), 0.0, steps_left=1)["mfu"] is None
 
 
 def test_figures_are_those_of_all_processes():
@@ -81,18 +81,18 @@ def test_figures_are_those_of_all_processes():
         def gather(self, values):
             return [list(values), [78.0, 150.0]]
 
-    found = meter(group=Two(), flops=FLOPS, peak_flops=10_000.0).of(ROWS, result(), 0.5, steps_left=1)
+    found = meter(group=Two(), flops=FLOPS, peak_flops=10_000.0).figures(ROWS, result(), 0.5, steps_left=1)
     assert (found["tokens"], found["tokens_per_s"]) == (100, 100.0)
     assert found["mfu"] == pytest.approx((850 + 150) / 0.5 / 20_000)
 
 
 def test_a_process_without_rows_has_figures_too():
-    found = meter(flops=FLOPS, peak_flops=1e4).of(step_rows([], [], []), result(), 0.0, steps_left=1)
+    found = meter(flops=FLOPS, peak_flops=1e4).figures(step_rows([], [], []), result(), 0.0, steps_left=1)
     assert (found["tokens"], found["tokens_per_s"], found["mfu"]) == (None, None, None)
 
 
 def test_rows_that_do_not_tell_their_lengths_count_as_long_as_their_micro_batch():
-    assert meter(rows=[]).of(ROWS, result(), 0.0, steps_left=1)["tokens"] == 2 * (7 + 4) + (5 + 2)
+    assert meter(rows=[]).figures(ROWS, result(), 0.0, steps_left=1)["tokens"] == 2 * (7 + 4) + (5 + 2)
 
 
 @pytest.mark.parametrize("shapes", [[(3, 2)], lambda indices: np.ones((len(indices), 3))], ids=["a list", "others"])
@@ -102,11 +102,11 @@ def test_a_data_set_with_shapes_of_its_own_kind_does_not_end_the_run(shapes):
 
     rows = Own()
     rows.shapes = shapes
-    assert meter(rows=rows, flops=FLOPS, peak_flops=1e4).of(ROWS, result(), 0.0, steps_left=1)["tokens"] == 29
+    assert meter(rows=rows, flops=FLOPS, peak_flops=1e4).figures(ROWS, result(), 0.0, steps_left=1)["tokens"] == 29
 
 
 def test_rows_without_lengths_have_no_tokens():
-    found = meter(rows=[]).of(step_rows([0, 1], [[0, 1]], [()]), result(), 0.0, steps_left=1)
+    found = meter(rows=[]).figures(step_rows([0, 1], [[0, 1]], [()]), result(), 0.0, steps_left=1)
     assert (found["tokens"], found["tokens_per_s"]) == (None, None)
 
 
@@ -114,13 +114,13 @@ def test_the_time_left_is_told_from_the_median_of_the_last_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     found, watch = [], meter()
-    for took in [100.0, 1.0, 2.0, *[50.0] * 30, *[3.0] * module.WINDOW]:
+    for took in [100.0, 1.0, 2.0, *[50.0] * 30, *[3.0] * module.ETA_STEPS]:
         now[0] += took
-        found.append(watch.of(ROWS, result(), 0.0, steps_left=10)["eta_s"])
+        found.append(watch.figures(ROWS, result(), 0.0, steps_left=10)["eta_s"])
     assert found[:3] == [1000.0, 505.0, 20.0]
     assert found[-1] == 30.0
     now[0] += 5.0
-    assert watch.of(ROWS, result(), 0.0, steps_left=0)["eta_s"] == 0.0
+    assert watch.figures(ROWS, result(), 0.0, steps_left=0)["eta_s"] == 0.0
 
 
 def test_outside_of_a_limit_there_is_no_peak():

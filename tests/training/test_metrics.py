@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from brimful.task import Loss, Task
-from brimful.tasks.chatlm import SIZES, Pretrain, Sft
+from brimful.tasks.chatlm import SIZES, ChatOptions, Pretrain, Sft
 from brimful.training import metrics
-from brimful.training.metrics import FlopModel, peak_flops, utilisation
+from brimful.training.metrics import FlopModel, peak_flops, utilization
 from tests.step.small import TwoTerms, Words
 
 CPU = torch.device("cpu")
@@ -77,28 +77,29 @@ def terms_of_t5(size, *, encoder_trains):
 def test_an_mlp_is_counted_exactly():
     model, how = measured(Mlp())
     first, second = 2 * WIDE * HIDDEN, 2 * HIDDEN * OUT
-    assert model.of([()]) == 2 * first + 3 * second  # the first layer's input needs no gradient
+    assert model.count([()]) == 2 * first + 3 * second  # the first layer's input needs no gradient
     assert how == "counted over 3 small batches, forward and backward"
 
 
 def test_a_frozen_part_counts_its_forward_alone():
     model, _ = measured(Mlp(frozen=True))
     first, second = 2 * WIDE * HIDDEN, 2 * HIDDEN * OUT
-    assert model.of([()]) == first + 2 * second
+    assert model.count([()]) == first + 2 * second
 
 
 @pytest.mark.parametrize("kind", [Pretrain, Sft])
 def test_a_t5_is_what_is_counted_by_hand(kind):
-    model, how = measured(kind("tiny"), (40, 24))
+    model, how = measured(kind(ChatOptions(size="tiny")), (40, 24))
     assert model.polynomial.terms == terms_of_t5("tiny", encoder_trains=kind is Pretrain)
-    assert how.endswith("told to the last one at rows of 20+12")
+    assert how.endswith("right to the last one at rows of 20+12")
 
 
 @pytest.mark.torture
+@pytest.mark.torture
 def test_the_base_t5_is_what_is_counted_by_hand():
-    model, _ = measured(Pretrain("base"), (64, 48))
+    model, _ = measured(Pretrain(ChatOptions(size="base")), (64, 48))
     assert model.polynomial.terms == terms_of_t5("base", encoder_trains=True)
-    assert 6 * 187_692_288 * 256 < model.of([(256, 256)]) < 1.1 * 6 * 187_692_288 * 256
+    assert 6 * 187_692_288 * 256 < model.count([(256, 256)]) < 1.1 * 6 * 187_692_288 * 256
 
 
 def test_attention_on_the_cpu_is_counted_as_its_products():
@@ -113,19 +114,19 @@ def test_attention_on_the_cpu_is_counted_as_its_products():
 def test_rows_count_by_their_own_lengths():
     model, _ = measured(Words(), (40,))
     rows = [(1,), (2,), (40,)]
-    assert model.of(rows) == sum(model.of([row]) for row in rows) == model.of([(43,)])
-    assert model.of([]) == 0
+    assert model.count(rows) == sum(model.count([row]) for row in rows) == model.count([(43,)])
+    assert model.count([]) == 0
 
 
 def test_attention_makes_one_long_row_dearer_than_two_short_ones():
-    model, _ = measured(Pretrain("tiny"), (40, 24))
-    assert model.of([(40, 24)]) > 2 * model.of([(20, 12)])
+    model, _ = measured(Pretrain(ChatOptions(size="tiny")), (40, 24))
+    assert model.count([(40, 24)]) > 2 * model.count([(20, 12)])
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (3,), (8,)])
 def test_short_rows_are_counted_too(shape):
     model, _ = measured(Words(), shape)
-    assert model.of([shape]) == shape[0] * measured(Words(), (40,))[0].of([(1,)])
+    assert model.count([shape]) == shape[0] * measured(Words(), (40,))[0].count([(1,)])
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (7,), (40,)])
@@ -145,18 +146,18 @@ def test_several_terms_are_all_counted():
             return {**terms, "rows": Loss(model.first(model.embed(batch["words"][:, 0])).sum(), len(batch["words"]))}
 
     (plain, _), (extra, _) = measured(Words(), (8,)), measured(Extra(), (8,))
-    assert extra.of([(5,)]) - plain.of([(5,)]) == 3 * 2 * 16 * 16
+    assert extra.count([(5,)]) - plain.count([(5,)]) == 3 * 2 * 16 * 16
 
 
 def test_the_precision_does_not_change_the_count():
-    task = Pretrain("tiny")
+    task = Pretrain(ChatOptions(size="tiny"))
     assert measured(task, (16, 8), autocast=torch.bfloat16) == measured(task, (16, 8))
 
 
 @pytest.mark.parametrize(
     ("work", "reason"),
     [
-        (lambda weight, batch: (batch * weight) @ batch.T, "not in proportion to the rows"),
+        (lambda weight, batch: (batch * weight) @ batch.T, "not proportional to the rows"),
         (lambda weight, batch: batch * weight, "no matrix product"),
         (
             lambda weight, batch: batch.diag_embed() @ batch.diag_embed() * weight,
@@ -219,11 +220,11 @@ def test_nothing_is_left_of_the_counting(fails):
     assert not fired
 
 
-def test_utilisation_is_the_rows_work_over_what_the_devices_could_do():
-    assert utilisation(6e12, 2.0, 10e12) == pytest.approx(0.3)
-    assert utilisation(6e12, 2.0, 10e12, processes=3) == pytest.approx(0.1)
-    assert utilisation(6e12, 2.0, None) is None
-    assert utilisation(6e12, 0.0, 10e12) is None
+def test_utilization_is_the_rows_work_over_what_the_devices_could_do():
+    assert utilization(6e12, 2.0, 10e12) == pytest.approx(0.3)
+    assert utilization(6e12, 2.0, 10e12, processes=3) == pytest.approx(0.1)
+    assert utilization(6e12, 2.0, None) is None
+    assert utilization(6e12, 0.0, 10e12) is None
 
 
 @pytest.fixture
@@ -277,6 +278,6 @@ def test_where_a_short_precision_is_slow_fp32_tells_the_peak(monkeypatch):
     assert found[torch.float64][0] == 2 * 1024**3 / 1.0
 
 
-def test_more_than_everything_is_no_utilisation():
-    assert utilisation(10e12, 1.0, 10e12) == 1.0
-    assert utilisation(10.1e12, 1.0, 10e12) is None
+def test_more_than_everything_is_no_utilization():
+    assert utilization(10e12, 1.0, 10e12) == 1.0
+    assert utilization(10.1e12, 1.0, 10e12) is None

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from brimful.training.sidecar import POLITE
-from brimful.training.stop import Interrupts
+from brimful.training.stop import STOP_SIGNALS, Interrupts, TimeLimit
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +21,7 @@ def exit_code(work):
     pid = os.fork()
     if not pid:
         try:
-            for number in POLITE:
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             work()
         finally:
@@ -34,13 +33,13 @@ def leave_with(value):
     os._exit(0 if value else 3)
 
 
-@pytest.mark.parametrize("number", POLITE, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_the_first_signal_asks_and_says_who(number):
     def work():
-        with Interrupts() as asked:
-            before = asked.by
+        with Interrupts() as interrupts:
+            before = interrupts.signal
             os.kill(os.getpid(), number)
-            leave_with(before is None and asked.by == number.name)
+            leave_with(before is None and interrupts.signal == number.name)
 
     assert exit_code(work) == 0
 
@@ -67,10 +66,10 @@ def test_ctrl_c_leaves_at_once_where_a_save_was_asked_for_by_another_signal():
 
 def test_a_second_sigterm_does_not_disturb_the_save():
     def work():
-        with Interrupts() as asked:
+        with Interrupts() as interrupts:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
                 os.kill(os.getpid(), number)
-            leave_with(asked.by == "SIGINT")
+            leave_with(interrupts.signal == "SIGINT")
 
     assert exit_code(work) == 0
 
@@ -78,35 +77,49 @@ def test_a_second_sigterm_does_not_disturb_the_save():
 def test_under_nohup_a_closed_terminal_does_not_end_the_run():
     def work():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with Interrupts() as asked:
+        with Interrupts() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
-            leave_with(asked.by is None)
+            leave_with(interrupts.signal is None)
 
     assert exit_code(work) == 0
 
 
 def test_afterwards_signals_do_what_they_did_before():
-    before = {number: signal.getsignal(number) for number in POLITE}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with Interrupts():
-        assert all(signal.getsignal(number) != before[number] for number in POLITE)
-    assert {number: signal.getsignal(number) for number in POLITE} == before
+        assert all(signal.getsignal(number) != before[number] for number in STOP_SIGNALS)
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
 
 
 def test_they_do_so_after_an_error_too():
-    before = {number: signal.getsignal(number) for number in POLITE}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with pytest.raises(ZeroDivisionError), Interrupts():
         raise ZeroDivisionError
-    assert {number: signal.getsignal(number) for number in POLITE} == before
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
 
 
 def test_in_another_thread_nothing_is_set():
-    before, found = {number: signal.getsignal(number) for number in POLITE}, []
+    before, found = {number: signal.getsignal(number) for number in STOP_SIGNALS}, []
 
     def work():
-        with Interrupts() as asked:
-            found.append(({number: signal.getsignal(number) for number in POLITE}, asked.by))
+        with Interrupts() as interrupts:
+            found.append(({number: signal.getsignal(number) for number in STOP_SIGNALS}, interrupts.signal))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert found == [(before, None)]
+
+
+def test_without_a_time_limit_a_run_never_stops():
+    assert not TimeLimit(None).reached(save_s=1e9)
+
+
+def test_the_time_limit_counts_from_the_start_and_leaves_time_for_the_save():
+    now = [100.0]
+    limit = TimeLimit(3600.0, clock=lambda: now[0])
+    now[0] = 3699.0
+    assert not limit.reached()
+    assert limit.reached(save_s=1.0)
+    now[0] = 3700.0
+    assert limit.reached()

@@ -12,9 +12,9 @@ from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.target import Target
 from brimful.step.distributed import SingleProcess, gather_results, on_rank_zero
-from brimful.training import session as module
+from brimful.training import choose_plan as module
+from brimful.training.choose_plan import PlanChoice
 from brimful.training.run import RunFolder
-from brimful.training.session import Planning
 from brimful.units import GiB, MiB
 from tests.planning.small import Tagger
 from tests.training.test_evaluate import Team
@@ -27,15 +27,15 @@ def plan():
 
 @pytest.fixture
 def fits(monkeypatch, plan):
-    """What was asked of `fit`, which is not run."""
-    asked = []
+    """The options of every plan that was made, none of which is run."""
+    options = []
 
-    def fitted(task, **how):
-        asked.append(how)
-        return replace(plan, key="new", created=f"fit {len(asked)}")
+    def find_plan(task, plan_options, target, rows, **how):
+        options.append(plan_options)
+        return replace(plan, key="new", created=f"plan {len(options)}")
 
-    monkeypatch.setattr(module, "fit", fitted)
-    return asked
+    monkeypatch.setattr(module, "find_plan", find_plan)
+    return options
 
 
 class Desk:
@@ -44,25 +44,25 @@ class Desk:
     def __init__(self, tmp_path):
         self.run, self.notes = RunFolder(tmp_path), []
 
-    def planning(self, *, name="the CPU", device="cpu", limit=4 * MiB, group=None, given=None, resumed=None, **fitting):
+    def choice(self, *, name="the CPU", device="cpu", limit=4 * MiB, group=None, file=None, resumed=None, **options):
         target = Target(
             device=torch.device(device), name=name, limit_bytes=limit, limit_reason="", fill=0.85, host_limit_bytes=GiB
         )
-        return Planning(
-            task=Tagger(), data="rows", fitting=PlanOptions(**fitting), target=target, group=group or SingleProcess(), run=self.run,
-            given=None if given is None else str(given), resumed_for=resumed, say=print, note=self.notes.append,
+        return PlanChoice(
+            task=Tagger(), rows=[], options=PlanOptions(**options), target=target, group=group or SingleProcess(), run=self.run,
+            file=None if file is None else str(file), made_before_for=resumed, progress=print, note=self.notes.append,
         )  # fmt: skip
 
     def planned(self, **how):
         """The plan, kept in the run's folder as a session keeps it."""
-        planning = self.planning(**how)
-        found = planning.plan()
-        planning.keep(found)
-        return found
+        choice = self.choice(**how)
+        plan = choice.plan()
+        choice.save(plan)
+        return plan
 
-    def remembered(self, **fitting):
+    def made_for(self, **options):
         """What a run that was planned with these keeps in run.json."""
-        return json.loads(json.dumps(self.planning(**fitting).made_for))
+        return json.loads(json.dumps(self.choice(**options).made_for))
 
 
 @pytest.fixture
@@ -74,24 +74,19 @@ def test_a_new_run_is_fitted_and_keeps_its_plan(desk, fits):
     found = desk.planned(global_batch=7, memory_limit="4MiB")
     assert found.key == "new"
     assert Plan.load(desk.run.plan()) == found
-    [asked] = fits
-    assert (asked["global_batch"], asked["memory_limit"], asked["data"], asked["progress"]) == (
-        7,
-        "4MiB",
-        "rows",
-        print,
-    )
+    [options] = fits
+    assert (options.global_batch, options.memory_limit) == (7, "4MiB")
 
 
 def test_a_given_plan_is_taken_and_kept(desk, fits, plan, tmp_path):
     plan.save(tmp_path / "given.json")
-    found = desk.planned(given=tmp_path / "given.json")
+    found = desk.planned(file=tmp_path / "given.json")
     origin, *others = found.choices
     assert replace(found, choices=tuple(others)) == plan
     assert (origin.name, origin.requested, origin.reason) == (
         "plan",
         "given.json",
-        f"made {plan.created}, taken as it is",
+        f"made {plan.created}",
     )
     assert Plan.load(desk.run.plan()) == found
     assert not fits
@@ -100,54 +95,54 @@ def test_a_given_plan_is_taken_and_kept(desk, fits, plan, tmp_path):
 def test_a_given_plan_keeps_to_the_limit_asked_for_now(desk, fits, plan, tmp_path):
     limit = Choice(name="memory_limit", requested=None, effective=4 * MiB, reason="what is free", basis="measured")
     replace(plan, choices=(limit,)).save(tmp_path / "given.json")
-    found = desk.planned(given=tmp_path / "given.json", memory_limit="3MiB")
+    found = desk.planned(file=tmp_path / "given.json", memory_limit="3MiB")
     told = found.choice("memory_limit")
     assert found.limit_bytes == told.requested == told.effective == 3 * MiB
-    assert told.reason == "as asked for; the plan was made for 4 MiB"
+    assert told.reason == "as requested; the plan was made for 4 MiB"
 
 
 @pytest.mark.parametrize(
     ("changes", "fitting", "said"),
     [
-        ({"task": "other"}, {}, "it is for other, not tagger"),
-        ({"processes": 3}, {}, "it is for 3 processes, not 1"),
-        ({}, {"global_batch": 7}, "it has a global batch of 50, not 7"),
-        ({"task": "other", "processes": 3}, {}, "it is for other, not tagger; it is for 3 processes, not 1"),
+        ({"task": "other"}, {}, "is for task other, not tagger"),
+        ({"processes": 3}, {}, "is for 3 processes, not 1"),
+        ({}, {"global_batch": 7}, "has a global batch of 50, not 7"),
+        ({"task": "other", "processes": 3}, {}, "is for task other, not tagger and is for 3 processes, not 1"),
     ],
     ids=["task", "processes", "global batch", "both"],
 )
 def test_a_given_plan_of_something_else_is_refused(desk, fits, plan, tmp_path, changes, fitting, said):
     replace(plan, **changes).save(tmp_path / "given.json")
     with pytest.raises(BadRun) as told:
-        desk.planning(given=tmp_path / "given.json", **fitting).plan()
-    assert str(told.value) == f"--plan {tmp_path / 'given.json'}: {said}"
+        desk.choice(file=tmp_path / "given.json", **fitting).plan()
+    assert f"given.json' {said}. " in str(told.value)
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", pytest.param("[]"), pytest.param("5")])
 def test_a_given_file_that_is_no_plan_is_refused(desk, fits, tmp_path, content):
     (tmp_path / "given.json").write_text(content)
-    with pytest.raises(BadRun, match="it cannot be read as a plan"):
-        desk.planning(given=tmp_path / "given.json").plan()
+    with pytest.raises(BadRun, match="cannot be read as a plan"):
+        desk.choice(file=tmp_path / "given.json").plan()
 
 
 def test_a_new_run_does_not_take_a_plan_that_lies_in_its_folder(desk, fits, plan):
     plan.save(desk.run.plan())
-    assert desk.planning().plan().key == "new"
+    assert desk.choice().plan().key == "new"
 
 
 def test_a_resumed_run_keeps_its_plan(desk, fits, plan):
     asked = {"global_batch": 50, "lengths": (64,), "memory_limit": "4MiB"}
     plan.save(desk.run.plan())
-    assert desk.planning(resumed=desk.remembered(**asked), **asked).plan() == plan
+    assert desk.choice(resumed=desk.made_for(**asked), **asked).plan() == plan
     assert not fits and not desk.notes
 
 
 @pytest.mark.parametrize("free", [{"cache": False}, {"device": "cpu:0"}], ids=["cache", "device"])
 def test_where_a_plan_is_kept_and_how_a_device_is_called_may_change(desk, fits, plan, free):
     plan.save(desk.run.plan())
-    resumed = desk.remembered()
-    planning = replace(desk.planning(resumed=resumed), fitting=PlanOptions(**free))
-    assert planning.plan() == plan
+    resumed = desk.made_for()
+    choice = replace(desk.choice(resumed=resumed), options=PlanOptions(**free))
+    assert choice.plan() == plan
 
 
 @pytest.mark.parametrize(
@@ -161,40 +156,40 @@ def test_where_a_plan_is_kept_and_how_a_device_is_called_may_change(desk, fits, 
 )
 def test_a_run_resumed_with_other_values_is_fitted_anew_and_says_why(desk, fits, plan, before, now, named):
     plan.save(desk.run.plan())
-    assert desk.planned(resumed=desk.remembered(**before), **now).key == "new"
+    assert desk.planned(resumed=desk.made_for(**before), **now).key == "new"
     assert Plan.load(desk.run.plan()).key == "new"
-    assert desk.notes == [f"a new plan is made, since the run began with other values of {named}"]
+    assert desk.notes == [f"making a new plan because this changed since the run began: {named}"]
 
 
 def test_a_run_resumed_on_another_device_is_fitted_anew(desk, fits, plan):
     plan.save(desk.run.plan())
-    assert desk.planning(resumed=desk.remembered(), name="a card", limit=MiB).plan().key == "new"
+    assert desk.choice(resumed=desk.made_for(), name="a card", limit=MiB).plan().key == "new"
     assert desk.notes == [
-        "a new plan is made, since the run began with other values of the device (1 MiB on a card now, 4 MiB on the CPU before)"
+        "making a new plan because this changed since the run began: the device (1 MiB on a card now, 4 MiB on the CPU before)"
     ]
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(4 * MiB, True), (int(3.9 * MiB), True), (2 * MiB, False)])
 def test_a_card_with_much_less_room_needs_a_new_plan(desk, fits, plan, limit, kept):
     replace(plan, device_name="a card").save(desk.run.plan())
-    resumed = desk.remembered()
-    found = desk.planning(resumed=resumed, name="a card", device="cuda", limit=limit).plan()
+    resumed = desk.made_for()
+    found = desk.choice(resumed=resumed, name="a card", device="cuda", limit=limit).plan()
     assert (found.key != "new") == kept
 
 
 def test_what_is_free_on_a_cpu_changes_all_the_time_and_no_plan(desk, fits, plan):
     plan.save(desk.run.plan())
-    assert desk.planning(resumed=desk.remembered(), limit=MiB).plan() == plan
+    assert desk.choice(resumed=desk.made_for(), limit=MiB).plan() == plan
 
 
 def test_a_resumed_run_without_a_plan_is_fitted(desk, fits):
-    assert desk.planning(resumed=desk.remembered()).plan().key == "new"
+    assert desk.choice(resumed=desk.made_for()).plan().key == "new"
 
 
 @pytest.mark.parametrize("content", ["", "{}"])
 def test_a_damaged_plan_of_a_resumed_run_is_made_anew(desk, fits, content):
     desk.run.plan().write_text(content)
-    assert desk.planning(resumed=desk.remembered()).plan().key == "new"
+    assert desk.choice(resumed=desk.made_for()).plan().key == "new"
 
 
 def test_processes_on_equal_devices_share_the_first_ones_plan(desk, fits):

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from brimful.errors import ConnectionFailed
-from brimful.training import preflight
-from brimful.training.preflight import TIMED_OUT, Surroundings, fix_for, gist
+from brimful.training import connection
+from brimful.training.connection import TIMED_OUT, Surroundings, fix_for, main_line
 from brimful.units import GiB, MiB
 
 ONE_BOX = Surroundings(backend="nccl", shm_bytes=64 * MiB, interfaces=["eth0"])
 ROOMY = Surroundings(backend="nccl", shm_bytes=16 * GiB, interfaces=["eth0"])
-TWO_BOXES = Surroundings(backend="nccl", boxes=2, shm_bytes=16 * GiB, interfaces=["eth0", "ib0"])
+TWO_BOXES = Surroundings(backend="nccl", machines=2, shm_bytes=16 * GiB, interfaces=["eth0", "ib0"])
 GLOO = Surroundings(backend="gloo", interfaces=["eth0"])
 
 SYSTEM = (
@@ -37,19 +37,19 @@ USAGE = SYSTEM.replace("unhandled system error", "invalid usage").replace("ncclS
         (SYSTEM + "Error while attaching to shared memory segment /dev/shm/nccl- (size 0), error: No such file or directory (2)", ONE_BOX, "set NCCL_CUMEM_HOST_ENABLE=0"),
         (CUDA + "Cuda failure 217 'peer access is not supported between these two devices'", ROOMY, "set NCCL_CUMEM_HOST_ENABLE=0"),
         ("transport/shm.cc:590 NCCL WARN Cuda failure 217", ROOMY, "set NCCL_CUMEM_HOST_ENABLE=0"),
-        (SYSTEM + "Error while creating shared memory segment /dev/shm/nccl-EoOvZr (size 7340384)", ONE_BOX, "give /dev/shm more than its 64 MiB (a container takes --shm-size 2g), or set NCCL_CUMEM_HOST_ENABLE=0"),
+        (SYSTEM + "Error while creating shared memory segment /dev/shm/nccl-EoOvZr (size 7340384)", ONE_BOX, "give /dev/shm more than its 64 MiB (for a container, --shm-size 2g), or set NCCL_CUMEM_HOST_ENABLE=0"),
         (SYSTEM + "Error while creating shared memory segment /dev/shm/nccl-EoOvZr (size 7340384)", ROOMY, "set NCCL_CUMEM_HOST_ENABLE=0"),
         ("Error: failed to extend /dev/shm/nccl-fjwOOB to 5967876 bytes", ONE_BOX, "give /dev/shm more"),
         (SYSTEM, ROOMY, "set NCCL_CUMEM_HOST_ENABLE=0"),
         ("transport/p2p.cc:238 NCCL WARN failed to open CUDA IPC handle : 217 peer access is not supported", ROOMY, "set NCCL_P2P_DISABLE=1"),
         (TIMED_OUT, ROOMY, "set NCCL_P2P_DISABLE=1"),
-        (TIMED_OUT, TWO_BOXES, "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the network interface that reaches the other boxes (eth0, ib0)"),
+        (TIMED_OUT, TWO_BOXES, "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the network interface that reaches the other machines (eth0, ib0)"),
         (USAGE + "Bootstrap : no socket interface found", TWO_BOXES, "set NCCL_SOCKET_IFNAME"),
         (SYSTEM + "socketStartConnect: Connect to 10.0.0.2<45763> failed : Software caused connection abort", TWO_BOXES, "set NCCL_SOCKET_IFNAME"),
         ("ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)", TWO_BOXES, "set NCCL_SOCKET_IFNAME"),
-        ("Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error", GLOO, "set GLOO_SOCKET_IFNAME to a network interface by which this box reaches itself (eth0, lo)"),
+        ("Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error", GLOO, "set GLOO_SOCKET_IFNAME to a network interface by which this machine reaches itself (eth0, lo)"),
         ("[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: ^lo", GLOO, "set GLOO_SOCKET_IFNAME"),
-        (USAGE + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10", ROOMY, "start no more processes than there are GPUs (--gpus)"),
+        (USAGE + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10", ROOMY, "start no more processes than there are GPUs (--processes)"),
         ("Timed out after 601 seconds waiting for clients. 1/3 clients joined.", TWO_BOXES, "see why the other processes have not started"),
         ("The client socket has timed out after 600000ms while trying to connect to (box0, 29500).", TWO_BOXES, "see why the other processes have not started"),
         ("something new", ROOMY, "run with NCCL_DEBUG=INFO"),
@@ -66,7 +66,7 @@ def test_a_fix_that_is_in_the_environment_is_not_named_again():
 
 
 def test_nccl_has_a_last_resort_and_gloo_is_it():
-    assert fix_for(TIMED_OUT, ROOMY).endswith("; as a last resort --backend gloo does without NCCL, slower")
+    assert fix_for(TIMED_OUT, ROOMY).endswith("; as a last resort --backend gloo, which is slower")
     assert "NCCL" not in fix_for(SYSTEM, GLOO) + fix_for(TIMED_OUT, GLOO)
 
 
@@ -74,43 +74,46 @@ def test_at_most_two_fixes_are_named():
     assert fix_for(SYSTEM, ONE_BOX).count(", or ") == 1
 
 
-def test_the_gist_of_an_error_is_what_nccl_calls_its_last():
-    assert gist(USAGE + "Duplicate GPU detected : rank 1\n\nframe #0") == "Duplicate GPU detected : rank 1"
-    assert gist("Connection closed.\nframe #0") == "Connection closed"
-    assert gist("") == ""
+def test_the_main_line_of_an_error_is_what_nccl_calls_its_last():
+    assert main_line(USAGE + "Duplicate GPU detected : rank 1\n\nframe #0") == "Duplicate GPU detected : rank 1"
+    assert main_line("Connection closed.\nframe #0") == "Connection closed"
+    assert main_line("") == ""
 
 
-@pytest.mark.parametrize(("variables", "boxes"), [({}, 1), ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 2), ({"WORLD_SIZE": "4"}, 1)])  # fmt: skip
-def test_boxes_are_counted_from_what_the_launcher_says(monkeypatch, variables, boxes):
+@pytest.mark.parametrize(("variables", "machines"), [({}, 1), ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 2), ({"WORLD_SIZE": "4"}, 1)])  # fmt: skip
+def test_machines_are_counted_from_what_the_launcher_says(monkeypatch, variables, machines):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert Surroundings.detect("gloo").boxes == boxes
+    assert Surroundings.detect("gloo").machines == machines
 
 
 @pytest.mark.parametrize(
     ("happens", "words"),
     [
         (lambda: (3.0, 2), None),
-        (lambda: (4.0, 2), "the processes added up 1 to 2 through nccl and got 4: set NCCL_P2P_DISABLE=1"),
+        (lambda: (4.0, 2), "the processes added up 1 to 2 through nccl and got 4. Try: set NCCL_P2P_DISABLE=1"),
         (
-            lambda: preflight.time.sleep(5),
-            "could not add up one number through nccl within 0.05 s: set NCCL_P2P_DISABLE=1",
+            lambda: connection.time.sleep(5),
+            "could not add up one number through nccl within 0.05 s. Try: set NCCL_P2P_DISABLE=1",
         ),
-        (lambda: 1 / 0, "the processes cannot talk through nccl (division by zero): run with NCCL_DEBUG=INFO"),
+        (
+            lambda: 1 / 0,
+            "the processes cannot communicate through nccl (division by zero). Try: run with NCCL_DEBUG=INFO",
+        ),
     ],
     ids=["good", "wrong", "late", "broken"],
 )
 def test_what_the_sum_gives_is_checked(monkeypatch, happens, words):
-    monkeypatch.setattr(preflight, "_meet", lambda *_: None)
-    monkeypatch.setattr(preflight, "_sum_of_ranks", lambda device: happens())
+    monkeypatch.setattr(connection, "_start", lambda *_: None)
+    monkeypatch.setattr(connection, "_sum_of_ranks", lambda device: happens())
     monkeypatch.setattr(Surroundings, "detect", lambda backend: ROOMY)
     if words is None:
-        preflight.check_connection(torch.device("cpu"), "nccl", timeout_s=0.5)
+        connection.check_connection(torch.device("cpu"), "nccl", timeout_s=0.5)
     else:
         with pytest.raises(ConnectionFailed) as caught:
-            preflight.check_connection(torch.device("cpu"), "nccl", timeout_s=0.05)
+            connection.check_connection(torch.device("cpu"), "nccl", timeout_s=0.05)
         assert words in str(caught.value)
 
 
@@ -121,16 +124,17 @@ def test_processes_that_never_start_are_missed(monkeypatch, rank):
     port = int(os.environ["MASTER_PORT"])
     served = rank and torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(
-        ConnectionFailed, match=r"cannot talk through gloo \(.*\): see why the other processes have not started"
+        ConnectionFailed,
+        match=r"cannot communicate through gloo \(.*\). Try: see why the other processes have not started",
     ):
-        preflight.check_connection(torch.device("cpu"), "gloo", meet_s=0.2, timeout_s=0.2)
+        connection.check_connection(torch.device("cpu"), "gloo", start_s=0.2, timeout_s=0.2)
     del served
 
 
 WORKER = """
 import sys, torch, torch.distributed as dist
 from brimful.errors import ConnectionFailed
-from brimful.training.preflight import check_connection
+from brimful.training.connection import check_connection
 device = torch.device("cpu")
 check_connection(device, "gloo")
 total = torch.ones(1)
@@ -160,7 +164,7 @@ def test_two_real_processes_talk_and_one_that_hangs_is_noticed():
         process.communicate("\n", timeout=60)
     assert said[1] == ["2\n"]
     assert said[0][0] == "2\n"
-    assert said[0][1].startswith("the processes could not add up one number through gloo within 0.3 s: ")
+    assert said[0][1].startswith("the processes could not add up one number through gloo within 0.3 s. ")
 
 
 def places(rank: int) -> dict[str, str]:

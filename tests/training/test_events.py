@@ -139,7 +139,7 @@ def test_a_listener_that_fails_is_told_of_once_and_again_when_it_works(path, cap
         for step in range(5):
             journal.write("step", step=step)
     assert [" works again" in message for message in caplog.messages] == [False, True, False]
-    assert "view failed (ValueError: no terminal): training goes on" in caplog.messages[0]
+    assert "view failed (ValueError: no terminal); training continues" in caplog.messages[0]
     assert steps_of(path) == [0, 1, 2, 3, 4]
 
 
@@ -164,7 +164,7 @@ def test_an_event_whose_value_has_no_text_is_left_out_and_told_of(path, caplog):
     journal.write("note", what=Broken())
     journal.write("step", step=1)
     assert steps_of(path) == [1]
-    assert caplog.messages == ["event 'note' failed (RuntimeError: no text): training goes on, it is left out"]
+    assert caplog.messages == ["event 'note' failed (RuntimeError: no text); training continues, it is skipped"]
 
 
 def test_lines_that_met_a_full_disk_are_written_when_it_has_room(path, caplog):
@@ -177,8 +177,8 @@ def test_lines_that_met_a_full_disk_are_written_when_it_has_room(path, caplog):
         assert steps_of(path) == [1]
     journal.write("step", step=4)
     assert steps_of(path) == [1, 2, 3, 4]
-    assert ["the disk took half a line" in message for message in caplog.messages] == [True, False]
-    assert "works again: 3 lines that waited are in it, 0 are lost" in caplog.messages[1]
+    assert ["only part of a line was written" in message for message in caplog.messages] == [True, False]
+    assert "works again: 3 waiting lines were written, 0 are lost" in caplog.messages[1]
 
 
 def test_closing_tries_once_more_what_could_not_be_written(path):
@@ -200,7 +200,7 @@ def test_a_folder_that_appears_later_gets_all_lines(tmp_path):
 
 
 def test_so_many_lines_are_kept_and_the_lost_ones_are_counted(path, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 3)
+    monkeypatch.setattr(module, "WAITING_LINES", 3)
     journal = Journal(path)
     with disk_of(0):
         for step in range(5):

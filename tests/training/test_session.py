@@ -1,0 +1,191 @@
+"""`brimful.train` from Python: what it takes, what it leaves alone, and one message for what cannot work."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import brimful
+from brimful.errors import BadOption, BadRun, TaskError
+from brimful.training import metrics
+from brimful.training.events import last_steps, read_events
+from brimful.training.session import _place
+from tests.training import runs
+
+ROWS = list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    depth: int = 1
+    """Layers."""
+
+
+class Regression(brimful.Task):
+    """Rows of one size, without dummy, rows or collate."""
+
+    Options = Options
+    global_batch = 8
+
+    def model(self):
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(self.options.depth)))
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_matrices():
+    """The peak of the CPU takes longer to measure than these runs to train."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "MATRIX", {"cpu": 64})
+        patch.setattr(metrics, "TIMED_S", 0.001)
+        yield
+
+
+def train(folder, task=None, data=ROWS, **options):
+    options = {"run": folder, "max_steps": 3, "device": "cpu", "micro_batch": 8, "cache": False, **options}
+    return brimful.train(task or Regression(), data, **options)
+
+
+def losses(folder):
+    return [event["loss"] for event in last_steps(read_events(folder / "events.jsonl"))]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("session") / "run"
+    assert train(folder, max_steps=4).step == 4
+    return folder
+
+
+def hugging_face():
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": torch.stack(ROWS).tolist()}).with_format("torch")
+
+
+class OfColumns(Regression):
+    def loss(self, model, batch):
+        return super().loss(model, batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [(Regression, Rows), (OfColumns, hugging_face)],
+    ids=["torch dataset", "datasets.Dataset"],
+)
+def test_any_dataset_trains_like_a_list(tmp_path, whole, task, data):
+    train(tmp_path / "run", task(), data(), max_steps=4)
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_a_run_on_data_in_memory_is_resumed_by_the_same_call(tmp_path, whole):
+    train(tmp_path / "run", max_steps=2, schedule="constant")
+    train(tmp_path / "other", max_steps=4, schedule="constant")
+    train(tmp_path / "run", max_steps=4, schedule="constant", resume=True)
+    assert losses(tmp_path / "run") == losses(tmp_path / "other")
+
+
+def test_a_second_run_does_not_inherit_the_first_ones_learning_rate(tmp_path, whole):
+    task = Regression()
+    train(tmp_path / "first", task, lr=0.5)
+    train(tmp_path / "second", task, max_steps=4)
+    assert losses(tmp_path / "second") == losses(whole)
+    assert set(vars(task)) == {"options"}
+
+
+def test_a_task_may_be_given_as_its_class(tmp_path):
+    assert train(tmp_path / "run", Regression, max_steps=1).step == 1
+
+
+def test_a_resumed_run_needs_the_tasks_own_options(tmp_path):
+    task = Regression(Options(depth=2))
+    train(tmp_path / "run", task, max_steps=1)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["task_options"] == {"depth": 2}
+    with pytest.raises(BadOption, match="task options"):
+        train(tmp_path / "run", Regression(), max_steps=2, resume=True)
+    assert train(tmp_path / "run", task, max_steps=2, resume=True).step == 2
+
+
+class Scheduled(Regression):
+    def schedule(self, optimizer, steps):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def test_a_tasks_own_schedule_is_used_and_resumed(tmp_path):
+    train(tmp_path / "run", Scheduled(), lr=1.0, max_steps=2)
+    train(tmp_path / "run", Scheduled(), lr=1.0, max_steps=4, resume=True)
+    steps = last_steps(read_events(tmp_path / "run" / "events.jsonl"))
+    assert [event["lr"] for event in steps] == [1.0, 0.5, 0.25, 0.125]
+
+
+class Logged(Regression):
+    def initial_model(self):
+        model = self.model()
+        nn.init.zeros_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        return model
+
+    def loss(self, model, batch):
+        total = (model(batch) - 1).square().sum()
+        return brimful.Loss(sum=total, count=batch.numel(), log={"rows": float(len(batch))})
+
+
+def test_the_initial_model_is_where_training_begins_and_extra_values_are_logged(tmp_path):
+    train(tmp_path / "run", Logged(), max_steps=1)
+    (step,) = last_steps(read_events(tmp_path / "run" / "events.jsonl"))
+    assert step["loss"] == 1.0
+    assert step["log"] == {"rows": 8.0}
+
+
+class Broken(runs.Run):
+    """Reads no rows from one of its files."""
+
+    def __init__(self, broken, error):
+        super().__init__()
+        self.broken, self.error = broken, error
+
+    def rows(self, data):
+        return super().rows(data) if data != self.broken else self.error()
+
+
+class NoLength:
+    def __len__(self):
+        raise KeyError("length")
+
+
+def no_such_key():
+    return {}["text"]
+
+
+@pytest.mark.parametrize("broken", ["rows", "others"])
+@pytest.mark.parametrize(("error", "message"), [(no_such_key, "KeyError: 'text'"), (NoLength, "KeyError: 'length'")])
+def test_rows_that_cannot_be_read_are_one_message(tmp_path, broken, error, message):
+    with pytest.raises(TaskError, match=f"rows.* {broken}: {message}"):
+        brimful.train(Broken(broken, error), "rows", valid="others", run=tmp_path / "run", device="cpu")
+
+
+def test_a_call_is_one_process(tmp_path):
+    with pytest.raises(BadOption, match="processes=2 .*torchrun --nproc-per-node 2"):
+        train(tmp_path / "run", processes=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_trained_over(whole):
+    with pytest.raises(BadRun, match="already has a run in it"):
+        train(whole)
+
+
+def test_data_need_not_be_a_path(tmp_path):
+    """A task may read whatever words it likes."""
+    assert _place(tmp_path, "word " * 1000) == "word " * 1000

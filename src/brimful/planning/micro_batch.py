@@ -413,18 +413,14 @@ class Search:
     def _choices(self, trial: Trial, checkpointing_reason: str) -> list[Choice]:
         """Every choice with its reason, in the order a reader wants to know them."""
         options, target, timing = self.options, self.target, trial.speed.chosen  # type: ignore[union-attr]
-        limit, source = (
-            options.memory_limit_bytes,
-            "the task's value" if options.global_batch is None else "as requested",
-        )
+        source = "the task's value" if options.global_batch is None else "as requested"
         dealt = f"{source}, dealt {'+'.join(map(str, self.deal))}" if len(self.deal) > 1 else source
         split = "one micro-batch" if timing.accumulation == 1 else f"in micro-batches of at most {timing.rows}"
-        compared = self.compared_checkpointing or trial.checkpointed
-        basis: Basis = "measured" if compared else "predicted"
+        basis: Basis = "measured" if self.compared_checkpointing or trial.checkpointed else "predicted"
         levers, reasons = self._levers(trial)
         choices = [
             Choice.of("device", _unless_auto(options.device), str(target.device), target.name, "measured"),
-            Choice.of("memory_limit", limit, target.limit_bytes, target.limit_reason, "measured"),
+            Choice.of("memory_limit", options.memory_limit_bytes, target.limit_bytes, target.limit_reason, "measured"),
             Choice.of("global_batch", options.global_batch, sum(self.deal), dealt, "asked"),
             self._micro_batch(trial),
             Choice.of("accumulation", None, timing.accumulation, f"{show_rows(self.most)}, {split}", "measured"),

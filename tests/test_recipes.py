@@ -1,18 +1,22 @@
-"""Recipes: every one can be asked for, and none decides what memory should."""
+"""Recipes: every one can be used, and none decides what memory should."""
 
 from importlib import resources
 
 import pytest
 
-from brimful.cli.flags import from_recipe, part
-from brimful.cli.train import KNOWN
-from brimful.planning.target import PlanOptions
-from brimful.tasks.chatlm import ChatOptions
+from brimful.cli.flags import collect, make_flags
+from brimful.planning.plan_options import PlanOptions
+from brimful.tasks.load import check_request_options
 from brimful.training.options import TrainOptions
+from brimful.training.run import pick
 
 NAMES = sorted(
     one.name.removesuffix(".toml") for one in resources.files("brimful.recipes").iterdir() if one.name.endswith(".toml")
 )
+
+
+def options_of(recipe):
+    return collect("train", make_flags({})(), config=None, recipe=recipe, task=lambda: "chatlm-sft")
 
 
 def test_the_recipes_that_the_help_names_are_there():
@@ -21,11 +25,12 @@ def test_the_recipes_that_the_help_names_are_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_holds_options_that_train_takes(name):
-    asked = from_recipe(name, KNOWN, "train")
-    for owner in (ChatOptions, TrainOptions, PlanOptions):
-        owner(**part(asked, owner))
+    options = options_of(name)
+    TrainOptions(**pick(options.generic, TrainOptions))
+    PlanOptions(**pick(options.generic, PlanOptions))
+    check_request_options("chatlm-sft", options.task, None)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_fixes_nothing_that_memory_decides(name):
-    assert not {"micro_batch", "checkpointing", "memory_limit", "plan"} & from_recipe(name, KNOWN, "train").keys()
+    assert not {"micro_batch", "checkpointing", "memory_limit", "plan"} & options_of(name).generic.keys()

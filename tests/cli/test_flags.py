@@ -1,18 +1,46 @@
-"""Flags made from classes of options, and who wins: a flag over a config file over a recipe."""
+"""Flags made from classes of options, a task's own among them, and who wins: a flag over a config file over a recipe."""
 
+import json
+import subprocess
+import sys
 from dataclasses import dataclass, fields
 
 import pytest
 
 from brimful.cli.app import main
-from brimful.cli.flags import flags_of, from_file, from_recipe, given, known, part, sentences
-from brimful.cli.train import KNOWN
-from brimful.errors import BadOption
-from brimful.planning.target import PlanOptions
+from brimful.cli.flags import collect, generic_names, given, make_flags, parse_lengths, task_flags
+from brimful.cli.train import build_request, train_command
+from brimful.errors import BadOption, TaskError
+from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.chatlm import ChatOptions
+from brimful.tasks.load import OptionField, option_fields, task_option_fields
 from brimful.training.options import TrainOptions
 
 OWNERS = [ChatOptions, TrainOptions, PlanOptions]
+
+MINE = """
+from dataclasses import dataclass, field
+from typing import Literal
+from brimful import Task
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    depth: int = 2
+    '''Layers of the network.'''
+    kind: Literal["relu", "tanh"] = "relu"
+    '''The activation.'''
+    rate: float | None = None
+    '''Dropout.'''
+    wide: bool = False
+    '''Use more units.'''
+    weights: str | None = field(default=None, metadata={"path": True})
+    '''A file to start from.'''
+
+class Mine(Task):
+    Options = Options
+
+print("printed while it is imported")
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,44 +61,104 @@ class Sample:
         return 2 * self.rate
 
 
-def test_a_sentence_is_what_stands_below_its_field():
-    assert sentences(Sample) == {"from_": "Where to begin: a folder.", "rate": "How fast.", "twice": "Do it twice."}
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """A task with options, in a file."""
+    path = tmp_path_factory.mktemp("mine") / "mine.py"
+    path.write_text(MINE)
+    return f"{path}:Mine"
+
+
+def test_the_help_of_an_option_is_the_docstring_below_its_field():
+    helps = {one.name: one.help for one in option_fields(Sample)}
+    assert helps == {"from": "Where to begin: a folder.", "rate": "How fast.", "twice": "Do it twice."}
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_every_option_has_its_sentence(owner):
-    assert set(sentences(owner)) == {field.name for field in fields(owner)}
+def test_every_option_has_its_help(owner):
+    assert all(one.help for one in option_fields(owner))
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_no_two_classes_mean_different_things_by_one_word(owner):
+def test_no_two_classes_use_one_name(owner):
     others = {field.name for other in OWNERS if other is not owner for field in fields(other)}
     assert not others & {field.name for field in fields(owner)}
 
 
-def test_what_was_not_said_is_not_given():
-    made = flags_of("Flags", {"Some": Sample})
-    assert given(made()) == {}
-    assert given(made(rate=0.5, twice=False)) == {"rate": 0.5, "twice": False}
+def test_only_flags_that_were_given_count():
+    flags = make_flags({"Some": option_fields(Sample)})
+    assert given(flags()) == {}
+    assert given(flags(rate=0.5, twice=False, from_="x")) == {"from": "x", "rate": 0.5, "twice": False}
 
 
-def test_from_is_called_from_everywhere_but_in_python():
-    made = flags_of("Flags", {"Some": Sample})
-    assert given(made(from_="x")) == {"from": "x"}
-    assert known({"Some": Sample}) == ["from", "rate", "twice"]
-    assert part({"from": "x", "other": 1}, Sample) == {"from_": "x"}
+def test_a_task_cannot_take_the_name_of_a_generic_option():
+    own = OptionField(name="lr", type=float, default=1.0, help="")
+    with pytest.raises(TaskError, match="option lr is an option of Brimful itself"):
+        train_command([own])
 
 
-def test_some_fields_may_be_left_out():
-    made = flags_of("Flags", {"Some": Sample}, without=["rate"])
-    assert [field.name for field in fields(made)] == ["from_", "twice"]
+def test_the_options_of_a_file_come_from_a_process_of_its_own(mine):
+    code = (
+        f"import sys; from brimful.tasks.load import task_option_fields as f; print(*[repr(one) for one in f({mine!r})], sep='\\n');"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = {one.name: one for one in task_option_fields(mine)}
+    assert done.stdout.splitlines() == [repr(one) for one in found.values()]
+    assert (found["depth"].type, found["depth"].default, found["depth"].help) == (int, 2, "Layers of the network.")
+    assert (found["rate"].type, found["weights"].path, found["wide"].default) == (float | None, True, False)
+    assert "printed while it is imported" in done.stderr
 
 
-def test_a_class_takes_its_part_of_what_was_asked():
-    asked = {"lr": 0.1, "fill": 0.5, "from": "model", "seed": 3}
-    assert part(asked, TrainOptions) == {"lr": 0.1}
-    assert part(asked, PlanOptions) == {"fill": 0.5, "seed": 3}
-    assert part(asked, ChatOptions) == {"from_": "model"}
+@pytest.mark.parametrize(
+    ("tokens", "asks"),
+    [
+        (["--lr", "1", "--no-cache", "--run=x"], False),
+        (["--depth", "3"], True),
+        (["--help"], True),
+        (["-h"], True),
+        (["--no-wide"], True),
+    ],
+)
+def test_a_file_is_asked_only_for_help_and_unknown_flags(monkeypatch, mine, tokens, asks):
+    calls = []
+    monkeypatch.setattr("brimful.cli.flags.task_option_fields", lambda spec: calls.append(spec) or ())
+    task_flags(["train", mine, "rows", *tokens])
+    assert calls == ([mine] if asks else [])
+
+
+def test_a_task_in_front_of_or_behind_other_flags_is_found(mine):
+    assert [one.name for one in task_flags(["plan", "--fill", "0.5", mine, "--depth=3"])][:1] == ["depth"]
+    assert task_flags(["machine", mine, "--depth", "3"]) == ()
+
+
+def refused(capsys, *tokens):
+    with pytest.raises(SystemExit) as left:
+        main([*map(str, tokens)])
+    output = capsys.readouterr()
+    assert left.value.code == 2 and not output.out
+    return output.err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_shows_the_tasks_own_options(capsys, mine, command):
+    with pytest.raises(SystemExit):
+        main([command, mine, "--help"])
+        raise SystemExit(0)
+    shown = capsys.readouterr().out
+    assert "Options of the task" in shown
+    assert all(words in shown for words in ("--depth", "Layers of the network. [default: 2]", "--wide", "relu, tanh"))
+
+
+def test_an_unknown_flag_is_refused_with_a_suggestion(capsys, mine):
+    assert "--dept" in (line := refused(capsys, "train", mine, "rows", "--dept", "3"))
+    assert "--depth" in line
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--depth", "deep"), ("--kind", "sigmoid"), ("--rate", "x")])
+def test_a_flag_of_the_wrong_type_is_refused(capsys, mine, flag, value):
+    line = refused(capsys, "train", mine, "rows", flag, value)
+    assert flag in line and value in line
 
 
 @pytest.fixture
@@ -83,99 +171,103 @@ def config(tmp_path):
     return write
 
 
+def options_of(path=None, recipe=None, task="chatlm-sft", command="train", **flags):
+    made = make_flags({"All": [*option_fields(TrainOptions), *option_fields(PlanOptions), *option_fields(ChatOptions)]})
+    return collect(command, made(**flags), config=path, recipe=recipe, task=lambda: task)
+
+
 def test_a_file_gives_its_top_and_the_commands_own_table(config):
-    path = config('max-steps = 5\nlr = 1\n[train]\nlr = 2\nfrom = "x"\n[fit]\nlr = 3\n')
-    assert from_file(path, ["max_steps", "lr", "from"], "train") == {"max_steps": 5, "lr": 2, "from": "x"}
-    assert from_file(path, ["max_steps", "lr", "from"], "fit") == {"max_steps": 5, "lr": 3}
+    path = config('max-steps = 5\nlr = 1\n[train]\nlr = 2\nfrom = "x"\n[plan]\nlr = 3\n')
+    assert options_of(path).generic == {"max_steps": 5, "lr": 2}
+    assert options_of(path).task == {"from": "x"}
+    assert options_of(path, command="plan").generic == {"max_steps": 5, "lr": 3}
 
 
-@pytest.mark.parametrize("text", ["learning-rate = 1", "[train]\nlearning-rate = 1"])
-def test_an_unknown_key_is_refused_with_those_that_are_known(config, text):
-    path = config(text)
-    with pytest.raises(BadOption) as told:
-        from_file(path, ["lr", "from"], "train")
-    assert str(told.value) == f"--config {path}: unknown option learning_rate; known are lr, from"
+def test_a_file_may_hold_the_options_of_a_users_task(config, mine):
+    assert options_of(config("depth = 3"), task=mine).task == {"depth": 3}
 
 
-def test_python_s_spelling_of_from_is_unknown_to_a_file(config):
-    with pytest.raises(BadOption, match="unknown option from_;"):
-        from_file(config('from_ = "x"'), ["from"], "train")
+@pytest.mark.parametrize("text", ["learning-rate = 1", "[train]\nlearning-rate = 1", 'from_ = "x"'])
+def test_an_unknown_key_is_refused(config, text):
+    with pytest.raises(BadOption, match="config.toml has the unknown option (learning_rate|from_)"):
+        options_of(config(text))
+
+
+def test_an_unknown_key_has_a_suggestion(config, mine):
+    with pytest.raises(BadOption, match="unknown option depht. Try: depth"):
+        options_of(config("depht = 3"), task=mine)
 
 
 @pytest.mark.parametrize("text", ["lr = ", "[train", "lr = 1\nlr = 2"])
 def test_a_file_that_is_no_toml_is_refused(config, text):
-    path = config(text)
-    with pytest.raises(BadOption, match=f"^--config {path}: "):
-        from_file(path, ["lr"], "train")
+    with pytest.raises(BadOption, match="config=.*config.toml cannot be read"):
+        options_of(config(text))
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(BadOption, match="a.toml: "):
-        from_file(tmp_path / "a.toml", [], "train")
+    with pytest.raises(BadOption, match="a.toml cannot be read"):
+        options_of(tmp_path / "a.toml")
+    with pytest.raises(BadOption, match="no.toml cannot be read: No such file or directory"):
+        options_of(tmp_path / "no.toml")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(BadOption) as told:
-        from_file(tmp_path / "no.toml", [], "train")
-    assert str(told.value) == f"--config {tmp_path / 'no.toml'}: No such file or directory"
-
-
-def test_a_misspelt_table_is_refused(config):
+@pytest.mark.parametrize("text", ["[trian]\nlr = 1", "train = 1"])
+def test_a_misspelt_table_is_refused(config, text):
     with pytest.raises(BadOption):
-        from_file(config("[trian]\nlr = 1"), ["lr"], "train")
+        options_of(config(text))
 
 
-def test_a_value_in_the_place_of_the_table_is_refused(config):
-    with pytest.raises(BadOption):
-        from_file(config("train = 1"), ["lr"], "train")
+def test_an_unknown_recipe_is_refused_with_those_there_are():
+    with pytest.raises(BadOption, match="recipe='smal' is unknown. Try: demo, fast, low-memory, pretrain, small"):
+        options_of(recipe="smal")
 
 
-def test_an_unknown_recipe_is_told_those_there_are():
-    with pytest.raises(BadOption) as told:
-        from_recipe("smal", ["lr"], "train")
-    assert str(told.value) == (
-        "--recipe smal: there are demo, fast, low-memory, pretrain, small; a file of yours is given with --config"
-    )
-
-
-def test_without_a_recipe_or_a_file_nothing_is_asked():
-    assert from_recipe(None, [], "train") == from_file(None, [], "train") == {}
-
-
-@pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """What `brimful train` would train with, as a launcher's process gets it."""
-    heard = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr("brimful.cli.train_process.work", heard.append)
-    monkeypatch.setattr("brimful.cli.train.prefer_growing_segments", lambda: None)
-
-    def of(*tokens):
-        with pytest.raises(SystemExit) as left:
-            main(["train", "chatlm-sft", "rows.jsonl", *tokens])
-            raise SystemExit(0)
-        assert left.value.code in (0, None)
-        return heard.pop()["asked"]
-
-    return of
-
-
-def test_a_flag_wins_over_the_file_and_the_file_over_the_recipe(asked, config):
-    recipe = from_recipe("fast", KNOWN, "train")
+def test_a_flag_wins_over_the_file_and_the_file_over_the_recipe(config):
+    recipe = options_of(recipe="fast").generic
     path = config("epochs = 7\n[train]\nglobal-batch = 33\nwarmup = 5\n")
-    (path.parent / "model").mkdir()
-    found = asked("--recipe", "fast", "--config", str(path), "--global-batch", "44", "--from", "model")
+    found = options_of(path, "fast", global_batch=44).generic
     assert (recipe["epochs"], recipe["global_batch"]) != (7, 44)
-    assert (found["global_batch"], found["epochs"], found["warmup"], found["from"]) == (44, 7, 5, "model")
+    assert (found["global_batch"], found["epochs"], found["warmup"]) == (44, 7, 5)
     assert found["lr"] == recipe["lr"] and found["mix"] == recipe["mix"]
 
 
-def test_only_what_was_said_is_asked(asked):
-    assert asked("--run", "here", "--lr", "0.1") == {"run": "here", "lr": 0.1, "resume": False}
+def test_a_false_that_was_given_wins_over_a_file(config):
+    assert options_of(config("cache = true"), cache=False).generic == {"cache": False}
 
 
-def test_a_false_said_aloud_wins_over_a_file(asked, config):
-    assert asked("--config", str(config("cache = true")), "--no-cache")["cache"] is False
+def test_lengths_come_as_text_or_as_a_list():
+    assert parse_lengths("256,320") == parse_lengths([256, 320]) == (256, 320)
+    with pytest.raises(BadOption, match="lengths=long must be whole numbers"):
+        parse_lengths("long")
+
+
+def request(mine, tmp_path, config=None, **flags):
+    made = make_flags({"All": [*option_fields(TrainOptions), *option_fields(PlanOptions), *task_option_fields(mine)]})
+    flags = made(run=str(tmp_path / "run"), **flags)
+    return build_request(mine, "rows", flags, recipe=None, config=config, demo_data=False)
+
+
+def test_only_what_was_given_is_in_the_request(mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").touch()
+    found = request(mine, tmp_path, lr=0.1, depth=3, weights="weights")
+    assert (found.options, found.task_options) == ({"lr": 0.1}, {"depth": 3, "weights": str(tmp_path / "weights")})
+    assert json.loads(json.dumps(found.to_json()))["task_options"]["depth"] == 3
+    assert request(mine, tmp_path).task_options == {}
+
+
+def test_a_value_of_the_wrong_type_in_a_file_is_refused(mine, tmp_path, config):
+    with pytest.raises(BadOption, match="depth='deep' must be a whole number. kind='x' must be one of relu, tanh."):
+        request(mine, tmp_path, config('depth = "deep"\nkind = "x"'))
+
+
+def test_the_generic_options_are_frozen():
+    """A name that a script relies on does not change by accident, and none belongs to a particular task."""
+    assert sorted(generic_names()) == [
+        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "cudnn_attention", "decay", "device",
+        "epochs", "eval_every", "eval_rows", "fill", "generate_rows", "global_batch", "host_limit", "keep", "lengths", "lr",
+        "max_steps", "memory_limit", "micro_batch", "min_lr", "mix", "optimizer", "pin_memory", "plan", "precision",
+        "prefetch", "processes", "resume", "run", "save_every", "schedule", "seed", "skip_oversized", "time_limit",
+        "trackers", "valid", "warmup", "weight_decay", "workers",
+    ]  # fmt: skip

@@ -64,15 +64,15 @@ def test_without_data_the_loader_is_unknown(plan):
 
 
 def test_rows_that_come_fast_need_no_worker(plan):
-    found = host_plan(plan, Data(), step_s=100.0)
-    assert found.host.workers == 0 and found.choice("workers").basis == "measured"
-    assert "a worker would cost RAM and gain nothing" in found.choice("workers").reason
+    result = host_plan(plan, Data(), step_s=100.0)
+    assert result.host.workers == 0 and result.choice("workers").basis == "measured"
+    assert "a worker would cost RAM and gain nothing" in result.choice("workers").reason
 
 
 def test_slow_rows_get_a_worker_that_was_timed_and_weighed(plan):
-    found = host_plan(plan, Data(0.005), step_s=0.8)
-    assert found.host.workers == 1 and found.host.prefetch == 2
-    reason = found.choice("workers").reason
+    result = host_plan(plan, Data(0.005), step_s=0.8)
+    assert result.host.workers == 1 and result.host.prefetch == 2
+    reason = result.choice("workers").reason
     assert "one worker reads a step in" in reason and "MiB" in reason
 
 
@@ -99,9 +99,9 @@ def test_a_worker_weighs_what_it_holds(plan):
 
 def test_no_more_workers_than_cores_allow(plan, monkeypatch):
     monkeypatch.setattr(host_module.Host, "detect", classmethod(lambda cls: replace(HOST, cores=4)))
-    found = host_plan(plan, Data(0.004), step_s=0.0128)
-    assert found.host.workers == 3
-    assert "4 cores for 1 process allow 3" in found.choice("workers").reason
+    result = host_plan(plan, Data(0.004), step_s=0.0128)
+    assert result.host.workers == 3
+    assert "4 cores for 1 process allow 3" in result.choice("workers").reason
 
 
 def test_more_workers_where_one_does_not_keep_up(plan, monkeypatch):
@@ -118,14 +118,14 @@ def test_reading_that_computes_gets_no_worker_on_a_cpu_that_trains(plan):
                 pass
             return super().__getitem__(index)
 
-    found = host_plan(plan, Busy(), step_s=0.016)
-    assert found.host.workers == 0 and "training needs the same cores" in found.choice("workers").reason
+    result = host_plan(plan, Busy(), step_s=0.016)
+    assert result.host.workers == 0 and "training needs the same cores" in result.choice("workers").reason
 
 
 def test_what_is_requested_is_kept(plan):
-    found = host_plan(plan, Data(), step_s=100.0, workers=2, prefetch=3, pin_memory="off")
-    assert (found.host.workers, found.host.prefetch, found.host.pin_memory) == (2, 3, False)
-    assert [found.choice(name).basis for name in ("workers", "prefetch", "pin_memory")] == ["asked"] * 3
+    result = host_plan(plan, Data(), step_s=100.0, workers=2, prefetch=3, pin_memory="off")
+    assert (result.host.workers, result.host.prefetch, result.host.pin_memory) == (2, 3, False)
+    assert [result.choice(name).basis for name in ("workers", "prefetch", "pin_memory")] == ["asked"] * 3
 
 
 def test_no_workers_where_none_are_requested_even_if_reading_is_slow(plan):
@@ -147,13 +147,13 @@ def test_the_limit_takes_steps_ahead_before_workers(plan, monkeypatch):
         find_target(OPTIONS),
         host_limit_bytes=int((free.host.predicted_bytes - 50 * MiB) / FILL_HOST),
     )
-    found = with_host(
+    result = with_host(
         replace(plan, rows_per_s=plan.global_batch / 2.0), Texts(), rows, tight, OPTIONS, lambda phrase: None
     )
-    assert (found.host.workers, found.host.prefetch) < (free.host.workers, free.host.prefetch)
-    assert found.host.prefetch in (1, None)
-    assert "of host RAM and" in found.choice("workers").reason
-    assert found.host.predicted_bytes <= FILL_HOST * tight.host_limit_bytes
+    assert (result.host.workers, result.host.prefetch) < (free.host.workers, free.host.prefetch)
+    assert result.host.prefetch in (1, None)
+    assert "of host RAM and" in result.choice("workers").reason
+    assert result.host.predicted_bytes <= FILL_HOST * tight.host_limit_bytes
 
 
 def test_a_limit_below_the_process_itself_is_refused_with_what_is_needed(plan):
@@ -197,6 +197,6 @@ def test_of_a_huge_step_only_the_first_rows_are_read_and_the_rest_is_in_proporti
     planner = HostPlanner(huge, Texts(), rows, find_target(OPTIONS), OPTIONS, lambda phrase: None)
     assert rows.read <= 9 * host_module.ROWS
     assert planner.trains_s > 100 * host_module.ROWS / plan.rows_per_s / 64
-    found = planner.plan_host()
-    assert found.warnings[-1].startswith("a step of 1,000,000 rows goes through the 400 rows of the data 2,500 times")
+    result = planner.plan_host()
+    assert result.warnings[-1].startswith("a step of 1,000,000 rows goes through the 400 rows of the data 2,500 times")
     assert not host_plan(plan, Data()).warnings

@@ -323,7 +323,7 @@ class TestBadTasks:
 
     def test_an_optimizer_without_its_model(self):
         model = Tagger().model()
-        with pytest.raises(BadOption, match="optimizer= was given without model="):
+        with pytest.raises(BadOption, match="optimizer= needs its model"):
             plan(Tagger(), optimizer=torch.optim.SGD(model.parameters()))
 
 

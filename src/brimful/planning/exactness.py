@@ -154,7 +154,7 @@ def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float) -> boo
         return _value(context, [map_tensors(batch, lambda tensor: tensor[start:end] if tensor.ndim else tensor)]).mean
 
     def weight(own: float, other: float, both: float) -> float:
-        """Of a group against another, told by the mean of both."""
+        """The weight of a group relative to another, from the mean of both."""
         return (both - other) / (own - both) if own != both else -1.0
 
     a, b, c = mean(0, 1), mean(1, 2), mean(2, 3)

@@ -126,7 +126,7 @@ def plan(
     if not isinstance(task, Task):
         raise TaskError(f"plan() takes a brimful.Task, not a {type(task).__name__}.")
     if model is None and optimizer is not None:
-        raise BadOption("optimizer= was given without model=. Try: give both.")
+        raise BadOption("optimizer= needs its model. Try: also pass model=.")
     if model is not None and device == "auto":
         device = str(next(model.parameters()).device)
     options = PlanOptions(

@@ -55,7 +55,7 @@ class Survey:
         self._assumed: list[Probe] = []
         self._explored = False
         self._predictions: dict[tuple[int, Shape], int] = {}
-        """What the model said of a size before it was probed."""
+        """What the model predicted for a size before it was probed."""
         self._model: MemoryModel | None = None
 
     @property

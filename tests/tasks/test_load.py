@@ -228,5 +228,7 @@ def test_options_are_checked_all_at_once_and_by_the_task_itself(write):
 
 
 def test_a_value_without_a_default_is_required(write):
-    spec = f"{write(OPTIONS.replace('depth: int = 2', 'depth: int'))}:Mine"
+    text = OPTIONS.replace("depth: int = 2", "depth: int").replace("instance = Mine()", "")
+    spec = f"{write(text)}:Mine"
+    assert refused(BadOption, spec) == "depth= is required by task Mine."
     assert refused(BadOption, spec, kind="tanh") == "depth= is required by task Mine."

@@ -64,20 +64,18 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None, *, resumed_ru
     `resumed_run` is the folder of a run that continues: the task may replace paths that are gone by the run's own files.
     """
     check_spec(spec)
-    value = _find(spec)
-    if not isinstance(value, Task) and not _is_task_class(value) and callable(value):
-        value = _call(value, spec)
-    if not isinstance(value, Task) and not _is_task_class(value):
-        kind = type(value).__name__
-        raise TaskError(f"{spec} is a {kind}. Try: a brimful.Task, a subclass of it, or a function that returns one.")
+    value = _task_or_class(spec)
     values = dict(options or {})
     if resumed_run is not None and hasattr(value.Options, "on_resume"):
         values = value.Options.on_resume(values, resumed_run)
     values = {name: one for name, one in values.items() if one is not None}
-    if not values:
-        return value if isinstance(value, Task) else _call(value, spec)
+    if not values and isinstance(value, Task):
+        return value
+    if not values and not _has_required(value.Options):
+        return _call(value, spec)
     built = build_options(value.Options, values, value.name)
-    return _call(lambda: (type(value) if isinstance(value, Task) else value)(built), spec)
+    made: Task = _call(lambda: (type(value) if isinstance(value, Task) else value)(built), spec)
+    return made
 
 
 def check_spec(spec: str) -> None:
@@ -192,7 +190,7 @@ def _print_option_fields(spec: str) -> None:
     """What the child prints: one JSON object."""
     try:
         with redirect_stdout(sys.stderr):
-            owner = load_task(spec).Options
+            owner = _task_or_class(spec).Options
             fields = [] if owner is None else option_fields(owner)
             answer: dict[str, Any] = {
                 "fields": [{**dataclasses.asdict(one), "type": _encode(one.type, one.name)} for one in fields]
@@ -223,8 +221,7 @@ def _encode(hint: Any, name: str) -> list[Any]:
 
 def _decode(encoded: list[Any]) -> Any:
     members = [
-        Literal[tuple(one)] if isinstance(one, list) else NoneType if one is None else _TYPES[one]
-        for one in encoded
+        Literal[tuple(one)] if isinstance(one, list) else NoneType if one is None else _TYPES[one] for one in encoded
     ]
     return reduce(or_, members)
 
@@ -292,6 +289,20 @@ def _no_bytecode() -> Iterator[None]:
         yield
     finally:
         sys.dont_write_bytecode = before
+
+
+def _task_or_class(spec: str) -> Any:
+    value = _find(spec)
+    if not _is_task(value) and callable(value):
+        value = _call(value, spec)
+    if not _is_task(value):
+        kind = type(value).__name__
+        raise TaskError(f"{spec} is a {kind}. Try: a brimful.Task, a subclass of it, or a function that returns one.")
+    return value
+
+
+def _has_required(owner: type | None) -> bool:
+    return owner is not None and any(one.required for one in option_fields(owner))
 
 
 def _is_task(value: Any) -> bool:

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("rdkit")
 
 from brimful.cli.app import main
 from brimful.molecules.methods import TRIVIAL_BASELINES
-from brimful.molecules.results import read_results
 from brimful.molecules.spec import show_grid
 from brimful.molecules.spec_file import read_spec
 from brimful.molecules.terminal import SweepProgress
@@ -111,7 +111,7 @@ def test_heads_learn_from_a_scaffold_split_and_nothing_from_a_random_one(undistu
 
 def test_the_parquet_has_the_rows_of_the_json_object(undisturbed):
     folder, result = undisturbed
-    assert read_results(folder) == result["rows"]
+    assert pq.read_table(folder / "results.parquet").to_pylist() == result["rows"]
 
 
 def test_trivial_baselines_are_in_every_table(undisturbed, spec, capsys):

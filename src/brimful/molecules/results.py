@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from brimful.errors import BadData, BadRun, InternalError
+from brimful.errors import BadRun, InternalError
 from brimful.files import write_atomic
 from brimful.molecules.metrics import OverSeeds, over_seeds, paired_difference
 
@@ -69,21 +69,6 @@ def write_results(folder: str | Path, rows: Sequence[Row]) -> None:
     _write(folder / "results.parquet", parquet.getvalue())
     _write(folder / "results.md", markdown(summaries))
     _write(folder / "results.tex", latex(summaries))
-
-
-def read_results(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows as they were written; none where there is no table yet."""
-    path = Path(folder) / "results.parquet"
-    if not path.exists():
-        return []
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise BadData(f"{path} cannot be read: {str(error).splitlines()[0]}. Try: remove it and run the sweep again, finished runs are kept") from None  # fmt: skip
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise BadData(f"{path} is not the table of a sweep, it has no column {', '.join(missing)}")
-    rows: list[dict[str, Any]] = table.select(COLUMNS).to_pylist()
-    return rows
 
 
 def write_run(folder: str | Path, name: str, **arrays: np.ndarray) -> None:

@@ -1,7 +1,10 @@
 """`brimful.train` from Python: what it takes, what it leaves alone, and one message for what cannot work."""
 
 import json
+import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,3 +192,17 @@ def test_a_run_is_not_trained_over(whole):
 def test_data_need_not_be_a_path(tmp_path):
     """A task may read whatever words it likes."""
     assert _place(tmp_path, "word " * 1000) == "word " * 1000
+
+
+def test_the_code_of_the_training_guide_runs(tmp_path, monkeypatch, capsys):
+    guide = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+    task, call = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "mine.py").write_text(task)
+    for name, count in (("rows.jsonl", 40), ("valid.jsonl", 8)):
+        lines = (json.dumps({"prompt": "words " * (1 + number % 5)}) for number in range(count))
+        (tmp_path / name).write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(compile(call.replace("max_steps=20", "max_steps=2, memory_limit='64MiB'"), "train.md", "exec"), {})
+    sys.modules.pop("mine")
+    assert "finished 2" in capsys.readouterr().out

@@ -129,9 +129,9 @@ def test_features_that_do_not_fit_are_an_error():
 
 def test_the_number_of_threads_is_restored():
     before = torch.get_num_threads()
-    seen = [torch.get_num_threads() for _ in train_share(share([jobs("a")], threads=before + 1))]
+    seen = [torch.get_num_threads() for _ in train_share(share([[support.job(epochs=1)]], threads=before + 1))]
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
-    assert {torch.get_num_threads() for _ in train_share(share([jobs("a")]))} == {before}
+    assert {torch.get_num_threads() for _ in train_share(share([[support.job(epochs=1)]]))} == {before}
 
 
 def test_messages_and_shares_can_be_pickled():

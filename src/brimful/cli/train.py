@@ -52,6 +52,7 @@ PLANNED = (
 """Options that a plan has decided."""
 EVALUATION = ("eval_every", "eval_rows", "generate_rows", "best")
 """Options that need --valid."""
+NO_TASK = "TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run."
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -134,7 +135,7 @@ def build_request(
     before = _request_before(folder, task, data) if resume else None
     spec = task or (before.task if before else None)
     if spec is None:
-        raise BadOption("TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run.")
+        raise BadOption(NO_TASK)
     if before is None or task is not None:
         check_spec(spec)
     options = collect("train", flags, config=config, recipe=recipe, task=lambda: spec)
@@ -156,7 +157,7 @@ def _run_folder(task: str | None, flags: dict[str, Any]) -> tuple[Path, bool]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise BadOption("under a launcher every process must know the run's folder. Try: --run DIR.")
     if task is None and not resume:
-        raise BadOption("TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run.")
+        raise BadOption(NO_TASK)
     return newest_run(task) if resume else new_run(task or ""), resume
 
 

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from brimful.data.reader import seed_all
-from brimful.errors import BadOption, ProcessLost, TaskError, UserError
+from brimful.errors import BadOption, TaskError
 from brimful.memory.context import forward_context, to_device
 from brimful.memory.forward import Forward, Work, eval_mode
 from brimful.planning.probe import task_errors, with_dummy
-from brimful.step.distributed import SingleProcess
+from brimful.step.distributed import SingleProcess, gather_results
 from brimful.step.gradients import LossTotals
 from brimful.task import Dataset, Loss, Shape, Task, loss_terms
 
@@ -142,8 +142,8 @@ class Evaluator:
     def _loss(self) -> dict[str, tuple[float, float]]:
         """Sum and count of each term, over all ranks."""
         group, totals = self.context.group, dict[str, tuple[float, float]]()
-        for part in gather_parts(group, lambda: self._own_loss(self.rows[group.rank :: group.size])):
-            for name, (total, count) in part.items():
+        for part in gather_results(group, lambda: self._own_loss(self.rows[group.rank :: group.size])):
+            for name, (total, count) in (part or {}).items():
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = before[0] + total, before[1] + count
         if not totals or not all(count for _, count in totals.values()):
@@ -243,8 +243,8 @@ class EvalContext:
         """`run` gets this rank's indices below `count` and returns a result for each; every rank gets all, in order."""
         own = range(self.group.rank, count, self.group.size)
         results: dict[int, T] = {}
-        for rank, part in enumerate(gather_parts(self.group, lambda: list(run(own)))):
-            results.update(zip(range(rank, count, self.group.size), part, strict=True))
+        for rank, part in enumerate(gather_results(self.group, lambda: list(run(own)))):
+            results.update(zip(range(rank, count, self.group.size), part or (), strict=True))
         return [results[index] for index in range(count)]
 
 
@@ -271,21 +271,3 @@ class SelectedRows(Sequence[Any]):
 def choose(rows: int, most: int | None, seed: int) -> Sequence[int]:
     """All rows, or `most` of them at random; ascending, and the same for the same seed."""
     return range(rows) if most is None or most >= rows else sorted(random.Random(seed).sample(range(rows), most))
-
-
-def gather_parts(group: SingleProcess, run: Callable[[], T]) -> list[T]:
-    """Every rank's result, in order of rank. If one rank fails with a message, all raise it."""
-    result, failure = None, None
-    try:
-        result = run()
-    except UserError as error:
-        if group.size == 1:
-            raise
-        failure = error
-    results = group.gather_objects((None if failure is None else str(failure), result))
-    if failure is not None:
-        raise failure
-    for rank, (message, _) in enumerate(results):
-        if message is not None:
-            raise ProcessLost(f"rank {rank} of {group.size} could not evaluate its rows: {message}")
-    return [part for _, part in results]

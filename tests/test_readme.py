@@ -90,3 +90,9 @@ def test_the_adoption_diff_trains_as_the_loop_it_replaces():
         exec(code, names)
         results.append(model.weight.detach())
     assert torch.allclose(*results, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["English", "Chinese"])
+def test_no_block_is_empty(text):
+    parts = re.split(r"^```\w*\n", text, flags=re.MULTILINE)
+    assert all(code.strip() for code in parts[1::2])

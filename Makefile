@@ -24,8 +24,8 @@ types: $(STAMP)  ## mypy
 contract: $(STAMP)  ## imports point one way
 	$(BIN)/lint-imports
 
-pytest: $(STAMP)  ## the tests alone
-	$(BIN)/python -m pytest -m "not torture"
+pytest: $(STAMP)  ## the tests alone, one process per core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not torture" -n auto --dist loadfile
 
 torture: $(STAMP)  ## long fault and load tests; put their figures into bench/RESULTS.md
 	$(BIN)/python -m pytest -m torture -s

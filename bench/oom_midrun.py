@@ -52,7 +52,7 @@ from brimful.planning.target import Target, find_target
 from brimful.step.recovery import MicroBatchLimit
 from brimful.tasks.chatlm import SIZES
 from brimful.units import parse_bytes, show_bytes
-from finders import _count, _lengths, _versions, capped
+from finders import _count, _lengths, _versions
 from midrun_peers import CLIP, CONTESTANTS, Chat, Memory, Recorder, Training, generate_rows, quiet, read_rows
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -370,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     try:
         training, target, take_bytes = prepare(args)
-        with capped(target):
+        with target.enforce(simulate=False):
             found, shown = _measure(args, training, target, take_bytes)
     except UserError as error:
         print(f"oom_midrun: {error}", file=sys.stderr)

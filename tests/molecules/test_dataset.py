@@ -209,6 +209,7 @@ def test_processes_find_the_same_as_one_process(monkeypatch: pytest.MonkeyPatch)
     smiles = ["CCO", "CC(", "c1ccccc1C", "C1CC1", ""] * 3
     alone, phrases = dataset.examine(smiles), []
     monkeypatch.setattr(dataset, "CHUNK", 4)
+    monkeypatch.setattr(dataset, "may_spawn", lambda: True)
     monkeypatch.setattr(dataset, "WORTH_PROCESSES", 2)
     monkeypatch.setattr(dataset.Host, "detect", lambda: type("Two", (), {"cores": 2}))
     helped = _count_processes(monkeypatch)

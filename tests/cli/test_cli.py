@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from brimful.cli.app import main
-from brimful.cli.errors import with_flags
+from brimful.cli.output import with_flags
 
 TASK = str(Path(__file__).parents[1] / "planning" / "small.py") + ":Tagger"
 LIMIT = ("--memory-limit", "4MiB", "--device", "cpu")

@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 import pytest
 
 from brimful.cli.app import main
-from brimful.cli.flags import collect, generic_names, given, make_flags, parse_lengths, task_flags
+from brimful.cli.flags import collect, generic_names, make_flags, parse_lengths, set_flags, task_flags
 from brimful.cli.train import build_request, train_command
 from brimful.errors import BadOption, TaskError
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.chatlm import ChatOptions
-from brimful.tasks.load import OptionField, option_fields, task_option_fields
+from brimful.tasks.load import task_option_fields
+from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.options import TrainOptions
 
 OWNERS = [ChatOptions, TrainOptions, PlanOptions]
@@ -87,8 +88,8 @@ def test_no_two_classes_use_one_name(owner):
 
 def test_only_flags_that_were_given_count():
     flags = make_flags({"Some": option_fields(Sample)})
-    assert given(flags()) == {}
-    assert given(flags(rate=0.5, twice=False, from_="x")) == {"from": "x", "rate": 0.5, "twice": False}
+    assert set_flags(flags()) == {}
+    assert set_flags(flags(rate=0.5, twice=False, from_="x")) == {"from": "x", "rate": 0.5, "twice": False}
 
 
 def test_a_task_cannot_take_the_name_of_a_generic_option():

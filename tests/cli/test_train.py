@@ -16,7 +16,7 @@ from brimful.cli.flags import make_flags
 from brimful.cli.train import build_request
 from brimful.errors import BadOption, BadRun
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.load import option_fields
+from brimful.tasks.option_fields import option_fields
 from brimful.training.events import last_steps, read_events
 from brimful.training.options import TrainOptions
 from brimful.training.run import Request, RunFolder, RunLock

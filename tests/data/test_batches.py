@@ -77,10 +77,10 @@ def test_rows_are_dealt_by_work_and_speed():
 
 
 def test_a_row_too_long_for_one_process_goes_to_the_other():
-    def barred(lengths):
+    def excluded(lengths):
         return [(row, 0) for row, length in enumerate(lengths.sum(axis=1)) if length > 100]
 
-    step = sampler(rank=0, speeds=[1.0, 1.0], barred=barred).step(0)
+    step = sampler(rank=0, speeds=[1.0, 1.0], excluded=excluded).step(0)
     assert LENGTHS[step.rows[step.mine]].sum(axis=1).max() <= 100
     assert len(step.mine)
 

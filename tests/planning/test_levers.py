@@ -49,12 +49,12 @@ def test_blocks_of_two_stacks_are_found_once_each():
 def test_batch_norm_in_the_blocks_is_not_offered():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)))
     lever = checkpointing(Normed(), model)
-    assert not lever.offered
-    assert "BatchNorm" in lever.how
+    assert not lever.available
+    assert "BatchNorm" in lever.reason
 
 
 def test_no_blocks_says_why():
-    assert "no repeated blocks" in checkpointing(Task(), nn.Linear(2, 2)).how
+    assert "no repeated blocks" in checkpointing(Task(), nn.Linear(2, 2)).reason
 
 
 def test_the_tasks_own_hook_comes_first():
@@ -99,7 +99,7 @@ def test_a_model_that_came_with_it_on_stays_so():
     model = t5()
     model.gradient_checkpointing_enable()
     lever = checkpointing(Task(), model)
-    assert lever.already_on and not lever.offered
+    assert lever.already_on and not lever.available
 
 
 def test_cudnn_attention_is_off_where_shapes_vary_on_a_card():

@@ -76,7 +76,7 @@ def test_a_full_gpu_is_refused_and_names_who_holds_it(gpu):
 def test_a_missing_device_is_refused():
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
-    with pytest.raises(DeviceBusy, match="device='cuda' is not available: torch .* sees no accelerator"):
+    with pytest.raises(DeviceBusy, match="device='cuda' is not available, since torch .* sees no accelerator"):
         find_target(PlanOptions(device="cuda"))
 
 

@@ -182,11 +182,11 @@ def test_a_row_too_long_for_all_is_dealt_all_the_same():
 
 def test_a_rank_takes_a_row_of_exactly_its_budget_and_not_a_byte_more():
     deals = dealer(SingleProcess(), plan(), 20.0)
-    assert deals.barred([(20,), (21,)]) == [(1, 0)]
+    assert deals.excluded([(20,), (21,)]) == [(1, 0)]
 
 
 def test_a_rank_without_a_plan_takes_every_row():
-    assert dealer(SingleProcess(), None, 0.0).barred([(10**9,)]) == []
+    assert dealer(SingleProcess(), None, 0.0).excluded([(10**9,)]) == []
 
 
 def test_there_may_be_fewer_rows_than_processes():

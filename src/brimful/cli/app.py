@@ -10,10 +10,10 @@ import brimful
 from brimful.cli.chat import chat
 from brimful.cli.data import data
 from brimful.cli.demo import demo
-from brimful.cli.errors import fail
 from brimful.cli.eval import evaluate
 from brimful.cli.flags import task_flags
 from brimful.cli.machine import machine
+from brimful.cli.output import fail
 from brimful.cli.plan import plan_command
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train_command

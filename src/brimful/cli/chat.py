@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import show
+from brimful.cli.output import show
 
 if TYPE_CHECKING:
     from brimful.tasks.generate import Chat

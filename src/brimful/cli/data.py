@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from brimful.cli.flags import progress, show
+from brimful.cli.output import progress, show
 from brimful.errors import BadData, BadOption
 from brimful.units import parse_bytes
 
@@ -46,7 +46,7 @@ def check(
         Print one JSON object.
     """
     if not files:
-        raise BadOption("No files were given. Name files, folders or a data set on the hub.")
+        raise BadOption("FILES is missing. Try: brimful data check rows.jsonl.")
     from brimful.data.check import check as check_files
     from brimful.report.data_tables import check_table
 
@@ -119,7 +119,7 @@ def clean(
         Print one JSON object.
     """
     if not files:
-        raise BadOption("No files were given. Name files, folders or a data set on the hub.")
+        raise BadOption("FILES is missing. Try: brimful data clean rows.jsonl --output clean.")
     from brimful.data.clean.clean import clean as clean_files
     from brimful.data.clean.prepare import CleanOptions
     from brimful.report.data_tables import clean_table
@@ -184,10 +184,10 @@ def tokenizer(
         Print one JSON object.
     """
     if not files:
-        raise BadOption("data tokenizer needs files, folders or data sets to train on")
+        raise BadOption("FILES is missing. Try: brimful data tokenizer rows.jsonl --output tokenizer.")
     limit_bytes, config = parse_bytes(host_limit, flag="--host-limit"), _model_config(model)
     from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
-    from brimful.report.tokenize_tables import tokenizer_table
+    from brimful.report.data_tables import tokenizer_table
 
     options = TokenizerOptions(
         vocab_size=vocab_size, kind=kind, columns=columns, host_limit_bytes=limit_bytes, seed=seed, max_bad=max_bad,
@@ -240,11 +240,11 @@ def tokenize(
         Print one JSON object.
     """
     if not files:
-        raise BadOption("data tokenize needs files, folders or data sets")
+        raise BadOption("FILES is missing. Try: brimful data tokenize rows.jsonl --tokenizer tokenizer --output store.")
     limits, limit_bytes = _numbers(max_tokens), parse_bytes(host_limit, flag="--host-limit")
     from brimful.data.tokenize import TokenizeOptions
     from brimful.data.tokenize import tokenize as make_store
-    from brimful.report.tokenize_tables import tokenize_table
+    from brimful.report.data_tables import tokenize_table
 
     options = TokenizeOptions(
         columns=columns, max_tokens=limits, keep_end=None if keep_end is None else tuple(filter(None, keep_end.split(","))),
@@ -264,13 +264,15 @@ def _model_config(model: str) -> dict[str, Any]:
         return dict(zip(keys, (SIZES[model].vocab, PAD, EOS, PAD), strict=True))
     path = Path(model) / "config.json"
     if not path.is_file():
-        raise BadOption(f"--model {model} is neither one of {', '.join(SIZES)} nor a folder with a config.json")
+        raise BadOption(f"--model {model} is not known. Try: {', '.join(SIZES)}, or a folder with a config.json.")
     try:
         config = json_format.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadOption(f"--model {model}: its config.json cannot be read ({error})") from None
+        raise BadOption(
+            f"--model {model}: its config.json cannot be read ({error}). Try: save the model again."
+        ) from None
     if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
-        raise BadOption(f"--model {model}: its config.json has no vocab_size. Try: the folder of a text model")
+        raise BadOption(f"--model {model}: its config.json has no vocab_size. Try: the folder of a text model.")
     return {key: config.get(key) for key in keys}
 
 
@@ -278,7 +280,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise BadOption(f"--max-tokens {text} must be a whole number, or one for each field, such as 256,320") from None
+        raise BadOption(
+            f"--max-tokens {text} must be a whole number, or one for each field. Try: 256 or 256,320."
+        ) from None
 
 
 data = App(name="data", help="Rows in, token store out: check, clean, tokenizer, tokenize.")

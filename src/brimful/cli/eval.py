@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import prefer_growing_segments, progress, show
+from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadOption, DoesNotFit
 from brimful.units import show_bytes
 
@@ -83,9 +83,9 @@ def evaluate(
     """
     names = [name.strip() for name in metrics.split(",") if name.strip()]
     if not names or not set(names) <= set(METRICS):
-        raise BadOption(f"metrics={metrics!r} must be some of {', '.join(METRICS)}, separated by commas.")
+        raise BadOption(f"metrics={metrics!r} must be names separated by commas. Try: metrics={','.join(METRICS)}.")
     if isinstance(rows, int) and rows < 1:
-        raise BadOption(f"rows={rows} must be at least 1, or all.")
+        raise BadOption(f"rows={rows} must be at least 1. Try: rows=all.")
     prefer_growing_segments()
     from brimful.planning.plan_options import PlanOptions
     from brimful.planning.target import find_target
@@ -176,6 +176,8 @@ def _answers_file(path: Path | None) -> Iterator[Callable[[Sequence["Answer"]], 
             )
         part.replace(path)
     except OSError as error:
-        raise BadOption(f"output={str(path)!r} cannot be written ({error.strerror or error}).") from None
+        raise BadOption(
+            f"output={str(path)!r} cannot be written ({error.strerror or error}). Try: another file."
+        ) from None
     finally:
         part.unlink(missing_ok=True)

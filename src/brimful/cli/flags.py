@@ -1,33 +1,29 @@
 """Flags made from the classes of options they set: one definition, with its types and the docstring under each field.
 
-An options class has real defaults; a flag must also know that it was *not* given, so that a recipe, a config file or the run
-that is resumed can decide. Hence a second class, made here, in which every field is None unless the user gave the flag.
+An options class has real defaults; a flag must also know that it was *not* set, so that a recipe, a config file or the run
+that is resumed can decide. Hence a second class, made here, in which every field is None unless the user set the flag.
 
 A task's own options become flags too. Which task it is must be known before the command line is parsed, so `task_flags`
 looks for it among the words: `brimful train mine.py:task rows.jsonl --depth 3`.
 """
 
 import difflib
-import json
 import keyword
-import os
 import re
-import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, make_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console, RenderableType
 
 from brimful.errors import BadOption, TaskError, UserError
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.load import BUILT_IN, OptionField, option_fields, task_option_fields
+from brimful.tasks.load import BUILT_IN, task_option_fields
+from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.options import TrainOptions
 from brimful.training.run import RunFolder, newest_run
 
@@ -70,9 +66,9 @@ def make_flags(
             )
             flags[one.name] = Annotated[(types or {}).get(one.name, one.type) | None, parameter]
     attributes = [(f"{name}_" if keyword.iskeyword(name) else name, hint, None) for name, hint in flags.items()]
-    made = make_dataclass("Flags", attributes, frozen=True, kw_only=True)
-    made.__module__ = __name__  # cyclopts does not take apart a class of the module `types`
-    return Parameter(name="*")(made)
+    flags_class = make_dataclass("Flags", attributes, frozen=True, kw_only=True)
+    flags_class.__module__ = __name__  # cyclopts does not take apart a class of the module `types`
+    return Parameter(name="*")(flags_class)
 
 
 def _default_text(one: OptionField) -> str:
@@ -81,8 +77,8 @@ def _default_text(one: OptionField) -> str:
     return "" if one.default is None or isinstance(one.default, bool) else f" [default: {one.default}]"
 
 
-def given(flags: Any) -> dict[str, Any]:
-    """What the user gave, by the option's name."""
+def set_flags(flags: Any) -> dict[str, Any]:
+    """The flags that the user set, by the option's name."""
     values = {one.name.rstrip("_"): getattr(flags, one.name) for one in fields(flags)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -90,14 +86,14 @@ def given(flags: Any) -> dict[str, Any]:
 def task_flags(tokens: Sequence[str]) -> tuple[OptionField, ...]:
     """The options of the task named on this command line, if it is needed: for help, or for a flag that is not Brimful's.
 
-    A task of a file is asked in a child process, which takes as long as its imports.
+    A file's options come from a child process, which takes as long as the file's imports.
     """
     if not tokens or tokens[0] not in TABLES:
         return ()
     task = _task_of(tokens[1:])
     unknown = _flag_names(tokens[1:]) - {name.replace("_", "-") for name in generic_names()} - OTHER_FLAGS
-    asks_help = {"--help", "-h"} & set(tokens)
-    if task is None or not (task in BUILT_IN or unknown or asks_help):
+    help_requested = {"--help", "-h"} & set(tokens)
+    if task is None or not (task in BUILT_IN or unknown or help_requested):
         return ()
     return task_option_fields(task)
 
@@ -127,7 +123,7 @@ def _flag_names(tokens: Sequence[str]) -> set[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class UserOptions:
     """What the user set, from flags, a config file and a recipe: Brimful's options, and the task's own."""
 
     generic: dict[str, Any]
@@ -136,7 +132,7 @@ class Options:
 
 def collect(
     command: str, flags: Any, *, config: Path | None, recipe: str | None = None, task: Callable[[], str | None]
-) -> Options:
+) -> UserOptions:
     """Flags win over the config file, which wins over the recipe. `task` names the task if a file has options of its own."""
     generic = set(generic_names())
     values: dict[str, Any] = {}
@@ -147,10 +143,10 @@ def collect(
             known = [] if spec is None else [one.name for one in task_option_fields(spec)]
             _refuse_unknown([name for name in others if name not in known], [*generic, *known], source)
         values |= options
-    values |= given(flags)
+    values |= set_flags(flags)
     if "lengths" in values:
         values["lengths"] = parse_lengths(values["lengths"])
-    return Options(
+    return UserOptions(
         generic={name: value for name, value in values.items() if name in generic},
         task={name: value for name, value in values.items() if name not in generic},
     )
@@ -173,7 +169,8 @@ def _config(path: Path | None) -> tuple[str, dict[str, Any]]:
     try:
         return f"config={path}", tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadOption(f"config={path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise BadOption(f"config={path} cannot be read: {reason}. Try: a TOML file such as the recipes.") from None
 
 
 def _table(content: dict[str, Any], command: str, source: str) -> dict[str, Any]:
@@ -188,7 +185,7 @@ def _table(content: dict[str, Any], command: str, source: str) -> dict[str, Any]
 def _refuse_unknown(names: Sequence[str], known: Sequence[str], source: str) -> None:
     if names:
         close = [match for name in names for match in difflib.get_close_matches(name, known, n=1)]
-        advice = f" Try: {', '.join(close)}." if close else f" Known are {', '.join(sorted(known))}."
+        advice = f" Try: {', '.join(close)}." if close else f" Try: one of {', '.join(sorted(known))}."
         raise BadOption(f"{source} has the unknown option {', '.join(names)}.{advice}")
 
 
@@ -198,51 +195,4 @@ def parse_lengths(value: Any) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in parts)
     except ValueError:
-        raise BadOption(f"lengths={value} must be whole numbers separated by commas, such as 256,256.") from None
-
-
-# ---- Output and environment of all commands --------------------------------------------------------------------------
-
-
-def prefer_growing_segments() -> None:
-    """Varying shapes fragment torch's default segments (20.0 GiB reserved for 15.4 in use); these can grow instead.
-
-    Must be set before torch is imported.
-    """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None:
-    """The result on stdout: as one JSON object and nothing else, or as people read it."""
-    if as_json:
-        print(json.dumps(data), flush=True)
-    elif isinstance(result, str):
-        print(result, flush=True)  # not through rich, which would break a command over two lines
-    else:
-        Console().print(result)
-
-
-@contextmanager
-def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None]]:
-    """Progress on stderr, a phrase for each piece of work: a spinner on a terminal, else at most one line in `every_s`."""
-    console, count = Console(stderr=True), 0
-    if not sys.stderr.isatty():
-        last = -every_s
-
-        def line(phrase: str) -> None:
-            nonlocal last
-            if time.monotonic() - last >= every_s:
-                last = time.monotonic()
-                print(f"{title}: {phrase}", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    with console.status(title) as status:
-
-        def update(phrase: str) -> None:
-            nonlocal count
-            count += 1
-            status.update(f"{title}  [dim]{count:>2}[/]  {phrase}")
-
-        yield update
+        raise BadOption(f"lengths={value} must be whole numbers separated by commas. Try: lengths=256,256.") from None

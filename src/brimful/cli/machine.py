@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import show
+from brimful.cli.output import show
 
 
 def machine(*, run: Path = Path(), json: Annotated[bool, Parameter(negative="")] = False) -> None:

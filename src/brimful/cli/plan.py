@@ -8,9 +8,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import TASK_TITLE, collect, make_flags, prefer_growing_segments, progress, show
+from brimful.cli.flags import TASK_TITLE, collect, make_flags
+from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.load import OptionField, check_request_options, check_spec, option_fields
+from brimful.tasks.load import check_request_options, check_spec
+from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.run import pick
 
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import given, make_flags, prefer_growing_segments, show
+from brimful.cli.flags import make_flags, set_flags
+from brimful.cli.output import prefer_growing_segments, show
 from brimful.errors import BadOption, BadRun
 from brimful.molecules.spec import SweepOptions, SweepSpec
-from brimful.tasks.load import option_fields
+from brimful.tasks.option_fields import option_fields
 from brimful.units import show_count, show_seconds
 
 Flags: Any = make_flags({"Where it runs": option_fields(SweepOptions)})
@@ -45,7 +46,7 @@ def sweep(
     from brimful.molecules.spec_file import read_spec
 
     content = read_spec(spec)
-    values = given(flags)
+    values = set_flags(flags)
     if content.device is not None:
         values.setdefault("device", content.device)
     if content.memory_limit is not None:
@@ -53,7 +54,7 @@ def sweep(
     options = SweepOptions(**values)
     root = output or Path("sweeps") / spec.stem
     if root.exists() and not root.is_dir():
-        raise BadOption(f"--output {root} is a file. Try: a folder")
+        raise BadOption(f"--output {root} is a file. Try: a folder.")
     prefer_growing_segments()
     result = _run(content, root, options, cache)
     summaries = summarise(result.rows)
@@ -92,4 +93,4 @@ def _write_page(spec: SweepSpec, root: Path, result: Any, summaries: Any) -> Non
     try:
         write_atomic(root / "report.html", page)
     except OSError as error:
-        raise BadRun(f"{root / 'report.html'} cannot be written: {error.strerror}. The tables beside it are complete") from None  # fmt: skip
+        raise BadRun(f"{root / 'report.html'} cannot be written: {error.strerror}. Try: free space; the tables beside it are complete.") from None  # fmt: skip

@@ -1,13 +1,12 @@
 """`brimful train TASK DATA`: plans, trains, survives, resumes.
 
 The process that the user starts never imports torch. It builds the request, locks the run's folder, starts the training
-processes and stays above them (`training.launch`), so that somebody is left to say what happened to them. Under torchrun or
-accelerate the launcher is that process, and each of its own trains.
+processes and waits for them (`training.launch`), so that it can report how they ended. Under torchrun or accelerate the
+launcher is the parent, and each process it starts trains.
 """
 
 import json as json_
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -19,25 +18,18 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.errors import print_error
-from brimful.cli.flags import (
-    TASK_TITLE,
-    TITLES,
-    Options,
-    collect,
-    given,
-    make_flags,
-    prefer_growing_segments,
-    show,
-)
+from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
+from brimful.cli.output import prefer_growing_segments, print_error, show
 from brimful.errors import BadOption, BadRun
-from brimful.tasks.load import OptionField, check_request_options, check_spec, option_fields, task_option_fields
+from brimful.tasks.load import check_request_options, check_spec, task_option_fields
+from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.launch import Outcome, supervise
 from brimful.training.run import (
     Request,
     RunFolder,
     RunLock,
     absolute,
+    is_missing,
     merge,
     new_run,
     newest_run,
@@ -52,8 +44,6 @@ PLANNED = (
 """Options that a plan has decided."""
 EVALUATION = ("eval_every", "eval_rows", "generate_rows", "best")
 """Options that need --valid."""
-NO_TASK = "TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run."
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]:
@@ -130,12 +120,12 @@ def build_request(
     task: str | None, data: str | None, flags: Any, *, recipe: str | None, config: Path | None, demo_data: bool
 ) -> Request:
     """What to do, from flags, files and, for a resumed run, from its own folder. Mistakes are found here."""
-    root, resume = _run_folder(task, given(flags))
+    root, resume = _run_folder(task, set_flags(flags))
     folder, resume = open_run(root, resume=resume)
     before = _request_before(folder, task, data) if resume else None
     spec = task or (before.task if before else None)
     if spec is None:
-        raise BadOption(NO_TASK)
+        raise BadOption("TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run.")
     if before is None or task is not None:
         check_spec(spec)
     options = collect("train", flags, config=config, recipe=recipe, task=lambda: spec)
@@ -146,7 +136,7 @@ def build_request(
     else:
         request = replace(merge(before, generic, own), task=spec, run=str(root), resume=True)
     request = _with_data(request, data, before, demo_data)
-    _check(request, before, given(flags))
+    _check(request, before, set_flags(flags))
     return request
 
 
@@ -156,13 +146,11 @@ def _run_folder(task: str | None, flags: dict[str, Any]) -> tuple[Path, bool]:
         return Path(flags["run"]), resume
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise BadOption("under a launcher every process must know the run's folder. Try: --run DIR.")
-    if task is None and not resume:
-        raise BadOption(NO_TASK)
-    return newest_run(task) if resume else new_run(task or ""), resume
+    return newest_run(task) if resume else new_run(task or "run"), resume
 
 
 def _request_before(folder: RunFolder, task: str | None, data: str | None) -> Request | None:
-    """What the run was asked to do when it began; None if that is lost and was given again."""
+    """The request that the run began with; None if it is lost and the command repeats it."""
     try:
         before = folder.read_request()
     except BadRun:
@@ -174,14 +162,14 @@ def _request_before(folder: RunFolder, task: str | None, data: str | None) -> Re
     return before
 
 
-def _with_absolute_paths(options: Options, spec: str) -> dict[str, Any]:
+def _with_absolute_paths(options: UserOptions, spec: str) -> dict[str, Any]:
     """The task's options, with paths that hold in any working directory."""
     paths = {one.name for one in task_option_fields(spec) if one.path}
     return {name: absolute(str(value)) if name in paths else value for name, value in options.task.items()}
 
 
 def _with_data(request: Request, data: str | None, before: Request | None, demo_data: bool) -> Request:
-    """The rows: as given, the demo's, or those of the run before, prepared already if the raw files are gone."""
+    """The rows: those named, the demo's, or those of the run before, prepared already if the raw files are gone."""
     if demo_data:
         from brimful.tasks.demo import train_file, valid_file
 
@@ -221,10 +209,12 @@ def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> N
         problems.append(str(error))
     options = request.options
     if options.get("plan") and (both := [f"{name}=" for name in PLANNED if options.get(name) is not None]):
-        problems.append(f"plan= cannot be combined with {', '.join(both)}, which the plan has decided.")
+        problems.append(
+            f"plan= cannot be combined with {', '.join(both)}, which the plan has decided. Try: leave them out."
+        )
     valid = options.get("valid")
-    if valid and not Path(valid).exists() and not HUB_NAME.fullmatch(valid):
-        problems.append(f"valid={valid!r} does not exist.")
+    if valid and is_missing(valid):
+        problems.append(f"valid={valid!r} does not exist. Try: a file of rows.")
     if not valid and (useless := [f"{name}=" for name in EVALUATION if name in flags]):
         problems.append(f"{', '.join(useless)} needs rows to evaluate on. Try: valid=.")
     try:
@@ -240,7 +230,7 @@ def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> N
 def _supervise(request: Request, folder: RunFolder) -> Outcome:
     """Train below this process."""
     with (
-        _cleaned_up(folder),
+        _remove_if_failed(folder),
         RunLock(folder.root, flag="--run") as lock,
         tempfile.TemporaryDirectory(prefix="brimful-job-") as reports,
     ):
@@ -254,7 +244,7 @@ def _supervise(request: Request, folder: RunFolder) -> Outcome:
 
 
 @contextmanager
-def _cleaned_up(folder: RunFolder) -> Iterator[None]:
+def _remove_if_failed(folder: RunFolder) -> Iterator[None]:
     """A run that failed before it began leaves no folder, unless it has prepared data, which are worth keeping."""
     is_new = not folder.root.exists()
     try:

@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from brimful.cli.flags import prefer_growing_segments
+from brimful.cli.output import prefer_growing_segments
 from brimful.training.launch import has_parent, worker
 from brimful.training.run import Request, RunLock
 

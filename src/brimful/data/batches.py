@@ -2,7 +2,7 @@
 
     Stream ─► StepSampler: the next `global_batch` samples ─► dealt to ranks by work and speed ─► this rank's rows
 
-**The stream** is an endless sequence of seeded permutations, computed and never stored. Sample number `n` of a data set of
+**The stream** is an endless sequence of seeded permutations, computed and never stored. Sample number `n` of a dataset of
 `rows` is row `permutation(n // rows)[n % rows]`: every row once per pass, each pass in an order of its own. A position is
 one number, so a run continues exactly there with another plan, other workers or another number of processes; a shuffled list
 of ten million indices would take 80 MB in every process instead.
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 Lengths = Callable[[Ints], Ints]
 """Returns the lengths of these rows, one line per row: `Store.shapes`, or `array.__getitem__`."""
-Barred = Callable[[Ints], Collection[tuple[int, int]]]
+Excluded = Callable[[Ints], Collection[tuple[int, int]]]
 """Returns, for these lengths, (row, rank) where the row alone does not fit the rank's memory."""
 
 RUNS = 8
@@ -86,7 +86,7 @@ class StepSampler:
         lengths: Lengths | None = None,
         rank: int = 0,
         speeds: Sequence[float] = (1.0,),
-        barred: Barred | None = None,
+        excluded: Excluded | None = None,
     ) -> None:
         """`speeds` has one entry for each rank. Without `lengths` all rows count as equally long."""
         mix = mix or Mix()
@@ -96,13 +96,13 @@ class StepSampler:
         elif global_batch < len(speeds):
             problems.append(f"global_batch={global_batch} is less than one row for each of {len(speeds)} processes")
         if rows < 1:
-            problems.append("the data set has no rows")
+            problems.append("the dataset has no rows")
         if mix.window > 1 and lengths is None:
             problems.append(f"mix='window:{mix.window}' needs the lengths of the rows. Try: a token store")
         if problems:
             raise BadOption("; ".join(problems) + ".")
         self.stream, self.global_batch, self.mix = Stream(rows, seed), global_batch, mix
-        self.lengths, self.rank, self.speeds, self.barred = lengths, rank, tuple(speeds), barred
+        self.lengths, self.rank, self.speeds, self.excluded = lengths, rank, tuple(speeds), excluded
         self.origin = 0
         """The sample at which the first window begins."""
         self._window: tuple[int, Ints] | None = None
@@ -124,11 +124,13 @@ class StepSampler:
         }
 
     def resume(self, state: dict[str, Any]) -> int:
-        """Continue at a saved position and return its samples. Refuses another data set or seed, or a change inside a window."""
-        same = [("rows of the data set", "rows", self.stream.rows), ("seed", "seed", self.stream.seed)]
+        """Continue at a saved position and return its samples. Refuses another dataset or seed, or a change inside a window."""
+        same = [("rows of the dataset", "rows", self.stream.rows), ("seed", "seed", self.stream.seed)]
         changed = [f"{name} ({state[key]} before, {now} now)" for name, key, now in same if state[key] != now]
         if changed:
-            raise BadOption(f"the run cannot continue with other {' and '.join(changed)}.")
+            raise BadOption(
+                f"the run cannot continue with other {' and '.join(changed)}. Try: the same data and seed, or a new run."
+            )
         samples = int(state["samples"])
         before, now = (state["global_batch"], state["window"]), (self.global_batch, self.mix.window)
         inside = (samples - state["origin"]) % (before[0] * before[1])
@@ -145,8 +147,8 @@ class StepSampler:
         if len(self.speeds) == 1:
             return np.arange(len(rows))
         lengths = np.zeros((len(rows), 1), dtype=np.int64) if self.lengths is None else self.lengths(rows)
-        barred = self.barred(lengths) if self.barred else ()
-        dealt = deal_rows((1.0 + lengths.sum(axis=1)).tolist(), self.speeds, barred)
+        excluded = self.excluded(lengths) if self.excluded else ()
+        dealt = deal_rows((1.0 + lengths.sum(axis=1)).tolist(), self.speeds, excluded)
         return np.array(dealt[self.rank], dtype=np.int64)
 
     def _from_window(self, start: int) -> Ints:

@@ -5,7 +5,7 @@ number, the workers can be replaced at any step: by fewer of them when host RAM 
 kernel has killed one. No row is lost or read twice.
 
 A stored row of 120 tokens takes about 15 µs from file to collated micro-batch, so without workers a process feeds a GPU that
-does 20,000 rows/s and more. Workers pay where a data set decodes, augments or waits for a disk.
+does 20,000 rows/s and more. Workers pay where a dataset decodes, augments or waits for a disk.
 """
 
 import itertools
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import signal_handling
 
-from brimful.data.batches import Barred, Lengths, Mix, SampledStep, StepSampler
+from brimful.data.batches import Excluded, Lengths, Mix, SampledStep, StepSampler
 from brimful.data.reader import ReadError, StepReader, StepRows
 from brimful.errors import BadOption, TaskError
 from brimful.machine.cgroup import oom_kills
@@ -50,13 +50,13 @@ _SHOWN_ROWS = 5
 
 T = TypeVar("T")
 Note = Callable[[str, dict[str, Any]], object]
-"""Is given a message and its figures whenever the loader changes something on its own."""
+"""Called with a message and its figures whenever the loader changes something on its own."""
 
 log = logging.getLogger("brimful")
 
 
 class Loader:
-    """An endless iterator over the optimizer steps of a data set, for one rank.
+    """An endless iterator over the optimizer steps of a dataset, for one rank.
 
     Each item is a `StepRows`: this rank's rows of one step, split into micro-batches by the plan, collated, and ready for
     `Stepper.step`. Every row comes once per pass, in an order that depends on the seed alone.
@@ -92,29 +92,29 @@ class Loader:
         pin_memory: bool | None = None,
         rank: int | None = None,
         speeds: Sequence[float] | None = None,
-        barred: Barred | None = None,
+        excluded: Excluded | None = None,
         host_limit_bytes: int | None = None,
         note: Note | None = None,
     ) -> None:
         """Start at the first row. Nothing is read before the first step is requested.
 
-        dataset: any map-style data set: a token store, a list, a `datasets.Dataset`.
+        dataset: any map-style dataset: a token store, a list, a `datasets.Dataset`.
         task: collates rows and gives their shapes.
         plan: splits steps into micro-batches, and has defaults for most of the other arguments. Without one, each step is
             one list of rows.
         global_batch: rows per step over all ranks. Default: the plan's, else the task's.
-        seed: of the order of the rows, and of random numbers drawn by the data set.
+        seed: of the order of the rows, and of random numbers drawn by the dataset.
         mix: `window:50` sorts by length over 50 steps, for less padding. Default: every step is drawn at random.
-        lengths: of all rows, as an array with one line per row or a function of row numbers. Default: the data set's
+        lengths: of all rows, as an array with one line per row or a function of row numbers. Default: the dataset's
             `shapes`, which a token store has.
         workers: processes that read ahead. Default: the plan's, else 0.
         prefetch: steps that each worker reads ahead. Default: the plan's, else 2.
         pin_memory: page-lock batches, for faster copies to a GPU. Default: the plan's, else off.
         rank: of this process. Default: the launcher's `RANK`, else 0.
         speeds: one for each rank; rows are dealt in proportion. Default: equal, for `WORLD_SIZE` ranks.
-        barred: returns which rows do not fit which ranks (`Stepper.barred`).
+        excluded: returns which rows do not fit which ranks (`Stepper.excluded`).
         host_limit_bytes: host RAM to stay within by reading less ahead. Default: the plan's, else the machine's.
-        note: is called with a message and its figures when workers are lost or reduced. Default: a log warning.
+        note: called with a message and its figures when workers are lost or reduced. Default: a log warning.
         """
         host = plan.host if plan else None
         self.workers = _first(workers, host.workers if host else None, 0)
@@ -126,7 +126,7 @@ class Loader:
         self._sampler = StepSampler(
             len(dataset), global_batch, seed=seed, mix=Mix.parse(mix), lengths=lengths,
             rank=_first(rank, int(os.environ.get("RANK", 0))),
-            speeds=_first(speeds, (1.0,) * int(os.environ.get("WORLD_SIZE", 1))), barred=barred,
+            speeds=_first(speeds, (1.0,) * int(os.environ.get("WORLD_SIZE", 1))), excluded=excluded,
         )  # fmt: skip
         self._reader = StepReader(
             dataset, task, plan.split if plan else None, lengths, step_rows=global_batch, seed=seed
@@ -143,7 +143,7 @@ class Loader:
 
     @property
     def passes(self) -> float:
-        """How often the data set has been gone through."""
+        """How often the dataset has been gone through."""
         return self._samples / self._sampler.stream.rows
 
     @property
@@ -160,9 +160,9 @@ class Loader:
         self._samples = self._sampler.resume(state)
         self._changed = True
 
-    def deal_by(self, speeds: Sequence[float], barred: Barred | None = None) -> None:
+    def deal_by(self, speeds: Sequence[float], excluded: Excluded | None = None) -> None:
         """From the next step on, deal rows by these speeds. Every rank must call it after the same step."""
-        self._sampler.speeds, self._sampler.barred = tuple(speeds), barred
+        self._sampler.speeds, self._sampler.excluded = tuple(speeds), excluded
         self._changed = True
 
     def reduce_memory(self) -> str | None:
@@ -251,7 +251,7 @@ class Loader:
             worker_init_fn=_ignore_ctrl_c,
             generator=torch.Generator(),
         )
-        trim_heap()  # whatever is garbage now would stay with the workers
+        trim_heap()  # workers would inherit this garbage
         iterator = iter(loader)
         signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
@@ -275,7 +275,7 @@ class Loader:
             step = self._sampler.step(self._samples)
             rows = ", ".join(map(str, step.rows[step.mine][:_SHOWN_ROWS].tolist()))
             raise TaskError(
-                f"two workers {cause} while reading the same step. One of the rows {rows}, … crashes its reader"
+                f"two workers {cause} while reading the same step. Try: read the rows {rows}, … without workers, since one of them crashes its reader."
             )
         self._lost_at = self._samples
         self._note(
@@ -354,7 +354,7 @@ def exit_cause(code: int, kills_before: int | None, kills_now: int | None) -> st
     if code == -signal.SIGKILL:
         if kills_now is not None and kills_before is not None and kills_now > kills_before:
             return "was killed by the kernel because host RAM ran out"
-        return "was killed, by the kernel for lack of host RAM or by somebody"
+        return "was killed, by the kernel for lack of host RAM or by a user"
     if code == -signal.SIGBUS:
         shm = Space.of("/dev/shm")
         space = f" ({show_bytes(shm.free_bytes)} of {show_bytes(shm.total_bytes)} free)" if shm else ""
@@ -392,7 +392,9 @@ def _as_lengths(dataset: Any, lengths: Any) -> Lengths | None:
         return cast(Lengths, lengths)
     table = np.asarray(lengths, dtype=np.int64)
     if len(table) != len(dataset):
-        raise BadOption(f"lengths has {len(table):,} lines, but the data set has {len(dataset):,} rows.")
+        raise BadOption(
+            f"lengths has {len(table):,} lines, but the dataset has {len(dataset):,} rows. Try: one line per row."
+        )
     return table.reshape(len(table), -1).__getitem__
 
 
@@ -401,5 +403,5 @@ def _identity(value: Any) -> Any:
 
 
 def _ignore_ctrl_c(_: int) -> None:
-    """The parent handles it; a worker's traceback on every Ctrl-C would help nobody."""
+    """The parent handles it, so workers print no traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

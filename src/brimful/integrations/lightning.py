@@ -61,7 +61,7 @@ from brimful.planning.plan import Plan
 from brimful.step import checks
 from brimful.step.recovery import GROW_AFTER
 from brimful.step.result import Event, StepResult
-from brimful.step.stepper import Stepper, check_options
+from brimful.step.stepper import Stepper, check_stepper_options
 from brimful.task import Loss, rows_of
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ _Callback: Any = type("Callback", tuple(import_module(name).Callback for name in
 _Metric: Any = import_module("torchmetrics").Metric
 _AUTOCAST = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 """What a plan calls Lightning's precisions. Without autocast it is fp32."""
-HINT = "If the loss is not a mean over rows, return {'loss': mean, 'count': count} from training_step."
+HINT = "Try: if the loss is not a mean over rows, return {'loss': mean, 'count': count} from training_step."
 
 
 def exact(
@@ -146,7 +146,7 @@ class ExactSteps(_Callback):
             collate: Turns rows into a batch, for a loader of lists of rows.
             micro_batch, skip_oversized, allow_inexact, grow_after, on_event: As in `brimful.Stepper`.
         """
-        check_options(micro_batch=micro_batch, grow_after=grow_after, collate=collate, on_event=on_event)
+        check_stepper_options(micro_batch=micro_batch, grow_after=grow_after, collate=collate, on_event=on_event)
         self.plan, self.batch_on_device = plan, batch_on_device
         self._step_options: dict[str, Any] = {
             "micro_batch": micro_batch,
@@ -509,7 +509,7 @@ def _join_extras(outputs: list[_Output], name: str) -> Any:
 def _check_trainer(trainer: Any, module: Any) -> None:
     _check_accumulation(trainer)
     if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
-        raise BadOption("GradientAccumulationScheduler cannot be used, since a batch of the loader is a whole step")
+        raise BadOption("GradientAccumulationScheduler cannot be used, since a batch of the loader is a whole step. Try: a larger batch_size.")
     if not module.automatic_optimization:
         raise UnsupportedModel(
             "with automatic_optimization=False training_step steps by itself, and a repeated one would step twice. "

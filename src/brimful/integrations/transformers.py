@@ -41,7 +41,7 @@ from brimful.memory.snapshot import RandomState
 from brimful.planning.plan import Plan
 from brimful.step.recovery import GROW_AFTER
 from brimful.step.result import Event
-from brimful.step.stepper import Stepper, check_options
+from brimful.step.stepper import Stepper, check_stepper_options
 from brimful.task import Loss, Shape, Task
 
 T = TypeVar("T", bound=Trainer)
@@ -83,7 +83,7 @@ def exact(
             raise BadOption(
                 f"{owner.__name__} overrides {name}, which exact() replaces. Try: move it into compute_loss or a callback."
             )
-    check_options(micro_batch=micro_batch, grow_after=grow_after, on_event=on_event, shape=shape, count=count)
+    check_stepper_options(micro_batch=micro_batch, grow_after=grow_after, on_event=on_event, shape=shape, count=count)
     step_options = {
         "micro_batch": micro_batch,
         "skip_oversized": skip_oversized,
@@ -165,7 +165,7 @@ class _ExactTrainer(Trainer):
         try:
             result = self.stepper.backward(rows)
         except InexactSplit as error:
-            raise InexactSplit(f"{error} If the loss is not a mean over the labels, set exact(…, count=…).") from None
+            raise InexactSplit(f"{error} Try: exact(…, count=…) if the loss is not a mean over the labels.") from None
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             empty_cache(self.args.device)
         return torch.tensor(result.loss, device=self.args.device)
@@ -463,4 +463,4 @@ def _check_arguments(trainer: Trainer) -> None:
     ]  # fmt: skip
     if problems:
         name = type(trainer).__name__.removeprefix("Exact")
-        raise BadOption(f"exact({name}) does not work with these arguments: {'; '.join(problems)}")
+        raise BadOption(f"exact({name}) does not work with these arguments: {'; '.join(problems)}.")

@@ -123,7 +123,7 @@ class HostPlanner:
             computing += _busy_s() - busy
         total_s = time.perf_counter() - began
         # A forked worker shares pages with its parent, and each counts half of them: only the sum of all is right. It is
-        # taken before the worker ends, because its pages then count as shared with nobody for a while (300 MiB).
+        # taken before the worker ends, because its pages then count as unshared for a while (300 MiB).
         held = max(0, tree_bytes() - alone) // workers if workers else 0
         loader.close()
         each = total_s / len(seconds) if workers else statistics.median(seconds)  # steps read ahead come at once

@@ -36,13 +36,13 @@ class Lever:
     """A switch, or the reason why there is none."""
 
     switch: Callable[[bool], Any] | None
-    how: str
+    reason: str
     """What switches it, or why nothing does."""
     already_on: bool = False
     """The model came with it on. It stays so."""
 
     @property
-    def offered(self) -> bool:
+    def available(self) -> bool:
         return self.switch is not None
 
     @contextmanager
@@ -69,9 +69,9 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
     blocks = repeated_blocks(model)
     if not blocks:
         reason = "the model has no method for it and no repeated blocks in a ModuleList or Sequential"
-        return Lever(None, f"not offered: {reason}")
+        return Lever(None, f"not available: {reason}")
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
-        return Lever(None, "not offered: its blocks hold BatchNorm, whose running statistics would be updated twice")
+        return Lever(None, "not available: its blocks hold BatchNorm, whose running statistics would be updated twice")
     return Lever(functools.partial(_wrap, blocks), f"over {len(blocks)} repeated blocks")
 
 
@@ -188,7 +188,7 @@ def _saved_bytes(context: StepContext, shape: Shape, rows: int) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output saved as itself would keep its own graph alive for ever
+        return tensor.detach()  # an output saved as itself would keep its own graph alive
 
     batch = to_device(context.task.dummy(rows, shape), context.device)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context.forward_context():

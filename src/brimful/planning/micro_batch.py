@@ -40,11 +40,12 @@ STILL_RISING = 1.25
 WORTH_CHECKPOINTING = 1.03
 """Checkpointing must be this much faster to be chosen where the step fits without it."""
 CHALLENGE_AT = 0.95
-"""The share of the budget of the size at which checkpointing is first timed: two probes predict it, none measured it."""
+"""The share of the budget of the size at which checkpointing is first timed: no probe has measured
+this size yet."""
 WARM_UP_LENGTH = 64
 """Rows of the warm-up are no longer than this, because nothing is known yet of what length costs."""
 LEAST_OVERHEAD = 0.25
-"""Of the time of a micro-batch with hardly a row in it, at least this share is not the row's."""
+"""At least this share of the smallest micro-batch's time is overhead."""
 ROWS_TO_COMPARE = 8
 """Rows used by the exactness check."""
 
@@ -176,7 +177,7 @@ class Search:
         if verified is None:
             raise DoesNotFit(
                 f"{show_size(chosen.rows, self.shape)} fitted before and ran out of memory now on "
-                f"{self.target.name}{self.target.holders}. Try: again, when nothing else takes memory there.",
+                f"{self.target.name}{self.target.other_users}. Try: again, when nothing else takes memory there.",
                 needed_bytes=0,
             )
         choices = [*self._choices(trial, reason), *([frozen] if frozen else [])]
@@ -185,9 +186,11 @@ class Search:
     def _warm_up(self) -> None:
         """The first step, and whether a step may be split."""
         wanted = self.options.checkpointing
-        offered = self.lever.offered or self.lever.already_on
-        if (wanted == "on" and not offered) or (wanted == "off" and self.lever.already_on):
-            raise BadOption(f'checkpointing="{wanted}" is not possible: {self.lever.how}.')
+        available = self.lever.available or self.lever.already_on
+        if (wanted == "on" and not available) or (wanted == "off" and self.lever.already_on):
+            raise BadOption(
+                f'checkpointing="{wanted}" is not possible: {self.lever.reason}. Try: checkpointing="auto".'
+            )
         short = self.prober.available(tuple(max(1, min(length // 4, WARM_UP_LENGTH)) for length in self.shape))
         rows = min(2, self.most)  # BatchNorm refuses a single row
         try:
@@ -220,17 +223,17 @@ class Search:
     def _choose(self) -> tuple[Trial, str]:
         """The trial to use, and the reason for its setting of checkpointing."""
         if self.lever.already_on:
-            return self._accepted(self._try(False)), self.lever.how
+            return self._or_raise(self._try(False)), self.lever.reason
         if self.options.checkpointing == "on":
-            return self._accepted(self._try(True)), f"as requested, {self.lever.how}"
+            return self._or_raise(self._try(True)), f"as requested, {self.lever.reason}"
         plain = self._try(False)
         if self.options.checkpointing == "off":
-            return self._accepted(plain), "as requested"
-        if not self.lever.offered:
-            return self._accepted(plain), self.lever.how
+            return self._or_raise(plain), "as requested"
+        if not self.lever.available:
+            return self._or_raise(plain), self.lever.reason
         if plain.speed is None:
             fits = f"at most {show_rows(plain.largest)} fit" if plain.largest else "not even one row fits"
-            return self._accepted(self._try(True)), f"without it {fits}; {self.lever.how}"
+            return self._or_raise(self._try(True)), f"without it {fits}; {self.lever.reason}"
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
         if self.options.micro_batch != "auto":
@@ -245,7 +248,7 @@ class Search:
         self.compared_checkpointing = True
         off = plain.speed.chosen.rows_per_s
 
-        def rejected(on: Timing) -> tuple[Trial, str]:
+        def reject(on: Timing) -> tuple[Trial, str]:
             return plain, f"{show_rate(on.rows_per_s)} rows/s with it at {show_rows(on.rows)}, {show_rate(off)} without"
 
         with self.lever.set(True):
@@ -257,14 +260,14 @@ class Search:
             rows = self._even(max(1, min(most, PROVEN_REACH * plain.largest)))
             first = find_fastest(self.most, rows, survey.time, self.once_s, only=True).chosen
             if first.rows_per_s <= WORTH_CHECKPOINTING * off:
-                return rejected(first)
+                return reject(first)
             largest = survey.largest(self.target.budget_bytes)
             if largest == 0:
                 return plain, "even sizes that fit without it are over the budget with it"
             speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least)
         if speed.chosen.rows_per_s <= WORTH_CHECKPOINTING * off:  # fewer rows fit than were timed first
-            return rejected(speed.chosen)
-        reason = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.how}"
+            return reject(speed.chosen)
+        reason = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.reason}"
         return Trial(survey, largest, speed, True), reason
 
     def _try(self, checkpointed: bool) -> Trial:
@@ -308,7 +311,7 @@ class Search:
         fits = rows <= largest or survey.predicted(rows) <= self.target.limit_bytes
         return rows if fits and survey.measure(rows, self.shape, reserved=True) is not None else 0
 
-    def _accepted(self, trial: Trial) -> Trial:
+    def _or_raise(self, trial: Trial) -> Trial:
         """The trial, or the error that says why nothing that is allowed fits."""
         fixed = self.options.micro_batch
         if trial.speed is not None:
@@ -348,14 +351,14 @@ class Search:
         tips = [f'memory_limit="{needed}"' if target.requested else f"free {needed} on {target.name}"]
         if 1.01 * peak <= target.limit_bytes:
             tips.append(f"fill={peak / target.limit_bytes + 0.01:.2f}")
-        if self.lever.offered and not trial.checkpointed:
+        if self.lever.available and not trial.checkpointed:
             tips.append('checkpointing="auto"')
         if self.shape:
             tips.append("shorter lengths=")
         return DoesNotFit(
             f"{show_size(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, "
             f"of which weights and optimizer state take {show_bytes(self.prober.fixed_bytes)}; {target.fill:.0%} of the "
-            f"limit is {show_bytes(target.budget_bytes)}{target.holders}. Try: {', or '.join(tips)}.",
+            f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}.",
             needed_bytes=round(peak / target.fill) + 1,
         )
 
@@ -366,7 +369,7 @@ class Search:
         needed = max(held, peak or 0) / self.target.fill
         return DoesNotFit(
             f"weights, optimizer state and gradients take {show_bytes(held)} before any row, and the limit is "
-            f"{show_bytes(self.target.limit_bytes)}{self.target.holders}. Try: {'at least ' if peak is None else ''}"
+            f"{show_bytes(self.target.limit_bytes)}{self.target.other_users}. Try: {'at least ' if peak is None else ''}"
             f'memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights.',
             needed_bytes=round(needed) + 1,
         )
@@ -375,7 +378,7 @@ class Search:
         """What a step in micro-batches of one row takes, of two if one is refused; None if it cannot be counted."""
         for rows in (1, 2):
             try:
-                with self.lever.set(self.options.checkpointing != "off" and self.lever.offered):
+                with self.lever.set(self.options.checkpointing != "off" and self.lever.available):
                     probe = self.prober.run_without_limit(rows, self.shape, "whole" if rows == self.most else "full")
                 return None if probe is None else probe.peak_bytes
             except TaskError:  # BatchNorm refuses a single row
@@ -383,18 +386,18 @@ class Search:
         return None
 
     def _first_step_too_large(self, rows: int, shape: Shape) -> DoesNotFit:
-        """Nothing is known yet: what the optimizer's state takes shows only when a step has run."""
+        """What the optimizer's state takes is unknown until a step has run."""
         least = self.prober.gradient_bytes + sum(p.numel() * p.element_size() for p in self.context.model.parameters())
         needed = max(self.target.limit_bytes, least) / self.target.fill
         return DoesNotFit(
             f"the first step, of {show_size(rows, shape)}, ran out of memory: weights and gradients take "
-            f"{show_bytes(least)} of {show_bytes(self.target.limit_bytes)}{self.target.holders}. "
+            f"{show_bytes(least)} of {show_bytes(self.target.limit_bytes)}{self.target.other_users}. "
             f'Try: memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights.',
             needed_bytes=round(needed),
         )
 
     def _overhead(self, chosen: Timing) -> float | None:
-        """What a micro-batch costs besides its rows, in rows × lengths: a line from one with hardly a row to the chosen.
+        """What a micro-batch costs besides its rows, in rows × lengths: a line through the smallest and the chosen one.
 
         None if rows have no lengths to pad, if splits should be few, or if time does not grow with the rows.
         """
@@ -505,7 +508,8 @@ def _deal(task: Task, options: PlanOptions) -> tuple[int, ...]:
     rows = options.global_batch or task.global_batch
     if rows < options.processes:
         raise TaskError(
-            f"task {task.name}: global_batch={rows} gives {options.processes} processes less than a row each."
+            f"task {task.name}: global_batch={rows} gives {options.processes} processes less than a row each. "
+            f"Try: global_batch={options.processes}, or fewer processes=."
         )
     return deal(rows, options.processes)
 

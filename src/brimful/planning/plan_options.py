@@ -89,7 +89,7 @@ def _problems(options: PlanOptions) -> Iterator[str]:
     if not isinstance(fill, (int, float)) or isinstance(fill, bool) or not 0 < fill <= 1:
         yield f"fill={fill!r} must be above 0 and at most 1."
     if whole and options.global_batch is not None and options.global_batch < options.processes:
-        yield f"global_batch={options.global_batch} gives {options.processes} processes less than a row each."
+        yield f"global_batch={options.global_batch} gives {options.processes} processes less than a row each. Try: fewer processes=."
     for name, words in _WORDS.items():
         value = getattr(options, name)
         if value not in words:

@@ -35,14 +35,23 @@ from torch.optim import Optimizer
 import brimful
 from brimful.errors import BadOption, DoesNotFit, TaskError, UserError
 from brimful.memory.context import StepContext
-from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
+from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.planning.host_memory import with_host
 from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
 from brimful.planning.micro_batch import Search
 from brimful.planning.plan import Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
-from brimful.planning.probe import Progress, make_context, real_batches, row_shapes, task_errors, with_dummy
+from brimful.planning.probe import (
+    Progress,
+    build_model,
+    make_context,
+    read_rows,
+    real_batches,
+    row_shapes,
+    task_errors,
+    with_dummy,
+)
 from brimful.planning.target import Target, autocast_dtype, find_target
 from brimful.task import Dataset, Precision, Shape, Task
 from brimful.units import flag_bytes, show_bytes
@@ -124,7 +133,7 @@ def plan(
     if isinstance(task, type) and issubclass(task, Task):
         task = task()
     if not isinstance(task, Task):
-        raise TaskError(f"plan() takes a brimful.Task, not a {type(task).__name__}.")
+        raise TaskError(f"plan() was called with a {type(task).__name__}. Try: a brimful.Task.")
     if model is None and optimizer is not None:
         raise BadOption("optimizer= needs its model. Try: also pass model=.")
     if model is not None and device == "auto":
@@ -168,17 +177,6 @@ def find_plan(
     return plan if warning is None else plan.with_warning(warning)
 
 
-def read_rows(task: Task, data: "str | os.PathLike[str] | Dataset") -> Dataset:
-    """The dataset itself, or the one that the task reads from a path or name; refused if it is empty."""
-    named = isinstance(data, (str, os.PathLike))
-    with task_errors(task, "rows", str(data) if named else f"a {type(data).__name__}"):
-        rows: Any = task.rows(os.fspath(data)) if isinstance(data, (str, os.PathLike)) else data
-        count = len(rows)
-    if not count:
-        raise TaskError(f"task {task.name}: {data if named else 'data='} has no rows.")
-    return rows  # type: ignore[no-any-return]
-
-
 def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Shape:
     """The lengths to plan for: those requested, the longest in the data, or the task's worst."""
     worst, real = task.worst_shape, real_batches(task)
@@ -193,7 +191,11 @@ def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Sh
     if options.lengths is None:
         return worst
     if len(options.lengths) != len(worst):
-        raise BadOption(f"lengths={tuple(options.lengths)} must have {len(worst)} numbers for task {task.name}.")
+        numbers = ", ".join(map(str, worst))
+        raise BadOption(
+            f"lengths={tuple(options.lengths)} must have {len(worst)} numbers for task {task.name}. "
+            f"Try: lengths=({numbers}{',' * (len(worst) == 1)})."
+        )
     return tuple(options.lengths)  # a list if they come from a file
 
 
@@ -206,7 +208,7 @@ def _describe(task: Task) -> nn.Module:
         except Exception:
             model = task.model()
     if not isinstance(model, nn.Module):
-        raise TaskError(f"task {task.name}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
+        raise TaskError(f"task {task.name}: model() returned a {type(model).__name__}. Try: return a torch.nn.Module.")
     return model
 
 
@@ -214,7 +216,7 @@ def _model_too_large(model: nn.Module, target: Target) -> DoesNotFit:
     least = _weights_and_gradients(model)
     return DoesNotFit(
         f"weights and gradients alone take {show_bytes(least)}, and the limit is {show_bytes(target.limit_bytes)} on "
-        f"{target.name} ({target.limit_reason}){target.holders}. "
+        f"{target.name} ({target.limit_reason}){target.other_users}. "
         f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model.',
         needed_bytes=round(least / target.fill),
     )
@@ -230,8 +232,8 @@ def _search(
 ) -> Plan | UserError:  # fmt: skip
     """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
-    An error is returned without its frames. They would keep the model on the device for as long as anybody holds the
-    error, as every notebook does.
+    An error is returned without its frames. They would keep the model on the device for as long as a caller holds the
+    error, as notebooks do.
     """
     random_state = RandomState(target.device)
     torch.manual_seed(options.seed)
@@ -280,18 +282,6 @@ def _put_back(context: StepContext, model: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         state.restore()
-
-
-def build_model(task: Task, device: torch.device) -> nn.Module:
-    """A model whose weights do not matter, built on the device itself if its code allows: 0.3 s instead of 3.5 for T5
-    base on a GPU, and nothing on the host."""
-    try:
-        with torch.device(device):
-            return task.model().to(device).train()
-    except Exception as error:
-        if is_oom(error):
-            raise
-    return task.model().to(device).train()
 
 
 def cache_folder(kind: str = "plans") -> Path:

@@ -1,4 +1,4 @@
-"""Probes: a task's model on its device, stepped and metered at any size, leaving nothing behind.
+"""Probes: a task's model on its device, stepped and metered at any size; and the rows and models that they need.
 
 A probe batch comes from `task.dummy`. A task without one is probed with real rows (`with_dummy`): those whose lengths
 come closest to the shape wanted, repeated and collated. A user's own model is put back bit for bit by the planner.
@@ -6,6 +6,7 @@ come closest to the shape wanted, repeated and collated. A user's own model is p
 
 import copy
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -102,7 +103,9 @@ class Prober:
             batch = task.dummy(rows, shape)
             count = rows_of(batch)
         if count != rows:
-            raise TaskError(f"task {task.name}: dummy({rows}, {shape}) returned a batch of {count} rows.")
+            raise TaskError(
+                f"task {task.name}: dummy({rows}, {shape}) returned {show_rows(count)}. Try: make as many as its first argument says."
+            )
         return batch
 
     def available(self, shape: Shape) -> Shape:
@@ -196,7 +199,7 @@ def make_context(
             optimizer = task.optimizer(model)
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
-            raise TaskError(f"task {task.name}: optimizer() returned a {kind}, not a torch.optim.Optimizer.")
+            raise TaskError(f"task {task.name}: optimizer() returned a {kind}. Try: return a torch.optim.Optimizer.")
     return StepContext(
         task=task, model=model, optimizer=optimizer, device=target.device, autocast=autocast, cudnn_attention=cudnn_attention
     )  # fmt: skip
@@ -222,6 +225,29 @@ def real_batches(task: Task) -> "RealBatches | None":
 def row_shapes(task: Task, rows: Dataset) -> list[Shape]:
     with task_errors(task, "shape"):
         return [tuple(task.shape(rows[index])) for index in range(len(rows))]
+
+
+def read_rows(task: Task, data: str | os.PathLike[str] | Dataset) -> Dataset:
+    """The dataset itself, or the one that the task reads from a path or name; refused if it is empty."""
+    named = isinstance(data, (str, os.PathLike))
+    with task_errors(task, "rows", str(data) if named else f"a {type(data).__name__}"):
+        rows: Any = task.rows(os.fspath(data)) if isinstance(data, (str, os.PathLike)) else data
+        count = len(rows)
+    if not count:
+        raise TaskError(f"task {task.name}: {data if named else 'data='} has no rows. Try: other data.")
+    return rows  # type: ignore[no-any-return]
+
+
+def build_model(task: Task, device: torch.device) -> nn.Module:
+    """A model whose weights do not matter, built on the device itself if its code allows: 0.3 s instead of 3.5 for T5
+    base on a GPU, and nothing on the host."""
+    try:
+        with torch.device(device):
+            return task.model().to(device).train()
+    except Exception as error:
+        if is_oom(error):
+            raise
+    return task.model().to(device).train()
 
 
 class RealBatches:
@@ -269,7 +295,7 @@ def task_errors(task: Task, part: str, where: str = "") -> Iterator[None]:
         if is_oom(error):
             raise
         on = f" on {where}" if where else ""
-        raise TaskError(f"task {task.name}: {part}() failed{on}: {in_one_line(error)}") from error
+        raise TaskError(f"task {task.name}: {part}() failed{on}: {in_one_line(error).rstrip('. ')}.") from error
 
 
 def show_size(rows: int, shape: Shape) -> str:
@@ -294,4 +320,4 @@ def _check_loss(task: Task, terms: dict[str, Loss]) -> None:
                 f"task {task.name}: loss() is {value} before any training. Try: check loss() and its batch."
             )
         if count <= 0:
-            raise TaskError(f"task {task.name}: loss() counted {count:g} in a probe batch. Loss.count must be above 0.")
+            raise TaskError(f"task {task.name}: loss() counted {count:g} in a probe batch. Try: a Loss.count above 0.")

@@ -3,7 +3,7 @@
 Short rows are probed first, then longer ones, then more of them. A probe runs only if the earlier ones bound it below
 the limit, since memory grows at most with the square of the rows and of the lengths. From there the search climbs to
 60 % of the budget, fits the memory model again, goes to the predicted edge, and repeats until model and probes agree.
-The all-pairs loss shows why each climb is bounded: its square is invisible at 8 rows and everything at 8,000. The bound
+The all-pairs loss shows why each climb is bounded: its square cannot be seen at 8 rows and dominates at 8,000. The bound
 is tighter while the model has not yet predicted a size that it had not seen.
 """
 
@@ -91,9 +91,9 @@ class Survey:
     def measure(self, rows: int, shape: Shape, mode: Mode | None = None, *, reserved: bool = False) -> Probe | None:
         """The probe of this size, run now if it is new or if it measured less; None if memory ran out."""
         mode = "whole" if rows == self.most else mode or "later"
-        known = self._probes.get((rows, shape))
-        if known is not None and _covers(known, mode, reserved and self._counts_peaks):
-            return known
+        earlier = self._probes.get((rows, shape))
+        if earlier is not None and _covers(earlier, mode, reserved and self._counts_peaks):
+            return earlier
         self._predict(rows, shape)
         return self._learn(rows, shape, self.prober.run(rows, shape, mode, reserved=reserved))
 
@@ -122,7 +122,7 @@ class Survey:
         self._explored = True
 
     def explore_near(self, rows: int) -> None:
-        """Two probes at sizes that fitted with a lever that saves less, enough to predict how far this one goes.
+        """Two probes at sizes that fitted without checkpointing, enough to predict how far this one goes.
 
         Where nothing smaller may be run there is one such size, and short rows are probed instead.
         """
@@ -215,8 +215,8 @@ class Survey:
         if isinstance(result, OutOfMemory):
             self._failed.add((rows, shape))
             return None
-        known = self._probes.get((rows, shape))
-        self._probes[rows, shape] = result if known is None else known.merged(result)
+        earlier = self._probes.get((rows, shape))
+        self._probes[rows, shape] = result if earlier is None else earlier.merged(result)
         self._model = None
         return self._probes[rows, shape]
 
@@ -311,10 +311,10 @@ class Survey:
         return has_peak_statistics(self.prober.context.device)
 
 
-def _covers(known: Probe, mode: Mode, reserved: bool) -> bool:
-    """Whether a probe of this mode would add nothing to a known one."""
+def _covers(earlier: Probe, mode: Mode, reserved: bool) -> bool:
+    """Whether a probe of this mode would add nothing to an earlier one."""
     wanted = {"later": "forward", "whole": "first_forward", "full": "first_forward"}[mode]
-    return wanted in known.phases and (known.reserved_bytes is not None or not reserved)
+    return wanted in earlier.phases and (earlier.reserved_bytes is not None or not reserved)
 
 
 def _growth(new: int, old: int) -> float:

@@ -37,7 +37,7 @@ class Target:
     host_limit_bytes: int
     requested: bool = False
     """Whether the user set the limit. A limit that is only what was free is planned for, but not enforced."""
-    holders: str = ""
+    other_users: str = ""
     """Who else holds memory of the GPU, as the end of a sentence; empty if the user set the limit."""
 
     @property
@@ -79,11 +79,13 @@ def find_target(options: PlanOptions) -> Target:
         free, reason = _gpu_free(device)
         name = torch.get_device_module(device).get_device_name(device)
     if limit is None and free < SMALLEST_USEFUL and device.type != "cpu":
-        raise DeviceBusy(f"{name} ({device}) has only {show_bytes(free)} free{_holders(device)}. Try: another device=.")
+        raise DeviceBusy(
+            f"{name} ({device}) has only {show_bytes(free)} free{_other_users(device)}. Try: another device=."
+        )
     if limit is not None and device.type != "cpu" and limit > free + MiB:
         raise DeviceBusy(
             f"memory_limit= is {show_bytes(limit)}, but {name} ({device}) has only {show_bytes(free)} free"
-            f"{_holders(device)}. Try: a lower memory_limit=, or another device=."
+            f"{_other_users(device)}. Try: a lower memory_limit=, or another device=."
         )
     if limit is not None and device.type == "cpu" and limit > host.ram_limit_bytes:
         raise BadOption(
@@ -98,7 +100,7 @@ def find_target(options: PlanOptions) -> Target:
         fill=options.fill,
         host_limit_bytes=min(options.host_limit_bytes or host.ram_limit_bytes, host.ram_limit_bytes),
         requested=limit is not None,
-        holders=_holders(device) if limit is None else "",
+        other_users=_other_users(device) if limit is None else "",
     )
 
 
@@ -123,10 +125,12 @@ def _find_device(name: str) -> torch.device:
         return torch.device("cpu")
     if accelerator is None or accelerator.type != device.type:
         seen = "no accelerator" if accelerator is None else f"only {accelerator.type}"
-        raise DeviceBusy(f"device={name!r} is not available: torch {torch.__version__} sees {seen}.")
+        raise DeviceBusy(
+            f"device={name!r} is not available, since torch {torch.__version__} sees {seen}. Try: device=auto."
+        )
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
-        raise DeviceBusy(f"device={name!r} is not available: there are {count}, numbered from 0.")
+        raise DeviceBusy(f"device={name!r} is not available. Try: device={device.type}:{count - 1}, the last one.")
     return _with_index(device)
 
 
@@ -155,6 +159,6 @@ def _gpu_free(device: torch.device) -> tuple[int, str]:
     return (cap, "the allocator's cap on this process") if cap < free else (free, f"free, of {show_bytes(total)}")
 
 
-def _holders(device: torch.device) -> str:
-    holders = gpu_holders(device.index or 0) if device.type == "cuda" else ""
-    return f" ({holders})" if holders else ""
+def _other_users(device: torch.device) -> str:
+    users = gpu_holders(device.index or 0) if device.type == "cuda" else ""
+    return f" ({users})" if users else ""

@@ -37,7 +37,7 @@ _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
     """The model inside a DDP or DataParallel wrapper, and the name of the wrapper."""
     if not isinstance(model, nn.Module):
-        raise TaskError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+        raise TaskError(f"the model is a {type(model).__name__}. Try: a torch.nn.Module.")
     name = None
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         name = type(model).__name__
@@ -84,7 +84,9 @@ def check_model(model: nn.Module) -> None:
             "Try: BatchNorm, GroupNorm or LayerNorm."
         )
     if not any(param.requires_grad for param in model.parameters()):
-        raise TaskError("no parameter of the model requires a gradient, so there is nothing to train")
+        raise TaskError(
+            "no parameter of the model requires a gradient. Try: param.requires_grad_(True) for those that should learn."
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
@@ -99,7 +101,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
             "Try: an optimizer that steps after backward."
         )
     if not isinstance(optimizer, Optimizer):
-        raise UnsupportedModel(f"the optimizer is a {name}, not a torch.optim.Optimizer")
+        raise UnsupportedModel(f"the optimizer is a {name}. Try: a torch.optim.Optimizer.")
     trainable = [param for param in model.parameters() if param.requires_grad]
     stepped = _stepped_params(optimizer)
     if trainable and not any(param in stepped for param in trainable):
@@ -145,8 +147,8 @@ def check_after_backward(model: nn.Module, optimizer: Optimizer, versions: dict[
             )
     if all(param.grad is None for param in model.parameters()):
         raise TaskError(
-            "backward left no gradient on any parameter: the loss does not depend on the model, or a hook steps inside "
-            "backward and takes the gradients away"
+            "backward left no gradient on any parameter. "
+            "Try: a loss that depends on the model, and no hook that removes gradients inside backward."
         )
 
 
@@ -186,7 +188,7 @@ class SplitCheck:
             self._events.add("note", step, f"{exactness.reason}; this does not matter while a step is not split")
 
     def before_split(self, step: int, parts: int) -> None:
-        """A step is about to run in so many parts, on this rank or on several. Refuses a loss that compares rows."""
+        """A step is about to run in this many parts, on this rank or on several. Refuses a loss that compares rows."""
         if parts < 2 or self._noted or self._exactness is None or self._exactness.exact:
             return
         if self._exactness.looks_across_rows and not self._allow_inexact:

@@ -84,7 +84,7 @@ class ProcessGroup(SingleProcess):
             self._agreements = _agreement_group(dist.group.WORLD)
             if model is not None:
                 self._buckets = _allocate_buckets(model, device)
-                for buckets in self._buckets.values():  # NCCL allocates at its first use: now, not on a full card
+                for buckets in self._buckets.values():  # NCCL allocates at its first use: now, not on a full GPU
                     _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
                 self.broadcast([*model.parameters(), *model.buffers()])
 
@@ -122,9 +122,10 @@ class ProcessGroup(SingleProcess):
         except (dist.DistError, RuntimeError) as error:
             if is_oom(error):
                 raise
-            first_line = (str(error).splitlines() or [""])[0][:200]
+            first_line = (str(error).splitlines() or [""])[0][:200].rstrip(". ")
             raise ProcessLost(
-                f"rank {self.rank} of {self.size} lost another process of the job: {first_line}"
+                f"rank {self.rank} of {self.size} lost another process of the job: {first_line}. "
+                "Try: look at what the other processes printed."
             ) from error
 
 
@@ -182,7 +183,7 @@ def _allocate_buckets(model: nn.Module, device: torch.device) -> dict[torch.dtyp
 
 
 _Transfer = tuple[Any, list[torch.Tensor], list[torch.Tensor]]
-"""A reduce under way, the views of the bucket it fills, and the gradients to copy them to."""
+"""A pending reduce, the views of the bucket it fills, and the gradients to copy them to."""
 
 
 def _reduce(gradients: Sequence[torch.Tensor], buckets: list[torch.Tensor]) -> None:
@@ -273,7 +274,7 @@ class _Rank:
 class Dealer:
     """Deals the rows of each step to the ranks, the same way on every rank.
 
-    Global rows are dealt by work and by each rank's measured speed; a row too long for a small card goes to a larger one.
+    Global rows are dealt by work and by each rank's measured speed; a row too long for a small GPU goes to a larger one.
     Local rows stay where they are. The weights of the gradients come from what was counted, so the deal changes only the
     time a step takes, not its result.
     """
@@ -307,7 +308,7 @@ class Dealer:
         if not self._compared:
             self._compare(rows, value)
         work = [1.0 + sum(shape) for shape in rows.shapes]
-        dealt = deal_rows(work, self.speeds, self.barred(rows.shapes))
+        dealt = deal_rows(work, self.speeds, self.excluded(rows.shapes))
         return Share(rows, dealt[self._group.rank], len(rows))
 
     def record_time(self, work: float, seconds: float) -> str | None:
@@ -326,7 +327,7 @@ class Dealer:
         )
         return f"rows are now dealt by measured speed: {shares}"
 
-    def barred(self, shapes: list[Shape]) -> list[tuple[int, int]]:
+    def excluded(self, shapes: list[Shape]) -> list[tuple[int, int]]:
         """(row, rank) where the row does not fit the rank's memory even alone."""
         worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
         small = [number for number, rank in enumerate(self._ranks) if not rank.fits(worst)]
@@ -337,7 +338,7 @@ class Dealer:
     def _compare(self, rows: Rows, value: Any) -> None:
         """Once: refuse global rows that differ between ranks."""
         self._compared = True
-        answers = self._group.gather([float(len(rows)), _rows_fingerprint(rows, value)])
+        answers = self._group.gather([float(len(rows)), _rows_checksum(rows, value)])
         other = next((rank for rank, answer in enumerate(answers) if answer != answers[0]), None)
         if other is not None:
             raise BadOption(
@@ -346,16 +347,16 @@ class Dealer:
             )
 
 
-def fingerprint(content: bytes) -> float:
+def checksum(content: bytes) -> float:
     """A number that tells contents apart, and that `gather` can carry. Never 0."""
     return 1.0 + zlib.crc32(content)
 
 
-def _rows_fingerprint(rows: Rows, value: Any) -> float:
+def _rows_checksum(rows: Rows, value: Any) -> float:
     """Of the first, middle and last row."""
     some = sorted({0, len(rows) // 2, len(rows) - 1})
     listed = isinstance(rows, ListedRows)
-    return fingerprint("".join(_text_of(value[row] if listed else rows.batch([row])) for row in some).encode())
+    return checksum("".join(_text_of(value[row] if listed else rows.batch([row])) for row in some).encode())
 
 
 def _text_of(value: Any, depth: int = 0) -> str:

@@ -25,7 +25,7 @@ from brimful.memory.context import Phase, StepContext
 from brimful.memory.split import without_single_rows
 from brimful.step import checks
 from brimful.step.checks import ShapeCounter, SplitCheck
-from brimful.step.distributed import Share, SingleProcess, fingerprint
+from brimful.step.distributed import Share, SingleProcess, checksum
 from brimful.step.recovery import MicroBatch, Recovery, StepState
 from brimful.task import Loss, Task, term_counts
 
@@ -214,7 +214,7 @@ class Gradients:
             )
         else:
             terms = list(state.terms.values()) or [(0.0, 0.0)]
-        numbers = [fingerprint(bytes(has_gradient)), float(len(state.rows)), float(state.ooms), float(bool(state.log))]
+        numbers = [checksum(bytes(has_gradient)), float(len(state.rows)), float(state.ooms), float(bool(state.log))]
         return numbers + [number for term in terms for number in term]
 
     def _exchange(self, state: StepState, numbers: list[float]) -> list[list[float]]:
@@ -225,7 +225,7 @@ class Gradients:
             raise state.stop
         stopped = next((rank for rank, report in enumerate(reports) if report[0] == Status.STOP), None)
         if stopped is not None:
-            raise ProcessLost(f"rank {stopped} of {self._group.size} stopped; its own message says why")
+            raise ProcessLost(f"rank {stopped} of {self._group.size} stopped. Try: fix what its own message names.")
         return reports
 
     def _total_terms(self, reports: list[list[float]], divisors: Divisors) -> dict[str, SumAndCount]:

@@ -40,9 +40,9 @@ from brimful.units import show_bytes, show_rows
 SINGLE_ROW_TRIES = 3
 """A single row is tried this often before it counts as too large."""
 FINISH_TRIES = 4
-"""Clipping and the optimizer's bytes do not depend on the split, so after this many retries the step gives up."""
+"""Clipping and the optimizer's memory do not depend on the split: give up after this many errors."""
 SAME_SPLIT_TRIES = 2
-"""Retries of these that keep the split. A finer one helps only against fragmentation, and if the step was not split
+"""How many of them keep the split. A finer one helps only against fragmentation, and if the step was not split
 before it costs memory: gradients are then held during a forward."""
 THRASHING_STEPS = 2
 """Consecutive steps with allocator retries that count as thrashing."""
@@ -62,11 +62,12 @@ BLIND_WAIT = 8
 """Without a memory model and without more room, the limit is raised this many times less often."""
 ENOUGH_ROOM = 0.98
 """Room for this share of a limit is enough: what libraries allocate for themselves varies a little."""
+_STATE = ("correction", "measured", "may_run_whole", "clean_steps", "wait", "just_grown")
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The micro-batch at work when memory ran out; after the last one, the largest."""
+    """The micro-batch running when memory ran out; after the last one, the largest."""
 
     index: int
     of: int
@@ -240,8 +241,8 @@ class Recovery:
         """What would still save memory."""
         remedies = []
         lever = checkpointing(self._context.task, self._context.model)
-        if lever.offered and not lever.already_on:
-            remedies.append(f"gradient checkpointing ({lever.how})")
+        if lever.available and not lever.already_on:
+            remedies.append(f"gradient checkpointing ({lever.reason})")
         if self._context.autocast is None and self._context.device.type != "cpu":
             remedies.append("precision='bf16'")
         remedies += ["shorter rows"] * rows + ["a smaller model or an optimizer with less state", "more memory"]
@@ -530,9 +531,6 @@ class MicroBatchLimit:
 
 def _at_most(rows: int, shape: Shape) -> str:
     return f"micro-batches{' of this length' if shape else ''} now have at most {show_rows(rows)}"
-
-
-_STATE = ("correction", "measured", "may_run_whole", "clean_steps", "wait", "just_grown")
 
 
 def _finite(value: float) -> float | None:

@@ -27,7 +27,7 @@ class Rows(Protocol):
     groups: list[list[int]] | None
     """Micro-batches that a loader made. They may be split further but not joined. None: split as you like."""
     collates: bool
-    """Whether `batch` collates anew on every call, rather than slicing a batch."""
+    """Whether `batch` collates again on every call, rather than slicing a batch."""
 
     def __len__(self) -> int: ...
 
@@ -79,7 +79,7 @@ class ListedRows:
 
     def __init__(self, rows: list[Any], task: Task, shape: Shape) -> None:
         if not rows:
-            raise TaskError("the list of rows for this step is empty")
+            raise TaskError("the list of rows for this step is empty. Try: at least one row.")
         self._rows, self._task = rows, task
         has_shape = type(task).shape is not Task.shape
         self.shapes = [_shape_of(task, row) for row in rows] if has_shape else [shape] * len(rows)
@@ -113,7 +113,9 @@ class BatchRows:
             )
         self._batch, self._rows = batch, next(iter(sizes.values()))
         if self._rows == 0:
-            raise TaskError("the batch for this step has no rows: its first dimension is 0")
+            raise TaskError(
+                "the batch for this step has no rows, since its first dimension is 0. Try: at least one row."
+            )
         self.shapes = [shape] * self._rows
 
     def __len__(self) -> int:

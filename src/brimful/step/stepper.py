@@ -108,7 +108,7 @@ class Stepper:
             last_checkpoint: Returns the path of the last checkpoint, for the one error that needs it.
             on_event: Called with every `Event`. If it fails, training continues.
         """
-        check_options(
+        check_stepper_options(
             micro_batch=micro_batch, clip_norm=clip_norm, precision=precision, scaler=scaler, collate=collate,
             rows_are=rows_are, skip_nonfinite=skip_nonfinite, grow_after=grow_after, last_checkpoint=last_checkpoint,
             on_event=on_event,
@@ -153,7 +153,7 @@ class Stepper:
         self._earlier_ooms = 0
         """Errors before the checkpoint that was loaded."""
         if wrapper:
-            self._note(f"the {wrapper} wrapper is removed: gradients are summed over ranks once a step")
+            self._note(f"the {wrapper} wrapper is removed: gradients are summed over ranks once per step")
         if missing := checks.not_stepped(model, optimizer):
             self._note(f"the optimizer does not step {missing}; freeze what is not meant to learn")
         if micro_batch is not None and micro_batch < self._recovery.least_rows:
@@ -190,9 +190,9 @@ class Stepper:
         """How rows are dealt to the ranks, for a `Loader` to deal them the same way."""
         return tuple(self._dealer.speeds)
 
-    def barred(self, lengths: Any) -> list[tuple[int, int]]:
+    def excluded(self, lengths: Any) -> list[tuple[int, int]]:
         """Of rows with these lengths, (row, rank) where the row does not fit the rank's memory even alone."""
-        return self._dealer.barred([tuple(row) for row in lengths.tolist()])
+        return self._dealer.excluded([tuple(row) for row in lengths.tolist()])
 
     def step(self, rows: Any) -> StepResult:
         """One optimizer step over these rows."""
@@ -368,7 +368,7 @@ class Stepper:
         lever = checkpointing(task, self.model)
         if lever.switch is not None:
             lever.switch(True)
-            self._note(f"gradient checkpointing is on, as planned ({lever.how})")
+            self._note(f"gradient checkpointing is on, as planned ({lever.reason})")
 
     def _note(self, sentence: str) -> None:
         self._events.add("note", self.steps, sentence)
@@ -406,7 +406,7 @@ def _as_task(value: Any, collate: Callable[[Sequence[Any]], Any] | None) -> tupl
         )
     if not callable(value):
         raise TaskError(
-            f"task_or_loss is a {type(value).__name__}, not a brimful.Task or a function loss(model, batch)"
+            f"task_or_loss is a {type(value).__name__}. Try: a brimful.Task or a function loss(model, batch)."
         )
     owner = getattr(value, "__self__", None)
     if isinstance(owner, Task) and value.__func__ is type(owner).loss and collate is None:
@@ -414,7 +414,7 @@ def _as_task(value: Any, collate: Callable[[Sequence[Any]], Any] | None) -> tupl
     return _LossTask(value, collate), collate is not None
 
 
-def check_options(
+def check_stepper_options(
     *,
     micro_batch: Any = None,
     clip_norm: Any = None,
@@ -429,25 +429,25 @@ def check_options(
 
     def problems() -> Iterator[str]:
         if micro_batch is not None and not _is_whole(micro_batch, 1):
-            yield f"micro_batch={micro_batch!r} must be 1 or more"
+            yield f"micro_batch={micro_batch!r} must be 1 or more."
         if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and 0 < clip_norm < math.inf):
-            yield f"clip_norm={clip_norm!r} must be positive, or None for no clipping"
+            yield f"clip_norm={clip_norm!r} must be positive, or None for no clipping."
         if precision is not None and precision not in get_args(Precision):
-            yield f"precision={precision!r} must be one of {', '.join(get_args(Precision))}"
+            yield f"precision={precision!r} must be one of {', '.join(get_args(Precision))}."
         for name, value in functions.items():
             if value is not None and not callable(value):
-                yield f"{name}={value!r} must be a function"
+                yield f"{name}={value!r} must be a function."
         if scaler is not None and not hasattr(scaler, "unscale_"):
-            yield f"scaler={scaler!r} must be a torch.amp.GradScaler"
+            yield f"scaler={scaler!r} must be a torch.amp.GradScaler."
         if rows_are not in get_args(RowsAre):
-            yield f"rows_are={rows_are!r} must be 'global' or 'local'"
+            yield f"rows_are={rows_are!r} must be 'global' or 'local'."
         if not _is_whole(skip_nonfinite, 0):
-            yield f"skip_nonfinite={skip_nonfinite!r} must be 0 or more"
+            yield f"skip_nonfinite={skip_nonfinite!r} must be 0 or more."
         if not _is_whole(grow_after, 1):
-            yield f"grow_after={grow_after!r} must be 1 or more"
+            yield f"grow_after={grow_after!r} must be 1 or more."
 
     if wrong := list(problems()):
-        raise BadOption("; ".join(wrong))
+        raise BadOption(" ".join(wrong))
 
 
 def _is_whole(value: Any, least: int) -> bool:

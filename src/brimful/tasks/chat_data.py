@@ -83,15 +83,14 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
 def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
     """Refuse options for raw files with rows that are tokens already, and rows of another tokenizer than `like`."""
     options = task.options
-    given = {"tokenizer": options.tokenizer, "columns": options.columns, "max_tokens": options.max_tokens}
-    unused = [f"{name}=" for name, value in given.items() if value is not None]
+    unused = [f"{name}=" for name in ("tokenizer", "columns", "max_tokens") if getattr(options, name) is not None]
     made_here = Path(data).resolve().is_relative_to(folder.resolve())
     if unused and like is None and not made_here:
         raise BadOption(f"{', '.join(unused)} cannot be used with {data}, which is a token store. Try: the raw files.")
     if isinstance(like, Store) and StoreMeta.read(Path(data)).tokenizer_fingerprint != like.meta.tokenizer_fingerprint:
         raise BadData(
             f"valid={data!r} was made with another tokenizer than {like.path}. "
-            "Try: give raw files, or tokenize them with the same tokenizer."
+            "Try: raw files, or tokenize them with the same tokenizer."
         )
 
 
@@ -112,9 +111,9 @@ def _find_tokenizer(
 ) -> Path:
     """The tokenizer of `like`, the requested one, the model's, or a new one."""
     other = getattr(like, "path", None)
-    for known in (other and other / "tokenizer", task.options.tokenizer, task.source):
-        if known is not None:
-            return Path(known)
+    for tokenizer in (other and other / "tokenizer", task.options.tokenizer, task.source):
+        if tokenizer is not None:
+            return Path(tokenizer)
     output = folder / "tokenizer"
     if not output.is_dir():
         from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer

@@ -4,7 +4,7 @@ BLEU-4 and chrF are sacrebleu's, over the whole corpus, from 0 to 100. Chinese i
 Averaging the BLEU of single batches, or scoring the last one only, gives other numbers.
 
 `evaluate_in_training` scores a model during training, with the tokenizer copied into the token store. `ChatEvaluation`
-scores a saved model, for `brimful eval`. It truncates rows as the model's own run did, unless asked otherwise, so that its
+scores a saved model, for `brimful eval`. It truncates rows as the model's own run did, unless told otherwise, so that its
 scores match those that training printed for the same rows.
 """
 
@@ -51,7 +51,7 @@ def evaluate_in_training(model: Any, rows: SelectedRows, context: EvalContext) -
     if not has_sacrebleu():
         if context.cache.setdefault("sacrebleu", True):
             context.cache["sacrebleu"] = False
-            context.note("BLEU and chrF are skipped: sacrebleu is not installed. Try: pip install 'brimful[eval]'")
+            context.note("BLEU and chrF are skipped: sacrebleu is not installed. Try: pip install 'brimful[eval]'.")
         return {}
     folder = store.path / "tokenizer"
     tokenizer = ModelTokenizer(folder, TokenizerFacts.read(folder))
@@ -139,11 +139,13 @@ class ChatEvaluation(Pretrain):
         """A token store made with the model's own tokenizer."""
         store = Store.open(data)
         if store.fields != FIELDS:
-            raise BadData(f"{data} has {' and '.join(store.fields)}, but prompt and response are needed.")
+            raise BadData(
+                f"{data} has {' and '.join(store.fields)}, but prompt and response are needed. Try: tokenize rows of both."
+            )
         if store.meta.tokenizer_fingerprint != self.tokenizer.facts.fingerprint:
             raise BadData(
                 f"{data} was made with another tokenizer than {self.source}. "
-                f"Try: give the raw files, or `brimful data tokenize --tokenizer {self.source}`."
+                f"Try: the raw files, or `brimful data tokenize --tokenizer {self.source}`."
             )
         self._truncation = {"max_tokens": store.meta.max_tokens, "truncated": store.meta.truncated}
         if self._as_long_as_references:

@@ -9,7 +9,6 @@ without autograd, so it keeps no activations either, even if the embeddings belo
 The command line reads the options from here, so torch is imported inside functions only.
 """
 
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from brimful.errors import BadData, BadOption
 from brimful.task import Dataset, Loss, Shape, Task
+from brimful.training.run import RunFolder, is_missing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,6 @@ Freeze = Literal["encoder+embeddings", "encoder", "none"]
 
 PAD, EOS, IGNORED = 0, 1, -100
 FIELDS = ("prompt", "response")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +88,13 @@ class ChatOptions:
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             yield f"label_smoothing={share!r} must be at least 0 and below 1."
         if self.from_ is not None and self.size is not None:
-            yield f"size={self.size!r} cannot be combined with from_=, whose model has its own size."
+            yield f"size={self.size!r} cannot be combined with from_=, whose model has its own size. Try: leave size= out."
         if self.from_ is not None and self.random_weights:
-            yield "random_weights=True cannot be combined with from_=."
+            yield "random_weights=True cannot be combined with from_=. Try: one of the two."
         for name in ("from_", "tokenizer"):
             path = getattr(self, name)
-            if path and not Path(path).expanduser().exists() and not HUB_NAME.fullmatch(path):
-                yield f"{name}={path!r} does not exist."
+            if path and is_missing(path):
+                yield f"{name}={path!r} does not exist. Try: another folder."
         lengths = self.lengths
         if lengths is not None and not (len(lengths) in (1, 2) and all(lengths)):
             yield f"max_tokens={self.max_tokens!r} must be one or two positive numbers, such as 256 or 256,320."
@@ -103,8 +102,6 @@ class ChatOptions:
     @classmethod
     def on_resume(cls, values: dict[str, Any], run: Path) -> dict[str, Any]:
         """The options of a run that continues: a model or tokenizer that is gone is replaced by the run's own copy."""
-        from brimful.training.run import RunFolder
-
         store = RunFolder(run).read_request().prepared.get("data")
         copies = {"from": run / "model", "tokenizer": run / store / "tokenizer" if store else run / "tokenizer"}
         return {

@@ -249,7 +249,9 @@ class Chat:
         text = question.encode("utf-8", "replace").decode()  # a terminal may pass on bytes that are not text
         ids, limit = self.generator.tokenizer.encode(text), self.max_question_tokens
         if limit is not None and len(ids) > limit:
-            raise BadOption(f"the question has {len(ids):,} tokens, but the model reads {limit:,} at most.")
+            raise BadOption(
+                f"the question has {len(ids):,} tokens, but the model reads {limit:,} at most. Try: a shorter question."
+            )
         try:
             yield from self.generator.stream(ids)
         except Exception as error:

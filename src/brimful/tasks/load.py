@@ -3,13 +3,11 @@
 The name in a file may be a task, a subclass of `Task`, or a function that returns one. The file is run as a module of its
 own, with its folder importable, as `python file.py` would.
 
-A task declares its options as a dataclass (`Task.Options`); `option_fields` turns it into flags and help. The process that
-the user starts must not import torch (3 s, 230 MB), and a task's file usually does. So for a file the fields come from a
-short-lived child process, `python -m brimful.tasks.load file.py:name`, and only if a flag, a config file or `--help` needs
-them. Built-in options are imported directly.
+The process that the user starts must not import torch (3 s, 230 MB), and a task's file usually does. So the options of a
+task in a file come from a short-lived child process, `python -m brimful.tasks.load file.py:name`, and only if a flag, a
+config file or `--help` needs them. Built-in options are imported directly.
 """
 
-import ast
 import dataclasses
 import difflib
 import importlib
@@ -18,41 +16,29 @@ import inspect
 import json
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from functools import lru_cache, reduce
-from itertools import pairwise
-from operator import or_
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Any
 
 from brimful import errors
-from brimful.errors import BadOption, TaskError, UnknownTask, UserError, in_one_line
+from brimful.errors import TaskError, UnknownTask, UserError, in_one_line
 from brimful.task import Task
+from brimful.tasks.option_fields import (
+    OptionField,
+    build_options,
+    check_values,
+    decode_type,
+    encode_type,
+    option_fields,
+)
 
 BUILT_IN = {
     "chatlm-pretrain": "brimful.tasks.chatlm:Pretrain",
     "chatlm-sft": "brimful.tasks.chatlm:Sft",
 }
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "Path": Path}
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptionField:
-    """One option of a dataclass of options, as flags, TOML files and help need it."""
-
-    name: str
-    """As the user writes it: `from` for a field `from_`."""
-    type: Any
-    default: Any
-    help: str
-    path: bool = False
-    """It names a file or folder: `field(metadata={"path": True})`."""
-    required: bool = False
 
 
 def load_task(spec: str, options: Mapping[str, Any] | None = None, *, resumed_run: Path | None = None) -> Task:
@@ -73,9 +59,9 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None, *, resumed_ru
         return value
     if not values and not _has_required(value.Options):
         return _call(value, spec)
-    built = build_options(value.Options, values, value.name)
-    made: Task = _call(lambda: (type(value) if isinstance(value, Task) else value)(built), spec)
-    return made
+    task_options = build_options(value.Options, values, value.name)
+    task: Task = _call(lambda: (type(value) if isinstance(value, Task) else value)(task_options), spec)
+    return task
 
 
 def check_spec(spec: str) -> None:
@@ -85,35 +71,13 @@ def check_spec(spec: str) -> None:
     path, colon, _ = spec.rpartition(":")
     if colon and path.endswith(".py"):
         if not Path(path).is_file():
-            raise UnknownTask(f"there is no file {path}, so there is no task {spec}.")
+            raise UnknownTask(f"there is no file {path}, so there is no task {spec}. Try: another path.")
         return
     if Path(spec).is_file():
         raise UnknownTask(f"{spec} is a file. Try: {spec}:name, with the name of the task in it.")
     close = difflib.get_close_matches(spec, BUILT_IN, n=1)
     advice = close[0] if close else f"{', '.join(BUILT_IN)}, or file.py:name"
     raise UnknownTask(f"there is no task {spec!r}. Try: {advice}.")
-
-
-def build_options(owner: type | None, values: Mapping[str, Any], task: str) -> Any:
-    """The dataclass of options, with every unknown name and wrong type reported at once."""
-    check_options(() if owner is None else option_fields(owner), values, task)
-    assert owner is not None
-    names = {one.name.rstrip("_"): one.name for one in dataclasses.fields(owner)}
-    return owner(**{names[name.rstrip("_")]: value for name, value in values.items()})
-
-
-def check_options(known: Sequence[OptionField], values: Mapping[str, Any], task: str) -> None:
-    """Refuse unknown names, wrong types and missing values, all in one `BadOption`."""
-    by_name = {one.name: one for one in known}
-    values = {name.rstrip("_"): value for name, value in values.items()}
-    problems = [_unknown(name, by_name, task) for name in values if name not in by_name]
-    for name, option in by_name.items():
-        if name not in values and option.required:
-            problems.append(f"{name}= is required by task {task}.")
-        elif name in values and not _fits(values[name], option.type):
-            problems.append(f"{name}={values[name]!r} must be {_describe(option.type)}.")
-    if problems:
-        raise BadOption(" ".join(problems))
 
 
 def check_request_options(spec: str, values: Mapping[str, Any], resumed_run: Path | None) -> None:
@@ -124,48 +88,7 @@ def check_request_options(spec: str, values: Mapping[str, Any], resumed_run: Pat
             values = owner.on_resume(dict(values), resumed_run)
         build_options(owner, {name: value for name, value in values.items() if value is not None}, spec)
     elif values and resumed_run is None:
-        check_options(task_option_fields(spec), values, spec)
-
-
-def _unknown(name: str, known: Mapping[str, OptionField], task: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Try: {close[0]}=." if close else f" It has {', '.join(known)}." if known else ""
-    return f"task {task} has no option {name}=.{hint}"
-
-
-def option_fields(owner: type) -> list[OptionField]:
-    """The fields of a dataclass of options, each with the docstring below it in the source."""
-    if not dataclasses.is_dataclass(owner):
-        raise TaskError(f"Options of {owner.__name__} must be a dataclass. Try: @dataclass(frozen=True, kw_only=True).")
-    hints, texts = get_type_hints(owner), _docstrings(owner)
-    found = []
-    for one in dataclasses.fields(owner):
-        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        required = default is dataclasses.MISSING
-        found.append(
-            OptionField(
-                name=one.name.rstrip("_"), type=hints[one.name], default=None if required else default,
-                help=texts.get(one.name, ""), path=bool(one.metadata.get("path")), required=required,
-            )
-        )  # fmt: skip
-    return found
-
-
-def _docstrings(owner: type) -> dict[str, str]:
-    """By field, the string that follows it in the source; nothing where there is no source."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    return {
-        one.target.id: " ".join(two.value.value.split())
-        for one, two in pairwise(body)
-        if isinstance(one, ast.AnnAssign)
-        and isinstance(one.target, ast.Name)
-        and isinstance(two, ast.Expr)
-        and isinstance(two.value, ast.Constant)
-        and isinstance(two.value.value, str)
-    }
+        check_values(task_option_fields(spec), values, spec)
 
 
 @lru_cache(maxsize=4)
@@ -182,8 +105,10 @@ def task_option_fields(spec: str) -> tuple[OptionField, ...]:
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["message"])
     if "fields" not in answer:
-        raise TaskError(f"{spec} could not be run: its process ended with exit code {done.returncode}.")
-    return tuple(OptionField(**{**one, "type": _decode(one["type"])}) for one in answer["fields"])
+        raise TaskError(
+            f"{spec} could not be run, and its process ended with exit code {done.returncode}. Try: python {spec.rpartition(':')[0]}."
+        )
+    return tuple(OptionField(**{**one, "type": decode_type(one["type"])}) for one in answer["fields"])
 
 
 def _print_option_fields(spec: str) -> None:
@@ -193,64 +118,11 @@ def _print_option_fields(spec: str) -> None:
             owner = _task_or_class(spec).Options
             fields = [] if owner is None else option_fields(owner)
             answer: dict[str, Any] = {
-                "fields": [{**dataclasses.asdict(one), "type": _encode(one.type, one.name)} for one in fields]
+                "fields": [{**dataclasses.asdict(one), "type": encode_type(one.type, one.name)} for one in fields]
             }
     except UserError as error:
         answer = {"error": type(error).__name__, "message": str(error)}
     print(json.dumps(answer, default=str))
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _encode(hint: Any, name: str) -> list[Any]:
-    """A type as JSON: the names of its members, a list of words for a Literal, null for None."""
-    encoded: list[Any] = []
-    for member in _members(hint):
-        if get_origin(member) is Literal:
-            encoded.append(list(get_args(member)))
-        elif member is NoneType:
-            encoded.append(None)
-        elif member in _TYPES.values():
-            encoded.append(member.__name__)
-        else:
-            raise TaskError(f"option {name} has the type {member}. Try: int, float, str, bool, Path or Literal.")
-    return encoded
-
-
-def _decode(encoded: list[Any]) -> Any:
-    members = [
-        Literal[tuple(one)] if isinstance(one, list) else NoneType if one is None else _TYPES[one] for one in encoded
-    ]
-    return reduce(or_, members)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    for member in _members(hint):
-        if get_origin(member) is Literal:
-            fits = value in get_args(member)
-        elif member is float:
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-        elif member is int:
-            fits = isinstance(value, int) and not isinstance(value, bool)
-        elif member is Path:
-            fits = isinstance(value, (str, Path))
-        else:
-            fits = member not in _TYPES.values() or isinstance(value, member)
-        if fits:
-            return True
-    return False
-
-
-def _describe(hint: Any) -> str:
-    words = []
-    for member in _members(hint):
-        if get_origin(member) is Literal:
-            words.append(f"one of {', '.join(map(str, get_args(member)))}")
-        elif member is not NoneType:
-            words.append(_WORDS.get(member, getattr(member, "__name__", str(member))))
-    return " or ".join(words)
 
 
 def _find(spec: str) -> Any:
@@ -263,21 +135,21 @@ def _find(spec: str) -> Any:
     if hasattr(module_of_file, name):
         return getattr(module_of_file, name)
     own = [key for key, value in vars(module_of_file).items() if _is_task(value) and value is not Task]
-    hint = f"Try: {', '.join(own)}." if own else "It defines no task."
+    hint = f"Try: {', '.join(own)}." if own else "Try: define a subclass of brimful.Task in it."
     raise UnknownTask(f"{path} has no {name!r}. {hint}")
 
 
 def _run_file(path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location(f"brimful_task_{path.stem}", path)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
+    module_spec = importlib.util.spec_from_file_location(f"brimful_task_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         with _no_bytecode():
-            found.loader.exec_module(module)
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{path} cannot be run: {in_one_line(error)}") from error
+        raise TaskError(f"{path} cannot be run: {in_one_line(error).rstrip('. ')}.") from error
     return module
 
 
@@ -306,11 +178,7 @@ def _has_required(owner: type | None) -> bool:
 
 
 def _is_task(value: Any) -> bool:
-    return isinstance(value, Task) or _is_task_class(value)
-
-
-def _is_task_class(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, Task)
+    return isinstance(value, Task) or (inspect.isclass(value) and issubclass(value, Task))
 
 
 def _call(make: Any, spec: str) -> Any:
@@ -319,7 +187,7 @@ def _call(make: Any, spec: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise TaskError(f"{spec} cannot be called: {in_one_line(error)}") from error
+        raise TaskError(f"{spec} cannot be called: {in_one_line(error).rstrip('. ')}.") from error
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Loads a model folder: the right architecture, every weight, and a tokenizer with the model's ids.
 
-A missing, misshapen or unknown tensor is an error that names it. (With `strict=False`, tensors stay random and nobody
-notices.) Nothing is downloaded: a name that is not a folder is looked up in the Hugging Face cache of this machine.
+A missing, misshapen or unknown tensor is an error that names it. (With `strict=False`, tensors would silently stay random.) Nothing is downloaded: a name that is not a folder is looked up in the Hugging Face cache of this machine.
 
     FOLDER                    written by save_pretrained, with a config.json
     RUN                       RUN/best, else RUN/model, else the model of the newest complete checkpoint

@@ -165,7 +165,7 @@ class Loop:
         if self.scheduler is not None:
             self.scheduler.step()
         if self.stepper.speeds != speeds:
-            self.loader.deal_by(self.stepper.speeds, self.stepper.barred)
+            self.loader.deal_by(self.stepper.speeds, self.stepper.excluded)
         figures = self.speedometer.figures(rows, result, waited_s, steps_left=self.schedule.steps - self.step)
         self.journal.write(
             "step",

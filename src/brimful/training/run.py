@@ -1,4 +1,4 @@
-"""The run's folder: everything a run was asked to do and did, so that it can be resumed, watched and explained from it alone.
+"""The run's folder: what a run was requested to do and what it did, so that it can be resumed, watched and explained from it alone.
 
     RUN/
     ├── run.json        the request: task, data, every option; a resume needs nothing else
@@ -7,7 +7,7 @@
     ├── checkpoints/    step-00000200/, …; best.json
     ├── data/           token stores and a tokenizer, if raw files were given
     ├── model, best     links to the newest and the best checkpoint's model
-    └── lock            held while somebody trains
+    └── lock            held while a process trains
 
 Imports no torch: the process that the user starts reads and writes here too.
 """
@@ -15,6 +15,7 @@ Imports no torch: the process that the user starts reads and writes here too.
 import json
 import logging
 import os
+import re
 import shlex
 import socket
 import tempfile
@@ -39,12 +40,13 @@ PAUSED = "time-limit"
 """The ending after which the same command continues without `--resume`."""
 _SIGN_S = 0.3
 """A process that has just taken the lock may need this long to write who it is."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 log = logging.getLogger("brimful")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a run is asked to do: built once from flags, files and the run's folder, then passed on as it is."""
+    """What a run is to do: built once from flags, files and the run's folder, then passed on as it is."""
 
     task: str
     """A built-in name or file.py:name; the task's name for a run started from Python."""
@@ -105,6 +107,11 @@ def pick(values: Mapping[str, Any], owner: type) -> dict[str, Any]:
 def absolute(path: str) -> str:
     """What is no file or folder here stays: a name on the hub, or one that only the task knows."""
     return str(Path(path).absolute()) if os.path.exists(path) else path  # noqa: PTH110 - Path's fails on what is no path
+
+
+def is_missing(path: str) -> bool:
+    """Whether it neither exists here nor reads like owner/name on the hub."""
+    return not Path(path).expanduser().exists() and not _HUB_NAME.fullmatch(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +303,9 @@ class RunLock(FileLock):
             with tempfile.TemporaryFile(dir=run):  # an old lock file may be writable in a folder that is not
                 super().__init__(run / "lock")
         except BlockingIOError:
-            raise BadRun(f"{run} is in use by another process{_holder(run / 'lock')}. Try: another {flag}") from None
+            raise BadRun(f"{run} is in use by another process{_holder(run / 'lock')}. Try: another {flag}.") from None
         except OSError as error:
-            raise BadRun(f"{run} is not writable ({error.strerror or error}). Try: another {flag}") from error
+            raise BadRun(f"{run} is not writable ({error.strerror or error}). Try: another {flag}.") from error
         if not self.supported:
             note(f"the filesystem of {run} has no locks, so nothing keeps a second run out of this folder")
         self._sign()

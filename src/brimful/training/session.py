@@ -30,8 +30,7 @@ from brimful.memory.meter import trim_heap
 from brimful.memory.oom import empty_cache
 from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
-from brimful.planning.planner import build_model, read_rows
-from brimful.planning.probe import with_dummy
+from brimful.planning.probe import build_model, read_rows, with_dummy
 from brimful.planning.target import Target, autocast_dtype, find_target
 from brimful.step.distributed import SingleProcess, join, on_rank_zero
 from brimful.step.result import Event
@@ -487,7 +486,7 @@ class _Training:
     def _loader(self, plan: Plan, rows: Dataset, stepper: Stepper) -> Loader:
         return Loader(
             rows, self.task, plan, seed=self.plan_options.seed, mix=self.options.mix, rank=self.group.rank,
-            speeds=stepper.speeds, barred=stepper.barred,
+            speeds=stepper.speeds, excluded=stepper.excluded,
             note=lambda message, figures: self._write("note", sentence=message, **figures),
         )  # fmt: skip
 

@@ -1,0 +1,100 @@
+"""What every command prints: results on stdout, progress and errors on stderr.
+
+An error ends in one message and exit code 2, in the words of the shell: the library names arguments in its messages
+(`memory_limit='20GB'`), here they become flags (`--memory-limit 20GB`). With BRIMFUL_TRACEBACK=1 the traceback comes first,
+which helps with a bug in a task of one's own.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from rich.console import Console, RenderableType
+
+from brimful.errors import TaskError
+
+_ARGUMENT = re.compile(
+    r"(?<![\w.=,('\"/-])([a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\(([\d, ]*)\)|([^\s,;:()'\"]*[^\s,;:()'\".])?)"
+)
+"""`name=` with nothing, a quoted text, a tuple of numbers or a word behind it."""
+
+
+def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None:
+    """The result on stdout: as one JSON object and nothing else, or as people read it."""
+    if as_json:
+        print(json.dumps(data), flush=True)
+    elif isinstance(result, str):
+        print(result, flush=True)  # not through rich, which would break a command over two lines
+    else:
+        Console().print(result)
+
+
+@contextmanager
+def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None]]:
+    """Progress on stderr, a phrase for each piece of work: a spinner on a terminal, else at most one line in `every_s`."""
+    console, count = Console(stderr=True), 0
+    if not sys.stderr.isatty():
+        last = -every_s
+
+        def line(phrase: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= every_s:
+                last = time.monotonic()
+                print(f"{title}: {phrase}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    with console.status(title) as status:
+
+        def update(phrase: str) -> None:
+            nonlocal count
+            count += 1
+            status.update(f"{title}  [dim]{count:>2}[/]  {phrase}")
+
+        yield update
+
+
+def with_flags(message: str) -> str:
+    """`fill=2 must be …` as `--fill 2 must be …`.
+
+    >>> with_flags("memory_limit='3 apples' must be a size. Try: a higher memory_limit=, or allow_inexact=True.")
+    '--memory-limit 3 apples must be a size. Try: a higher --memory-limit, or --allow-inexact.'
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name = f"--{match[1].rstrip('_').replace('_', '-')}"
+        value = next((group for group in match.groups()[1:] if group is not None), "")
+        return name if value in ("", "True") else f"{name} {value.replace(', ', ',') if match[4] else value}"
+
+    return _ARGUMENT.sub(flag, message)
+
+
+def print_error(error: BaseException | str) -> None:
+    """Write one message to stderr, after the traceback if BRIMFUL_TRACEBACK is set."""
+    message = str(error)
+    if isinstance(error, BaseException) and os.environ.get("BRIMFUL_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    elif isinstance(error, TaskError) and error.__cause__ is not None:
+        message += " Set BRIMFUL_TRACEBACK=1 to see the traceback."
+    print(f"brimful: error: {with_flags(message)}", file=sys.stderr, flush=True)
+
+
+def fail(error: BaseException | str, *, code: int = 2) -> NoReturn:
+    """Print the error and exit."""
+    print_error(error)
+    raise SystemExit(code)
+
+
+def prefer_growing_segments() -> None:
+    """Varying shapes fragment torch's default segments (20.0 GiB reserved for 15.4 in use); these can grow instead.
+
+    Must be set before torch is imported.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -1,10 +1,13 @@
 """`plan`: what it takes, what it returns, what it leaves behind, which plans it reuses, and what it refuses."""
 
 import gc
+import inspect
 import os
 import random
 import re
 import weakref
+from dataclasses import fields
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import torch
 import brimful
 from brimful.errors import BadOption, DoesNotFit, TaskError
 from brimful.planning import planner, target
+from brimful.planning.plan_options import PlanOptions
 from brimful.planning.planner import plan
 from tests.planning.small import LIMIT, Normed, Tagger, Texts, small_plan, texts
 
@@ -428,3 +432,12 @@ class TestSavedPlans:
         assert plan.micro_batch >= 1
         assert any("could not be saved" in warning for warning in plan.warnings)
         assert not list(planner.cache_folder().iterdir())
+
+
+def test_the_keywords_of_plan_are_the_fields_of_its_options():
+    """With the same types and defaults, so that an option added in one place cannot be forgotten in the other."""
+    hints, signature = get_type_hints(plan), inspect.signature(plan)
+    own = {"task", "data", "model", "optimizer", "progress"}
+    keywords = {name: (hints[name], one.default) for name, one in signature.parameters.items() if name not in own}
+    option_hints = get_type_hints(PlanOptions)
+    assert keywords == {one.name: (option_hints[one.name], one.default) for one in fields(PlanOptions)}

@@ -141,7 +141,7 @@ def test_a_name_that_is_not_in_the_file_lists_the_tasks_that_are(write):
 
 def test_a_name_that_is_not_in_a_file_without_tasks_says_so(write):
     path = write("width = 5")
-    assert refused(UnknownTask, f"{path}:Mine") == f"{path} has no 'Mine'. It defines no task."
+    assert refused(UnknownTask, f"{path}:Mine") == f"{path} has no 'Mine'. Try: define a subclass of brimful.Task in it."
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_name_that_is_not_in_a_file_without_tasks_says_so(write):
 )
 def test_a_file_that_cannot_be_run_says_why(write, text, words):
     path = write(text)
-    assert refused(TaskError, f"{path}:Mine") == f"{path} cannot be run: {words}"
+    assert refused(TaskError, f"{path}:Mine") == f"{path} cannot be run: {words}."
 
 
 def test_an_error_of_many_lines_ends_in_one(write):
@@ -166,7 +166,7 @@ def test_a_class_that_needs_arguments_says_what_is_missing(write):
     path = write("class Mine(Task):\n    def __init__(self, width): ...")
     said = refused(TaskError, f"{path}:Mine")
     assert said.startswith(f"{path}:Mine cannot be called: TypeError: ")
-    assert said.endswith("missing 1 required positional argument: 'width'")
+    assert said.endswith("missing 1 required positional argument: 'width'.")
 
 
 @pytest.mark.parametrize(

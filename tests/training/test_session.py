@@ -1,10 +1,12 @@
 """`brimful.train` from Python: what it takes, what it leaves alone, and one message for what cannot work."""
 
+import inspect
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ from torch import nn
 
 import brimful
 from brimful.errors import BadOption, BadRun, TaskError
+from brimful.planning.plan import Plan
+from brimful.planning.plan_options import PlanOptions
 from brimful.training import metrics
 from brimful.training.events import last_steps, read_events
+from brimful.training.options import TrainOptions
 from brimful.training.session import _place
 from tests.training import runs
 
@@ -206,3 +211,26 @@ def test_the_code_of_the_training_guide_runs(tmp_path, monkeypatch, capsys):
     exec(compile(call.replace("max_steps=20", "max_steps=2, memory_limit='64MiB'"), "train.md", "exec"), {})
     sys.modules.pop("mine")
     assert "finished 2" in capsys.readouterr().out
+
+
+def test_the_keywords_of_train_are_the_fields_of_its_options():
+    """With the same defaults and, but for paths and data in memory, the same types."""
+    hints, signature = get_type_hints(brimful.train), inspect.signature(brimful.train)
+    own, wider = {"task", "data", "hooks", "listeners", "progress"}, {"valid", "run", "plan"}
+    keywords = {name: one.default for name, one in signature.parameters.items() if name not in own}
+    options = {one.name: (owner, one.default) for owner in (TrainOptions, PlanOptions) for one in fields(owner)}
+    assert keywords == {name: default for name, (_, default) in options.items()}
+    for name in keywords.keys() - wider:
+        assert hints[name] == get_type_hints(options[name][0])[name], name
+
+
+def test_the_plan_names_the_schedule_in_effect(tmp_path, whole):
+    def schedule(folder):
+        choice = Plan.load(folder / "plan.json").choice("schedule")
+        return choice.requested, choice.effective
+
+    assert schedule(whole) == (None, "cosine")
+    train(tmp_path / "requested", max_steps=1, schedule="linear")
+    assert schedule(tmp_path / "requested") == ("linear", "linear")
+    train(tmp_path / "own", Scheduled(), max_steps=1, schedule="linear")
+    assert schedule(tmp_path / "own") == ("linear", "the task's own")

@@ -1,10 +1,20 @@
 """A training run: the one loop around the exact step, its folder, checkpoints, evaluation, and the processes it runs in.
 
-    session      `train`: data, plan, model and loader put together, then the loop
-    loop         the training loop and its hooks
-    checkpoint   where a checkpoint becomes durable; state: what is in it
-    run          the run's folder and the request it keeps
-    launch       the processes of `brimful train`, and how they end
+    session       `train`: data, plan, model and loader put together, then the loop
+    options       what the user may set
+    loop          the training loop and its hooks
+    optimizer     optimizers and learning-rate curves by name
+    evaluate      the loss and scores over a fixed set of rows
+    choose_plan   the plan of the run before, or a new one for each kind of device
+    checkpoint    how a checkpoint becomes durable
+    state         what is in a checkpoint
+    run           the run's folder and the request it keeps
+    events        events.jsonl: what happened, line by line
+    metrics       speed, memory and MFU of a step
+    trackers      TensorBoard, Weights & Biases, MLflow, Trackio
+    stop          signals and the time limit
+    launch        the processes of `brimful train`, and how they end
+    connection    whether the processes reach each other
 
 `train` and `Hook` load on first use, because `options`, `run` and `launch` must not import torch.
 """

@@ -91,7 +91,7 @@ class Checkpoints:
 
     def _make_durable(self, part: "_Entry", facts: Mapping[str, Any]) -> "Manifest":
         """Here a checkpoint becomes durable: synced, hashed, given its manifest, and only then renamed into place."""
-        serial = 1 + max((one.manifest.serial for one in self._described()[0]), default=0)
+        serial = 1 + max((one.manifest.serial for one in self._list_checkpoints()[0]), default=0)
         sync_tree(part.path)
         manifest = Manifest.write(part.path, step=part.step, serial=serial, facts=facts)
         complete, aside = part.renamed("complete").path, part.renamed("aside")
@@ -110,9 +110,9 @@ class Checkpoints:
 
     def newest(self) -> "Newest":
         """The last one saved whose sizes and hashes are right, and those that had to be skipped."""
-        described, unknown = self._described()
+        checkpoints, unknown = self._list_checkpoints()
         skipped: list[Skipped] = []
-        for checkpoint in described:
+        for checkpoint in checkpoints:
             try:
                 checkpoint.check(contents=True)
             except BadCheckpoint as error:
@@ -134,7 +134,7 @@ class Checkpoints:
 
     def clean(self) -> list[Path]:
         """Before a run: remove what killed saves and removals left, and restore what was set aside."""
-        leftovers = [one for one in _Entry.list(self.folder) if one.kind != "complete" and not self._restored(one)]
+        leftovers = [one for one in _Entry.list(self.folder) if one.kind != "complete" and not self._restore_aside(one)]
         for entry in leftovers:
             self._remove(entry)
         return [entry.path for entry in leftovers]
@@ -143,11 +143,11 @@ class Checkpoints:
         """Remove checkpoints older than the newest `keep` complete ones, except the best. Never raises."""
         self._write_best()
         try:
-            described, _ = self._described()
+            checkpoints, _ = self._list_checkpoints()
         except BadCheckpoint as error:
             self._note_once(f"old checkpoints were not removed: {error}")
             return
-        named = [one for one in described if one.path == self.path(one.step)]  # not those set aside
+        named = [one for one in checkpoints if one.path == self.path(one.step)]  # not those set aside
         kept = [one for one in named if self._looks_complete(one)][: self.keep]
         best = self.best()
         for checkpoint in named if len(kept) == self.keep else ():
@@ -158,7 +158,7 @@ class Checkpoints:
     def check_space(self, needs_bytes: int, *, saves: int | None = None) -> None:
         """Before a run: is there space for those to keep, the best and the one being written, or for `saves` of them?"""
         saves = saves or self.keep + 2
-        existing_bytes = sum(one.size_bytes for one in self._described()[0])
+        existing_bytes = sum(one.size_bytes for one in self._list_checkpoints()[0])
         space, all_bytes = Space.around(self.folder), saves * (needs_bytes + _margin_bytes(needs_bytes))
         if space is not None and all_bytes > space.free_bytes + existing_bytes:
             raise SaveFailed(
@@ -216,7 +216,7 @@ class Checkpoints:
         except OSError as error:
             self._note_once(f"{entry.path} could not be removed ({error.strerror or error}) and still takes up space")
 
-    def _restored(self, entry: "_Entry") -> bool:
+    def _restore_aside(self, entry: "_Entry") -> bool:
         """Bring back what a killed save had set aside; False if the new checkpoint has its name already."""
         if entry.kind != "aside":
             return False
@@ -237,16 +237,16 @@ class Checkpoints:
             return False
         return checkpoint.manifest.serial not in self._damaged
 
-    def _described(self) -> "tuple[list[Checkpoint], list[Skipped]]":
+    def _list_checkpoints(self) -> "tuple[list[Checkpoint], list[Skipped]]":
         """Those with a manifest, the last saved first; and those without."""
-        described, unknown = [], []
+        checkpoints, unknown = [], []
         for entry in _Entry.list(self.folder):
             try:
                 if entry.kind != "gone":
-                    described.append(entry.checkpoint())
+                    checkpoints.append(entry.checkpoint())
             except BadCheckpoint as error:
                 unknown.append(Skipped(path=entry.path, step=entry.step, why=str(error)))
-        return sorted(described, key=lambda one: one.manifest.serial, reverse=True), unknown
+        return sorted(checkpoints, key=lambda one: one.manifest.serial, reverse=True), unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

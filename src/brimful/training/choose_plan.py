@@ -46,7 +46,7 @@ class PlanChoice:
     def plan(self) -> Plan:
         kind = (self.target.name, self.options.memory_limit_bytes)
         leader = self.group.gather_objects(kind).index(kind)
-        work = (lambda: self._from_file() or self._kept() or self._new()) if leader == self.group.rank else None
+        work = (lambda: self._from_file() or self._from_run() or self._new()) if leader == self.group.rank else None
         plan = gather_results(self.group, work)[leader]
         assert plan is not None
         return plan
@@ -68,7 +68,9 @@ class PlanChoice:
         try:
             plan = Plan.load(self.file)
         except UNREADABLE as error:
-            raise BadRun(f"plan={self.file!r} cannot be read as a plan ({type(error).__name__}).") from None
+            raise BadRun(
+                f"plan={self.file!r} cannot be read as a plan ({type(error).__name__}). Try: a file that Plan.save wrote."
+            ) from None
         problems = []
         if plan.task != self.task.name:
             problems.append(f"is for task {plan.task}, not {self.task.name}")
@@ -90,7 +92,7 @@ class PlanChoice:
         )
         return replace(plan, limit_bytes=limit, choices=(origin, *choices))
 
-    def _kept(self) -> Plan | None:
+    def _from_run(self) -> Plan | None:
         """The run's own plan, if it still holds."""
         path = self.run.plan(self.group.rank)
         if self.made_before_for is None or not path.is_file():

@@ -60,7 +60,7 @@ class Surroundings:
 
 
 def check_connection(device: torch.device, backend: str, *, timeout_s: float = 60.0, start_s: float = 600.0) -> None:
-    """Start torch.distributed if nobody has, and add up one number over all ranks; `ConnectionFailed` if that fails.
+    """Start torch.distributed if it is not started, and add up one number over all ranks; `ConnectionFailed` if that fails.
 
     `start_s` is how long the ranks wait for one another to start, `timeout_s` how long the sum may then take.
     """
@@ -69,18 +69,18 @@ def check_connection(device: torch.device, backend: str, *, timeout_s: float = 6
         total, size = _within(lambda: _sum_of_ranks(device), timeout_s)
     except TimeoutError:
         problem = f"the processes could not add up one number through {backend} within {timeout_s:g} s"
-        raise ConnectionFailed(f"{problem}. Try: {fix_for(TIMED_OUT, Surroundings.detect(backend))}") from None
+        raise ConnectionFailed(f"{problem}. Try: {fix_for(TIMED_OUT, Surroundings.detect(backend))}.") from None
     except Exception as error:
         fix = fix_for(str(error), Surroundings.detect(backend))
         problem = f"the processes cannot communicate through {backend} ({main_line(str(error))})"
-        raise ConnectionFailed(f"{problem}. Try: {fix}") from error
+        raise ConnectionFailed(f"{problem}. Try: {fix}.") from error
     if total != size * (size + 1) / 2:
         problem = f"the processes added up 1 to {size} through {backend} and got {total:g}"
-        raise ConnectionFailed(f"{problem}. Try: {fix_for('P2P', Surroundings.detect(backend))}")
+        raise ConnectionFailed(f"{problem}. Try: {fix_for('P2P', Surroundings.detect(backend))}.")
 
 
 def _start(backend: str, start_s: float, timeout_s: float) -> None:
-    """All ranks meet at one store first, so that the time of the sum is its own and not that of somebody's imports."""
+    """All ranks meet at one store first, so that slow imports on one rank do not count as time of the sum."""
     if dist.is_initialized():
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -104,7 +104,7 @@ class Evaluator:
             if value is not None and value < least:
                 raise BadOption(f"{name}={value} must be a whole number of at least {least}.")
         if not len(rows):
-            raise TaskError("there are no rows to evaluate on")
+            raise TaskError("there are no rows to evaluate on. Try: other data.")
         self.task, self.model, self.device = with_dummy(task, rows), model, device
         self.rows = SelectedRows(rows, choose(len(rows), max_rows, seed))
         self.context = EvalContext(

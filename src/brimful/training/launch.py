@@ -92,7 +92,7 @@ def supervise(
     lock_file: int | None = None,
     note: Callable[[str], object] | None = None,
 ) -> Outcome:
-    """Run `command` in so many processes until they have ended. Call it from the main thread: it handles signals.
+    """Run `command` in this many processes until they have ended. Call it from the main thread: it handles signals.
 
     `environment` is everything the workers get besides their ranks, `reports` a folder for their report files. Rank 0
     inherits `lock_file`, so that the run stays locked until both the parent and rank 0 have gone.

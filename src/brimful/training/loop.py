@@ -2,7 +2,7 @@
 
     start ──────────────────────────────────────────────────────────── Hook.before(loop)
       │   evaluate once if there are rows for it: where training starts from
-      ▼   while steps are left and nobody asks to stop
+      ▼   while steps are left and no rank has to stop
     ┌──────────────────────────────────────────────────────────────┐
     │ rows         from the loader, exactly `global_batch` of them │
     │ rate         the learning rate of this step                  │
@@ -90,7 +90,7 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Loop:
-    """A run under way. `session` puts the parts together."""
+    """The parts of a run, which `session` puts together, and the loop over its steps."""
 
     task: Task
     rows: Dataset
@@ -122,7 +122,7 @@ class Loop:
     _position: Position | None = None
 
     def run(self) -> Ending:
-        """Train until all steps are done or somebody asks to stop; saved in either case."""
+        """Train until all steps are done or a stop is requested; saved in either case."""
         self._rates = self._rates or [group["lr"] for group in self.optimizer.param_groups]
         self._saved_time = time.monotonic()
         self._position = self._current_position()
@@ -308,7 +308,7 @@ class Loop:
             loader=self.loader.state_dict(),
             ranks=(own,),
             best=self.best,
-            data=fingerprint(self.rows),
+            data=rows_fingerprint(self.rows),
             optimizer=type(self.optimizer).__name__,
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
         )
@@ -340,6 +340,6 @@ class Loop:
         return self.checkpoints.path(self._saved_step) if self._saved_step >= 0 else None
 
 
-def fingerprint(rows: Dataset) -> str:
+def rows_fingerprint(rows: Dataset) -> str:
     """A token store's and a `datasets.Dataset`'s own; empty for a list, whose length the loader checks."""
     return str(getattr(rows, "fingerprint", "") or getattr(rows, "_fingerprint", ""))

@@ -38,7 +38,7 @@ from brimful.step.result import StepResult
 from brimful.task import Dataset, Shape, Task, loss_terms
 
 ETA_STEPS = 20
-"""The time left is predicted from the median of so many steps."""
+"""The time left is predicted from the median of this many steps."""
 ROWS = 2
 """Rows of a counted batch: BatchNorm refuses to train on one."""
 PARTS = 8

@@ -92,7 +92,7 @@ class TrainOptions:
         return tuple(name.strip() for name in (self.trackers or "").split(",") if name.strip())
 
     def warmup_steps(self, steps: int) -> int:
-        """In a run of so many steps, and never more than those."""
+        """In a run of this many steps, and never more than those."""
         text = str(self.warmup).strip()
         return min(steps, round(float(text[:-1]) / 100 * steps) if text.endswith("%") else int(text))
 
@@ -128,7 +128,7 @@ def _problems(options: TrainOptions) -> Iterator[str]:
         if not isinstance(values[name], bool):
             yield f"{name}={values[name]!r} must be True or False."
     if options.plan is not None and not Path(options.plan).is_file():
-        yield f"plan={options.plan!r} is not a file."
+        yield f"plan={options.plan!r} is not a file. Try: a plan.json that `brimful plan` or a run wrote."
     try:
         if options.time_limit is not None:
             parse_duration(options.time_limit)

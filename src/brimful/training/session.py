@@ -15,7 +15,7 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from brimful.training.choose_plan import PlanChoice
 from brimful.training.connection import check_connection
 from brimful.training.evaluate import Evaluator
 from brimful.training.events import Journal, Listener
-from brimful.training.loop import Ending, Hook, Loop, fingerprint
+from brimful.training.loop import Ending, Hook, Loop, rows_fingerprint
 from brimful.training.metrics import FlopModel, Speedometer, peak_flops
 from brimful.training.optimizer import Schedule, optimizer_name, with_optimizer
 from brimful.training.options import SAVE_S, Backend, Curve, OptimizerName, TrainOptions
@@ -178,7 +178,7 @@ def train(
     if isinstance(task, type) and issubclass(task, Task):
         task = task()
     if not isinstance(task, Task):
-        raise TaskError(f"train() takes a brimful.Task, not a {type(task).__name__}.")
+        raise TaskError(f"train() was called with a {type(task).__name__}. Try: a brimful.Task.")
     train_options = TrainOptions(
         run=None if run is None else os.fspath(run), resume=resume, max_steps=max_steps, epochs=epochs, lr=lr,
         optimizer=optimizer, weight_decay=weight_decay, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr,
@@ -203,11 +203,10 @@ def train(
     )  # fmt: skip
     if before is not None and before.task_options != request.task_options:
         raise BadOption("resume=True needs the task options the run began with. Try: a new run, in another folder.")
-    session = Session(
-        task=task, data=data, valid=valid, request=request, hooks=hooks, listeners=listeners, progress=progress
-    )
     with RunLock(root) if os.environ.get("RANK", "0") == "0" else nullcontext():
-        return session.train()
+        return Session(
+            task=task, data=data, valid=valid, request=request, hooks=hooks, listeners=listeners, progress=progress
+        ).train()
 
 
 def _as_path(data: Data | None) -> str | None:
@@ -246,31 +245,8 @@ def _check_processes(processes: int) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """Everything a run needs."""
-
-    task: Task
-    data: Data
-    valid: Data | None = None
-    request: Request
-    hooks: Sequence[Hook] = ()
-    listeners: Sequence[Listener] = ()
-    """Called with every line of events.jsonl, on rank 0."""
-    progress: Callable[[str], object] = field(default=lambda phrase: None)
-
-    def train(self) -> Ending:
-        """Find the device, connect the ranks, and run on this one."""
-        time_limit = TimeLimit(self.request.train_options.time_limit_s)  # preparing data and planning count
-        target = find_target(self.request.plan_options)
-        group = _connect(target, self.request.train_options, self.request.plan_options)
-        folder = RunFolder(Path(self.request.run))
-        on_rank_zero(group, folder.create)
-        return _Training(self, target, group, folder, time_limit).train()
-
-
 def _connect(target: Target, options: TrainOptions, plan_options: PlanOptions) -> SingleProcess:
-    """The group of ranks, after one number was added up through it."""
+    """The process group, after a test all-reduce."""
     device, local = target.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if options.backend == "nccl" and device.type != "cuda":
         raise BadOption("backend='nccl' connects GPUs, and this run is on the CPU. Try: backend='gloo'.")
@@ -285,23 +261,37 @@ def _connect(target: Target, options: TrainOptions, plan_options: PlanOptions) -
     return join(device)
 
 
-class _Training:
-    """A session under way on one rank."""
+class Session:
+    """One run on one rank: it finds the device and the other ranks when it is made, and trains once."""
 
     def __init__(
-        self, session: Session, target: Target, group: SingleProcess, folder: RunFolder, time_limit: TimeLimit
+        self,
+        *,
+        task: Task,
+        data: Data,
+        request: Request,
+        valid: Data | None = None,
+        hooks: Sequence[Hook] = (),
+        listeners: Sequence[Listener] = (),
+        progress: Callable[[str], object] = lambda phrase: None,
     ) -> None:
-        self.session, self.target, self.group, self.folder, self.time_limit = session, target, group, folder, time_limit
-        self.request, self.options = session.request, session.request.train_options
+        """`listeners` are called with every line of events.jsonl, on rank 0."""
+        self.request, self.options = request, request.train_options
+        self.time_limit = TimeLimit(self.options.time_limit_s)  # preparing data and planning count
+        self.target = find_target(request.plan_options)
+        self.group = _connect(self.target, self.options, request.plan_options)
+        self.folder = RunFolder(Path(request.run))
+        on_rank_zero(self.group, self.folder.create)
+        self.data, self.valid, self.hooks, self.progress = data, valid, hooks, progress
         self.plan_options = replace(
-            session.request.plan_options, device=str(target.device), processes=group.size
+            request.plan_options, device=str(self.target.device), processes=self.group.size
         )  # what was requested as `auto` is known now
-        self.task = with_optimizer(session.task, self.options)
-        self.first = group.rank == 0
+        self.task = with_optimizer(task, self.options)
+        self.first = self.group.rank == 0
         self.loop: Loop | None = None
         self.trackers: Sequence[Tracker] = ()
-        self.journal = Journal(folder.events, (*session.listeners, self._track) if self.first else ())
-        self.checkpoints = Checkpoints(folder.checkpoints, keep=self.options.keep, note=self._note)
+        self.journal = Journal(self.folder.events, (*listeners, self._track) if self.first else ())
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=self.options.keep, note=self._note)
 
     def train(self) -> Ending:
         """All of it; however it ends, the journal says so."""
@@ -319,14 +309,14 @@ class _Training:
     def _run(self) -> Ending:
         on_rank_zero(self.group, self._open_trackers)
         checkpoint = self._find_checkpoint() if self.request.resume else None
-        data, rows = self._read(self.session.data)
+        data, rows = self._read(self.data)
         self.task = with_dummy(self.task, rows)
-        valid_data, valid = (None, None) if self.session.valid is None else self._read(self.session.valid, like=rows)
+        valid_data, valid = (None, None) if self.valid is None else self._read(self.valid, like=rows)
         choice = PlanChoice(
             task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,
             file=self.options.plan,
             made_before_for=dict(self.request.plan_for) if self.request.resume and self.request.plan_for else None,
-            progress=self.session.progress, note=self._note,
+            progress=self.progress, note=self._note,
         )  # fmt: skip
         plan = self._with_choices(choice.plan(), rows)
         prepared = {"data": _place(self.folder.root, data), "valid": _place(self.folder.root, valid_data)}
@@ -378,7 +368,7 @@ class _Training:
         path, name = os.fspath(data), "train" if like is None else "valid"
         ready = on_rank_zero(
             self.group,
-            lambda: self.task.prepare(path, self.folder.data, self.session.progress, like=like, name=name),
+            lambda: self.task.prepare(path, self.folder.data, self.progress, like=like, name=name),
         )
         return ready, read_rows(self.task, ready)
 
@@ -395,7 +385,7 @@ class _Training:
             *(Choice.of(*one, "asked") for one in self.task.remarks(rows)),
             Choice.of("steps", options.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step", "measured"),
             Choice.of("optimizer", options.optimizer, optimizer_name(self.task), origin + rate, "asked"),
-            Choice.of("schedule", options.schedule, options.schedule, f"{warmup} of warmup{left}", "asked"),
+            Choice.of("schedule", self.request.options.get("schedule"), options.schedule, f"{warmup} of warmup{left}", "asked"),
             Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
         )  # fmt: skip
         planned = [
@@ -426,6 +416,9 @@ class _Training:
         optimizer = self.task.optimizer(model)
         _seed(self.plan_options.seed + self.group.rank)  # dropout differs between ranks
         stepper = self._stepper(plan, model, optimizer)
+        scheduler = self.task.schedule(optimizer, steps)
+        if scheduler is not None:
+            plan = _with_own_schedule(plan, type(scheduler).__name__)
         loop = Loop(
             task=self.task,
             rows=rows,
@@ -436,7 +429,7 @@ class _Training:
                 curve=options.schedule, steps=steps, warmup=options.warmup_steps(steps), decay=options.decay,
                 floor=options.min_lr,
             ),
-            scheduler=self.task.schedule(optimizer, steps),
+            scheduler=scheduler,
             checkpoints=self.checkpoints,
             journal=self.journal if self.first else Journal(None),
             time_limit=self.time_limit,
@@ -446,7 +439,7 @@ class _Training:
             eval_every=options.eval_every or max(LEAST_STEPS_APART, steps // EVALUATIONS),
             save_every=options.save_every,
             save_s=SAVE_S,
-            hooks=(_Links(self.folder, self._note), *self.session.hooks) if self.first else self.session.hooks,
+            hooks=(_Links(self.folder, self._note), *self.hooks) if self.first else self.hooks,
         )  # fmt: skip
         at_once = options.keep + 1 + (valid is not None)
         needed = state.needed_bytes(model, optimizer)
@@ -460,10 +453,12 @@ class _Training:
 
     def _position(self, checkpoint: Checkpoint, rows: Dataset, steps: int) -> state.Position:
         position = state.read_position(checkpoint.path)
-        if position.data and position.data != fingerprint(rows):
+        if position.data and position.data != rows_fingerprint(rows):
             raise BadRun("the data are not those the run was trained on so far. Try: the same data, or a new run.")
         if position.step > steps:
-            raise BadOption(f"max_steps={steps} is less than the {position.step} steps already done. Try: more.")
+            raise BadOption(
+                f"max_steps={steps} is less than the {position.step} steps already done. Try: max_steps={position.step} or more."
+            )
         return position
 
     def _model(self, checkpoint: Checkpoint | None) -> nn.Module:
@@ -583,6 +578,17 @@ class _Links(Hook):
 
     def _link(self, name: str, checkpoint: Path) -> None:
         link(self._folder.root / name, checkpoint / "model", note=self._note)
+
+
+def _with_own_schedule(plan: Plan, name: str) -> Plan:
+    """The plan with the choice of schedule that is in effect if the task has a scheduler of its own."""
+    choices = (
+        replace(one, effective="the task's own", reason=f"{name}, from Task.schedule")
+        if one.name == "schedule"
+        else one
+        for one in plan.choices
+    )
+    return replace(plan, choices=tuple(choices))
 
 
 def _place(run: Path, data: str | None) -> str | None:

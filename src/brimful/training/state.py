@@ -181,7 +181,7 @@ def read_position(folder: Path) -> Position:
         return Position.from_file(_load(folder / "state.pt"))
     except (KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(
-            f"{folder / 'state.pt'} was not written by this version of Brimful ({in_one_line(error)})"
+            f"{folder / 'state.pt'} was not written by this version of Brimful ({in_one_line(error)}). Try: a new run."
         ) from None
 
 
@@ -193,7 +193,9 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         load_model(model, folder / WEIGHTS, strict=True, device=str(next(model.parameters()).device))
     except (RuntimeError, SafetensorError, OSError) as error:
         details = " ".join(str(error).split())  # the tensors are named below the first line
-        raise BadCheckpoint(f"{folder / WEIGHTS} does not fit the model ({details[:300]})") from None
+        raise BadCheckpoint(
+            f"{folder / WEIGHTS} does not fit the model ({details[:300]}). Try: the same task options."
+        ) from None
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
@@ -227,8 +229,8 @@ def restore_rank(ranks: Sequence[RankState], rank: int, device: torch.device) ->
 
 
 def _load(path: Path, *, mapped: bool = False) -> Any:
-    """Mapped, its tensors take no memory until somebody writes to them."""
+    """Mapped, its tensors take no memory until they are written to."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # pickle may raise anything on bytes that are not its own
-        raise BadCheckpoint(f"{path} cannot be read ({in_one_line(error)})") from None
+        raise BadCheckpoint(f"{path} cannot be read ({in_one_line(error)}). Try: another checkpoint.") from None

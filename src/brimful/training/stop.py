@@ -1,6 +1,6 @@
 """When a run stops before its last step: a signal, or the time limit.
 
-Ctrl-C, SIGTERM or SIGHUP asks the run to save and leave after the step in hand; a second Ctrl-C leaves at once. Before the
+Ctrl-C, SIGTERM or SIGHUP asks the run to save and leave after the current step; a second Ctrl-C leaves at once. Before the
 first step there is nothing to save, so a signal there ends the process as usual. Imports no torch.
 """
 
@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 STOP_SIGNALS = [number for name in ("SIGTERM", "SIGINT", "SIGHUP") if (number := getattr(signal, name, None))]
-"""Signals that somebody sends on purpose: Ctrl-C, scancel, a launcher that ends the peers of a dead process."""
+"""Signals that are sent on purpose: Ctrl-C, scancel, a launcher that ends the peers of a dead process."""
 
 
 class Interrupts:

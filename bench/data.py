@@ -35,7 +35,7 @@ from generated import generate
 
 IMPORTS = {
     "clean": "import brimful.cli, brimful.data.clean.clean, brimful.report.data_tables, duckdb, pyarrow.parquet",
-    "tokenize": "import brimful.cli, brimful.data.tokenize, brimful.report.tokenize_tables, pyarrow.parquet, tokenizers",
+    "tokenize": "import brimful.cli, brimful.data.tokenize, brimful.report.data_tables, pyarrow.parquet, tokenizers",
 }
 SAMPLE_S = 0.1
 
@@ -213,6 +213,7 @@ def three_processes(store: Path, workers: int) -> dict[str, Any]:
 
 READ_SCRIPT = """
 import json, sys, time
+from types import SimpleNamespace
 import torch
 from brimful.data.loader import Loader
 from brimful.data.store import Store
@@ -222,8 +223,9 @@ from brimful.tasks.chatlm import Pretrain
 torch.set_num_threads(1)
 store, workers, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
 task = Pretrain()
-loader = Loader(Store.open(store, verify=False), task, global_batch=256, workers=workers, rank=rank, speeds=[1.0] * processes)
-loader._reader._split = lambda shapes: split_by_memory(shapes, lambda rows, shape, whole=False: rows * sum(shape), 1e9, overhead=1500)
+split = lambda shapes: split_by_memory(shapes, lambda rows, shape, whole=False: rows * sum(shape), 1e9, overhead=1500)
+plan = SimpleNamespace(split=split, host=None, global_batch=256)
+loader = Loader(Store.open(store, verify=False), task, plan, workers=workers, rank=rank, speeds=[1.0] * processes)
 steps, rows = iter(loader), 0
 for _ in range(1000):  # pages of the store are mapped 16 at a time as they are touched
     next(steps)

@@ -122,7 +122,7 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(parse_bytes(args.memory_limit) / total)
     fewest = replace(plan, overhead=None)
     rows = task.rows(str(args.store))
-    ways = {
+    ways: dict[str, tuple[Any, dict[str, Any], bool, bool]] = {
         f"fixed batches of {FIXED}": (fewest, {}, False, False),
         "fewest micro-batches": (fewest, {}, False, True),
         "fewest, rehearsed": (fewest, {}, True, True),

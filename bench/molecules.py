@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from brimful.molecules.heads import Head, HeadShape, Job, Rows, dpo
 from brimful.molecules.methods import METHODS
 from brimful.molecules.metrics import auroc
-from brimful.molecules.runner import Finished
+from brimful.molecules.runner import FinishedRun
 from brimful.molecules.spec import PARTS, DatasetSpec, TrainSpec
 from brimful.molecules.workers import PackMessage, Share, train_share
 from brimful.units import show_bytes
@@ -106,7 +106,7 @@ def prepared_rows(folder: Path, name: str) -> Rows:
 
 def save_rows(path: Path, rows: Mapping[str, Rows]) -> None:
     """Bits eight to a byte: 5.5 MB for the three datasets."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, one in rows.items():
         found[f"{name}/bits"] = np.packbits(one.features.numpy(), axis=1)
         found |= {f"{name}/{side}/{part}": getattr(one, side)[part] for side in ("id", "ood") for part in PARTS}
@@ -114,7 +114,7 @@ def save_rows(path: Path, rows: Mapping[str, Rows]) -> None:
 
 
 def _unpacked(file: Mapping[str, Any], name: str) -> Rows:
-    sides = {side: {part: file[f"{name}/{side}/{part}"] for part in PARTS} for side in ("id", "ood")}
+    sides: dict[str, Any] = {side: {part: file[f"{name}/{side}/{part}"] for part in PARTS} for side in ("id", "ood")}
     return Rows(features=torch.from_numpy(np.unpackbits(file[f"{name}/bits"], axis=1)), **sides)
 
 
@@ -128,11 +128,10 @@ def defaults(method: str) -> dict[str, float]:
 def plain_loss(name: str, in_dist: Tensor, out_dist: Tensor) -> Tensor:
     """As in a paper: all pairs are a matrix."""
     options = defaults(name)
-    gaps = out_dist[None, :] - in_dist[:, None] if name in ("dpo", "hinge") else None
     if name == "dpo":
-        loss = F.softplus(-options["beta"] * gaps).mean()
+        loss = F.softplus(-options["beta"] * (out_dist[None, :] - in_dist[:, None])).mean()
     elif name == "hinge":
-        loss = F.relu(options["margin"] - gaps).mean()
+        loss = F.relu(options["margin"] - (out_dist[None, :] - in_dist[:, None])).mean()
     elif name == "bce":
         both = F.binary_cross_entropy_with_logits
         loss = (both(in_dist, torch.zeros_like(in_dist)) + both(out_dist, torch.ones_like(out_dist))) / 2
@@ -251,7 +250,7 @@ def packed(grid: Sequence[Run], rows: Mapping[str, Rows], args: Any) -> Way:
 def train_packed(
     grid: Sequence[Run], rows: Mapping[str, Rows], args: Any
 ) -> tuple[float, dict[Run, float], PackMessage]:
-    began, done = time.perf_counter(), []
+    began, done = time.perf_counter(), list[FinishedRun]()
     for message in train_share(share_of(grid, rows, args, epochs=args.epochs)):
         if isinstance(message, PackMessage):
             pack = message
@@ -263,9 +262,10 @@ def train_packed(
 
 def share_of(grid: Sequence[Run], rows: Mapping[str, Rows], args: Any, *, epochs: int) -> Share:
     training = TrainSpec(lr=TRAINING.lr, epochs=epochs, patience=epochs)
+    objectives = {name: method.objective for name, method in METHODS.items() if method.objective is not None}
     jobs = [
         Job(
-            name=run.name, data=run.data, objective=METHODS[run.loss].objective, options=defaults(run.loss),
+            name=run.name, data=run.data, objective=objectives[run.loss], options=defaults(run.loss),
             seed=run.seed, shape=HeadShape(inputs=rows[run.data].features.shape[1]), training=training,
         )
         for run in grid
@@ -274,7 +274,7 @@ def share_of(grid: Sequence[Run], rows: Mapping[str, Rows], args: Any, *, epochs
     return Share(groups=[jobs], rows=rows, device=args.device, budget_bytes=free)
 
 
-def scored(done: Sequence[Finished], rows: Mapping[str, Rows], device: torch.device) -> dict[str, float]:
+def scored(done: Sequence[FinishedRun], rows: Mapping[str, Rows], device: torch.device) -> dict[str, float]:
     """Test AUROCs by the name of the run."""
     held = {data: held_out(one, device)["test"] for data, one in rows.items()}
     found = {}
@@ -291,14 +291,17 @@ def scored(done: Sequence[Finished], rows: Mapping[str, Rows], device: torch.dev
 def all_pairs(args: Any) -> list[dict[str, Any]]:
     """dpo's loss and gradient in chunks and as a matrix: seconds, and bytes beyond the energies."""
     device, found = torch.device(args.device), []
-    ways = {"chunked": lambda *sides: dpo(*sides, torch.full((1,), 0.1, device=device)).sum()}
-    ways["matrix"] = lambda *sides: (
-        plain_loss("dpo", *(side[0] for side in sides)) - 0.01 * sum(side.square().mean() for side in sides)
-    )
+
+    def chunked(in_dist: Tensor, out_dist: Tensor) -> Tensor:
+        return dpo(in_dist, out_dist, torch.full((1,), 0.1, device=device)).sum()
+
+    def matrix(in_dist: Tensor, out_dist: Tensor) -> Tensor:
+        return plain_loss("dpo", in_dist[0], out_dist[0]) - 0.01 * (in_dist.square().mean() + out_dist.square().mean())
+
     for count in args.pairs:
         row: dict[str, Any] = {"batch": count}
         sides = [torch.randn(1, count, device=device, requires_grad=True) for _ in range(2)]
-        for name, loss in ways.items():
+        for name, loss in (("chunked", chunked), ("matrix", matrix)):
             if name == "matrix" and count > args.largest_matrix:
                 continue
             torch.autograd.grad(loss(*(side[:, :512] for side in sides)), sides)  # warm

@@ -49,7 +49,7 @@ def real_lengths(real: Path, folder: Path) -> np.ndarray:
     if not tokenizer.exists():
         subprocess.run([*command, "tokenizer", real, "--output", tokenizer], check=True, stdout=subprocess.DEVNULL)
     if not store.exists():
-        line = [*command, "tokenize", real, "--tokenizer", tokenizer, "--output", store]
+        line: list[Any] = [*command, "tokenize", real, "--tokenizer", tokenizer, "--output", store]
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
     rows = Store.open(store)
     return rows.shapes(range(len(rows)))

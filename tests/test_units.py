@@ -40,14 +40,14 @@ def test_a_size_is_what_its_letters_say(text, size):
 def test_what_is_not_a_size_is_refused_with_flag_text_and_examples(text):
     with pytest.raises(BadOption) as refused:
         parse_bytes(text, flag="--memory-limit")
-    assert str(refused.value) == f"--memory-limit: {text!r} is not a size. Try: 20GiB, 512MiB or 2000000000"
+    assert str(refused.value) == f"--memory-limit: {text!r} is not a size. Try: 20GiB, 512MiB or 2000000000."
 
 
 @pytest.mark.parametrize("text", ["0", 0, "0GiB", "0.4"])
 def test_nothing_is_not_a_size(text):
     with pytest.raises(BadOption) as refused:
         parse_bytes(text, flag="--host-limit")
-    assert str(refused.value) == f"--host-limit: {text!r} must be greater than 0"
+    assert str(refused.value) == f"--host-limit: {text!r} must be greater than 0. Try: 20GiB."
 
 
 @given(sizes)

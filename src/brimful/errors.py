@@ -92,7 +92,7 @@ class MissingExtra(UserError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed. Try: pip install 'brimful[{extra}]'")
+        super().__init__(f"{package} is not installed. Try: pip install 'brimful[{extra}]'.")
 
 
 class InternalError(BrimfulError):

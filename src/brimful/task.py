@@ -251,7 +251,9 @@ def term_counts(task: Task, counts: Any) -> dict[str, float]:
         )
     wrong = {name: count for name, count in counts.items() if not _is_number(count)}
     if wrong:
-        raise TaskError(f"task {task.name}: counts() must return one number for each term, not {wrong}.")
+        raise TaskError(
+            f"task {task.name}: counts() must return one number for each term, not {wrong}. Try: the number of rows or tokens."
+        )
     return {str(name): float(count) for name, count in counts.items()}
 
 
@@ -278,14 +280,20 @@ def map_tensors(batch: Any, function: "Callable[[Tensor], Any]") -> Any:
 def _checked(task: Task, name: str, term: Loss, needs_grad: bool) -> Loss:
     which = "Loss" if name == "loss" else f"{name!r}: Loss"
     if getattr(term.sum, "numel", lambda: 0)() != 1 or (needs_grad and not term.sum.requires_grad):
-        raise TaskError(f"task {task.name}: {which}.sum must be one number that depends on trainable weights.")
+        raise TaskError(
+            f"task {task.name}: {which}.sum must be one number that depends on trainable weights. Try: add up the losses of the rows."
+        )
     if not _is_number(term.count):
-        raise TaskError(f"task {task.name}: {which}.count must be one number, not {term.count!r}.")
+        raise TaskError(
+            f"task {task.name}: {which}.count must be one number, not {term.count!r}. Try: the number of rows or tokens."
+        )
     if not term.log:
         return term
     wrong = {key: value for key, value in term.log.items() if not _is_number(value)}
     if wrong:
-        raise TaskError(f"task {task.name}: {which}.log must hold one number for each name, not {wrong}.")
+        raise TaskError(
+            f"task {task.name}: {which}.log must hold one number for each name, not {wrong}. Try: their means."
+        )
     return replace(term, log={key: getattr(value, "detach", lambda v=value: v)() for key, value in term.log.items()})
 
 

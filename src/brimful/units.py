@@ -24,10 +24,10 @@ def parse_bytes(text: str | int | float, *, flag: str = "size") -> int:
     """The bytes of `"20GiB"`, `"512 MiB"`, `"1.5g"` or a plain number. `flag` is what an error names."""
     match = _SIZE.fullmatch(str(int(text)) if isinstance(text, (int, float)) and math.isfinite(text) else str(text))
     if match is None or match[2].lower() not in _UNITS:
-        raise BadOption(f"{flag}: {text!r} is not a size. Try: 20GiB, 512MiB or 2000000000")
+        raise BadOption(f"{flag}: {text!r} is not a size. Try: 20GiB, 512MiB or 2000000000.")
     value = int(float(match[1]) * _UNITS[match[2].lower()])
     if value <= 0:
-        raise BadOption(f"{flag}: {text!r} must be greater than 0")
+        raise BadOption(f"{flag}: {text!r} must be greater than 0. Try: 20GiB.")
     return value
 
 

@@ -78,7 +78,7 @@ def test_too_many_unusable_rows_are_exit_code_2_below_the_whole_report(rows, cap
     assert json.loads(out)["dropped"]["broken"] == 3
     message = err.strip().splitlines()[-1]
     assert message.startswith(
-        "brimful: error: 3 of 203 rows cannot be used (3 broken), more than --max-bad 0.01. The first is "
+        "brimful: error: 3 of 203 rows cannot be used (3 broken), more than --max-bad 0.01 allows. Try: repair them, starting with "
     )
     assert f"{rows}, line 201: not JSON" in message
     code, _, _ = run("data", "check", str(rows), "--max-bad", "0.02", capsys=capsys)
@@ -88,9 +88,9 @@ def test_too_many_unusable_rows_are_exit_code_2_below_the_whole_report(rows, cap
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([], "No files were given"),
+        ([], "FILES is missing"),
         (["nope.jsonl"], "nope.jsonl does not exist"),
-        (["rows.jsonl", "--columns", "prompt=nope"], "has no column nope. It has question, answer"),
+        (["rows.jsonl", "--columns", "prompt=nope"], "has no column nope. Try: one of question, answer"),
         (["rows.jsonl", "--max-chars", "x"], "--max-chars x"),
         (["rows.jsonl", "--max-tokens", "9"], "--tokenizer"),
         (["rows.jsonl", "--tokenizer", "nowhere"], "nowhere has no tokenizer.json"),

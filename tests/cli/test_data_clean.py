@@ -86,7 +86,7 @@ def test_a_mistake_is_one_message_exit_code_2_and_no_output(data, tmp_path, caps
 
 def test_files_and_a_folder_must_be_named(data, tmp_path, capsys):
     code, _, err = run("data", "clean", "--output", str(tmp_path / "out"), capsys=capsys)
-    assert code == 2 and "No files were given" in err
+    assert code == 2 and "FILES is missing" in err
     code, _, err = run("data", "clean", str(data), capsys=capsys)
     assert code == 2 and "--output" in err
 

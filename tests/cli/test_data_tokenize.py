@@ -87,7 +87,7 @@ def test_no_files_is_a_mistake(place, tmp_path, capsys):
         "data", "tokenize", "--tokenizer", str(place / "tokenizer"), "--output", str(tmp_path / "s"), capsys=capsys
     )
     assert code == 2
-    assert "needs files" in err
+    assert "FILES is missing" in err
 
 
 def test_a_folder_without_a_tokenizer_is_a_mistake(place, tmp_path, capsys):

@@ -283,7 +283,7 @@ MISTAKES = {
     "an unknown key": (HEAD + DATASETS + "[train]\nbatches = 8\n", "did you mean batch?"),
     "an unknown split": (HEAD + DATASETS.replace("scaffold", "scafold"), "did you mean scaffold?"),
     "an unknown file": (HEAD + DATASETS.replace("few.csv", "fwe.csv"), "did you mean few.csv or"),
-    "an unknown label": (HEAD.replace("dpo", "msp") + DATASETS.replace("acid", "acids"), "did you mean 'acid'?"),
+    "an unknown label": (HEAD.replace("dpo", "msp") + DATASETS.replace("acid", "acids"), "Try: 'acid'"),
     "an encoder without its Python": (HEAD.replace("ecfp", "minimol") + DATASETS + TRAIN, "see docs/encoders.md"),
 }  # fmt: skip
 

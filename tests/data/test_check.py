@@ -110,8 +110,8 @@ def test_more_unusable_rows_than_allowed_are_a_failure(bad, max_bad, fails, tmp_
 def test_a_failure_names_counts_and_the_first_place(tmp_path):
     path = jsonl(tmp_path, *MIXED)
     assert check([path], max_chars=10).failure() == (
-        "6 of 9 rows cannot be used (1 broken, 4 empty, 1 over-long), more than max_bad=0.01. "
-        f"The first is {path}, line 2: not JSON: Expecting property name enclosed in double quotes at character 2."
+        "6 of 9 rows cannot be used (1 broken, 4 empty, 1 over-long), more than max_bad=0.01 allows. "
+        f"Try: repair them, starting with {path}, line 2: not JSON: Expecting property name enclosed in double quotes at character 2."
     )
 
 

@@ -34,7 +34,7 @@ class Words(Task):
 
 
 class Rows:
-    """A map-style data set: row n holds n, as often as it is long."""
+    """A map-style dataset: row n holds n, as often as it is long."""
 
     def __init__(self, rows=50, fail_at=None):
         self.rows, self.fail_at = rows, fail_at
@@ -170,7 +170,7 @@ def test_rows_that_no_batch_can_be_sliced_from_come_as_rows():
 def test_a_row_that_cannot_be_read_is_one_sentence_with_its_number(workers):
     with pytest.raises(TaskError) as failure:
         some(Loader(Rows(fail_at=17), Words(), workers=workers), 5)
-    assert str(failure.value) == "row 17 of the data set cannot be read: KeyError: 'ids'"
+    assert str(failure.value) == "row 17 of the dataset cannot be read (KeyError: 'ids')."
 
 
 def test_without_a_plan_the_step_gets_the_rows_and_cuts_them_itself():
@@ -268,8 +268,8 @@ def _alive(pid):
     ("code", "kills", "said"),
     [
         (-9, (3, 4), "was killed by the kernel because host RAM ran out"),
-        (-9, (3, 3), "was killed, by the kernel for lack of host RAM or by somebody"),
-        (-9, (None, None), "was killed, by the kernel for lack of host RAM or by somebody"),
+        (-9, (3, 3), "was killed, by the kernel for lack of host RAM or by a user"),
+        (-9, (None, None), "was killed, by the kernel for lack of host RAM or by a user"),
         (-11, (3, 3), "ended with SIGSEGV"),
         (1, (3, 3), "ended with exit code 1"),
     ],
@@ -319,7 +319,7 @@ def test_lengths_may_be_given_as_a_table():
     [
         ({"workers": -1}, "workers=-1 must be a whole number of at least 0"),
         ({"prefetch": 0}, "prefetch=0 must be a whole number of at least 1"),
-        ({"lengths": [1, 2]}, "lengths has 2 lines, but the data set has 50 rows"),
+        ({"lengths": [1, 2]}, "lengths has 2 lines, but the dataset has 50 rows"),
         ({"mix": "window:5"}, "needs the lengths of the rows"),
     ],
 )

@@ -1,11 +1,13 @@
-"""The pipeline of threads: order kept, in flight bounded, errors where they belong."""
+"""Threads keep the order within bounds; an output folder appears whole or not at all, and loses nothing of the user's."""
 
+import errno
 import threading
 import time
 
 import pytest
 
-from brimful.data.pipeline import in_order, read_ahead
+from brimful.data.pipeline import OutputFolder, in_order, read_ahead
+from brimful.errors import BadData, BadOption
 
 
 def test_results_come_in_order_whoever_is_first():
@@ -77,3 +79,92 @@ def test_threads_end_when_the_consumer_stops():
     next(results)
     results.close()
     assert threading.active_count() == before
+
+
+def folder(path, *, overwrite=False):
+    return OutputFolder(path=path, kind="tokenizer", marker="tokenizer.json", overwrite=overwrite)
+
+
+def filled(path, content="new"):
+    path.mkdir()
+    (path / "tokenizer.json").write_text(content)
+    return path
+
+
+def content(path):
+    return (path / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_of_another_kind_is_never_replaced(overwrite, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("mine")
+    for name, kind in (("file", "existing file"), ("folder", "existing folder that is not a tokenizer")):
+        with pytest.raises(BadOption, match=kind):
+            folder(tmp_path / name, overwrite=overwrite).check()
+
+
+def test_one_of_its_kind_is_replaced_only_with_overwrite(tmp_path):
+    filled(tmp_path / "t", "old")
+    part = filled(tmp_path / ".part")
+    with pytest.raises(BadOption, match="Try: another folder, or overwrite=True"):
+        folder(tmp_path / "t").publish(part)
+    folder(tmp_path / "t", overwrite=True).publish(part)
+    assert content(tmp_path / "t") == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_an_empty_folder_is_replaced(tmp_path):
+    (tmp_path / "t").mkdir()
+    folder(tmp_path / "t").publish(filled(tmp_path / ".part"))
+    assert content(tmp_path / "t") == "new"
+
+
+def test_a_rename_that_fails_restores_the_old_one(tmp_path, monkeypatch):
+    filled(tmp_path / "t", "old")
+    part = filled(tmp_path / ".part")
+    rename = type(tmp_path).rename
+
+    def failing(path, target):
+        if path == part:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", failing)
+    output = folder(tmp_path / "t", overwrite=True)
+    with pytest.raises(BadData, match="Input/output error. Try: another output="), output.errors():
+        output.publish(part)
+    assert content(tmp_path / "t") == "old"
+
+
+def test_a_hidden_folder_of_another_kind_is_never_removed(tmp_path):
+    filled(tmp_path / "t", "old")
+    (tmp_path / ".t.old").mkdir()
+    (tmp_path / ".t.old" / "mine").write_text("x")
+    output = folder(tmp_path / "t", overwrite=True)
+    with pytest.raises(BadData, match="Directory not empty"), output.errors():
+        output.publish(filled(tmp_path / ".part"))
+    assert (tmp_path / ".t.old" / "mine").read_text() == "x"
+    assert content(tmp_path / "t") == "old"
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    filled(tmp_path / "t", "old")
+    filled(tmp_path / ".t.old", "older")
+    folder(tmp_path / "t", overwrite=True).publish(filled(tmp_path / ".part"))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_file_that_appears_meanwhile_is_not_lost(tmp_path):
+    output = folder(tmp_path / "t")
+    output.check()
+    (tmp_path / "t").write_text("mine")
+    with pytest.raises(BadOption, match="existing file"):
+        output.publish(filled(tmp_path / ".part"))
+    assert (tmp_path / "t").read_text() == "mine"
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    with pytest.raises(BadData, match="/t: the disk is full. Try: free some space"), folder(tmp_path / "t").errors():
+        raise OSError(errno.ENOSPC, "No space left on device")

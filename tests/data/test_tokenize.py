@@ -229,9 +229,7 @@ def test_the_prompt_of_a_conversation_keeps_its_end(tmp_path, tokenizer, plain):
 
 def test_an_unknown_field_cannot_keep_its_end(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "rows.jsonl", rows(3))
-    with pytest.raises(
-        BadOption, match="keep_end='question' is not a field of the rows, which have prompt and response"
-    ):
+    with pytest.raises(BadOption, match="keep_end='question' is not a field of the rows. Try: prompt or response"):
         options = TokenizeOptions(keep_end=("question",))
         tokenize([str(source)], tokenizer=tokenizer, output=tmp_path / "store", options=options)
 
@@ -380,7 +378,7 @@ def test_broken_rows_before_the_interruption_still_count(place, tmp_path):
             options=TokenizeOptions(file_rows=50, max_bad=0.1), progress=stop,
         )  # fmt: skip
     with pytest.raises(
-        BadData, match="1 of 121 rows are broken, more than max_bad=0.001. The first is .*0.jsonl, line 31"
+        BadData, match="1 of 121 rows are broken, more than max_bad=0.001 allows. Try: .*0.jsonl, line 31"
     ):
         run(where, tmp_path / "store", max_bad=0.001)
     report, _ = run(where, tmp_path / "store", max_bad=0.1)

@@ -134,7 +134,7 @@ def test_the_schedule_waits_for_a_skipped_step_as_accelerates_does() -> None:
     for script in (
         plain,
         ours,
-    ):  # Accelerate makes a scaler only on a card, and unscales before clipping only with its own
+    ):  # Accelerate makes a scaler only on a GPU, and unscales before clipping only with its own
         script.clip = 1e9
         script.accelerator.scaler = script.optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         script.optimizer.__setstate__(script.optimizer.__dict__)

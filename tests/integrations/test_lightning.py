@@ -666,7 +666,7 @@ def test_a_missing_lightning_prints_the_pip_command(monkeypatch):
     for name in ("lightning", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "brimful.integrations.lightning")
-    with pytest.raises(MissingExtra, match="^lightning is not installed. Try: pip install 'brimful\\[lightning\\]'$"):
+    with pytest.raises(MissingExtra, match="^lightning is not installed. Try: pip install 'brimful\\[lightning\\]'.$"):
         importlib.import_module("brimful.integrations.lightning")
 
 

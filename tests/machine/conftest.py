@@ -1,4 +1,4 @@
-"""Machines that do not exist: folders laid out like /proc and /sys, an NVML and a torch that see cards."""
+"""Machines that do not exist: folders laid out like /proc and /sys, an NVML and a torch that see GPUs."""
 
 import os
 import sys
@@ -43,7 +43,7 @@ def no_container_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeNvml(ModuleType):
-    """pynvml with the cards and processes a test gives it. Questions in `refused` raise as the real one does."""
+    """pynvml with the GPUs and processes a test gives it. Questions in `refused` raise as the real one does."""
 
     class NVMLError(Exception):
         pass
@@ -102,7 +102,7 @@ class FakeNvml(ModuleType):
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """An NVML that works and sees no card yet."""
+    """An NVML that works and sees no GPU yet."""
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     return fake
@@ -110,7 +110,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 @pytest.fixture
 def torch_sees(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make torch a CUDA build with cards of these UUIDs; `context` is whether this process already uses them."""
+    """Make torch a CUDA build with GPUs of these UUIDs; `context` is whether this process already uses them."""
 
     def see(*uuids: str, context: bool = False, reserved: int = 0, total: int = 139 * GiB, free: int = 0) -> None:
         def properties(index: int) -> SimpleNamespace:

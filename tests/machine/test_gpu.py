@@ -220,7 +220,7 @@ def test_cards_hidden_by_the_environment_are_reported(nvml, torch_sees, monkeypa
 def test_a_cuda_build_without_a_driver_says_so(torch_sees, nvml):
     nvml.refused = {"nvmlInit"}
     torch_sees()
-    one_note(detect_gpus().notes, "built for CUDA 13.0", "no NVIDIA card answers", "Not Supported")
+    one_note(detect_gpus().notes, "built for CUDA 13.0", "no NVIDIA GPU answers", "Not Supported")
 
 
 def test_a_warning_of_torchs_becomes_a_note(nvml, torch_sees, monkeypatch):

@@ -1,4 +1,4 @@
-"""The ledger counts live storages to the byte, and runs out of memory as a card would."""
+"""The ledger counts live storages to the byte, and runs out of memory as a GPU would."""
 
 import gc
 import weakref
@@ -392,7 +392,7 @@ def test_a_lowered_limit_counts_for_the_next_operation_that_asks_for_memory():
     with Ledger(10 * SIZE) as ledger:
         kept = floats(5 * FLOATS)
         ledger.limit_bytes = 4 * SIZE
-        kept.add_(1)  # a full card computes in place
+        kept.add_(1)  # a full GPU computes in place
         with pytest.raises(torch.OutOfMemoryError):
             floats(1)
 

@@ -11,7 +11,7 @@ from brimful.molecules.results import COLUMNS
 from brimful.molecules.spec import TrainSpec
 
 CPU = torch.device("cpu")
-BY_OBJECTIVE = {method.objective: method for method in METHODS.values() if method.objective}
+BY_OBJECTIVE = {method.objective.name: method for method in METHODS.values() if method.objective}
 
 
 def defaults(options):
@@ -60,12 +60,12 @@ def store(**named):
 
 
 def job(seed=0, objective="dpo", data="a", *, inputs=48, hidden=(16, 8), classes=(), activation="relu", dropout=0.1, options=None, **training):  # fmt: skip
-    """A run of two or three steps an epoch."""
+    """A run of two or three steps per epoch."""
     numbers = {"lr": 1e-3, "batch": 16, "epochs": 4, "patience": 4} | training
     return Job(
         name=f"{data}-{objective}-{seed}-" + "-".join(f"{key}{value}" for key, value in training.items()),
         data=data,
-        objective=objective,
+        objective=BY_OBJECTIVE[objective].objective,
         options=defaults(BY_OBJECTIVE[objective].training_options) | (options or {}),
         seed=seed,
         shape=HeadShape(inputs=inputs, hidden=hidden, classes=classes, activation=activation),
@@ -108,5 +108,5 @@ def result_row(method, seed=0, auroc=0.7, **changes):
 
 
 def result_rows(method, values, **changes):
-    """One run a value, the seeds counted from 0."""
+    """One run per value, the seeds counted from 0."""
     return [result_row(method, seed, value, **changes) for seed, value in enumerate(values)]

@@ -31,7 +31,7 @@ def jobs(count, epochs=5):
     training = TrainSpec(lr=1e-3, batch=256, epochs=epochs, patience=epochs)
     return [
         Job(
-            name=f"{name}-{seed}", data="a", objective=name, options=support.defaults(METHODS[name].training_options), seed=seed,
+            name=f"{name}-{seed}", data="a", objective=METHODS[name].objective, options=support.defaults(METHODS[name].training_options), seed=seed,
             shape=HeadShape(inputs=INPUTS, activation="silu"), training=training,  # a ReLU at its kink goes either way
         )
         for seed in range(count)

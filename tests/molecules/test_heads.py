@@ -36,7 +36,7 @@ def test_a_key_does_not_depend_on_the_other_keys():
 
 @pytest.mark.parametrize("parts", [(DROPOUT,), (0, DROPOUT)])
 def test_a_key_stays_on_the_device_of_its_tensors(parts):
-    """The meta device has no numbers to copy: a detour over the host would fail here, and wait for the card there."""
+    """The meta device has no numbers to copy: a detour over the host would fail here, and wait for the GPU there."""
     seeds = torch.zeros(3, dtype=torch.int64, device="meta")
     assert random_key(seeds, *parts).device.type == "meta"
 

@@ -86,15 +86,15 @@ def plain_loss(job, out, labels):
     """As a paper would write it, all pairs as a matrix."""
     batch, options = job.training.batch, job.options
     in_dist, out_dist = out[:batch], out[batch:]
-    if job.objective in CLASSIFIERS:
+    if job.objective.name in CLASSIFIERS:
         return classifier_loss(job, in_dist, out_dist, labels)
     in_dist, out_dist = in_dist[:, 0], out_dist[:, 0]
     gaps = out_dist[None, :] - in_dist[:, None]
     zeros, ones = torch.zeros_like(in_dist), torch.ones_like(out_dist)
-    both = F.binary_cross_entropy_with_logits if job.objective == "bce" else F.mse_loss
-    if job.objective == "dpo":
+    both = F.binary_cross_entropy_with_logits if job.objective.name == "bce" else F.mse_loss
+    if job.objective.name == "dpo":
         loss = F.softplus(-options["beta"] * gaps).mean()
-    elif job.objective == "hinge":
+    elif job.objective.name == "hinge":
         loss = F.relu(options["margin"] - gaps).flatten().topk(round(options["hard"] * gaps.numel())).values.mean()
     else:
         loss = (both(in_dist, zeros) + both(out_dist, ones)) / 2
@@ -107,7 +107,7 @@ def classifier_loss(job, in_dist, out_dist, labels):
     known = (labels >= 0).sum()
     loss = sum(F.cross_entropy(one, labels[:, task], ignore_index=-1, reduction="sum") for task, one in enumerate(tasks[0])) / known  # fmt: skip
     options = job.options
-    if job.objective == "classify-energy-oe":
+    if job.objective.name == "classify-energy-oe":
         inside, outside = (torch.stack([-one.logsumexp(-1) for one in side]) for side in tasks)
         low, high = F.relu(inside - options["margin_in"]), F.relu(options["margin_out"] - outside)
         loss = loss + options["weight"] * (low.square().mean() + high.square().mean())
@@ -115,7 +115,7 @@ def classifier_loss(job, in_dist, out_dist, labels):
 
 
 def trained_alone(job, store, steps):
-    """The run's weights as they are after so many steps, one after the other."""
+    """The run's weights as they are after this many steps, one after the other."""
     torch.manual_seed(job.seed)
     sizes = (job.shape.inputs, *job.shape.hidden, job.shape.outputs)
     layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(sizes)]
@@ -125,7 +125,7 @@ def trained_alone(job, store, steps):
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, training.step_size, training.gamma)
     order = BatchOrder([job], store, training.batch, np.zeros(1, dtype=np.int64))
     for step in range(steps):
-        rows = order.rows(torch.tensor([step]), 2 if job.sees_ood else 1)[0]
+        rows = order.rows(torch.tensor([step]), 2 if job.objective.sees_ood else 1)[0]
         order.step += 1
         x = store.features[rows].float()
         for layer in layers[:-1]:

@@ -275,7 +275,7 @@ def test_a_missing_graph_library_names_the_pip_command(
     as_graphs(good)
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
-    with pytest.raises(BadData, match="not installed. Try: pip install torch_geometric"):
+    with pytest.raises(BadData, match="not installed. Try: `pip install torch_geometric`"):
         read_published(good)
 
 

@@ -10,7 +10,7 @@ from brimful.errors import DoesNotFit
 from brimful.memory.ledger import simulated_memory
 from brimful.molecules import runner as module
 from brimful.molecules.pack import TENSORS, Pack, State
-from brimful.molecules.runner import Runner, Trial, choose_pack_size
+from brimful.molecules.runner import PackTrial, Runner, choose_pack_size
 from brimful.units import MiB
 
 from . import support
@@ -26,7 +26,7 @@ def trials(monkeypatch, speed, a_run_bytes=MiB, fits=99):
         asked.append(len(jobs))
         if len(jobs) > fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Trial(runs=len(jobs), steps_per_s=speed(len(jobs)), peak_bytes=(10 + len(jobs)) * a_run_bytes)
+        return PackTrial(runs=len(jobs), steps_per_s=speed(len(jobs)), peak_bytes=(10 + len(jobs)) * a_run_bytes)
 
     monkeypatch.setattr(module, "_try", tried)
     return asked
@@ -101,7 +101,7 @@ def test_a_pack_that_runs_out_of_memory_is_not_taken(monkeypatch):
 
 def test_not_even_one_fits(monkeypatch):
     trials(monkeypatch, float, fits=0)
-    with pytest.raises(DoesNotFit, match="one run of 48 features and 16 rows a side does not fit cpu"):
+    with pytest.raises(DoesNotFit, match="one run of 48 features and 16 rows per side does not fit cpu"):
         choose_pack_size(JOBS, support.store(), None)
 
 
@@ -298,7 +298,7 @@ def test_half_of_the_runs_wait(monkeypatch):
 def test_one_run_that_does_not_fit_is_an_error(monkeypatch):
     fail_calls(monkeypatch, Pack, "step", *range(1, 99))
     with pytest.raises(
-        DoesNotFit, match="one run of 48 features and 16 rows a side does not fit cpu. .* smaller batch"
+        DoesNotFit, match="one run of 48 features and 16 rows per side does not fit cpu. .* smaller batch"
     ):
         support.run_all(Runner(ten(), SHELF, 10))
 

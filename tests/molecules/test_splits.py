@@ -268,7 +268,7 @@ def test_molecules_with_one_side_only_are_refused(
 
 @pytest.mark.parametrize(
     ("ood", "says"),
-    [(("z",), "has no value 'z'. Its values are a \\(9\\), b \\(5\\)"), (("a", "b"), "has no value left for ID")],
+    [(("z",), "has no value 'z'. Try: some of a \\(9\\), b \\(5\\)"), (("a", "b"), "has no value left for ID")],
 )
 def test_ood_values_that_are_missing_or_all_are_refused(ood: tuple[str, ...], says: str) -> None:
     with pytest.raises(BadOption, match=says):
@@ -276,7 +276,7 @@ def test_ood_values_that_are_missing_or_all_are_refused(ood: tuple[str, ...], sa
 
 
 def test_a_missing_column_is_refused_with_a_list() -> None:
-    with pytest.raises(BadOption, match="no column 'asay' to split by, its columns are assay"):
+    with pytest.raises(BadOption, match="no column 'asay' to split by. Try: one of assay"):
         make_split(made(assay=["a", "b"]), options("column", column="asay"))
 
 

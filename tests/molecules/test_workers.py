@@ -161,8 +161,8 @@ JOBS = [support.job(seed, name, activation="silu") for seed in range(3) for name
 @pytest.fixture(scope="module")
 def ray():
     pytest.importorskip("ray")
-    found, cards, cores = workers.connect_ray("local")
-    assert cards == 0 and cores >= 1
+    found, gpus, cores = workers.connect_ray("local")
+    assert gpus == 0 and cores >= 1
     yield found
     found.shutdown()
 

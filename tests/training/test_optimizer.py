@@ -125,7 +125,7 @@ def test_eight_bits_without_bitsandbytes_names_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtra) as missing:
         NamedOptimizer(name="adamw8bit", lr=1e-3, weight_decay=0.0)  # before there is a model
-    assert str(missing.value) == "bitsandbytes is not installed. Try: pip install 'brimful[eightbit]'"
+    assert str(missing.value) == "bitsandbytes is not installed. Try: pip install 'brimful[eightbit]'."
 
 
 def test_eight_bits_are_bitsandbytes_own_at_the_rate_asked_for(monkeypatch):

@@ -97,7 +97,7 @@ class CheckReport:
         counts = ", ".join(f"{self.dropped[reason]:,} {reason.replace('_', '-')}" for reason in reasons)
         return (
             f"{round(self.bad_share * self.rows_in):,} of {self.rows_in:,} rows cannot be used ({counts}), "
-            f"more than max_bad={self.max_bad:g}. The first is {self.problems[reasons[0]][0]}."
+            f"more than max_bad={self.max_bad:g} allows. Try: repair them, starting with {self.problems[reasons[0]][0]}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def check(
     """Read everything once and count. A limit is one number, or one for each field: `256` or `256,320`."""
     check_max_bad(max_bad)
     if max_tokens is not None and tokenizer is None:
-        raise BadOption(f"max_tokens={max_tokens!r} needs a tokenizer to count with. Set tokenizer=.")
+        raise BadOption(f"max_tokens={max_tokens!r} needs a tokenizer to count with. Try: tokenizer=.")
     token_counter = None if tokenizer is None else TokenCounter(tokenizer)
     source, started = open_source(paths, columns=columns), time.monotonic()
     limits = {
@@ -270,7 +270,7 @@ def parse_limits(name: str, value: str | int | None, fields: Sequence[str] | Non
         return tuple(numbers)
     if len(numbers) not in (1, len(fields)):
         raise BadOption(
-            f"{name}={value!r} has {len(numbers)} numbers for {', '.join(fields)}. Give one number, or one for each field."
+            f"{name}={value!r} has {len(numbers)} numbers for {', '.join(fields)}. Try: one number, or one for each field."
         )
     return tuple(numbers * len(fields) if len(numbers) == 1 else numbers)
 

@@ -92,7 +92,7 @@ class Encoder:
         """All tokens of each text, or more than are kept."""
         encode = self.tokenizer.encode_batch_fast
         heads = [
-            text if len(text) <= LONG_CHARACTERS else text[self._kept(number, LONG_CHARACTERS)]
+            text if len(text) <= LONG_CHARACTERS else text[self._truncation(number, LONG_CHARACTERS)]
             for number, text in enumerate(texts)
         ]
         ids = [encoding.ids for encoding in encode(heads, add_special_tokens=False)]
@@ -101,7 +101,7 @@ class Encoder:
                 ids[number] = encode([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _kept(self, number: int, length: int) -> slice:
+    def _truncation(self, number: int, length: int) -> slice:
         """What is kept of a longer text, which is number `number` of all fields of all rows."""
         return slice(-length, None) if self.keep_end[number % len(self.keep_end)] else slice(0, length)
 
@@ -114,7 +114,7 @@ class Encoder:
             if excess > 0:
                 truncated[field] += 1
                 lost[field] += excess
-                one[:] = one[self._kept(number, len(one) - excess)]
+                one[:] = one[self._truncation(number, len(one) - excess)]
             one.append(self.eos_id)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         tokens = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum(dtype=np.int64)))

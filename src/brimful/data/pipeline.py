@@ -1,17 +1,23 @@
-"""Threads that overlap reading, preparing and writing in bounded memory, and the memory they used.
+"""What the data commands share: threads in bounded memory, the memory they used, and a folder for the output.
 
 Threads suffice: tokenizers, Arrow and NumPy release Python's lock while they work (turning ids into arrays, which needs it,
 is 8 % of the time of tokenizing). Worker processes would copy the tokenizer and its buffers once per core.
 """
 
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
+
+from brimful.errors import BadData, BadOption
+from brimful.files import disk_full, sync
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -78,3 +84,61 @@ class PeakMemory:
     def _watch(self) -> None:
         while not self._stop.wait(0.1):
             self.measure()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFolder:
+    """The output of a command. It appears whole or not at all, and replaces only a folder of its own kind.
+
+    It is filled beside its place and renamed when all is written.
+    """
+
+    path: Path
+    kind: str
+    """In messages: `token store`."""
+    marker: str
+    """The file that such a folder has: `store.json`."""
+    overwrite: bool
+
+    def check(self) -> None:
+        """Refuse an existing output unless it is an empty folder, or of this kind and may be replaced."""
+        path = self.path
+        if not (path.exists() or path.is_symlink()) or (path.is_dir() and not any(path.iterdir())):
+            return
+        if not (path / self.marker).is_file():
+            what = f"folder that is not a {self.kind}" if path.is_dir() else "file"
+            raise BadOption(f"output='{path}' is an existing {what}. Try: the name of a new folder.")
+        if not self.overwrite:
+            raise BadOption(f"output='{path}' is an existing {self.kind}. Try: another folder, or overwrite=True.")
+
+    def publish(self, part: Path) -> None:
+        """Rename the finished folder to the output. An old one is removed afterwards, and restored if the rename fails."""
+        self.check()
+        old = self.path.with_name(f".{self.path.name}.old")
+        self._remove(old)  # left by a process that was killed right here
+        if (self.path / self.marker).is_file():
+            self.path.rename(old)
+        try:
+            part.rename(self.path)
+        except BaseException:
+            if old.exists():
+                old.rename(self.path)
+            raise
+        self._remove(old)
+        sync(self.path.parent)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn the system's errors while writing into one sentence."""
+        try:
+            yield
+        except OSError as error:
+            if why := disk_full(error):
+                raise BadData(f"{self.path}: {why}. Try: free some space and run the same command again.") from None
+            place = Path(str(error.filename or self.path))
+            advice = " Try: another output=." if place.is_relative_to(self.path.parent) else ""
+            raise BadData(f"{place}: {error.strerror or error}.{advice}") from None
+
+    def _remove(self, folder: Path) -> None:
+        if (folder / self.marker).is_file():
+            shutil.rmtree(folder, ignore_errors=True)

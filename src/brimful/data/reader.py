@@ -1,6 +1,6 @@
 """From the row numbers of a step to micro-batches: read, split, collated. Runs in a worker, or in the process itself.
 
-A row must not depend on who reads it. For a data set that draws random numbers (a crop, a mask) the generators are seeded
+A row must not depend on who reads it. For a dataset that draws random numbers (a crop, a mask) the generators are seeded
 for each sample of the stream, so the same sample gives the same row with any number of workers and processes and after any
 resume. A token store draws none, and is spared the 15 µs per row.
 
@@ -34,7 +34,7 @@ class StepRows:
     step_rows: int
     """Rows of the step over all ranks."""
     indices: Ints
-    """Which rows of the data set these are; `groups` are positions in them."""
+    """Which rows of the dataset these are; `groups` are positions in them."""
     groups: list[list[int]]
     """The proposed micro-batches. A stepper short of memory splits each of them further, and never joins two."""
     shapes: list[Shape]
@@ -61,7 +61,7 @@ class ReadError:
 
 
 class StepReader:
-    """A map-style data set of steps, for torch's workers: `reader[SampledStep]` is its `StepRows`."""
+    """A map-style dataset of steps, for torch's workers: `reader[SampledStep]` is its `StepRows`."""
 
     def __init__(
         self, dataset: Any, task: Task, split: Split | None, lengths: Lengths | None, *, step_rows: int, seed: int
@@ -118,7 +118,7 @@ class StepReader:
         except BrimfulError:
             raise
         except Exception as error:
-            raise TaskError(f"row {index} of the data set cannot be read: {in_one_line(error)}") from error
+            raise TaskError(f"row {index} of the dataset cannot be read ({in_one_line(error)}).") from error
 
     def _shapes(self, indices: Ints, rows: Sequence[Any]) -> list[Shape]:
         if self._lengths is not None:

@@ -61,7 +61,7 @@ Indices: TypeAlias = Sequence[int] | npt.NDArray[Any]
 
 
 class Store:
-    """A map-style data set: `store[7]` is `{"prompt": array, "response": array}`, read-only views of the file."""
+    """A map-style dataset: `store[7]` is `{"prompt": array, "response": array}`, read-only views of the file."""
 
     def __init__(self, path: Path, meta: "StoreMeta") -> None:
         self.path, self.meta = path, meta

@@ -26,8 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.data.encode import PIECES_IN_FLIGHT, EncodedRows, Encoder, in_pieces, piece_size
-from brimful.data.output import OutputFolder
-from brimful.data.pipeline import PeakMemory, in_order, read_ahead
+from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, read_ahead
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Chunk, RowProblem, Source, open_source
 from brimful.data.store import (
@@ -49,7 +48,7 @@ from brimful.units import GiB, show_bytes
 
 PERCENTILES = (50, 90, 99)
 THREADS = 2
-"""That encode: while one turns its ids into an array, the cores work for the other."""
+"""Threads that encode: while one turns its ids into an array, the cores work for the other."""
 _PROGRESS_FILE = "progress.json"
 _LENGTHS_AT_ONCE = 100_000
 
@@ -98,9 +97,7 @@ class TokenizeOptions:
         default = ("prompt",) if conversations else ()
         names = default if self.keep_end is None else self.keep_end
         if unknown := [name for name in names if name not in fields]:
-            raise BadOption(
-                f"keep_end='{','.join(unknown)}' is not a field of the rows, which have {' and '.join(fields)}."
-            )
+            raise BadOption(f"keep_end='{','.join(unknown)}' is not a field of the rows. Try: {' or '.join(fields)}.")
         return tuple(field in names for field in fields)
 
 

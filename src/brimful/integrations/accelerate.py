@@ -185,7 +185,7 @@ class AcceleratedStepper(Stepper):
         if file.exists():
             self.load_state_dict(json.loads(file.read_text()))
         else:
-            self._note(f"{folder} has no stepper of this process, so the micro-batch size starts anew")
+            self._note(f"{folder} has no stepper of this process, so the micro-batch size is found again")
 
     def _file(self, folder: str) -> Path:
         return Path(folder) / f"brimful_stepper{self._number}_rank{self._accelerator.process_index}.json"

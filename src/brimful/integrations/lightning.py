@@ -75,7 +75,7 @@ _Callback: Any = type("Callback", tuple(import_module(name).Callback for name in
 _Metric: Any = import_module("torchmetrics").Metric
 _AUTOCAST = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 """What a plan calls Lightning's precisions. Without autocast it is fp32."""
-HINT = "Try: if the loss is not a mean over rows, return {'loss': mean, 'count': count} from training_step."
+HINT = "return {'loss': mean, 'count': count} from training_step"
 
 
 def exact(
@@ -196,7 +196,9 @@ class ExactSteps(_Callback):
             with running.listening():
                 result = stepper.backward(batch)
         except InexactSplit as error:
-            raise InexactSplit(f"{error} {HINT}") from None
+            raise InexactSplit(
+                f"{str(error).removesuffix('.')}, or {HINT} if the loss is not a mean over rows."
+            ) from None
         finally:
             self._running = None
         self._set_aside = [(p, p.grad) for p in strategy.lightning_module.parameters() if p.grad is not None]
@@ -453,7 +455,7 @@ def _read(value: Any, rows: int | None, name: str) -> tuple[Loss, dict[str, Any]
     mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # in fp16 a sum over 10,000 tokens is inf
     if extras.get("count") is None:
         if rows is None:
-            raise TaskError(f"the rows of {name}'s batch cannot be counted. {HINT}")
+            raise TaskError(f"the rows of {name}'s batch cannot be counted. Try: {HINT}.")
         return Loss(sum=mean * rows, count=rows), extras
     count = torch.as_tensor(extras["count"], device=mean.device).detach()
     return Loss(sum=torch.where(count > 0, mean * count, torch.zeros_like(mean)), count=count), extras
@@ -509,7 +511,9 @@ def _join_extras(outputs: list[_Output], name: str) -> Any:
 def _check_trainer(trainer: Any, module: Any) -> None:
     _check_accumulation(trainer)
     if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
-        raise BadOption("GradientAccumulationScheduler cannot be used, since a batch of the loader is a whole step. Try: a larger batch_size.")
+        raise BadOption(
+            "GradientAccumulationScheduler cannot be used, since a batch of the loader is a whole step. Try: a larger batch_size."
+        )
     if not module.automatic_optimization:
         raise UnsupportedModel(
             "with automatic_optimization=False training_step steps by itself, and a repeated one would step twice. "

@@ -165,7 +165,8 @@ class _ExactTrainer(Trainer):
         try:
             result = self.stepper.backward(rows)
         except InexactSplit as error:
-            raise InexactSplit(f"{error} Try: exact(…, count=…) if the loss is not a mean over the labels.") from None
+            message = f"{str(error).removesuffix('.')}, or exact(…, count=…) if the loss is not a mean over the labels."
+            raise InexactSplit(message) from None
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             empty_cache(self.args.device)
         return torch.tensor(result.loss, device=self.args.device)

@@ -1,7 +1,7 @@
 """The accelerators torch sees: how much memory each has, how much is free, and which processes hold the rest.
 
 torch knows which devices there are and how large. NVML knows what is free and who uses it, without a CUDA context. torch
-can tell what is free too, but only from within a CUDA context, and creating one costs memory on the very card (524 MiB on
+can tell what is free too, but only from within a CUDA context, and creating one costs memory on the very GPU (524 MiB on
 an H200): that is the fallback if NVML does not answer, and a note says so.
 
 NVML often does not answer: no library in a container without the `utility` capability, no process list for a MIG slice,
@@ -9,7 +9,7 @@ no permission on a shared host, a library that does not match the driver. That i
 
 Used memory is torch's total less NVML's free. NVML's own `used` includes the driver's reserve (615 MiB on an H200), which
 torch's total leaves out; measured there, the difference is exact to the byte. What other processes hold is what is used
-less what this process holds. On a shared card that number decides whether a run fits, and torch cannot see it.
+less what this process holds. On a shared GPU that number decides whether a run fits, and torch cannot see it.
 """
 
 import os
@@ -26,7 +26,7 @@ _PROCESS_LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphics
 """A desktop's X server or a game is in the second list only. The first decides whether the answer is known."""
 
 _WHOLE_CARD = 0.8
-"""torch's total is within 1 % of NVML's for a whole card. Far below it, torch has a MIG slice and NVML the card."""
+"""torch's total is within 1 % of NVML's for a whole GPU. Far below it, torch has a MIG slice and NVML the GPU."""
 
 _NAMED = 3
 """Further processes are summed up: the phrase goes into error messages."""
@@ -37,7 +37,7 @@ _NOISE_BYTES = 64 * MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuProcess:
-    """A process that holds memory on a card."""
+    """A process that holds memory on a GPU."""
 
     pid: int
     """As NVML gives it; in a container that may be the host's number."""
@@ -72,7 +72,7 @@ class Gpu:
     driver: str | None
     """The driver's version."""
     capability: str | None
-    """Compute capability such as `9.0`; None for cards without one."""
+    """Compute capability such as `9.0`; None for GPUs without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class DetectedGpus:
     gpus: tuple[Gpu, ...]
     """In torch's order."""
     driver: str | None
-    """NVIDIA's driver, also if torch sees no card."""
+    """NVIDIA's driver, also if torch sees no GPU."""
     notes: tuple[str, ...]
     """What is unknown, and why."""
 
@@ -110,7 +110,7 @@ def gpu_holders(index: int) -> str:
 
 
 def describe_holders(gpu: Gpu, *, in_container: bool) -> str:
-    """Which other processes hold the card's memory, the largest first: `python3 (pid 4711) holds 61.2 GiB`."""
+    """Which other processes hold the GPU's memory, the largest first: `python3 (pid 4711) holds 61.2 GiB`."""
     if gpu.used_by_others_bytes is None:
         return "who holds the rest is unknown"
     named = [process for process in gpu.other_processes if process.name is not None and process.used_bytes]
@@ -125,8 +125,8 @@ def describe_holders(gpu: Gpu, *, in_container: bool) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CardUse:
-    """NVML's figures of one card."""
+class GpuUse:
+    """NVML's figures of one GPU."""
 
     uuid: str
     """With its prefix: `GPU-…` or `MIG-…`."""
@@ -162,14 +162,14 @@ class Nvml:
         return _text(self.query("nvmlSystemGetDriverVersion"))
 
     def names(self) -> list[str]:
-        """Every NVIDIA card of the machine, whether torch sees it or not."""
+        """Every NVIDIA GPU of the machine, whether torch sees it or not."""
         count = self.query("nvmlDeviceGetCount") or 0
         handles = [self.query("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
         known = [handle for handle in handles if handle is not None]
-        return [_text(self.query("nvmlDeviceGetName", handle)) or "an NVIDIA card" for handle in known]
+        return [_text(self.query("nvmlDeviceGetName", handle)) or "an NVIDIA GPU" for handle in known]
 
-    def card(self, index: int, uuid: str, total_bytes: int) -> CardUse | None:
-        """The card that torch numbers `index`, by its UUID, since CUDA_VISIBLE_DEVICES renumbers cards.
+    def gpu(self, index: int, uuid: str, total_bytes: int) -> GpuUse | None:
+        """The GPU that torch numbers `index`, by its UUID, since CUDA_VISIBLE_DEVICES renumbers GPUs.
 
         torch gives the UUID without its prefix, so both are tried. MIG slices have their own UUIDs.
         """
@@ -178,7 +178,7 @@ class Nvml:
             handle = self.query("nvmlDeviceGetHandleByUUID", full)
             memory = self.query("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
             if memory is not None and total_bytes >= _WHOLE_CARD * memory.total:
-                return CardUse(uuid=full, free_bytes=int(memory.free), processes=self._processes(handle, unknown))
+                return GpuUse(uuid=full, free_bytes=int(memory.free), processes=self._processes(handle, unknown))
         if self.module is not None and len(self.notes) == notes_before:
             self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")
         return None
@@ -226,7 +226,7 @@ def _text(value: str | bytes | None) -> str | None:
 
 
 def _detect_one(kind: str, index: int, nvml: Nvml, notes: list[str]) -> Gpu | None:
-    """One device; None and a note if torch cannot even read its properties (a card that fell off the bus)."""
+    """One device; None and a note if torch cannot even read its properties (a GPU that fell off the bus)."""
     try:
         return _cuda(index, nvml, notes) if kind == "cuda" else _other(kind, index, notes)
     except (RuntimeError, AssertionError) as error:
@@ -239,7 +239,7 @@ def _cuda(index: int, nvml: Nvml, notes: list[str]) -> Gpu:
 
     properties = torch.cuda.get_device_properties(index)
     uuid, total = getattr(properties, "uuid", None), properties.total_memory
-    use = nvml.card(index, str(uuid), total) if uuid is not None else None
+    use = nvml.gpu(index, str(uuid), total) if uuid is not None else None
     own = _own_bytes(index, use, notes)
     used = total - use.free_bytes if use else None
     return Gpu(
@@ -282,7 +282,7 @@ def _other(kind: str, index: int, notes: list[str]) -> Gpu:
 
 
 def _free_by_torch(kind: str, index: int, notes: list[str]) -> int | None:
-    """The fallback without NVML. It fails on a card too full for a context, and on devices without this function."""
+    """The fallback without NVML. It fails on a GPU too full for a context, and on devices without this function."""
     import torch
 
     had_context = kind != "cuda" or _has_context(index)
@@ -296,7 +296,7 @@ def _free_by_torch(kind: str, index: int, notes: list[str]) -> int | None:
     return int(free)
 
 
-def _own_bytes(index: int, use: CardUse | None, notes: list[str]) -> int | None:
+def _own_bytes(index: int, use: GpuUse | None, notes: list[str]) -> int | None:
     """What this process holds: as NVML lists it, nothing without a context, or else what torch has reserved.
 
     The last happens in containers, where NVML lists the host's pids or no bytes.
@@ -315,7 +315,7 @@ def _own_bytes(index: int, use: CardUse | None, notes: list[str]) -> int | None:
     return int(torch.cuda.memory_reserved(index))
 
 
-def _others(index: int, use: CardUse | None, nvml: Nvml) -> tuple[GpuProcess, ...]:
+def _others(index: int, use: GpuUse | None, nvml: Nvml) -> tuple[GpuProcess, ...]:
     """The other processes, the largest first.
 
     If our own pid should be listed and is not, the pids belong to another namespace. The same number here is another
@@ -341,7 +341,7 @@ def _name(pid: int, nvml: Nvml) -> str | None:
 
 
 def _has_context(index: int) -> bool:
-    """Whether this process has a CUDA context on the card.
+    """Whether this process has a CUDA context on the GPU.
 
     torch's function for it is private. Without it, reserved memory proves a context, but none proves nothing.
     """
@@ -357,18 +357,18 @@ def _why_no_gpu(nvml: Nvml) -> str:
     """The reason why torch sees no GPU. The first is the most common mistake: the wrong build of torch."""
     import torch
 
-    build, cards = f"torch {torch.__version__}", ", ".join(nvml.names())
-    if cards and torch.version.cuda is None:
-        return f"{build} has no CUDA support but NVML sees {cards}; install the CUDA build (pytorch.org/get-started)."
-    if cards and "CUDA_VISIBLE_DEVICES" in os.environ:
+    build, names = f"torch {torch.__version__}", ", ".join(nvml.names())
+    if names and torch.version.cuda is None:
+        return f"{build} has no CUDA support but NVML sees {names}; install the CUDA build (pytorch.org/get-started)."
+    if names and "CUDA_VISIBLE_DEVICES" in os.environ:
         hidden = os.environ["CUDA_VISIBLE_DEVICES"]
-        return f"NVML sees {cards}, but CUDA_VISIBLE_DEVICES={hidden!r} leaves torch no card; unset it to use one."
-    if cards:
-        return f"NVML sees {cards}, but {build} for CUDA {torch.version.cuda} cannot use driver {nvml.driver()}."
+        return f"NVML sees {names}, but CUDA_VISIBLE_DEVICES={hidden!r} leaves torch no GPU; unset it to use one."
+    if names:
+        return f"NVML sees {names}, but {build} for CUDA {torch.version.cuda} cannot use driver {nvml.driver()}."
     if torch.version.cuda is not None:
-        reason = nvml.problem or "it sees no card"
-        return f"{build} is built for CUDA {torch.version.cuda}, but no NVIDIA card answers (NVML: {reason})."
-    return f"{build} sees no GPU and there is no NVIDIA driver (NVML: {nvml.problem or 'no card'})."
+        reason = nvml.problem or "it sees no GPU"
+        return f"{build} is built for CUDA {torch.version.cuda}, but no NVIDIA GPU answers (NVML: {reason})."
+    return f"{build} sees no GPU and there is no NVIDIA driver (NVML: {nvml.problem or 'no GPU'})."
 
 
 def _why_others_unknown(kind: str, nvml: Nvml) -> list[str]:

@@ -155,7 +155,7 @@ def forward_context(
 ) -> Iterator[None]:
     """What a forward runs in: autocast, unless that is None, and attention without cuDNN unless it is asked for.
 
-    cuDNN's attention, which torch prefers on Hopper cards and later, builds a plan for every new shape and keeps it as long
+    cuDNN's attention, which torch prefers on Hopper GPUs and later, builds a plan for every new shape and keeps it as long
     as the process lives. Rows of varying length bring a new shape in every micro-batch. Measured on T5 base and an H200,
     48 rows: 218 ms a micro-batch and 4.7 MiB of host RAM that never come back, against 84 ms and nothing with torch's own
     kernels; for a known shape both take the same. Ten thousand such steps would use up the host's memory.

@@ -6,8 +6,8 @@
 
 The memory model of training does not apply: without gradients no activation outlives its layer, and generation holds a
 cache of keys and values instead of logits. So this work has probes of its own: at most 8 runs of 1 to 4 rows, none longer
-than the longest row, on the CPU under a ledger and on a card by its peak statistics. The model covers only *added* bytes;
-what is allocated already (weights, optimizer state, gradients) is read anew before each pass and subtracted.
+than the longest row, on the CPU under a ledger and on a GPU by its peak statistics. The model covers only *added* bytes;
+what is allocated already (weights, optimizer state, gradients) is read again before each pass and subtracted.
 
 Without any limit, work on the CPU takes at most half of the host memory available at that moment.
 """
@@ -36,7 +36,7 @@ from brimful.units import show_bytes, show_rows
 
 T = TypeVar("T")
 Work = Callable[[int, Shape], object]
-"""Runs the work once on a dummy batch of so many rows, padded to this shape."""
+"""Runs the work once on a dummy batch of this many rows, padded to this shape."""
 
 HOST_SHARE = 0.5
 """Of the host memory available now, if nothing else limits the CPU: page cache and other programs need some, too."""
@@ -45,7 +45,7 @@ MAX_ROWS = 512
 OVERHEAD = {"cpu": 128.0}
 """The cost of a further batch, in rows × padded lengths: a forward of the tiny chat model took 2 ms plus 32 µs a token."""
 OTHER_OVERHEAD = 8192.0
-"""A card takes thousands of tokens in the time that Python needs to launch its kernels."""
+"""A GPU takes thousands of tokens in the time that Python needs to launch its kernels."""
 MAX_CORRECTION = 1.5
 """One out-of-memory error raises the memory model by at most this factor."""
 

@@ -5,7 +5,7 @@ included) and until torch frees it. That adds 4–90 % to the time of a step, so
 
 It cannot see: temporaries inside one operation (a convolution's unfolded input: 65.6 MiB counted where the profiler
 reports 89.5), what compiled code allocates for itself, storages that no operation has touched yet, other threads, sparse
-tensors, and memory that is not torch's. A storage that is resized is counted anew at its next use.
+tensors, and memory that is not torch's. A storage that is resized is counted again at its next use.
 """
 
 import weakref
@@ -66,7 +66,7 @@ class Ledger(TorchDispatchMode):
         self._track_all(args)
         if kwargs:
             self._track_all(kwargs.values())
-        if self.live_bytes > start:  # if the limit was lowered meanwhile, the next allocation fails, as on a card
+        if self.live_bytes > start:  # if the limit was lowered meanwhile, the next allocation fails, as on a GPU
             self._check(func)
         before = self.live_bytes
         out = func(*args, **(kwargs or {}))
@@ -126,7 +126,7 @@ class Ledger(TorchDispatchMode):
 
 
 def simulated_memory(limit: str | int) -> Ledger:
-    """Limit the CPU tensors of a block, as a card of that size would.
+    """Limit the CPU tensors of a block, as a GPU of that size would.
 
     >>> import torch
     >>> with simulated_memory("1MiB") as memory:

@@ -131,7 +131,7 @@ class AvailableMemory:
 def available_bytes(device: torch.device) -> int | None:
     """The most this process could hold on the device now, what it holds already included; None if unknown.
 
-    On a card that is what is free and what torch has reserved, up to the limit set on the process. The CPU is limited
+    On a GPU that is what is free and what torch has reserved, up to the limit set on the process. The CPU is limited
     only by the kernel, so there only a simulated limit is known.
     """
     if device.type == "cpu":
@@ -150,7 +150,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 def process_limit_bytes(device: torch.device, total: int) -> int:
-    """What torch lets this process reserve of the card's memory."""
+    """What torch lets this process reserve of the GPU's memory."""
     if device.type != "cuda":
         return total
     return int(torch.cuda.memory.get_per_process_memory_fraction(device) * total)
@@ -167,7 +167,7 @@ def trim_heap() -> None:
     """Return freed host memory to the system, if the C library can.
 
     glibc maps large blocks separately, and raises the size that counts as large to that of the largest block freed so
-    far, up to 32 MiB: from then on tensors lie in its heap, and what is freed there stays with the process. Measured on
+    far, up to 32 MiB: from then on tensors are in its heap, and what is freed there stays with the process. Measured on
     T5 base, 0.75 GB of weights: built on the host and moved away, 1.0 GB stayed. Workers make it worse, since a page
     that was garbage when they were forked is theirs until they end.
     """

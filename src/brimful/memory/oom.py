@@ -25,7 +25,7 @@ _NEVER = ("illegal memory access", "device-side assert", "misaligned address", "
 _SIGNS = (
     "out of memory",  # CUDA, HIP, XPU and MPS allocators; "CUDA error: out of memory"
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS cannot create its handle on a full card
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS cannot create its handle on a full GPU
     "CUDNN_STATUS_NOT_SUPPORTED",  # a convolution whose workspace does not fit with any algorithm
     "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",

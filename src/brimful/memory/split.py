@@ -25,9 +25,9 @@ Ints = NDArray[np.int64]
 SMALLEST_PART = 8
 """So few rows are divided further only if that might pay for a micro-batch: down to 4 saved 0.1 % of padding."""
 MAX_PARTS = 256
-"""However many rows there are, they are divided into about so many parts, so that 4,096 rows take below 0.1 s."""
+"""However many rows there are, they are divided into about this many parts, so that 4,096 rows take below 0.1 s."""
 BOUNDARIES = 32
-"""Runs may end at so many of the places where dividing saved most, and at two more for each micro-batch needed."""
+"""Runs may end at this many of the places where dividing saved most, and at two more for each micro-batch needed."""
 
 
 class Cost(Protocol):
@@ -155,7 +155,7 @@ class _Budget:
 
     def __init__(self, cost: Cost, budget: float, max_rows: int) -> None:
         self.cost, self.budget, self.max_rows = cost, budget, max_rows
-        self._known: dict[Shape, tuple[int, int]] = {}  # by shape: so many rows fit, so many do not
+        self._known: dict[Shape, tuple[int, int]] = {}  # by shape: rows that fit, and rows that do not
 
     def fits(self, rows: int, padded: Ints) -> bool:
         shape = tuple(padded.tolist())

@@ -98,7 +98,7 @@ def _shares(values: Floats, edges: Floats) -> Floats:
 
 
 def roc_chart(runs: Sequence[Run], positive: Side, fpr95: float | None, points: int, label: str) -> str:
-    """One line a seed, their mean over equal false-positive rates, and the FPR95 of the table."""
+    """One line per seed, their mean over equal false-positive rates, and the FPR95 of the table."""
     usable = [run for run in runs if all(len(run[side]) and not np.isnan(run[side]).any() for side in ("id_scores", "ood_scores"))]  # fmt: skip
     curves = [roc(run["id_scores"], run["ood_scores"], positive) for run in usable]
     if not curves:

@@ -124,7 +124,7 @@ def molecules_from(
     kept = np.array([at for at in range(len(texts)) if at not in reasons], dtype=np.int64)
     if not len(kept):
         first = f", the first is {min(unread, key=lambda one: one.row)}" if unread else ""
-        raise BadData(f"{source} has no molecule that RDKit can read{first}. Try: another column as smiles")
+        raise BadData(f"{source} has no molecule that RDKit can read{first}. Try: another column as smiles.")
     return Molecules(
         source=source,
         smiles=texts[kept],
@@ -161,12 +161,12 @@ class Table:
 def read_table(path: Path, *, smiles: str, columns: Sequence[str]) -> Table:
     """With these columns, or with all where none is named."""
     if not path.is_file():
-        raise BadData(f"{path} is not a file. Try: a table with a column of SMILES")
+        raise BadData(f"{path} is not a file. Try: a table with a column of SMILES.")
     if path.suffix.lower() == ".parquet":
         return _read_parquet(path, smiles, columns)
     if path.name.lower().endswith(ENDINGS):
         return _read_csv(path, smiles, columns)
-    raise BadData(f"{path} has an unknown type. Try: .parquet, {', '.join(ENDINGS[:4])}")
+    raise BadData(f"{path} has an unknown type. Try: .parquet, {', '.join(ENDINGS[:4])}.")
 
 
 def _read_csv(path: Path, smiles: str, columns: Sequence[str]) -> Table:
@@ -179,7 +179,7 @@ def _read_csv(path: Path, smiles: str, columns: Sequence[str]) -> Table:
     lines = np.concatenate([one.lines for one in chunks])
     broken = [one for chunk in chunks for one in chunk.broken]
     if not len(lines) and any(one.message == NOT_UTF8 for one in broken):
-        raise BadData(f"{path} is {NOT_UTF8}. Try: iconv -f gbk -t utf-8, or from the encoding it was saved in")
+        raise BadData(f"{path} is {NOT_UTF8}. Try: `iconv -f gbk -t utf-8`, or from the encoding it was saved in.")
     order = np.sort(np.concatenate([lines, np.array([one.line for one in broken], dtype=np.int64)]))
     return Table(
         smiles=_text_column(texts.pop(smiles)),
@@ -196,13 +196,13 @@ def _check_start(path: Path, smiles: str) -> None:
     with ByteStream(str(path)) as stream:
         start = stream.read(4096)
     if b"\0" in start:
-        raise BadData(f"{path} is {NOT_UTF8} but looks like UTF-16. Try: iconv -f utf-16 -t utf-8")
+        raise BadData(f"{path} is {NOT_UTF8} but looks like UTF-16. Try: `iconv -f utf-16 -t utf-8`.")
     header = start.split(b"\n")[0].decode(errors="replace").strip('\r"')
     own = "\t" if path.name.lower().endswith(tuple(one for one in ENDINGS if ".tsv" in one)) else ","
     other = next((one for one in _SEPARATORS if one in header), own) if own not in header else own
     if other != own and header != smiles:
         fix = {"\t": "rename it to .tsv", ",": "rename it to .csv"}.get(other, "write it with commas")
-        raise BadData(f"{path} should have {_SEPARATORS[own]} between columns, but its header has {_SEPARATORS[other]}. Try: {fix}")  # fmt: skip
+        raise BadData(f"{path} should have {_SEPARATORS[own]} between columns, but its header has {_SEPARATORS[other]}. Try: {fix}.")  # fmt: skip
 
 
 def _read_parquet(path: Path, smiles: str, columns: Sequence[str]) -> Table:
@@ -214,13 +214,13 @@ def _read_parquet(path: Path, smiles: str, columns: Sequence[str]) -> Table:
             names = _choose_columns(path, file.schema_arrow.names, smiles, columns)
             content = file.read(columns=names)
     except (pa.ArrowException, OSError) as error:
-        raise BadData(f"{path} is not a whole parquet file ({in_one_line(error)}). Try: write it again") from None
+        raise BadData(f"{path} is not a whole parquet file ({in_one_line(error)}). Try: write it again.") from None
     arrays = {name: _arrow_column(content[name]) for name in names}
     for name in (smiles, *columns):
         array = arrays[name]
         if array is None or (name == smiles and array.dtype != object):
             wanted = "text" if name == smiles else "text or numbers"
-            raise BadData(f"{path}: column {name!r} has the type {content.schema.field(name).type}. Try: a column of {wanted}")  # fmt: skip
+            raise BadData(f"{path}: column {name!r} has the type {content.schema.field(name).type}. Try: a column of {wanted}.")  # fmt: skip
     others = {name: array for name, array in arrays.items() if array is not None and name != smiles}
     texts = arrays[smiles]
     assert texts is not None
@@ -234,12 +234,13 @@ def _choose_columns(path: Path, available: Sequence[str], smiles: str, columns: 
     if not missing:
         return wanted if columns else [smiles, *(name for name in available if name != smiles)]
     matches = {name: close_matches(name, available, cutoff=0.5)[:2] for name in missing}
-    likely = dict.fromkeys(one for found in matches.values() for one in found)
-    hint = f", did you mean {' or '.join(map(repr, likely))}?" if likely else "."
+    likely = list(dict.fromkeys(name for names in matches.values() for name in names))
     more = f" and {len(available) - _LISTED} more" if len(available) > _LISTED else ""
-    fix = f' Try: smiles = "{(matches[smiles] or ["…"])[0]}" under [[datasets]]' if smiles in missing else ""
-    listed = f"{', '.join(available[:_LISTED])}{more}"
-    raise BadOption(f"{path} has no column {', '.join(map(repr, missing))}{hint} It has {listed}.{fix}".rstrip("."))
+    fix = f'smiles = "{(matches[smiles] or ["…"])[0]}" under [[datasets]]' if smiles in missing else ""
+    advice = fix or " or ".join(map(repr, likely)) or "one of those"
+    raise BadOption(
+        f"{path} has no column {', '.join(map(repr, missing))}, only {', '.join(available[:_LISTED])}{more}. Try: {advice}."
+    )
 
 
 def column_from(values: Iterable[Any]) -> Column:

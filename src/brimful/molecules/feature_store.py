@@ -142,7 +142,7 @@ class BatchOrder:
         self._counts = lengths[self._data.cpu().numpy()]
         self._counts_on_device = torch.from_numpy(self._counts).to(self._device)
         self._seeds = torch.tensor([job.seed for job in jobs], device=self._device)
-        seen = np.array([[True, job.sees_ood] for job in jobs])
+        seen = np.array([[True, job.objective.sees_ood] for job in jobs])
         self.steps_per_epoch = -(-(self._counts * seen).max(1) // batch)
         """Steps that read the larger side once."""
         self._order = torch.empty(len(jobs), 2, 2, self._longest, dtype=torch.int32, device=self._device)

@@ -33,7 +33,7 @@ from brimful.molecules.metrics import Side, all_metrics
 from brimful.molecules.pack import TENSORS, State
 from brimful.molecules.prepare import Prepared
 from brimful.molecules.results import COLUMNS, write_run
-from brimful.molecules.runner import Finished
+from brimful.molecules.runner import FinishedRun
 from brimful.molecules.spec import PARTS, Cell
 from brimful.training.events import Journal, read_events
 from brimful.training.run import RunLock
@@ -97,7 +97,7 @@ class SweepFolder:
                     label = f" ({', '.join(prepared[name].spec.label)})" if kind == "labels" else ""
                     raise BadRun(
                         f"{self.root} holds results of other data: {phrases[kind].format(name)}{label} changed. "
-                        "Try: another output="
+                        "Try: another output=."
                     )
         with writing(self.claims):
             write_atomic(self.claims, json.dumps({kind: {**before[kind], **now[kind]} for kind in now}, indent=1))
@@ -109,7 +109,7 @@ class SweepFolder:
             content = json.loads(self.claims.read_bytes())
             return {kind: dict(content[kind]) for kind in ("splits", "labels", "rows")}
         except (OSError, ValueError, TypeError, KeyError):
-            raise BadRun(f"{self.claims} cannot be read, so the data of these results is unknown. Try: another output=") from None  # fmt: skip
+            raise BadRun(f"{self.claims} cannot be read, so the data of these results is unknown. Try: another output=.") from None  # fmt: skip
 
     def save_state(self, share: int, state: State) -> None:
         """Runs that have begun."""
@@ -121,7 +121,7 @@ class SweepFolder:
             with atomic_path(path) as draft:
                 save_file(tensors, draft, metadata={"runs": json.dumps(facts)})
         except (OSError, SafetensorError) as error:  # the next one may work, and the sweep continues
-            raise BadRun(f"{path} cannot be written ({error}), so a killed sweep could not resume. Try: free space") from None  # fmt: skip
+            raise BadRun(f"{path} cannot be written ({error}), so a killed sweep could not resume. Try: free space.") from None  # fmt: skip
 
     def saved_states(self, jobs: Mapping[str, Job]) -> list[State]:
         """Those of the jobs that had begun. A file that cannot be read costs the work in it, not the sweep."""
@@ -157,7 +157,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise BadRun(f"{path} cannot be written: {why}. Try: free space, or another output=") from None
+        raise BadRun(f"{path} cannot be written: {why}. Try: free space, or another output=.") from None
 
 
 def _split_table(prepared: Prepared) -> pa.Table:
@@ -229,15 +229,15 @@ class Record:
     folder: SweepFolder
     journal: Journal
     positive: Side
-    known: dict[str, dict[str, Any]] = field(default_factory=dict)
+    by_cell: dict[str, dict[str, Any]] = field(default_factory=dict)
     remarks: dict[str, list[str]] = field(default_factory=dict)
     """Sentences on each dataset."""
 
     def has(self, cell: Cell) -> bool:
-        return cell.key in self.known
+        return cell.key in self.by_cell
 
     def has_trivial(self, dataset: str, method: str, seeds: Iterable[int]) -> bool:
-        return all(_trivial_key(dataset, method, seed) in self.known for seed in seeds)
+        return all(_trivial_key(dataset, method, seed) in self.by_cell for seed in seeds)
 
     def remark(self, dataset: str, remarks: Sequence[str], about: str = "") -> None:
         self.remarks.setdefault(dataset, []).extend(remarks)
@@ -258,8 +258,8 @@ class Record:
         for cell in cells:
             self._write(cell.key, self._row(prepared, cells[0].run, scores, **_cell_columns(cell), seconds=seconds))
 
-    def add_trained(self, prepared: Prepared, cell: Cell, finished: Finished, scores: TestScores) -> None:
-        has_auroc = finished.job.sees_ood  # a plain classifier is validated by its loss
+    def add_trained(self, prepared: Prepared, cell: Cell, finished: FinishedRun, scores: TestScores) -> None:
+        has_auroc = finished.job.objective.sees_ood  # a plain classifier is validated by its loss
         if finished.diverged:
             sentence = _diverged(cell, finished.epochs)
             self.journal.write("note", dataset=cell.dataset.name, about=cell.key, sentence=sentence)
@@ -278,7 +278,7 @@ class Record:
         noted = {about for about, _ in self.folder.notes()}
         for cell in cells:
             if self.has(cell) and (cell.dataset.name, cell.key) in noted:
-                sentence = _diverged(cell, self.known[cell.key]["epochs"])
+                sentence = _diverged(cell, self.by_cell[cell.key]["epochs"])
                 self.remarks.setdefault(cell.dataset.name, []).append(sentence)
 
     def rows(self, cells: Sequence[Cell], datasets: Iterable[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -286,9 +286,9 @@ class Record:
         rows: list[dict[str, Any]] = []
         for name in datasets:
             own = [cell for cell in cells if cell.dataset.name == name and self.has(cell)]
-            rows += [{**self.known[cell.key], "settings": cell.settings_text} for cell in own]
+            rows += [{**self.by_cell[cell.key], "settings": cell.settings_text} for cell in own]
             keys = [_trivial_key(name, method, seed) for method in TRIVIAL_BASELINES for seed in seeds]
-            rows += [self.known[key] for key in keys if key in self.known]
+            rows += [self.by_cell[key] for key in keys if key in self.by_cell]
         # An earlier call may have had the other side as the positive one.
         chosen = {name: f"{name}_{self.positive}" for name in ("aupr", "fpr95")}
         return [{**row, **{name: row[key] for name, key in chosen.items()}, "positive": self.positive} for row in rows]
@@ -306,7 +306,7 @@ class Record:
         write_run(self.folder.root, run, id_scores=scores[0], ood_scores=scores[1], curve=curve, loss=loss)
 
     def _write(self, key: str, row: dict[str, Any]) -> None:
-        self.known[key] = row
+        self.by_cell[key] = row
         self.journal.write("run", cell=key, **row)
 
 

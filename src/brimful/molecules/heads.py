@@ -2,7 +2,7 @@
 
 Losses take many runs at once: energies [runs, ID rows] and [runs, OOD rows] to a loss per run.
 
-`dpo` looks at all pairs, so its matrix grows with the square of the batch: 1,030 MB at 8,192 rows a side on a CPU. It is
+`dpo` looks at all pairs, so its matrix grows with the square of the batch: 1,030 MB at 8,192 rows per side on a CPU. It is
 summed a few rows at a time, and the same pass yields the gradient (row and column sums of the pairs' slopes), so nothing of
 the matrix is kept for the backward: memory is linear in the batch, up to 65,536 × 65,536 pairs.
 
@@ -127,11 +127,6 @@ class Job:
         """Jobs with the same key can share a pack."""
         return self.shape, self.training.batch
 
-    @property
-    def sees_ood(self) -> bool:
-        """Whether OOD training molecules take part."""
-        return self.objective != "classify"
-
 
 # ---- Random numbers --------------------------------------------------------------------------------------------------------
 #
@@ -139,7 +134,7 @@ class Job:
 # (seed, purpose, time, position), so a run draws the same order and the same dropout alone, among a hundred others, after a
 # resume, on a CPU and on a GPU. The hash is splitmix64's finaliser: two multiplications and three shifts in integers that
 # wrap around on every device. One hash gives four 16-bit numbers, enough for dropout: at 120 runs the masks of 512 pairs and
-# 384 units are 12 million hashes a step.
+# 384 units are 12 million hashes per step.
 
 ORDER, DROPOUT, SAMPLES = 1, 2, 3
 """Purposes of random numbers."""
@@ -198,14 +193,10 @@ BISECTIONS = 40
 
 
 def energy_loss(objective: str, in_dist: Tensor, out_dist: Tensor, options: Mapping[str, Tensor]) -> Tensor:
-    """The loss of each run; options are one number a run. `lam` keeps energies from growing without bound."""
-    losses: dict[str, Callable[[], Tensor]] = {
-        "dpo": lambda: dpo(in_dist, out_dist, options["beta"]),
-        "bce": lambda: bce(in_dist, out_dist),
-        "mse": lambda: mse(in_dist, out_dist),
-        "hinge": lambda: hinge(in_dist, out_dist, options["margin"], options.get("hard")),
-    }
-    loss = losses[objective]()
+    """The loss of each run; options are one number per run. `lam` keeps energies from growing without bound."""
+    loss = ENERGY_LOSSES[objective](in_dist, out_dist, options)
+    if "lam" not in options:
+        return loss
     return loss + options["lam"] * (in_dist.square().mean(1) + out_dist.square().mean(1))
 
 
@@ -290,6 +281,15 @@ def _hard_threshold(shifted: Tensor, ordered: Tensor, wanted: Tensor) -> tuple[T
         more = torch.searchsorted(ordered, (shifted - middle[:, None]).contiguous()).sum(1) > wanted
         low, high = torch.where(more, middle, low), torch.where(more, high, middle)
     return low, torch.where(low > 0, high, 0)
+
+
+ENERGY_LOSSES: Mapping[str, Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]] = {
+    "dpo": lambda in_dist, out_dist, options: dpo(in_dist, out_dist, options["beta"]),
+    "bce": lambda in_dist, out_dist, options: bce(in_dist, out_dist),
+    "mse": lambda in_dist, out_dist, options: mse(in_dist, out_dist),
+    "hinge": lambda in_dist, out_dist, options: hinge(in_dist, out_dist, options["margin"], options.get("hard")),
+}
+"""By the name of an `Objective`, from the energies of both sides and one number per run for each option."""
 
 
 def classifier_loss(

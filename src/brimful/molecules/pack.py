@@ -35,13 +35,14 @@ from brimful.molecules.heads import (
     new_head,
     random_key,
 )
+from brimful.molecules.methods import Objective, energy_of, msp_of
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Some runs, stacked: one row a run.
+    """Some runs, stacked: one row per run.
 
     A run stops and another takes its place, memory runs short and half of them wait, a sweep is killed and resumes: all of
     these take rows from here and put rows here. Random numbers are functions of seed and step, so a row is all there is.
@@ -130,7 +131,7 @@ class Pack:
         self.batch, self.shape = self.jobs[0].training.batch, self.jobs[0].shape
         self._head = Head(self.shape).to("meta")
         self._order = BatchOrder(self.jobs, store, self.batch, state.step.cpu().numpy())
-        self._sides = 2 if any(job.sees_ood for job in self.jobs) else 1
+        self._sides = 2 if any(job.objective.sees_ood for job in self.jobs) else 1
         self._groups = _group_by_objective(self.jobs, self.device)
         self._seeds = torch.tensor([job.seed for job in self.jobs], device=self.device)
         self._dropout = torch.tensor([job.dropout for job in self.jobs], device=self.device)
@@ -163,11 +164,11 @@ class Pack:
             own = outputs[group.runs] if len(self._groups) > 1 else outputs
             of_id, of_ood = own[:, : self.batch], own[:, self.batch :]
             if not self.shape.classes:
-                loss = energy_loss(group.objective, of_id.squeeze(-1), of_ood.squeeze(-1), group.options)
+                loss = energy_loss(group.objective.name, of_id.squeeze(-1), of_ood.squeeze(-1), group.options)
             else:
                 labels = self.store.labels[rows[group.runs, : self.batch], : len(self.shape.classes)]
                 loss = classifier_loss(
-                    group.objective, self.shape.logits(of_id), labels, self.shape.logits(of_ood), group.options
+                    group.objective.name, self.shape.logits(of_id), labels, self.shape.logits(of_ood), group.options
                 )
             losses = losses.index_put((group.runs,), loss)
         return losses
@@ -250,7 +251,7 @@ class Pack:
 class _Group:
     """Runs of a pack with one objective."""
 
-    objective: str
+    objective: Objective
     runs: Tensor
     options: Mapping[str, Tensor]
 
@@ -262,13 +263,13 @@ def _group_by_objective(jobs: Sequence[Job], device: torch.device) -> list[_Grou
         options = {
             name: torch.tensor([jobs[place].options[name] for place in runs], dtype=torch.float32, device=device)
             for name in jobs[runs[0]].options
-            if name != "hard" or any(jobs[place].options[name] < 1 for place in runs)
+            if any(jobs[place].options[name] != objective.neutral.get(name) for place in runs)
         }
         groups.append(_Group(objective, torch.tensor(runs, device=device), options))
     return groups
 
 
-# ---- Validation: one number a run, higher is better ------------------------------------------------------------------------
+# ---- Validation: one number per run, higher is better ------------------------------------------------------------------------
 #
 # Runs that see OOD molecules are judged by AUROC; a plain classifier, which must not, by its loss on ID molecules. Rows are
 # read a step's worth at a time, so that validation takes no more memory than a step.
@@ -286,18 +287,20 @@ def validation_scores(pack: Pack, places: Sequence[int]) -> list[float]:
     labels = pack.store.labels[rows][..., : len(pack.shape.classes)]
     labels = torch.where((torch.arange(rows.shape[1], device=pack.device) < counts[:, None])[..., None], labels, -1)
     scores = -cross_entropy(of_id, labels).double()
-    exposed = [place for place, job in enumerate(jobs) if job.sees_ood]
+    exposed = [place for place, job in enumerate(jobs) if job.objective.sees_ood]
     if exposed:
         ood_rows, ood_counts = _validation_rows(pack, [jobs[place] for place in exposed], "ood")
         of_ood = _outputs(pack, ood_rows, weights[exposed])
-        objectives = [jobs[place].objective for place in exposed]
-        id_scores, ood_scores = (_ood_scores(logits, objectives) for logits in (of_id[exposed], of_ood))
+        by_energy = torch.tensor([jobs[place].objective.validates_energy for place in exposed], device=pack.device)
+        id_scores, ood_scores = (
+            torch.where(by_energy[:, None], energy_of(logits), msp_of(logits)) for logits in (of_id[exposed], of_ood)
+        )
         scores[exposed] = auroc_of_runs(id_scores, counts[exposed], ood_scores, ood_counts)
     return scores.tolist()
 
 
 def auroc_of_runs(in_dist: Tensor, counts: Tensor, out_dist: Tensor, ood_counts: Tensor) -> Tensor:
-    """AUROC of each run, ties count half; scores [runs, rows], of which the first `counts` are real."""
+    """`metrics.auroc` of many runs, on the device: scores [runs, rows], of which the first `counts` are real."""
     real = torch.arange(in_dist.shape[1], device=in_dist.device) < counts[:, None]
     ordered, _ = torch.where(real, in_dist, torch.inf).sort(dim=1)
     queries = out_dist.contiguous()
@@ -308,13 +311,6 @@ def auroc_of_runs(in_dist: Tensor, counts: Tensor, out_dist: Tensor, ood_counts:
     auroc = torch.where(real, won, 0).sum(1) / (counts * ood_counts)
     broken = ~in_dist.isfinite().all(1) | ~out_dist.isfinite().all(1)
     return torch.where(broken, torch.nan, auroc)
-
-
-def _ood_scores(logits: Tensor, objectives: Sequence[str]) -> Tensor:
-    """A classifier's score: the energy of runs trained on it, 1 − the largest probability of the others."""
-    by_energy = torch.tensor([name == "classify-energy-oe" for name in objectives], device=logits.device)
-    energy, msp = -logits.logsumexp(-1).mean(-1), 1 - logits.softmax(-1).amax(-1).mean(-1)
-    return torch.where(by_energy[:, None], energy, msp)
 
 
 def _validation_rows(pack: Pack, jobs: Sequence[Job], side: str) -> tuple[Tensor, Tensor]:

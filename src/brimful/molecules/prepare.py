@@ -103,7 +103,7 @@ def rows_with_features(
         sides[side] = {name: at[at >= 0].astype(np.int64) for name, at in rows.items()}
         for name, at in sides[side].items():
             if not len(at):
-                raise BadData(f"{prepared.spec.name}: {encoder.name} has features for no {side.upper()} molecule of {name}. Try: another encoder")  # fmt: skip
+                raise BadData(f"{prepared.spec.name}: {encoder.name} has features for no {side.upper()} molecule of {name}. Try: another encoder.")  # fmt: skip
     matrix = features.matrix[features.kept]
     matrix = matrix.astype(np.uint8) if only_bits(matrix) else _standardise(matrix, sides["id"]["train"])
     labels = None if prepared.labels is None else torch.from_numpy(prepared.labels[used[features.kept]])
@@ -118,7 +118,7 @@ def check_batch(prepared: Prepared, rows: "Rows", batch: int, *, sees_ood: bool)
         if batch > available and (side == "ID" or sees_ood):
             raise BadOption(
                 f"[train] batch {batch:,} is larger than the {available:,} {side} training molecules of "
-                f"{prepared.spec.name}. Try: at most {available:,}"
+                f"{prepared.spec.name}. Try: at most {available:,}."
             )
 
 
@@ -141,7 +141,7 @@ def _labels(spec: DatasetSpec, molecules: Molecules, split: Split) -> dict[str, 
     columns, counts, problems, remarks = [], [], [], []
     for name in spec.label:
         if name not in molecules.columns:
-            raise BadData(f"{spec.name}: {spec.file.name} has no column {name!r} for label, its columns are {', '.join(molecules.columns)}")  # fmt: skip
+            raise BadData(f"{spec.name}: {spec.file.name} has no column {name!r} for label. Try: one of {', '.join(molecules.columns)}.")  # fmt: skip
         classes, values = _classes(molecules.columns[name])
         columns.append(classes)
         counts.append(len(values))
@@ -150,7 +150,7 @@ def _labels(spec: DatasetSpec, molecules: Molecules, split: Split) -> dict[str, 
     return {
         "labels": np.stack(columns, 1) if columns else None,
         "classes": tuple(counts),
-        "label_problem": "; ".join(problems),
+        "label_problem": " ".join(problems),
         "label_remarks": tuple(remarks),
     }
 
@@ -173,10 +173,10 @@ def _class_problem(label: str, values: Sequence[str], train: Any) -> list[str]:
     seen = np.unique(train[train >= 0])
     if len(seen) < 2:
         only = f"only {values[seen[0]]}" if len(seen) else "no value"
-        return [f"{label} has {only} among the ID training molecules, and a classifier needs two classes. Try: another label or split"]  # fmt: skip
+        return [f"{label} has {only} among the ID training molecules, and a classifier needs two classes. Try: another label or split."]  # fmt: skip
     if len(values) > MOST_CLASSES:
         return [
-            f"{label} has {len(values):,} different values, more than {MOST_CLASSES} classes. Try: a column of classes"
+            f"{label} has {len(values):,} different values, more than {MOST_CLASSES} classes. Try: a column of classes."
         ]
     return []
 

@@ -44,14 +44,14 @@ class PublishedRows:
 def read_published(path: Path, *, cache: Path | None = None, progress: Progress = silent) -> tuple[Molecules, Split]:
     """The molecules, with the columns `part` and `domain` besides the published ones, and their split."""
     if not path.exists():
-        raise BadData(f"{path} does not exist. Try: a DrugOOD JSON file or a GOOD folder")
+        raise BadData(f"{path} does not exist. Try: a DrugOOD JSON file or a GOOD folder.")
     rows = read_drugood(path) if path.suffix == ".json" else read_good(path)
     columns = {**rows.columns, "part": rows.part, "domain": rows.domain}
     molecules = molecules_from(rows.source, rows.smiles, columns=columns, cache=cache, progress=progress)
     positions = {name: np.flatnonzero(molecules.columns["part"] == name) for name in PART_NAMES}
     empty = [name for name, found in positions.items() if not len(found)]
     if empty:
-        raise BadData(f"{rows.source} has no readable molecule in {', '.join(empty)}. Try: download it again")
+        raise BadData(f"{rows.source} has no readable molecule in {', '.join(empty)}. Try: download it again.")
     train, valid, remark = _divide_ood_valid(positions["ood_val"], molecules)
     split = Split(
         kind=rows.kind,
@@ -67,7 +67,7 @@ def _divide_ood_valid(positions: Positions, molecules: Molecules) -> tuple[Posit
     """OOD molecules to train on and to validate with, and a sentence that says how they were chosen."""
     if len(positions) < 2:
         raise BadData(
-            f"{molecules.source} has {len(positions)} OOD validation molecule, and training needs some of them"
+            f"{molecules.source} has {len(positions)} OOD validation molecule, and training needs some of them. Try: another file."
         )
     groups = grouped(positions, molecules.columns["domain"], 0, "published")
     goal = TRAINING_SHARE * len(positions)
@@ -95,21 +95,25 @@ def read_drugood(path: Path) -> PublishedRows:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadData(f"{path} is not a whole JSON file ({in_one_line(error)}). Try: download it again") from None
+        raise BadData(f"{path} is not a whole JSON file ({in_one_line(error)}). Try: download it again.") from None
     split = content.get("split") if isinstance(content, dict) else None
     missing = [name for name in PART_NAMES if not isinstance(split, dict) or not isinstance(split.get(name), list)]
     if missing:
-        raise BadData(f'{path} is not a DrugOOD file: it has no list "split" → {", ".join(missing)}')
+        raise BadData(
+            f'{path} is not a DrugOOD file: it has no list "split" → {", ".join(missing)}. Try: download it again.'
+        )
     rows = [(name, row) for name in PART_NAMES for row in content["split"][name]]
     if not rows:
-        raise BadData(f"{path} has no molecules. Try: download it again")
+        raise BadData(f"{path} has no molecules. Try: download it again.")
     for number, (name, row) in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("smiles"), str):
-            raise BadData(f'{path} is not a DrugOOD file: entry {number} ({name}) has no "smiles"')
+            raise BadData(
+                f'{path} is not a DrugOOD file: entry {number} ({name}) has no "smiles". Try: download it again.'
+            )
     domain = next((key for key in _DOMAIN_KEYS if all(key in row for _, row in rows)), None)
     if domain is None:
         raise BadData(
-            f"{path}: its entries have neither {' nor '.join(_DOMAIN_KEYS)}. Try: a DrugOOD file with domains"
+            f"{path}: its entries have neither {' nor '.join(_DOMAIN_KEYS)}. Try: a DrugOOD file with domains."
         )
     try:
         kind = str(content["cfg"]["domain"]["domain_name"])
@@ -177,7 +181,7 @@ def _find_good(path: Path) -> tuple[Path, str]:
     if path.suffix == ".pt":
         shift = path.name.split("_")[0]
         if shift not in SHIFTS:
-            raise BadData(f"{path} has no shift with two sides. Try: a file of {' or '.join(SHIFTS)}")
+            raise BadData(f"{path} has no shift with two sides. Try: a file of {' or '.join(SHIFTS)}.")
         return path.resolve().parent, shift
     for folder in (path / "processed", path):
         shift = next((shift for shift in SHIFTS if (folder / f"{shift}_train.pt").is_file()), "")
@@ -185,7 +189,7 @@ def _find_good(path: Path) -> tuple[Path, str]:
             return folder.resolve(), shift
     below = sorted(found.parent.parent.name for found in path.glob("*/processed/covariate_train.pt"))
     fix = f"one of its folders {', '.join(below)}" if below else "one such as GOODHIV/scaffold"
-    raise BadData(f"{path} is not a GOOD folder, it has no processed/covariate_train.pt. Try: {fix}")
+    raise BadData(f"{path} is not a GOOD folder, it has no processed/covariate_train.pt. Try: {fix}.")
 
 
 def _load_graphs(file: Path) -> Mapping[str, Any]:
@@ -193,7 +197,7 @@ def _load_graphs(file: Path) -> Mapping[str, Any]:
     import torch
 
     if not file.is_file():
-        raise BadData(f"{file} is missing. Try: a GOOD folder with {', '.join(_GOOD_NAMES.values())} of a shift")
+        raise BadData(f"{file} is missing. Try: a GOOD folder with {', '.join(_GOOD_NAMES.values())} of a shift.")
     allowed = _graph_classes()
     try:
         with torch.serialization.safe_globals(allowed):
@@ -204,7 +208,9 @@ def _load_graphs(file: Path) -> Mapping[str, Any]:
     graphs = graphs if isinstance(graphs, Mapping) else getattr(graphs, "to_dict", dict)()
     for name in ("smiles", "domain_id"):
         if name not in graphs or len(graphs[name]) != len(graphs.get("smiles", ())):
-            raise BadData(f"{file} is not a molecular set of GOOD: its graphs do not each have a {name!r}")
+            raise BadData(
+                f"{file} is not a molecular set of GOOD: its graphs do not each have a {name!r}. Try: one such as GOODHIV."
+            )
     return graphs
 
 
@@ -222,11 +228,11 @@ def _graph_classes() -> list[Any]:
 def _unreadable(file: Path, error: Exception, *, installed: bool) -> BadData:
     if not installed and "torch_geometric" in str(error):
         return BadData(
-            f"{file} holds graphs of torch_geometric, which is not installed. Try: pip install torch_geometric"
+            f"{file} holds graphs of torch_geometric, which is not installed. Try: `pip install torch_geometric`."
         )
     refused = re.search(r"GLOBAL (\S+)", str(error))
     why = f"it holds {refused[1]}, neither a tensor nor a graph" if refused else in_one_line(error)
-    return BadData(f"{file} cannot be read safely: {why}. Try: download it again")
+    return BadData(f"{file} cannot be read safely: {why}. Try: download it again.")
 
 
 def _label_columns(graphs: Mapping[str, Any]) -> dict[str, Column]:

@@ -1,7 +1,7 @@
 """The rows of a sweep on disk, their summaries over seeds, and the tables made of those.
 
-    OUT/results.parquet   one row a run: dataset, split, encoder, method, settings, seed, the figures, how it went
-    OUT/results.md        a table a dataset
+    OUT/results.parquet   one row per run: dataset, split, encoder, method, settings, seed, the figures, how it went
+    OUT/results.md        a table per dataset
     OUT/results.tex       the same for a paper (booktabs)
     OUT/runs/NAME.npz     test scores of a run, its validation curve and training loss; NAME is the row's `run`
 
@@ -97,14 +97,14 @@ def _write(path: Path, content: str | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
     except OSError as error:
-        raise BadRun(f"{path} cannot be written: {error.strerror or error}. Try: free space, or another output=") from None  # fmt: skip
+        raise BadRun(f"{path} cannot be written: {error.strerror or error}. Try: free space, or another output=.") from None  # fmt: skip
 
 
 # ---- Summaries: one for each row of a table ----------------------------------------------------------------------------------
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
-    """One summary a dataset, encoder, method and settings, in order of appearance; trivial baselines last."""
+    """One summary per dataset, encoder, method and settings, in order of appearance; trivial baselines last."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in _GROUP_KEYS), []).append(row)
@@ -129,20 +129,20 @@ def _complete(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> list[Summary]:
 def _summary(group: Sequence[Row]) -> Summary:
     summary: Summary = {key: group[0][key] for key in _KEPT}
     for figure in FIGURES:
-        known = _known(group, figure)
+        known = _by_seed(group, figure)
         over = over_seeds(known, deterministic=group[0]["deterministic"]) if known else None
         summary[figure] = over and over.mean
         summary[f"{figure}_sd"] = over and over.sd
         summary[f"{figure}_low"], summary[f"{figure}_high"] = _ends(over)
-    summary["seeds"], summary["runs"] = len(_known(group, "auroc")), len({row["seed"] for row in group})
+    summary["seeds"], summary["runs"] = len(_by_seed(group, "auroc")), len({row["seed"] for row in group})
     for figure in ("valid_auroc", "epochs", "best_epoch"):
-        values = list(_known(group, figure).values())
+        values = list(_by_seed(group, figure).values())
         summary[figure] = sum(values) / len(values) if values else None
-    summary["seconds"] = sum(_known(group, "seconds").values()) or None
+    summary["seconds"] = sum(_by_seed(group, "seconds").values()) or None
     return summary
 
 
-def _known(group: Sequence[Row], figure: str) -> dict[int, float]:
+def _by_seed(group: Sequence[Row], figure: str) -> dict[int, float]:
     """By seed; a run that diverged has no figure."""
     known = {row["seed"]: row[figure] for row in group if row.get(figure) is not None}
     return {seed: value for seed, value in known.items() if math.isfinite(value)}
@@ -159,19 +159,19 @@ def _add_gains(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> None:
     worse = best is not None and best[0]["auroc"] < CHANCE
     for one, group in pairs:
         comparable = one["kind"] != TRIVIAL and one["auroc"] is not None
-        baseline = None if best is None else CHANCE if worse else _by_seed(*best)
-        over = paired_difference(_by_seed(one, group), baseline) if baseline is not None and comparable else None
+        baseline = None if best is None else CHANCE if worse else _auroc_by_seed(*best)
+        over = paired_difference(_auroc_by_seed(one, group), baseline) if baseline is not None and comparable else None
         one["trivial"] = "chance" if worse else best and best[0]["method"]
         one["gain"], one["gain_sd"] = over and over.mean, over and over.sd
         one["gain_low"], one["gain_high"] = _ends(over)
 
 
-def _by_seed(one: Summary, group: Sequence[Row]) -> Mapping[int, float] | float:
+def _auroc_by_seed(one: Summary, group: Sequence[Row]) -> Mapping[int, float] | float:
     """A plain number for what is the same under every seed."""
     if one["deterministic"]:
         value: float = one["auroc"]
         return value
-    return _known(group, "auroc")
+    return _by_seed(group, "auroc")
 
 
 def _mark_best(table: Sequence[Summary]) -> None:
@@ -251,7 +251,7 @@ def conventions(summaries: Sequence[Summary]) -> list[str]:
     return sentences
 
 
-# ---- Markdown and LaTeX: a table a dataset, trivial baselines below a rule ---------------------------------------------------
+# ---- Markdown and LaTeX: a table per dataset, trivial baselines below a rule ---------------------------------------------------
 
 _LATEX = {
     "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",

@@ -36,7 +36,7 @@ REBUILD_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class PackTrial:
     """A pack that was tried."""
 
     runs: int
@@ -52,7 +52,7 @@ class PackSize:
 
     runs: int
     reason: str
-    trials: tuple[Trial, ...]
+    trials: tuple[PackTrial, ...]
 
 
 def choose_pack_size(
@@ -60,38 +60,38 @@ def choose_pack_size(
 ) -> PackSize:
     """For jobs with one pack key. `most` is the user's; the budget counts all that the process holds on the device."""
     limit = min(len(jobs), most or len(jobs))
-    trials: list[Trial] = []
+    trials: list[PackTrial] = []
     runs = 1
     while True:
         if (reason := _predicted_too_large(trials, runs, budget_bytes)) is not None:
-            return _chosen(trials, reason)
+            return _best_size(trials, reason)
         trial = attempt(lambda runs=runs: _try(jobs[:runs], store), store.device)  # type: ignore[misc]
         if isinstance(trial, OutOfMemory):
             if not trials:
                 raise too_large(jobs[0], store.device)
-            return _chosen(trials, f"{runs} ran out of memory")
+            return _best_size(trials, f"{runs} ran out of memory")
         if trials and not _worth_it(trial, trials[-1]):  # once more: the machine may have been busy
             again = attempt(lambda runs=runs: _try(jobs[:runs], store), store.device)  # type: ignore[misc]
             trial = trial if isinstance(again, OutOfMemory) else max(trial, again, key=lambda one: one.steps_per_s)
         if budget_bytes is not None and trial.peak_bytes > budget_bytes and trials:
-            return _chosen(
+            return _best_size(
                 trials, f"{runs} took {show_bytes(trial.peak_bytes)} (measured) of {show_bytes(budget_bytes)}"
             )
         trials.append(trial)
         if len(trials) > 1 and not _worth_it(trial, trials[-2]):
             gain = trial.steps_per_s / trials[-2].steps_per_s
-            return _chosen(trials, f"{runs} at once do {gain:.2f} times the work of {trials[-2].runs} (measured)")
+            return _best_size(trials, f"{runs} at once do {gain:.2f} times the work of {trials[-2].runs} (measured)")
         if runs == limit:
-            return _chosen(trials, f"requested with pack={most}" if most == limit else "all runs of this shape")
+            return _best_size(trials, f"requested with pack={most}" if most == limit else "all runs of this shape")
         runs = min(2 * runs, limit)
 
 
-def _worth_it(trial: Trial, before: Trial) -> bool:
+def _worth_it(trial: PackTrial, before: PackTrial) -> bool:
     """Whether the larger pack does clearly more; one that is hardly larger needs to do hardly more."""
     return trial.steps_per_s >= before.steps_per_s * MIN_GAIN ** math.log2(trial.runs / before.runs)
 
 
-def _try(jobs: Sequence[Job], store: FeatureStore) -> Trial:
+def _try(jobs: Sequence[Job], store: FeatureStore) -> PackTrial:
     """A few steps and a validation of these runs."""
     device = store.device
     measured = meter(device, reserved=True)
@@ -104,7 +104,7 @@ def _try(jobs: Sequence[Job], store: FeatureStore) -> Trial:
     reading = measured.reading()
     held = 0 if has_peak_statistics(device) else store.nbytes  # the ledger counts what is new to it
     peak = held + (reading.reserved_bytes or reading.peak_bytes)
-    return Trial(runs=len(jobs), steps_per_s=len(jobs) * steps / seconds, peak_bytes=peak)
+    return PackTrial(runs=len(jobs), steps_per_s=len(jobs) * steps / seconds, peak_bytes=peak)
 
 
 def _time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, int]:
@@ -122,7 +122,7 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _predicted_too_large(trials: Sequence[Trial], runs: int, budget_bytes: int | None) -> str | None:
+def _predicted_too_large(trials: Sequence[PackTrial], runs: int, budget_bytes: int | None) -> str | None:
     if budget_bytes is None or len(trials) < 2:
         return None
     small, large = trials[-2:]
@@ -133,7 +133,7 @@ def _predicted_too_large(trials: Sequence[Trial], runs: int, budget_bytes: int |
     return f"{runs} would take {show_bytes(predicted)} (predicted) of {show_bytes(budget_bytes)}"
 
 
-def _chosen(trials: Sequence[Trial], reason: str) -> PackSize:
+def _best_size(trials: Sequence[PackTrial], reason: str) -> PackSize:
     """The smallest that no larger one clearly beats."""
     best = trials[0]
     for trial in trials[1:]:
@@ -144,14 +144,14 @@ def _chosen(trials: Sequence[Trial], reason: str) -> PackSize:
 def too_large(job: Job, device: torch.device) -> DoesNotFit:
     """Not even one run fits."""
     return DoesNotFit(
-        f"one run of {job.shape.inputs:,} features and {job.training.batch:,} rows a side does not fit {device}. "
-        "Try: a higher memory_limit=, or a smaller batch under [train]",
+        f"one run of {job.shape.inputs:,} features and {job.training.batch:,} rows per side does not fit {device}. "
+        "Try: a higher memory_limit=, or a smaller batch under [train].",
         needed_bytes=0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedRun:
     """A run that has stopped."""
 
     job: Job
@@ -186,7 +186,7 @@ class Runner:
             parts.append(self._pack.state.to("cpu").take(alive))
         return reduce(State.joined, parts) if parts else None
 
-    def run(self) -> Iterator[list[Finished]]:
+    def run(self) -> Iterator[list[FinishedRun]]:
         """Trains; yields after each epoch, with the runs that have just stopped, often none."""
         while self._fill():
             assert self._pack is not None
@@ -268,7 +268,7 @@ class Runner:
         self._pack, self._stopped = None, set()
         empty_cache(self.store.device)
 
-    def _record(self, scores: dict[int, float]) -> list[Finished]:
+    def _record(self, scores: dict[int, float]) -> list[FinishedRun]:
         """Note the scores of an epoch; returns the runs that stop with it. Runs that had stopped are ignored."""
         assert self._pack is not None
         pack, state = self._pack, self._pack.state
@@ -285,7 +285,7 @@ class Runner:
                 state.best_score[place], state.best_epoch[place] = score, pack.epochs(place)
             if place not in self._stopped and self._should_stop(place, score, losses[place]):
                 self._stopped.add(place)
-                finished.append(_finished(state, place, pack.epochs(place)))
+                finished.append(_finished_run(state, place, pack.epochs(place)))
         return finished
 
     def _should_stop(self, place: int, score: float, loss: float) -> bool:
@@ -295,9 +295,9 @@ class Runner:
         return no_gain or epochs >= job.training.epochs or not (math.isfinite(score) and math.isfinite(loss))
 
 
-def _finished(state: State, place: int, epochs: int) -> Finished:
+def _finished_run(state: State, place: int, epochs: int) -> FinishedRun:
     curve, losses = tuple(state.curves[place]), tuple(state.losses[place])
-    return Finished(
+    return FinishedRun(
         job=state.jobs[place],
         weights=state.best[place].cpu().clone(),
         best_epoch=int(state.best_epoch[place]),

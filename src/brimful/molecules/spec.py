@@ -55,7 +55,7 @@ class SweepOptions:
         if not 0 < self.fill <= 1:
             problems.append(f"fill={self.fill:g} must be above 0 and at most 1")
         if problems:
-            raise BadOption("; ".join(problems))
+            raise BadOption("; ".join(problems) + ".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

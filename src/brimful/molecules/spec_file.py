@@ -139,11 +139,11 @@ def read_spec(path: str | Path) -> SweepSpec:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some Windows editors write a BOM
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadOption(f"{path} cannot be read: {reason}. Try: a TOML file with datasets, encoders and methods") from None  # fmt: skip
+        raise BadOption(f"{path} cannot be read: {reason}. Try: a TOML file with datasets, encoders and methods.") from None  # fmt: skip
     problems: list[str] = []
     spec = _spec(SpecTable(content, "", problems), path)
     if problems:
-        raise BadOption(f"{path}: {'; '.join(problems)}")
+        raise BadOption(f"{path}: {'; '.join(problems)}.")
     assert spec is not None
     return spec
 
@@ -168,7 +168,7 @@ def _spec(top: SpecTable, path: Path) -> SweepSpec | None:
         try:
             parse_bytes(limit, flag="memory_limit")
         except BadOption as error:
-            top.problem(str(error))
+            top.problem(str(error).removesuffix("."))
     if not all(parts.values()):
         return None
     return SweepSpec(

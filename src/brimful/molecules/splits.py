@@ -79,7 +79,7 @@ class Split:
 def make_split(molecules: Molecules, spec: DatasetSpec) -> Split:
     """Deterministic: the same molecules and spec give the same six lists."""
     if not len(molecules):
-        raise BadData(f"{molecules.source} has no molecules to split")
+        raise BadData(f"{molecules.source} has no molecules to split. Try: another file.")
     canonical, seed = molecules.facts.canonical, spec.split_seed
     pools = pools_of(molecules, spec)
     ood_order = in_order(pools.ood, canonical, seed, "OOD")
@@ -141,7 +141,7 @@ def _by_scaffold(molecules: Molecules, distinct: Positions, spec: DatasetSpec) -
     level = frequent_from(scaffolds[ringed])
     if level is None:
         why = "none of its molecules has a ring" if not len(ringed) else "all its scaffolds occur equally often"
-        raise BadData(f'{molecules.source}: {why}, so no scaffold is rare. Try: split = "size" or "random"')
+        raise BadData(f'{molecules.source}: {why}, so no scaffold is rare. Try: split = "size" or "random".')
     counts = Counter(scaffolds[ringed])
     frequent = np.array([counts[name] >= level for name in scaffolds[ringed]])
     id_scaffolds = sum(count >= level for count in counts.values())
@@ -161,7 +161,7 @@ def _by_size(molecules: Molecules, distinct: Positions, spec: DatasetSpec) -> Po
         most, least = (most, most + 1) if atoms.max() > most else (most - 1, most)
     ood, ids = distinct[atoms <= most], distinct[atoms >= least]
     if not len(ood) or not len(ids):
-        raise BadData(f"{molecules.source}: all molecules have {atoms.max()} heavy atoms. Try: another split")
+        raise BadData(f"{molecules.source}: all molecules have {atoms.max()} heavy atoms. Try: another split.")
     remark = f"ID has the molecules of {least} heavy atoms or more ({len(ids):,}), OOD those of {most} or fewer ({len(ood):,})"  # fmt: skip
     between = _left_out(len(distinct) - len(ids) - len(ood), "of a size in between")
     return Pools(id=ids, ood=ood, remarks=(remark, *between))
@@ -177,8 +177,8 @@ def _at_random(molecules: Molecules, distinct: Positions, spec: DatasetSpec) -> 
 def _by_column(molecules: Molecules, spec: DatasetSpec) -> Pools:
     canonical = molecules.facts.canonical
     if spec.column is None or spec.column not in molecules.columns:
-        available = ", ".join(list(molecules.columns)[:_LISTED]) or "none besides its SMILES"
-        raise BadOption(f"{molecules.source} has no column {spec.column!r} to split by, its columns are {available}")
+        available = ", ".join(list(molecules.columns)[:_LISTED]) or "its other splits, it has only SMILES"
+        raise BadOption(f"{molecules.source} has no column {spec.column!r} to split by. Try: one of {available}.")
     texts = [as_text(value) for value in molecules.columns[spec.column]]
     values: npt.NDArray[np.object_] = np.array(texts, dtype=object)
     filled = np.flatnonzero(values != "")
@@ -208,13 +208,13 @@ def _ood_values(source: str, values: npt.NDArray[np.object_], spec: DatasetSpec)
         missing = sorted(named - set(counts))
         if missing or named == set(counts):
             problem = f"no value {', '.join(map(repr, missing))}" if missing else "no value left for ID"
-            raise BadOption(f"{source}: the column {spec.column!r} has {problem}. Its values are {_listed(counts)}")
+            raise BadOption(f"{source}: the column {spec.column!r} has {problem}. Try: some of {_listed(counts)}.")
         return named, f"the value{'s' if len(named) > 1 else ''} {', '.join(sorted(named)[:_LISTED])}"
     level = frequent_from(values)
     if level is None:
         raise BadData(
             f"{source}: no value of the column {spec.column!r} is rarer than another, it has {_listed(counts) or 'none'}. "
-            "Try: name the OOD values with ood"
+            "Try: name the OOD values with ood."
         )
     rare = {value for value, count in counts.items() if count < level}
     return rare, f"{show_count(len(rare), 'value')} of fewer than {level:,} rows"
@@ -254,7 +254,7 @@ def _sizes(spec: DatasetSpec, pools: Pools, group_loss: int, source: str) -> tup
     if available < 0 or min(sizes) < 1:
         raise BadData(
             f"{source}: the {spec.split} split has {len(pools.id):,} ID and {len(pools.ood):,} OOD molecules, too few for "
-            f"{_show_sizes(spec)}. Try: smaller numbers, or another split"
+            f"{_show_sizes(spec)}. Try: smaller numbers, or another split."
         )
     how = "the usual number" if scale == 1 else "in proportion to the smaller side"
     why = f" ({', '.join(default)} by default: {how})" if default else ""
@@ -279,7 +279,7 @@ def trimmed(split: Split, facts: Facts, spec: DatasetSpec) -> Split:
     requested = {f"{side} {name}": count for side in ("ID", "OOD") for name, count in spec.sizes.items()}
     short = [f"{name} has {len(at):,}" for name, at in split.parts().items() if len(at) < (requested[name] or 0)]
     if short:
-        raise BadData(f"this published split has too few molecules for {_show_sizes(spec)}: {', '.join(short)}. Try: smaller numbers")  # fmt: skip
+        raise BadData(f"this published split has too few molecules for {_show_sizes(spec)}: {', '.join(short)}. Try: smaller numbers.")  # fmt: skip
     if not any(requested.values()):
         return split
     drawn = {
@@ -328,7 +328,7 @@ def _deal_ood(
     if by_scaffold:
         raise BadData(
             f"{source}: its {len(groups):,} OOD scaffolds do not allow {sum(sizes):,} molecules in three parts that share "
-            "none. Try: slightly smaller train, valid and test"
+            "none. Try: slightly smaller train, valid and test."
         )
     return deal(ordered, sizes), (f"the OOD parts share values of {spec.column!r}: there are too few to separate them",)
 
@@ -383,7 +383,7 @@ _CHARGED_OR_MIXED = re.compile(r"\.|\[[^]]*[+-]")
 def check_leaks(split: Split, facts: Facts) -> tuple[str, ...]:
     """The remarks on what was checked; a leak is an error that names an example."""
     if found := leaks(split, facts):
-        raise BadData(f"this {split.kind} split leaks: {found[0]}")
+        raise BadData(f"this {split.kind} split leaks: {found[0]}. Try: another split_seed.")
     return (f"checked: no molecule in two parts{_CHECKED.get(split.kind, '')}", *salts(split, facts))
 
 

@@ -3,7 +3,7 @@
     prepare    every dataset and every encoder's features, all checked before the first step
     baselines  what trains nothing: trivial baselines and distances
     train      all heads in packs, on one device, several, or a cluster; each is scored when it stops
-    record     one event a run, written when it is known; a run that has one is never computed again
+    record     one event per run, written when it is known; a run that has one is never computed again
 
 One process writes, whatever trains. Progress goes out as events; `terminal` shows them.
 """
@@ -31,7 +31,7 @@ from brimful.molecules.methods import HEAD_ROWS, TRIVIAL_BASELINES, classifier_s
 from brimful.molecules.pack import State
 from brimful.molecules.prepare import Prepared, check_batch, prepare, rows_with_features
 from brimful.molecules.results import write_results
-from brimful.molecules.runner import Finished
+from brimful.molecules.runner import FinishedRun
 from brimful.molecules.spec import Cell, SweepOptions, SweepSpec, grid, show_grid
 from brimful.molecules.workers import Message, PackMessage, ProgressMessage, Share
 from brimful.planning.plan_options import PlanOptions
@@ -67,7 +67,7 @@ def sweep(
     """Run it, or what is left of it. `cache` keeps features between sweeps."""
     folder = SweepFolder(output)
     with folder.locked(), closing(Journal(folder.events, listeners)) as journal:
-        record = Record(folder=folder, journal=journal, positive=spec.positive, known=folder.finished_rows())
+        record = Record(folder=folder, journal=journal, positive=spec.positive, by_cell=folder.finished_rows())
         return _Sweep(spec=spec, options=options, cache=cache, record=record, progress=progress).run()
 
 
@@ -120,7 +120,7 @@ class _Sweep:
         options = self.options
         target = find_target(PlanOptions(device=options.device, memory_limit=options.memory_limit, fill=options.fill))
         if target.device.type == "mps":
-            raise BadOption("a sweep needs float64, which the Apple GPU does not have. Try: device='cpu'")
+            raise BadOption("a sweep needs float64, which the Apple GPU does not have. Try: device='cpu'.")
         return target
 
     def _prepare(self, target: Target) -> list[tuple[str, int, str, str]]:
@@ -163,7 +163,7 @@ class _Sweep:
             job = job_of(cell, rows, prepared.classes)
             if job is None:
                 continue
-            check_batch(prepared, rows, job.training.batch, sees_ood=job.sees_ood)
+            check_batch(prepared, rows, job.training.batch, sees_ood=job.objective.sees_ood)
             if not self.record.has(cell):
                 jobs[job.name] = job
                 readers.setdefault(job.name, []).append(cell)
@@ -201,7 +201,7 @@ class _Sweep:
             scores = score_distance(cell, self.rows[cell.data])
             self.record.add_distance(self.prepared[cell.dataset.name], group, scores, time.monotonic() - began)
 
-    def _score(self, finished: Finished, cells: Sequence[Cell]) -> None:
+    def _score(self, finished: FinishedRun, cells: Sequence[Cell]) -> None:
         for cell in cells:
             scores = score_head(cell, finished, self.rows[cell.data])
             self.record.add_trained(self.prepared[cell.dataset.name], cell, finished, scores)
@@ -216,9 +216,9 @@ def job_of(cell: Cell, rows: Rows, classes: Sequence[int]) -> Job | None:
         return None
     classifier = cell.method.kind == "classifier"
     if classifier and not classes:
-        raise BadOption(f"{cell.method.name} needs classes. Try: label under dataset {cell.dataset.name}")
+        raise BadOption(f"{cell.method.name} needs classes. Try: label under dataset {cell.dataset.name}.")
     options = {name: cell.options[name] for name in cell.method.training_options}
-    content = [cell.data, cell.method.objective, options, asdict(cell.head), asdict(cell.train), cell.seed]
+    content = [cell.data, cell.method.objective.name, options, asdict(cell.head), asdict(cell.train), cell.seed]
     return Job(
         name=json_sha256(content)[:16],
         data=cell.data,
@@ -261,7 +261,7 @@ class _Training:
     ooms: int = 0
     peak_bytes: int | None = None
 
-    def run(self, on_finished: Callable[[Finished], None], stop: Callable[[], bool]) -> bool:
+    def run(self, on_finished: Callable[[FinishedRun], None], stop: Callable[[], bool]) -> bool:
         """Whether all were trained; `on_finished` is called with each head that is."""
         with self.target.enforce(), closing(self._messages(stop)) as messages:
             for message in messages:
@@ -294,7 +294,9 @@ class _Training:
             return ["cpu"] * count
         available = torch.accelerator.device_count()
         if count > available:
-            raise BadRun(f"processes={count} is more than the {show_count(available, 'GPU')} of this machine")
+            raise BadRun(
+                f"processes={count} is more than the {show_count(available, 'GPU')} of this machine. Try: processes={available}."
+            )
         return [f"{device.type}:{number}" for number in range(count)]
 
     def _processes(self) -> int:
@@ -328,7 +330,7 @@ class _Training:
         self.packs.append(pack)
         self.journal.write("pack", **pack)
 
-    def _note_progress(self, message: ProgressMessage, on_finished: Callable[[Finished], None]) -> None:
+    def _note_progress(self, message: ProgressMessage, on_finished: Callable[[FinishedRun], None]) -> None:
         self.ooms += message.ooms
         self.alive[message.share] = message.alive
         self.peak_bytes = max((one for one in (self.peak_bytes, message.peak_bytes) if one is not None), default=None)
@@ -364,14 +366,14 @@ def score_distance(cell: Cell, rows: Rows) -> TestScores:
     return scores[: len(rows.id["test"])], scores[len(rows.id["test"]) :]
 
 
-def score_head(cell: Cell, finished: Finished, rows: Rows) -> TestScores:
+def score_head(cell: Cell, finished: FinishedRun, rows: Rows) -> TestScores:
     """Of a trained method, with the weights that were best on the validation molecules."""
     head = _loaded_head(finished)
     in_dist, out_dist = (_head_scores(cell, finished.job, head, rows.features[side["test"]]) for side in (rows.id, rows.ood))  # fmt: skip
     return in_dist, out_dist
 
 
-def _loaded_head(finished: Finished) -> Head:
+def _loaded_head(finished: FinishedRun) -> Head:
     head, place = Head(finished.job.shape), 0
     with torch.no_grad():
         for param in head.parameters():
@@ -397,4 +399,4 @@ def _head_scores(cell: Cell, job: Job, head: Head, features: Tensor) -> np.ndarr
         return job.shape.logits(head(part, factors(len(part), sample) if dropout else ()))
 
     options: dict[str, Any] = {name: cell.options[name] for name in cell.method.score_options}
-    return classifier_scores(cell.method.name, logits, x, classes=torch.tensor(job.shape.classes), **options)
+    return classifier_scores(cell.method.name, logits, x, **options)

@@ -1,4 +1,4 @@
-"""A sweep in the terminal: progress while it runs, and a table a dataset at the end.
+"""A sweep in the terminal: progress while it runs, and a table per dataset at the end.
 
 Tables show the texts of the summaries as they are, so that terminal, Markdown, LaTeX and page agree to the digit. Green and
 red mark a gain or a loss against the best trivial baseline whose interval excludes zero. On a terminal that is too narrow
@@ -33,7 +33,7 @@ NARROW = "This terminal is too narrow for intervals and most deviations; the rep
 
 
 class SweepTable:
-    """A table a dataset. `notes` are sentences below all tables, `remarks` those on one dataset."""
+    """A table per dataset. `notes` are sentences below all tables, `remarks` those on one dataset."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ from brimful.memory.oom import OutOfMemory, attempt
 from brimful.molecules.feature_store import FeatureStore
 from brimful.molecules.heads import Job, Rows
 from brimful.molecules.pack import State
-from brimful.molecules.runner import Finished, PackSize, Runner, choose_pack_size
+from brimful.molecules.runner import FinishedRun, PackSize, Runner, choose_pack_size
 from brimful.units import show_bytes, show_count
 
 FILL = 0.85
@@ -82,7 +82,7 @@ class ProgressMessage:
     """What has happened since the last message."""
 
     share: int
-    finished: Sequence[Finished] = ()
+    finished: Sequence[FinishedRun] = ()
     epochs: int = 0
     """Over all runs."""
     alive: int = 0
@@ -122,7 +122,7 @@ def _train_group(
         needed = sum(rows.features.nbytes for rows in used.values())
         raise DoesNotFit(
             f"the features of {show_count(len(used), 'dataset')} ({show_bytes(needed)}) do not fit {share.device}. "
-            "Try: a higher memory_limit=, or fewer molecules, datasets or encoders",
+            "Try: a higher memory_limit=, or fewer molecules, datasets or encoders.",
             needed_bytes=needed,
         )
     size = choose_pack_size(group, store, share.budget_bytes or _free_budget(device), most=share.most)
@@ -229,7 +229,7 @@ class _Processes:
             if process.exitcode:  # a normal end is announced by a message
                 how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"code {process.exitcode}"
                 raise ProcessLost(
-                    f"the process on {process.name} ended with {how}. Try: the same command, it continues from there"
+                    f"the process on {process.name} ended with {how}. Try: the same command, it continues from there."
                 )
 
 
@@ -271,7 +271,7 @@ def check_address(address: str) -> None:
     except (OSError, OverflowError, UnicodeError) as error:
         raise BadOption(
             f"ray={address!r} does not answer ({in_one_line(error)}). "
-            "Try: the address that `ray start --head` printed, auto or local"
+            "Try: the address that `ray start --head` printed, auto or local."
         ) from None
 
 
@@ -292,7 +292,7 @@ def connect_ray(address: str) -> tuple[Any, int, int]:
             )
     except Exception as error:
         raise ConnectionFailed(
-            f"ray={address!r} is not a cluster ({in_one_line(error)}). Try: `ray start --head`, or ray='local'"
+            f"ray={address!r} is not a cluster ({in_one_line(error)}). Try: `ray start --head`, or ray='local'."
         ) from None
     resources = ray.cluster_resources()
     return ray, int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
@@ -323,7 +323,7 @@ def run_shares_on_ray(ray: Any, shares: Sequence[Share], stop: Callable[[], bool
                 ) from None
             except ray.exceptions.RayError as error:
                 raise ProcessLost(
-                    f"a machine of the cluster was lost ({in_one_line(error)}). Try: the same command, it continues"
+                    f"a machine of the cluster was lost ({in_one_line(error)}). Try: the same command, it continues."
                 ) from None
             yield message
 

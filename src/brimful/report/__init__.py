@@ -1,1 +1,6 @@
-"""What people look at: terminal tables of what the rest of the package found out."""
+"""What people look at in a terminal.
+
+tables       plans, evaluations and the machine
+data_tables  the reports of the data commands
+progress     a run while it trains
+"""

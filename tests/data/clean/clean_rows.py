@@ -19,7 +19,7 @@ SMALL = MemoryShares(threads=2, segment_bytes=4_000, bucket_bytes=4_000, duckdb_
 
 
 class Rows(Source):
-    """These rows, in chunks of so many; a `None` among them is a broken row."""
+    """These rows, in chunks of this many; a `None` among them is a broken row."""
 
     def __init__(self, rows: Sequence[tuple[str, ...] | None], fields=("prompt", "response"), chunk_rows=50):
         self.layout = Layout(kind="pair", fields=fields, columns={field: field for field in fields}, reason="given")

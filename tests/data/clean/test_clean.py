@@ -367,7 +367,7 @@ def test_short_rows_go_only_as_exact_duplicates(tmp_path):
 @pytest.mark.parametrize("output", ["", "below"])
 def test_an_output_in_the_folder_that_is_read_is_refused(tmp_path, output):
     (tmp_path / "rows.jsonl").write_text('{"text": "天地玄黄"}')
-    with pytest.raises(BadOption, match="whose files are read. Choose a folder outside of it"):
+    with pytest.raises(BadOption, match="whose files are read. Try: a folder outside of it"):
         clean([str(tmp_path)], output=tmp_path / output)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 

@@ -135,7 +135,7 @@ def test_more_than_is_free_is_refused_before_it_is_written(tmp_path):
 def test_a_clean_that_cannot_fit_is_refused_at_its_first_chunk(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(BadData, match="1000 B free. Make room"):
+    with pytest.raises(BadData, match="1000 B free. Try: make room"):
         cleaned(varied(200), tmp_path / "out", chunk_rows=5)
     assert not (tmp_path / "out").exists()
 
@@ -148,7 +148,7 @@ def test_a_disk_that_others_fill_is_noticed_at_the_next_segment(tmp_path, monkey
         return usage if len(calls) < 3 else usage._replace(free=1000)
 
     monkeypatch.setattr(shutil, "disk_usage", shrinking)
-    with pytest.raises(BadData, match="1000 B free. Make room"):
+    with pytest.raises(BadData, match="1000 B free. Try: make room"):
         cleaned(varied(400), tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.*et"))
 

@@ -104,7 +104,7 @@ def test_no_columns_that_fit_are_listed_with_an_example(tmp_path):
     path = write(tmp_path / "a.parquet", [{"id": "1", "title": "x", "n" * 60: "y"}])
     with pytest.raises(BadData) as caught:
         open_source([str(path)])
-    assert str(caught.value).endswith(f"only id, title, {'n' * 39}…. Try: columns='prompt=question,response=answer'")
+    assert str(caught.value).endswith(f"only id, title, {'n' * 39}…. Try: columns='prompt=question,response=answer'.")
 
 
 # ---------------------------------------------------------------- instruction and input
@@ -321,7 +321,7 @@ def test_a_prompt_of_messages_is_all_that_was_said(tmp_path):
     [
         (
             {"prompt": 1, "response": "b"},
-            "column 'prompt' holds numbers, not text. Choose another one with columns=",
+            "column 'prompt' holds numbers, not text. Try: another one with columns=",
         ),
         (
             {"prompt": "a", "response": ["b"]},
@@ -329,7 +329,7 @@ def test_a_prompt_of_messages_is_all_that_was_said(tmp_path):
         ),
         (
             {"conversations": "a"},
-            "column 'conversations' holds text, not messages. A message has from and value, or role",
+            "column 'conversations' holds text, not messages. Try: messages with from and value, or role",
         ),
         ({"text": [{"role": "a", "content": "b"}]}, "column 'text' holds lists, not text"),
         ({"instruction": "a", "input": 5, "output": "b"}, "column 'input' holds numbers, not text"),
@@ -363,7 +363,7 @@ def test_files_of_other_fields_are_refused_with_both_names(tmp_path):
         open_source([str(first), str(second)])
     assert str(caught.value) == (
         f"{first} gives prompt and response (from prompt, response), but {second} gives text (from id, text). "
-        "Use files of one kind, or choose the columns with columns=."
+        "Try: files of one kind, or columns=."
     )
 
 
@@ -458,19 +458,19 @@ def test_conversations_may_be_given_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ("prompt=nope", "a.csv has no column nope. It has question, answer, title, body"),
-        ("nope=prompt", "a.csv has no column nope. It has question, answer, title, body"),
-        ("prompt=title+nope", "a.csv has no column title.nope. It has question, answer, title, body"),
+        ("prompt=nope", "a.csv has no column nope. Try: one of question, answer, title, body"),
+        ("nope=prompt", "a.csv has no column nope. Try: one of question, answer, title, body"),
+        ("prompt=title+nope", "a.csv has no column title.nope. Try: one of question, answer, title, body"),
         (
             "title=body",
-            "'title=body' is not 'field=column'. Fields are prompt, .*a.csv are question, answer",
+            "'title=body' is not 'field=column'. Try: one of the fields prompt, .* the columns question, answer",
         ),
         ("prompt", "'prompt' is not 'field=column'"),
         ("", "'' is not 'field=column'"),
         ("prompt=", "'prompt=' is not 'field=column'"),
-        ("prompt=title,prompt=body", "sets prompt twice. Join columns with a plus, such as 'prompt=a.b'"),
+        ("prompt=title,prompt=body", "sets prompt twice. Try: 'prompt=a.b'"),
         ("text=title,response=body", "response cannot be combined with text"),
-        ("prompt=question,chosen=title", "must also set rejected. The other columns of .*a.csv are answer, body"),
+        ("prompt=question,chosen=title", "must also set rejected. Try: one of the columns answer, body"),
     ],
 )
 def test_a_mistake_in_columns_is_one_message(columns, message, tmp_path):

@@ -22,11 +22,13 @@ def test_a_missing_file_names_what_is_near(tmp_path):
     for name in ("train.jsonl", "valid.csv", ".hidden"):
         (tmp_path / name).touch()
     assert error_of(tmp_path / "trian.jsonl") == (
-        f"{tmp_path}/trian.jsonl does not exist. Did you mean {tmp_path}/train.jsonl?"
+        f"{tmp_path}/trian.jsonl does not exist. Try: {tmp_path}/train.jsonl."
     )
-    assert error_of(tmp_path / "x.csv").endswith(f"does not exist. {tmp_path} contains train.jsonl, valid.csv.")
-    assert error_of(tmp_path / "no" / "where" / "x.csv").endswith(f". {tmp_path} contains train.jsonl, valid.csv.")
-    assert error_of(tmp_path / "*.parquet").endswith(f". {tmp_path} contains train.jsonl, valid.csv.")
+    assert error_of(tmp_path / "x.csv").endswith(f"does not exist. Try: one of train.jsonl, valid.csv in {tmp_path}.")
+    assert error_of(tmp_path / "no" / "where" / "x.csv").endswith(
+        f". Try: one of train.jsonl, valid.csv in {tmp_path}."
+    )
+    assert error_of(tmp_path / "*.parquet").endswith(f". Try: one of train.jsonl, valid.csv in {tmp_path}.")
 
 
 def test_a_missing_file_in_a_folder_is_no_hub_name(tmp_path, monkeypatch):
@@ -42,7 +44,7 @@ def test_an_empty_file_is_named(tmp_path):
         (tmp_path / name).touch()
         assert (
             error_of(tmp_path / "a.jsonl", tmp_path / name)
-            == f"{tmp_path / name} is empty (0 bytes). Leave it out or download it again."
+            == f"{tmp_path / name} is empty (0 bytes). Try: leave it out, or download it again."
         )
 
 
@@ -53,30 +55,28 @@ def test_a_file_without_rows_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n \n\n")
     (tmp_path / "a.json").write_text("\n \n\n")
     for name in ("a.parquet", "a.jsonl", "a.json"):
-        assert error_of(tmp_path / name) == f"{tmp_path / name} has no rows. Leave it out."
+        assert error_of(tmp_path / name) == f"{tmp_path / name} has no rows. Try: leave it out."
 
 
 def test_a_folder_without_files_of_rows_names_what_it_has(tmp_path):
-    assert "is empty. Supported formats: .parquet" in error_of(tmp_path)
+    assert "is empty. Try: .parquet" in error_of(tmp_path)
     for name in ("a.txt", "b.md", "c.parquet.gz"):
         (tmp_path / name).touch()
-    assert "contains only a.txt, b.md, c.parquet.gz. Supported formats: " in error_of(tmp_path)
+    assert "contains only a.txt, b.md, c.parquet.gz. Try: " in error_of(tmp_path)
 
 
 def test_an_unknown_format_names_the_known_ones(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    assert error_of(tmp_path / "a.txt").startswith(
-        f"{tmp_path}/a.txt: unknown format. Supported formats: .parquet, .pq, .jsonl"
-    )
+    assert error_of(tmp_path / "a.txt").startswith(f"{tmp_path}/a.txt: unknown format. Try: .parquet, .pq, .jsonl")
 
 
 def test_a_file_given_twice_is_not_counted_twice(tmp_path):
     path = write(tmp_path / "a.jsonl")
-    assert error_of(path, tmp_path) == f"{path} was given twice, so its rows would count twice. Name it once."
+    assert error_of(path, tmp_path) == f"{path} was given twice, so its rows would count twice. Try: name it once."
 
 
 def test_nothing_given_is_a_mistake():
-    assert error_of() == "No files were given. Name files, folders or a data set on the hub."
+    assert error_of() == "No files were given. Try: files, folders or a dataset on the hub."
 
 
 @pytest.fixture
@@ -100,7 +100,10 @@ def test_what_may_not_be_read_is_one_message(name, public_folder):
     if am_root:
         os.seteuid(65534)
     try:
-        assert error_of(public_folder) == f"{public_folder / name}: Permission denied. Make it readable for this user."
+        assert (
+            error_of(public_folder)
+            == f"{public_folder / name}: Permission denied. Try: make it readable for this user."
+        )
     finally:
         if am_root:
             os.seteuid(0)
@@ -110,7 +113,7 @@ def test_what_may_not_be_read_is_one_message(name, public_folder):
 def test_the_output_folder_of_clean_is_not_taken_for_one_set_of_rows(tmp_path):
     for name in ("train.parquet", "valid.parquet", "clean.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(BadData, match=r"with separate splits. Name one file, such as .*train\.parquet"):
+    with pytest.raises(BadData, match=r"with separate splits. Try: one file, such as .*train\.parquet"):
         open_source([str(tmp_path)])
 
 

@@ -179,7 +179,7 @@ def test_a_hub_name_streams_its_train_split(tmp_path, monkeypatch):
 
 def test_a_hub_name_without_a_train_split_must_say_which(tmp_path, monkeypatch):
     local_hub(monkeypatch, {"test": write(tmp_path / "a.jsonl"), "dev": write(tmp_path / "b.jsonl")})
-    with pytest.raises(BadData, match="owner/name has the splits test, dev. Choose one, such as owner/name:test"):
+    with pytest.raises(BadData, match="owner/name has the splits test, dev. Try: owner/name:test"):
         open_source(["owner/name"])
 
 

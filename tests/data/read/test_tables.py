@@ -66,7 +66,7 @@ def test_unicode_line_separators_end_no_row(tmp_path):
         ("prompt,response,prompt\na,b,c\n", "a.csv, line 1: the header has 'prompt' twice"),
         (
             "问题,回答\n一,二\n".encode("gbk"),
-            "a.csv, line 1: the header is not UTF-8. If the file is GBK, try: iconv",
+            "a.csv, line 1: the header is not UTF-8. Try: `iconv",
         ),
         ("prompt;response\na;b\n", "a.csv: no columns look like .* only prompt;response"),
     ],
@@ -158,7 +158,9 @@ def test_a_parquet_file_damaged_inside_is_one_message(tmp_path):
 def test_two_columns_of_one_name_are_one_sentence(tmp_path):
     column = pa.array(["a"])
     pq.write_table(pa.table([column, column, column], names=["prompt", "response", "prompt"]), tmp_path / "a.parquet")
-    assert error_of(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet has 'prompt' twice. Rename one of the columns."
+    assert (
+        error_of(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet has 'prompt' twice. Try: rename one of the columns."
+    )
 
 
 def test_text_under_the_name_of_parquet_is_one_message(tmp_path):

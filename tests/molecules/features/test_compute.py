@@ -121,7 +121,7 @@ def test_a_batch_without_any_features_takes_the_width_of_the_others(tmp_path):
 
 
 def test_no_features_at_all_are_an_error(tmp_path):
-    with pytest.raises(BadData, match="toy failed on all 2 molecules of some.csv: it is bad"):
+    with pytest.raises(BadData, match="toy failed on all 2 molecules of some.csv .it is bad"):
         compute_features(Toy(bad=("C0", "C1")), molecules(2), cache=tmp_path)
     with pytest.raises(BadData, match="some.csv has no molecules"):
         compute_features(Toy(), molecules(0), cache=tmp_path)
@@ -217,7 +217,7 @@ def test_running_out_of_memory_halves_the_batch(tmp_path):
     assert [len(one) for one in encoder.batches] == [2, 2, 2]
     np.testing.assert_array_equal(features.matrix[:, 0], np.arange(6))
     assert "toy: out of memory, continuing with batches of 2" in phrases
-    with pytest.raises(DoesNotFit, match="one molecule of some.csv, row 10: C0"):
+    with pytest.raises(DoesNotFit, match="one molecule of some.csv, row 10 .C0"):
         compute_features(Toy(room=0, stamp="2"), molecules(6), cache=tmp_path)
 
 

@@ -118,12 +118,12 @@ def test_ctrl_c_does_not_reach_the_process(child):
 
 def test_weights_that_do_not_load_are_an_error(child):
     broken = CHILD.replace('print("printed while loading")', 'raise Refused("its weights lack tensors")')
-    with pytest.raises(BadModel, match="minimol cannot be used: its weights lack tensors"):
+    with pytest.raises(BadModel, match="minimol cannot be used .its weights lack tensors"):
         child(broken).encode(molecules("C"))
 
 
 def test_a_python_that_prints_at_start_up_is_refused(child):
-    with pytest.raises(BadOption, match="minimol: its Python prints to stdout at start-up: welcome"):
+    with pytest.raises(BadOption, match="minimol: its Python prints 'welcome' to stdout at start-up"):
         child("print('welcome')" + CHILD).encode(molecules("C"))
 
 

@@ -126,7 +126,7 @@ def clean(
     outputs = {(output / f"{split}.parquet").resolve() for split in SPLITS}
     for file in source.files:
         if Path(file).resolve() in outputs:
-            raise BadOption(f"output='{output}' would replace its own input {file}. Choose another folder.")
+            raise BadOption(f"output='{output}' would replace its own input {file}. Try: another folder.")
     with locked_work_folder(output) as work:
         run = _CleanRun(source, work, options, memory, preparer, progress)
         try:
@@ -166,7 +166,7 @@ class _CleanRun:
         existing = self._work.existing_outputs()
         if existing and not self._options.overwrite:
             raise BadOption(
-                f"output='{self._work.output}' already has {', '.join(existing)}. Try: overwrite=True, or another folder"
+                f"output='{self._work.output}' already has {', '.join(existing)}. Try: overwrite=True, or another folder."
             )
         self._start_or_resume(key)
         with self._stage("read"):
@@ -265,7 +265,7 @@ class _CleanRun:
             )
         limit.check()
         if state is None:
-            raise BadData(f"{', '.join(self._source.files)}: no rows. Leave such files out.")
+            raise BadData(f"{', '.join(self._source.files)}: no rows. Try: leave such files out.")
         if not state.complete:
             state.complete = True
             self._segments.flush(state)
@@ -273,9 +273,7 @@ class _CleanRun:
             counts = ", ".join(
                 f"{count:,} {reason.replace('_', ' ')}" for reason, count in state.dropped.counts.items() if count
             )
-            raise BadData(
-                f"No row is left of {state.rows_in:,}: {counts}. Look at the files with `brimful data check`."
-            )
+            raise BadData(f"No row is left of {state.rows_in:,}: {counts}. Try: `brimful data check`.")
         return state
 
     def _bits(self, text_bytes: int, read_bytes: int) -> int:

@@ -77,9 +77,9 @@ class CleanOptions:
             except BadOption as error:
                 yield str(error)
         if self.max_tokens is not None and self.tokenizer is None:
-            yield f"max_tokens={self.max_tokens!r} needs a tokenizer to count with. Set tokenizer=."
+            yield f"max_tokens={self.max_tokens!r} needs a tokenizer to count with. Try: tokenizer=."
         if self.tokenizer is not None and self.max_tokens is None:
-            yield f"tokenizer={self.tokenizer!r} only counts tokens. Set max_tokens=."
+            yield f"tokenizer={self.tokenizer!r} only counts tokens. Try: max_tokens=."
         if self.near is not None and not 0.5 <= self.near <= 1:
             yield f"near={self.near:g} must be between 0.5 and 1. Try: near=0.85."
         try:
@@ -90,10 +90,10 @@ class CleanOptions:
             if not 0 <= rows < 2**53 or (rows >= 1 and rows != int(rows)):
                 yield f"{name}={rows:g} must be a share below 1 or a whole number of rows. Try: {name}=0.01."
         if self.valid < 1 and self.test < 1 and self.valid + self.test >= 1:
-            yield f"valid={self.valid:g} and test={self.test:g} leave no row for training."
+            yield f"valid={self.valid:g} and test={self.test:g} leave no row for training. Try: smaller shares."
         try:
             if self.host_limit_bytes < MIN_HOST_BYTES:
-                yield f"host_limit={self.host_limit!r} is too small. Cleaning needs at least {MIN_HOST_BYTES // MiB}MiB."
+                yield f"host_limit={self.host_limit!r} is too small. Try: host_limit='{MIN_HOST_BYTES // MiB}MiB'."
         except BadOption as error:
             yield str(error)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
@@ -205,7 +205,7 @@ class Preparer:
             needed = flag_bytes(int(sizes[row]) * self.LARGE_ROW_FACTOR)
             raise BadData(
                 f"{chunk.file}, line {chunk.lines[row]}: a row of {show_bytes(int(sizes[row]))} is too large for this "
-                f"host_limit=. Try: host_limit={needed!r}, or remove the row"
+                f"host_limit=. Try: host_limit={needed!r}, or remove the row."
             )
 
     def _unusable(self, texts: list[pa.StringArray], usable: Mask) -> Iterator[Problem]:

@@ -112,11 +112,9 @@ def locked_work_folder(output: Path) -> Iterator[WorkFolder]:
         work.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(work.path / "lock")
     except BlockingIOError:
-        raise BadOption(
-            f"output='{output}' is in use by another clean. Wait for it, or choose another folder."
-        ) from None
+        raise BadOption(f"output='{output}' is in use by another clean. Try: again later, or another folder.") from None
     except OSError as error:
-        raise BadOption(f"output='{output}': {error.strerror}. Choose a folder that can be written to.") from None
+        raise BadOption(f"output='{output}': {error.strerror}. Try: a folder that can be written to.") from None
     with lock:
         yield work
 
@@ -130,7 +128,7 @@ _ROW_BYTES = 64
 
 
 def predict_disk_bytes(*, rows: int, text_bytes: int, sketch_bytes: int, read_share: float) -> float:
-    """Bytes still to be written, after so many rows and bytes of text were prepared. A prediction."""
+    """Bytes still to be written, after this many rows and bytes of text were prepared. A prediction."""
     read_share = min(1.0, read_share) or 1.0
     segments = _SEGMENT_SHARE * text_bytes + rows * (_ROW_BYTES + sketch_bytes)
     return segments * (1 / read_share - 1) + _OUTPUT_SHARE * text_bytes / read_share
@@ -158,7 +156,7 @@ def disk_full_errors(folder: Path, needed_bytes: Callable[[], float]) -> Iterato
 def _no_space(folder: Path, needed_bytes: float, free_bytes: int | None) -> BadData:
     return BadData(
         f"Not enough disk space at {folder}: about {show_bytes(needed_bytes)} more needed (predicted), "
-        f"{show_bytes(free_bytes)} free. Make room and run the same command again, or choose another output=."
+        f"{show_bytes(free_bytes)} free. Try: make room and run the same command again, or another output=."
     )
 
 
@@ -172,7 +170,7 @@ def split_rows(rows: int, *, valid: float, test: float) -> dict[str, int]:
     if train < 1:
         raise BadOption(
             f"valid={valid:g} and test={test:g} leave no row for training: {rows:,} rows are left after cleaning. "
-            "Choose smaller splits."
+            "Try: smaller splits."
         )
     return {**{name: count for name, count in counts.items() if count}, "train": train}
 
@@ -225,7 +223,7 @@ def _check_counts(written: Mapping[str, int], counts: Mapping[str, int], folder:
     if empty := [split for split, rows in written.items() if not rows]:
         raise BadOption(
             f"valid= and test= leave no row for {' and '.join(empty)}, since rows of one conversation stay together. "
-            "Choose smaller splits."
+            "Try: smaller splits."
         )
 
 

@@ -1,7 +1,7 @@
 """Which columns of a file hold the prompt, the response or the text, and the rows rebuilt under these names.
 
     preference      prompt, chosen, rejected
-    conversations   a list of messages: each reply becomes a row, its prompt is everything said before
+    conversations   a list of messages: each reply becomes a row, its prompt is all messages before it
     pair            prompt and response under exactly these names
     instruction     instruction (and input, where a row has one) and its output
     pair            other common names: question/answer, input/output, 问题/回答 …
@@ -108,7 +108,7 @@ def no_layout(schema: FileSchema, file: str) -> BadData:
     """The error for a file without columns that fit."""
     return BadData(
         f"{file}: no columns look like prompt and response, conversations, preferences or text, only {_listed(schema.types)}. "
-        "Try: columns='prompt=question,response=answer'"
+        "Try: columns='prompt=question,response=answer'."
     )
 
 
@@ -118,7 +118,7 @@ def layout_mismatch(
     """The error for two files whose rows do not have the same fields."""
     return BadData(
         f"{first} gives {_and(layout.fields)} (from {_listed(schema.types)}), but {second} gives {_and(other.fields)} "
-        f"(from {_listed(other_schema.types)}). Use files of one kind, or choose the columns with columns=."
+        f"(from {_listed(other_schema.types)}). Try: files of one kind, or columns=."
     )
 
 
@@ -162,10 +162,10 @@ def _check_type(type_: pa.DataType, layout: Layout, name: str, file: str, *, joi
     if layout.kind == "conversations" and not is_messages:
         raise BadData(
             f"{file}: column '{name}' holds {_type_name(type_)}, not messages. "
-            "A message has from and value, or role and content."
+            "Try: messages with from and value, or role and content."
         )
     if type_ != TEXT and (joined or layout.kind == "text" or not is_messages):
-        raise BadData(f"{file}: column '{name}' holds {_type_name(type_)}, not text. Choose another one with columns=.")
+        raise BadData(f"{file}: column '{name}' holds {_type_name(type_)}, not text. Try: another one with columns=.")
 
 
 def _type_name(type_: pa.DataType) -> str:
@@ -202,13 +202,13 @@ def requested_layout(option: str, names: Sequence[str], file: str) -> Layout:
     for item in option.split(","):
         field, column = _field_and_column(item, option, names, file)
         if field in requested:
-            raise BadOption(f"columns={option!r} sets {field} twice. Join columns with a plus, such as '{field}=a+b'.")
+            raise BadOption(f"columns={option!r} sets {field} twice. Try: '{field}=a+b' to join columns.")
         requested[field] = column
     kind = _requested_kind(requested, names)
     extra = [field for field in requested if field not in (*FIELDS[kind], kind)]
     if extra:
         raise BadOption(
-            f"columns={option!r}: {extra[0]} cannot be combined with {next(iter(set(requested) - set(extra)))}."
+            f"columns={option!r}: {extra[0]} cannot be combined with {next(iter(set(requested) - set(extra)))}. Try: one of them."
         )
     used = {part for column in requested.values() for part in _parts(column, names)}
     unused = [name for name in names if name not in used]
@@ -217,7 +217,7 @@ def requested_layout(option: str, names: Sequence[str], file: str) -> Layout:
         columns[field] = requested.get(field) or requested.get(kind) or _find(_ALIASES.get(field, ()), unused) or ""
         if not columns[field]:
             raise BadOption(
-                f"columns={option!r} must also set {field}. The other columns of {file} are {_listed(unused)}."
+                f"columns={option!r} must also set {field}. Try: one of the columns {_listed(unused)} of {file}."
             )
         if field not in requested and kind not in requested:
             by_name.append(columns[field])
@@ -230,14 +230,14 @@ def _field_and_column(item: str, option: str, names: Sequence[str], file: str) -
     if not (equals and left and right) or not {left, right} & set(_SETTABLE):
         raise BadOption(
             f"columns={option!r}: {item!r} is not 'field=column'. "
-            f"Fields are {', '.join(_SETTABLE)}; columns of {file} are {_listed(names)}."
+            f"Try: one of the fields {', '.join(_SETTABLE)}, and one of the columns {_listed(names)} of {file}."
         )
     if left in _SETTABLE and (column := _spelled_as_in_file(right, names)):
         return left, column
     if right in _SETTABLE and (column := _spelled_as_in_file(left, names)):
         return right, column
     missing = right if left in _SETTABLE else left
-    raise BadOption(f"columns={option!r}: {file} has no column {missing}. It has {_listed(names)}.")
+    raise BadOption(f"columns={option!r}: {file} has no column {missing}. Try: one of {_listed(names)}.")
 
 
 def _spelled_as_in_file(column: str, names: Sequence[str]) -> str | None:

@@ -186,8 +186,7 @@ class ByteStream:
                 pieces = [piece[last:]]
             elif sum(map(len, pieces)) > MAX_ROW_BYTES:
                 raise BadData(
-                    f"{self._path}, line {line} is longer than {MAX_ROW_BYTES >> 20} MiB. "
-                    "Check that the file has one row per line."
+                    f"{self._path}, line {line} is longer than {MAX_ROW_BYTES >> 20} MiB. Try: one row per line."
                 )
         if rest := b"".join(pieces):
             yield rest
@@ -218,7 +217,7 @@ def damaged_file(place: str, format_: str, error: Exception) -> BadData:
     """The error for a file that is cut off or damaged."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reason = lines[0].rstrip(".")
-    return BadData(f"{place}: not a complete {format_} file ({reason}). Download or write it again.")
+    return BadData(f"{place}: not a complete {format_} file ({reason}). Try: download or write it again.")
 
 
 # ── Paths to files ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,7 +236,7 @@ CLEAN_OUTPUT = ("train.parquet", "clean.json")
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file of rows, or one data set on the hub."""
+    """One file of rows, or one dataset on the hub."""
 
     path: str
     format: Format
@@ -248,12 +247,12 @@ class DataFile:
 def find_files(paths: Sequence[str]) -> tuple[DataFile, ...]:
     """The files behind files, folders, patterns and hub names, in this order, those of a folder sorted by name."""
     if not paths:
-        raise BadData("No files were given. Name files, folders or a data set on the hub.")
+        raise BadData("No files were given. Try: files, folders or a dataset on the hub.")
     files: dict[str, DataFile] = {}
     for file in (file for path in paths for file in _expand(path)):
         key = os.path.realpath(file.path) if file.format != "hub" else file.path
         if key in files:
-            raise BadData(f"{file.path} was given twice, so its rows would count twice. Name it once.")
+            raise BadData(f"{file.path} was given twice, so its rows would count twice. Try: name it once.")
         files[key] = file
     return tuple(files.values())
 
@@ -262,7 +261,7 @@ def refuse_output_inside(output: Path, paths: Sequence[str]) -> None:
     """Refuse an output folder inside an input folder: the next run would read it as input."""
     for path in paths:
         if Path(path).is_dir() and output.resolve().is_relative_to(Path(path).resolve()):
-            raise BadOption(f"output='{output}' is inside {path}, whose files are read. Choose a folder outside of it.")
+            raise BadOption(f"output='{output}' is inside {path}, whose files are read. Try: a folder outside of it.")
 
 
 def format_of(name: str) -> Format | None:
@@ -289,19 +288,19 @@ def _expand(path: str) -> Iterator[DataFile]:
         else:
             raise BadData(f"{path} does not exist. {_suggestion(location)}")
     except OSError as error:
-        raise BadData(f"{error.filename or path}: {error.strerror}. Make it readable for this user.") from None
+        raise BadData(f"{error.filename or path}: {error.strerror}. Try: make it readable for this user.") from None
 
 
 def _folder_files(folder: Path) -> Iterator[DataFile]:
     if all((folder / name).is_file() for name in CLEAN_OUTPUT):
         raise BadData(
-            f"{folder} is an output of `brimful data clean` with separate splits. Name one file, such as {folder / CLEAN_OUTPUT[0]}."
+            f"{folder} is an output of `brimful data clean` with separate splits. Try: one file, such as {folder / CLEAN_OUTPUT[0]}."
         )
     files = sorted(_walk(folder))
     supported = [path for path in files if format_of(path.name)]
     if not supported:
         content = f"contains only {_first_names([path.name for path in files])}" if files else "is empty"
-        raise BadData(f"{folder} {content}. Supported formats: {_SUPPORTED}.")
+        raise BadData(f"{folder} {content}. Try: {_SUPPORTED}.")
     for path in supported:
         yield _data_file(str(path))
 
@@ -320,11 +319,11 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _data_file(path: str) -> DataFile:
     format_ = format_of(path)
     if format_ is None:
-        raise BadData(f"{path}: unknown format. Supported formats: {_SUPPORTED}.")
+        raise BadData(f"{path}: unknown format. Try: {_SUPPORTED}.")
     with Path(path).open("rb"):  # raises if it is not readable
         stat = Path(path).stat()
     if stat.st_size == 0:
-        raise BadData(f"{path} is empty (0 bytes). Leave it out or download it again.")
+        raise BadData(f"{path} is empty (0 bytes). Try: leave it out, or download it again.")
     return DataFile(path, format_, stat.st_size, stat.st_mtime_ns)
 
 
@@ -346,8 +345,8 @@ def _suggestion(path: Path) -> str:
     names = sorted(child.name for child in folder.iterdir() if not child.name.startswith("."))
     close = difflib.get_close_matches(path.name, names, n=3) if folder == path.absolute().parent else []
     if close:
-        return f"Did you mean {' or '.join(str(path.parent / name) for name in close)}?"
-    return f"{folder} contains {_first_names(names)}." if names else f"{folder} is empty."
+        return f"Try: {' or '.join(str(path.parent / name) for name in close)}."
+    return f"Try: one of {_first_names(names)} in {folder}." if names else f"Try: another folder, {folder} is empty."
 
 
 def _first_names(names: Sequence[str]) -> str:

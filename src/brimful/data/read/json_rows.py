@@ -119,7 +119,7 @@ def _json_blocks(path: str, stream: ByteStream) -> Iterator[Block]:
     start = data.lstrip(_SPACE)[:1]
     if start == b"{":
         if data.lstrip(_SPACE).split(b"\n", 1)[0].rstrip() == b"{":
-            raise BadData(f"{path} is one object over many lines. Write a list of objects, or one object per line.")
+            raise BadData(f"{path} is one object over many lines. Try: a list of objects, or one object per line.")
         stream.push_back(data)
         yield from _line_blocks(path, stream, lines_before=line - 1)
     elif start == b"[":
@@ -127,7 +127,7 @@ def _json_blocks(path: str, stream: ByteStream) -> Iterator[Block]:
         yield from _list_blocks(path, stream, data[at:], line + data[:at].count(b"\n"))
     elif start:
         first = start.decode(errors="replace")
-        raise BadData(f"{path} is not JSON: it starts with {first!r}. A list of objects starts with [.")
+        raise BadData(f"{path} is not JSON: it starts with {first!r}. Try: a list of objects, which starts with [.")
 
 
 # ── Schema from the first rows ────────────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +151,9 @@ def _sample_schema(path: str, blocks: Iterator[Block]) -> FileSchema:
             break
     if not rows:
         raise BadData(
-            f"{problem}. None of the first rows can be read." if problem else f"{path} has no rows. Leave it out."
+            f"{problem}, and no other of the first rows can be read. Try: repair or remove them."
+            if problem
+            else f"{path} has no rows. Try: leave it out."
         )
     return FileSchema(types, tuple(name for name in types if counts[name] >= rows / 2))
 
@@ -391,7 +393,7 @@ def _list_blocks(path: str, stream: ByteStream, data: bytes, line: int) -> Itera
             start = line + data[: len(data) - len(data.lstrip(_SPACE))].count(b"\n")
             raise BadData(
                 f"{path}, line {start}: the item that starts here never ends. "
-                "The file is cut off, or a quote or bracket is missing."
+                "Try: download it again, or add the missing quote or bracket."
             )
         data += piece
 
@@ -409,7 +411,7 @@ def _find_item_ends(path: str, data: bytes, line: int) -> _ItemEnds:
         end = int(ends[0])
         if mark[end] != _END:
             where = line + int(np.count_nonzero(breaks[:end]))
-            raise BadData(f"{path}, line {where}: one closing brace too many. Remove it or write the file again.")
+            raise BadData(f"{path}, line {where}: one closing brace too many. Try: remove it, or write the file again.")
         commas = np.append(commas[:end], True)
     return _ItemEnds(at[: len(commas)][commas], bool(len(ends)), at[breaks], inside[breaks])
 
@@ -448,5 +450,5 @@ def _item_blocks(path: str, data: bytes, ends: _ItemEnds, line: int, *, only: bo
 def _check_nothing_follows(path: str, stream: ByteStream, data: bytes, line: int) -> None:
     while data:
         if data.strip(_SPACE):
-            raise BadData(f"{path}, line {line}: the list ends here but the file goes on. Keep one list per file.")
+            raise BadData(f"{path}, line {line}: the list ends here but the file goes on. Try: one list per file.")
         data = stream.read(CHUNK_BYTES)

@@ -3,7 +3,7 @@
     paths ─► files.find_files ─► a layout for each file (columns.py) ─► Source.chunks(): read, then map columns to fields
 
 Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .zst, .bz2); folders of
-them; or a data set on the Hugging Face hub (extra `hub`). All files must give the same fields.
+them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
 
 A row that cannot be read (broken JSON, invalid UTF-8, a field that is missing or not text) neither stops the reader nor is
 skipped silently: it comes in `Chunk.broken` with file and line, and the caller decides (`BrokenRowLimit`). A file that
@@ -85,7 +85,7 @@ class Source:
         return islice(self._chunks(), skip, None)
 
     def fingerprint(self) -> str:
-        """Changes with any file, its size, its time or the layout. Of a hub data set only the name is known."""
+        """Changes with any file, its size, its time or the layout. Of a hub dataset only the name is known."""
         files = [
             (one.file.path if one.file.format == "hub" else os.path.realpath(one.file.path), one.file.size_bytes, one.file.modified_ns)
             for one in self._files
@@ -164,14 +164,14 @@ class BrokenRowLimit:
         if chunk.broken and self.first is None:
             self.first = chunk.broken[0]
         if self.first is not None and self.max_bad == 0:
-            raise BadData(f"{self.first}. Repair that row, or drop such rows with max_bad=0.01.")
+            raise BadData(f"{self.first}. Try: repair that row, or drop such rows with max_bad=0.01.")
 
     def check(self) -> None:
         """Check the share once all rows were read."""
         if self.broken > self.max_bad * self.rows_in:
             raise BadData(
-                f"{self.broken:,} of {self.rows_in:,} rows are broken, more than max_bad={self.max_bad:g}. "
-                f"The first is {self.first}."
+                f"{self.broken:,} of {self.rows_in:,} rows are broken, more than max_bad={self.max_bad:g} allows. "
+                f"Try: repair them, starting with {self.first}."
             )
 
 

@@ -1,4 +1,4 @@
-"""Readers for tables: csv and tsv, parquet, and data sets on the Hugging Face hub.
+"""Readers for tables: csv and tsv, parquet, and datasets on the Hugging Face hub.
 
 Each format has two functions: `…_schema(path)` looks at the columns, `read_…(path, columns)` yields all rows as chunks.
 
@@ -53,7 +53,7 @@ def csv_schema(path: str) -> FileSchema:
         rows = _csv_rows(path, stream)
         header = _header(path, rows)
         if next(rows, None) is None:
-            raise BadData(f"{path} has a header but no rows. Leave it out.")
+            raise BadData(f"{path} has a header but no rows. Try: leave it out.")
         return FileSchema(dict.fromkeys(header, TEXT), tuple(header))
 
 
@@ -111,7 +111,7 @@ def _csv_rows(path: str, stream: ByteStream) -> Iterator[CsvRow]:
         except csv.Error as error:
             if "unexpected end" in str(error) or "field limit" in str(error):
                 raise BadData(
-                    f"{path}, line {line}: a quote opens in this row and never closes. Close or double it."
+                    f"{path}, line {line}: a quote opens in this row and never closes. Try: close or double it."
                 ) from None
             yield line, f"not CSV: {error}"
             continue
@@ -129,13 +129,13 @@ def _text_lines(stream: ByteStream) -> Iterator[str]:
 def _header(path: str, rows: Iterator[CsvRow]) -> list[str]:
     line, header = next(rows, (1, "no rows"))
     if isinstance(header, str):
-        raise BadData(f"{path}, line {line}: {header}. Leave the file out or repair its header.")
+        raise BadData(f"{path}, line {line}: {header}. Try: leave the file out, or repair its header.")
     if not _is_utf8(header):
-        raise BadData(f"{path}, line {line}: the header is not UTF-8. If the file is GBK, try: iconv -f gbk -t utf-8")
+        raise BadData(f"{path}, line {line}: the header is not UTF-8. Try: `iconv -f gbk -t utf-8` if the file is GBK.")
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
         raise BadData(
-            f"{path}, line {line}: the header has {', '.join(map(repr, repeated))} twice. Rename one of the columns."
+            f"{path}, line {line}: the header has {', '.join(map(repr, repeated))} twice. Try: rename one of the columns."
         )
     return header
 
@@ -157,7 +157,7 @@ def parquet_schema(path: str) -> FileSchema:
     """The columns of the file. A file without rows is an error."""
     with _open_parquet(path) as file:
         if file.metadata.num_rows == 0:
-            raise BadData(f"{path} has no rows. Leave it out.")
+            raise BadData(f"{path} has no rows. Try: leave it out.")
         return _arrow_schema(path, file.schema_arrow)
 
 
@@ -202,7 +202,7 @@ def hub_schema(name: str) -> FileSchema:
     """The columns of the first rows."""
     first = next(_hub_batches(name, _SAMPLE_ROWS), None)
     if first is None:
-        raise BadData(f"{name} has no rows. Choose another split, such as {name.partition(':')[0]}:train.")
+        raise BadData(f"{name} has no rows. Try: another split, such as {name.partition(':')[0]}:train.")
     return _arrow_schema(name, first.schema)
 
 
@@ -220,10 +220,10 @@ def _hub_batches(name: str, rows: int) -> Iterator[pa.RecordBatch]:
             yield from table.combine_chunks().to_batches()
     except (BadData, MissingExtra):
         raise
-    except Exception as error:  # the network, the hub and the data set's own files raise anything
+    except Exception as error:  # the network, the hub and the dataset's own files raise anything
         raise BadData(
             f"{name} is not a file, and it cannot be loaded from the Hugging Face hub ({in_one_line(error)}). "
-            "Check the name and the network."
+            "Try: check the name and the network."
         ) from None
 
 
@@ -239,7 +239,7 @@ def _load_split(name: str) -> Any:
     if "train" in splits:
         return splits["train"]
     if len(splits) != 1:
-        raise BadData(f"{name} has the splits {', '.join(splits)}. Choose one, such as {name}:{next(iter(splits))}.")
+        raise BadData(f"{name} has the splits {', '.join(splits)}. Try: {name}:{next(iter(splits))}.")
     return next(iter(splits.values()))
 
 
@@ -253,7 +253,7 @@ _UNCHECKED_TEXT = pc.CastOptions(TEXT, allow_invalid_utf8=True)
 def _arrow_schema(path: str, schema: pa.Schema) -> FileSchema:
     repeated = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if repeated:
-        raise BadData(f"{path} has {', '.join(map(repr, repeated))} twice. Rename one of the columns.")
+        raise BadData(f"{path} has {', '.join(map(repr, repeated))} twice. Try: rename one of the columns.")
     return FileSchema({field.name: _read_type(field.type) for field in schema}, tuple(schema.names))
 
 

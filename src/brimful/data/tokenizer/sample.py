@@ -41,7 +41,7 @@ Ints = npt.NDArray[np.int64]
 LONGEST_TEXT = 100_000
 """Characters of one text that are used, so that a book in one row does not fill the sample."""
 HELD_OUT_CHARACTERS, HELD_OUT_SHARE = 1_000_000, 1 / 50
-"""Held out at most, about 5,000 rows of chat; of a small data set one character in 50."""
+"""Held out at most, about 5,000 rows of chat; of a small dataset one character in 50."""
 MAX_CHARACTERS = 200_000_000
 """Used at most, however much RAM there is: the library counts pairs in 32 bits."""
 READ_BYTES_PER_CHARACTER = 32
@@ -78,7 +78,7 @@ def available_memory(host_limit_bytes: int, start_bytes: int, host: Host | None 
 
 
 class Sampler:
-    """Is given all rows in order and keeps a uniform sample of them, and others held out."""
+    """Takes all rows in order; keeps a uniform sample of them, and others held out."""
 
     def __init__(self, *, characters: int, seed: int) -> None:
         self.budget, self.seed = characters, seed
@@ -90,7 +90,7 @@ class Sampler:
 
     @classmethod
     def within(cls, training_bytes: int, *, seed: int) -> "Sampler":
-        """With the most characters that training could use in so much memory."""
+        """With the most characters that training could use within this memory."""
         return cls(characters=min(MAX_CHARACTERS, training_bytes // READ_BYTES_PER_CHARACTER), seed=seed)
 
     def add(self, rows: pa.RecordBatch) -> None:
@@ -203,5 +203,5 @@ def row_lengths(rows: pa.Table) -> Ints:
 
 
 def _count_within(characters: Ints, budget: int) -> int:
-    """How many of the first rows stay within so many characters."""
+    """How many of the first rows stay within this many characters."""
     return int(np.searchsorted(np.cumsum(characters), budget, side="right"))

@@ -20,8 +20,7 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from brimful.data.output import OutputFolder
-from brimful.data.pipeline import PeakMemory
+from brimful.data.pipeline import OutputFolder, PeakMemory
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Source, open_source
 from brimful.data.tokenizer.folder import MODEL_FILE, TokenizerFacts, save_tokenizer, write_json

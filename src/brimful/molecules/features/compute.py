@@ -78,7 +78,7 @@ def compute_features(
 ) -> Features:
     """One row of numbers for each molecule, in their order, computed at most once."""
     if len(molecules) == 0:
-        raise BadData(f"{molecules.source} has no molecules to compute features of")
+        raise BadData(f"{molecules.source} has no molecules to compute features of. Try: another file.")
     entry = CacheEntry(Path(cache), encoder.name, _cache_key(encoder, molecules))
     features = entry.open()
     if features is None:
@@ -134,7 +134,7 @@ class _Computation:
             self._report(done)
         if len(self.failed) == total:
             reason = next(iter(self.failed.values()))
-            raise BadData(f"{self.encoder.name} failed on all {show_count(total, 'molecule')} of {self.molecules.source}: {reason}")  # fmt: skip
+            raise BadData(f"{self.encoder.name} failed on all {show_count(total, 'molecule')} of {self.molecules.source} ({reason}). Try: another encoder.")  # fmt: skip
         facts = {
             "failed": {str(at): reason for at, reason in self.failed.items()},
             "remarks": [f"{show_count(count, 'molecule')} {remark}" for remark, count in self.remarks.items()],
@@ -162,7 +162,7 @@ class _Computation:
             if not is_oom(error):
                 raise
             if len(some) == 1:
-                message = f"{self.encoder.name} ran out of memory on one molecule of {some.source}, row {some.rows[0]}: {some.smiles[0]}"  # fmt: skip
+                message = f"{self.encoder.name} ran out of memory on one molecule of {some.source}, row {some.rows[0]} ({some.smiles[0]}). Try: remove that row."  # fmt: skip
                 raise DoesNotFit(message, needed_bytes=self.encoder.molecule_bytes) from error
         self.batch = len(some) // 2
         self.progress(f"{self.encoder.name}: out of memory, continuing with batches of {self.batch}")
@@ -172,7 +172,7 @@ class _Computation:
         """One row for each molecule, finite unless it failed."""
         matrix, name = encoded.matrix, self.encoder.name
         if matrix.ndim != 2 or len(matrix) != len(some):
-            raise BadData(f"{name} returned the shape {matrix.shape} for {show_count(len(some), 'molecule')}. Try: molecules × features")  # fmt: skip
+            raise BadData(f"{name} returned the shape {matrix.shape} for {show_count(len(some), 'molecule')}. Try: molecules × features.")  # fmt: skip
         finite = np.atleast_1d(np.isfinite(matrix).all(axis=1))
         finite[list(encoded.failed)] = True
         if finite.all():
@@ -184,7 +184,7 @@ class _Computation:
         also = " and from the features" if self.encoder.reads_rows else ""
         raise BadData(
             f"{name} is NaN or infinite in row{'s' * (len(broken) > 1)} {listed}{more} of {some.source} (counted from 0), "
-            f"{len(broken):,} {among}. Try: fill them, or remove those rows from that file{also}"
+            f"{len(broken):,} {among}. Try: fill them, or remove those rows from that file{also}."
         )
 
     def _collect(self, batch: "Batch") -> None:
@@ -193,7 +193,7 @@ class _Computation:
             if self.columns not in (0, encoded.matrix.shape[1]):
                 raise BadData(
                     f"{self.encoder.name} gave {self.columns} features for the first molecules and "
-                    f"{encoded.matrix.shape[1]} from molecule {batch.start} on"
+                    f"{encoded.matrix.shape[1]} from molecule {batch.start} on. Try: return as many for all."
                 )
             mixed = self.columns and encoded.matrix.dtype != self.dtype
             self.columns, self.dtype = encoded.matrix.shape[1], np.dtype(np.float32) if mixed else encoded.matrix.dtype
@@ -276,7 +276,7 @@ class CacheEntry:
             raise self._unusable(f"{MATRIX} has changed since it was written")
 
     def _unusable(self, why: str) -> BadData:
-        return BadData(f"the cached features in {self.folder} cannot be used: {why}. Try: delete that folder")
+        return BadData(f"the cached features in {self.folder} cannot be used: {why}. Try: delete that folder.")
 
     @contextmanager
     def building(self, progress: Progress) -> Iterator[None]:
@@ -362,7 +362,7 @@ class CacheEntry:
             yield
         except OSError as error:
             why = error.strerror or str(error)
-            raise BadOption(f"features cannot be written to {self.folder.parent}: {why}. Try: free space there, or another cache=") from error  # fmt: skip
+            raise BadOption(f"features cannot be written to {self.folder.parent}: {why}. Try: free space there, or another cache=.") from error  # fmt: skip
 
 
 def _rows_to_write(encoded: Encoded, columns: int, dtype: np.dtype[Any]) -> Matrix:

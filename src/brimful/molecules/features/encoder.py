@@ -72,7 +72,7 @@ def load_encoder(config: str | Mapping[str, Any], *, folder: Path = Path(), devi
     options = {"name": config} if isinstance(config, str) else dict(config)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise BadOption(f'an encoder is a name or a table such as {{name = "ecfp", bits = 1024}}, not {config!r}')
+        raise BadOption(f'encoder {config!r} has no name. Try: {{name = "ecfp", bits = 1024}}.')
     if name in ENCODERS:
         return _built_in(name, _with_absolute_paths(options, folder), device)
     path, colon, function = name.rpartition(":")
@@ -80,10 +80,10 @@ def load_encoder(config: str | Mapping[str, Any], *, folder: Path = Path(), devi
     if not is_function and not name.endswith(MATRIX_FILES):
         raise BadOption(_unknown(name, folder))
     if options:
-        raise BadOption(f"encoder {name}: features from a file take no options, remove {', '.join(options)}")
+        raise BadOption(f"encoder {name}: features from a file take no options. Try: remove {', '.join(options)}.")
     file = folder / (path if is_function else name)
     if not file.is_file():
-        raise BadOption(f"encoder {file}: there is no such file")
+        raise BadOption(f"encoder {file} does not exist. Try: a path relative to the spec.")
     from brimful.molecules.features.in_process import FeatureFile, UserFunction
 
     return UserFunction(file=file, function=function) if is_function else FeatureFile(file=file)
@@ -103,7 +103,7 @@ def _built_in(name: str, options: dict[str, Any], device: str) -> Encoder:
     owner = getattr(importlib.import_module(f"brimful.molecules.features.{module}"), class_name)
     types = {one.name: one.type for one in fields(owner)}
     if problems := [problem for key, value in options.items() if (problem := _problem(key, value, types))]:
-        raise BadOption(f"encoder {name}: {'; '.join(problems)}")
+        raise BadOption(f"encoder {name}: {'; '.join(problems)}.")
     if "device" in types:
         options.setdefault("device", device)
     encoder: Encoder = owner(**options)
@@ -124,12 +124,12 @@ def _problem(key: str, value: Any, types: Mapping[str, Any]) -> str | None:
 
 def _unknown(name: str, folder: Path) -> str:
     if name.endswith(".py"):
-        return f"encoder {name} is a file without a function. Try: {name}:encode"
+        return f"encoder {name} is a file without a function. Try: {name}:encode."
     if (folder / name).is_file():
-        return f"encoder {name} is not a file of features. Try: a .npy or .parquet file, or file.py:function"
+        return f"encoder {name} is not a file of features. Try: a .npy or .parquet file, or file.py:function."
     close = difflib.get_close_matches(name, ENCODERS, n=1)
-    hint = f", did you mean {close[0]}?" if close else "."
-    return f"unknown encoder {name!r}{hint} Try: {', '.join(ENCODERS)}, a .npy or .parquet file, or file.py:function"
+    names = close or ENCODERS
+    return f"unknown encoder {name!r}. Try: {', '.join(names)}, a .npy or .parquet file, or file.py:function."
 
 
 def show_name(name: str, encoder: Any, *options: str) -> str:

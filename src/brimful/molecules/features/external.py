@@ -40,8 +40,8 @@ _QUIET = {"TQDM_DISABLE": "1"}
 """The last line that a child printed should be its error and not its progress bar."""
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """MiniMol keeps its network on the CPU anyway; a visible GPU only changes its settings."""
-_INSTALL_MINIMOL = f'Try: {{name = "minimol", python = "ENV/bin/python"}} or {MINIMOL_PYTHON} (see docs/encoders.md)'
-_INSTALL_UNIMOL = f'Try: {{name = "unimol", python = "ENV/bin/python", weights = "DIR"}} or {UNIMOL_PYTHON} (see docs/encoders.md)'  # fmt: skip
+_INSTALL_MINIMOL = f'Try: {{name = "minimol", python = "ENV/bin/python"}} or {MINIMOL_PYTHON} (see docs/encoders.md).'
+_INSTALL_UNIMOL = f'Try: {{name = "unimol", python = "ENV/bin/python", weights = "DIR"}} or {UNIMOL_PYTHON} (see docs/encoders.md).'  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,11 @@ class UniMol:
         folder = self.weights or os.environ.get(UNIMOL_WEIGHTS)
         names = (f"mol_pre_{'no_h' if self.remove_hs else 'all_h'}_220816.pt", "mol.dict.txt")
         if not folder:
-            raise BadOption(f'encoder unimol needs {" and ".join(names)}. Try: weights = "DIR" or {UNIMOL_WEIGHTS}')
+            raise BadOption(f'encoder unimol needs {" and ".join(names)}. Try: weights = "DIR" or {UNIMOL_WEIGHTS}.')
         missing = [name for name in names if not (Path(folder) / name).is_file()]
         if missing:
             raise BadOption(
-                f"encoder unimol: {folder} has no {' and no '.join(missing)}. Try: dptech/Uni-Mol-Models on Hugging Face"
+                f"encoder unimol: {folder} has no {' and no '.join(missing)}. Try: dptech/Uni-Mol-Models on Hugging Face."
             )
         return [Path(folder) / name for name in names]
 
@@ -215,10 +215,12 @@ class EncoderProcess:
         except ValueError as error:  # a Python that prints at start-up
             self.close()
             text = line.decode(errors="replace").strip()[:200]
-            raise BadOption(f"encoder {self.name}: its Python prints to stdout at start-up: {text}") from error
+            raise BadOption(
+                f"encoder {self.name}: its Python prints {text!r} to stdout at start-up. Try: a Python that prints nothing."
+            ) from error
         if "error" in answer:
             self.close()
-            raise BadModel(f"{self.name} cannot be used: {answer['error']}")
+            raise BadModel(f"{self.name} cannot be used ({answer['error']}). Try: install it again.")
         return answer
 
     def _lost(self) -> ProcessLost:
@@ -230,7 +232,7 @@ class EncoderProcess:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         last = f", its last line: {lines[-1][:200]}" if lines else ""
-        return ProcessLost(f"the process of {self.name} ended {how}{hint}{last}. Try: the same command, it continues")
+        return ProcessLost(f"the process of {self.name} ended {how}{hint}{last}. Try: the same command, it continues.")
 
 
 def _start(name: str, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Any:
@@ -243,7 +245,9 @@ def _start(name: str, command: Sequence[str], environment: Mapping[str, str], lo
             env={**os.environ, **_QUIET, **environment},
         )
     except OSError as error:
-        raise BadOption(f"encoder {name}: {command[0]} cannot be run ({error.strerror or error})") from error
+        raise BadOption(
+            f"encoder {name}: {command[0]} cannot be run ({error.strerror or error}). Try: another python."
+        ) from error
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -46,7 +46,7 @@ class Ecfp:
         if not 8 <= self.bits <= 2**20 or self.bits % 8:
             problems.append(f"bits must be a multiple of 8 up to 1,048,576, not {self.bits}")
         if problems:
-            raise BadOption("encoder ecfp: " + "; ".join(problems))
+            raise BadOption(f"encoder ecfp: {'; '.join(problems)}.")
 
     @property
     def name(self) -> str:
@@ -207,7 +207,7 @@ def load_chemnet(weights: Path) -> Any:
     except Exception as error:
         raise BadModel(
             f"the weights of chemnet in {weights} cannot be used ({in_one_line(error)}). "
-            "Try: pip install --force-reinstall --no-deps fcd_torch"
+            "Try: `pip install --force-reinstall --no-deps fcd_torch`."
         ) from error
     return model
 
@@ -215,7 +215,7 @@ def load_chemnet(weights: Path) -> Any:
 def _chemnet_folder() -> Path:
     package = importlib.util.find_spec("fcd_torch")
     if package is None or not package.submodule_search_locations:
-        raise BadOption("encoder chemnet needs fcd_torch. Try: pip install --no-deps fcd_torch")
+        raise BadOption("encoder chemnet needs fcd_torch. Try: `pip install --no-deps fcd_torch`.")
     return Path(package.submodule_search_locations[0])
 
 
@@ -266,7 +266,7 @@ class FeatureFile:
         if len(self._matrix) != molecules.rows_in:
             raise BadData(
                 f"{self.file} has {show_rows(len(self._matrix))} of features and {molecules.source} has "
-                f"{show_rows(molecules.rows_in)}. Try: one row of features for each row, unreadable molecules included"
+                f"{show_rows(molecules.rows_in)}. Try: one row of features for each row, unreadable molecules included."
             )
         rows = self._matrix[molecules.rows]
         with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite, which is then reported
@@ -280,11 +280,11 @@ class FeatureFile:
             else:
                 matrix = np.load(self.file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise BadData(f"{self.file} cannot be read as features ({in_one_line(error)}). Try: a .npy or .parquet of numbers") from error  # fmt: skip
+            raise BadData(f"{self.file} cannot be read as features ({in_one_line(error)}). Try: a .npy or .parquet of numbers.") from error  # fmt: skip
         if matrix.ndim != 2 or 0 in matrix.shape:
-            raise BadData(f"{self.file} has the shape {matrix.shape}. Try: rows × columns, at least one of each")
+            raise BadData(f"{self.file} has the shape {matrix.shape}. Try: rows × columns, at least one of each.")
         if matrix.dtype.kind not in "fiub":
-            raise BadData(f"{self.file} holds {matrix.dtype}, not real numbers. Try: float32 or uint8")
+            raise BadData(f"{self.file} holds {matrix.dtype}, not real numbers. Try: float32 or uint8.")
         return matrix
 
 
@@ -299,12 +299,12 @@ def _read_parquet(file: Path) -> Matrix:
         lists = table.column(0).to_pylist()
         widths = {len(one) if one is not None else 0 for one in lists}
         if len(widths) > 1:
-            raise BadData(f"{file} has lists of {min(widths)} to {max(widths)} numbers. Try: as many in every row")
+            raise BadData(f"{file} has lists of {min(widths)} to {max(widths)} numbers. Try: as many in every row.")
         return np.array(lists, dtype=np.float32)
     numbers = (types.is_floating, types.is_integer, types.is_boolean)
     other = [one.name for one in table.schema if not any(is_number(one.type) for is_number in numbers)]
     if other:
-        raise BadData(f"{file} has columns that are not numbers ({', '.join(other[:3])}). Try: remove them")
+        raise BadData(f"{file} has columns that are not numbers ({', '.join(other[:3])}). Try: remove them.")
     columns = [table.column(at).to_numpy() for at in range(table.num_columns)]
     return np.stack(columns, axis=1) if columns else np.empty((table.num_rows, 0))
 
@@ -338,12 +338,12 @@ class UserFunction:
                 result = function(list(molecules.smiles))
         except (Exception, SystemExit) as error:
             raise BadData(
-                f"{self.file}:{self.function} failed on a batch of {len(molecules)} SMILES: {in_one_line(error)}"
+                f"{self.file}:{self.function} failed on a batch of {len(molecules)} SMILES ({in_one_line(error)}). Try: call it with them."
             ) from error
         return Encoded(matrix=self._array(result, len(molecules)))
 
     def _array(self, result: Any, count: int) -> Matrix:
-        fix = f"Try: return an array of {count} rows, one for each SMILES"
+        fix = f"Try: return an array of {count} rows, one for each SMILES."
         if hasattr(result, "detach"):  # a tensor
             result = result.detach().cpu().float().numpy()
         try:
@@ -364,8 +364,8 @@ class UserFunction:
         if callable(function):
             return function
         own = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-        listed = f"it has {', '.join(own)}" if own else "it defines no function"
-        raise BadOption(f"there is no function {self.function!r} in {self.file}, {listed}")
+        advice = " or ".join(own) or "define it"
+        raise BadOption(f"there is no function {self.function!r} in {self.file}. Try: {advice}.")
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -379,7 +379,7 @@ def _import_file(file: Path) -> ModuleType:
         with redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise BadOption(f"{file} cannot be run: {in_one_line(error)}") from error
+        raise BadOption(f"{file} cannot be run ({in_one_line(error)}). Try: run it with Python alone.") from error
     finally:
         sys.dont_write_bytecode = before
     return module

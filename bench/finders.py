@@ -357,7 +357,7 @@ def _finders(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in FINDERS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; there are {', '.join(FINDERS)}")
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}. Try: {', '.join(FINDERS)}")
     return names
 
 

@@ -205,7 +205,7 @@ def measure_overhead(training: Training, steps: int) -> dict[str, Any]:
         groups = limit.split([training.task.shape(row) for row in rows])
         turns: dict[str, Callable[[], Any]] = {"stepper": functools.partial(stepper.step, rows),
                  "plain": functools.partial(plain_step, training, *plain, rows, groups)}  # fmt: skip
-        for name in sorted(turns, reverse=step % 2 == 0):  # nobody is always second
+        for name in sorted(turns, reverse=step % 2 == 0):  # neither is always second
             took = _clock(training.device, turns[name])
             if step >= 0:
                 seconds[name].append(took)
@@ -232,15 +232,15 @@ def plain_step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def show_overhead(found: dict[str, Any]) -> str:
+def show_overhead(result: dict[str, Any]) -> str:
     table = [
         ("", "ms a step (median)", "ratio"),
-        ("plain loop", f"{1000 * found['plain_s']:.1f}", "1"),
-        ("Stepper", f"{1000 * found['stepper_s']:.1f}", f"{found['ratio']:.3f}"),
+        ("plain loop", f"{1000 * result['plain_s']:.1f}", "1"),
+        ("Stepper", f"{1000 * result['stepper_s']:.1f}", f"{result['ratio']:.3f}"),
     ]
     return (
-        f"{_markdown(table)}\n\n{found['steps']} steps of each in turn, {found['micro_batches']} micro-batches in the last; "
-        f"the weights end {found['distance']:.1e} apart"
+        f"{_markdown(table)}\n\n{result['steps']} steps of each in turn, {result['micro_batches']} micro-batches in the last; "
+        f"the weights end {result['distance']:.1e} apart"
     )
 
 
@@ -272,17 +272,17 @@ def measure_recovery(training: Training, memory: Memory, before: int, during: in
     }
 
 
-def show_recovery(found: dict[str, Any]) -> str:
+def show_recovery(result: dict[str, Any]) -> str:
     table = [("", "steps", "steps/s (median)", "× before")]
-    calm = found["steps_per_s"]["before"]
+    calm = result["steps_per_s"]["before"]
     table += [
-        (name, str(found["steps"][name]), f"{rate:.3g}", f"{rate / calm:.3f}")
-        for name, rate in found["steps_per_s"].items()
+        (name, str(result["steps"][name]), f"{rate:.3g}", f"{rate / calm:.3f}")
+        for name, rate in result["steps_per_s"].items()
     ]
-    events = [f"step {event['step']}, {event['event']}: {event['sentence']}" for event in found["events"]]
+    events = [f"step {event['step']}, {event['event']}: {event['sentence']}" for event in result["events"]]
     return (
-        f"{_markdown(table)}\n\n{found['steps_done']} of {found['steps_requested']} steps, {found['ooms']} OOMs, "
-        f"{found['lost_per_oom_steps']:.2f} steps' time lost by each\n" + "\n".join(events)
+        f"{_markdown(table)}\n\n{result['steps_done']} of {result['steps_requested']} steps, {result['ooms']} OOMs, "
+        f"{result['lost_per_oom_steps']:.2f} steps' time lost by each\n" + "\n".join(events)
     )
 
 
@@ -371,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         training, target, take_bytes = prepare(args)
         with target.enforce(simulate=False):
-            found, shown = _measure(args, training, target, take_bytes)
+            result, shown = _measure(args, training, target, take_bytes)
     except UserError as error:
         print(f"oom_midrun: {error}", file=sys.stderr)
         return 2
@@ -379,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
     print(_title(about), shown, sep="\n\n")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**about, **result}, indent=1) + "\n")
     return 0
 
 
@@ -487,7 +487,7 @@ def _contestants(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; there are {', '.join(CONTESTANTS)}")
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}. Try: {', '.join(CONTESTANTS)}")
     return names
 
 

@@ -1,4 +1,4 @@
-"""Parses and prints sizes, durations and counts.
+"""Parses, checks and prints sizes, durations and counts.
 
 Inside the package everything is in bytes and seconds; GiB appears only here and on screens. `20GiB` is 20 × 2³⁰ bytes and
 `20GB` is 20 × 10⁹. A number without a unit is in bytes.
@@ -76,6 +76,16 @@ def show_rate(value: float | None) -> str:
     if value is None:
         return "unknown"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether it is an integer of at least `least`. True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number. True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _trim(value: float) -> str:

@@ -32,7 +32,7 @@ def plan():
 
 def test_the_headline_is_what_to_run(plan):
     assert plan_text(plan).startswith("tagger on the CPU: ")
-    assert "= 50 a step" in plan_text(plan)
+    assert "= 50 per step" in plan_text(plan)
 
 
 def test_every_choice_is_a_row(plan):

@@ -275,7 +275,9 @@ def test_an_empty_list_is_no_step():
 
 @pytest.mark.parametrize("given", [torch.zeros(0, 3), {"x": torch.zeros(0), "y": np.zeros((0, 2))}])
 def test_a_batch_without_rows_is_no_step(given):
-    assert refused(given) == "the batch for this step has no rows, since its first dimension is 0. Try: at least one row."
+    assert (
+        refused(given) == "the batch for this step has no rows, since its first dimension is 0. Try: at least one row."
+    )
 
 
 @pytest.mark.parametrize(

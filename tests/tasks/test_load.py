@@ -141,7 +141,9 @@ def test_a_name_that_is_not_in_the_file_lists_the_tasks_that_are(write):
 
 def test_a_name_that_is_not_in_a_file_without_tasks_says_so(write):
     path = write("width = 5")
-    assert refused(UnknownTask, f"{path}:Mine") == f"{path} has no 'Mine'. Try: define a subclass of brimful.Task in it."
+    assert (
+        refused(UnknownTask, f"{path}:Mine") == f"{path} has no 'Mine'. Try: define a subclass of brimful.Task in it."
+    )
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class HostPlanner:
         if wanted is None and share <= NEGLIGIBLE:
             return Choice.of("workers", None, 0, f"{reason}; a worker would cost RAM and gain nothing", "measured")
         if wanted is None and self.target.device.type == "cpu" and self.here.computing > CPU_BOUND:
-            reason = f"reading computes ({takes} a step), and training needs the same cores"
+            reason = f"reading computes ({takes} per step), and training needs the same cores"
             return Choice.of("workers", None, 0, reason, "measured")
         self.worker = self.read(workers=1)
         needed = math.ceil(HEADROOM * self.worker.seconds / self.trains_s)

@@ -183,7 +183,7 @@ class Plan:
             split = f"{self.accumulation} micro-batches of at most {show_rows(self.micro_batch)}"
         rows = f"rows of {'+'.join(map(str, self.shape))}" if self.shape else "rows of one size"
         speed = f"{show_rate(self.rows_per_s)} rows/s"
-        return f"{self.task} on {self.device_name}: {split} = {self.global_batch} a step, {speed} at {rows}"
+        return f"{self.task} on {self.device_name}: {split} = {self.global_batch} per step, {speed} at {rows}"
 
     def __repr__(self) -> str:
         split = f"{self.micro_batch} × {self.accumulation} of {self.global_batch} rows"

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from brimful.errors import BadOption
 from brimful.task import Precision, Shape
-from brimful.units import parse_bytes
+from brimful.units import is_number, is_whole, parse_bytes
 
 AutoOnOff = Literal["auto", "on", "off"]
 
@@ -82,11 +82,11 @@ def _problems(options: PlanOptions) -> Iterator[str]:
     whole = True
     for name, least in _LEAST.items():
         value = getattr(options, name)
-        if value not in (None, "auto") and (not _is_whole(value) or value < least):
+        if value not in (None, "auto") and not is_whole(value, least):
             whole = False
             yield f"{name}={value!r} must be a whole number of at least {least}."
     fill = options.fill
-    if not isinstance(fill, (int, float)) or isinstance(fill, bool) or not 0 < fill <= 1:
+    if not is_number(fill) or not 0 < fill <= 1:
         yield f"fill={fill!r} must be above 0 and at most 1."
     if whole and options.global_batch is not None and options.global_batch < options.processes:
         yield f"global_batch={options.global_batch} gives {options.processes} processes less than a row each. Try: fewer processes=."
@@ -96,7 +96,7 @@ def _problems(options: PlanOptions) -> Iterator[str]:
             yield f"{name}={value!r} must be one of {', '.join(filter(None, words))}."
     lengths = options.lengths
     if lengths is not None and not (
-        isinstance(lengths, (tuple, list)) and all(_is_whole(length) and length > 0 for length in lengths)
+        isinstance(lengths, (tuple, list)) and all(is_whole(length, 1) for length in lengths)
     ):
         yield f"lengths={lengths!r} must be a tuple of whole numbers of at least 1, such as (256, 256)."
     for name in ("cache", "allow_inexact"):
@@ -109,7 +109,3 @@ def _problems(options: PlanOptions) -> Iterator[str]:
                 parse_bytes(value)
         except BadOption:
             yield f"{name}={value!r} must be a positive size, such as 20GiB or 512MiB."
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

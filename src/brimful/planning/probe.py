@@ -92,7 +92,7 @@ class Prober:
         return failure
 
     def optimizer_seconds(self, rows: int, shape: Shape) -> float:
-        """Time of what happens once a step: scaling the gradients, the optimizer, dropping the gradients."""
+        """Time of what happens once per step: scaling the gradients, the optimizer, dropping the gradients."""
         with _disable_current_modes():
             self.context.run_micro_batch(self.batch(rows, shape), rows)
             return self._clock(lambda: self.context.finish(1.0))

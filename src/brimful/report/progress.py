@@ -391,5 +391,5 @@ class _LogHandler(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.module != "events":
+        if not getattr(record, "is_step_event", False):
             self._write(record.getMessage())

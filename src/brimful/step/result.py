@@ -1,4 +1,4 @@
-"""What a step returns and what it reports: one `StepResult` a step, and one `Event` for everything out of the ordinary.
+"""What a step returns and what it reports: one `StepResult` per step, and one `Event` for everything out of the ordinary.
 
 An event has a sentence for people and figures for programs:
 
@@ -95,7 +95,8 @@ class Events:
     def add(self, kind: EventKind, step: int, sentence: str, **details: Any) -> None:
         event = Event(event=kind, step=step, sentence=sentence, details=details)
         self.recent.append(event)
-        logger.log(logging.WARNING if kind in WARNINGS else logging.INFO, "step %d: %s", step, sentence)
+        level = logging.WARNING if kind in WARNINGS else logging.INFO
+        logger.log(level, "step %d: %s", step, sentence, extra={"is_step_event": True})
         if self._listener is None:
             return
         try:

@@ -17,7 +17,7 @@
 
 Any split, on any number of ranks, gives the gradient of the plain large batch (`gradients.py`). Out-of-memory errors are
 handled in `recovery.py`. A step that has begun to change weights is never retried. Without an error all of this costs a few
-milliseconds a step (`bench/RESULTS.md`).
+milliseconds per step (`bench/RESULTS.md`).
 """
 
 import math
@@ -46,6 +46,7 @@ from brimful.step.recovery import GROW_AFTER, MicroBatchLimit, Recovery
 from brimful.step.result import Event, Events, StepResult
 from brimful.step.rows import as_rows
 from brimful.task import Precision, Task
+from brimful.units import is_whole
 
 FP16_SKIPS = 20
 """Consecutive steps that fp16 may skip while its loss scale comes down from 65536."""
@@ -428,7 +429,7 @@ def check_stepper_options(
     """Raise `BadOption` with every value that a `Stepper` cannot take."""
 
     def problems() -> Iterator[str]:
-        if micro_batch is not None and not _is_whole(micro_batch, 1):
+        if micro_batch is not None and not is_whole(micro_batch, 1):
             yield f"micro_batch={micro_batch!r} must be 1 or more."
         if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and 0 < clip_norm < math.inf):
             yield f"clip_norm={clip_norm!r} must be positive, or None for no clipping."
@@ -441,14 +442,10 @@ def check_stepper_options(
             yield f"scaler={scaler!r} must be a torch.amp.GradScaler."
         if rows_are not in get_args(RowsAre):
             yield f"rows_are={rows_are!r} must be 'global' or 'local'."
-        if not _is_whole(skip_nonfinite, 0):
+        if not is_whole(skip_nonfinite, 0):
             yield f"skip_nonfinite={skip_nonfinite!r} must be 0 or more."
-        if not _is_whole(grow_after, 1):
+        if not is_whole(grow_after, 1):
             yield f"grow_after={grow_after!r} must be 1 or more."
 
     if wrong := list(problems()):
         raise BadOption(" ".join(wrong))
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from brimful.errors import BadData, BadOption
 from brimful.task import Dataset, Loss, Shape, Task
 from brimful.training.run import RunFolder, is_missing
+from brimful.units import is_number
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,7 +86,7 @@ class ChatOptions:
             if value is not None and value not in words:
                 yield f"{name}={value!r} must be one of {', '.join(words)}."
         share = self.label_smoothing
-        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
+        if not is_number(share) or not 0 <= share < 1:
             yield f"label_smoothing={share!r} must be at least 0 and below 1."
         if self.from_ is not None and self.size is not None:
             yield f"size={self.size!r} cannot be combined with from_=, whose model has its own size. Try: leave size= out."

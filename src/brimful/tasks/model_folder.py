@@ -212,10 +212,10 @@ def _check_hashes(folder: Path) -> None:
 
 def _id_conflict(role: str, tokenizer_id: int | None, model_ids: int | list[int] | None) -> str:
     """Empty if they agree. A config may list several eos ids, and either side may have none."""
-    known = model_ids if isinstance(model_ids, list) else [model_ids]
-    if tokenizer_id is None or model_ids is None or tokenizer_id in known:
+    ids = model_ids if isinstance(model_ids, list) else [model_ids]
+    if tokenizer_id is None or model_ids is None or tokenizer_id in ids:
         return ""
-    return f"its {role} id is {tokenizer_id} and the model's {', '.join(map(str, known))}"
+    return f"its {role} id is {tokenizer_id} and the model's {', '.join(map(str, ids))}"
 
 
 def _count_tensors(tensors: Iterable[Any], problem: str) -> str:

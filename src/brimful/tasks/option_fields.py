@@ -80,9 +80,9 @@ def build_options(owner: type | None, values: Mapping[str, Any], task: str) -> A
     return owner(**{names[name.rstrip("_")]: value for name, value in values.items()})
 
 
-def check_values(known: Sequence[OptionField], values: Mapping[str, Any], task: str) -> None:
+def check_values(options: Sequence[OptionField], values: Mapping[str, Any], task: str) -> None:
     """Refuse unknown names, wrong types and missing values, all in one `BadOption`."""
-    by_name = {one.name: one for one in known}
+    by_name = {one.name: one for one in options}
     values = {name.rstrip("_"): value for name, value in values.items()}
     problems = [_unknown(name, by_name, task) for name in values if name not in by_name]
     for name, option in by_name.items():

@@ -174,10 +174,10 @@ def _interface(here: Surroundings) -> str | None:
     """gloo takes one name, NCCL a list."""
     names = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" if here.backend == "nccl" else "GLOO_SOCKET_IFNAME"
     if here.machines == 1:
-        known = ", ".join([*here.interfaces, "lo"])
-        return f"set {names} to a network interface by which this machine reaches itself ({known})"
-    known = f" ({', '.join(here.interfaces)})" if here.interfaces else ""
-    return f"set {names} to the network interface that reaches the other machines{known}"
+        interfaces = ", ".join([*here.interfaces, "lo"])
+        return f"set {names} to a network interface by which this machine reaches itself ({interfaces})"
+    interfaces = f" ({', '.join(here.interfaces)})" if here.interfaces else ""
+    return f"set {names} to the network interface that reaches the other machines{interfaces}"
 
 
 def _interface_between_machines(here: Surroundings) -> str | None:

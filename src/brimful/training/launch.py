@@ -265,8 +265,8 @@ class _Job:
 
     def _first(self) -> _Failure:
         """The first cause."""
-        known = [failure for worker in self.workers if (failure := worker.failure())]
-        return min(known, key=lambda failure: (failure.blame, failure.at))
+        failures = [failure for worker in self.workers if (failure := worker.failure())]
+        return min(failures, key=lambda failure: (failure.blame, failure.at))
 
     def _is_mistake(self) -> bool:
         first = self._first()

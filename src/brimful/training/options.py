@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from brimful.errors import BadOption
+from brimful.units import is_number, is_whole
 
 OptimizerName = Literal["adamw", "adafactor", "adamw8bit"]
 Curve = Literal["constant", "linear", "cosine", "wsd"]
@@ -108,15 +109,15 @@ def _problems(options: TrainOptions) -> Iterator[str]:
     values = vars(options)
     for name, least in _LEAST.items():
         value = values[name]
-        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+        if value is not None and not is_whole(value, least):
             yield f"{name}={value!r} must be a whole number of at least {least}."
     for name, most in _POSITIVE.items():
         value = values[name]
-        if value is not None and not (_is_number(value) and 0 < value <= most):
+        if value is not None and not (is_number(value) and 0 < value <= most):
             yield f"{name}={value!r} must be a number above 0{' and at most 1' if most == 1 else ''}."
     for name, most in _NOT_NEGATIVE.items():
         value = values[name]
-        if not (_is_number(value) and 0 <= value <= most):
+        if not (is_number(value) and 0 <= value <= most):
             yield f"{name}={value!r} must be a number of at least 0{' and at most 1' if most == 1 else ''}."
     for name, words in _WORDS.items():
         value = values[name]
@@ -138,10 +139,6 @@ def _problems(options: TrainOptions) -> Iterator[str]:
             Mix.parse(options.mix)
     except BadOption as error:
         yield str(error)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_warmup(value: Any) -> bool:

@@ -54,6 +54,18 @@ def test_every_row_comes_once_a_pass_for_any_processes_and_resume_point(
     assert found == Counter(members[0].stream.take(0, position).tolist())
 
 
+def test_rows_without_lengths_are_dealt_with_empty_shapes():
+    """A memory model of rows that are all alike knows no lengths."""
+    shapes = []
+
+    def excluded(lengths):
+        shapes.extend(tuple(row) for row in lengths.tolist())
+        return []
+
+    step = StepSampler(100, 8, rank=1, speeds=[1.0, 1.0], excluded=excluded).step(0)
+    assert len(step.mine) == 4 and shapes == [()] * 8
+
+
 @settings(max_examples=30)
 @given(processes=st.integers(1, 5), number=st.integers(0, 30))
 def test_a_step_holds_the_same_rows_on_any_number_of_processes(processes, number):

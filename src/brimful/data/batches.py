@@ -24,8 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from brimful.data.pipeline import GOLDEN, splitmix64
 from brimful.errors import BadOption
 from brimful.memory.split import deal, deal_rows, order_by_similarity
+from brimful.units import show_count
 
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -40,7 +42,6 @@ BLOCK = 4096
 """Samples that are computed together."""
 ROUNDS = 16
 """Half-rounds of the permutation. All orders of 4 to 6 rows are then equally likely by 18 chi-square tests; with 8 not."""
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class StepSampler:
             left = before[1] - inside // before[0]
             raise BadOption(
                 f"the run stopped inside a window of {before[1]} steps of {before[0]} rows. Try: global_batch={before[0]} and "
-                f"mix='window:{before[1]}' for {left} more step{'s' * (left > 1)}, and change them then."
+                f"mix='window:{before[1]}' for {show_count(left, 'more step')}, and change them then."
             )
         self.origin = state["origin"] if before == now else samples
         return samples
@@ -146,7 +147,7 @@ class StepSampler:
     def _mine(self, rows: Ints) -> Ints:
         if len(self.speeds) == 1:
             return np.arange(len(rows))
-        lengths = np.zeros((len(rows), 1), dtype=np.int64) if self.lengths is None else self.lengths(rows)
+        lengths = np.zeros((len(rows), 0), dtype=np.int64) if self.lengths is None else self.lengths(rows)
         excluded = self.excluded(lengths) if self.excluded else ()
         dealt = deal_rows((1.0 + lengths.sum(axis=1)).tolist(), self.speeds, excluded)
         return np.array(dealt[self.rank], dtype=np.int64)
@@ -218,9 +219,9 @@ class Stream:
 
     def _keys(self, number: int) -> _Words:
         """One key per round, from the seed and the number of the pass."""
-        base = _hash(np.array([self.seed % 2**64, (number + _GOLDEN) % 2**64], dtype=np.uint64))
-        turns = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        return _hash((base[:1] ^ base[1:]) + turns)[:, None]
+        base = splitmix64(np.array([self.seed % 2**64, (number + GOLDEN) % 2**64], dtype=np.uint64))
+        turns = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        return splitmix64((base[:1] ^ base[1:]) + turns)[:, None]
 
     def _permute(self, places: _Words, keys: _Words) -> _Words:
         result = self._network(places, keys)
@@ -234,14 +235,7 @@ class Stream:
         high, low = places >> self._low_bits, places & self._low_mask
         for turn, key in enumerate(keys):
             if turn % 2:
-                low = low ^ (_hash(high + key) & self._low_mask)
+                low = low ^ (splitmix64(high + key) & self._low_mask)
             else:
-                high = high ^ (_hash(low + key) & self._high_mask)
+                high = high ^ (splitmix64(low + key) & self._high_mask)
         return (high << self._low_bits) | low
-
-
-def _hash(words: _Words) -> _Words:
-    """SplitMix64's finalizer: every bit of the input reaches every bit of the output."""
-    words = (words ^ (words >> np.uint64(30))) * _MIX1
-    words = (words ^ (words >> np.uint64(27))) * _MIX2
-    return words ^ (words >> np.uint64(31))

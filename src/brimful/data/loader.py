@@ -31,7 +31,7 @@ from brimful.machine.host import Host, Space, tree_bytes
 from brimful.memory.meter import trim_heap
 from brimful.memory.snapshot import RandomState
 from brimful.task import Task
-from brimful.units import show_bytes
+from brimful.units import is_whole, show_bytes, show_count
 
 if TYPE_CHECKING:
     from brimful.planning.plan import Plan
@@ -171,7 +171,7 @@ class Loader:
             return None
         if self.prefetch > 1:
             before, self.prefetch = self.prefetch, self.prefetch // 2
-            change = f"each worker reads {self.prefetch} step{'s' * (self.prefetch > 1)} ahead instead of {before}"
+            change = f"each worker reads {show_count(self.prefetch, 'step')} ahead instead of {before}"
         else:
             before, self.workers = self.workers, self.workers // 2
             change = f"{_workers(self.workers)} instead of {before}"
@@ -379,7 +379,7 @@ def _check(workers: int, prefetch: int) -> None:
     problems = [
         f"{name}={value!r} must be a whole number of at least {least}"
         for name, value, least in (("workers", workers, 0), ("prefetch", prefetch, 1))
-        if not isinstance(value, int) or isinstance(value, bool) or value < least
+        if not is_whole(value, least)
     ]
     if problems:
         raise BadOption("; ".join(problems) + ".")

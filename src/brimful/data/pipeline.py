@@ -1,4 +1,4 @@
-"""What the data commands share: threads in bounded memory, the memory they used, and a folder for the output.
+"""What this package shares: threads in bounded memory, the memory they used, an output folder, a hash of numbers.
 
 Threads suffice: tokenizers, Arrow and NumPy release Python's lock while they work (turning ids into arrays, which needs it,
 is 8 % of the time of tokenizing). Worker processes would copy the tokenizer and its buffers once per core.
@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from brimful.errors import BadData, BadOption
 from brimful.files import disk_full, sync
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+GOLDEN: Final = 0x9E3779B97F4A7C15
+"""2⁶⁴ / golden ratio: the step between two inputs of `splitmix64`."""
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T], *, threads: int, in_flight: int) -> Generator[R, None, None]:
@@ -47,6 +53,13 @@ def read_ahead(items: Iterator[T], *, in_flight: int) -> Iterator[T]:
         if item is None:
             return
         yield item
+
+
+def splitmix64(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finalizer, a bijection: every bit of the input reaches every bit of the output."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 class PeakMemory:

@@ -134,7 +134,7 @@ class AcceleratedStepper(Stepper):
         return super().backward(rows)
 
     def over(self, loader: Iterable[Any]) -> Iterator[StepResult]:
-        """Step through the loader, `gradient_accumulation_steps` batches a step; what is left at the end is one too.
+        """Step through the loader, `gradient_accumulation_steps` batches per step; what is left at the end is one too.
 
         for result in stepper.over(loader):
             scheduler.step()

@@ -43,7 +43,7 @@ HOST_SHARE = 0.5
 MAX_ROWS = 512
 """A model fitted to at most 4 rows is not trusted beyond this."""
 OVERHEAD = {"cpu": 128.0}
-"""The cost of a further batch, in rows × padded lengths: a forward of the tiny chat model took 2 ms plus 32 µs a token."""
+"""The cost of a further batch, in rows × padded lengths: a forward of the tiny chat model took 2 ms plus 32 µs per token."""
 OTHER_OVERHEAD = 8192.0
 """A GPU takes thousands of tokens in the time that Python needs to launch its kernels."""
 MAX_CORRECTION = 1.5

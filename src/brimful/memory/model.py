@@ -86,7 +86,7 @@ class Polynomial:
     terms: dict[Powers, float]
 
     def __call__(self, point: Sequence[int]) -> float:
-        """Written out: a split needs a few hundred values a step, and generators took three times as long."""
+        """Written out: a split needs a few hundred values per step, and generators took three times as long."""
         total = 0.0
         for powers, value in self.terms.items():
             for power, length in zip(powers, point, strict=True):

@@ -3,7 +3,7 @@
 A SMILES that cannot be read is listed with RDKit's reason and left out. It is never replaced: a lone carbon atom in its
 place would be trained on as if it had been measured. Likewise a blank label is NaN or the empty text, never 0.
 
-RDKit takes 0.3 ms a molecule, half of it to read the SMILES: 12 s of one core for the 41,127 rows of HIV. So every
+RDKit takes 0.3 ms per molecule, half of it to read the SMILES: 12 s of one core for the 41,127 rows of HIV. So every
 molecule is read once, in several processes where that is faster, and the facts are cached, from where they come back in
 0.3 s. The key of the cache is every SMILES and RDKit's version.
 """

@@ -32,7 +32,7 @@ from brimful.molecules.methods import TRIVIAL_BASELINES
 from brimful.molecules.metrics import Side, all_metrics
 from brimful.molecules.pack import TENSORS, State
 from brimful.molecules.prepare import Prepared
-from brimful.molecules.results import COLUMNS, write_run
+from brimful.molecules.results import COLUMNS, write_run, writing
 from brimful.molecules.runner import FinishedRun
 from brimful.molecules.spec import PARTS, Cell
 from brimful.training.events import Journal, read_events
@@ -138,7 +138,6 @@ class SweepFolder:
     def write_split(self, prepared: Prepared) -> None:
         path = self.root / "splits" / f"{prepared.spec.name}.parquet"
         with writing(path):
-            path.parent.mkdir(exist_ok=True)
             pq.write_table(_split_table(prepared), path)
 
     def write_left_out(self, molecules: Iterable[Sequence[Any]]) -> None:
@@ -148,16 +147,6 @@ class SweepFolder:
             writer = csv.writer(file)
             writer.writerow(("dataset", "row", "smiles", "reason"))
             writer.writerows(dict.fromkeys(map(tuple, molecules)))
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A disk that is full or read-only is one sentence."""
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise BadRun(f"{path} cannot be written: {why}. Try: free space, or another output=.") from None
 
 
 def _split_table(prepared: Prepared) -> pa.Table:

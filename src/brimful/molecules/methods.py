@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from brimful.errors import BadData, BadOption, MissingExtra
 from brimful.molecules.metrics import auroc
+from brimful.units import is_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,11 +68,9 @@ class Option:
     whole: bool = False
 
     def accepts(self, value: Any) -> bool:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        if not is_number(value) or (self.whole and not isinstance(value, int)):
             return False
-        if self.whole and not isinstance(value, int):
-            return False
-        return (value > self.least if self.above else value >= self.least) and value <= self.most
+        return bool(value > self.least if self.above else value >= self.least) and bool(value <= self.most)
 
     def __str__(self) -> str:
         low = "" if self.least == -math.inf else f" above {self.least:g}" if self.above else f" of at least {self.least:g}"  # fmt: skip

@@ -2,7 +2,7 @@
 
     each dataset    its table, with a strip that shows every seed of every method on one scale, and a line for the best
                     trivial baseline: what is not to the right of that line has learnt nothing
-    each encoder    folded below it, a row of pictures a method: validation curves, histogram of the scores, ROC
+    each encoder    folded below it, a row of pictures per method: validation curves, histogram of the scores, ROC
 
 The page is made from result rows, their summaries and the arrays of the runs. All thin lines together take at most
 1.1 MB, so those of 500 runs have up to 137 points each and the page 1.5 MB; above about 3,400 runs only the means are drawn.
@@ -10,21 +10,17 @@ The page is made from result rows, their summaries and the arrays of the runs. A
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
 from brimful.molecules.charts import Run, Span, curve_chart, histogram_chart, roc_chart, strip, strip_header, widened
-from brimful.molecules.results import TRIVIAL, by_dataset
+from brimful.molecules.results import HEADERS, TRIVIAL, Row, Summary, by_dataset
 from brimful.units import show_count
 
 MOST_POINTS, FEWEST_POINTS = 200, 20
 _LINES_BYTES, _POINT_BYTES = 1_100_000, 8
-_FIGURES = (("auroc", "AUROC ↑"), ("aupr", "AUPR ↑"), ("fpr95", "FPR95 ↓"))
 _SCORE = {"energy": "energy of the head", "classifier": "score", "distance": "distance", "trivial": "score"}
 
-Row = Mapping[str, Any]
-Summary = dict[str, Any]
 ReadRun = Callable[[str], Run | None]
 
 
@@ -103,7 +99,7 @@ def _table(table: Sequence[Summary], rows: Sequence[Row]) -> str:
     names = ["encoder", "method", *(["settings"] if settings else [])]
     cells = [f'<th scope="col">{name}</th>' for name in names]
     cells.append(f'<th class="strip">{strip_header(span, "AUROC of each seed")}</th>')
-    cells += [f'<th scope="col" class="figure">{name}</th>' for _, name in (*_FIGURES, ("", "gain"), ("", "seeds"))]  # fmt: skip
+    cells += [f'<th scope="col" class="figure">{name}</th>' for _, name in (*HEADERS, ("", "gain"), ("", "seeds"))]  # fmt: skip
     lines = [_line(one, rows, settings, span, trivial) for one in table if one["kind"] != TRIVIAL]
     below = [_line(one, rows, settings, span, trivial) for one in table if one["kind"] == TRIVIAL]
     foot = f'<tbody class="trivial">{"".join(below)}</tbody>' if below else ""
@@ -116,7 +112,7 @@ def _line(one: Summary, rows: Sequence[Row], settings: bool, span: Span, trivial
     names = [one["encoder"], one["method"], *([one["text"]["settings"]] if settings else [])]
     cells = [f"<td>{escape(name)}</td>" for name in names]
     cells.append(f'<td class="strip">{strip(values, one["auroc"], trivial, span)}</td>')
-    for key, _ in _FIGURES:
+    for key, _ in HEADERS:
         mean, _, sd = one["text"][key].partition(" ± ")
         spread = f'<small>&nbsp;± {sd}</small>' if sd else ""  # fmt: skip
         cells.append(f'<td class="figure{" best" * (key in one["best"])}">{mean}{spread}</td>')

@@ -17,7 +17,8 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ COLUMNS = tuple(SCHEMA.names)
 RUN_ARRAYS = ("id_scores", "ood_scores", "curve", "loss")
 FIGURES = ("auroc", "aupr", "fpr95", "aupr_ood", "aupr_id", "fpr95_ood", "fpr95_id")
 SHOWN = ("auroc", "aupr", "fpr95")
+HEADERS = (("auroc", "AUROC ↑"), ("aupr", "AUPR ↑"), ("fpr95", "FPR95 ↓"))
+"""Of the columns of a table on the terminal and on the page."""
 LOWER_IS_BETTER = frozenset(("fpr95", "fpr95_ood", "fpr95_id"))
 TRIVIAL = "trivial"
 """The kind of a row that counts atoms or rings, or looks for the nearest training molecule."""
@@ -93,11 +96,19 @@ def _run_path(folder: str | Path, name: str) -> Path:
 
 
 def _write(path: Path, content: str | bytes) -> None:
+    with writing(path):
+        write_atomic(path, content)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Creates the folder of a file that is written in the block. A disk that is full or read-only is one message."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content)
-    except OSError as error:
-        raise BadRun(f"{path} cannot be written: {error.strerror or error}. Try: free space, or another output=.") from None  # fmt: skip
+        yield
+    except (OSError, pa.ArrowException) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise BadRun(f"{path} cannot be written: {why}. Try: free space, or another output=.") from None
 
 
 # ---- Summaries: one for each row of a table ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ patience 10. Nothing here needs torch, NumPy or RDKit.
 """
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from brimful.errors import BadOption
+from brimful.files import sha256
 from brimful.units import show_count
 
 if TYPE_CHECKING:
@@ -210,8 +210,7 @@ class Cell:
             "seed": self.seed,
             "settings": None,
         }
-        text = json.dumps(content, sort_keys=True, default=lambda path: path.name)
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
+        return sha256(json.dumps(content, sort_keys=True, default=lambda path: path.name))[:10]
 
 
 def grid(spec: SweepSpec) -> list[Cell]:

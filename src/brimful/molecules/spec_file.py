@@ -21,7 +21,6 @@ not need four attempts. A wrong value is noted and replaced by its default, so t
 
 import difflib
 import itertools
-import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from brimful.molecules.spec import (
     SweepSpec,
     TrainSpec,
 )
-from brimful.units import parse_bytes
+from brimful.units import is_number, is_whole, parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +52,18 @@ class Check:
     accepts: Callable[[Any], bool]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def whole(least: int) -> Check:
-    return Check(
-        f"a whole number of at least {least}",
-        lambda value: _is_number(value) and isinstance(value, int) and value >= least,
-    )
+    return Check(f"a whole number of at least {least}", lambda value: is_whole(value, least))
 
 
 def one_of(names: Sequence[str]) -> Check:
     return Check(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
-POSITIVE = Check("a number above 0", lambda value: _is_number(value) and value > 0)
-NOT_NEGATIVE = Check("a number of at least 0", lambda value: _is_number(value) and value >= 0)
-FACTOR = Check("a number above 0 and at most 1", lambda value: _is_number(value) and 0 < value <= 1)
-DROPOUT = Check("a number of at least 0 and below 1", lambda value: _is_number(value) and 0 <= value < 1)
+POSITIVE = Check("a number above 0", lambda value: is_number(value) and value > 0)
+NOT_NEGATIVE = Check("a number of at least 0", lambda value: is_number(value) and value >= 0)
+FACTOR = Check("a number above 0 and at most 1", lambda value: is_number(value) and 0 < value <= 1)
+DROPOUT = Check("a number of at least 0 and below 1", lambda value: is_number(value) and 0 <= value < 1)
 TEXT = Check("a text", lambda value: isinstance(value, str) and value.strip() != "")
 TEXT_OR_NUMBER = Check("a text or a number", lambda value: isinstance(value, (str, int, float)) and not isinstance(value, bool))  # fmt: skip
 SHAPE = Check(

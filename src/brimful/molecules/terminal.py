@@ -19,16 +19,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from brimful.molecules.results import TRIVIAL, by_dataset
+from brimful.molecules.results import HEADERS, TRIVIAL, Summary, by_dataset
 from brimful.units import show_bytes, show_count, show_seconds
 
-Summary = dict[str, Any]
 LINE_EVERY_S = 5.0
 """At most one plain line in this time."""
 RATE_WINDOW_S = 60.0
-_FIGURES = (("auroc", "AUROC ↑"), ("aupr", "AUPR ↑"), ("fpr95", "FPR95 ↓"))
-
-
 NARROW = "This terminal is too narrow for intervals and most deviations; the report has them."
 
 
@@ -59,12 +55,12 @@ class SweepTable:
 
 
 def _table(summaries: Sequence[Summary], *, narrow: bool) -> RenderableType:
-    widths = {key: max(one["text"][key].index(" ") for one in summaries) for key, _ in _FIGURES}
+    widths = {key: max(one["text"][key].index(" ") for one in summaries) for key, _ in HEADERS}
     rows = [_cells(one, widths, narrow) for one in summaries]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, width in (("encoder", 7), ("method", 13)):
         table.add_column(name, overflow="fold", min_width=width)
-    for place, name in enumerate((*(name for _, name in _FIGURES), "gain", "seeds"), 2):
+    for place, name in enumerate((*(name for _, name in HEADERS), "gain", "seeds"), 2):
         width = max(len(name), *(len(row[place]) for row in rows))
         table.add_column(name, justify="right" if place > 4 else "left", no_wrap=True, min_width=width)
     trivial = [one["kind"] == TRIVIAL for one in summaries]
@@ -112,7 +108,7 @@ def _gain_style(one: Summary) -> str:
 class SweepProgress:
     """Listens to the events of a sweep: a bar with the time left on a terminal, plain lines elsewhere.
 
-    The time left is predicted from the epochs a second of the last minute and the mean epochs of the heads that have
+    The time left is predicted from the epochs per second of the last minute and the mean epochs of the heads that have
     stopped; it is unknown before the first has.
     """
 

@@ -302,7 +302,7 @@ def run_shares_on_ray(ray: Any, shares: Sequence[Share], stop: Callable[[], bool
     """All messages of all shares, as they come. `stop` cancels the tasks, which lose up to 20 s of work."""
     shares = [share for share in shares if any(share.groups)]
     resources = {"num_gpus": 1} if shares and shares[0].device.startswith("cuda") else {"num_cpus": 1}
-    remote = ray.remote(**resources)(_stream).options(num_returns="streaming")
+    remote = ray.remote(**resources)(train_share).options(num_returns="streaming")
     streams = {remote.remote(share): share for share in shares}
     while streams:
         ready, _ = ray.wait(list(streams), num_returns=1, fetch_local=False, timeout=1)
@@ -326,7 +326,3 @@ def run_shares_on_ray(ray: Any, shares: Sequence[Share], stop: Callable[[], bool
                     f"a machine of the cluster was lost ({in_one_line(error)}). Try: the same command, it continues."
                 ) from None
             yield message
-
-
-def _stream(share: Share) -> Iterator[Message]:
-    yield from train_share(share)

@@ -285,7 +285,7 @@ def test_progress_is_told(rows, tmp_path):
     train_tokenizer(
         [rows], output=tmp_path / "t", options=TokenizerOptions(vocab_size=700, kind="unigram"), progress=phrases.append
     )
-    for part in ("read 400 rows", "100%", "weighed", "training on", "estimating", "held-out rows"):
+    for part in ("read 400 rows", "100 %", "weighed", "training on", "estimating", "held-out rows"):
         assert any(part in phrase for phrase in phrases), part
 
 

@@ -21,7 +21,7 @@ from brimful.data.read.files import Lines
 from brimful.data.read.source import Chunk, check_max_bad
 from brimful.errors import BadData, BadOption
 from brimful.machine.host import Host
-from brimful.units import GiB, MiB, flag_bytes, parse_bytes, show_bytes
+from brimful.units import GiB, MiB, flag_bytes, is_whole, parse_bytes, show_bytes
 
 REASONS = ("broken", "empty", "too_short", "over_long", "duplicate", "near_duplicate")
 """Why a row is dropped. The first that applies counts."""
@@ -96,7 +96,7 @@ class CleanOptions:
                 yield f"host_limit={self.host_limit!r} is too small. Try: host_limit='{MIN_HOST_BYTES // MiB}MiB'."
         except BadOption as error:
             yield str(error)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
+        if not is_whole(self.seed, 0) or self.seed >= 2**63:
             yield f"seed={self.seed!r} must be a whole number, 0 or more."
 
 

@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from brimful.data.check import DropCounts
 from brimful.data.clean.duplicates import HASHES, ROW_ID, Bytes, RowIds, Words
 from brimful.data.clean.prepare import REASONS, PreparedChunk
-from brimful.data.pipeline import in_order
+from brimful.data.pipeline import GOLDEN, in_order, splitmix64
 from brimful.data.read.files import RowProblem
 from brimful.files import sync, write_atomic
 
@@ -171,12 +171,8 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Any:
 
 def sort_keys(places: RowIds, seed: int) -> Words:
     """64 bits for each place, different for different places (splitmix64 is a bijection)."""
-    offset = np.uint64((seed * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % 2**64)
-    mixed: Words = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + offset
-    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= np.uint64(multiplier)
-    return mixed ^ (mixed >> np.uint64(31))
+    offset = np.uint64((seed * 0xD1B54A32D192ED03 + GOLDEN) % 2**64)
+    return splitmix64(places.astype(np.uint64) * np.uint64(GOLDEN) + offset)
 
 
 def bucket_bits(text_bytes: float, bucket_bytes: int) -> int:

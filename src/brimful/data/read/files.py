@@ -207,17 +207,19 @@ class ByteStream:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> BadData:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         if self._compression and not isinstance(error, FileNotFoundError | PermissionError):
             return damaged_file(self._path, self._compression, error)
-        return BadData(f"{self._path}: {lines[0].rstrip('.')}.")
+        return BadData(f"{self._path}: {_first_line(error)}. Try: make it readable for this user.")
 
 
 def damaged_file(place: str, format_: str, error: Exception) -> BadData:
     """The error for a file that is cut off or damaged."""
+    return BadData(f"{place}: not a complete {format_} file ({_first_line(error)}). Try: download or write it again.")
+
+
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    reason = lines[0].rstrip(".")
-    return BadData(f"{place}: not a complete {format_} file ({reason}). Try: download or write it again.")
+    return lines[0].rstrip(".")
 
 
 # ── Paths to files ────────────────────────────────────────────────────────────────────────────────────────────────────

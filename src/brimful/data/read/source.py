@@ -10,7 +10,6 @@ skipped silently: it comes in `Chunk.broken` with file and line, and the caller 
 cannot be read at all (truncated parquet, no columns that fit, empty) raises `BadData`.
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from brimful.data.read.files import (
 from brimful.data.read.json_rows import json_schema, jsonl_schema, read_json, read_jsonl
 from brimful.data.read.tables import csv_schema, hub_schema, parquet_schema, read_csv, read_hub, read_parquet
 from brimful.errors import BadData, BadOption
+from brimful.files import sha256
 
 __all__ = ["CHUNK_ROWS", "BrokenRowLimit", "Chunk", "Layout", "RowProblem", "Source", "check_max_bad", "open_source"]
 
@@ -91,7 +91,7 @@ class Source:
             for one in self._files
         ]  # fmt: skip
         layouts = [(one.layout.kind, sorted(one.layout.columns.items())) for one in self._files]
-        return hashlib.sha256(repr((files, layouts, CHUNK_ROWS, CHUNK_BYTES)).encode()).hexdigest()
+        return sha256(repr((files, layouts, CHUNK_ROWS, CHUNK_BYTES)))
 
     def _chunks(self) -> Iterator[Chunk]:
         bytes_before = 0

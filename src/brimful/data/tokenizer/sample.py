@@ -30,6 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from brimful.data.pipeline import GOLDEN, splitmix64
 from brimful.data.tokenizer.vocabulary import normalized_texts
 from brimful.errors import BadOption
 from brimful.machine.host import Host
@@ -145,11 +146,7 @@ class Sampler:
 def row_hashes(first: int, count: int, seed: int) -> npt.NDArray[np.uint64]:
     """A 64-bit hash of each row's number: splitmix64, a bijection, so no two rows share one."""
     start = np.uint64(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-    with np.errstate(over="ignore"):
-        bits = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    return splitmix64(np.arange(first, first + count, dtype=np.uint64) * np.uint64(GOLDEN) + start)
 
 
 def rows_that_fit(

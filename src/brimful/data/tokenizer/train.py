@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
+from brimful.data.check import read_progress
 from brimful.data.pipeline import OutputFolder, PeakMemory
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Source, open_source
@@ -303,8 +304,7 @@ class _Training:
             self.broken_rows.add(chunk)
             sampler.add(chunk.rows)
             rate = self.broken_rows.rows_in / max(1e-9, time.monotonic() - begin_s)
-            share = f", {min(1, chunk.read_bytes / source.total_bytes):.0%}" if source.total_bytes else ""
-            self.progress(f"read {self.broken_rows.rows_in:,} rows, {rate:,.0f} rows/s{share}")
+            self.progress(read_progress(self.broken_rows.rows_in, rate, chunk.read_bytes, source.total_bytes))
         self.broken_rows.check()
         if not sampler.characters_seen:
             raise BadData(f"{source.files[0]}: {sampler.rows_seen:,} rows without any text. Try: `brimful data check`.")

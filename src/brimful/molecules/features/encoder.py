@@ -50,7 +50,7 @@ class Encoder(Protocol):
 
     @property
     def batch(self) -> int:
-        """Molecules a batch, where memory allows."""
+        """Molecules per batch, where memory allows."""
 
     @property
     def molecule_bytes(self) -> int:

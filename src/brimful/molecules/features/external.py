@@ -48,7 +48,7 @@ _INSTALL_UNIMOL = f'Try: {{name = "unimol", python = "ENV/bin/python", weights =
 class MiniMol:
     """512 features of a graph network pretrained on molecules.
 
-    It runs on the CPU: 6 s to start, then 12 to 18 ms a molecule (one shared core, 200 molecules of HIV).
+    It runs on the CPU: 6 s to start, then 12 to 18 ms per molecule (one shared core, 200 molecules of HIV).
     """
 
     python: str | None = None

@@ -387,7 +387,7 @@ def test_rows_that_only_the_held_gradients_keep_out_are_not_set_aside():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (lambda m, o: (o, m, Words()), "the model is a SGD, not a torch.nn.Module"),
+        (lambda m, o: (o, m, Words()), "the model is a SGD. Try: a torch.nn.Module"),
         (lambda m, o: (m, o, nn.CrossEntropyLoss()), r"a CrossEntropyLoss, which is a criterion.*loss\(model, batch\)"),
         (lambda m, o: (m, o, Words(), "plan.json"), r"plan= is a str, not a brimful.Plan"),
         (lambda m, o: (m.to("meta"), o, Words()), "on the meta device"),
@@ -598,19 +598,19 @@ def test_a_good_step_between_bad_ones_starts_the_count_again():
 
 
 WRONG = {
-    "micro_batch=0": "micro_batch=0 must be 1 or more",
-    "micro_batch=2.5": "micro_batch=2.5 must be 1 or more",
-    "micro_batch='8'": "micro_batch='8' must be 1 or more",
-    "clip_norm=0.0": "clip_norm=0.0 must be positive, or None for no clipping",
-    "clip_norm=-1.0": "clip_norm=-1.0 must be positive, or None for no clipping",
-    "clip_norm=float('nan')": "clip_norm=nan must be positive, or None for no clipping",
-    "clip_norm=float('inf')": "clip_norm=inf must be positive, or None for no clipping",
-    "precision='fp8'": "precision='fp8' must be one of fp32, bf16, fp16, auto",
-    "rows_are='mine'": "rows_are='mine' must be 'global' or 'local'",
-    "skip_nonfinite=-1": "skip_nonfinite=-1 must be 0 or more",
-    "skip_nonfinite=None": "skip_nonfinite=None must be 0 or more",
-    "grow_after=0": "grow_after=0 must be 1 or more",
-    "micro_batch=0, rows_are='mine'": "micro_batch=0 must be 1 or more; rows_are='mine' must be 'global' or 'local'",
+    "micro_batch=0": "micro_batch=0 must be 1 or more.",
+    "micro_batch=2.5": "micro_batch=2.5 must be 1 or more.",
+    "micro_batch='8'": "micro_batch='8' must be 1 or more.",
+    "clip_norm=0.0": "clip_norm=0.0 must be positive, or None for no clipping.",
+    "clip_norm=-1.0": "clip_norm=-1.0 must be positive, or None for no clipping.",
+    "clip_norm=float('nan')": "clip_norm=nan must be positive, or None for no clipping.",
+    "clip_norm=float('inf')": "clip_norm=inf must be positive, or None for no clipping.",
+    "precision='fp8'": "precision='fp8' must be one of fp32, bf16, fp16, auto.",
+    "rows_are='mine'": "rows_are='mine' must be 'global' or 'local'.",
+    "skip_nonfinite=-1": "skip_nonfinite=-1 must be 0 or more.",
+    "skip_nonfinite=None": "skip_nonfinite=None must be 0 or more.",
+    "grow_after=0": "grow_after=0 must be 1 or more.",
+    "micro_batch=0, rows_are='mine'": "micro_batch=0 must be 1 or more. rows_are='mine' must be 'global' or 'local'.",
 }
 
 

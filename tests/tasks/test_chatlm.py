@@ -381,11 +381,14 @@ def problems(**options):
         ({"size": ""}, "size='' must be one of tiny, base."),
         (
             {"size": "tiny", "from_": "/"},
-            "size='tiny' cannot be combined with from_=, whose model has its own size.",
+            "size='tiny' cannot be combined with from_=, whose model has its own size. Try: leave size= out.",
         ),
-        ({"from_": "/", "random_weights": True}, "random_weights=True cannot be combined with from_=."),
-        ({"from_": "no/such/model"}, "from_='no/such/model' does not exist."),
-        ({"tokenizer": "missing"}, "tokenizer='missing' does not exist."),
+        (
+            {"from_": "/", "random_weights": True},
+            "random_weights=True cannot be combined with from_=. Try: one of the two.",
+        ),
+        ({"from_": "no/such/model"}, "from_='no/such/model' does not exist. Try: another folder."),
+        ({"tokenizer": "missing"}, "tokenizer='missing' does not exist. Try: another folder."),
     ],
     ids=str,
 )

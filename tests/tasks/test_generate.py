@@ -259,7 +259,9 @@ def test_ctrl_c_stops_the_answer_but_not_the_talk(chat, monkeypatch):
 def test_a_failed_question_does_not_end_the_talk(chat, monkeypatch):
     monkeypatch.setattr(chat, "max_question_tokens", 12)
     output, _ = talk_output(chat, "很长" * 10, QUESTION)
-    assert output == f"(the question has 21 tokens, but the model reads 12 at most.)\n{ANSWER}\n"
+    assert (
+        output == f"(the question has 21 tokens, but the model reads 12 at most. Try: a shorter question.)\n{ANSWER}\n"
+    )
     with pytest.raises(BadOption):
         list(chat.ask("很长" * 10))
 

@@ -346,3 +346,24 @@ def test_a_checkpoint_remembers_many_shapes():
     kept = SimpleNamespace(device=torch.device("cuda"), cudnn_attention=True)
     ShapeCounter(kept, Events(None), keep_cudnn=True).switch_off()
     assert kept.cudnn_attention
+
+
+def test_a_mean_over_tokens_that_a_split_would_change_is_a_warning(caplog):
+    """Rows with different counts: the mean of means is another number. Python hides what is only information."""
+    model = nn.Linear(4, 1).double()
+
+    def mean_of_counted(model, batch):
+        values, counted = batch
+        return (model(values).squeeze(-1) * counted).sum() / counted.sum()
+
+    batch = torch.randn(8, 5, 4).double(), torch.rand(8, 5).gt(0.5).double()
+    Stepper(model, optim.SGD(model.parameters(), lr=0.1), mean_of_counted).step(batch)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "weighted by rows" in warning and "brimful.Loss(sum, count)" in warning
+
+
+def test_batch_norm_is_a_warning(caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    loss = lambda model, batch: Loss(model(batch).square().sum(), len(batch))  # noqa: E731
+    Stepper(model, optim.SGD(model.parameters(), lr=0.1), loss).step(torch.randn(8, 4))
+    assert any("BatchNorm" in record.message for record in caplog.records if record.levelname == "WARNING")

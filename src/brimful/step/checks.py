@@ -183,9 +183,12 @@ class SplitCheck:
             return
         self._tries_left, self._exactness = 0, exactness
         if exactness.unequal_rows:
-            self._events.add("note", step, f"{exactness.reason}; return brimful.Loss(sum, count) for the exact mean")
+            fix = "return brimful.Loss(sum, count), or the whole output of a Hugging Face model, for the exact mean"
+            self._events.add("note", step, f"{exactness.reason}; {fix}", warn=True)
         elif not exactness.exact:
-            self._events.add("note", step, f"{exactness.reason}; this does not matter while a step is not split")
+            self._events.add(
+                "note", step, f"{exactness.reason}; this does not matter while a step is not split", warn=True
+            )
 
     def before_split(self, step: int, parts: int) -> None:
         """A step is about to run in this many parts, on this rank or on several. Refuses a loss that compares rows."""
@@ -197,7 +200,7 @@ class SplitCheck:
                 "Try: more memory so that it runs whole, or allow_inexact=True."
             )
         self._noted = True
-        self._events.add("note", step, f"the step is split although {self._exactness.reason}", inexact=True)
+        self._events.add("note", step, f"the step is split although {self._exactness.reason}", warn=True, inexact=True)
 
 
 def _compare_with_halves(context: StepContext, share: Share, rows: list[int]) -> Exactness:

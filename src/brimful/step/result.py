@@ -92,10 +92,11 @@ class Events:
         self.recent: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._listener = listener
 
-    def add(self, kind: EventKind, step: int, sentence: str, **details: Any) -> None:
+    def add(self, kind: EventKind, step: int, sentence: str, *, warn: bool = False, **details: Any) -> None:
+        """Report something. `warn` logs a note as a warning, for what may change results."""
         event = Event(event=kind, step=step, sentence=sentence, details=details)
         self.recent.append(event)
-        level = logging.WARNING if kind in WARNINGS else logging.INFO
+        level = logging.WARNING if warn or kind in WARNINGS else logging.INFO
         logger.log(level, "step %d: %s", step, sentence, extra={"is_step_event": True})
         if self._listener is None:
             return

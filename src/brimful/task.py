@@ -100,7 +100,9 @@ class Task:
     name: str = ""
     """The task's name in plans and messages. Default: the name of the class."""
     Options: ClassVar[type | None] = None
-    """A frozen, keyword-only dataclass of the task's own options, each with a default and a docstring, or None."""
+    """None, or a frozen, keyword-only dataclass: each field becomes a flag and its docstring the help. Without a default the
+    flag is required. Types: int, float, str, bool, Path, Literal. `from_` is `--from`; `field(metadata={"path": True})`
+    marks a path."""
     options: Any = None
     """The instance of `Options` this task was made with."""
     worst_shape: Shape = ()

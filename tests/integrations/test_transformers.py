@@ -299,7 +299,7 @@ def test_a_compute_loss_func_is_honoured(plain, tmp_path):
 
 
 def test_a_mean_over_rows_is_refused_before_the_first_split_and_exact_with_a_count(tmp_path):
-    with pytest.raises(InexactSplit, match=r"looks across rows.*set exact\(…, count=…\)"):
+    with pytest.raises(InexactSplit, match=r"looks across rows.*or exact\(…, count=…\)"):
         trained(exact(RowMeans, micro_batch=3), tmp_path, **CUT)
     whole = trained(RowMeans, tmp_path, **WHOLE)
     ours = trained(exact(RowMeans, micro_batch=3, count=lambda batch: len(batch["labels"])), tmp_path, **CUT)

@@ -19,6 +19,7 @@ import torch
 from brimful.data.batches import Ints, Lengths, SampledStep
 from brimful.data.store import Store
 from brimful.errors import BrimfulError, TaskError, in_one_line
+from brimful.memory.split import padded_shape
 from brimful.task import Shape, Task, rows_of
 
 Split = Callable[[list[Shape]], list[list[int]]]
@@ -106,7 +107,7 @@ class StepReader:
             step_rows=self._step_rows,
             indices=indices,
             groups=groups,
-            shapes=[tuple(map(max, zip(*(shapes[place] for place in group), strict=True))) for group in groups],
+            shapes=[padded_shape(shapes[place] for place in group) for group in groups],
             parts=[[rows[place] for place in group] for group in groups],
             collated=False,
         )

@@ -30,7 +30,7 @@ from brimful.memory.meter import allocated_bytes, available_bytes, has_peak_stat
 from brimful.memory.model import MemoryModel, Probe, work
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import RandomState
-from brimful.memory.split import split_by_memory
+from brimful.memory.split import padded_shape, split_by_memory
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rows
 
@@ -112,13 +112,13 @@ class Forward:
         if not shapes:
             return
         if self.model is None:
-            self.fit(_padded(shapes))
+            self.fit(padded_shape(shapes))
         self._budget = self._added_budget()
         ceiling = float(self._budget[0])
         waiting = deque(self._split(shapes, ceiling))
         while waiting:
             group = waiting.popleft()
-            rows, shape = len(group), _padded([shapes[row] for row in group])
+            rows, shape = len(group), padded_shape([shapes[row] for row in group])
             if rows > 1 and self._cost(rows, shape) > ceiling:  # lowered since
                 finer = self._split([shapes[row] for row in group], ceiling)
                 waiting.extendleft([group[place] for place in part] for part in reversed(finer))
@@ -255,10 +255,6 @@ def _halves(group: list[int], shapes: Sequence[Shape]) -> list[list[int]]:
     by_length = sorted(group, key=lambda row: sum(shapes[row]))
     middle = len(group) // 2
     return [by_length[:middle], by_length[middle:]]
-
-
-def _padded(shapes: Sequence[Shape]) -> Shape:
-    return tuple(map(max, zip(*shapes, strict=True)))
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -184,6 +184,11 @@ def _work(rows: int | Ints, padded: Ints) -> Ints:
     return work
 
 
+def padded_shape(shapes: Iterable[Shape]) -> Shape:
+    """What rows of these shapes are padded to in one micro-batch."""
+    return tuple(map(max, zip(*shapes, strict=True)))
+
+
 def _shape(lengths: Ints) -> Shape:
     """What these rows are padded to."""
     return tuple(lengths.max(axis=0).tolist())

@@ -103,9 +103,9 @@ def roc_chart(runs: Sequence[Run], positive: Side, fpr95: float | None, points: 
     curves = [roc(run["id_scores"], run["ood_scores"], positive) for run in usable]
     if not curves:
         return ""
-    found, other = ("OOD", "ID") if positive == "ood" else ("ID", "OOD")
+    side, other = ("OOD", "ID") if positive == "ood" else ("ID", "OOD")
     frame = Frame(x=(0.0, 1.0), y=(0.0, 1.0))
-    parts = [axes(frame, f"{other} molecules called {found}", f"{found} molecules called {found}")]
+    parts = [axes(frame, f"{other} molecules called {side}", f"{side} molecules called {side}")]
     parts.append(line(frame, [0, 1], [0, 1], "chance") + line(frame, [0, 1], [0.95, 0.95], "chance"))
     grid = np.linspace(0, 1, _GRID)
     for x, y in curves if points else ():

@@ -58,8 +58,8 @@ def read_published(path: Path, *, cache: Path | None = None, progress: Progress 
         id=Parts(train=positions["train"], valid=positions["iid_val"], test=positions["iid_test"]),
         ood=Parts(train=train, valid=valid, test=positions["ood_test"]),
     )
-    found = [f"as published: {sentence}" for sentence in leaks(split, molecules.facts)]
-    checked = found or ["checked: no molecule in two parts"]
+    shared = [f"as published: {sentence}" for sentence in leaks(split, molecules.facts)]
+    checked = shared or ["checked: no molecule in two parts"]
     return molecules, replace(split, remarks=(*rows.remarks, remark, *checked, *salts(split, molecules.facts)))
 
 

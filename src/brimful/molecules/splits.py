@@ -382,8 +382,8 @@ _CHARGED_OR_MIXED = re.compile(r"\.|\[[^]]*[+-]")
 
 def check_leaks(split: Split, facts: Facts) -> tuple[str, ...]:
     """The remarks on what was checked; a leak is an error that names an example."""
-    if found := leaks(split, facts):
-        raise BadData(f"this {split.kind} split leaks: {found[0]}. Try: another split_seed.")
+    if sentences := leaks(split, facts):
+        raise BadData(f"this {split.kind} split leaks: {sentences[0]}. Try: another split_seed.")
     return (f"checked: no molecule in two parts{_CHECKED.get(split.kind, '')}", *salts(split, facts))
 
 
@@ -404,11 +404,11 @@ def _shared(split: Split, values: npt.NDArray[Any], noun: str, pairs: Iterable[t
     """Empty where nothing is shared. Molecules without a ring share no scaffold: they have none."""
     sets = {name: set(values[at].tolist()) - {""} for name, at in split.parts().items()}
     shared = [(sets[one] & sets[other], one, other) for one, other in pairs]
-    both, one, other = max(shared, key=lambda found: len(found[0]))
+    both, one, other = max(shared, key=lambda entry: len(entry[0]))
     if not both:
         return ""
     verb = "is" if len(both) == 1 else "are"
-    more = sum(bool(found) for found, _, _ in shared) - 1
+    more = sum(bool(values) for values, _, _ in shared) - 1
     also = f"; {show_count(more, 'other pair')} of parts share{'s' * (more == 1)} some" if more else ""
     return f"{show_count(len(both), noun)} {verb} in {one} and in {other}, such as {min(both)!r}{also}"
 
@@ -423,7 +423,9 @@ def salts(split: Split, facts: Facts) -> tuple[str, ...]:
         for one in molecules:
             forms[parents.get(one, one)].append((one, name))
     apart = {
-        parent: found for parent, found in forms.items() if all(len(set(each)) > 1 for each in zip(*found, strict=True))
+        parent: places
+        for parent, places in forms.items()
+        if all(len(set(each)) > 1 for each in zip(*places, strict=True))
     }
     if not apart:
         return ()

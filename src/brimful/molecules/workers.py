@@ -148,11 +148,11 @@ def _train_group(
 
 def _runs_of_group(group: Sequence[Job], states: Sequence[State]) -> list[State]:
     names = {job.name for job in group}
-    found = []
+    runs = []
     for state in states:
         places = [place for place, job in enumerate(state.jobs) if job.name in names]
-        found += [state.take(places)] if places else []
-    return found
+        runs += [state.take(places)] if places else []
+    return runs
 
 
 def _free_budget(device: torch.device) -> int | None:

@@ -29,7 +29,7 @@ from torch import nn
 from brimful.errors import BadOption, ProcessLost, UserError
 from brimful.memory.model import MemoryModel
 from brimful.memory.oom import is_oom
-from brimful.memory.split import deal_rows
+from brimful.memory.split import deal_rows, padded_shape
 from brimful.planning.plan import Plan
 from brimful.step.rows import ListedRows, LoadedRows, Rows
 from brimful.task import Shape
@@ -253,7 +253,7 @@ class Share:
 
     def padded_shape(self, indices: Sequence[int]) -> Shape:
         """What these rows are padded to in one micro-batch."""
-        return tuple(max(lengths) for lengths in zip(*(self.rows.shapes[index] for index in indices), strict=True))
+        return padded_shape(self.rows.shapes[index] for index in indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ class Dealer:
 
     def excluded(self, shapes: list[Shape]) -> list[tuple[int, int]]:
         """(row, rank) where the row does not fit the rank's memory even alone."""
-        worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+        worst = padded_shape(shapes)
         small = [number for number, rank in enumerate(self._ranks) if not rank.fits(worst)]
         return [
             (row, number) for number in small for row, shape in enumerate(shapes) if not self._ranks[number].fits(shape)

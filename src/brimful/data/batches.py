@@ -147,9 +147,12 @@ class StepSampler:
     def _mine(self, rows: Ints) -> Ints:
         if len(self.speeds) == 1:
             return np.arange(len(rows))
-        lengths = np.zeros((len(rows), 0), dtype=np.int64) if self.lengths is None else self.lengths(rows)
-        excluded = self.excluded(lengths) if self.excluded else ()
-        dealt = deal_rows((1.0 + lengths.sum(axis=1)).tolist(), self.speeds, excluded)
+        if self.lengths is None:  # then it is unknown too which rows do not fit
+            dealt = deal_rows([1.0] * len(rows), self.speeds)
+        else:
+            lengths = self.lengths(rows)
+            excluded = self.excluded(lengths) if self.excluded else ()
+            dealt = deal_rows((1.0 + lengths.sum(axis=1)).tolist(), self.speeds, excluded)
         return np.array(dealt[self.rank], dtype=np.int64)
 
     def _from_window(self, start: int) -> Ints:

@@ -3,6 +3,11 @@
 The message of a `UserError` has two sentences at most: what is wrong with the value seen, then what to do.
 """
 
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
 
 class BrimfulError(Exception):
     """The root of all errors that Brimful raises on purpose.
@@ -103,3 +108,34 @@ def in_one_line(error: BaseException) -> str:
     """`KeyError: 'ids'`: the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+def user_line(error: BaseException) -> str:
+    """Where the user's own code failed, as ` at mine.py:12`; empty if only Brimful and installed packages were running."""
+    libraries = Path(__file__).parent, Path(os.__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        installed = {"site-packages", "dist-packages"} & set(path.parts)
+        if path.is_file() and not installed and not any(path.is_relative_to(folder) for folder in libraries):
+            here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            return f" at {here}:{frame.lineno}"
+    return ""
+
+
+def kind_of(value: Any) -> str:
+    """`an int`, `a Linear`: the type of a value with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def wants_traceback() -> bool:
+    """Whether BRIMFUL_TRACEBACK is set: the traceback of a user's mistake is then printed before its message."""
+    return os.environ.get("BRIMFUL_TRACEBACK", "0") not in ("", "0")
+
+
+def with_hint(error: UserError) -> str:
+    """The message of an error. If the user's own code raised it, with how to see the traceback."""
+    message = " ".join(str(error).split())
+    if wants_traceback() or not isinstance(error, TaskError) or error.__cause__ is None:
+        return message
+    return f"{message.rstrip('. ')}. Set BRIMFUL_TRACEBACK=1 to see the traceback."

@@ -34,13 +34,14 @@ terms' means. To weight a term, multiply the weight into its sum.
 """
 
 import inspect
+import traceback
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from brimful.errors import TaskError
+from brimful.errors import TaskError, in_one_line, kind_of, user_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,6 +213,20 @@ class Task:
         return False
 
 
+def failure(task: Task, error: BaseException, method: str, on: str = "") -> str:
+    """`task Net: loss() failed at mine.py:12: KeyError: 'x'.`, with the line of the user's own code."""
+    where = f" on {on}" if on else ""
+    return f"task {task.name}: {method}() failed{where}{user_line(error)}: {in_one_line(error).rstrip('. ')}."
+
+
+def failed_method(task: Task, error: BaseException) -> str | None:
+    """The method of the task in which this error was raised; None if it was raised elsewhere."""
+    methods = {name: getattr(task, name) for name, value in vars(Task).items() if inspect.isfunction(value)}
+    codes = {getattr(inspect.unwrap(one), "__code__", None): name for name, one in methods.items()}
+    running = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return next((codes[code] for code in running if code in codes), None)
+
+
 def loss_terms(task: Task, value: Any, *, model: "nn.Module", batch: Any, needs_grad: bool = True) -> dict[str, Loss]:
     """What `task.loss` returned, as named terms; a single one is called `loss`.
 
@@ -233,7 +248,7 @@ def loss_terms(task: Task, value: Any, *, model: "nn.Module", batch: Any, needs_
         terms = {"loss": terms}
     if not isinstance(terms, Mapping) or not terms or not all(isinstance(term, Loss) for term in terms.values()):
         raise TaskError(
-            f"task {task.name}: loss() returned a {type(value).__name__}. Try: return brimful.Loss(sum, count), "
+            f"task {task.name}: loss() returned {kind_of(value)}. Try: return brimful.Loss(sum, count), "
             "(mean, count), a mean, or a mapping of Loss with counts(batch)."
         )
     return {name: _checked(task, name, term, needs_grad) for name, term in terms.items()}
@@ -248,7 +263,7 @@ def term_counts(task: Task, counts: Any) -> dict[str, float]:
     """What `task.counts` returned, as numbers by name."""
     if not isinstance(counts, Mapping) or not counts:
         raise TaskError(
-            f"task {task.name}: counts() returned a {type(counts).__name__}. "
+            f"task {task.name}: counts() returned {kind_of(counts)}. "
             "Try: return a mapping with a number for each term of the loss."
         )
     wrong = {name: count for name, count in counts.items() if not _is_number(count)}

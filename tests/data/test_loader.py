@@ -170,7 +170,20 @@ def test_rows_that_no_batch_can_be_sliced_from_come_as_rows():
 def test_a_row_that_cannot_be_read_is_one_sentence_with_its_number(workers):
     with pytest.raises(TaskError) as failure:
         some(Loader(Rows(fail_at=17), Words(), workers=workers), 5)
-    assert str(failure.value) == "row 17 of the dataset cannot be read (KeyError: 'ids')."
+    assert "row 17 of the dataset cannot be read at" in str(failure.value)
+    assert str(failure.value).endswith("(KeyError: 'ids').")
+
+
+class Uncollated(Words):
+    def collate(self, rows):
+        raise KeyError("zzz")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_that_fails_is_named_with_its_line_and_keeps_its_traceback(workers):
+    with pytest.raises(TaskError, match=r"collate\(\) failed at .*test_loader.py:\d+: KeyError: 'zzz'\.") as failure:
+        some(made(task=Uncollated(), workers=workers), 1)
+    assert 'raise KeyError("zzz")' in str(failure.value.__cause__)
 
 
 def test_without_a_plan_the_step_gets_the_rows_and_cuts_them_itself():

@@ -16,7 +16,8 @@ from brimful.training.stop import STOP_SIGNALS
 
 HEAD = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
 WORKER = (
-    HEAD + "from brimful.errors import BadData, ProcessLost\nfrom brimful.training.launch import has_parent, worker\n"
+    HEAD
+    + "from brimful.errors import BadData, ProcessLost, TaskError\nfrom brimful.training.launch import has_parent, worker\n"
 )
 SAVES = (
     HEAD
@@ -157,6 +158,16 @@ def test_one_process_is_not_numbered():
 def test_a_mistake_that_all_processes_find_is_printed_once(processes):
     outcome = run_worker("time.sleep(0.2 * rank)\nraise BadData('x.jsonl,\\n line 7: no prompt.')", processes)
     assert outcome == Outcome(code=2, message="x.jsonl, line 7: no prompt.")
+
+
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_the_traceback_of_a_users_own_code_is_offered_or_shown(wanted, monkeypatch, capfd):
+    monkeypatch.setenv("BRIMFUL_TRACEBACK", wanted)
+    body = "try: {}['zzz']\nexcept KeyError as error: raise TaskError(f'collate() failed: {error}.') from error"
+    outcome = run_worker(body, processes=1)
+    hint = " Set BRIMFUL_TRACEBACK=1 to see the traceback."
+    assert outcome == Outcome(code=2, message=f"collate() failed: 'zzz'.{'' if wanted else hint}")
+    assert ("Traceback" in capfd.readouterr().err) == bool(wanted)
 
 
 def test_a_mistake_that_one_process_finds_names_it(monkeypatch):

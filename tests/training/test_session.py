@@ -179,7 +179,7 @@ def no_such_key():
 @pytest.mark.parametrize("broken", ["rows", "others"])
 @pytest.mark.parametrize(("error", "message"), [(no_such_key, "KeyError: 'text'"), (NoLength, "KeyError: 'length'")])
 def test_rows_that_cannot_be_read_are_one_message(tmp_path, broken, error, message):
-    with pytest.raises(TaskError, match=f"rows.* {broken}: {message}"):
+    with pytest.raises(TaskError, match=f"rows.* {broken}.*: {message}"):
         brimful.train(Broken(broken, error), "rows", valid="others", run=tmp_path / "run", device="cpu")
 
 
@@ -234,3 +234,40 @@ def test_the_plan_names_the_schedule_in_effect(tmp_path, whole):
     assert schedule(tmp_path / "requested") == ("linear", "linear")
     train(tmp_path / "own", Scheduled(), max_steps=1, schedule="linear")
     assert schedule(tmp_path / "own") == ("linear", "the task's own")
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "message"),
+    [
+        ("schedule", KeyError("rate"), r"schedule\(\) failed at .*test_session.py:\d+: KeyError: 'rate'\."),
+        ("schedule", 3, r"schedule\(\) returned an int. Try: return a torch LRScheduler"),
+        ("initial_model", KeyError("path"), r"initial_model\(\) failed at .*test_session.py:\d+: KeyError: 'path'\."),
+        ("initial_model", 5, r"initial_model\(\) returned an int. Try: return a torch.nn.Module"),
+    ],
+)
+def test_a_failing_method_of_the_task_is_one_message(tmp_path, method, result, message):
+    def fail(self, *_):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    with pytest.raises(TaskError, match=message):
+        train(tmp_path, type("Own", (Regression,), {method: fail})())
+
+
+def test_a_loss_that_fails_in_the_middle_of_a_run_is_one_message(tmp_path):
+    done = []
+
+    class Late(Regression):
+        def loss(self, model, batch):
+            if done:
+                raise RuntimeError("late")
+            return super().loss(model, batch)
+
+    class Count(brimful.Hook):
+        def after_step(self, loop, result):
+            done.append(result)
+
+    with pytest.raises(TaskError, match=r"loss\(\) failed at .*test_session.py:\d+: RuntimeError: late\."):
+        train(tmp_path, Late(), hooks=[Count()])
+    assert len(done) == 1

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 
-from brimful.errors import TaskError
+from brimful.errors import UserError, wants_traceback, with_hint
 
 _ARGUMENT = re.compile(
     r"(?<![\w.=,('\"/-])([a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\(([\d, ]*)\)|([^\s,;:()'\"]*[^\s,;:()'\".])?)"
@@ -77,11 +77,9 @@ def with_flags(message: str) -> str:
 
 def print_error(error: BaseException | str) -> None:
     """Write one message to stderr, after the traceback if BRIMFUL_TRACEBACK is set."""
-    message = str(error)
-    if isinstance(error, BaseException) and os.environ.get("BRIMFUL_TRACEBACK", "0") not in ("", "0"):
+    if isinstance(error, BaseException) and wants_traceback():
         traceback.print_exception(error)
-    elif isinstance(error, TaskError) and error.__cause__ is not None:
-        message += " Set BRIMFUL_TRACEBACK=1 to see the traceback."
+    message = with_hint(error) if isinstance(error, UserError) else str(error)
     print(f"brimful: error: {with_flags(message)}", file=sys.stderr, flush=True)
 
 

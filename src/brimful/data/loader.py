@@ -24,7 +24,7 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from brimful.data.batches import Excluded, Lengths, Mix, SampledStep, StepSampler
-from brimful.data.reader import ReadError, StepReader, StepRows
+from brimful.data.reader import ReadError, StepReader, StepRows, WorkerTraceback
 from brimful.errors import BadOption, TaskError
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host, Space, tree_bytes
@@ -220,7 +220,7 @@ class Loader:
     def _finish(self, rows: StepRows | ReadError) -> StepRows:
         """What is left to do in this process."""
         if isinstance(rows, ReadError):
-            raise TaskError(rows.message)
+            raise TaskError(rows.message) from (WorkerTraceback(f"\n{rows.traceback}") if rows.traceback else None)
         if self._reader.from_store:
             rows = self._keeping_rng(partial(self._reader.collate, rows))
         pinned = self.workers and not self._reader.from_store  # by torch's own thread

@@ -9,6 +9,7 @@ Rows are collated where they are read, except those of a token store. They are p
 """
 
 import random
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,9 @@ import torch
 
 from brimful.data.batches import Ints, Lengths, SampledStep
 from brimful.data.store import Store
-from brimful.errors import BrimfulError, TaskError, in_one_line
+from brimful.errors import BrimfulError, TaskError, in_one_line, user_line
 from brimful.memory.split import padded_shape
-from brimful.task import Shape, Task, rows_of
+from brimful.task import Shape, Task, failed_method, failure, rows_of
 
 Split = Callable[[list[Shape]], list[list[int]]]
 """Splits rows of these shapes into micro-batches: `Plan.split`."""
@@ -59,6 +60,12 @@ class ReadError:
     """What a worker passes on in place of rows that raised: an exception would arrive as a page of traceback."""
 
     message: str
+    traceback: str | None
+    """If the user's own code raised it."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a worker, shown as the cause of the error that it led to here."""
 
 
 class StepReader:
@@ -80,9 +87,10 @@ class StepReader:
             rows = self._read(step)
             return rows if self.from_store else self.collate(rows)
         except BrimfulError as error:
-            return ReadError(str(error))
+            return ReadError(str(error), None if error.__cause__ is None else traceback.format_exc())
         except Exception as error:
-            return ReadError(f"task {self.task.name}: rows could not be collated ({in_one_line(error)})")
+            message = failure(self.task, error, failed_method(self.task, error) or "collate")
+            return ReadError(message, traceback.format_exc())
 
     def collate(self, rows: StepRows) -> StepRows:
         """As batches if those can be sliced later, else as lists of rows. Without a plan to split by, the step decides."""
@@ -119,7 +127,9 @@ class StepReader:
         except BrimfulError:
             raise
         except Exception as error:
-            raise TaskError(f"row {index} of the dataset cannot be read ({in_one_line(error)}).") from error
+            raise TaskError(
+                f"row {index} of the dataset cannot be read{user_line(error)} ({in_one_line(error)})."
+            ) from error
 
     def _shapes(self, indices: Ints, rows: Sequence[Any]) -> list[Shape]:
         if self._lengths is not None:

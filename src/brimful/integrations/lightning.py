@@ -55,6 +55,7 @@ from brimful.errors import (
     TaskError,
     UnsupportedModel,
     in_one_line,
+    kind_of,
 )
 from brimful.memory.oom import is_oom
 from brimful.planning.plan import Plan
@@ -447,7 +448,7 @@ def _read(value: Any, rows: int | None, name: str) -> tuple[Loss, dict[str, Any]
     if isinstance(mean, Loss):
         return mean, extras
     if not isinstance(mean, Tensor):
-        returned = "no loss" if mean is None else f"a {type(mean).__name__}"
+        returned = "no loss" if mean is None else kind_of(mean)
         raise TaskError(
             f"{name}.training_step returned {returned} for a micro-batch. Try: return a scalar tensor, a dict with 'loss', or "
             "brimful.Loss(sum, count), with a count of 0 for rows that do not count."

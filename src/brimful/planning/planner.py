@@ -33,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import brimful
-from brimful.errors import BadOption, DoesNotFit, TaskError, UserError
+from brimful.errors import BadOption, DoesNotFit, TaskError, UserError, kind_of
 from brimful.memory.context import StepContext
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import RandomState, TrainingState
@@ -133,7 +133,7 @@ def plan(
     if isinstance(task, type) and issubclass(task, Task):
         task = task()
     if not isinstance(task, Task):
-        raise TaskError(f"plan() was called with a {type(task).__name__}. Try: a brimful.Task.")
+        raise TaskError(f"plan() was called with {kind_of(task)}. Try: a brimful.Task.")
     if model is None and optimizer is not None:
         raise BadOption("optimizer= needs its model. Try: also pass model=.")
     if model is not None and device == "auto":
@@ -208,7 +208,7 @@ def _describe(task: Task) -> nn.Module:
         except Exception:
             model = task.model()
     if not isinstance(model, nn.Module):
-        raise TaskError(f"task {task.name}: model() returned a {type(model).__name__}. Try: return a torch.nn.Module.")
+        raise TaskError(f"task {task.name}: model() returned {kind_of(model)}. Try: return a torch.nn.Module.")
     return model
 
 

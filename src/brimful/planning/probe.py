@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brimful.errors import TaskError, UserError, in_one_line
+from brimful.errors import TaskError, UserError, kind_of
 from brimful.machine.host import Host
 from brimful.memory.context import StepContext, to_device
 from brimful.memory.ledger import active_limit_bytes
@@ -25,7 +25,7 @@ from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.planning.target import Target
-from brimful.task import Dataset, Loss, Shape, Task, loss_terms, rows_of
+from brimful.task import Dataset, Loss, Shape, Task, failed_method, failure, loss_terms, rows_of
 from brimful.units import show_rows
 
 T = TypeVar("T")
@@ -198,8 +198,9 @@ def make_context(
         with task_errors(task, "optimizer"):
             optimizer = task.optimizer(model)
         if not isinstance(optimizer, Optimizer):
-            kind = type(optimizer).__name__
-            raise TaskError(f"task {task.name}: optimizer() returned a {kind}. Try: return a torch.optim.Optimizer.")
+            raise TaskError(
+                f"task {task.name}: optimizer() returned {kind_of(optimizer)}. Try: return a torch.optim.Optimizer."
+            )
     return StepContext(
         task=task, model=model, optimizer=optimizer, device=target.device, autocast=autocast, cudnn_attention=cudnn_attention
     )  # fmt: skip
@@ -230,7 +231,7 @@ def row_shapes(task: Task, rows: Dataset) -> list[Shape]:
 def read_rows(task: Task, data: str | os.PathLike[str] | Dataset) -> Dataset:
     """The dataset itself, or the one that the task reads from a path or name; refused if it is empty."""
     named = isinstance(data, (str, os.PathLike))
-    with task_errors(task, "rows", str(data) if named else f"a {type(data).__name__}"):
+    with task_errors(task, "rows", str(data) if named else kind_of(data)):
         rows: Any = task.rows(os.fspath(data)) if isinstance(data, (str, os.PathLike)) else data
         count = len(rows)
     if not count:
@@ -285,17 +286,20 @@ def _longest(shapes: Iterable[Shape]) -> Shape:
 
 
 @contextmanager
-def task_errors(task: Task, part: str, where: str = "") -> Iterator[None]:
-    """An error in the user's code becomes a TaskError that names the method; out-of-memory errors pass through."""
+def task_errors(task: Task, method: str | None = None, on: str = "") -> Iterator[None]:
+    """An error in the user's code becomes a TaskError that names the method; out-of-memory errors pass through.
+
+    Without `method` it is the one in which the error was raised, and an error raised outside the task passes through.
+    """
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if is_oom(error):
+        method = method or failed_method(task, error)
+        if is_oom(error) or method is None:
             raise
-        on = f" on {where}" if where else ""
-        raise TaskError(f"task {task.name}: {part}() failed{on}: {in_one_line(error).rstrip('. ')}.") from error
+        raise TaskError(failure(task, error, method, on)) from error
 
 
 def show_size(rows: int, shape: Shape) -> str:

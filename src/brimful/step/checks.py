@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from brimful.errors import InexactSplit, TaskError, UnsupportedModel
+from brimful.errors import InexactSplit, TaskError, UnsupportedModel, kind_of
 from brimful.memory.context import StepContext, tensors_of
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import RandomState
@@ -37,7 +37,7 @@ _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 def unwrap(model: nn.Module) -> tuple[nn.Module, str | None]:
     """The model inside a DDP or DataParallel wrapper, and the name of the wrapper."""
     if not isinstance(model, nn.Module):
-        raise TaskError(f"the model is a {type(model).__name__}. Try: a torch.nn.Module.")
+        raise TaskError(f"the model is {kind_of(model)}. Try: a torch.nn.Module.")
     name = None
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         name = type(model).__name__
@@ -56,7 +56,7 @@ def _refuse_wrapper(module: nn.Module, args: Any) -> None:
 
 def check_plan(plan: Any) -> Plan | None:
     if plan is not None and not isinstance(plan, Plan):
-        raise TaskError(f"plan= is a {type(plan).__name__}, not a brimful.Plan. Try: Plan.load(path).")
+        raise TaskError(f"plan= is {kind_of(plan)}, not a brimful.Plan. Try: Plan.load(path).")
     return plan
 
 
@@ -101,7 +101,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
             "Try: an optimizer that steps after backward."
         )
     if not isinstance(optimizer, Optimizer):
-        raise UnsupportedModel(f"the optimizer is a {name}. Try: a torch.optim.Optimizer.")
+        raise UnsupportedModel(f"the optimizer is {kind_of(optimizer)}. Try: a torch.optim.Optimizer.")
     trainable = [param for param in model.parameters() if param.requires_grad]
     stepped = _stepped_params(optimizer)
     if trainable and not any(param in stepped for param in trainable):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from brimful.data.reader import StepRows
-from brimful.errors import TaskError
+from brimful.errors import TaskError, kind_of
 from brimful.task import Shape, Task
 
 MAX_BATCH_TENSORS = 4
@@ -100,7 +100,7 @@ class BatchRows:
     def __init__(self, batch: Any, task: Task, shape: Shape) -> None:
         if not isinstance(batch, (torch.Tensor, np.ndarray, Mapping, list, tuple)):
             raise TaskError(
-                f"a step takes a list of rows or a batch of tensors, and this is a {type(batch).__name__}. "
+                f"a step takes a list of rows or a batch of tensors, and this is {kind_of(batch)}. "
                 "Try: pass one batch of your loader."
             )
         sizes: dict[str, int] = {}

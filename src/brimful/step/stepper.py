@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, in_one_line
+from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, in_one_line, kind_of
 from brimful.memory.context import Phase, StepContext
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
@@ -402,13 +402,11 @@ def _as_task(value: Any, collate: Callable[[Sequence[Any]], Any] | None) -> tupl
         return value, True
     if isinstance(value, nn.Module):
         raise TaskError(
-            f"task_or_loss is a {type(value).__name__}, which is a criterion. "
+            f"task_or_loss is {kind_of(value)}, which is a criterion. "
             "Try: a function loss(model, batch) that calls the model and returns brimful.Loss(sum, count)."
         )
     if not callable(value):
-        raise TaskError(
-            f"task_or_loss is a {type(value).__name__}. Try: a brimful.Task or a function loss(model, batch)."
-        )
+        raise TaskError(f"task_or_loss is {kind_of(value)}. Try: a brimful.Task or a function loss(model, batch).")
     owner = getattr(value, "__self__", None)
     if isinstance(owner, Task) and value.__func__ is type(owner).loss and collate is None:
         return owner, True  # task.loss: its task knows how to collate, and the lengths of rows

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from brimful import errors
-from brimful.errors import TaskError, UnknownTask, UserError, in_one_line
+from brimful.errors import TaskError, UnknownTask, UserError, in_one_line, kind_of, user_line
 from brimful.task import Task
 from brimful.tasks.option_fields import (
     OptionField,
@@ -149,7 +149,7 @@ def _run_file(path: Path) -> ModuleType:
         with _no_bytecode():
             module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise TaskError(f"{path} cannot be run: {in_one_line(error).rstrip('. ')}.") from error
+        raise TaskError(f"{path} cannot be run{user_line(error)}: {in_one_line(error).rstrip('. ')}.") from error
     return module
 
 
@@ -168,8 +168,9 @@ def _task_or_class(spec: str) -> Any:
     if not _is_task(value) and callable(value):
         value = _call(value, spec)
     if not _is_task(value):
-        kind = type(value).__name__
-        raise TaskError(f"{spec} is a {kind}. Try: a brimful.Task, a subclass of it, or a function that returns one.")
+        raise TaskError(
+            f"{spec} is {kind_of(value)}. Try: a brimful.Task, a subclass of it, or a function that returns one."
+        )
     return value
 
 
@@ -187,7 +188,7 @@ def _call(make: Any, spec: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise TaskError(f"{spec} cannot be called: {in_one_line(error).rstrip('. ')}.") from error
+        raise TaskError(f"{spec} cannot be called{user_line(error)}: {in_one_line(error).rstrip('. ')}.") from error
 
 
 if __name__ == "__main__":

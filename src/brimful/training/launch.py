@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from brimful.errors import UserError, in_one_line
+from brimful.errors import UserError, in_one_line, wants_traceback, with_hint
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host
 from brimful.training.stop import STOP_SIGNALS
@@ -352,12 +353,14 @@ def has_parent() -> bool:
 def worker() -> Iterator[None]:
     """Around all that a training process does: it stops when its parent dies, and reports why it failed.
 
-    A user's mistake ends it with exit code 2 and without a traceback; the parent prints the message.
+    A user's mistake ends it with exit code 2, without a traceback unless it is wanted; the parent prints the message.
     """
     _stop_with_parent()
     try:
         yield
     except UserError as error:
+        if wants_traceback():
+            traceback.print_exception(error)
         _report(error)
         raise SystemExit(2) from None
     except (Exception, KeyboardInterrupt) as error:
@@ -368,7 +371,7 @@ def worker() -> Iterator[None]:
 def _report(error: BaseException) -> None:
     message, blame = in_one_line(error), Blame.OWN
     if isinstance(error, UserError):
-        message = " ".join(str(error).split())
+        message = with_hint(error)
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _LOST_PEER_ERRORS or any(words in str(error) for words in _LOST_PEER_MESSAGES):
         blame = Blame.LOST_PEER

@@ -23,14 +23,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.data.loader import Loader
-from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError
+from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError, kind_of
 from brimful.memory.meter import trim_heap
 from brimful.memory.oom import empty_cache
 from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
-from brimful.planning.probe import build_model, read_rows, with_dummy
+from brimful.planning.probe import build_model, read_rows, task_errors, with_dummy
 from brimful.planning.target import Target, autocast_dtype, find_target
 from brimful.step.distributed import SingleProcess, join, on_rank_zero
 from brimful.step.result import Event
@@ -178,7 +179,7 @@ def train(
     if isinstance(task, type) and issubclass(task, Task):
         task = task()
     if not isinstance(task, Task):
-        raise TaskError(f"train() was called with a {type(task).__name__}. Try: a brimful.Task.")
+        raise TaskError(f"train() was called with {kind_of(task)}. Try: a brimful.Task.")
     train_options = TrainOptions(
         run=None if run is None else os.fspath(run), resume=resume, max_steps=max_steps, epochs=epochs, lr=lr,
         optimizer=optimizer, weight_decay=weight_decay, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr,
@@ -296,7 +297,8 @@ class Session:
     def train(self) -> Ending:
         """All of it; however it ends, the journal says so."""
         try:
-            return self._end(self._run())
+            with task_errors(self.task):
+                return self._end(self._run())
         except BrimfulError as error:
             self._write("end", reason="failed", sentence=str(error))
             raise
@@ -418,6 +420,10 @@ class Session:
         stepper = self._stepper(plan, model, optimizer)
         scheduler = self.task.schedule(optimizer, steps)
         if scheduler is not None:
+            if not isinstance(scheduler, LRScheduler):
+                raise TaskError(
+                    f"task {self.task.name}: schedule() returned {kind_of(scheduler)}. Try: return a torch LRScheduler, or None."
+                )
             plan = _with_own_schedule(plan, type(scheduler).__name__)
         loop = Loop(
             task=self.task,
@@ -464,7 +470,12 @@ class Session:
     def _model(self, checkpoint: Checkpoint | None) -> nn.Module:
         """With its initial weights, or a checkpoint's, which are read onto the device without a copy on the host."""
         if checkpoint is None:
-            model = self.task.initial_model().to(self.target.device).train()
+            model = self.task.initial_model()
+            if not isinstance(model, nn.Module):
+                raise TaskError(
+                    f"task {self.task.name}: initial_model() returned {kind_of(model)}. Try: return a torch.nn.Module."
+                )
+            model = model.to(self.target.device).train()
         else:
             model = build_model(self.task, self.target.device)
             state.load_weights(checkpoint.path, model)

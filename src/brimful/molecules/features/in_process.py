@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from brimful.errors import BadData, BadModel, BadOption, in_one_line
+from brimful.errors import BadData, BadModel, BadOption, in_one_line, kind_of
 from brimful.files import file_sha256
 from brimful.molecules.dataset import rdkit_version
 from brimful.molecules.features.encoder import Encoded, Matrix, parse_molecules, show_name
@@ -351,7 +351,7 @@ class UserFunction:
         except Exception as error:
             raise BadData(f"{self.file}:{self.function} returned rows that do not form an array. {fix}") from error
         if array.dtype.kind not in "fiub":
-            raise BadData(f"{self.file}:{self.function} returned a {type(result).__name__} of {array.dtype}. {fix}")
+            raise BadData(f"{self.file}:{self.function} returned {kind_of(result)} of {array.dtype}. {fix}")
         if array.ndim != 2 or len(array) != count or array.shape[1] == 0:
             raise BadData(f"{self.file}:{self.function} returned the shape {array.shape}. {fix}")
         with np.errstate(over="ignore"):  # reported as infinite

@@ -1,0 +1,46 @@
+"""What errors say: the line of the user's code, types with their article, how to see the traceback."""
+
+import json
+
+import pytest
+
+from brimful.errors import BadData, TaskError, kind_of, user_line, with_hint
+
+
+def raised(call) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_the_line_is_that_of_the_users_own_code_even_if_a_library_raised(tmp_path, monkeypatch):
+    code = compile("import json\ndef read():\n    json.loads('{')\n", str(tmp_path / "mine.py"), "exec")
+    (tmp_path / "mine.py").touch()
+    exec(code, names := {})
+    assert user_line(raised(names["read"])) == f" at {tmp_path}/mine.py:3"
+    monkeypatch.chdir(tmp_path)
+    assert user_line(raised(names["read"])) == " at mine.py:3"
+
+
+def test_an_error_without_a_line_of_the_user_names_none():
+    error = raised(lambda: json.loads("{"))
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    assert user_line(error) == ""
+
+
+@pytest.mark.parametrize(("value", "words"), [(7, "an int"), ([], "a list"), (object(), "an object")])
+def test_a_type_has_its_article(value, words):
+    assert kind_of(value) == words
+
+
+def test_only_an_error_of_the_users_own_code_offers_its_traceback(monkeypatch):
+    monkeypatch.delenv("BRIMFUL_TRACEBACK", raising=False)
+    error = TaskError("loss() failed")
+    assert with_hint(error) == "loss() failed"
+    error.__cause__ = KeyError("ids")
+    assert with_hint(error) == "loss() failed. Set BRIMFUL_TRACEBACK=1 to see the traceback."
+    data = BadData("line 7 is bad.")
+    data.__cause__ = KeyError("ids")
+    assert with_hint(data) == "line 7 is bad."

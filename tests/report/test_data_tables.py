@@ -84,7 +84,7 @@ def test_every_count_has_its_share_and_first_places(tmp_path):
     assert lines["over-long"] == "over-long 0 0 %"
     assert lines["usable"] == "usable 96 96.00 %"
     assert "line 98: the prompt is empty; line 99" in " ".join(text.split())
-    assert "96 of 100 rows can be used" in text
+    assert "96 of 100 rows can be used" in " ".join(text.split())
 
 
 def test_lengths_are_drawn_for_each_field(tmp_path):
@@ -108,7 +108,7 @@ def test_conversations_are_counted(tmp_path):
 
 def test_a_file_with_nothing_usable_is_shown_all_the_same(tmp_path):
     text = check_text(tmp_path, '{"prompt": 1, "response": "a"}', '{"prompt": "", "response": "a"}')
-    assert "0 of 2 rows can be used" in text
+    assert "0 of 2 rows can be used" in " ".join(text.split())
 
 
 def clean_report(**changes):

@@ -207,7 +207,7 @@ def test_accelerates_wrapper_is_removed():
 
 
 def test_what_is_no_optimizer_is_refused():
-    assert refusal(check_optimizer, small(), object()) == "the optimizer is a object. Try: a torch.optim.Optimizer."
+    assert refusal(check_optimizer, small(), object()) == "the optimizer is an object. Try: a torch.optim.Optimizer."
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():

@@ -505,7 +505,7 @@ def test_a_loss_that_cannot_be_weighted_is_refused(returned, sentence):
     [
         ({"x": torch.ones(3, 4), "y": torch.ones(2)}, r"\['x'\] has 3, \['y'\] has 2"),
         ({"x": 3}, r"there are none"),
-        (object(), r"this is a object"),
+        (object(), r"this is an object"),
         (torch.ones(0, 4), r"no rows"),
         ([], r"is empty"),
     ],
@@ -706,7 +706,7 @@ def test_a_task_class_and_a_tasks_own_loss_do_as_well_as_a_task():
 
 def test_something_else_is_not_a_loss():
     model = nn.Linear(2, 2)
-    with pytest.raises(TaskError, match=r"task_or_loss is a int"):
+    with pytest.raises(TaskError, match=r"task_or_loss is an int"):
         Stepper(model, SGD(model.parameters()), 3)
 
 

@@ -149,14 +149,14 @@ def test_a_name_that_is_not_in_a_file_without_tasks_says_so(write):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("class Mine(Task)", "SyntaxError: expected ':' (mine.py, line 2)"),
+        ("1 / 0", " at {path}:2: ZeroDivisionError: division by zero"),
+        ("import no_such_package", " at {path}:2: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("class Mine(Task)", ": SyntaxError: expected ':' (mine.py, line 2)"),
     ],
 )
 def test_a_file_that_cannot_be_run_says_why(write, text, words):
     path = write(text)
-    assert refused(TaskError, f"{path}:Mine") == f"{path} cannot be run: {words}."
+    assert refused(TaskError, f"{path}:Mine") == f"{path} cannot be run{words.format(path=path)}."
 
 
 def test_an_error_of_many_lines_ends_in_one(write):
@@ -174,16 +174,16 @@ def test_a_class_that_needs_arguments_says_what_is_missing(write):
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("mine = 3", "int"),
-        ("mine = 'task'", "str"),
-        ("def mine():\n    return 3.5", "float"),
-        ("class mine: ...", "mine"),
+        ("mine = 3", "an int"),
+        ("mine = 'task'", "a str"),
+        ("def mine():\n    return 3.5", "a float"),
+        ("class mine: ...", "a mine"),
     ],
     ids=["a number", "a text", "a function that returns a number", "a class of its own"],
 )
 def test_what_is_no_task_is_refused_with_its_kind(write, text, kind):
     spec = f"{write(text)}:mine"
-    assert refused(TaskError, spec).startswith(f"{spec} is a {kind}. Try: a brimful.Task")
+    assert refused(TaskError, spec).startswith(f"{spec} is {kind}. Try: a brimful.Task")
 
 
 def test_a_task_without_options_takes_none(write):

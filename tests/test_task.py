@@ -252,7 +252,9 @@ def test_counts_are_plain_numbers_by_name():
     assert {type(value) for value in counts.values()} == {float}
 
 
-@pytest.mark.parametrize(("value", "kind"), [(None, "a NoneType"), ({}, "a dict"), (5, "an int"), ([("a", 1)], "a list")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(None, "a NoneType"), ({}, "a dict"), (5, "an int"), ([("a", 1)], "a list")]
+)
 def test_counts_without_names_are_refused(value, kind):
     with pytest.raises(TaskError, match=rf"counts\(\) returned {kind}"):
         term_counts(Empty(), value)

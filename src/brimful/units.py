@@ -9,6 +9,8 @@ import re
 
 from brimful.errors import BadOption
 
+NOTHING = "(nothing)"
+"""How an empty text is shown."""
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 
 _UNITS = {

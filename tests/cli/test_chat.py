@@ -5,6 +5,8 @@ from io import StringIO
 
 import pytest
 
+from brimful.tasks.generate import Chat
+from brimful.units import NOTHING
 from tests.cli.test_cli import run
 from tests.tasks.tiny import tiny_chat
 
@@ -22,6 +24,12 @@ def test_prompts_are_answered_in_order(tiny, capsys):
         "chat", str(tiny.model), "--prompt", QUESTION, "--prompt", OTHER, "--device", "cpu", capsys=capsys
     )
     assert (code, out) == (0, f"{ANSWER}\n{OTHER_ANSWER}\n")
+
+
+def test_an_empty_answer_is_shown_as_in_an_evaluation(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(Chat, "ask", lambda self, question: iter([" "]))
+    _, out, _ = run("chat", str(tiny.model), "--prompt", QUESTION, "--device", "cpu", capsys=capsys)
+    assert out.strip() == NOTHING
 
 
 def test_json_is_one_object(tiny, capsys):

@@ -116,6 +116,13 @@ def test_a_loss_across_rows_that_does_not_fit_whole_is_refused():
         small_plan(Pairs(), memory_limit="64MiB")
 
 
+def test_a_micro_batch_that_would_split_a_loss_across_rows_is_named_as_the_cause():
+    with pytest.raises(
+        InexactSplit, match="micro_batch=8 would split the 32 rows of a step. Try: micro_batch=32, or allow"
+    ):
+        small_plan(Pairs(), memory_limit="64MiB", global_batch=32, micro_batch=8)
+
+
 def test_a_loss_across_rows_is_split_if_allowed_with_a_warning():
     plan = small_plan(Pairs(), memory_limit="64MiB", allow_inexact=True)
     assert plan.accumulation > 1

@@ -71,6 +71,11 @@ def test_a_step_is_one_line_with_every_metric():
     )
 
 
+def test_what_a_loss_logs_is_shown_beside_it():
+    line = summary_of(step(7, log={"accuracy": 0.75, "margin": None, "margin_is": "nan"})).line()
+    assert "loss 2.0000  accuracy 0.7500  margin nan  lr" in line
+
+
 def test_what_is_not_known_is_a_dash():
     unknown = step(7, **dict.fromkeys(("mfu", "tokens_per_s", "peak_bytes", "eta_s", "grad_norm", "epoch")))
     summary = summary_of(unknown)

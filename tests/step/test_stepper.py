@@ -379,7 +379,7 @@ def test_rows_that_only_the_held_gradients_keep_out_are_not_set_aside():
     model.first.register_forward_hook(fault)
     rows = [{"id": index, "words": torch.full((3,), 1 + index)} for index in range(6)]
     stepper = Stepper(model, ADAMW(model.parameters()), task, skip_oversized=True, micro_batch=4)
-    with pytest.raises(DoesNotFit, match="beside the gradients of an equally large micro-batch"):
+    with pytest.raises(DoesNotFit, match="because the gradients of earlier rows take up part of it"):
         stepper.step(rows)
     assert stepper.ooms > 0
 
@@ -536,6 +536,12 @@ def test_a_loss_across_rows_runs_unsplit_and_is_reported():
     _, stepper = linear(pairs)
     assert stepper.step(torch.randn(6, 4)).applied
     assert "looks across rows" in stepper.events[0].sentence
+
+
+def test_a_sum_returned_as_a_plain_number_is_named_as_a_possible_cause():
+    _, stepper = linear(lambda model, batch: model(batch).square().sum())
+    stepper.step(torch.randn(6, 4))
+    assert "or is a sum instead of a mean: 4 rows and their two halves differ by 50%" in stepper.events[0].sentence
 
 
 def test_a_model_that_looks_at_padding_is_refused_before_the_first_split():

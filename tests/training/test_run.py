@@ -54,6 +54,12 @@ def test_a_folder_of_something_else_may_be_used(tmp_path):
     assert open_run(tmp_path, resume=False) == (RunFolder(tmp_path), False)
 
 
+@pytest.mark.parametrize(("place", "problem"), [("rows", "is a file"), ("rows/x", "is inside the file")])
+def test_a_file_is_not_a_folder_for_a_run(tmp_path, place, problem):
+    (tmp_path / "rows").write_text("mine")
+    assert refused(tmp_path / place, resume=False).startswith(f"run='{tmp_path / place}' {problem}")
+
+
 def test_resume_without_a_run_says_so(tmp_path):
     root = tmp_path / "run"
     assert refused(root, resume=True).startswith(f"{root} has nothing to resume: there is no such folder")
@@ -73,7 +79,7 @@ def test_a_run_whose_request_is_lost_is_resumed_on_request(run):
 def test_a_run_that_was_begun_is_not_trained_over(run):
     write(run, ("begin", {}), ("step", {"step": 6}), ("step", {"step": 7}))
     assert refused(run.root, resume=False).startswith(
-        f"{run.root} already has a run in it (up to step 7). Try: --resume"
+        f"{run.root} already has a run in it (up to step 7). Try: resume=True"
     )
 
 
@@ -84,7 +90,7 @@ def test_a_run_without_a_step_has_nothing_to_lose_and_begins_again(run):
 
 def test_a_checkpoint_is_not_trained_over_either(run):
     (run.checkpoints / "step-00000000").mkdir()
-    assert refused(run.root, resume=False).startswith(f"{run.root} already has a run in it. Try: --resume")
+    assert refused(run.root, resume=False).startswith(f"{run.root} already has a run in it. Try: resume=True")
 
 
 def test_a_paused_run_continues_by_the_same_command(run):

@@ -19,6 +19,7 @@ from brimful.planning.plan_options import PlanOptions
 from brimful.training import metrics
 from brimful.training.events import last_steps, read_events
 from brimful.training.options import TrainOptions
+from brimful.training.run import RunFolder
 from brimful.training.session import _place
 from tests.training import runs
 
@@ -230,6 +231,7 @@ def test_the_plan_names_the_schedule_in_effect(tmp_path, whole):
         return choice.requested, choice.effective
 
     assert schedule(whole) == (None, "cosine")
+    assert "learning rate" in Plan.load(whole / "plan.json").choice("schedule").reason
     train(tmp_path / "requested", max_steps=1, schedule="linear")
     assert schedule(tmp_path / "requested") == ("linear", "linear")
     train(tmp_path / "own", Scheduled(), max_steps=1, schedule="linear")
@@ -271,3 +273,15 @@ def test_a_loss_that_fails_in_the_middle_of_a_run_is_one_message(tmp_path):
     with pytest.raises(TaskError, match=r"loss\(\) failed at .*test_session.py:\d+: RuntimeError: late\."):
         train(tmp_path, Late(), hooks=[Count()])
     assert len(done) == 1
+
+
+def test_resuming_a_finished_run_says_that_it_is_finished(tmp_path):
+    train(tmp_path, max_steps=1)
+    assert RunFolder(tmp_path).ending()["sentence"] == "trained 1 step"
+    train(tmp_path, max_steps=1, resume=True)
+    assert RunFolder(tmp_path).ending()["sentence"] == "already finished: 1 step"
+
+
+def test_lengths_for_rows_without_lengths_are_refused(tmp_path):
+    with pytest.raises(BadOption, match=r"lengths=\(3,\) cannot be used, because the rows of task Regression have no"):
+        train(tmp_path, lengths=(3,))

@@ -3,8 +3,10 @@
 import os
 import sys
 from collections.abc import Sequence
+from types import NoneType
+from typing import Literal, get_args, get_origin
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CoercionError, CycloptsError
 
 import brimful
 from brimful.cli.chat import chat
@@ -49,6 +51,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
         make_app(tokens)(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UserError as error:
         fail(error)
+    except CoercionError as error:
+        fail(_wrong_type(error) or str(error))
     except CycloptsError as error:
         fail(" ".join(str(error).split()))
     except KeyboardInterrupt:
@@ -56,3 +60,13 @@ def main(tokens: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _wrong_type(error: CoercionError) -> str | None:
+    """`--micro-batch lots must be a whole number or auto.`; None if the type has no plain name."""
+    types = [one for one in get_args(error.target_type) or (error.target_type,) if one is not NoneType]
+    names = {int: "a whole number", float: "a number"}
+    words = [", ".join(get_args(one)) if get_origin(one) is Literal else names.get(one, "") for one in types]
+    if error.token is None or error.token.keyword is None or get_origin(error.target_type) is Literal or "" in words:
+        return None
+    return f"{error.token.keyword} {error.token.value} must be {' or '.join(words)}."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from brimful.cli.output import show
+from brimful.units import NOTHING
 
 if TYPE_CHECKING:
     from brimful.tasks.generate import Chat
@@ -71,7 +72,7 @@ def chat(
     for question in filter(str.strip, _lines() if prompt is None else prompt):
         replies.append(session.reply(question, (lambda _: None) if json else _write))
         if not json:
-            _write("\n")
+            _write("\n" if replies[-1].response.strip() else f"{NOTHING}\n")
     if json:
         answers = [reply.to_json() for reply in replies]
         show("", {"model": str(session.folder), "device": str(session.device), "answers": answers}, as_json=True)

@@ -70,7 +70,9 @@ def with_flags(message: str) -> str:
     def flag(match: re.Match[str]) -> str:
         name = f"--{match[1].rstrip('_').replace('_', '-')}"
         value = next((group for group in match.groups()[1:] if group is not None), "")
-        return name if value in ("", "True") else f"{name} {value.replace(', ', ',') if match[4] else value}"
+        return (
+            name if value in ("", "True") else f"{name} {value.replace(', ', ',').rstrip(',') if match[4] else value}"
+        )
 
     return _ARGUMENT.sub(flag, message)
 

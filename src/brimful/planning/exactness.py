@@ -60,8 +60,8 @@ def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | No
         reason = f"the loss is a plain mean weighted by rows, and a batch and its two halves differ by {share}"
         return Exactness(unequal_rows=True, batch_norm=bool(norms), reason=reason)
     if result.differs:
-        padding = " or at their padding" if halves else ""
-        reason = f"the loss looks across rows{padding}: {rows_of(batch)} rows and their two halves differ by {share}"
+        other = ", or is a sum instead of a mean" if result.like_sum else " or at their padding" if halves else ""
+        reason = f"the loss looks across rows{other}: {rows_of(batch)} rows and their two halves differ by {share}"
         return Exactness(looks_across_rows=True, batch_norm=bool(norms), reason=reason)
     if norms:
         more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
@@ -92,6 +92,8 @@ class _Result:
     difference: float
     plain_mean: bool
     unequal_rows: bool = False
+    like_sum: bool = False
+    """A plain number whose two halves add up to the whole."""
 
 
 def _in_best_precision(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
@@ -137,7 +139,8 @@ def _difference(context: StepContext, parts: list[Any]) -> _Result:
     if difference <= tolerance and same_count:
         return _Result(False, difference, whole.plain_mean)
     unequal = whole.plain_mean and _is_weighted_mean(context, parts[0], 10 * tolerance)
-    return _Result(not unequal, difference, whole.plain_mean, unequal)
+    like_sum = whole.plain_mean and abs(whole.mean - 2 * halves.mean) <= tolerance * abs(whole.mean)
+    return _Result(not unequal, difference, whole.plain_mean, unequal, like_sum)
 
 
 def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float) -> bool:

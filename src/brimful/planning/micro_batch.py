@@ -323,6 +323,11 @@ class Search:
             return trial
         if trial.largest == 0:
             raise self._one_row_too_large(trial)
+        if self._must_stay_whole and fixed != "auto" and trial.largest >= self.most:
+            raise InexactSplit(
+                f"task {self.task.name}: {self.exactness.reason}, and micro_batch={fixed} would split the {self.most} rows of "
+                f"a step. Try: micro_batch={self.most}, or allow_inexact=True."
+            )
         if self._must_stay_whole:
             parts = micro_rows(self.most, trial.largest if fixed == "auto" else min(fixed, trial.largest))
             raise InexactSplit(

@@ -54,7 +54,7 @@ from brimful.planning.probe import (
 )
 from brimful.planning.target import Target, autocast_dtype, find_target
 from brimful.task import Dataset, Precision, Shape, Task
-from brimful.units import flag_bytes, show_bytes
+from brimful.units import flag_bytes, show_bytes, show_count
 
 SHRUNK, GROWN = 0.97, 1.10
 """A plan for all that was free is made again if less than this share of it is free now, or more than that."""
@@ -190,10 +190,15 @@ def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Sh
         worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
     if options.lengths is None:
         return worst
+    if not worst:
+        raise BadOption(
+            f"lengths={tuple(options.lengths)} cannot be used, because the rows of task {task.name} have no lengths. "
+            "Try: omit lengths=."
+        )
     if len(options.lengths) != len(worst):
         numbers = ", ".join(map(str, worst))
         raise BadOption(
-            f"lengths={tuple(options.lengths)} must have {len(worst)} numbers for task {task.name}. "
+            f"lengths={tuple(options.lengths)} must have {show_count(len(worst), 'number')} for task {task.name}. "
             f"Try: lengths=({numbers}{',' * (len(worst) == 1)})."
         )
     return tuple(options.lengths)  # a list if they come from a file

@@ -162,9 +162,12 @@ class RunSummary:
         """Name and value of each metric, in display order."""
         losses = [loss for loss in self._recent("loss") if math.isfinite(loss)]
         mean = f" (mean {show_metric(fmean(losses))})" if len(losses) > 1 else ""
+        log = self.last.get("log") or {}
+        logged = {name: value for name in log if (value := number(log, name)) is not None}
         waited, worked = sum(self._recent("data_wait_s")), sum(self._recent("seconds"))
         return [
             ("loss", _show(number(self.last, "loss"), show_metric) + mean),
+            *((name, show_metric(value)) for name, value in logged.items()),
             ("lr", _show(number(self.last, "lr"), "{:.2e}".format)),
             ("epoch", _show(number(self.last, "epoch"), "{:.2f}".format)),
             ("rows/s", self._median("rows_per_s", show_rate)),

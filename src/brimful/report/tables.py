@@ -14,7 +14,7 @@ from brimful.machine.gpu import Gpu, describe_holders
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
 from brimful.planning.plan import COLUMNS, Plan
-from brimful.units import GiB, show_bytes, show_rows, show_seconds
+from brimful.units import NOTHING, GiB, show_bytes, show_rows, show_seconds
 
 WARNING = "yellow"
 ZONE_STYLE = {"safe": "green", "edge": "yellow", "danger": "red"}
@@ -119,7 +119,7 @@ def _samples(samples: Iterable[Mapping[str, str]]) -> Table:
         if number:
             table.add_row("", "")
         for name, style in (("prompt", ""), ("response", "bold"), ("reference", "dim")):
-            line = " ".join(sample[name].split()) or "(nothing)"
+            line = " ".join(sample[name].split()) or NOTHING
             table.add_row(name, Text(line if len(line) <= MAX_TEXT else f"{line[: MAX_TEXT - 1]}…", style=style))
     return table
 

@@ -209,7 +209,7 @@ class Recovery:
             return f"{name} cannot be split, trying the step again"
         if self.limit.cost(len(rows), batch.shape) <= state.largest_cost:
             state.stop = DoesNotFit(
-                f"{name} of step {state.step} ran out of memory beside the gradients of an equally large micro-batch"
+                f"{name} of step {state.step} ran out of memory because the gradients of earlier rows take up part of it"
                 f"{_room_text(room)}. Try: {self._remedies(rows=False)}.",
                 needed_bytes=(room or 0) + 1,
             )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from brimful.errors import BadModel, BadOption, DoesNotFit, UserError
 from brimful.task import Shape
 from brimful.tasks.model_folder import ModelTokenizer, load_model, quiet, read_config, resolve, tokenizer_of
+from brimful.units import NOTHING
 
 if TYPE_CHECKING:
     import torch
@@ -285,8 +286,8 @@ def talk(chat: Chat, read: Callable[[], str], write: Callable[[str], object]) ->
             write(f"{HELP}\n")
         elif line:
             try:
-                chat.reply(line, write)
-                write("\n")
+                reply = chat.reply(line, write)
+                write("\n" if reply.response.strip() else f"{NOTHING}\n")
             except KeyboardInterrupt:
                 write(" …\n")
             except UserError as error:

@@ -196,7 +196,7 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadRun(
                 f"{self.request_file} cannot be read ({type(error).__name__}). "
-                "Try: task, data and all options again, together with --resume."
+                "Try: task, data and all options again, together with resume=True."
             ) from None
         return replace(moved, run=str(self.root))
 
@@ -234,9 +234,12 @@ def newest_run(task: str | None) -> Path:
 def open_run(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
     """The folder, and whether its run continues: because that was requested, or because a time limit paused it."""
     folder = RunFolder(root)
+    if file := next((path for path in (root, *root.parents) if path.is_file()), None):
+        problem = "is a file" if file == root else f"is inside the file {file}"
+        raise BadRun(f"run={str(root)!r} {problem}. Try: a folder that does not exist yet.")
     if resume and not (folder.has_run or folder.request_file.is_file()):
         why = "no run was started in it" if root.exists() else "there is no such folder"
-        raise BadRun(f"{root} has nothing to resume: {why}. Try: the same command without --resume.")
+        raise BadRun(f"{root} has nothing to resume: {why}. Try: the same without resume=True.")
     if resume or not folder.has_run:
         return folder, resume
     ending = folder.ending()
@@ -245,7 +248,7 @@ def open_run(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
     step = folder.last_step()
     progress = "" if step is None else f" (up to step {step})"
     raise BadRun(
-        f"{root} already has a run in it{progress}. Try: --resume to continue it, or another folder with run=."
+        f"{root} already has a run in it{progress}. Try: resume=True to continue it, or another folder with run=."
     )
 
 

@@ -290,6 +290,8 @@ class Session:
         self.task = with_optimizer(task, self.options)
         self.first = self.group.rank == 0
         self.loop: Loop | None = None
+        self.trained = 0
+        """Steps that this session has trained; those before a resume do not count."""
         self.trackers: Sequence[Tracker] = ()
         self.journal = Journal(self.folder.events, (*listeners, self._track) if self.first else ())
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep=self.options.keep, note=self._note)
@@ -324,7 +326,10 @@ class Session:
         prepared = {"data": _place(self.folder.root, data), "valid": _place(self.folder.root, valid_data)}
         with self.target.enforce():
             self.loop = self._build(plan, rows, valid, checkpoint, choice, prepared)
-            return self.loop.run()
+            first_step = self.loop.step
+            ending = self.loop.run()
+            self.trained = ending.step - first_step
+            return ending
 
     def _free_memory(self) -> None:
         """The process may continue: give back what the run took, on the device and on the host."""
@@ -379,15 +384,13 @@ class Session:
         options, steps = self.options, self._steps(plan, rows)
         passes = steps * plan.global_batch / len(rows)
         every = None if options.save_every is None else f"every {show_count(options.save_every, 'step')}"
-        warmup = show_count(options.warmup_steps(steps), "step")
         origin = "the task's" if options.optimizer is None else "as requested"
         rate = "" if options.lr is None else ", with the learning rate requested"
-        left = "" if options.schedule == "constant" else f", {options.min_lr:.0%} of the peak rate at the end"
         added = (
             *(Choice.of(*one, "asked") for one in self.task.remarks(rows)),
             Choice.of("steps", options.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step", "measured"),
             Choice.of("optimizer", options.optimizer, optimizer_name(self.task), origin + rate, "asked"),
-            Choice.of("schedule", self.request.options.get("schedule"), options.schedule, f"{warmup} of warmup{left}", "asked"),
+            Choice.of("schedule", self.request.options.get("schedule"), options.schedule, "", "asked"),
             Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
         )  # fmt: skip
         planned = [
@@ -418,23 +421,25 @@ class Session:
         optimizer = self.task.optimizer(model)
         _seed(self.plan_options.seed + self.group.rank)  # dropout differs between ranks
         stepper = self._stepper(plan, model, optimizer)
+        schedule = Schedule(
+            curve=options.schedule, steps=steps, warmup=options.warmup_steps(steps), decay=options.decay, floor=options.min_lr
+        )  # fmt: skip
         scheduler = self.task.schedule(optimizer, steps)
         if scheduler is not None:
             if not isinstance(scheduler, LRScheduler):
                 raise TaskError(
                     f"task {self.task.name}: schedule() returned {kind_of(scheduler)}. Try: return a torch LRScheduler, or None."
                 )
-            plan = _with_own_schedule(plan, type(scheduler).__name__)
+            plan = _with_schedule(plan, "the task's own", f"{type(scheduler).__name__}, from Task.schedule")
+        else:
+            plan = _with_schedule(plan, schedule.curve, schedule.describe(float(optimizer.param_groups[0]["lr"])))
         loop = Loop(
             task=self.task,
             rows=rows,
             stepper=stepper,
             optimizer=optimizer,
             loader=self._loader(plan, rows, stepper),
-            schedule=Schedule(
-                curve=options.schedule, steps=steps, warmup=options.warmup_steps(steps), decay=options.decay,
-                floor=options.min_lr,
-            ),
+            schedule=schedule,
             scheduler=scheduler,
             checkpoints=self.checkpoints,
             journal=self.journal if self.first else Journal(None),
@@ -542,7 +547,7 @@ class Session:
 
     def _end(self, ending: Ending) -> Ending:
         sentence = {
-            "finished": f"trained {show_count(ending.step, 'step')}",
+            "finished": f"{'trained' if self.trained else 'already finished:'} {show_count(ending.step, 'step')}",
             "interrupted": f"stopped after step {ending.step} and saved",
             "time-limit": f"reached the time limit after step {ending.step} and saved",
         }[ending.reason]
@@ -591,13 +596,10 @@ class _Links(Hook):
         link(self._folder.root / name, checkpoint / "model", note=self._note)
 
 
-def _with_own_schedule(plan: Plan, name: str) -> Plan:
-    """The plan with the choice of schedule that is in effect if the task has a scheduler of its own."""
+def _with_schedule(plan: Plan, effective: str, reason: str) -> Plan:
+    """The plan with the schedule in effect, which is known once there is an optimizer."""
     choices = (
-        replace(one, effective="the task's own", reason=f"{name}, from Task.schedule")
-        if one.name == "schedule"
-        else one
-        for one in plan.choices
+        replace(one, effective=effective, reason=reason) if one.name == "schedule" else one for one in plan.choices
     )
     return replace(plan, choices=tuple(choices))
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from brimful.errors import BadData, TaskError, kind_of, user_line, with_hint
+from brimful.errors import BadData, TaskError, kind_of, traceback_hint, user_line, with_hint
 
 
 def raised(call) -> Exception:
@@ -37,10 +37,14 @@ def test_a_type_has_its_article(value, words):
 
 def test_only_an_error_of_the_users_own_code_offers_its_traceback(monkeypatch):
     monkeypatch.delenv("BRIMFUL_TRACEBACK", raising=False)
-    error = TaskError("loss() failed")
-    assert with_hint(error) == "loss() failed"
-    error.__cause__ = KeyError("ids")
-    assert with_hint(error) == "loss() failed. Set BRIMFUL_TRACEBACK=1 to see the traceback."
-    data = BadData("line 7 is bad.")
-    data.__cause__ = KeyError("ids")
-    assert with_hint(data) == "line 7 is bad."
+    task, data = TaskError("loss() failed."), BadData("line 7 is bad.")
+    assert traceback_hint(task) == ""
+    task.__cause__ = data.__cause__ = KeyError("ids")
+    assert traceback_hint(task) == "Set BRIMFUL_TRACEBACK=1 to see the traceback." and traceback_hint(data) == ""
+    monkeypatch.setenv("BRIMFUL_TRACEBACK", "1")
+    assert traceback_hint(task) == ""
+
+
+def test_a_hint_is_a_sentence_of_its_own():
+    assert with_hint("it failed", "Look.") == with_hint("it failed.", "Look.") == "it failed. Look."
+    assert with_hint("it failed.", "") == "it failed."

@@ -133,9 +133,12 @@ def wants_traceback() -> bool:
     return os.environ.get("BRIMFUL_TRACEBACK", "0") not in ("", "0")
 
 
-def with_hint(error: UserError) -> str:
-    """The message of an error. If the user's own code raised it, with how to see the traceback."""
-    message = " ".join(str(error).split())
-    if wants_traceback() or not isinstance(error, TaskError) or error.__cause__ is None:
-        return message
-    return f"{message.rstrip('. ')}. Set BRIMFUL_TRACEBACK=1 to see the traceback."
+def traceback_hint(error: BaseException) -> str:
+    """A sentence on how to see the traceback, if the user's own code raised this error; else empty."""
+    own = isinstance(error, TaskError) and error.__cause__ is not None
+    return "Set BRIMFUL_TRACEBACK=1 to see the traceback." if own and not wants_traceback() else ""
+
+
+def with_hint(message: str, hint: str) -> str:
+    """The message, and the hint as a further sentence."""
+    return f"{message.rstrip('. ')}. {hint}" if hint else message

@@ -170,6 +170,12 @@ def test_the_traceback_of_a_users_own_code_is_offered_or_shown(wanted, monkeypat
     assert ("Traceback" in capfd.readouterr().err) == bool(wanted)
 
 
+def test_an_error_that_came_from_another_process_is_printed_once_with_the_hint(monkeypatch):
+    monkeypatch.delenv("BRIMFUL_TRACEBACK", raising=False)
+    outcome = run_worker("raise TaskError('loss() failed.') from (None if rank else KeyError('ids'))")
+    assert outcome == Outcome(code=2, message="loss() failed. Set BRIMFUL_TRACEBACK=1 to see the traceback.")
+
+
 def test_a_mistake_that_one_process_finds_names_it(monkeypatch):
     monkeypatch.setattr(launch, "SAME_MISTAKE_S", 0.3)
     outcome = run_worker("if rank: raise BadData('line 7 is bad')\ntime.sleep(60)")

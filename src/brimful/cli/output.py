@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 
-from brimful.errors import UserError, wants_traceback, with_hint
+from brimful.errors import traceback_hint, wants_traceback, with_hint
 
 _ARGUMENT = re.compile(
     r"(?<![\w.=,('\"/-])([a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\(([\d, ]*)\)|([^\s,;:()'\"]*[^\s,;:()'\".])?)"
@@ -81,7 +81,7 @@ def print_error(error: BaseException | str) -> None:
     """Write one message to stderr, after the traceback if BRIMFUL_TRACEBACK is set."""
     if isinstance(error, BaseException) and wants_traceback():
         traceback.print_exception(error)
-    message = with_hint(error) if isinstance(error, UserError) else str(error)
+    message = with_hint(str(error), traceback_hint(error)) if isinstance(error, BaseException) else error
     print(f"brimful: error: {with_flags(message)}", file=sys.stderr, flush=True)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from brimful.errors import UserError, in_one_line, wants_traceback, with_hint
+from brimful.errors import UserError, in_one_line, traceback_hint, wants_traceback, with_hint
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host
 from brimful.training.stop import STOP_SIGNALS
@@ -279,11 +279,12 @@ class _Job:
         if self._stopped_by is not None and first.blame == Blame.STOPPED:
             how = "Ctrl-C" if self._stopped_by == signal.SIGINT else signal.Signals(self._stopped_by).name
             return Outcome(code=128 + self._stopped_by, message=f"stopped by {how} before there was anything to save")
+        hint = max((one.report["hint"] for one in self.workers if one.report), default="")  # not all may have the cause
         if mistake and all((one.report or {}).get("message") == report["message"] for one in self.workers):
-            return Outcome(code=2, message=report["message"].removeprefix("failed: "))
+            return Outcome(code=2, message=with_hint(report["message"].removeprefix("failed: "), hint))
         why, advice = self._why_killed(first.message)
         others = "; the other processes were ended" if len(self.workers) > 1 else ""
-        message = f"{first.worker.name} {first.message}{why}{others}"
+        message = with_hint(f"{first.worker.name} {first.message.rstrip('.')}{why}{others}", hint)
         return Outcome(code=2 if mistake else 1, message=message, advice=advice, resumable=not report)
 
     def _why_killed(self, message: str) -> tuple[str, str | None]:
@@ -371,7 +372,7 @@ def worker() -> Iterator[None]:
 def _report(error: BaseException) -> None:
     message, blame = in_one_line(error), Blame.OWN
     if isinstance(error, UserError):
-        message = with_hint(error)
+        message = " ".join(str(error).split())
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _LOST_PEER_ERRORS or any(words in str(error) for words in _LOST_PEER_MESSAGES):
         blame = Blame.LOST_PEER
@@ -379,7 +380,13 @@ def _report(error: BaseException) -> None:
         message, blame = "was interrupted", Blame.STOPPED
     if blame != Blame.STOPPED:
         message = f"failed: {message}"
-    report = {"message": message, "blame": blame, "mistake": isinstance(error, UserError), "at": time.monotonic()}
+    report = {
+        "message": message,
+        "blame": blame,
+        "mistake": isinstance(error, UserError),
+        "hint": traceback_hint(error),
+        "at": time.monotonic(),
+    }
     with contextlib.suppress(OSError):
         (Path(os.environ[REPORTS]) / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(report))
 

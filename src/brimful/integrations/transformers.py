@@ -185,7 +185,7 @@ class _ExactTrainer(Trainer):
         return Loss(sum=mean * count, count=count)
 
     def _count(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the loss of this batch is a mean over, and what `compute_loss` is told of it, as Trainer would."""
+        """The count that the loss of this batch is a mean over, and the argument `compute_loss` gets for it, as in Trainer."""
         labels = _counted_labels(inputs, shifted=self._loss_shifts_labels)
         if self._brimful.count is not None:
             count = self._brimful.count(inputs)

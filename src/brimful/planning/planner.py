@@ -277,7 +277,7 @@ def _build(task: Task, description: nn.Module, target: Target) -> nn.Module:
 
 @contextmanager
 def _put_back(context: StepContext, model: nn.Module | None) -> Iterator[None]:
-    """Train in the block; a user's model is afterwards as it was."""
+    """Training mode in the block. The model's own mode is restored after it."""
     if model is None:
         yield
         return

@@ -46,7 +46,7 @@ log = logging.getLogger("brimful")
 
 
 class Progress:
-    """Shows events as they come. A context manager, which leaves the terminal as it was.
+    """Shows events as they come. A context manager that restores the terminal.
 
     with Progress.open(sys.stderr) as progress:
         Journal(path, [progress])

@@ -26,7 +26,7 @@ STATE_GUESS = 2
 TEMPORARY_GUESS = 1
 """Copies of the trained weights assumed for its later steps."""
 FOR_LOOPS = ("Adafactor",)
-"""torch optimizers that step one tensor at a time on a GPU too, unless told otherwise."""
+"""torch optimizers that step one tensor at a time by default, on a GPU too."""
 
 
 @dataclass(frozen=True, slots=True)

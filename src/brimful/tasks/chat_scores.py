@@ -4,7 +4,7 @@ BLEU-4 and chrF are sacrebleu's, over the whole corpus, from 0 to 100. Chinese i
 Averaging the BLEU of single batches, or scoring the last one only, gives other numbers.
 
 `evaluate_in_training` scores a model during training, with the tokenizer copied into the token store. `ChatEvaluation`
-scores a saved model, for `brimful eval`. It truncates rows as the model's own run did, unless told otherwise, so that its
+scores a saved model, for `brimful eval`. By default it truncates rows as the model's own run did, so that its
 scores match those that training printed for the same rows.
 """
 

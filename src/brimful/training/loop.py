@@ -220,7 +220,7 @@ class Loop:
         assert self.evaluator is not None
         try:
             result = self.evaluator.run()
-        except UserError as error:  # on all ranks alike; the training itself is as it was
+        except UserError as error:  # the same on all ranks; weights and optimizer are unchanged
             self.journal.write("note", step=self.step, sentence=f"this evaluation was skipped: {error}")
             return False
         figures = {"loss": result.loss, "perplexity": result.perplexity, **result.metrics}

@@ -148,4 +148,4 @@ def test_a_finder_that_fails_is_a_line_with_the_reason(
 def test_a_finder_that_does_not_exist_is_refused(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--finders", "brimful,guessing"])
-    assert "unknown guessing; there are accelerate, lightning-power" in capsys.readouterr().err
+    assert "unknown guessing. Try: accelerate, lightning-power" in capsys.readouterr().err

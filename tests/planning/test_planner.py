@@ -441,3 +441,8 @@ def test_the_keywords_of_plan_are_the_fields_of_its_options():
     keywords = {name: (hints[name], one.default) for name, one in signature.parameters.items() if name not in own}
     option_hints = get_type_hints(PlanOptions)
     assert keywords == {one.name: (option_hints[one.name], one.default) for one in fields(PlanOptions)}
+
+
+def test_no_lengths_for_rows_without_any_are_no_mistake():
+    result = plan(Normed(), lengths=(), memory_limit=LIMIT, global_batch=4, device="cpu", cache=False)
+    assert result.shape == ()

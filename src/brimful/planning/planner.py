@@ -190,7 +190,7 @@ def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Sh
         worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
     if options.lengths is None:
         return worst
-    if not worst:
+    if options.lengths and not worst:
         raise BadOption(
             f"lengths={tuple(options.lengths)} cannot be used, because the rows of task {task.name} have no lengths. "
             "Try: omit lengths=."

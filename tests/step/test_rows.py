@@ -281,10 +281,10 @@ def test_a_batch_without_rows_is_no_step(given):
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"), [(None, "NoneType"), ("text", "str"), (7, "int"), (iter([1]), "list_iterator")]
+    ("given", "kind"), [(None, "a NoneType"), ("text", "a str"), (7, "an int"), (iter([1]), "a list_iterator")]
 )
 def test_what_is_neither_rows_nor_a_batch_is_refused_by_its_kind(given, kind):
-    assert refused(given).startswith(f"a step takes a list of rows or a batch of tensors, and this is a {kind}.")
+    assert refused(given).startswith(f"a step takes a list of rows or a batch of tensors, and this is {kind}.")
 
 
 @pytest.mark.parametrize("given", [torch.tensor(1.0), {}, (), {"name": "a"}])

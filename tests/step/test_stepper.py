@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from brimful.errors import BadOption, DoesNotFit, InexactSplit, NonFiniteGradients, PartialUpdate, TaskError
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, NonFiniteGradients, PartialUpdate, TaskError, UserError
 from brimful.memory.ledger import simulated_memory
 from brimful.step import optimizer_memory
 from brimful.step.stepper import Stepper
@@ -601,6 +601,38 @@ def test_a_good_step_between_bad_ones_starts_the_count_again():
     _, stepper = linear(lambda model, batch: Loss(model(batch).sum() * batch[0, 0], len(batch)), skip_nonfinite=1)
     values = (float("inf"), 1.0, float("inf"), 1.0)
     assert [stepper.step(torch.full((3, 4), value)).applied for value in values] == [False, True, False, True]
+
+
+# Loops that step the optimizer themselves.
+
+
+def test_gradients_that_were_not_applied_are_not_dropped_silently():
+    _, stepper = linear(lambda model, batch: Loss(model(batch).square().sum(), len(batch)))
+    stepper.backward(torch.randn(3, 4))
+    for call in (stepper.backward, stepper.step):
+        with pytest.raises(UserError, match=r"gradients of an earlier backward\(\).*Try: optimizer.step\(\)"):
+            call(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("end", ["step", "zero", "zero in place"])
+def test_after_a_step_or_zero_grad_backward_goes_on(end):
+    model = nn.Linear(4, 1)
+    optimizer = SGD(model.parameters())
+    stepper = Stepper(model, optimizer, lambda model, batch: Loss(model(batch).square().sum(), len(batch)))
+    for _ in range(2):
+        stepper.backward(torch.randn(3, 4))
+        if end == "step":
+            optimizer.step()
+        else:
+            optimizer.zero_grad(set_to_none=end == "zero")
+    assert stepper.steps == 2
+
+
+def test_a_step_that_a_scaler_skipped_is_not_waited_for():
+    _, stepper = linear(lambda model, batch: Loss(model(batch).sum(), len(batch)))
+    for _ in range(2):
+        stepper.backward(torch.full((3, 4), float("inf")))
+    assert stepper.steps == 2
 
 
 WRONG = {

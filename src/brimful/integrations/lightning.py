@@ -192,6 +192,7 @@ class ExactSteps(_Callback):
         """Make the exact gradients of this batch and set them aside. Returns what `training_step` would have."""
         _check_accumulation(strategy.lightning_module.trainer)
         stepper = self._find_stepper(strategy)
+        stepper.model.zero_grad(set_to_none=True)  # as Lightning does before every backward, applied or not
         self._running = running = _MicroBatches(strategy, training_step, arguments, moved=self.batch_on_device)
         try:
             with running.listening():

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, in_one_line, kind_of
+from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, UserError, in_one_line, kind_of
 from brimful.memory.context import Phase, StepContext
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
@@ -147,6 +147,7 @@ class Stepper:
         )
         self._gradients = Gradients(self._context, self._recovery, self._group, split_check, self._shapes)
         self._optimizer_memory = OptimizerMemory(optimizer, device, self._note)
+        self._unapplied = _UnappliedGradients(optimizer)
         self.steps = 0
         """Steps begun, skipped ones included."""
         self._nonfinite_steps = 0
@@ -207,10 +208,12 @@ class Stepper:
     def backward(self, rows: Any) -> StepResult:
         """Everything but clipping and the optimizer: leaves the exact gradients of these rows on the parameters.
 
-        For loops that clip and step themselves. The bytes of the optimizer's step are reserved.
+        For loops that clip and step themselves. The bytes of the optimizer's step are reserved. Pass all rows of a step at
+        once: a second call before the optimizer's step is refused, since a retry could not keep the gradients of the first.
         """
         started = self._begin()
         share, gradients = self._make_gradients(rows, self._reserve)
+        self._unapplied.expected = True
         return self._finish(share, gradients, started, applied=False)
 
     def rehearse(self) -> bool:
@@ -247,6 +250,7 @@ class Stepper:
             self._context.scaler.load_state_dict(state["scaler"])
 
     def _begin(self) -> float:
+        self._unapplied.check(self._gradients.params)
         self.steps += 1
         self._context.drop_gradients()
         if has_peak_statistics(self._context.device):
@@ -373,6 +377,32 @@ class Stepper:
 
     def _note(self, sentence: str) -> None:
         self._events.add("note", self.steps, sentence)
+
+
+class _UnappliedGradients:
+    """Refuses to drop gradients that `backward` made and no optimizer has applied."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.expected = False
+        """Whether the optimizer has yet to step after the last `backward`."""
+        self._hooked = hasattr(optimizer, "_optimizer_step_post_hooks")  # not in wrappers that skip Optimizer.__init__
+        if self._hooked:
+            optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self.expected = False
+
+    def check(self, params: list[nn.Parameter]) -> None:
+        expected, self.expected = self.expected and self._hooked, False
+        if not expected:
+            return
+        norm = float(get_total_norm([param.grad for param in params if param.grad is not None]))
+        if 0 < norm < math.inf:  # else they were zeroed, or a scaler has skipped the step
+            self.expected = True
+            raise UserError(
+                "the gradients of an earlier backward() were not applied, and another call would drop them. "
+                "Try: optimizer.step() or optimizer.zero_grad() first, or all rows of the step in one call."
+            )
 
 
 def _mean(total: float, count: float) -> float:

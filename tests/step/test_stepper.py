@@ -635,6 +635,67 @@ def test_a_step_that_a_scaler_skipped_is_not_waited_for():
     assert stepper.steps == 2
 
 
+# Models that grow while they train.
+
+
+def grown(train, *, replaced):
+    """Weights after a step, a new output layer, and two more steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    optimizer = SGD(model.parameters())
+    one_step = train(model, optimizer)
+    batches = torch.randn(3, 6, 4, dtype=torch.float64)
+    one_step(batches[0])
+    if replaced:
+        model[1] = nn.Linear(4, 1).double()
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    else:
+        model.append(nn.Linear(1, 1).double())
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+    for batch in batches[1:]:
+        one_step(batch)
+    return model
+
+
+def mean_square(model, batch):
+    return Loss(model(batch).square().sum(), 3 * len(batch))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_parameters_added_or_replaced_after_construction_get_exact_gradients(replaced):
+    def plain(model, optimizer):
+        def one_step(batch):
+            optimizer.zero_grad()
+            loss = mean_square(model, batch)
+            (loss.sum / loss.count).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+        return one_step
+
+    def exact(model, optimizer):
+        return Stepper(model, optimizer, mean_square, micro_batch=2, clip_norm=0.1).step
+
+    assert distance(grown(plain, replaced=replaced), grown(exact, replaced=replaced)) < 1e-10
+
+
+def test_buffers_of_a_module_added_after_construction_are_restored_after_an_oom():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = SGD(model.parameters())
+    stepper = Stepper(model, optimizer, mean_square)
+    model.append(nn.BatchNorm1d(4))
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    seen = itertools.count()
+
+    def fault(_module, _inputs, _output):
+        if torch.is_grad_enabled() and next(seen) == 0:
+            out_of_memory()
+
+    model[1].register_forward_hook(fault)
+    result = stepper.step(torch.randn(8, 4))
+    assert int(model[1].num_batches_tracked) == result.micro_batches == 2
+
+
 WRONG = {
     "micro_batch=0": "micro_batch=0 must be 1 or more.",
     "micro_batch=2.5": "micro_batch=2.5 must be 1 or more.",

@@ -124,7 +124,6 @@ class Recovery:
         self._context, self.limit, self._events = context, limit, events
         self._skip_oversized, self._rank = skip_oversized, rank
         self._memory = AvailableMemory(context.device)
-        self._buffers = Buffers(context.model)
         self._random_state = RandomState(context.device)
         self._optimizer_states = 0
         self._foreign_bytes = 0
@@ -133,7 +132,12 @@ class Recovery:
         self._thrashing_steps = 0
         self.ooms = 0
         """Errors of this rank, in all steps."""
-        norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in context.model.modules())
+        self.follow_model()
+
+    def follow_model(self) -> None:
+        """Modules were added or replaced."""
+        self._buffers = Buffers(self._context.model)
+        norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in self._context.model.modules())
         self.least_rows = 2 if norms else 1
         """Rows of the smallest micro-batch. BatchNorm cannot average over one."""
 

@@ -156,8 +156,7 @@ class Stepper:
         """Errors before the checkpoint that was loaded."""
         if wrapper:
             self._note(f"the {wrapper} wrapper is removed: gradients are summed over ranks once per step")
-        if missing := checks.not_stepped(model, optimizer):
-            self._note(f"the optimizer does not step {missing}; freeze what is not meant to learn")
+        self._note_not_stepped()
         if micro_batch is not None and micro_batch < self._recovery.least_rows:
             self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
         if not model.training:
@@ -251,6 +250,8 @@ class Stepper:
 
     def _begin(self) -> float:
         self._unapplied.check(self._gradients.params)
+        if self._context.follow_optimizer():
+            self._follow_model()
         self.steps += 1
         self._context.drop_gradients()
         if has_peak_statistics(self._context.device):
@@ -258,6 +259,17 @@ class Stepper:
         else:
             reset_active_peak()
         return time.perf_counter()
+
+    def _follow_model(self) -> None:
+        """Parameters were added or replaced since the last step."""
+        self._recovery.follow_model()
+        self._group.broadcast([*self._context.params, *self.model.buffers()])
+        self._optimizer_memory = OptimizerMemory(self._context.optimizer, self._context.device, self._note)
+        self._note_not_stepped()
+
+    def _note_not_stepped(self) -> None:
+        if missing := checks.not_stepped(self.model, self._context.optimizer):
+            self._note(f"the optimizer does not step {missing}; freeze what is not meant to learn")
 
     def _make_gradients(self, value: Any, finish: Callable[[], float | None]) -> tuple[Share, StepGradients]:
         shape = self.plan.shape if self.plan else ()

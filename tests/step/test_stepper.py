@@ -635,6 +635,38 @@ def test_a_step_that_a_scaler_skipped_is_not_waited_for():
     assert stepper.steps == 2
 
 
+@pytest.mark.parametrize(("make", "state", "temporaries"), [("adamw", 2, 2), ("nested", 2, 0)])
+def test_under_a_fresh_limit_the_optimizers_state_is_counted_before_its_step(make, state, temporaries):
+    """Sizes in copies of the weights: the weights, their gradients, the optimizer's state, and what its step makes."""
+    model = nn.Linear(1000, 100)
+    optimizer = Nested(model.parameters()) if make == "nested" else ADAMW(model.parameters())
+    stepper = Stepper(model, optimizer, mean_square)
+    needed = (2 + state + temporaries) * sum(param.nbytes for param in model.parameters())
+    stepper.step(torch.randn(2, 1000))
+    with simulated_memory(round(1.1 * needed)):
+        assert stepper.step(torch.randn(2, 1000)).peak_bytes >= 0.9 * needed
+    before = model.weight.detach().clone()
+    with simulated_memory(round(0.9 * needed)), pytest.raises(DoesNotFit):
+        stepper.step(torch.randn(2, 1000))
+    assert torch.equal(before, model.weight)
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps its state in a list for each parameter, as Shampoo does."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            if not self.state[param]:
+                self.state[param]["moments"] = [torch.zeros_like(param), torch.zeros_like(param)]
+            for moment in self.state[param]["moments"]:
+                moment.add_(param.grad)
+            param.sub_(self.state[param]["moments"][0], alpha=0.1)
+
+
 # Models that grow while they train.
 
 

@@ -87,6 +87,10 @@ class StepContext:
         self._stepped, self.params = stepped, list(dict.fromkeys((*self.model.parameters(), *stepped)))
         return True
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Weights, buffers and the optimizer's state: what is on the device between two steps."""
+        return [*self.params, *self.model.buffers(), *tensors_of(list(self.optimizer.state.values()))]
+
     def step(self, batches: Iterable[Any], rows: int, mark: Mark | None = None) -> float:
         """One optimizer step over micro-batches that have `rows` rows in all. Returns the mean loss."""
         total = count = 0.0

@@ -9,7 +9,7 @@ tensors, and memory that is not torch's. A storage that is resized is counted ag
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -147,6 +147,17 @@ def active_live_bytes() -> int | None:
     """The live bytes that the ledger with that limit counts."""
     ledger = _tightest()
     return None if ledger is None else ledger.live_bytes
+
+
+def count_existing(tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Let every ledger around the caller count these tensors, before any operation touches them.
+
+    Beyond a limit the next allocation fails, as on a GPU that is full already.
+    """
+    if _active:
+        existing = list(tensors())
+        for ledger in _active:
+            ledger._track_all(existing)
 
 
 def reset_active_peak() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from brimful.memory.context import tensors_of
 from brimful.memory.ledger import Ledger
 
 PARAM_SETS_KEPT = 7
@@ -135,7 +136,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 def _trace_step(optimizer: Optimizer, gradients: Sequence[torch.Tensor], *, at_peak: bool) -> tuple[int, ...]:
     """Sizes of the storages that a step adds: at its peak, or at its end."""
     weights = [param for group in optimizer.param_groups for param in group["params"]]
-    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    state = tensors_of(list(optimizer.state.values()))
     ledger = _PeakLedger(device="meta")
     ledger.adopt((*weights, *state, *gradients))
     ledger.before = set(ledger.alive())

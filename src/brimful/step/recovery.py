@@ -25,6 +25,7 @@ from torch import nn
 
 from brimful.errors import DoesNotFit, UserError
 from brimful.memory.context import Phase, StepContext
+from brimful.memory.ledger import count_existing
 from brimful.memory.meter import AvailableMemory, allocated_bytes, allocator_retries
 from brimful.memory.model import MemoryModel, work
 from brimful.memory.oom import OutOfMemory, attempt
@@ -143,6 +144,7 @@ class Recovery:
 
     def begin_step(self, step: int) -> None:
         """Remember what a retry restores."""
+        count_existing(self._context.state_tensors)  # a limit may have been opened around this step only
         states = len(self._context.optimizer.state)
         if step > 1:
             self._memory.record_idle(reset=states != self._optimizer_states)

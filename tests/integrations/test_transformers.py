@@ -176,6 +176,12 @@ def accumulated(tmp_path_factory):
     return trained(Trainer, tmp_path_factory.mktemp("accumulated"), **CUT)
 
 
+def test_a_model_from_pretrained_is_not_said_to_train_in_evaluation_mode(tmp_path):
+    trainer = trainer_of(exact(Trainer), tmp_path, Tagger().eval(), max_steps=1)
+    trainer.train()
+    assert not [event for event in trainer.stepper.events if "evaluation mode" in event.sentence]
+
+
 def test_the_weights_are_those_of_the_plain_trainer_with_the_whole_batch(plain, tmp_path):
     assert distance(trained(exact(Trainer), tmp_path, **CUT), plain) < 1e-12
 

@@ -667,6 +667,16 @@ class Nested(torch.optim.Optimizer):
             param.sub_(self.state[param]["moments"][0], alpha=0.1)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_mode_is_noted_once_if_the_model_is_trained_in_it(training):
+    model = nn.Linear(4, 1).eval()
+    stepper = Stepper(model, SGD(model.parameters()), mean_square)
+    model.train(training)
+    for _ in range(2):
+        stepper.step(torch.randn(3, 4))
+    assert sum("in evaluation mode" in event.sentence for event in stepper.events) == (not training)
+
+
 # Models that grow while they train.
 
 

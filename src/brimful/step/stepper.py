@@ -148,6 +148,7 @@ class Stepper:
         self._gradients = Gradients(self._context, self._recovery, self._group, split_check, self._shapes)
         self._optimizer_memory = OptimizerMemory(optimizer, device, self._note)
         self._unapplied = _UnappliedGradients(optimizer)
+        self._mode_checked = False
         self.steps = 0
         """Steps begun, skipped ones included."""
         self._nonfinite_steps = 0
@@ -159,8 +160,6 @@ class Stepper:
         self._note_not_stepped()
         if micro_batch is not None and micro_batch < self._recovery.least_rows:
             self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
-        if not model.training:
-            self._note("the model is in evaluation mode; call model.train() to train with dropout and BatchNorm")
         if cudnn == "off":
             self._note(f"cuDNN's attention is off: {cudnn_reason}")
         if plan is not None and plan.levers.checkpointing != "off":
@@ -253,6 +252,9 @@ class Stepper:
         if self._context.follow_optimizer():
             self._follow_model()
         self.steps += 1
+        if not self._mode_checked and not self.model.training:  # at a step: trainers choose the mode after construction
+            self._note("the model is in evaluation mode; call model.train() to train with dropout and BatchNorm")
+        self._mode_checked = True
         self._context.drop_gradients()
         if has_peak_statistics(self._context.device):
             torch.accelerator.reset_peak_memory_stats(self._context.device)

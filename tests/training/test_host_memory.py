@@ -76,7 +76,7 @@ class Taker:
 
 def _load_to_a_card(folder):
     taker, before = Taker(), anonymous_bytes()
-    state.load_optimizer(folder, taker)
+    state.load_optimizer(folder, taker, [])
     assert taker.bytes == LAYERS * SIDE * SIDE * 4
     assert taker.found_bytes - before < taker.bytes / 2
 

@@ -71,7 +71,7 @@ def test_the_former_best_goes_when_the_new_one_is_saved_and_linked(tmp_path, mon
         loop.step = step
         loop.best = Best(step=step, metric="loss", score=step) if is_best else loop.best
         loop._position = state.Position(
-            step=step, loader={"samples": 0}, ranks=(None,), best=loop.best, data="", optimizer=""
+            step=step, loader={"samples": 0}, ranks=(None,), best=loop.best, data="", optimizer="", settings=[]
         )
         loop.save()
     assert "step-00000030" in there[-1], "a link may lead to it until here"

@@ -138,6 +138,36 @@ def test_a_tasks_own_schedule_is_used_and_resumed(tmp_path):
     assert [event["lr"] for event in steps] == [1.0, 0.5, 0.25, 0.125]
 
 
+class Averaging(torch.optim.SGD):
+    """Keeps state in its groups, as schedule-free optimizers do: the longer it ran, the smaller its steps."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(count=0, weight_sum=torch.zeros(1), history=[])
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["weight_sum"] += 1 / group["count"]
+            group["history"].append(group["count"])
+            rate, group["lr"] = group["lr"], group["lr"] / float(group["weight_sum"]) / len(group["history"])
+            super().step()
+            group["lr"] = rate
+
+
+class Averaged(Regression):
+    def optimizer(self, model):
+        return Averaging(model.parameters(), lr=0.1)
+
+
+def test_a_resumed_run_keeps_the_state_that_its_optimizer_has_in_its_groups(tmp_path):
+    train(tmp_path / "whole", Averaged(), max_steps=6, schedule="constant")
+    for steps in (2, 4, 6):
+        train(tmp_path / "run", Averaged(), max_steps=steps, schedule="constant", resume=steps > 2)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 class Logged(Regression):
     def initial_model(self):
         model = self.model()

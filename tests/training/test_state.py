@@ -59,7 +59,9 @@ def step(model, optimizer):
 
 def position(**changes):
     own = RankState(random=RandomState(CPU).to_plain(), stepper={"ooms": 3, "speeds": [1.0], "scaler": None})
-    return Position(**{"step": 7, "loader": {"samples": 70, "seed": 0}, "ranks": (own,), "data": "abc", **changes})
+    return Position(
+        **{"step": 7, "loader": {"samples": 70, "seed": 0}, "ranks": (own,), "data": "abc", "settings": [], **changes}
+    )
 
 
 def write(folder: Path, model, optimizer, where=None):
@@ -111,7 +113,7 @@ def test_a_resumed_step_gives_the_same_bits(tmp_path):
     folder, other = write(tmp_path / "step", model, optimizer), net(seed=1)
     again = NamedOptimizer(name="adamw", lr=1e-2, weight_decay=0.01)(other)
     state.load_weights(folder, other)
-    state.load_optimizer(folder, again)
+    state.load_optimizer(folder, again, state.group_settings(optimizer))
     step(model, optimizer)
     step(other, again)
     assert same(model, other)
@@ -124,7 +126,7 @@ def test_optimizer_state_outlives_the_file_it_was_read_from(tmp_path):
         write(tmp_path / "step", model, optimizer),
         NamedOptimizer(name="adamw", lr=1e-2, weight_decay=0.01)(model),
     )
-    state.load_optimizer(folder, again)
+    state.load_optimizer(folder, again, state.group_settings(optimizer))
     file = folder / "optimizer.pt"
     with file.open("r+b") as content:
         content.write(b"\0" * file.stat().st_size)
@@ -178,9 +180,10 @@ def test_weights_that_are_gone_are_refused(saved):
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_rate_and_decay_asked_for_now_win_over_those_of_the_file(tmp_path, name):
     model = net()
-    folder, other = write(tmp_path / "step", model, trained(model, name)), net()
+    former = trained(model, name)
+    folder, other, before = write(tmp_path / "step", model, former), net(), state.group_settings(former)
     optimizer = NamedOptimizer(name=name, lr=0.5, weight_decay=0.25)(other)
-    state.load_optimizer(folder, optimizer)
+    state.load_optimizer(folder, optimizer, before)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25), (0.5, 0.0)]
     assert all(optimizer.state[param] for param in other.parameters())
 
@@ -188,8 +191,11 @@ def test_rate_and_decay_asked_for_now_win_over_those_of_the_file(tmp_path, name)
 @pytest.mark.parametrize(("before", "now"), [(0.01, 0.0), (0.0, 0.01)])
 def test_decay_may_be_switched_off_or_on_when_a_run_is_resumed(tmp_path, before, now):
     model = net()
-    folder = write(tmp_path / "step", model, trained(model, weight_decay=before))
-    state.load_optimizer(folder, NamedOptimizer(name="adamw", lr=0.1, weight_decay=now)(net()))
+    former = trained(model, weight_decay=before)
+    folder = write(tmp_path / "step", model, former)
+    optimizer = NamedOptimizer(name="adamw", lr=0.1, weight_decay=now)(net())
+    state.load_optimizer(folder, optimizer, state.group_settings(former))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [now, 0.0]
 
 
 @pytest.mark.parametrize(("before", "now"), [("AdamW", "adafactor"), ("Adafactor", "adamw")])
@@ -213,7 +219,9 @@ def test_others_may_read_a_model_that_a_checkpoint_holds(tmp_path):
 def test_other_frozen_weights_are_refused(saved):
     model = net()
     model.norm.requires_grad_(False)
-    told = refused(BadRun, state.load_optimizer, saved, NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.01)(model))
+    told = refused(
+        BadRun, state.load_optimizer, saved, NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.01)(model), []
+    )
     assert told.startswith(f"{saved / 'optimizer.pt'} does not fit the optimizer (")
 
 
@@ -244,7 +252,9 @@ def test_a_damaged_file_is_named(saved, name, content):
         (saved / name).write_bytes(content)
     optimizer = NamedOptimizer(name="adamw", lr=1.0, weight_decay=0.01)(net())
     work = (
-        (lambda: state.read_position(saved)) if name == "state.pt" else lambda: state.load_optimizer(saved, optimizer)
+        (lambda: state.read_position(saved))
+        if name == "state.pt"
+        else lambda: state.load_optimizer(saved, optimizer, [])
     )
     assert str(saved / name) in refused(BadCheckpoint, work)
 

@@ -121,6 +121,9 @@ class Loop:
     _save_took_s: float = 0.0
     _position: Position | None = None
 
+    def __post_init__(self) -> None:
+        self._settings = state.group_settings(self.optimizer)
+
     def run(self) -> Ending:
         """Train until all steps are done or a stop is requested; saved in either case."""
         self._rates = self._rates or [group["lr"] for group in self.optimizer.param_groups]
@@ -310,6 +313,7 @@ class Loop:
             best=self.best,
             data=rows_fingerprint(self.rows),
             optimizer=type(self.optimizer).__name__,
+            settings=self._settings,
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
         )
 
@@ -321,7 +325,7 @@ class Loop:
                 f"the run was trained with {position.optimizer}, whose state {type(self.optimizer).__name__} cannot use. "
                 "Try: the same optimizer= as before, or a new run."
             )
-        state.load_optimizer(folder, self.optimizer)
+        state.load_optimizer(folder, self.optimizer, position.settings)
         if self.scheduler is not None and position.scheduler is not None:
             self.scheduler.load_state_dict(position.scheduler)
             for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):

@@ -17,6 +17,7 @@ left out, `save_pretrained` and `save_model` know best, and neither takes a writ
 is saved. The file is the same to the byte.
 """
 
+import copy
 import json
 import os
 import sys
@@ -32,7 +33,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from brimful.errors import BadCheckpoint, BadRun, in_one_line
 from brimful.memory.snapshot import RandomState
@@ -75,6 +76,8 @@ class Position:
     """The fingerprint of the rows."""
     optimizer: str = ""
     """The name of its class."""
+    settings: list[dict[str, Any]]
+    """Of every group of the optimizer before its first step: what differs in optimizer.pt was changed by training."""
     scheduler: dict[str, Any] | None = None
     """The state of the task's own learning-rate scheduler."""
 
@@ -198,9 +201,21 @@ def load_weights(folder: Path, model: nn.Module) -> None:
         ) from None
 
 
-def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    """Its state; learning rates, weight decay and the like stay as they are set now."""
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of what each of its groups holds besides parameters."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def load_optimizer(folder: Path, optimizer: Optimizer, settings_before: Sequence[Mapping[str, Any]]) -> None:
+    """Its state. Weight decay and the like stay as they are set now, and so does the learning rate.
+
+    Schedule-free optimizers keep state among the settings of their groups. What training has changed there since
+    `settings_before` is state.
+    """
+    settings_now = group_settings(optimizer)
     try:
         optimizer.load_state_dict(_load(folder / "optimizer.pt", mapped=True))
     except (ValueError, KeyError) as error:
@@ -208,10 +223,29 @@ def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
             f"{folder / 'optimizer.pt'} does not fit the optimizer ({in_one_line(error)}). "
             "Try: the same optimizer= and task options as before, or a new run."
         ) from None
-    for group, options in zip(optimizer.param_groups, settings, strict=True):
-        group.update(options)
+    for group, before, now in zip(optimizer.param_groups, settings_before, settings_now, strict=True):
+        changed = (key for key, value in group.items() if not (key in before and _equal(value, before[key])))
+        trained = {
+            key: _moved(group[key], now.get(key), group["params"]) for key in changed if key not in ("params", "lr")
+        }
+        group.update({**now, **trained})
     for one in optimizer.state.values():
         one.update(tree_map_only(torch.Tensor, _off_the_file, dict(one)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Of settings, which may be tensors."""
+    (values, tree), (others, other_tree) = tree_flatten(one), tree_flatten(other)
+    return tree == other_tree and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+        for a, b in zip(values, others, strict=True)
+    )
+
+
+def _moved(value: Any, now: Any, params: Sequence[torch.Tensor]) -> Any:
+    """A value of a group, its tensors on the device of the tensor in its place now, else of the group's parameters."""
+    device = next(leaf.device for leaf in (*tree_flatten(now)[0], *params) if isinstance(leaf, torch.Tensor))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), value)
 
 
 def _off_the_file(tensor: torch.Tensor) -> torch.Tensor:

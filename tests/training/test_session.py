@@ -168,6 +168,37 @@ def test_a_resumed_run_keeps_the_state_that_its_optimizer_has_in_its_groups(tmp_
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+class Drifting(nn.Linear):
+    """Non-persistent buffers that training changes, grows and makes."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+        self.register_buffer("seen", torch.zeros(0), persistent=False)
+        self.register_buffer("last", None, persistent=False)
+
+    def forward(self, rows):
+        if self.training:
+            self.mean.lerp_(self.weight.detach().mean(0), 0.5)
+            self.seen = torch.cat([self.seen, self.mean[:1]])
+            self.last = self.seen * 2
+        last = 0 if self.last is None else self.last.mean()
+        return super().forward(rows - self.mean + self.seen.sum() + last)
+
+
+class Drifted(Regression):
+    def model(self):
+        return nn.Sequential(Drifting(), nn.Linear(4, 4))
+
+
+def test_a_resumed_run_keeps_buffers_that_are_not_persistent(tmp_path):
+    options = {"schedule": "constant", "lr": 0.1, "allow_inexact": True}
+    train(tmp_path / "whole", Drifted(), max_steps=4, **options)
+    for steps in (2, 4):
+        train(tmp_path / "run", Drifted(), max_steps=steps, resume=steps > 2, **options)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 class Logged(Regression):
     def initial_model(self):
         model = self.model()

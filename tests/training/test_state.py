@@ -100,7 +100,7 @@ def test_weights_and_buffers_come_back_and_tied_ones_stay_tied(tmp_path):
     model = net()
     folder, other = write(tmp_path / "step", model, trained(model)), net(seed=1)
     assert not same(model, other)
-    state.load_weights(folder, other)
+    state.load_model(folder, other)
     assert same(model, other)
     assert other.norm.num_batches_tracked == 1
     assert other.head.weight is other.embed.weight
@@ -112,7 +112,7 @@ def test_a_resumed_step_gives_the_same_bits(tmp_path):
     optimizer = trained(model)
     folder, other = write(tmp_path / "step", model, optimizer), net(seed=1)
     again = NamedOptimizer(name="adamw", lr=1e-2, weight_decay=0.01)(other)
-    state.load_weights(folder, other)
+    state.load_model(folder, other)
     state.load_optimizer(folder, again, state.group_settings(optimizer))
     step(model, optimizer)
     step(other, again)
@@ -150,31 +150,29 @@ WRONG = {
 @pytest.mark.parametrize("tensor", WRONG, ids=["missing", "extra", "another shape"])
 def test_weights_that_do_not_fit_are_refused(saved, tensor):
     change(saved, WRONG[tensor])
-    assert f"{saved / state.WEIGHTS} does not fit the model (" in refused(
-        BadCheckpoint, state.load_weights, saved, net()
-    )
+    assert f"{saved / state.WEIGHTS} does not fit the model (" in refused(BadCheckpoint, state.load_model, saved, net())
 
 
 @pytest.mark.parametrize("tensor", WRONG, ids=["missing", "extra", "another shape"])
 def test_the_tensor_that_does_not_fit_is_named(saved, tensor):
     change(saved, WRONG[tensor])
-    assert tensor in refused(BadCheckpoint, state.load_weights, saved, net())
+    assert tensor in refused(BadCheckpoint, state.load_model, saved, net())
 
 
 def test_weights_of_a_wider_model_are_refused(saved):
-    refused(BadCheckpoint, state.load_weights, saved, net(width=6))
+    refused(BadCheckpoint, state.load_model, saved, net(width=6))
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:40], lambda data: b"", lambda data: b"\xff" * len(data)])
 def test_damaged_weights_are_refused(saved, damage):
     file = saved / state.WEIGHTS
     file.write_bytes(damage(file.read_bytes()))
-    assert str(file) in refused(BadCheckpoint, state.load_weights, saved, net())
+    assert str(file) in refused(BadCheckpoint, state.load_model, saved, net())
 
 
 def test_weights_that_are_gone_are_refused(saved):
     (saved / state.WEIGHTS).unlink()
-    assert str(saved / state.WEIGHTS) in refused(BadCheckpoint, state.load_weights, saved, net())
+    assert str(saved / state.WEIGHTS) in refused(BadCheckpoint, state.load_model, saved, net())
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])

@@ -86,12 +86,12 @@ class Buffers:
     def restore(self) -> None:
         with torch.no_grad():
             for (place, name), saved in self._saved.items():
-                if saved is not None and not _overlaps(saved[0]):
+                if saved is not None and not overlaps(saved[0]):
                     saved[0].copy_(saved[1])
                 self._registries[place][name] = None if saved is None else saved[0]
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
     """Whether this is an expanded tensor: several elements share one number, so nothing can have written to it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 

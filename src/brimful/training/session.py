@@ -483,7 +483,7 @@ class Session:
             model = model.to(self.target.device).train()
         else:
             model = build_model(self.task, self.target.device)
-            state.load_weights(checkpoint.path, model)
+            state.load_model(checkpoint.path, model)
         trim_heap()  # what the host held of a model that is on a GPU now
         return model
 

@@ -2,6 +2,7 @@
 
     model/         as `Task.save` writes it: for Hugging Face models a folder that loads anywhere
     optimizer.pt   its state
+    buffers.pt     buffers that are not persistent, which no model folder holds; only if there are any
     state.pt       step, samples taken, best score so far; for every rank its random state and its stepper's
 
 The learning rate is a function of the step, so the schedule has no state (a scheduler of the task's own does). Weights are
@@ -36,7 +37,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from brimful.errors import BadCheckpoint, BadRun, in_one_line
-from brimful.memory.snapshot import RandomState
+from brimful.memory.snapshot import RandomState, overlaps
 from brimful.task import Dataset, Task
 from brimful.training.checkpoint import Best
 from brimful.units import MiB
@@ -52,6 +53,8 @@ DTYPE_NAMES = {
 WRITERS = (("safetensors.torch", "save_file"), ("transformers.modeling_utils", "safe_save_file"))
 """What `save_model` and `save_pretrained` write with."""
 WEIGHTS = Path("model") / "model.safetensors"
+
+BUFFERS = "buffers.pt"
 
 _save_at_once = safetensors.torch.save_file
 
@@ -96,7 +99,10 @@ def write(
     with writing_in_pieces():
         task.save(model, folder / "model", rows)
     _set_permissions(folder / "model")
-    for name, content in (("optimizer.pt", optimizer.state_dict()), ("state.pt", asdict(position))):
+    contents = {"optimizer.pt": optimizer.state_dict(), "state.pt": asdict(position)}
+    if buffers := _non_persistent(model):
+        contents[BUFFERS] = buffers
+    for name, content in contents.items():
         with (folder / name).open("wb") as file:  # given a path, torch does not say that a disk is full
             torch.save(content, file)
 
@@ -188,17 +194,43 @@ def read_position(folder: Path) -> Position:
         ) from None
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Strictly: every weight, and no other."""
-    from safetensors.torch import load_model
-
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Its weights, strictly: all of them, and no other; and its buffers, persistent or not."""
     try:
-        load_model(model, folder / WEIGHTS, strict=True, device=str(next(model.parameters()).device))
+        safetensors.torch.load_model(model, folder / WEIGHTS, strict=True, device=str(next(model.parameters()).device))
     except (RuntimeError, SafetensorError, OSError) as error:
         details = " ".join(str(error).split())  # the tensors are named below the first line
         raise BadCheckpoint(
             f"{folder / WEIGHTS} does not fit the model ({details[:300]}). Try: the same task options."
         ) from None
+    if (folder / BUFFERS).is_file():
+        _load_buffers(folder / BUFFERS, model)
+
+
+def _non_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer.detach()
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    }
+
+
+@torch.no_grad()
+def _load_buffers(file: Path, model: nn.Module) -> None:
+    """Into the model's own tensors where they fit. One that grew in training, or was made by it, is set anew."""
+    device = next(model.parameters()).device
+    modules = dict(model.named_modules())
+    for name, saved in _load(file, mapped=True).items():
+        prefix, _, own = name.rpartition(".")
+        if prefix not in modules:
+            raise BadCheckpoint(f"{file} does not fit the model (it has no {prefix}). Try: the same task options.")
+        buffer = modules[prefix]._buffers.get(own)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (saved.shape, saved.dtype) and not overlaps(buffer):
+            buffer.copy_(saved)
+        else:
+            place = device if buffer is None else buffer.device
+            modules[prefix].register_buffer(own, saved.to(place, copy=True), persistent=False)
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -197,7 +197,10 @@ class Task:
         return {}
 
     def save(self, model: "nn.Module", folder: "Path", rows: Dataset) -> None:
-        """Write the model for others to load, its weights as `model.safetensors`. `rows` is what it was trained on."""
+        """Write the model for others to load. `rows` is what it was trained on.
+
+        Weights belong in `model.safetensors`. If it does not hold all of them, a checkpoint keeps them once more.
+        """
         from safetensors.torch import save_model
 
         if hasattr(model, "save_pretrained"):

@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import brimful
@@ -196,6 +197,46 @@ def test_a_resumed_run_keeps_buffers_that_are_not_persistent(tmp_path):
     train(tmp_path / "whole", Drifted(), max_steps=4, **options)
     for steps in (2, 4):
         train(tmp_path / "run", Drifted(), max_steps=steps, resume=steps > 2, **options)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+class Adapted(nn.Module):
+    """As PEFT's models: a frozen base, and `save_pretrained` writes the adapter alone."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+        nn.init.constant_(self.base.weight, base)
+
+    def forward(self, rows):
+        return self.base(rows) + self.adapter(rows)
+
+    def save_pretrained(self, folder, **_):
+        (folder / "other_adapter").mkdir()
+        for file in ("adapter_model.safetensors", "other_adapter/adapter_model.safetensors"):
+            save_file(self.adapter.state_dict(), folder / file)
+
+
+class Adapter(Regression):
+    def model(self):
+        return Adapted(base=0.0)
+
+    def initial_model(self):
+        return Adapted(base=0.5)
+
+
+class Halved(Regression):
+    def save(self, model, folder, rows):
+        weights = {name: tensor.half() for name, tensor in model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("task", [Adapter, Halved], ids=["an adapter alone", "in half precision"])
+def test_a_run_whose_task_does_not_save_all_weights_is_resumed(tmp_path, task):
+    options = {"schedule": "constant", "lr": 0.1}
+    train(tmp_path / "whole", task(), max_steps=4, **options)
+    for steps in (2, 4):
+        train(tmp_path / "run", task(), max_steps=steps, resume=steps > 2, **options)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 

@@ -96,6 +96,12 @@ def test_a_checkpoint_is_a_model_folder_and_two_files(saved):
     ]
 
 
+def test_weights_that_the_model_folder_holds_are_not_written_twice(tmp_path):
+    model = make_model()
+    folder = write(tmp_path / "step", model, torch.optim.SGD(model.parameters()))
+    assert (folder / state.WEIGHTS).is_file() and not (folder / state.OWN_WEIGHTS).exists()
+
+
 def test_weights_and_buffers_come_back_and_tied_ones_stay_tied(tmp_path):
     model = net()
     folder, other = write(tmp_path / "step", model, trained(model)), net(seed=1)

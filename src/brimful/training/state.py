@@ -1,6 +1,7 @@
 """What a checkpoint holds, and how a run continues from it: everything that the next step depends on.
 
     model/         as `Task.save` writes it: for Hugging Face models a folder that loads anywhere
+    weights.safetensors    only if model/model.safetensors does not hold all weights: PEFT saves adapters alone
     optimizer.pt   its state
     buffers.pt     buffers that are not persistent, which no model folder holds; only if there are any
     state.pt       step, samples taken, best score so far; for every rank its random state and its stepper's
@@ -54,7 +55,7 @@ WRITERS = (("safetensors.torch", "save_file"), ("transformers.modeling_utils", "
 """What `save_model` and `save_pretrained` write with."""
 WEIGHTS = Path("model") / "model.safetensors"
 
-BUFFERS = "buffers.pt"
+OWN_WEIGHTS, BUFFERS = "weights.safetensors", "buffers.pt"
 
 _save_at_once = safetensors.torch.save_file
 
@@ -98,7 +99,9 @@ def write(
     (folder / "model").mkdir()
     with writing_in_pieces():
         task.save(model, folder / "model", rows)
-    _set_permissions(folder / "model")
+        if not _holds_weights(folder / WEIGHTS, model):
+            safetensors.torch.save_model(model, str(folder / OWN_WEIGHTS))
+    _set_permissions(folder)
     contents = {"optimizer.pt": optimizer.state_dict(), "state.pt": asdict(position)}
     if buffers := _non_persistent(model):
         contents[BUFFERS] = buffers
@@ -111,8 +114,35 @@ def _set_permissions(folder: Path) -> None:
     """safetensors makes files that only their owner may read; these are for whoever may read the folder."""
     umask = os.umask(0)
     os.umask(umask)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~umask)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~umask)
+
+
+def _holds_weights(file: Path, model: nn.Module) -> bool:
+    """Whether a run can be resumed from this file: every weight of the model by its name, of tied ones one, and no other.
+
+    Reads names, shapes and dtypes, a millisecond at every save, so a run cannot go on with checkpoints of no use.
+    """
+    expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    try:
+        with safetensors.safe_open(file, "pt") as saved:
+            slices = {name: saved.get_slice(name) for name in saved.keys()}  # noqa: SIM118 - not a mapping
+            found = {name: (one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+    except (SafetensorError, OSError):
+        return False
+    fits = all(
+        name in expected
+        and shape == list(expected[name].shape)
+        and dtype == DTYPE_NAMES.get(expected[name].dtype, dtype)
+        for name, (shape, dtype) in found.items()
+    )
+    return fits and {_address(expected, name) for name in found} == {_address(expected, name) for name in expected}
+
+
+def _address(tensors: Mapping[str, torch.Tensor], name: str) -> object:
+    """The same for tied weights; an empty tensor has no memory to share."""
+    return (tensors[name].data_ptr() or name, tensors[name].shape)
 
 
 def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
@@ -196,13 +226,12 @@ def read_position(folder: Path) -> Position:
 
 def load_model(folder: Path, model: nn.Module) -> None:
     """Its weights, strictly: all of them, and no other; and its buffers, persistent or not."""
+    file = folder / OWN_WEIGHTS if (folder / OWN_WEIGHTS).is_file() else folder / WEIGHTS
     try:
-        safetensors.torch.load_model(model, folder / WEIGHTS, strict=True, device=str(next(model.parameters()).device))
+        safetensors.torch.load_model(model, file, strict=True, device=str(next(model.parameters()).device))
     except (RuntimeError, SafetensorError, OSError) as error:
         details = " ".join(str(error).split())  # the tensors are named below the first line
-        raise BadCheckpoint(
-            f"{folder / WEIGHTS} does not fit the model ({details[:300]}). Try: the same task options."
-        ) from None
+        raise BadCheckpoint(f"{file} does not fit the model ({details[:300]}). Try: the same task options.") from None
     if (folder / BUFFERS).is_file():
         _load_buffers(folder / BUFFERS, model)
 

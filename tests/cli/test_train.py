@@ -162,7 +162,8 @@ def test_gradients_that_are_not_numbers_end_in_one_message(tmp_path, plan):
     [
         ([], "TASK is missing"),
         ([TASK], "DATA is missing"),
-        ([TASK, "rows", "--resume", "--run", "nowhere"], "nowhere has nothing to resume"),
+        (["--resume", "--run", "nowhere"], "nowhere has nothing to resume"),
+        ([TASK, "--resume", "--run", "nowhere"], "nowhere has nothing to resume"),
         ([TASK, "rows", "--resume"], "runs/ has no run of"),
         (["chatlm-stf", "rows"], "Try: chatlm-sft"),
         ([TASK, "rows", "--max-steps", "0"], "--max-steps 0"),

@@ -11,7 +11,7 @@ import pytest
 
 from brimful.training import launch
 from brimful.training.launch import Outcome, supervise
-from brimful.training.run import RunLock
+from brimful.training.run import RunLock, open_run
 from brimful.training.stop import STOP_SIGNALS
 
 HEAD = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
@@ -336,6 +336,20 @@ def test_a_killed_parent_leaves_workers_that_save_and_a_run_that_is_locked_until
         RunLock(Path("run"))
     wait_for("saved-0", "saved-1")
     assert gone(int(Path("ready-0").read_text()))
+    RunLock(Path("run")).close()
+
+
+def test_resuming_waits_for_workers_that_save_after_their_parent_was_killed(monkeypatch):
+    monkeypatch.setenv("SAVE_S", "0.8")
+    bound = "from brimful.training.launch import worker\nworker().__enter__()\n"
+    parent = start(SAVES.replace("got = []", "got = []\n" + bound))
+    wait_for("ready-0", "ready-1")
+    parent.kill()
+    parent.wait()
+    notes = []
+    open_run(Path("run"), resume=True, may_begin=True, note=notes.append)
+    assert Path("saved-0").exists()
+    assert notes[0] == f"waiting for run: the run that pid {parent.pid} started was killed and is still saving"
     RunLock(Path("run")).close()
 
 

@@ -66,6 +66,18 @@ def test_resume_without_a_run_says_so(tmp_path):
     assert refused(tmp_path, resume=True).startswith(f"{tmp_path} has nothing to resume: no run was started in it")
 
 
+@pytest.mark.parametrize(
+    "left", [(), ("lock",), ("lock", "plan.json")], ids=["nothing", "while planning", "before step 1"]
+)
+def test_a_run_killed_before_its_first_step_begins_by_the_command_that_resumes_it(tmp_path, left):
+    root, notes = tmp_path / "run", []
+    for name in left:
+        root.mkdir(exist_ok=True)
+        (root / name).touch()
+    assert open_run(root, resume=True, may_begin=True, note=notes.append) == (RunFolder(root), False)
+    assert len(notes) == 1 and notes[0].startswith(f"{root} has nothing to resume (")
+
+
 def test_a_run_that_was_begun_is_resumed_on_request(run):
     assert open_run(run.root, resume=True) == (run, True)
 

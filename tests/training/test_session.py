@@ -127,6 +127,13 @@ def test_a_resumed_run_needs_the_tasks_own_options(tmp_path):
     assert train(tmp_path / "run", task, max_steps=2, resume=True).step == 2
 
 
+def test_one_call_begins_a_run_and_resumes_it(tmp_path):
+    for steps in (1, 2):
+        assert train(tmp_path / "run", max_steps=steps, resume=True).step == steps
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert [event["resumed"] for event in events if event["event"] == "begin"] == [False, True]
+
+
 class Scheduled(Regression):
     def schedule(self, optimizer, steps):
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)

@@ -121,7 +121,8 @@ def build_request(
 ) -> Request:
     """What to do, from flags, files and, for a resumed run, from its own folder. Mistakes are found here."""
     root, resume = _run_folder(task, set_flags(flags))
-    folder, resume = open_run(root, resume=resume)
+    has_all = task is not None and (data is not None or demo_data)
+    folder, resume = open_run(root, resume=resume, may_begin=has_all, note=_note)
     before = _request_before(folder, task, data) if resume else None
     spec = task or (before.task if before else None)
     if spec is None:

@@ -40,6 +40,8 @@ PAUSED = "time-limit"
 """The ending after which the same command continues without `--resume`."""
 _SIGN_S = 0.3
 """A process that has just taken the lock may need this long to write who it is."""
+_SAVE_S = 600.0
+"""How long to wait for a run that was killed and is still saving."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 log = logging.getLogger("brimful")
 
@@ -231,14 +233,25 @@ def newest_run(task: str | None) -> Path:
     return max(candidates, key=lambda path: (path / "run.json").stat().st_mtime)
 
 
-def open_run(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
-    """The folder, and whether its run continues: because that was requested, or because a time limit paused it."""
-    folder = RunFolder(root)
+def open_run(
+    root: Path, *, resume: bool, may_begin: bool = False, note: Callable[[str], object] = log.warning
+) -> tuple[RunFolder, bool]:
+    """The folder, and whether its run continues: because that was requested, or because a time limit paused it.
+
+    With `may_begin`, a run that is to be resumed and was never begun begins now: one command serves every restart.
+    """
+    folder, first = RunFolder(root), os.environ.get("RANK", "0") == "0"
     if file := next((path for path in (root, *root.parents) if path.is_file()), None):
         problem = "is a file" if file == root else f"is inside the file {file}"
         raise BadRun(f"run={str(root)!r} {problem}. Try: a folder that does not exist yet.")
+    if resume and first:
+        _wait_for_former_workers(root, note)
     if resume and not (folder.has_run or folder.request_file.is_file()):
         why = "no run was started in it" if root.exists() else "there is no such folder"
+        if may_begin:
+            if first:
+                note(f"{root} has nothing to resume ({why}), so a new run begins")
+            return folder, False
         raise BadRun(f"{root} has nothing to resume: {why}. Try: the same without resume=True.")
     if resume or not folder.has_run:
         return folder, resume
@@ -250,6 +263,22 @@ def open_run(root: Path, *, resume: bool) -> tuple[RunFolder, bool]:
     raise BadRun(
         f"{root} already has a run in it{progress}. Try: resume=True to continue it, or another folder with run=."
     )
+
+
+def _wait_for_former_workers(run: Path, note: Callable[[str], object]) -> None:
+    """Training processes whose parent was killed save and leave. A run whose parent is alive is not waited for."""
+    lock, end, noted = run / "lock", time.monotonic() + _SAVE_S, False
+    while (holder := _read_holder(lock)) is not None and holder.has_ended and time.monotonic() < end:
+        try:
+            FileLock(lock).close()
+            return
+        except BlockingIOError:
+            if not noted:
+                note(f"waiting for {run}: the run that pid {holder.pid} started was killed and is still saving")
+            noted = True
+            time.sleep(0.1)
+        except OSError:
+            return  # `RunLock` says what is wrong
 
 
 def merge(before: Request, options: Mapping[str, Any], task_options: Mapping[str, Any]) -> Request:
@@ -306,7 +335,9 @@ class RunLock(FileLock):
             with tempfile.TemporaryFile(dir=run):  # an old lock file may be writable in a folder that is not
                 super().__init__(run / "lock")
         except BlockingIOError:
-            raise BadRun(f"{run} is in use by another process{_holder(run / 'lock')}. Try: another {flag}.") from None
+            raise BadRun(
+                f"{run} is in use by another process{_describe_holder(run / 'lock')}. Try: another {flag}."
+            ) from None
         except OSError as error:
             raise BadRun(f"{run} is not writable ({error.strerror or error}). Try: another {flag}.") from error
         if not self.supported:
@@ -320,22 +351,45 @@ class RunLock(FileLock):
             os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode(), 0)
 
 
-def _holder(lock: Path) -> str:
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Who signed a lock."""
+
+    pid: int
+    host: str
+    since: str
+
+    @property
+    def has_ended(self) -> bool:
+        """As far as can be known: not of a process on another machine."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
+
+def _read_holder(lock: Path) -> _Holder | None:
+    try:
+        holder: dict[str, Any] = json.loads(lock.read_text())
+        return _Holder(pid=int(holder["pid"]), host=str(holder["host"]), since=str(holder["since"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _describe_holder(lock: Path) -> str:
     """` (pid 4711, since 2026-01-31 21:00:07+01:00)`; empty if the file does not say."""
     end = time.monotonic() + _SIGN_S
-    while not (text := lock.read_text()) and time.monotonic() < end:
+    while not lock.read_text() and time.monotonic() < end:
         time.sleep(0.02)
-    try:
-        holder: dict[str, Any] = json.loads(text)
-        pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
-    except (ValueError, KeyError, TypeError):
+    holder = _read_holder(lock)
+    if holder is None:
         return ""
-    if host != socket.gethostname():
-        return f" (pid {pid} on {host}, since {since})"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return f" (started by pid {pid}, which has ended, since {since}; it may still be saving)"
-    except OSError:
-        pass
-    return f" (pid {pid}, since {since})"
+    if holder.has_ended:
+        return f" (started by pid {holder.pid}, which has ended, since {holder.since}; it may still be saving)"
+    host = "" if holder.host == socket.gethostname() else f" on {holder.host}"
+    return f" (pid {holder.pid}{host}, since {holder.since})"

@@ -130,6 +130,7 @@ def train(
         valid: Rows to evaluate on, like `data`.
         run: The run's folder. Default: runs/TASK-DATE-TIME.
         resume: Continue from the newest intact checkpoint in `run`. Give the same task, data and options again.
+            Where no run was begun yet, it begins.
         max_steps: Optimizer steps in all. Default: as many as `epochs` take.
         epochs: Passes over the data, if `max_steps` is not given.
         lr: The peak learning rate. Default: the task's value.
@@ -195,7 +196,7 @@ def train(
     )  # fmt: skip
     _check_processes(processes)
     root = Path(run) if run is not None else new_run(task.name)
-    folder, resume = open_run(root, resume=resume)
+    folder, resume = open_run(root, resume=resume, may_begin=True)
     before = folder.read_request() if resume and folder.request_file.is_file() else None
     request = Request(
         task=task.name, data=_as_path(data), run=str(root), resume=resume,

@@ -51,6 +51,15 @@ def test_check_prints_a_table_and_progress(rows, capsys):
     assert "check: read 200 rows, " in err
 
 
+def test_check_names_what_it_did_not_read(rows, capsys):
+    (rows.parent / "more.jsonl.lz4").write_text("x")
+    note = "not read: more.jsonl.lz4 (unknown format)"
+    _, out, _ = run("data", "check", str(rows.parent), "--json", capsys=capsys)
+    assert json.loads(out)["skipped"] == [f"{rows.parent}/more.jsonl.lz4 (unknown format)"]
+    _, out, _ = run("data", "check", str(rows.parent), capsys=capsys)
+    assert note.replace(" ", "") in "".join(out.split()).replace(f"{rows.parent}/", "")
+
+
 def test_columns_and_limits_reach_the_check(rows, capsys):
     _, out, _ = run(
         "data",

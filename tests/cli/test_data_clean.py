@@ -46,6 +46,15 @@ def test_the_table_says_what_was_dropped(data, tmp_path, capsys):
     assert "duplicate" in text and "−1" in text and "peak memory" in text
 
 
+def test_what_was_not_read_is_a_note(data, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_bytes(data.read_bytes())
+    (folder / "more.lz4").write_text("x")
+    _, text, _ = run("data", "clean", str(folder), "--output", str(tmp_path / "out"), "--json", capsys=capsys)
+    assert json.loads(text)["notes"] == [f"not read: {folder}/more.lz4 (unknown format)"]
+
+
 def test_near_duplicates_can_be_kept(data, tmp_path, capsys):
     row = json.loads(data.read_text().splitlines()[0])
     with data.open("a") as file:

@@ -190,7 +190,7 @@ RESPONSE = replace(PROMPT, column="output", tokens=95_000, truncated=30, lost_to
 REPORT = TokenizeReport(
     store="/data/store", rows_in=1_007, rows_out=1_000, dropped={"broken": 0, "empty": 7},
     fields={"prompt": PROMPT, "response": RESPONSE}, layout_reason="found instruction, input and output",
-    requested_max_tokens=(256,), first_broken=None, sources=1, tokenizer="tokenizer", vocab_size=29_298, dtype="uint16",
+    requested_max_tokens=(256,), first_broken=None, sources=1, skipped=(), tokenizer="tokenizer", vocab_size=29_298, dtype="uint16",
     seconds=2.5, rows_per_s=412.3, peak_bytes=250 * 2**20, start_bytes=60 * 2**20, host_limit_bytes=2**30,
     size_bytes=300_000, resumed_rows=0, started_over="", fingerprint="x",
 )  # fmt: skip
@@ -235,6 +235,14 @@ def test_dropped_rows_are_shown_with_their_reason():
     assert line(replace(REPORT, dropped={"broken": 0, "empty": 0}), "dropped") == "dropped no row"
 
 
+def test_what_was_not_read_is_counted_and_named(tokenizer_report):
+    skipped = ("data/a.md (unknown format)", "data/b (a link to a folder)")
+    note = f"not read (2 entries): {', '.join(skipped)}"
+    assert line(replace(REPORT, skipped=skipped), "skipped") == f"skipped {note}"
+    assert line(replace(tokenizer_report, skipped=skipped), "warning") == f"warning: {note}"
+    assert "not read" not in shown(REPORT) + shown(tokenizer_report)
+
+
 def test_memory_is_called_measured():
     assert "peak 250 MiB (measured) of 1 GiB; 60 MiB before the first row" in line(REPORT, "memory")
     assert "unknown" in line(replace(REPORT, peak_bytes=0, start_bytes=0), "memory")
@@ -262,7 +270,7 @@ def tokenizer_report():
             Choice(name="rows", requested=10_000_000, effective=160_000, reason="training on more would exceed 4 GiB"),
             Choice(name="host_limit", requested=4 * GiB, effective=4 * GiB, reason="as requested"),
         ),
-        characters_seen=2_000_000_000, characters_used=30_000_000, broken=0, first_broken=None,
+        characters_seen=2_000_000_000, characters_used=30_000_000, broken=0, first_broken=None, skipped=(),
         layout_reason="found prompt and response", measured_on="held-out rows", total=add_up(FIELDS), fields=FIELDS,
         round_trip=1.0, special_ids={token: number for number, token in enumerate(SPECIAL)},
         ids=compare_ids(29298, MODEL), fingerprint="0" * 64, seconds=200, training_s=150, peak_bytes=3700 * MiB,

@@ -31,7 +31,7 @@ def check(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     columns
         Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     tokenizer
@@ -86,7 +86,7 @@ def clean(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder for the results. Temporary files are kept in its hidden folder .clean.
     columns
@@ -161,7 +161,7 @@ def tokenizer(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder to create.
     vocab_size
@@ -218,7 +218,7 @@ def tokenize(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2 and .zst), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     tokenizer
         A folder with a tokenizer.json, such as `brimful data tokenizer` makes.
     output

@@ -63,6 +63,8 @@ class CheckReport:
     """The result of `check`."""
 
     files: tuple[str, ...]
+    skipped: tuple[str, ...]
+    """What the folders contain besides these files, each with the reason."""
     layout: Layout
     rows_in: int
     dropped: dict[str, int]
@@ -205,7 +207,8 @@ class _Pass:
         count, places = self._duplicates.count(EXAMPLES)
         self._dropped.add("duplicate", count, [RowProblem(file, line, "came before") for file, line in places])
         return CheckReport(
-            files=source.files, layout=self._layout, rows_in=self.rows_in, dropped=self._dropped.counts,
+            files=source.files, skipped=source.skipped, layout=self._layout, rows_in=self.rows_in,
+            dropped=self._dropped.counts,
             problems={reason: tuple(problems) for reason, problems in self._dropped.problems.items()},
             examples=tuple(self._examples), characters=self._lengths("characters"), tokens=self._lengths("tokens"),
             conversations=self._conversations if self._layout.kind == "conversations" else None,

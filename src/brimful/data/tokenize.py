@@ -138,6 +138,8 @@ class TokenizeReport:
     """The first row that could not be read."""
     sources: int
     """Files read."""
+    skipped: tuple[str, ...]
+    """What the folders contain besides these files, each with the reason."""
     tokenizer: str
     vocab_size: int
     dtype: str
@@ -325,7 +327,7 @@ class _Job:
             store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, dropped=counts.dropped, fields=fields,
             layout_reason=layout.reason, requested_max_tokens=self.options.max_tokens,
             first_broken=None if self.broken_rows.first is None else str(self.broken_rows.first),
-            sources=len(self.source.files), tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
+            sources=len(self.source.files), skipped=self.source.skipped, tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
             seconds=seconds, rows_per_s=self._rate(counts.rows_in), peak_bytes=self.peak.bytes, start_bytes=self.start_bytes,
             host_limit_bytes=self.options.host_limit_bytes, size_bytes=meta.size_bytes, resumed_rows=self.resumed_out,
             started_over=self.earlier.discarded, fingerprint=meta.fingerprint,

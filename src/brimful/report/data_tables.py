@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.data.check import UNUSABLE, Bin, CheckReport, Lengths
-from brimful.data.read.files import RowProblem
+from brimful.data.read.files import RowProblem, skipped_note
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
 if TYPE_CHECKING:  # a command imports only its own libraries
@@ -27,7 +27,10 @@ _MAX_CHARACTERS = 300
 
 def check_table(report: CheckReport) -> RenderableType:
     """The headline, the columns with three rows, the counts, the lengths."""
-    parts: list[RenderableType] = [_check_headline(report), Text(), *_columns(report), Text(), _counts(report)]
+    parts: list[RenderableType] = [_check_headline(report)]
+    if report.skipped:
+        parts.append(Text(_one_line(skipped_note(report.skipped)), style=_WARN))
+    parts += [Text(), *_columns(report), Text(), _counts(report)]
     for unit, lengths in (("characters", report.characters), ("tokens", report.tokens)):
         parts += [Text(), _lengths(unit, lengths)] if lengths else []
     return Group(*parts)
@@ -257,7 +260,7 @@ def _tokenizer_facts(report: "TokenizerReport") -> Table:
 
 
 def _warnings(report: "TokenizerReport") -> list[str]:
-    warnings = []
+    warnings = [_one_line(skipped_note(report.skipped))] if report.skipped else []
     if report.broken:
         warnings.append(f"{report.broken:,} broken rows were left out; the first is {report.first_broken}")
     if report.peak_bytes > report.host_limit_bytes:
@@ -316,6 +319,8 @@ def _store_facts(report: "TokenizeReport") -> Table:
         "time": Text(f"{show_seconds(report.seconds)}, {show_rate(report.rows_per_s)} rows/s"),
         "memory": _memory(report),
     }
+    if report.skipped:
+        facts["skipped"] = Text(_one_line(skipped_note(report.skipped)), style=_WARN)
     if report.resumed_rows:
         facts["continued"] = Text(f"after {report.resumed_rows:,} rows that an interrupted run had written")
     if report.started_over:

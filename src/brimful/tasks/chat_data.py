@@ -40,6 +40,7 @@ def token_store(
     if (Path(data) / NAME).is_file():
         _check_store(task, data, folder, like)
         return data
+    from brimful.data.read.files import skipped_note
     from brimful.data.read.source import open_source
     from brimful.data.tokenize import TokenizeOptions, tokenize
 
@@ -61,6 +62,8 @@ def token_store(
         message += f", dropped {dropped}"
     if truncated:
         message += f", truncated {truncated:,} texts to {'+'.join(map(str, task.max_tokens))} tokens"
+    if report.skipped:
+        message += f"; {skipped_note(report.skipped)}"
     progress(message)
     return str(store)
 

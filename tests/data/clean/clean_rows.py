@@ -23,7 +23,7 @@ class Rows(Source):
 
     def __init__(self, rows: Sequence[tuple[str, ...] | None], fields=("prompt", "response"), chunk_rows=50):
         self.layout = Layout(kind="pair", fields=fields, columns={field: field for field in fields}, reason="given")
-        self.paths = ()
+        self.paths = self.skipped = ()
         self.files = ("rows",)
         self.total_bytes = 100 * len(rows)
         self._rows, self._chunk_rows = list(rows), chunk_rows

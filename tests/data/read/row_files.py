@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import lzma
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,13 @@ ROWS = [
     {"prompt": "", "response": " "},
     {"prompt": "2020-01-01", "response": "3.5"},
 ]
+
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".zst": lambda raw: pa.compress(raw, "zstd", asbytes=True),
+    ".xz": lzma.compress,
+}
 
 
 def rows_of(source):
@@ -39,8 +47,7 @@ def write(path, rows=ROWS):
     data = (
         _csv(rows, "\t" if ending == ".tsv" else ",") if ending in (".csv", ".tsv") else text[ending](rows)
     ).encode()
-    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda raw: pa.compress(raw, "zstd", asbytes=True)}
-    path.write_bytes(packed.get(path.suffix, bytes)(data))
+    path.write_bytes(PACK.get(path.suffix, bytes)(data))
     return path
 
 

@@ -1,8 +1,8 @@
 """Paths to files: what cannot be read at all is one message that names the file."""
 
-import bz2
 import gzip
 import json
+import lzma
 import os
 import random
 import shutil
@@ -15,7 +15,7 @@ import pytest
 
 from brimful.data.read.source import open_source
 from brimful.errors import BadData
-from tests.data.read.row_files import error_of, rows_of, write
+from tests.data.read.row_files import PACK, ROWS, error_of, rows_of, write
 
 
 def test_a_missing_file_names_what_is_near(tmp_path):
@@ -70,6 +70,24 @@ def test_an_unknown_format_names_the_known_ones(tmp_path):
     assert error_of(tmp_path / "a.txt").startswith(f"{tmp_path}/a.txt: unknown format. Try: .parquet, .pq, .jsonl")
 
 
+def test_a_link_to_nothing_is_refused(tmp_path):
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").symlink_to("gone.jsonl")
+    for path in (tmp_path, tmp_path / "b.jsonl"):
+        assert error_of(path) == (
+            f"{tmp_path}/b.jsonl is a link to gone.jsonl, which does not exist. Try: repair or remove it."
+        )
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    write(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "b.jsonl")
+    for path in (tmp_path, tmp_path / "b.jsonl"):
+        assert error_of(path) == (
+            f"{tmp_path}/b.jsonl is not a regular file. Try: write its rows to a file, or remove it."
+        )
+
+
 def test_a_file_given_twice_is_not_counted_twice(tmp_path):
     path = write(tmp_path / "a.jsonl")
     assert error_of(path, tmp_path) == f"{path} was given twice, so its rows would count twice. Try: name it once."
@@ -117,10 +135,7 @@ def test_the_output_folder_of_clean_is_not_taken_for_one_set_of_rows(tmp_path):
         open_source([str(tmp_path)])
 
 
-@pytest.mark.parametrize(
-    ("ending", "pack"),
-    [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", lambda raw: pa.compress(raw, "zstd", asbytes=True))],
-)
+@pytest.mark.parametrize(("ending", "pack"), PACK.items())
 @pytest.mark.parametrize("damage", ["cut", "other"])
 def test_a_damaged_compressed_file_is_one_message(ending, pack, damage, tmp_path):
     rng = random.Random(0)
@@ -139,3 +154,18 @@ def test_a_gzip_file_of_several_parts_is_read_to_its_end(tmp_path):
     line = b'{"prompt":"a","response":"b"}\n'
     path.write_bytes(gzip.compress(line) + gzip.compress(line))
     assert len(rows_of(open_source([str(path)]))) == 2
+
+
+@pytest.mark.parametrize("padding", [b"", b"\0" * 8, b"\0" * 2**17])
+def test_an_xz_file_of_several_streams_is_read_to_its_end(padding, tmp_path):
+    path = tmp_path / "a.jsonl.xz"
+    packed = PACK[".xz"](write(tmp_path / "b.jsonl").read_bytes())
+    path.write_bytes(packed + padding + packed + padding)
+    assert rows_of(open_source([str(path)])) == ROWS + ROWS
+
+
+def test_an_xz_file_with_a_damaged_second_stream_is_one_message(tmp_path):
+    path = tmp_path / "a.jsonl.xz"
+    packed = lzma.compress(b'{"prompt":"a","response":"b"}\n')
+    path.write_bytes(packed + b"x" + packed[1:])
+    assert "not a complete xz file" in error_of(path)

@@ -24,6 +24,8 @@ NAMES = [
     "a.json.gz",
     "a.csv.bz2",
     "a.jsonl.zst",
+    "a.jsonl.xz",
+    "a.csv.xz",
     "A.JSONL",
 ]
 
@@ -116,6 +118,48 @@ def test_a_folder_gives_its_files_by_name_and_leaves_out_others(tmp_path):
     source = open_source([str(tmp_path)])
     assert [os.path.relpath(file, tmp_path) for file in source.files] == ["a.parquet", "b.jsonl", "sub/c.csv"]
     assert rows_of(source) == [ROWS[1], ROWS[0], ROWS[2]]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+@pytest.mark.parametrize("change", ["truncated", "longer", "gone", "rewritten"])
+def test_a_file_that_changes_while_it_is_read_is_refused(name, change, tmp_path):
+    rows = [{"prompt": str(number), "response": "x" * 2_000_000} for number in range(12)]
+    path = write(tmp_path / name, rows)
+    chunks = open_source([str(path)]).chunks()
+    next(chunks)
+    if change == "truncated":
+        os.truncate(path, path.read_bytes().rindex(b"\n", 0, -1) + 1)
+    elif change == "longer":
+        with path.open("ab") as file:
+            file.write(b"\n")
+    elif change == "gone":
+        path.unlink()
+    else:
+        os.utime(path, ns=(1, 1))
+    with pytest.raises(BadData, match="changed while it was read"):
+        list(chunks)
+
+
+def test_what_a_folder_has_besides_files_of_rows_is_named(tmp_path):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.jsonl")
+    (tmp_path / "data" / "README.md").write_text("no rows")
+    (tmp_path / "data" / ".hidden").write_text("no rows")
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "more" / "b.jsonl")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "more")
+    source = open_source([str(tmp_path / "data")])
+    assert source.skipped == (
+        f"{tmp_path}/data/README.md (unknown format)",
+        f"{tmp_path}/data/more (a link to a folder)",
+    )
+    assert len(rows_of(source)) == len(ROWS)
+
+
+def test_a_link_to_a_file_is_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").symlink_to(write(tmp_path / "b.jsonl"))
+    assert rows_of(open_source([str(tmp_path / "data")])) == ROWS
 
 
 def test_a_quoted_pattern_is_a_pattern(tmp_path):

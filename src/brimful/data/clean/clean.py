@@ -36,7 +36,7 @@ from brimful.data.clean.write import (
     write_splits,
 )
 from brimful.data.pipeline import PeakMemory, in_order
-from brimful.data.read.files import RowProblem, refuse_output_inside
+from brimful.data.read.files import RowProblem, refuse_output_inside, skipped_note
 from brimful.data.read.source import BrokenRowLimit, Chunk, Source, open_source
 from brimful.errors import BadData, BadOption, InternalError
 from brimful.files import file_sha256
@@ -169,6 +169,8 @@ class _CleanRun:
                 f"output='{self._work.output}' already has {', '.join(existing)}. Try: overwrite=True, or another folder."
             )
         self._start_or_resume(key)
+        if self._source.skipped:
+            self._note(skipped_note(self._source.skipped))
         with self._stage("read"):
             state = self._read()
         with self._stage("dedup"):

@@ -9,6 +9,7 @@ file alone, so an interrupted command can skip the chunks it has finished.
 
 import difflib
 import glob
+import lzma
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -131,7 +132,9 @@ def is_messages_type(type_: pa.DataType | None) -> bool:
 
 # ── Bytes of a text file ──────────────────────────────────────────────────────────────────────────────────────────────
 
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
+
+_XZ_READ_BYTES = 2**16
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -139,7 +142,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class ByteStream:
     """A text file opened for reading, decompressed, without a byte-order mark.
 
-    Arrow's streams raise an error when a .gz, .bz2 or .zst file is cut off, so a partial file never passes for a whole one.
+    A compressed file that is cut off raises an error, so a partial file never passes for a whole one.
     """
 
     def __init__(self, path: str) -> None:
@@ -147,7 +150,7 @@ class ByteStream:
         self._at_start, self._pushed_back = True, b""
         try:
             self._file = pa.OSFile(path)
-            self._stream = pa.CompressedInputStream(self._file, self._compression) if self._compression else self._file
+            self._stream = _decompressed(self._file, self._compression)
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from None
 
@@ -203,13 +206,50 @@ class ByteStream:
     def _read_some(self, count: int) -> bytes:
         try:
             return bytes(self._stream.read(count))
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, lzma.LZMAError, EOFError) as error:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> BadData:
         if self._compression and not isinstance(error, FileNotFoundError | PermissionError):
             return damaged_file(self._path, self._compression, error)
         return BadData(f"{self._path}: {_first_line(error)}. Try: make it readable for this user.")
+
+
+def _decompressed(file: pa.NativeFile, compression: str | None) -> "pa.NativeFile | _XzStream":
+    if compression is None:
+        return file
+    return _XzStream(file) if compression == "xz" else pa.CompressedInputStream(file, compression)
+
+
+class _XzStream:
+    """An xz file, which Arrow does not read. Python's `LZMAFile` drops what follows a stream if it is damaged."""
+
+    def __init__(self, file: pa.NativeFile) -> None:
+        self._file, self._decompressor = file, lzma.LZMADecompressor(lzma.FORMAT_XZ)
+
+    def read(self, count: int) -> bytes:
+        """At most `count` bytes; none at the end of the file."""
+        while True:
+            data = b""
+            if self._decompressor.eof:
+                data = self._next_stream()
+                if not data:
+                    return b""
+                self._decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            elif self._decompressor.needs_input and not (data := self._file.read(_XZ_READ_BYTES)):
+                raise EOFError("it ends before its last block")
+            if piece := self._decompressor.decompress(data, count):
+                return piece
+
+    def _next_stream(self) -> bytes:
+        """The first bytes behind a stream and its padding of zeros; none at the end of the file."""
+        data = self._decompressor.unused_data.lstrip(b"\0")
+        while not data and (piece := self._file.read(_XZ_READ_BYTES)):
+            data = piece.lstrip(b"\0")
+        return data
+
+    def close(self) -> None:
+        """The file is closed by its owner."""
 
 
 def damaged_file(place: str, format_: str, error: Exception) -> BadData:
@@ -246,17 +286,34 @@ class DataFile:
     modified_ns: int
 
 
-def find_files(paths: Sequence[str]) -> tuple[DataFile, ...]:
-    """The files behind files, folders, patterns and hub names, in this order, those of a folder sorted by name."""
+@dataclass(frozen=True, slots=True)
+class FoundFiles:
+    """The files behind some paths."""
+
+    files: tuple[DataFile, ...]
+    """In the order of the paths, those of a folder sorted by name."""
+    skipped: tuple[str, ...]
+    """What else the folders contain, hidden files aside, with the reason: `data/README.md (unknown format)`."""
+
+
+def find_files(paths: Sequence[str]) -> FoundFiles:
+    """The files behind files, folders, patterns and hub names."""
     if not paths:
         raise BadData("No files were given. Try: files, folders or a dataset on the hub.")
     files: dict[str, DataFile] = {}
-    for file in (file for path in paths for file in _expand(path)):
+    skipped: list[str] = []
+    for file in (file for path in paths for file in _expand(path, skipped)):
         key = os.path.realpath(file.path) if file.format != "hub" else file.path
         if key in files:
             raise BadData(f"{file.path} was given twice, so its rows would count twice. Try: name it once.")
         files[key] = file
-    return tuple(files.values())
+    return FoundFiles(tuple(files.values()), tuple(skipped))
+
+
+def skipped_note(skipped: Sequence[str]) -> str:
+    """`not read: data/README.md (unknown format)`, with the count if there are several; empty if nothing was skipped."""
+    count = f" ({len(skipped):,} entries)" if len(skipped) > 1 else ""
+    return f"not read{count}: {_first_names(skipped)}" if skipped else ""
 
 
 def refuse_output_inside(output: Path, paths: Sequence[str]) -> None:
@@ -275,16 +332,17 @@ def format_of(name: str) -> Format | None:
     return FORMATS.get(path.suffix.lower())
 
 
-def _expand(path: str) -> Iterator[DataFile]:
+def _expand(path: str, skipped: list[str]) -> Iterator[DataFile]:
+    """The files behind one path. What is skipped in folders is added to `skipped`."""
     location = Path(path)
     try:
         if location.is_dir():
-            yield from _folder_files(location)
-        elif location.exists():
+            yield from _folder_files(location, skipped)
+        elif location.exists() or location.is_symlink():
             yield _data_file(path)
         elif matches := sorted(glob.glob(path, recursive=True)):  # noqa: PTH207 - Path.glob takes no absolute pattern
             for match in matches:
-                yield from _expand(match)
+                yield from _expand(match, skipped)
         elif _is_hub_name(path):
             yield DataFile(path, "hub", 0, 0)
         else:
@@ -293,28 +351,33 @@ def _expand(path: str) -> Iterator[DataFile]:
         raise BadData(f"{error.filename or path}: {error.strerror}. Try: make it readable for this user.") from None
 
 
-def _folder_files(folder: Path) -> Iterator[DataFile]:
+def _folder_files(folder: Path, skipped: list[str]) -> Iterator[DataFile]:
     if all((folder / name).is_file() for name in CLEAN_OUTPUT):
         raise BadData(
             f"{folder} is an output of `brimful data clean` with separate splits. Try: one file, such as {folder / CLEAN_OUTPUT[0]}."
         )
-    files = sorted(_walk(folder))
-    supported = [path for path in files if format_of(path.name)]
+    paths = sorted(_walk(folder))
+    supported = [path for path in paths if format_of(path.name) and not path.is_dir()]
     if not supported:
-        content = f"contains only {_first_names([path.name for path in files])}" if files else "is empty"
+        content = f"contains only {_first_names([path.name for path in paths])}" if paths else "is empty"
         raise BadData(f"{folder} {content}. Try: {_SUPPORTED}.")
+    others = sorted(set(paths) - set(supported))
+    skipped.extend(f"{path} ({'a link to a folder' if path.is_dir() else 'unknown format'})" for path in others)
     for path in supported:
         yield _data_file(str(path))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below, except hidden ones. An unreadable folder raises an error instead of looking empty."""
+    """All files and links below, except hidden ones. An unreadable folder raises an error instead of looking empty.
+
+    Links to folders are not followed: they may lead out of the folder, or back into it.
+    """
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
         if path.is_dir() and not path.is_symlink():
             yield from _walk(path)
-        elif path.is_file():
+        else:
             yield path
 
 
@@ -322,6 +385,10 @@ def _data_file(path: str) -> DataFile:
     format_ = format_of(path)
     if format_ is None:
         raise BadData(f"{path}: unknown format. Try: {_SUPPORTED}.")
+    if not Path(path).exists():
+        raise BadData(f"{path} is a link to {Path(path).readlink()}, which does not exist. Try: repair or remove it.")
+    if not Path(path).is_file():  # opening a pipe would wait for its writer
+        raise BadData(f"{path} is not a regular file. Try: write its rows to a file, or remove it.")
     with Path(path).open("rb"):  # raises if it is not readable
         stat = Path(path).stat()
     if stat.st_size == 0:

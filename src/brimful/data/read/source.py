@@ -2,18 +2,19 @@
 
     paths ─► files.find_files ─► a layout for each file (columns.py) ─► Source.chunks(): read, then map columns to fields
 
-Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .zst, .bz2); folders of
-them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
+Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .bz2, .zst, .xz);
+folders of them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
 
 A row that cannot be read (broken JSON, invalid UTF-8, a field that is missing or not text) neither stops the reader nor is
 skipped silently: it comes in `Chunk.broken` with file and line, and the caller decides (`BrokenRowLimit`). A file that
-cannot be read at all (truncated parquet, no columns that fit, empty) raises `BadData`.
+cannot be read at all (truncated parquet, no columns that fit, empty) or that changes while it is read raises `BadData`.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 from brimful.data.read.columns import (
     Layout,
@@ -73,10 +74,12 @@ class Source:
     files: tuple[str, ...]
     total_bytes: int
     """Size of all files; 0 where it is unknown (the hub)."""
+    skipped: tuple[str, ...]
+    """What the folders contain besides files of rows, each with the reason."""
 
-    def __init__(self, paths: Sequence[str], files: Sequence[_SourceFile]) -> None:
+    def __init__(self, paths: Sequence[str], files: Sequence[_SourceFile], skipped: Sequence[str]) -> None:
         self.paths, self._files = tuple(paths), tuple(files)
-        self.layout = _common_layout(files)
+        self.layout, self.skipped = _common_layout(files), tuple(skipped)
         self.files = tuple(one.file.path for one in files)
         self.total_bytes = sum(one.file.size_bytes for one in files)
 
@@ -98,6 +101,7 @@ class Source:
         for one in self._files:
             for chunk in _READERS[one.file.format][1](one.file.path, one.columns):
                 yield from map_columns(one.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
+            _check_unchanged(one.file)
             bytes_before += one.file.size_bytes
 
 
@@ -109,14 +113,30 @@ def open_source(paths: Sequence[str] | Source, *, columns: str | None = None) ->
     if isinstance(paths, Source):
         return paths
     files: list[_SourceFile] = []
-    for file in find_files(paths):
+    found = find_files(paths)
+    for file in found.files:
         one = _open_file(file, columns, files[0].layout if files else None)
         if files and one.layout.fields != files[0].layout.fields:
             raise layout_mismatch(
                 files[0].file.path, files[0].layout, files[0].schema, file.path, one.layout, one.schema
             )
         files.append(one)
-    return Source(paths, files)
+    return Source(paths, files, found.skipped)
+
+
+def _check_unchanged(file: DataFile) -> None:
+    """Refuse a file that was written to since it was found: one that is truncated would just seem to end early."""
+    if file.format == "hub":
+        return
+    try:
+        stat = Path(file.path).stat()
+    except OSError as error:
+        raise BadData(f"{file.path} changed while it was read ({error.strerror}). Try: read a copy of it.") from None
+    if (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.modified_ns):
+        raise BadData(
+            f"{file.path} changed while it was read: it had {file.size_bytes:,} bytes and now has {stat.st_size:,}. "
+            "Try: again once nothing writes to it."
+        )
 
 
 def _open_file(file: DataFile, requested: str | None, earlier: Layout | None) -> _SourceFile:

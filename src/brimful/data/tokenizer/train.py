@@ -169,6 +169,8 @@ class TokenizerReport:
     broken: int
     """Rows that could not be read."""
     first_broken: str | None
+    skipped: tuple[str, ...]
+    """What the folders contain besides files of rows, each with the reason."""
     layout_reason: str
     measured_on: str
     """`held-out rows`, or `training rows` where there are too few to hold some out."""
@@ -345,7 +347,7 @@ class _Training:
             rows_seen=self.sampler.rows_seen, rows_used=self.rows.num_rows, characters_seen=self.sampler.characters_seen,
             characters_used=self.characters, broken=self.broken_rows.broken,
             first_broken=None if self.broken_rows.first is None else str(self.broken_rows.first),
-            layout_reason=self.source.layout.reason, measured_on=measured_on, total=add_up(fields), fields=fields,
+            skipped=self.source.skipped, layout_reason=self.source.layout.reason, measured_on=measured_on, total=add_up(fields), fields=fields,
             round_trip=1.0, special_ids=ids, ids=compare_ids(facts.vocab_size, self.model_config),
             fingerprint=facts.fingerprint, seconds=time.monotonic() - self.begin_s, training_s=self.training_s,
             peak_bytes=max(self.peak.bytes, self.peak.measure()),

@@ -277,3 +277,26 @@ def test_json_that_is_no_list_is_one_message(text, message, tmp_path):
 def test_jsonl_without_one_readable_row_names_its_first_line(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n{broken\n[]\n")
     assert error_of(tmp_path / "a.jsonl").startswith(f"{tmp_path}/a.jsonl, line 2: not JSON: Expecting property name")
+
+
+# ---------------------------------------------------------------- rows that once took quadratic time
+
+
+@pytest.mark.parametrize("count", [2_000_000, 2_000_002])
+def test_millions_of_backslashes_escape_each_other(count, tmp_path):
+    """Took 80 s when each quote walked back over all of them."""
+    path = tmp_path / "a.json"
+    path.write_text('[{"prompt":"a","response":"' + "\\" * count + '"},\n{"prompt":"a","response":"\\"b\\\\\\""}]')
+    assert [row["response"] for row in rows_of(open_source([str(path)]))] == ["\\" * (count // 2), '"b\\"']
+
+
+def test_a_quote_behind_an_odd_number_of_backslashes_ends_no_text(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[{"prompt":"a","response":"' + "\\" * 2_000_001 + '"},\n{"prompt":"a","response":"b"}]')
+    assert "never ends" in error_of(path)
+
+
+def test_hundreds_of_thousands_of_repeated_keys_are_one_row(tmp_path):
+    """600 kB of them took 7 s when each name was counted alone."""
+    line = b'{"prompt":"a","response":"b"' + b"".join(b',"%d":1,"%d":2' % (n, n) for n in range(200_000)) + b"}"
+    assert rows_of(jsonl(tmp_path, line)) == [{"prompt": "a", "response": "b"}]

@@ -188,3 +188,23 @@ def test_a_row_group_is_not_held(text, count, tmp_path):
         most = max(most, pool.bytes_allocated() - before)
         del chunk
     assert most < 40_000_000
+
+
+# ---------------------------------------------------------------- headers that once took quadratic time
+
+
+def test_a_header_of_hundreds_of_thousands_of_names_is_read(tmp_path):
+    """50 MB of them took more than 150 s when each name was counted alone."""
+    names = ["prompt", "response", *map(str, range(300_000))]
+    path = tmp_path / "a.csv"
+    path.write_text(",".join(names) + "\n" + ",".join(["x"] * len(names)) + "\n")
+    assert rows_of(open_source([str(path)])) == [{"prompt": "x", "response": "x"}]
+
+
+def test_of_many_repeated_names_in_a_header_the_first_are_told(tmp_path):
+    names = [f"c{number}" for number in range(100_000)]
+    path = tmp_path / "a.csv"
+    path.write_text(",".join([*names, *names]) + "\n")
+    assert error_of(path) == (
+        f"{path}, line 1: the header has 'c0', 'c1', 'c10', 'c100', 'c1000' … twice. Try: rename one of the columns."
+    )

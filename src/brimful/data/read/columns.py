@@ -124,8 +124,10 @@ def layout_mismatch(
 
 def _find(aliases: Iterable[str], names: Sequence[str]) -> str | None:
     """The column that comes first in the order of the aliases; exact spelling before another case."""
-    for alias in aliases:
-        matches = [name for name in names if _same_name(name, alias)]
+    known = dict.fromkeys(aliases)
+    candidates = [name for name in names if name.strip().lower() in known]
+    for alias in known:
+        matches = [name for name in candidates if _same_name(name, alias)]
         if matches:
             return alias if alias in matches else matches[0]
     return None

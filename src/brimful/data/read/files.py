@@ -11,8 +11,10 @@ import difflib
 import glob
 import lzma
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -313,7 +315,7 @@ def find_files(paths: Sequence[str]) -> FoundFiles:
 def skipped_note(skipped: Sequence[str]) -> str:
     """`not read: data/README.md (unknown format)`, with the count if there are several; empty if nothing was skipped."""
     count = f" ({len(skipped):,} entries)" if len(skipped) > 1 else ""
-    return f"not read{count}: {_first_names(skipped)}" if skipped else ""
+    return f"not read{count}: {first_names(skipped)}" if skipped else ""
 
 
 def refuse_output_inside(output: Path, paths: Sequence[str]) -> None:
@@ -359,7 +361,7 @@ def _folder_files(folder: Path, skipped: list[str]) -> Iterator[DataFile]:
     paths = sorted(_walk(folder))
     supported = [path for path in paths if format_of(path.name) and not path.is_dir()]
     if not supported:
-        content = f"contains only {_first_names([path.name for path in paths])}" if paths else "is empty"
+        content = f"contains only {first_names([path.name for path in paths])}" if paths else "is empty"
         raise BadData(f"{folder} {content}. Try: {_SUPPORTED}.")
     others = sorted(set(paths) - set(supported))
     skipped.extend(f"{path} ({'a link to a folder' if path.is_dir() else 'unknown format'})" for path in others)
@@ -415,8 +417,15 @@ def _suggestion(path: Path) -> str:
     close = difflib.get_close_matches(path.name, names, n=3) if folder == path.absolute().parent else []
     if close:
         return f"Try: {' or '.join(str(path.parent / name) for name in close)}."
-    return f"Try: one of {_first_names(names)} in {folder}." if names else f"Try: another folder, {folder} is empty."
+    return f"Try: one of {first_names(names)} in {folder}." if names else f"Try: another folder, {folder} is empty."
 
 
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + " …" * (len(names) > 5)
+def first_names(names: Iterable[str]) -> str:
+    """The first five, and an ellipsis if there are more."""
+    first = list(islice(names, 6))
+    return ", ".join(first[:5]) + " …" * (len(first) > 5)
+
+
+def repeated_names(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once, sorted."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)

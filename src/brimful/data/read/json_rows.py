@@ -36,6 +36,7 @@ from brimful.data.read.files import (
     message_keys,
     messages_type,
     record_batch,
+    repeated_names,
 )
 from brimful.errors import BadData
 
@@ -312,8 +313,7 @@ def _parse_line(line: bytes) -> dict[Any, Any] | str:
 def _to_object(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
     value: dict[Any, Any] = dict(pairs)
     if len(value) != len(pairs):
-        names = [name for name, _ in pairs]
-        value[_REPEATED] = {name for name in names if names.count(name) > 1}
+        value[_REPEATED] = set(repeated_names(name for name, _ in pairs))
     return value
 
 
@@ -419,12 +419,14 @@ def _find_item_ends(path: str, data: bytes, line: int) -> _ItemEnds:
 def _escaped(raw: npt.NDArray[np.uint8], at: Lines) -> npt.NDArray[np.bool_]:
     """Which quotes stand behind an odd number of backslashes."""
     escaped = np.zeros(len(at), dtype=bool)
-    places, back = np.flatnonzero(raw[at] == _QUOTE), 1
-    while len(places):
-        places = places[at[places] >= back]
-        places = places[raw[at[places] - back] == _BACKSLASH]
-        escaped[places] ^= True
-        back += 1
+    places = np.flatnonzero((raw[at] == _QUOTE) & (at > 0))
+    places = places[raw[at[places] - 1] == _BACKSLASH]
+    if len(places):
+        backslashes = np.flatnonzero(raw == _BACKSLASH)
+        starts_run = np.diff(backslashes, prepend=-2) > 1
+        run_starts = np.maximum.accumulate(np.where(starts_run, backslashes, 0))
+        last = np.searchsorted(backslashes, at[places]) - 1
+        escaped[places] = (at[places] - run_starts[last]) % 2 == 1
     return escaped
 
 

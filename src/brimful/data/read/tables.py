@@ -31,9 +31,11 @@ from brimful.data.read.files import (
     FileSchema,
     RowProblem,
     damaged_file,
+    first_names,
     message_keys,
     messages_type,
     record_batch,
+    repeated_names,
     split_chunk,
 )
 from brimful.errors import BadData, MissingExtra, in_one_line
@@ -132,10 +134,9 @@ def _header(path: str, rows: Iterator[CsvRow]) -> list[str]:
         raise BadData(f"{path}, line {line}: {header}. Try: leave the file out, or repair its header.")
     if not _is_utf8(header):
         raise BadData(f"{path}, line {line}: the header is not UTF-8. Try: `iconv -f gbk -t utf-8` if the file is GBK.")
-    repeated = sorted({name for name in header if header.count(name) > 1})
-    if repeated:
+    if repeated := repeated_names(header):
         raise BadData(
-            f"{path}, line {line}: the header has {', '.join(map(repr, repeated))} twice. Try: rename one of the columns."
+            f"{path}, line {line}: the header has {first_names(map(repr, repeated))} twice. Try: rename one of the columns."
         )
     return header
 
@@ -251,9 +252,8 @@ _UNCHECKED_TEXT = pc.CastOptions(TEXT, allow_invalid_utf8=True)
 
 
 def _arrow_schema(path: str, schema: pa.Schema) -> FileSchema:
-    repeated = sorted({name for name in schema.names if schema.names.count(name) > 1})
-    if repeated:
-        raise BadData(f"{path} has {', '.join(map(repr, repeated))} twice. Try: rename one of the columns.")
+    if repeated := repeated_names(schema.names):
+        raise BadData(f"{path} has {first_names(map(repr, repeated))} twice. Try: rename one of the columns.")
     return FileSchema({field.name: _read_type(field.type) for field in schema}, tuple(schema.names))
 
 

@@ -278,7 +278,7 @@ def test_another_version_is_refused(tmp_path):
         Store.open(tmp_path / "s")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 2}', "null"])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 2}', "null", "[" * 100_000])
 def test_a_bad_store_json_is_reported(tmp_path, content):
     (tmp_path / NAME).write_text(content)
     with pytest.raises(BadData, match=NAME):

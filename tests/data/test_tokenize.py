@@ -316,10 +316,15 @@ def test_a_run_killed_before_the_first_file_starts_anew(place, tmp_path):
     assert (report.resumed_rows, report.started_over) == (0, "")
 
 
-@pytest.mark.parametrize("change", ["options", "tokenizer", "source", "damage", "progress"])
+@pytest.mark.parametrize("change", ["options", "tokenizer", "source", "damage", "progress", "nested progress"])
 def test_a_run_is_not_continued_after_a_change(place, tmp_path, change):
     part = interrupted(place, tmp_path / "store")
-    reasons = {"options": "max-tokens", "progress": "cannot be read", "damage": "damaged"}
+    reasons = {
+        "options": "max-tokens",
+        "progress": "cannot be read",
+        "nested progress": "cannot be read",
+        "damage": "damaged",
+    }
     options, reason = {}, reasons.get(change, change)
     if change == "options":
         options["max_tokens"] = (30,)
@@ -334,7 +339,7 @@ def test_a_run_is_not_continued_after_a_change(place, tmp_path, change):
         path = part / "tokens-00000.arrow"
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     else:
-        (part / "progress.json").write_text("{")
+        (part / "progress.json").write_text("{" if change == "progress" else "[" * 100_000)
     report, said = run(place, tmp_path / "store", **options)
     assert said[0].startswith("starting over")
     assert reason in said[0]

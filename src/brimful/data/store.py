@@ -245,7 +245,7 @@ class StoreMeta:
         try:
             content = json.loads(path.read_bytes())
             version = content["version"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadData(f"{path} cannot be read ({type(error).__name__}). {_AGAIN}") from None
         if version != VERSION:
             raise BadData(

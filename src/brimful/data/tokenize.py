@@ -448,7 +448,7 @@ def _read_progress(part: Path, key: dict[str, Any]) -> _Earlier:
             return _Earlier(counts=Counts(), discarded=f"it had another {' and '.join(changed)}")
         check_files(part, files, contents=True)
         return _Earlier(counts=Counts(**content["counts"]), files=files)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return _Earlier(counts=Counts(), discarded=f"its {_PROGRESS_FILE} cannot be read")
     except BadData as error:
         return _Earlier(counts=Counts(), discarded=str(error).partition(". Try")[0])

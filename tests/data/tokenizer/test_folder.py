@@ -74,6 +74,11 @@ def test_truncation_and_padding_are_off_and_special_letters_are_letters(tmp_path
         (lambda path: (path / "tokenizer.json").write_text('{"version": "1.0", "tru'), "cannot be read as a tokenizer"),
         (lambda path: (path / "tokenizer.json").write_bytes(b"\xff\xfe"), "cannot be read as a tokenizer"),
         (lambda path: (path / "tokenizer_config.json").write_text("{"), "tokenizer_config.json cannot be read"),
+        (
+            lambda path: (path / "tokenizer_config.json").write_text("[" * 100_000),
+            "tokenizer_config.json cannot be read",
+        ),
+        (lambda path: (path / "tokenizer.json").write_text('{"a":' * 100_000), "cannot be read as a tokenizer"),
         (lambda path: (path / "tokenizer_config.json").write_text("[]"), "names no eos_token"),
         (lambda path: (path / "tokenizer_config.json").unlink(), "names no eos_token"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}'), "'<end>' as eos_token"),

@@ -108,7 +108,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadData(f"{path} cannot be read ({in_one_line(error)}). Try: save the tokenizer again.") from None
     return content if isinstance(content, dict) else {}
 

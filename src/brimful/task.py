@@ -158,6 +158,11 @@ class Task:
         """The lengths of one row, in the order of `worst_shape`."""
         return self.worst_shape
 
+    @property
+    def has_shape(self) -> bool:
+        """Whether `shape` is defined. Without it every row has the worst shape, and no row is read to learn it."""
+        return getattr(self.shape, "__func__", None) is not Task.shape
+
     def dummy(self, rows: int, shape: Shape) -> Any:
         """A batch of `rows` rows padded to `shape`, as `collate` would return it. Needed only without data."""
         raise TaskError(

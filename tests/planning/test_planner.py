@@ -18,6 +18,7 @@ from brimful.errors import BadOption, DoesNotFit, TaskError
 from brimful.planning import planner, target
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.planner import plan
+from brimful.task import Task
 from tests.planning.small import LIMIT, Normed, Tagger, Texts, small_plan, texts
 
 
@@ -157,6 +158,28 @@ class TestData:
 
         rows = [{"ids": ids} for ids in texts(10, 20, 33)]
         assert small_plan(WithRows(), data=rows, global_batch=4).shape == (33,)
+
+    @pytest.mark.parametrize("with_dummy", [True, False])
+    def test_rows_of_a_task_without_shape_are_not_all_read(self, with_dummy):
+        class Images:
+            def __init__(self):
+                self.read = set()
+
+            def __len__(self):
+                return 10_000
+
+            def __getitem__(self, index):
+                self.read.add(index)
+                return torch.full((64,), index % 100)
+
+        class NoShape(Texts):
+            shape, worst_shape = Task.shape, (64,)
+
+        if with_dummy:
+            NoShape.dummy = lambda self, rows, shape: torch.randint(0, 100, (rows, *shape))
+        images = Images()
+        assert small_plan(NoShape(), data=images, global_batch=4).shape == (64,)
+        assert len(images.read) < 1_000
 
     def test_neither_dummy_nor_data_is_refused(self):
         with pytest.raises(TaskError, match=r"no dummy\(\).*give data, or define dummy"):

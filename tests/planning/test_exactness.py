@@ -8,7 +8,7 @@ from torch import nn
 from brimful.memory.context import StepContext
 from brimful.planning.exactness import check_exactness, check_rows
 from brimful.task import Loss
-from tests.planning.small import Normed, Pairs, Tagger, Texts, texts
+from tests.planning.small import Normed, Pairs, Tagger, Texts, small_plan, texts
 
 
 def context_of(task):
@@ -151,3 +151,83 @@ class TestRealRowsOfDifferentLengths:
     @pytest.mark.parametrize("task", [MeanOfNegatives(), MeanOfPairs()], ids=lambda task: task.name)
     def test_a_mean_that_looks_across_rows_is_found(self, task):
         assert self.check(task).looks_across_rows
+
+
+class Denoiser(Pairs):
+    """As in diffusion: the loss draws a time and noise for every row."""
+
+    def model(self):
+        return nn.Linear(16, 16)
+
+    def noisy(self, batch):
+        time = torch.randint(0, 1000, (len(batch), 1)) / 1000
+        noise = torch.randn_like(batch)
+        return batch + time * noise, noise
+
+    def loss(self, model, batch):
+        x, noise = self.noisy(batch)
+        return F.mse_loss(model(x), noise)
+
+
+class NoisyContrast(Denoiser):
+    def loss(self, model, batch):
+        x = model(self.noisy(batch)[0])
+        return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+class Mixup(Denoiser):
+    def loss(self, model, batch):
+        return model(batch + batch[torch.randint(0, len(batch), (len(batch),))]).square().mean()
+
+
+class OwnGenerator(Denoiser):
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(self, batch):
+        noise = torch.randn(batch.shape, generator=self.generator, dtype=batch.dtype)
+        return batch + noise, noise
+
+
+class Calls(Denoiser):
+    """A loss that depends on how often it was called."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return Loss(model(batch).square().sum() / self.calls, len(batch))
+
+
+class DrawnRows(Denoiser):
+    """Counts the rows that drew more than the mean: none, if all drew the same."""
+
+    def loss(self, model, batch):
+        drawn = torch.rand(len(batch))
+        counted = drawn > drawn.mean()
+        return Loss(model(batch[counted]).square().sum(), counted.sum())
+
+
+class TestRandomLosses:
+    @pytest.mark.parametrize("task", [Denoiser(), OwnGenerator()], ids=lambda task: type(task).__name__)
+    def test_rows_on_their_own_are_the_same_in_distribution(self, task):
+        result = exactness(task)
+        assert result.random and result.exact
+        assert "draws random numbers" in result.reason
+
+    @pytest.mark.parametrize("task", [NoisyContrast(), Mixup()], ids=lambda task: type(task).__name__)
+    def test_rows_that_meet_are_found_under_the_noise(self, task):
+        assert exactness(task).looks_across_rows
+
+    def test_a_loss_with_state_is_not_called_one_across_rows(self):
+        result = exactness(Calls())
+        assert not result.comparable and not result.looks_across_rows
+        assert result.reason.startswith("the same 8 rows give another loss at each call")
+
+    def test_same_draws_that_leave_nothing_to_count_leave_it_unknown(self):
+        assert not exactness(DrawnRows()).comparable
+
+    @pytest.mark.parametrize(("task", "effective"), [(Denoiser(), "same in distribution"), (Calls(), "not known")])
+    def test_the_plan_splits_and_says_what_that_means(self, task, effective):
+        plan = small_plan(task, global_batch=64, micro_batch=16)
+        assert plan.choice("exactness").effective == effective
+        assert bool(plan.warnings) == (effective == "not known")

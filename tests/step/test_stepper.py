@@ -538,6 +538,12 @@ def test_a_loss_across_rows_runs_unsplit_and_is_reported():
     assert "looks across rows" in stepper.events[0].sentence
 
 
+def test_a_loss_that_draws_noise_is_split_and_said_to_be_the_same_in_distribution():
+    _, stepper = linear(lambda model, x: model(x + torch.randn_like(x)).square().mean(), micro_batch=2)
+    assert stepper.step(torch.randn(6, 4)).micro_batches == 3
+    assert [event.sentence.split(",")[0] for event in stepper.events] == ["a split step is the same in distribution"]
+
+
 def test_a_sum_returned_as_a_plain_number_is_named_as_a_possible_cause():
     _, stepper = linear(lambda model, batch: model(batch).square().sum())
     stepper.step(torch.randn(6, 4))

@@ -5,12 +5,15 @@ weights the difference can be as little as 1e-8 (all pairs with β = 0.1), so th
 doubled weights, which makes rows differ more; float32 is used only if the model's code insists on it. A forward with
 dropout cannot be compared with itself, so it runs in evaluation mode. BatchNorm does not show there and is found by its
 class.
+
+A loss that draws random numbers (the noise of diffusion) differs from itself, which says nothing about its rows. So the
+batch is first compared with itself, and a random loss with its halves under the same draws for every row.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +29,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may cause, by the lowest precision that was used; 2e-2 for lower ones."""
 LOOKED_AT = 256
 """Rows of the data among which those to compare are chosen."""
+DRAWS = frozenset({
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_",
+    "exponential_", "log_normal_", "cauchy_", "geometric_",
+})  # fmt: skip
+"""torch's operations whose numbers depend on nothing but the generator. Others, such as `multinomial`, see the rows."""
 
 
 class NothingCounted(TaskError):
@@ -40,11 +48,16 @@ class Exactness:
     batch_norm: bool = False
     unequal_rows: bool = False
     """The loss is a plain mean in which rows count differently, so weighting micro-batches by their rows changes it."""
+    random: bool = False
+    """The loss draws random numbers and looks at rows one by one: a split is the same in distribution."""
+    comparable: bool = True
+    """False if the same batch gives another loss each time, so that nothing is known."""
     reason: str
 
     @property
     def exact(self) -> bool:
-        return not self.looks_across_rows and not self.batch_norm
+        """The same result from a split, or the same in distribution where the loss is random."""
+        return not self.looks_across_rows and not self.batch_norm and self.comparable
 
 
 def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | None = None) -> Exactness:
@@ -56,6 +69,11 @@ def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | No
     parts = [batch, *(halves or split_batch(batch, rows_of(batch) // 2))]
     result = _in_best_precision(context, parts, bool(norms))
     share = f"{result.difference:.0%}" if result.difference > 0.01 else f"{result.difference:.0e} (relative)"
+    if not result.comparable:
+        reason = (
+            f"the same {rows_of(batch)} rows give another loss at each call, so halves cannot be compared with them"
+        )
+        return Exactness(comparable=False, batch_norm=bool(norms), reason=reason)
     if result.unequal_rows:
         reason = f"the loss is a plain mean weighted by rows, and a batch and its two halves differ by {share}"
         return Exactness(unequal_rows=True, batch_norm=bool(norms), reason=reason)
@@ -68,6 +86,11 @@ def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | No
         reason = f"BatchNorm ({norms[0]!r}{more}) averages over the micro-batch instead of the global batch"
         return Exactness(batch_norm=True, reason=reason)
     mean = "; the loss is a plain mean, weighted by rows" if result.plain_mean else ""
+    if result.random:
+        reason = (
+            f"the loss draws random numbers; if they are the same, so is the loss of a batch and its two halves{mean}"
+        )
+        return Exactness(random=True, reason=reason)
     return Exactness(reason=f"a batch and its two halves give the same loss{mean}")
 
 
@@ -94,6 +117,8 @@ class _Result:
     unequal_rows: bool = False
     like_sum: bool = False
     """A plain number whose two halves add up to the whole."""
+    random: bool = False
+    comparable: bool = True
 
 
 def _in_best_precision(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
@@ -120,17 +145,30 @@ def _compare(context: StepContext, parts: list[Any], has_norms: bool) -> _Result
             if _value(context, parts[:1]) == _value(context, parts[:1]):
                 return _difference(context, parts)
     with _mode(context.model, training=False):
-        return _difference(context, parts)
+        if _value(context, parts[:1]) == _value(context, parts[:1]):
+            return _difference(context, parts)
+        draws = _SameDraws()
+        try:
+            one, other = _value(context, parts[:1], draws), _value(context, parts[:1], draws)
+            difference = _relative(one, other)
+            if difference > _tolerance(one):
+                return _Result(False, difference, one.plain_mean, comparable=False)
+            return replace(_difference(context, parts, draws), random=draws.used)
+        except NothingCounted:
+            if not draws.used:
+                raise
+            # Every row drew the same mask, which happened to cover nothing or all of them.
+            return _Result(False, 0.0, False, comparable=False)
 
 
 def _has_dropout(model: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
 
 
-def _difference(context: StepContext, parts: list[Any]) -> _Result:
-    whole, halves = _value(context, parts[:1]), _value(context, parts[1:])
-    difference = abs(halves.mean - whole.mean) / max(abs(whole.mean), abs(halves.mean), 1e-12)
-    tolerance, same_count = TOLERANCE.get(whole.dtype, 2e-2), whole.count == halves.count
+def _difference(context: StepContext, parts: list[Any], draws: "_SameDraws | None" = None) -> _Result:
+    whole, halves = _value(context, parts[:1], draws), _value(context, parts[1:], draws)
+    difference = _relative(whole, halves)
+    tolerance, same_count = _tolerance(whole), whole.count == halves.count
     if same_count and abs(halves.mean - 2 * whole.mean) <= tolerance * abs(halves.mean):
         raise TaskError(
             f"task {context.task.name}: Loss.sum seems to be a mean, since two halves of a batch add up to twice the "
@@ -138,12 +176,12 @@ def _difference(context: StepContext, parts: list[Any]) -> _Result:
         )
     if difference <= tolerance and same_count:
         return _Result(False, difference, whole.plain_mean)
-    unequal = whole.plain_mean and _is_weighted_mean(context, parts[0], 10 * tolerance)
+    unequal = whole.plain_mean and _is_weighted_mean(context, parts[0], 10 * tolerance, draws)
     like_sum = whole.plain_mean and abs(whole.mean - 2 * halves.mean) <= tolerance * abs(whole.mean)
     return _Result(not unequal, difference, whole.plain_mean, unequal, like_sum)
 
 
-def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float) -> bool:
+def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float, draws: "_SameDraws | None") -> bool:
     """Whether the loss is a mean of its rows with some weights, such as their tokens, so that no row sees another.
 
     Of three groups of rows, the means of two pairs give the weights, and those must give the mean of all three.
@@ -154,7 +192,8 @@ def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float) -> boo
 
     def mean(first: int, last: int) -> float:
         start, end = (count * third // 3 for third in (first, last))
-        return _value(context, [map_tensors(batch, lambda tensor: tensor[start:end] if tensor.ndim else tensor)]).mean
+        part = map_tensors(batch, lambda tensor: tensor[start:end] if tensor.ndim else tensor)
+        return _value(context, [part], draws).mean
 
     def weight(own: float, other: float, both: float) -> float:
         """The weight of a group relative to another, from the mean of both."""
@@ -176,11 +215,22 @@ class _Value:
     plain_mean: bool
 
 
-def _value(context: StepContext, parts: list[Any]) -> _Value:
+def _relative(one: _Value, other: _Value) -> float:
+    return abs(other.mean - one.mean) / max(abs(one.mean), abs(other.mean), 1e-12)
+
+
+def _tolerance(value: _Value) -> float:
+    return TOLERANCE.get(value.dtype, 2e-2)
+
+
+def _value(context: StepContext, parts: list[Any], draws: "_SameDraws | None" = None) -> _Value:
     """The mean over everything counted in these parts, and the count; of several terms, the sum of both."""
     task, model = context.task, context.model
     with _Precisions() as precisions:
-        values = [task.loss(model, part) for part in parts]
+        values = []
+        for part in parts:
+            with draws or nullcontext():
+                values.append(task.loss(model, part))
         pairs = list(zip(values, parts, strict=True))
         losses = [loss_terms(task, value, model=model, batch=part, needs_grad=False) for value, part in pairs]
     counts = {name: sum(float(terms[name].count) for terms in losses) for name in losses[0]}
@@ -206,6 +256,42 @@ class _Precisions(TorchDispatchMode):
 
     def least(self, own: torch.dtype) -> torch.dtype:
         return max({own, *self._seen}, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+class _SameDraws(TorchDispatchMode):
+    """Gives all rows the same random numbers, in a batch as in its halves.
+
+    Of the n-th draw in the first loss, one number is kept for each place of the last dimension, and the n-th draw in
+    every loss repeats them. A draw of one dimension repeats a single number, since that dimension may be the rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[tuple[list[Any], torch.Tensor]] = []
+        self._next = 0
+
+    @property
+    def used(self) -> bool:
+        return bool(self._kept)
+
+    def __enter__(self) -> "_SameDraws":
+        self._next = 0
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in DRAWS or out.numel() == 0:
+            return out
+        bounds = [arg for arg in args if isinstance(arg, (int, float))]
+        width = out.shape[-1] if out.ndim > 1 else 1
+        if self._next == len(self._kept):
+            self._kept.append((bounds, out.reshape(-1)[:width].clone()))
+        kept_bounds, kept = self._kept[self._next]
+        self._next += 1
+        if bounds != kept_bounds:  # such as the index of another row, which must stay below the number of rows
+            return out
+        return out.copy_(kept[torch.arange(width, device=kept.device) % len(kept)])
 
 
 def _as_float64(batch: Any) -> Any:

@@ -457,6 +457,10 @@ class Search:
     def _exactness(self, timing: Timing) -> Choice:
         exactness, whole = self.exactness, timing.accumulation == 1 and len(self.deal) == 1
         effective = "exact" if exactness.exact else "whole step" if timing.accumulation == 1 else "inexact"
+        if exactness.random:
+            effective = "same in distribution"
+        if not exactness.comparable and not exactness.batch_norm and not whole:
+            effective = "not known"
         if exactness.unequal_rows and not whole:
             effective = "weighted by rows"
         requested = "inexact allowed" if self.options.allow_inexact else None
@@ -469,6 +473,10 @@ class Search:
             warnings.append(f"{exactness.reason}; results depend on the micro-batch, here {show_rows(timing.rows)}")
         if exactness.looks_across_rows and split:
             warnings.append(f"{exactness.reason}; inexact splits are allowed, so a micro-batch sees only its own rows")
+        if not exactness.comparable and split:
+            warnings.append(
+                f"{exactness.reason}; draw random numbers with torch and keep no state in loss() to have it checked"
+            )
         if exactness.unequal_rows and split:
             warnings.append(f"{exactness.reason}; return (mean, count) from loss() to make the split exact")
         return warnings + ([trial.survey.shape_note] if trial.survey.shape_note else [])

@@ -192,7 +192,12 @@ class SplitCheck:
 
     def before_split(self, step: int, parts: int) -> None:
         """A step is about to run in this many parts, on this rank or on several. Refuses a loss that compares rows."""
-        if parts < 2 or self._noted or self._exactness is None or self._exactness.exact:
+        if parts < 2 or self._noted or self._exactness is None:
+            return
+        if self._exactness.random:
+            self._noted = True
+            self._events.add("note", step, f"a split step is the same in distribution, since {self._exactness.reason}")
+        if self._exactness.exact:
             return
         if self._exactness.looks_across_rows and not self._allow_inexact:
             raise InexactSplit(

@@ -231,3 +231,20 @@ class TestRandomLosses:
         plan = small_plan(task, global_batch=64, micro_batch=16)
         assert plan.choice("exactness").effective == effective
         assert bool(plan.warnings) == (effective == "not known")
+
+    def test_a_task_with_state_has_it_back_afterwards(self):
+        class Keeps(OwnGenerator):
+            def __init__(self):
+                self.calls, self.seen, self.generator = 0, {"last": None, "all": []}, torch.Generator().manual_seed(0)
+
+            def loss(self, model, batch):
+                self.calls += 1
+                self.seen["last"] = len(batch)
+                self.seen["all"].append(len(batch))
+                return super().loss(model, batch)
+
+        task = Keeps()
+        generator = task.generator.get_state()
+        exactness(task)
+        assert (task.calls, task.seen) == (0, {"last": None, "all": []})
+        assert torch.equal(task.generator.get_state(), generator)

@@ -1,7 +1,9 @@
 """The bytes of an optimizer's step, predicted on the meta device against what a ledger counts of the real one."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -10,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from brimful.memory.ledger import Ledger
 from brimful.step import optimizer_memory
-from brimful.step.optimizer_memory import OptimizerBytes, is_first_step, predict
+from brimful.step.optimizer_memory import OptimizerBytes, OptimizerMemory, is_first_step, predict
 
 CPU = torch.device("cpu")
 SMALL = 64
@@ -590,3 +592,30 @@ def test_a_prediction_copies_no_weights_that_the_optimizer_refers_to():
     with ledger:
         predict(optimizer, graded(optimizer))
     assert ledger.peak_bytes - before < 1024
+
+
+class NoisySGD(optim.SGD):
+    """Draws noise for its step on the host, and some from a generator of its own."""
+
+    def step(self, closure=None):
+        for param in graded(self):
+            param.grad.add_(torch.randn(1).item() + random.random() + np.random.rand())
+            param.grad.add_(torch.rand(1, generator=self.param_groups[0]["generator"]).item())
+        return super().step(closure)
+
+
+def test_an_optimizer_that_draws_noise_draws_the_same_after_its_memory_is_predicted():
+    params, generator = parameters(), torch.Generator().manual_seed(0)
+    optimizer = NoisySGD([{"params": params, "generator": generator}], lr=0.1)
+
+    def states():
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[2],
+            generator.get_state().tolist(),
+        )
+
+    before = states()
+    OptimizerMemory(optimizer, CPU, pytest.fail).reserve(params)
+    assert states() == before

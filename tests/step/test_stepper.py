@@ -544,6 +544,29 @@ def test_a_loss_that_draws_noise_is_split_and_said_to_be_the_same_in_distributio
     assert [event.sentence.split(",")[0] for event in stepper.events] == ["a split step is the same in distribution"]
 
 
+class CountsCalls:
+    def __init__(self):
+        self.calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return model(batch).square().mean() * self.calls
+
+
+def test_a_loss_that_counts_its_calls_is_not_advanced_by_the_check():
+    counter = CountsCalls()
+    linear(counter.loss)[1].step(torch.randn(6, 4))
+    assert counter.calls == 1
+
+
+def test_a_loss_with_state_in_a_closure_is_told_that_the_check_changed_it():
+    calls = itertools.count(1)
+    _, stepper = linear(lambda model, batch: model(batch).square().mean() * next(calls))
+    stepper.step(torch.randn(6, 4))
+    assert "give another loss at each call" in stepper.events[0].sentence
+    assert "what it keeps in a closure" in stepper.events[0].sentence
+
+
 def test_a_sum_returned_as_a_plain_number_is_named_as_a_possible_cause():
     _, stepper = linear(lambda model, batch: model(batch).square().sum())
     stepper.step(torch.randn(6, 4))

@@ -6,12 +6,21 @@ them costs host RAM and no device memory. A model that is built only for probing
 
 import copy
 import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+LARGEST_CONTAINER = 1000
+"""Entries of a list or dict that is taken for state."""
+CONSTANTS = (str, bytes, int, float, complex, type, FunctionType, BuiltinFunctionType, ModuleType, type(None))
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 class RandomState:
@@ -94,6 +103,88 @@ class Buffers:
 def overlaps(tensor: torch.Tensor) -> bool:
     """Whether this is an expanded tensor: several elements share one number, so nothing can have written to it."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+class Attributes:
+    """What objects hold in plain attributes: counters, generators, tensors cached by a forward.
+
+    Containers are followed, and other objects one level deep. Those of torch are not, nor is a container of more than
+    `LARGEST_CONTAINER` entries, which is data. Nothing here can restore what code keeps elsewhere: in a global variable, a
+    closure or a cached function.
+    """
+
+    def __init__(self, *objects: Any, excluding: Iterable[torch.Tensor] = ()) -> None:
+        """Tensors of `excluding` are saved elsewhere."""
+        self._restore: list[Callable[[], object]] = []
+        self._seen = {id(tensor) for tensor in excluding}
+        self._alive: list[Any] = []
+        """Keeps the ids in `_seen` from being used again."""
+        for one in objects:
+            self._save_object(one, levels=1)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for restore in self._restore:
+                restore()
+
+    def _save(self, value: Any, levels: int) -> None:
+        if isinstance(value, (*CONSTANTS, nn.Parameter, Optimizer)) or id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self._remember(value)
+            if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+                self._restore.append(partial(_write_back, value, value.detach().clone()))
+        elif isinstance(value, torch.Generator):
+            self._restore.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._restore.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            self._restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, MethodType):
+            self._save(value.__self__, levels)
+        elif isinstance(value, tuple) or type(value) in CONTAINERS:
+            self._save_container(value, levels)
+        elif levels > 0 and not type(value).__module__.startswith("torch."):
+            self._save_object(value, levels - 1)
+
+    def _save_object(self, value: Any, levels: int) -> None:
+        if isinstance(getattr(value, "__dict__", None), dict) and id(value) not in self._seen:
+            self._remember(value)
+            self._save_container(vars(value), levels)
+
+    def _save_container(self, container: Any, levels: int) -> None:
+        if len(container) > LARGEST_CONTAINER or id(container) in self._seen:
+            return
+        self._remember(container)
+        if not isinstance(container, tuple):
+            self._restore.append(partial(_refill, container, copy.copy(container)))
+        for value in list(container.values() if isinstance(container, dict) else container):
+            self._save(value, levels)
+
+    def _remember(self, value: Any) -> None:
+        self._seen.add(id(value))
+        self._alive.append(value)
+
+
+def _write_back(tensor: torch.Tensor, saved: torch.Tensor) -> None:
+    if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
+        tensor.data = saved
+    elif not torch.equal(tensor, saved) and not _overlaps(tensor):
+        tensor.copy_(saved)
+
+
+def _refill(container: Any, saved: Any) -> None:
+    """Give a container its entries back, unless it has just these."""
+    if isinstance(container, list):
+        if len(container) != len(saved) or any(now is not was for now, was in zip(container, saved, strict=True)):
+            container[:] = saved
+    elif isinstance(container, dict):
+        if list(container) != list(saved) or any(container[key] is not value for key, value in saved.items()):
+            container.clear()
+            container.update(saved)
+    elif container != saved:
+        container.clear()
+        container.update(saved)
 
 
 class TrainingState:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.errors import TaskError
 from brimful.memory.context import StepContext, split_batch, tensors_of, to_device
-from brimful.memory.snapshot import Buffers
+from brimful.memory.snapshot import Attributes, Buffers
 from brimful.task import Dataset, loss_terms, map_tensors, rows_of, weighted_by_rows
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -61,7 +61,9 @@ class Exactness:
 
 
 def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | None = None) -> Exactness:
-    """Compare a small batch with its two halves. Changes neither weights nor buffers.
+    """Compare a small batch with its two halves. Changes neither weights nor buffers nor the task's attributes.
+
+    What the loss keeps in global variables or in a closure cannot be restored. The caller restores random state.
 
     Halves that were collated by themselves have their own padding, and show a model that looks at padding.
     """
@@ -123,7 +125,7 @@ class _Result:
 
 def _in_best_precision(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
     parts = [to_device(part, context.device) for part in parts]
-    buffers = Buffers(context.model)
+    buffers, attributes = Buffers(context.model), Attributes(context.task, excluding=context.model.buffers())
     try:
         with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
             try:
@@ -136,6 +138,7 @@ def _in_best_precision(context: StepContext, parts: list[Any], has_norms: bool) 
             except (RuntimeError, TypeError):  # code that mixes in float32 of its own, or a device without float64
                 return _compare(context, parts, has_norms)
     finally:
+        attributes.restore()
         buffers.restore()
 
 

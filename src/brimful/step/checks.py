@@ -185,6 +185,11 @@ class SplitCheck:
         if exactness.unequal_rows:
             fix = "return brimful.Loss(sum, count), or the whole output of a Hugging Face model, for the exact mean"
             self._events.add("note", step, f"{exactness.reason}; {fix}", warn=True)
+        elif not exactness.comparable:
+            kept = (
+                "The check called the loss several times, which changed what it keeps in a closure or a global variable"
+            )
+            self._events.add("note", step, f"{exactness.reason}. {kept}, if anything.", warn=True)
         elif not exactness.exact:
             self._events.add(
                 "note", step, f"{exactness.reason}; this does not matter while a step is not split", warn=True

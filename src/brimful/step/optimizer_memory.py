@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from brimful.memory.context import tensors_of
 from brimful.memory.ledger import Ledger
+from brimful.memory.snapshot import RandomState
 
 PARAM_SETS_KEPT = 7
 """Other sets of stepped parameters whose bytes stay known."""
@@ -49,11 +50,16 @@ class OptimizerMemory:
         self._known: dict[tuple[int, ...], OptimizerBytes] = {}
 
     def reserve(self, params: Sequence[nn.Parameter]) -> None:
-        """Raise the out-of-memory error that a step over these parameters would raise."""
+        """Raise the out-of-memory error that a step over these parameters would raise. Changes no random state.
+
+        What the optimizer's code changes outside the optimizer, such as a global counter, cannot be restored.
+        """
         key = tuple(map(id, params))  # which parameters have gradients may change from step to step
         if key not in self._known:
             latest = dict(list(self._known.items())[:PARAM_SETS_KEPT])
+            random_state = RandomState(self._device)  # an optimizer that adds noise to its step draws some here
             self._known = {key: predict(self._optimizer, params), **latest}
+            random_state.restore()
             if not self._known[key].traced:
                 name = type(self._optimizer).__name__
                 self._note(f"{name} could not be traced, so the bytes reserved for its step are a rule of thumb")

@@ -248,3 +248,67 @@ class TestRandomLosses:
         exactness(task)
         assert (task.calls, task.seen) == (0, {"last": None, "all": []})
         assert torch.equal(task.generator.get_state(), generator)
+
+
+class Rope:
+    """A helper that is no module and keeps a table."""
+
+    table = None
+
+
+class Caching(nn.Module):
+    """Keeps tensors from its first forward in every way models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.tables, self.rope, self.largest = nn.Linear(16, 4), {}, Rope(), 0
+        self.register_buffer("early", None, persistent=False)
+
+    def forward(self, x):
+        if self.rope.table is None:
+            self.rope.table = self.attribute = self.early = torch.ones(4, dtype=x.dtype) * self.linear.weight.mean()
+            self.register_buffer("late", self.early.clone(), persistent=False)
+            self.tables["cos"], self.largest = self.early.clone(), len(x)
+        cached = self.rope.table + self.attribute + self.early + self.late + self.tables["cos"]
+        return self.linear(x) @ cached
+
+
+class Cached(Pairs):
+    def model(self):
+        return Caching()
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+
+
+def test_a_model_that_caches_tensors_has_none_of_the_check():
+    context = context_of(Cached())
+    assert check_exactness(context, context.task.dummy(8, ())).exact
+    model = context.model
+    assert (model.rope.table, model.early, model.tables, model.largest) == (None, None, {}, 0)
+    assert not hasattr(model, "attribute") and not hasattr(model, "late")
+
+
+def test_a_model_with_tensors_in_its_cache_keeps_them():
+    context = context_of(Cached())
+    batch = context.task.dummy(8, ())
+    before = context.model(batch)
+    tables = context.model.rope.table, context.model.attribute
+    assert check_exactness(context, batch).exact
+    assert (context.model.rope.table, context.model.attribute) == tables
+    assert torch.equal(context.model(batch), before)
+
+
+def test_a_cache_of_the_float64_check_is_not_used_by_the_one_in_float32():
+    class Float32Only(Caching):
+        def forward(self, x):
+            out = super().forward(x)
+            if out.dtype != torch.float32:
+                raise RuntimeError("float32 only")
+            return out
+
+    class Task(Cached):
+        def model(self):
+            return Float32Only()
+
+    assert exactness(Task()).exact

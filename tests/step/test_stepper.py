@@ -567,6 +567,35 @@ def test_a_loss_with_state_in_a_closure_is_told_that_the_check_changed_it():
     assert "what it keeps in a closure" in stepper.events[0].sentence
 
 
+class Rotary(nn.Module):
+    """Caches a table in its first forward, computed from its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 1), None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = self.linear.weight.detach().cos()
+        return self.linear(x * self.table)
+
+
+def test_a_model_that_caches_a_table_trains_as_in_a_plain_loop():
+    models = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        model, x = Rotary(), torch.randn(6, 4)
+        optimizer = SGD(model.parameters())
+        if plain:
+            model(x).square().mean().backward()
+            optimizer.step()
+        else:
+            Stepper(model, optimizer, lambda model, batch: model(batch).square().mean()).step(x)
+        models.append(model)
+    assert torch.equal(models[0].table, models[1].table)
+    assert torch.allclose(models[0].linear.weight, models[1].linear.weight, rtol=1e-6)
+
+
 def test_a_sum_returned_as_a_plain_number_is_named_as_a_possible_cause():
     _, stepper = linear(lambda model, batch: model(batch).square().sum())
     stepper.step(torch.randn(6, 4))

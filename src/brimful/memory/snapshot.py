@@ -114,9 +114,10 @@ class Attributes:
     """
 
     def __init__(self, *objects: Any, excluding: Iterable[torch.Tensor] = ()) -> None:
-        """Tensors of `excluding` are saved elsewhere."""
+        """Tensors of `excluding` are saved elsewhere. The modules of a model are each an object of their own."""
         self._restore: list[Callable[[], object]] = []
         self._seen = {id(tensor) for tensor in excluding}
+        self._roots = {id(one) for one in objects}
         self._alive: list[Any] = []
         """Keeps the ids in `_seen` from being used again."""
         for one in objects:
@@ -128,12 +129,16 @@ class Attributes:
                 restore()
 
     def _save(self, value: Any, levels: int) -> None:
-        if isinstance(value, (*CONSTANTS, nn.Parameter, Optimizer)) or id(value) in self._seen:
+        if (
+            isinstance(value, (*CONSTANTS, nn.Parameter, Optimizer))
+            or id(value) in self._seen
+            or id(value) in self._roots
+        ):
             return
         if isinstance(value, torch.Tensor):
             self._remember(value)
             if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
-                self._restore.append(partial(_write_back, value, value.detach().clone()))
+                self._restore.append(partial(_write_back, value, _to_host(value)))
         elif isinstance(value, torch.Generator):
             self._restore.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -168,8 +173,8 @@ class Attributes:
 
 def _write_back(tensor: torch.Tensor, saved: torch.Tensor) -> None:
     if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
-        tensor.data = saved
-    elif not torch.equal(tensor, saved) and not _overlaps(tensor):
+        tensor.data = saved.to(tensor.device)
+    elif not torch.equal(tensor.cpu(), saved) and not _overlaps(tensor):
         tensor.copy_(saved)
 
 

@@ -61,9 +61,9 @@ class Exactness:
 
 
 def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | None = None) -> Exactness:
-    """Compare a small batch with its two halves. Changes neither weights nor buffers nor the task's attributes.
+    """Compare a small batch with its two halves. Weights, buffers, and attributes of model and task stay as they are.
 
-    What the loss keeps in global variables or in a closure cannot be restored. The caller restores random state.
+    What the code keeps in global variables or closures cannot be restored. The caller restores random state.
 
     Halves that were collated by themselves have their own padding, and show a model that looks at padding.
     """
@@ -125,18 +125,26 @@ class _Result:
 
 def _in_best_precision(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
     parts = [to_device(part, context.device) for part in parts]
-    buffers, attributes = Buffers(context.model), Attributes(context.task, excluding=context.model.buffers())
-    try:
-        with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
-            try:
-                with _in_float64(context.model, doubled=True):
-                    result = _compare(context, [_as_float64(part) for part in parts], has_norms)
-                if math.isfinite(result.difference):
-                    return result
-                with _in_float64(context.model):
-                    return _compare(context, [_as_float64(part) for part in parts], has_norms)
-            except (RuntimeError, TypeError):  # code that mixes in float32 of its own, or a device without float64
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        try:
+            with _put_back(context), _in_float64(context.model, doubled=True):
+                result = _compare(context, [_as_float64(part) for part in parts], has_norms)
+            if math.isfinite(result.difference):
+                return result
+            with _put_back(context), _in_float64(context.model):
+                return _compare(context, [_as_float64(part) for part in parts], has_norms)
+        except (RuntimeError, TypeError):  # code that mixes in float32 of its own, or a device without float64
+            with _put_back(context):
                 return _compare(context, parts, has_norms)
+
+
+@contextmanager
+def _put_back(context: StepContext) -> Iterator[None]:
+    """Buffers and attributes are afterwards as before: a table that a forward caches has the precision of the check."""
+    model = context.model
+    buffers, attributes = Buffers(model), Attributes(context.task, *model.modules(), excluding=model.buffers())
+    try:
+        yield
     finally:
         attributes.restore()
         buffers.restore()

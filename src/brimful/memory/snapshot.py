@@ -174,7 +174,7 @@ class Attributes:
 def _write_back(tensor: torch.Tensor, saved: torch.Tensor) -> None:
     if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
         tensor.data = saved.to(tensor.device)
-    elif not torch.equal(tensor.cpu(), saved) and not _overlaps(tensor):
+    elif not torch.equal(tensor.cpu(), saved) and not overlaps(tensor):
         tensor.copy_(saved)
 
 

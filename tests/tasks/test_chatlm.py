@@ -289,13 +289,13 @@ def test_tied_weights_survive_saving_and_loading(saved):
 
 
 def test_a_checkpoint_s_weights_go_back_into_a_new_model(saved, tmp_path_factory):
-    from brimful.training.state import load_weights
+    from brimful.training.state import load_model
 
     model, folder = saved
     checkpoint = tmp_path_factory.mktemp("checkpoint")
     (checkpoint / "model").symlink_to(folder)
     fresh = Pretrain(options=ChatOptions(from_=str(folder))).model()
-    load_weights(checkpoint, fresh)
+    load_model(checkpoint, fresh)
     for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
     assert fresh.lm_head.weight is fresh.shared.weight

@@ -54,7 +54,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a whole file, or leave it as it was."""
+    """Replace a file whole, or leave it unchanged."""
     with atomic_path(path) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -375,7 +375,7 @@ def test_freed_memory_is_given_back_before_a_worker_is_forked_that_would_hold_it
 
 
 def watched(levels, measures):
-    """What is said when these shares of 16 GiB are seen, one look after the other."""
+    """The messages when the watchdog reads these shares of 16 GiB in turn."""
     said, levels, measures = [], iter(levels), iter(measures)
     dog = Watchdog(16 * GIB, lambda: next(measures, None), said.append, used=lambda: int(next(levels) * 16 * GIB))
     return dog, said

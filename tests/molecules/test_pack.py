@@ -206,7 +206,7 @@ def test_classifiers_with_and_without_exposure_share_a_pack():
 
 
 def test_steps_of_a_plain_classifier_do_not_depend_on_ood_rows():
-    """Nobody may look at OOD molecules for it, not even through the dropout of a pack with two sides."""
+    """OOD molecules have no influence, not even through the dropout of a pack with two sides."""
     plain = support.job(0, "classify", classes=CLASSES)
     rows, others = (support.rows(train=(60, 40), classes=CLASSES) for _ in range(2))
     others.features[others.ood["train"]] += 100

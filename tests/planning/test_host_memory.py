@@ -28,7 +28,7 @@ class Texts(Tagger):
 
 
 class Data:
-    """400 rows that take so many seconds each to fetch."""
+    """400 rows that each take this many seconds to fetch."""
 
     def __init__(self, seconds=0.0, numbers=1):
         self.seconds, self.numbers = seconds, numbers

@@ -8,7 +8,7 @@ from tests.planning.small import Normed, Pairs, Tagger, small_plan
 
 
 def curve(rates):
-    """Seconds for a micro-batch of so many rows, given rows/s at some sizes."""
+    """Seconds for a micro-batch of this many rows, given rows/s at some sizes."""
     timed = []
 
     def seconds(rows):

@@ -41,7 +41,7 @@ FLAT = model_of(forward=(100, 10), optimizer=(10_000, 0))
 
 
 def tight(model: MemoryModel, rows: int, **options) -> MicroBatchLimit:
-    """A limit that lets just so many rows through."""
+    """A limit that allows exactly this many rows."""
     limit = MicroBatchLimit(model=model, value=math.inf, **options)
     limit.value = limit.cost(rows, ())
     return limit

@@ -247,7 +247,7 @@ def _non_persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _load_buffers(file: Path, model: nn.Module) -> None:
-    """Into the model's own tensors where they fit. One that grew in training, or was made by it, is set anew."""
+    """Copy into the model's own tensors where shapes agree; replace buffers that training created or resized."""
     device = next(model.parameters()).device
     modules = dict(model.named_modules())
     for name, saved in _load(file, mapped=True).items():

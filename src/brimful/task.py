@@ -163,17 +163,38 @@ class Task:
         """Whether `shape` is defined. Without it every row has the worst shape, and no row is read to learn it."""
         return getattr(self.shape, "__func__", None) is not Task.shape
 
-    def dummy(self, rows: int, shape: Shape) -> Any:
-        """A batch of `rows` rows padded to `shape`, as `collate` would return it. Needed only without data."""
+    def pack(self, rows: Sequence[Any], tokens: Shape) -> Any:
+        """One batch of these rows end to end instead of padded, by length filled up to `tokens` tokens. Optional.
+
+        With it a plan may use the packed layout. `loss` then gets such batches too, with whatever tells the model where
+        each row begins; see `brimful.packing`. Planning compares packed rows with the same rows alone before it packs.
+        """
+        raise TaskError(f"task {self.name} has no pack(). Try: define pack(rows, tokens), or layout='padded'.")
+
+    @property
+    def packs(self) -> bool:
+        """Whether `pack` is defined."""
+        return getattr(self.pack, "__func__", None) is not Task.pack
+
+    def dummy_row(self, shape: Shape) -> Any:
+        """A row of this shape with any content. Needed only without data, unless `dummy` is defined."""
         raise TaskError(
-            f"task {self.name} has no dummy(), so it cannot be planned without data. "
-            "Try: give data, or define dummy(rows, shape) that returns a batch."
+            f"task {self.name} has no dummy_row(), so it cannot be planned without data. "
+            "Try: give data, or define dummy_row(shape) that returns a row."
         )
+
+    def dummy(self, rows: int, shape: Shape) -> Any:
+        """A batch of `rows` rows padded to `shape`, as `collate` would return it. Default: of `dummy_row`."""
+        return self.collate([self.dummy_row(shape)] * rows)
 
     @property
     def has_dummy(self) -> bool:
-        """Whether `dummy` is defined. Without it the longest rows of the data are used to probe."""
-        return getattr(self.dummy, "__func__", None) is not Task.dummy
+        """Whether `dummy` or `dummy_row` is defined. Without them the longest rows of the data are used to probe."""
+        return self.has_dummy_row or getattr(self.dummy, "__func__", None) is not Task.dummy
+
+    @property
+    def has_dummy_row(self) -> bool:
+        return getattr(self.dummy_row, "__func__", None) is not Task.dummy_row
 
     def rows(self, data: str) -> Dataset:
         """The dataset at a path or of a name."""
@@ -215,6 +236,10 @@ class Task:
             model.save_pretrained(folder, max_shard_size="1000GB")  # type: ignore[operator]
         else:
             save_model(model, str(folder / "model.safetensors"))
+
+    def compiling(self, model: "nn.Module", on: bool) -> bool:
+        """Switch compiled blocks in a model with its own way of doing it; False if there is none."""
+        return False
 
     def checkpointing(self, model: "nn.Module", on: bool) -> bool:
         """Switch gradient checkpointing in a model with its own way of doing it; False if there is none."""

@@ -28,6 +28,7 @@ from brimful.data.reader import ReadError, StepReader, StepRows, WorkerTraceback
 from brimful.errors import BadOption, TaskError
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host, Space, tree_bytes
+from brimful.memory.layout import LAYOUTS, PADDED
 from brimful.memory.meter import trim_heap
 from brimful.memory.snapshot import RandomState
 from brimful.task import Task
@@ -129,8 +130,9 @@ class Loader:
             speeds=_first(speeds, (1.0,) * int(os.environ.get("WORLD_SIZE", 1))), excluded=excluded,
         )  # fmt: skip
         self._reader = StepReader(
-            dataset, task, plan.split if plan else None, lengths, step_rows=global_batch, seed=seed
-        )
+            dataset, task, plan.split if plan else None, lengths, step_rows=global_batch, seed=seed,
+            layout=LAYOUTS[plan.layout] if plan else PADDED,
+        )  # fmt: skip
         self._limit_bytes = _first(host_limit_bytes, host.limit_bytes if host else None)
         self._note, self._samples, self._changed = note or _log, 0, False
         self._iterator: Any = None

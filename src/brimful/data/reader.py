@@ -20,7 +20,7 @@ import torch
 from brimful.data.batches import Ints, Lengths, SampledStep
 from brimful.data.store import Store
 from brimful.errors import BrimfulError, TaskError, in_one_line, user_line
-from brimful.memory.split import padded_shape
+from brimful.memory.layout import PADDED, Layout
 from brimful.task import Shape, Task, failed_method, failure, rows_of
 
 Split = Callable[[list[Shape]], list[list[int]]]
@@ -72,9 +72,10 @@ class StepReader:
     """A map-style dataset of steps, for torch's workers: `reader[SampledStep]` is its `StepRows`."""
 
     def __init__(
-        self, dataset: Any, task: Task, split: Split | None, lengths: Lengths | None, *, step_rows: int, seed: int
-    ) -> None:
-        self.dataset, self.task, self._split, self._seed = dataset, task, split, seed
+        self, dataset: Any, task: Task, split: Split | None, lengths: Lengths | None, *, step_rows: int, seed: int,
+        layout: Layout = PADDED,
+    ) -> None:  # fmt: skip
+        self.dataset, self.task, self._split, self._seed, self._layout = dataset, task, split, seed, layout
         self._step_rows = step_rows
         known = lengths is not None and lengths(np.zeros(1, dtype=np.int64)).shape[1] == len(task.worst_shape)
         self._lengths = lengths if known else None
@@ -94,7 +95,7 @@ class StepReader:
 
     def collate(self, rows: StepRows) -> StepRows:
         """As batches if those can be sliced later, else as lists of rows. Without a plan to split by, the step decides."""
-        if self._sliceable is False or self._split is None:
+        if self._sliceable is False or self._split is None or self._layout is not PADDED:
             return rows
         seed_all(self._seed, rows.start)  # for a collate that masks at random
         batches = [self.task.collate(part) for part in rows.parts]
@@ -115,7 +116,7 @@ class StepReader:
             step_rows=self._step_rows,
             indices=indices,
             groups=groups,
-            shapes=[padded_shape(shapes[place] for place in group) for group in groups],
+            shapes=[self._layout.shape([shapes[place] for place in group]) for group in groups],
             parts=[[rows[place] for place in group] for group in groups],
             collated=False,
         )

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import TaskError
+from brimful.memory.layout import PADDED, Layout
 from brimful.task import Loss, Task, loss_terms, map_tensors
 
 MICRO_PHASES = ("forward", "head", "early", "late")
@@ -58,6 +59,8 @@ class StepContext:
     device: torch.device
     autocast: torch.dtype | None
     """None runs the forward in the precision of the weights."""
+    layout: Layout = PADDED
+    """How rows become a batch."""
     cudnn_attention: bool = True
     """False keeps attention off cuDNN's kernels, forward and backward: see `forward_context`."""
     scaler: "torch.amp.GradScaler | None" = None

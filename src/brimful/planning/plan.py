@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brimful.files import write_atomic
+from brimful.memory.layout import LAYOUTS, LayoutName
 from brimful.memory.model import MemoryModel
-from brimful.memory.split import split_by_memory, without_single_rows
+from brimful.memory.split import without_single_rows
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rate, show_rows
 
@@ -104,6 +105,8 @@ class Plan:
     fill: float
     shape: Shape
     """The lengths planned for. Every number below is for rows of this shape."""
+    layout: LayoutName = "padded"
+    """`packed`: rows end to end in one sequence, and `shape` is the mean row of a long step."""
     global_batch: int
     micro_batch: int
     """Rows per forward and backward, at most."""
@@ -155,13 +158,18 @@ class Plan:
 
     @property
     def micro_limit(self) -> float:
-        """The measure of the chosen micro-batch. Rows of other lengths are split to the same."""
-        return self.memory_model.rising_cost(self.micro_batch, self.shape, whole=self.accumulation == 1)
+        """The measure of the chosen micro-batch. Rows of other lengths are split to the same.
+
+        If a packed step fits whole, a step of longer rows stays whole too, as far as the budget goes.
+        """
+        chosen = self.memory_model.rising_cost(self.micro_batch, self.shape, whole=self.accumulation == 1)
+        whole = self.layout == "packed" and self.accumulation == 1 and self.choice("micro_batch").requested is None
+        return max(chosen, float(self.budget_bytes)) if whole else chosen
 
     def split(self, shapes: list[Shape]) -> list[list[int]]:
         """Rows of these lengths as micro-batches, by index. The loader proposes this split to the step."""
         most, together = self.choice("micro_batch").requested, self.choice("exactness").effective
-        groups = split_by_memory(
+        groups = LAYOUTS[self.layout].split(
             shapes, self.memory_model.rising_cost, self.micro_limit, max_rows=most, overhead=self.overhead
         )
         return without_single_rows(groups) if together in ("inexact", "whole step") else groups

@@ -251,9 +251,9 @@ class Share:
     def work(self) -> float:
         return float(sum(1 + sum(self.rows.shapes[index]) for index in self.indices))
 
-    def padded_shape(self, indices: Sequence[int]) -> Shape:
-        """What these rows are padded to in one micro-batch."""
-        return padded_shape(self.rows.shapes[index] for index in indices)
+    def shape(self, indices: Sequence[int]) -> Shape:
+        """The shape that describes these rows in one micro-batch: their longest, or their mean if they are packed."""
+        return self.rows.layout.shape([self.rows.shapes[index] for index in indices])
 
 
 @dataclass(frozen=True, slots=True)

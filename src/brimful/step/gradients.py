@@ -160,7 +160,7 @@ class Gradients:
         state.groups = self._split(state.share, state.rows)
         self._split_check.before_split(state.step, max(len(state.groups), self._group.size))
         for index, group in enumerate(state.groups):
-            shape = state.share.padded_shape(group)
+            shape = state.share.shape(group)
             self._context.phase = Phase.COLLATE
             state.micro_batch = MicroBatch(index, len(state.groups), group, shape)
             totals.add(
@@ -192,7 +192,7 @@ class Gradients:
             for group in groups
             for micro_batch in (
                 [group]
-                if self._recovery.limit.allows(len(group), share.padded_shape(group), whole=whole)
+                if self._recovery.limit.allows(len(group), share.shape(group), whole=whole)
                 else self._split_rows(share, group, part=not whole)
             )
         ]
@@ -256,7 +256,7 @@ class Gradients:
     ) -> float | None:
         """Turn the gradients into those of the mean, then do what else comes before the optimizer's step."""
         largest = max(state.groups, key=len, default=[])
-        shape = state.share.padded_shape(largest) if largest else ()
+        shape = state.share.shape(largest) if largest else ()
         state.micro_batch = MicroBatch(0, len(state.groups), largest, shape)
         norm: float | None = None
 

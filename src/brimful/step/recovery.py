@@ -25,12 +25,12 @@ from torch import nn
 
 from brimful.errors import DoesNotFit, UserError
 from brimful.memory.context import Phase, StepContext
+from brimful.memory.layout import LAYOUTS, PADDED, Layout
 from brimful.memory.ledger import count_existing
 from brimful.memory.meter import AvailableMemory, allocated_bytes, allocator_retries
 from brimful.memory.model import MemoryModel, work
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import Buffers, RandomState
-from brimful.memory.split import split_by_memory
 from brimful.planning.levers import checkpointing
 from brimful.planning.plan import Plan
 from brimful.step.distributed import Share
@@ -113,7 +113,7 @@ class StepState:
     @property
     def split(self) -> list[tuple[int, Shape]]:
         """Rows and padded lengths of each micro-batch."""
-        return [(len(group), self.share.padded_shape(group)) for group in self.groups]
+        return [(len(group), self.share.shape(group)) for group in self.groups]
 
 
 class Recovery:
@@ -267,7 +267,7 @@ class Recovery:
 
         def trial() -> None:
             for _ in range(1 if whole else 2):  # the second time with gradients held
-                context.run_micro_batch(context.task.dummy(rows, shape), rows)
+                context.run_micro_batch(context.layout.dummy(context.task, rows, shape), rows)
 
         outcome = attempt(trial, context.device, clean=context.drop_gradients)
         context.drop_gradients()
@@ -358,6 +358,7 @@ class MicroBatchLimit:
     model: MemoryModel | None
     value: float
     """The most that a micro-batch may cost."""
+    layout: Layout = PADDED
     budget: float = math.inf
     """The most that `value` may become: the share of the memory to use."""
     max_rows: int | None = None
@@ -388,6 +389,7 @@ class MicroBatchLimit:
         fixed = [size for size in (micro_batch, plan.choice("micro_batch").requested) if size is not None]
         return cls(
             model=plan.memory_model,
+            layout=LAYOUTS[plan.layout],
             value=plan.micro_limit,
             budget=float(plan.budget_bytes),
             max_rows=min(fixed, default=None),
@@ -399,7 +401,7 @@ class MicroBatchLimit:
     def split(self, shapes: list[Shape], *, part: bool = False) -> list[list[int]]:
         """Rows of these shapes in micro-batches within the limit. `part`: the step has other rows as well."""
         cost = self._cost_of_part if part else self._cost_in_step
-        return split_by_memory(shapes, cost, self.value, max_rows=self._max_rows, overhead=self.overhead)
+        return self.layout.split(shapes, cost, self.value, max_rows=self._max_rows, overhead=self.overhead)
 
     def allows(self, rows: int, shape: Shape, *, whole: bool) -> bool:
         """Whether a proposed micro-batch may run as it is."""

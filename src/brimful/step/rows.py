@@ -14,6 +14,7 @@ import torch
 
 from brimful.data.reader import StepRows
 from brimful.errors import TaskError, kind_of
+from brimful.memory.layout import PADDED, Layout
 from brimful.task import Shape, Task
 
 MAX_BATCH_TENSORS = 4
@@ -24,6 +25,7 @@ class Rows(Protocol):
     """The rows of a step on this rank, or of the whole step."""
 
     shapes: list[Shape]
+    layout: Layout
     groups: list[list[int]] | None
     """Micro-batches that a loader made. They may be split further but not joined. None: split as you like."""
     collates: bool
@@ -35,25 +37,32 @@ class Rows(Protocol):
         """These rows as one batch, on the device they came on."""
 
 
-def as_rows(value: Any, task: Task, shape: Shape, *, list_is_rows: bool) -> Rows:
+def as_rows(value: Any, task: Task, shape: Shape, *, list_is_rows: bool, layout: Layout = PADDED) -> Rows:
     """The argument of `Stepper.step`. `shape` is for rows whose task does not define theirs."""
     if isinstance(value, StepRows):
-        return LoadedRows(value, task)
+        return LoadedRows(value, task, layout)
     if isinstance(value, list) and (list_is_rows or _looks_like_rows(value)):
-        return ListedRows(value, task, shape)
+        return ListedRows(value, task, shape, layout)
+    if layout is not PADDED:
+        raise TaskError(
+            f"the plan packs rows, and this step was given {kind_of(value)}. Try: pass a list of rows, or layout='padded'."
+        )
     return BatchRows(value, task, shape)
 
 
 class LoadedRows:
     """Micro-batches that a `Loader` read and split. A collated row has the length it is padded to."""
 
-    def __init__(self, step: StepRows, task: Task) -> None:
+    def __init__(self, step: StepRows, task: Task, layout: Layout = PADDED) -> None:
         self.groups: list[list[int]] | None = step.groups
+        self.layout = layout
         self.step_rows = step.step_rows
         self.shapes: list[Shape] = [()] * len(step)
         self.collates = not step.collated
-        kind = BatchRows if step.collated else ListedRows
-        self._parts = [kind(part, task, shape) for part, shape in zip(step.parts, step.shapes, strict=True)]
+        self._parts: list[Rows] = [
+            BatchRows(part, task, shape) if step.collated else ListedRows(part, task, shape, layout)
+            for part, shape in zip(step.parts, step.shapes, strict=True)
+        ]
         self._position = dict[int, tuple[int, int]]()
         """By row, the number of its part and its index there."""
         for number, (group, part) in enumerate(zip(step.groups, self._parts, strict=True)):
@@ -77,10 +86,10 @@ class ListedRows:
     groups: list[list[int]] | None = None
     collates = True
 
-    def __init__(self, rows: list[Any], task: Task, shape: Shape) -> None:
+    def __init__(self, rows: list[Any], task: Task, shape: Shape, layout: Layout = PADDED) -> None:
         if not rows:
             raise TaskError("the list of rows for this step is empty. Try: at least one row.")
-        self._rows, self._task = rows, task
+        self._rows, self._task, self.layout = rows, task, layout
         has_shape = type(task).shape is not Task.shape
         self.shapes = [_shape_of(task, row) for row in rows] if has_shape else [shape] * len(rows)
 
@@ -88,7 +97,7 @@ class ListedRows:
         return len(self._rows)
 
     def batch(self, indices: Sequence[int]) -> Any:
-        return self._task.collate([self._rows[index] for index in indices])
+        return self.layout.collate(self._task, [self._rows[index] for index in indices])
 
 
 class BatchRows:
@@ -96,6 +105,7 @@ class BatchRows:
 
     groups: list[list[int]] | None = None
     collates = False
+    layout = PADDED
 
     def __init__(self, batch: Any, task: Task, shape: Shape) -> None:
         if not isinstance(batch, (torch.Tensor, np.ndarray, Mapping, list, tuple)):

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, UserError, in_one_line, kind_of
 from brimful.memory.context import Phase, StepContext
+from brimful.memory.layout import LAYOUTS, PADDED
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
 from brimful.planning.levers import checkpointing, cudnn_attention
@@ -130,6 +131,7 @@ class Stepper:
             optimizer=optimizer,
             device=device,
             autocast=autocast_dtype(precision, device),
+            layout=LAYOUTS[plan.layout] if plan else PADDED,
             cudnn_attention=cudnn == "on",
             scaler=scaler,
         )
@@ -275,7 +277,7 @@ class Stepper:
 
     def _make_gradients(self, value: Any, finish: Callable[[], float | None]) -> tuple[Share, StepGradients]:
         shape = self.plan.shape if self.plan else ()
-        rows = as_rows(value, self._context.task, shape, list_is_rows=self._list_is_rows)
+        rows = as_rows(value, self._context.task, shape, list_is_rows=self._list_is_rows, layout=self._context.layout)
         share = self._dealer.share(rows, value)
         return share, self._gradients.make(self.steps, share, finish)
 

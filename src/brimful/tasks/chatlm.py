@@ -32,6 +32,8 @@ Freeze = Literal["encoder+embeddings", "encoder", "none"]
 
 PAD, EOS, IGNORED = 0, 1, -100
 FIELDS = ("prompt", "response")
+PACKED_MODELS = ("t5", "mt5")
+"""Types of models that `brimful.packing.t5` runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,11 @@ class Pretrain(Task):
     def loss(self, model: "nn.Module", batch: Any) -> Loss:
         import torch.nn.functional as F
 
+        smoothing = self.options.label_smoothing if model.training else 0.0
+        if "source_rows" in batch:
+            from brimful.packing.t5 import loss_sum
+
+            return Loss(sum=loss_sum(model, batch, label_smoothing=smoothing), count=batch["count"])
         labels = batch["labels"]
         logits = model(
             **_encoder_inputs(model, batch),
@@ -167,7 +174,7 @@ class Pretrain(Task):
             labels.flatten(),
             ignore_index=IGNORED,
             reduction="sum",
-            label_smoothing=self.options.label_smoothing if model.training else 0.0,
+            label_smoothing=smoothing,
         )
         return Loss(sum=loss, count=(labels != IGNORED).sum())
 
@@ -180,17 +187,28 @@ class Pretrain(Task):
         labels, _ = _pad(responses, IGNORED)
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
-    def dummy(self, rows: int, shape: Shape) -> Any:
+    def pack(self, rows: Sequence[Any], tokens: Shape) -> Any:
+        from brimful.packing.t5 import pack
+
+        config = _config(self.size, self.source)
+        prompts, responses = ([row[name] for row in rows] for name in FIELDS)
+        return pack(prompts, responses, tokens, fill=config.pad_token_id, start=config.decoder_start_token_id)
+
+    @property
+    def packs(self) -> bool:
+        return _config(self.size, self.source).model_type in PACKED_MODELS
+
+    def compiling(self, model: "nn.Module", on: bool) -> bool:
+        from brimful.packing.t5 import compile_blocks
+
+        compile_blocks(model, on)
+        return self.packs
+
+    def dummy_row(self, shape: Shape) -> Any:
         import torch
 
-        source, target = shape
         vocab = _config(self.size, self.source).vocab_size
-        ids = torch.randint(2, vocab, (rows, source))
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "labels": torch.randint(2, vocab, (rows, target)),
-        }
+        return {name: torch.randint(2, vocab, (length,)).numpy() for name, length in zip(FIELDS, shape, strict=True)}
 
     def prepare(
         self, data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None = None, name: str = "train"

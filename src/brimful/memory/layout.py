@@ -1,0 +1,139 @@
+"""How the rows of a micro-batch are laid out: padded side by side, or packed end to end.
+
+    padded   7 3 9 1        packed   7 3 9 1 4 1 8 8 2 1 · ·        three rows of 4, 2 and 4 tokens;
+             4 1 · ·                                                a dot is computed for nothing
+             8 8 2 1
+
+A micro-batch of n rows is described by n and one shape, such that n × shape is what the model computes: the longest row
+when rows are padded, the mean row when they are packed. Everything that predicts, splits or retries works in rows and
+shapes, so it serves both layouts. 256 random chat rows (mean 23+97 tokens) compute 2.7 times their tokens when padded in
+four micro-batches, and 1.02 times when packed.
+
+Packing needs a task that defines `Task.pack` and a model that keeps rows apart, which `planning.exactness` proves.
+"""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from brimful.memory.split import Cost, padded_shape, split_by_memory
+from brimful.task import Shape, Task
+
+LayoutName = Literal["padded", "packed"]
+
+SMALLEST_FILL = 64
+"""A packed sequence is a multiple of this many tokens."""
+SIGNIFICANT_BITS = 5
+"""Sizes have at most this many significant bits: 16 sizes between one power of two and the next, 2 % of fill on average.
+Few sizes let the allocator reuse its blocks."""
+
+
+class Layout(ABC):
+    """Splits rows into micro-batches, and turns the rows of one into a batch."""
+
+    name: LayoutName
+
+    @abstractmethod
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        """The one shape that describes a micro-batch of rows of these shapes."""
+
+    @abstractmethod
+    def split(
+        self, shapes: Sequence[Shape], cost: Cost, budget: float, *, max_rows: int | None = None, overhead: float | None = None
+    ) -> list[list[int]]:  # fmt: skip
+        """Partition rows into micro-batches within the budget: their indices, ascending, the costliest first."""
+
+    @abstractmethod
+    def collate(self, task: Task, rows: Sequence[Any]) -> Any:
+        """These rows as one batch."""
+
+    @abstractmethod
+    def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
+        """A batch of so many rows of this shape, for probing."""
+
+
+class PaddedLayout(Layout):
+    """Rows side by side, padded to the longest. Rows alike in their lengths share a micro-batch."""
+
+    name: LayoutName = "padded"
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return padded_shape(shapes)
+
+    def split(
+        self, shapes: Sequence[Shape], cost: Cost, budget: float, *, max_rows: int | None = None, overhead: float | None = None
+    ) -> list[list[int]]:  # fmt: skip
+        return split_by_memory(shapes, cost, budget, max_rows=max_rows, overhead=overhead)
+
+    def collate(self, task: Task, rows: Sequence[Any]) -> Any:
+        return task.collate(rows)
+
+    def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
+        return task.dummy(rows, shape)
+
+
+class PackedLayout(Layout):
+    """Rows end to end. Any rows share a micro-batch, so micro-batches are few and equally full."""
+
+    name: LayoutName = "packed"
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        """The mean row, with its share of the fill; rounded up."""
+        return tuple(-(-size // len(shapes)) for size in packed_sizes(shapes))
+
+    def split(
+        self, shapes: Sequence[Shape], cost: Cost, budget: float, *, max_rows: int | None = None, overhead: float | None = None
+    ) -> list[list[int]]:  # fmt: skip
+        """The fewest micro-batches that fit, with about as many tokens in each. A row too large alone comes alone."""
+        every, most = list(range(len(shapes))), len(shapes) if max_rows is None else max_rows
+
+        def price(rows: Sequence[int], *, whole: bool = False) -> float:
+            return cost(len(rows), self.shape([shapes[row] for row in rows]), whole=whole)
+
+        if not every or (len(every) <= most and price(every, whole=True) <= budget):
+            return [every] if every else []
+        alone = [row for row in every if price([row]) > budget]
+        rest = [row for row in every if row not in set(alone)]
+        parts = max(2 - len(alone), -(-len(rest) // most), 1)
+        groups = _evenly(rest, shapes, parts)
+        while any(len(group) > most or price(group) > budget for group in groups):
+            parts += 1
+            groups = _evenly(rest, shapes, parts)
+        return sorted([*groups, *([row] for row in alone)], key=lambda group: -price(group))
+
+    def collate(self, task: Task, rows: Sequence[Any]) -> Any:
+        return task.pack(rows, packed_sizes([tuple(task.shape(row)) for row in rows]))
+
+    def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
+        return self.collate(task, [task.dummy_row(shape)] * rows)
+
+
+PADDED: Layout = PaddedLayout()
+PACKED: Layout = PackedLayout()
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (PADDED, PACKED)}
+
+
+def packed_sizes(shapes: Sequence[Shape]) -> Shape:
+    """By length, the tokens of a sequence that holds rows of these shapes, filled up.
+
+    >>> packed_sizes([(4, 100), (2, 900), (4, 30)])
+    (64, 1088)
+    """
+    return tuple(_filled(sum(lengths)) for lengths in zip(*shapes, strict=True))
+
+
+def _filled(tokens: int) -> int:
+    unit = max(SMALLEST_FILL, 1 << max(0, (tokens - 1).bit_length() - SIGNIFICANT_BITS))
+    return max(1, -(-tokens // unit)) * unit
+
+
+def _evenly(rows: list[int], shapes: Sequence[Shape], parts: int) -> list[list[int]]:
+    """The longest row first, each to the part with the fewest tokens."""
+    groups: list[list[int]] = [[] for _ in range(min(parts, len(rows)))]
+    loads = [(0, number) for number in range(len(groups))]
+    for row in sorted(rows, key=lambda row: -sum(shapes[row])):
+        load, number = heapq.heappop(loads)
+        groups[number].append(row)
+        heapq.heappush(loads, (load + 1 + sum(shapes[row]), number))
+    return [sorted(group) for group in groups]

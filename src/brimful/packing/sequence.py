@@ -1,0 +1,62 @@
+"""The rows of one side of a micro-batch, end to end in one sequence of a fixed number of tokens.
+
+    tokens   7 3 9 1 | 4 1 | 8 8 2 1 | 0 0 0 0 0 0         three rows in a sequence of 16, the rest is filled
+    starts   0         4     6         10                  where each row begins, and where the last one ends
+
+A fixed number of tokens means few shapes: memory is the same for every micro-batch, the allocator reuses its blocks, and
+compiled code serves all of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 64
+"""Tokens per tile of the attention kernels."""
+FILL = -1
+"""A tile of the tokens after the last row. Kernels write zeros there, and nothing reads them."""
+
+
+class Boundaries(NamedTuple):
+    """Where the rows of a sequence begin and end, for attention. All tensors are int32."""
+
+    starts: Tensor
+    """Of each row, and the end of the last one."""
+    tiles: Tensor
+    """One line per tile of `BLOCK` tokens: its row and its first token within the row. No tile reaches into a second row."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.starts) - 1
+
+
+def boundaries(lengths: Sequence[int], size: int) -> Boundaries:
+    """The boundaries of rows of these lengths in a sequence of `size` tokens.
+
+    >>> boundaries([4, 2, 4], 16).starts
+    tensor([ 0,  4,  6, 10], dtype=torch.int32)
+    """
+    counts = np.asarray(lengths, dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    used = int(starts[-1])
+    if used > size:
+        raise ValueError(f"rows of {used} tokens do not fit a sequence of {size}")
+    tiles_of_row = -(-counts // BLOCK)
+    row = np.repeat(np.arange(len(counts)), tiles_of_row)
+    first = np.arange(len(row)) - np.repeat(np.cumsum(tiles_of_row) - tiles_of_row, tiles_of_row)
+    tiles = np.stack([row, first * BLOCK], axis=1)
+    fill = np.arange(used, size, BLOCK)
+    tiles = np.concatenate([tiles, np.stack([np.full(len(fill), FILL), fill], axis=1)])
+    return Boundaries(torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(tiles.astype(np.int32)))
+
+
+def end_to_end(rows: Sequence[Any], size: int, fill: int) -> Tensor:
+    """The tokens of these rows in one sequence, filled up with `fill`."""
+    sequence = np.full(size, fill, dtype=np.int64)
+    tokens: NDArray[Any] = np.concatenate(rows)
+    sequence[: len(tokens)] = tokens
+    return torch.from_numpy(sequence)

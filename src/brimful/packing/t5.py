@@ -1,0 +1,142 @@
+"""The forward pass of a Hugging Face T5 over packed rows.
+
+The model stays transformers' own: its weights, its norms, its feed-forward layers and its dropouts are used as they are. What
+is replaced is the attention, which stays inside each row, and the path through the stacks, which works on [token, dim]
+instead of [row, token, dim].
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from brimful.packing.attention import attention
+from brimful.packing.cross_entropy import linear_cross_entropy
+from brimful.packing.sequence import Boundaries, boundaries, end_to_end
+
+IGNORED = -100
+
+
+def pack(
+    prompts: Sequence[Any], responses: Sequence[Any], tokens: Sequence[int], *, fill: int, start: int
+) -> dict[str, Any]:
+    """A packed batch for `loss_sum`.
+
+    Args:
+        prompts: The source tokens of each row.
+        responses: The target tokens of each row, eos included.
+        tokens: The size of both sequences.
+        fill: The token after the last prompt.
+        start: The token that the decoder begins with.
+    """
+    shifted = [np.concatenate([[start], response[:-1]]) for response in responses]
+    source, target = ([len(row) for row in side] for side in (prompts, responses))
+    return {
+        "source": end_to_end(prompts, tokens[0], fill),
+        "target": end_to_end(shifted, tokens[1], fill),
+        "labels": end_to_end(responses, tokens[1], IGNORED),
+        "source_rows": boundaries(source, tokens[0]),
+        "target_rows": boundaries(target, tokens[1]),
+        "radius": (_radius(source), _radius(target)),
+        "count": sum(target),
+    }
+
+
+def _radius(lengths: Sequence[int]) -> int:
+    """The longest row, rounded up to a power of two, since compiled code is made again for every new one."""
+    return 1 << max(6, (max(lengths) - 1).bit_length())
+
+
+def loss_sum(model: Any, batch: Mapping[str, Any], *, label_smoothing: float = 0.0) -> Tensor:
+    """The sum of the cross-entropy over all labels of a packed batch, for a `T5ForConditionalGeneration`.
+
+    A frozen encoder runs without autograd. `compile_blocks` makes it run compiled blocks.
+    """
+    encoder = [*model.encoder.block.parameters(), *model.encoder.final_layer_norm.parameters()]
+    frozen = not any(param.requires_grad for param in encoder)
+    source, target = batch["source_rows"], batch["target_rows"]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+        encoded = _stack(model, model.encoder, batch["source"], source, batch["radius"][0], causal=False)
+    hidden = _stack(
+        model, model.decoder, batch["target"], target, batch["radius"][1], causal=True, encoded=encoded, source=source
+    )
+    scale = model.model_dim**-0.5 if model.config.scale_decoder_outputs else 1.0
+    return linear_cross_entropy(
+        hidden, model.lm_head.weight, batch["labels"], label_smoothing=label_smoothing, logit_scale=scale
+    )
+
+
+def compile_blocks(model: Any, on: bool) -> None:
+    """Switch compiled blocks on or off. The code is compiled at the first step, once for all blocks of a kind."""
+    model.__dict__.pop("packed_block", None)
+    if on:
+        model.__dict__["packed_block"] = torch.compile(block_forward, dynamic=True)
+
+
+def block_forward(
+    block: Any,
+    hidden: Tensor,
+    rows: Boundaries,
+    bias: Tensor,
+    causal: bool,
+    encoded: Tensor | None,
+    source: Boundaries | None,
+) -> Tensor:
+    """One `T5Block`, encoder or decoder, over packed tokens."""
+    layer = block.layer[0]
+    normed = layer.layer_norm(hidden)
+    hidden = hidden + layer.dropout(_attend(layer.SelfAttention, normed, normed, rows, rows, causal, bias))
+    if encoded is not None:
+        assert source is not None
+        layer = block.layer[1]
+        attended = _attend(layer.EncDecAttention, layer.layer_norm(hidden), encoded, rows, source, False, None)
+        hidden = hidden + layer.dropout(attended)
+    out: Tensor = block.layer[-1](hidden)
+    return out
+
+
+def _attend(
+    module: Any, x: Tensor, memory: Tensor, rows: Boundaries, source: Boundaries, causal: bool, bias: Tensor | None
+) -> Tensor:
+    heads = module.n_heads
+    q, k, v = (
+        project(t).unflatten(-1, (heads, -1)) for project, t in ((module.q, x), (module.k, memory), (module.v, memory))
+    )
+    dropout = module.dropout if module.training else 0.0
+    out = attention(q, k, v, rows, source, scale=1.0, causal=causal, bias=bias, dropout=dropout)
+    result: Tensor = module.o(out.flatten(1))
+    return result
+
+
+def _stack(
+    model: Any, stack: Any, tokens: Tensor, rows: Boundaries, radius: int, *, causal: bool,
+    encoded: Tensor | None = None, source: Boundaries | None = None,
+) -> Tensor:  # fmt: skip
+    run = model.__dict__.get("packed_block", block_forward)
+    hidden = stack.dropout(stack.embed_tokens(tokens))
+    bias = bias_table(stack.block[0].layer[0].SelfAttention, radius, bidirectional=not causal)
+    for block in stack.block:
+        arguments = (block, hidden, rows, bias, causal, encoded, source)
+        if getattr(block, "gradient_checkpointing", False) and block.training and torch.is_grad_enabled():
+            hidden = checkpoint(run, *arguments, use_reentrant=False)
+        else:
+            hidden = run(*arguments)
+    out: Tensor = stack.dropout(stack.final_layer_norm(hidden))
+    return out
+
+
+def bias_table(module: Any, radius: int, bidirectional: bool) -> Tensor:
+    """The position bias by distance, [head, 2 * radius - 1]."""
+    weight = module.relative_attention_bias.weight
+    distance = torch.arange(1 - radius, radius, device=weight.device)
+    bucket = module._relative_position_bucket(
+        distance,
+        bidirectional=bidirectional,
+        num_buckets=module.relative_attention_num_buckets,
+        max_distance=module.relative_attention_max_distance,
+    )
+    table: Tensor = weight[bucket].t().contiguous()
+    return table

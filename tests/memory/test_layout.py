@@ -1,0 +1,58 @@
+import random
+
+import pytest
+
+from brimful.memory.layout import LAYOUTS, PACKED, PADDED, packed_sizes
+
+
+def draw_shapes(seed, count=100):
+    rng = random.Random(seed)
+    return [(rng.randint(1, 60), rng.randint(1, 256)) for _ in range(count)]
+
+
+def work(rows, shape, whole=False):
+    return rows * (1 + sum(shape))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("budget", [300, 2000, 9000, 10**9])
+def test_every_row_comes_once_and_what_can_fit_fits(name, budget):
+    layout, shapes = LAYOUTS[name], draw_shapes(0)
+    groups = layout.split(shapes, work, budget)
+    assert sorted(row for group in groups for row in group) == list(range(100))
+    for group in groups:
+        assert len(group) == 1 or work(len(group), layout.shape([shapes[row] for row in group])) <= budget
+
+
+def test_packed_micro_batches_are_few_and_equally_full():
+    shapes = draw_shapes(1)
+    groups = PACKED.split(shapes, work, 6000)
+    loads = [sum(sum(shapes[row]) for row in group) for group in groups]
+    assert len(groups) == -(-work(100, PACKED.shape(shapes)) // 6000)
+    assert max(loads) - min(loads) <= 316
+
+
+def test_packed_rows_take_fewer_micro_batches_than_padded_ones():
+    shapes = draw_shapes(2)
+    assert len(PACKED.split(shapes, work, 6000)) < len(PADDED.split(shapes, work, 6000))
+
+
+def test_no_packed_micro_batch_has_more_rows_than_allowed():
+    assert max(map(len, PACKED.split(draw_shapes(3), work, 10**9, max_rows=30))) <= 30
+
+
+def test_rows_times_the_shape_is_what_is_computed():
+    shapes = [(4, 2), (100, 2), (4, 30)]
+    assert PADDED.shape(shapes) == (100, 30)
+    assert PACKED.shape(shapes) == (-(-128 // 3), -(-64 // 3))
+
+
+def test_a_packed_sequence_is_filled_up_by_little():
+    for tokens in range(1, 40_000, 37):
+        (size,) = packed_sizes([(tokens,)])
+        assert tokens <= size <= max(64, tokens * 1.07 + 64)
+        assert size % 64 == 0
+
+
+def test_packed_sequences_have_few_sizes():
+    assert len({packed_sizes([(tokens,)]) for tokens in range(16_384, 32_768)}) <= 17

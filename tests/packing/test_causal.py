@@ -1,0 +1,76 @@
+"""Packed causal models against the same rows padded, in transformers' own forward."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
+
+from brimful.errors import TaskError
+from brimful.packing import causal
+
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+CONFIGS = {
+    "gpt2": GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1),
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+}
+
+
+def build(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def draw_rows(seed):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(2, 250, length) for length in rng.integers(1, 60, 7)]
+
+
+def padded_loss(model, rows):
+    longest = max(map(len, rows))
+    ids, mask = (torch.zeros(len(rows), longest, dtype=torch.int64) for _ in range(2))
+    for place, row in enumerate(rows):
+        ids[place, : len(row)], mask[place, : len(row)] = torch.as_tensor(row), 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    labels = ids.masked_fill(mask == 0, -100)[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_rows_have_the_loss_and_gradient_of_padded_ones(name):
+    model, rows = build(CONFIGS[name]), draw_rows(1)
+    packed, padded = causal.loss(model, causal.pack(rows, (512,))), padded_loss(model, rows)
+    assert packed.sum.item() == pytest.approx(padded.item(), rel=1e-13)
+    assert packed.count == sum(len(row) - 1 for row in rows)
+    params = list(model.parameters())
+    for mine, other in zip(*(torch.autograd.grad(one, params) for one in (packed.sum, padded)), strict=True):
+        assert (mine - other).norm() <= 1e-12 * max(other.norm(), 1e-3)
+
+
+def test_labels_of_a_row_are_never_predicted_from_the_row_before():
+    batch = causal.pack([np.array([5, 6, 7]), np.array([8, 9])], (8,))
+    assert batch["labels"].tolist() == [6, 7, -100, 9, -100, -100, -100, -100]
+    assert batch["position_ids"].tolist()[:5] == [0, 1, 2, 0, 1]
+
+
+def test_masked_labels_are_not_learnt():
+    batch = causal.pack([np.array([5, 6, 7])], (4,), labels=[np.array([-100, -100, 7])])
+    assert batch["labels"].tolist() == [-100, 7, -100, -100]
+    assert batch["count"] == 1
+
+
+def test_the_model_keeps_its_own_attention():
+    model = build(CONFIGS["llama"])
+    before = model.config._attn_implementation
+    causal.loss(model, causal.pack(draw_rows(2), (512,)))
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_with_other_attention_is_refused():
+    model = build(Gemma2Config(**SHAPE, head_dim=8))
+    with pytest.raises(TaskError, match="cannot attend to packed rows: it uses sliding_window and softcap"):
+        causal.loss(model, causal.pack(draw_rows(3), (512,)))

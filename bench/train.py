@@ -17,7 +17,8 @@ in it, imports are not; `~` marks runs that were ended early and continued at th
 from earlier processes unless `--compile-cache` names a folder. **peak** and **reserved** are the most during training steps,
 without planning. **padding** is the share of computed tokens that are not real. **useful** is the FLOP/s of the real rows
 over the best matrix product that the same process measured; **computed** includes padding. The rows are in bf16 autocast.
-**loss** is the mean per token over the last ten steps that all entries of the table have; the file has it for every step.
+**loss** is the mean per token over the last ten steps that all entries of the table have, ± its standard deviation over the
+seeds; the file has it for every step.
 
 The cap is torch's on the process (`set_per_process_memory_fraction`); Brimful is also told it as its memory limit. All have
 `expandable_segments` on, which Brimful's command line sets for itself.
@@ -40,12 +41,18 @@ from typing import Any
 Entry = tuple[str, dict[str, Any]]
 """Which trainer (`train_peers.TRAINERS`), and its options."""
 
+TUNED: dict[str, Any] = {"group_by_length": True, "cudnn_attention": False, "logging_nan_inf_filter": False}
+"""What an expert adds: similar lengths together, no kernels that are prepared for every new shape, no wait per micro-batch."""
+
+# The options of `brimful` entries are keywords of `brimful.train`: a further lever is a further line.
 CHAT: dict[str, Entry] = {
     "hf-32": ("hf", {"batch": 32}),
     "hf-grouped": ("hf", {"batch": 32, "group_by_length": True}),
     "hf-auto": ("hf", {"batch": 128, "auto_find_batch_size": True}),
     "hf-compile": ("hf", {"batch": 32, "torch_compile": True}),
     "lightning": ("lightning", {"batch": 32}),
+    "hf-grouped-no-cudnn": ("hf", {"batch": 32, "group_by_length": True, "cudnn_attention": False}),
+    "hf-tuned": ("hf", {"batch": 64, **TUNED}),
     "old-2": ("hf", {"batch": 2}),
     "brimful-padded": ("brimful", {}),
     "brimful-window": ("brimful", {"mix": "window:50"}),
@@ -59,6 +66,8 @@ CAUSAL: dict[str, Entry] = {
     "hf-grouped-16": ("hf", {"batch": 16, "group_by_length": True}),
     "hf-compile-8": ("hf", {"batch": 8, "torch_compile": True}),
     "hf-compile-16": ("hf", {"batch": 16, "torch_compile": True}),
+    "hf-tuned-8": ("hf", {"batch": 8, **TUNED}),
+    "hf-tuned-16": ("hf", {"batch": 16, **TUNED}),
     "hf-grouped-compile-16": ("hf", {"batch": 16, "group_by_length": True, "torch_compile": True}),
     "brimful-padded": ("brimful", {}),
     "brimful-window": ("brimful", {"mix": "window:50"}),
@@ -169,8 +178,10 @@ def run_jobs(jobs: list[dict[str, Any]]) -> int:
         write_result(job, run_job(job))
         os.environ.clear()
         os.environ.update(before)  # accelerate keeps settings there, compilation among them
+        torch.backends.cuda.enable_cudnn_sdp(True)
         _forget_accelerate()
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -194,7 +205,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     from brimful.training.metrics import peak_flops
     from midrun_peers import quiet
     from train_cases import Case
-    from train_peers import TRAINERS, Clock, Enough, Training
+    from train_peers import TRAINERS, Clock, Overdue, Training
 
     device = _device(job["device"])
     case = Case(name=job["case"], folder=Path(job["folder"]), tiny=job["tiny"])
@@ -208,13 +219,15 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     status, error = "ok", ""
     try:
-        with quiet(), _time_limit(job["seconds"] + GRACE_S, Enough):
+        with quiet(), _time_limit(job["seconds"] + GRACE_S, Overdue):
             TRAINERS[job["trainer"]](training)
-    except Enough:
+    except Overdue:
         status, error = "stopped", f"step {len(clock.done) + 1} had not ended after {job['seconds'] + GRACE_S:g} s"
     except Exception as raised:
         status, error = ("OOM" if is_oom(raised) else "error"), in_one_line(raised)[:400]
     figures = clock.figures(case, ceiling) if clock.done and status in ("ok", "stopped") else {"steps": len(clock.done)}
+    if status == "ok" and not clock.done:
+        status, error = "error", "it ended without a step"
     return {
         "status": status, "error": error, **figures, **training.notes, "ceiling_flops_per_s": ceiling, "ceiling": how,
         "global_batch": case.global_batch, "device_name": _device_name(device), "versions": _versions(),
@@ -359,7 +372,7 @@ def _cells(entry: str, runs: list[dict[str, Any]], best: float | None, last: int
         show("micro_batches", "{:g}"),
         show("useful_share", "{:.1%}"),
         show("computed_share", "{:.1%}"),
-        f"{statistics.median(losses):.4f}",
+        f"{statistics.mean(losses):.4f}" + (f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""),
         str(len([one for one in runs if "rows_per_s" in one])),
         show("steps", "{:g}"),
     )

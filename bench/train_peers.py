@@ -1,7 +1,8 @@
 """The trainers that `train.py` compares, each driven as its own documentation shows, and the clock they all run against.
 
 **hf**         `Seq2SeqTrainer` (`Trainer` for a causal model) with the model's own loss. Its options are those of
-               `TrainingArguments`; `group_by_length` is spelt as the installed version wants it.
+               `TrainingArguments`, with `batch` for the batch size. `group_by_length` is spelt as the installed version wants
+               it, and `cudnn_attention=False` switches torch's cuDNN attention off, which prepares for every new shape.
 **lightning**  `Trainer.fit` with `accumulate_grad_batches`, the mean loss returned from `training_step`.
 **brimful**    `brimful.train`, which plans, trains and writes its events as always. Its options are that function's.
 
@@ -37,6 +38,10 @@ WARMUP_STEPS = 3
 
 class Enough(BaseException):
     """Ends a training. No `Exception`, so that nothing on the way handles, retries or saves."""
+
+
+class Overdue(BaseException):
+    """Ends a training in the middle of a step that takes too long."""
 
 
 @dataclass
@@ -230,6 +235,7 @@ def train_with_hf(training: Training) -> None:
     Base, Arguments = (Trainer, TrainingArguments) if case.causal else (Seq2SeqTrainer, Seq2SeqTrainingArguments)
     options = dict(training.options)
     grouped = options.pop("group_by_length", False)
+    torch.backends.cuda.enable_cudnn_sdp(options.pop("cudnn_attention", True))
     batch = training.batch_size(options.pop("batch"))
     if grouped:
         known = inspect.signature(Arguments.__init__).parameters

@@ -22,7 +22,7 @@ from train import _show_cap, read_results
 
 ROW, LABEL, VALUE, TOP = 22, 150, 96, 44
 """Units: height of a bar's row, width of the names, width of the figures, height of the title."""
-BARS_WIDTH = 640
+BARS_WIDTH, LOSS_WIDTH = 640, 480
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9", "#7a5195", "#888888")
 """Told apart by colour-blind readers, and dark enough for white pages while light enough for black ones."""
 POINTS = 200
@@ -95,7 +95,7 @@ def _by_entry(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any
 
 def _page(title: str, width: int, height: int, parts: Sequence[str], extra: int = 0) -> str:
     height += extra
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{max(width, BARS_WIDTH)}" role="img" aria-label="{html.escape(title)}">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width if width == BARS_WIDTH else LOSS_WIDTH}" role="img" aria-label="{html.escape(title)}">'
     return f"{head}{STYLE}{''.join(parts)}</svg>\n"
 
 

@@ -11,17 +11,17 @@
 comes first. Its result is one line of JSON in `--output` as soon as it has ended; a failure is a result too. A table for each
 case and cap follows at the end. Lines are appended, so several calls may share a file, and `--table FILE` prints its tables.
 
-**rows/s** is the median over the second half of the steps, never over the first three. A step is timed by events on the GPU
-that nobody waits for. **run** is what `--steps` steps take from the built process: model, plan, compilation and warm-up are
+**rows/s** is the median over the second half of the steps, without the first three if there are more. A step is timed by
+events on the GPU that nobody waits for. **run** is what `--steps` steps take from the built process: model, plan, compilation and warm-up are
 in it, imports are not; `~` marks runs that were ended early and continued at the median step. Compiled code is not reused
 from earlier processes unless `--compile-cache` names a folder. **peak** and **reserved** are the most during training steps,
 without planning. **padding** is the share of computed tokens that are not real. **useful** is the FLOP/s of the real rows
-over the best matrix product that the same process measured; **computed** includes padding. The rows are in bf16 autocast.
-**loss** is the mean per token over the last ten steps that all entries of the table have, ± its standard deviation over the
+over the best matrix product that the same process measured; **computed** includes padding. All is in bf16 autocast on a
+GPU. **loss** is the mean per token over the last ten steps that all entries of the table have, ± its standard deviation over the
 seeds; the file has it for every step.
 
-The cap is torch's on the process (`set_per_process_memory_fraction`); Brimful is also told it as its memory limit. All have
-`expandable_segments` on, which Brimful's command line sets for itself.
+The cap is torch's on the process (`set_per_process_memory_fraction`); Brimful is also told it as its memory limit. A CPU has
+none. All have `expandable_segments` on, which Brimful's command line sets for itself.
 """
 
 import argparse
@@ -37,6 +37,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from brimful.errors import UserError, in_one_line
+from brimful.units import parse_bytes
 
 Entry = tuple[str, dict[str, Any]]
 """Which trainer (`train_peers.TRAINERS`), and its options."""
@@ -97,7 +100,11 @@ def main(argv: list[str] | None = None) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         before = len(read_results(output))
         jobs = _jobs(args, folder, output)
-        _prepare(jobs, args.data)
+        try:
+            _prepare(jobs, args.data)
+        except UserError as error:
+            print(f"train: --data: {error}", file=sys.stderr)
+            return 2
         _run_all(jobs, args)
         print(show_tables(read_results(output)[before:]))
     return 0
@@ -200,7 +207,6 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     """One entry: its figures, or why there are none."""
     import torch
 
-    from brimful.errors import in_one_line
     from brimful.memory.oom import is_oom
     from brimful.training.metrics import peak_flops
     from midrun_peers import quiet
@@ -433,9 +439,10 @@ def _some_of(known: list[str]) -> Any:
 
 
 def _caps(text: str) -> list[int | None]:
-    from brimful.units import parse_bytes
-
-    return [None if one == "none" else parse_bytes(one, flag="--cap") for one in text.split(",")]
+    try:
+        return [None if one == "none" else parse_bytes(one, flag="--cap") for one in text.split(",")]
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ def ran(
 ) -> dict[str, Any]:
     """One dry run, with an entry that cannot work among the others: the lines by entry, and what was printed."""
     output = tmp_path_factory.mktemp("train") / "out.jsonl"
-    job = {"case": "pretrain", "cap_bytes": None, "seed": 0, "steps": STEPS, "seconds": 60.0, "tiny": True,
+    job = {"case": "causal", "cap_bytes": None, "seed": 0, "steps": STEPS, "seconds": 60.0, "tiny": True,
            "device": "cpu", "workers": 0, "folder": str(folder), "output": str(output)}  # fmt: skip
     entries = {
         "hf-32": ("hf", {"batch": 32}),
         "broken": ("brimful", {"no_such_option": 1}),
-        "brimful-padded": ("brimful", {"micro_batch": 4, "checkpointing": "off"}),
+        "brimful-padded": ("brimful", {"micro_batch": 2, "checkpointing": "off", "workers": 0}),
     }
     jobs = [{**job, "entry": name, "trainer": trainer, "options": options} for name, (trainer, options) in entries.items()]  # fmt: skip
     assert modules["train"]._run_process(jobs, None) == ""
@@ -97,7 +97,7 @@ def test_the_table_names_the_best_of_hugging_face(ran: dict[str, Any]) -> None:
 
 def test_plots_are_svg_with_every_entry(modules: dict[str, ModuleType], ran: dict[str, Any], tmp_path: Path) -> None:
     paths = modules["train_plots"].draw(list(ran["lines"].values()), tmp_path)
-    assert [path.name for path in paths] == ["train-pretrain-uncapped.svg", "train-loss-pretrain-uncapped.svg"]
+    assert [path.name for path in paths] == ["train-causal-uncapped.svg", "train-loss-causal-uncapped.svg"]
     speeds, losses = (" ".join(ElementTree.parse(path).getroot().itertext()) for path in paths)
     assert "hf-32" in speeds and "broken" in speeds and "error" in speeds
     assert "brimful-padded" in losses and "broken" not in losses
@@ -222,11 +222,19 @@ def test_it_needs_nothing_of_the_command_line() -> None:
     [
         (["--only", "hf-31"], "unknown hf-31. Try: hf-32"),
         (["--cases", "chat"], "unknown chat. Try: pretrain"),
+        (["--cap", "much"], "--cap"),
     ],
 )
-def test_names_that_do_not_exist_are_refused(
+def test_flags_that_cannot_work_are_refused(
     modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str
 ) -> None:
     with pytest.raises(SystemExit):
         modules["train"].main(flags)
     assert sentence in capsys.readouterr().err
+
+
+def test_data_that_do_not_exist_are_refused_in_a_sentence(
+    modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert modules["train"].main(["--data", str(tmp_path / "none.parquet"), "--tiny"]) == 2
+    assert "none.parquet does not exist" in capsys.readouterr().err

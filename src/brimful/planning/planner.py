@@ -42,6 +42,7 @@ from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
 from brimful.planning.micro_batch import Search
 from brimful.planning.plan import Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
+from brimful.planning.plan_time import PlanTime
 from brimful.planning.probe import (
     Progress,
     build_model,
@@ -52,7 +53,7 @@ from brimful.planning.probe import (
     task_errors,
     with_dummy,
 )
-from brimful.planning.target import Target, autocast_dtype, find_target
+from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
 from brimful.task import Dataset, Precision, Shape, Task
 from brimful.units import flag_bytes, show_bytes, show_count
 
@@ -81,6 +82,8 @@ def plan(
     pin_memory: AutoOnOff = "auto",
     lengths: Shape | None = None,
     allow_inexact: bool = False,
+    deterministic: bool = False,
+    plan_seconds: float | None = None,
     cache: bool = True,
     seed: int = 0,
     progress: Progress = lambda phrase: None,
@@ -121,6 +124,10 @@ def plan(
         pin_memory: Pinned host memory, from which a GPU copies while it computes.
         lengths: The lengths to plan for. Default: the longest in the data, else `task.worst_shape`.
         allow_inexact: Split a step even if that changes its result, because the loss looks across rows.
+        deterministic: Let nothing that is timed decide: plan and split follow from the inputs, and torch's
+            deterministic algorithms are used.
+        plan_seconds: Time to plan in. What does not fit into it is not tried, and the plan says so. Default: 30 s on a
+            GPU, 20 s on a CPU.
         cache: Reuse a saved plan with the same key, and save this one.
         seed: Seed of the probe batches and of the temporary model.
         progress: Called with a phrase before each probe.
@@ -142,7 +149,7 @@ def plan(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
         device=device, processes=processes, checkpointing=checkpointing, precision=precision,
         cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
-        allow_inexact=allow_inexact, cache=cache, seed=seed,
+        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, cache=cache, seed=seed,
     )  # fmt: skip
     target = find_target(options)
     rows = None if data is None else read_rows(task, data)
@@ -160,6 +167,7 @@ def find_plan(
     progress: Progress = lambda phrase: None,
 ) -> Plan:
     """The plan for a target that was found and rows that were read already; the saved one if its key matches."""
+    time = PlanTime.of(options.plan_seconds, target.device, deterministic=options.deterministic)
     task = with_dummy(task, rows)
     shape = _planned_shape(task, rows, options)
     description = model if model is not None else _describe(task)
@@ -169,10 +177,14 @@ def find_plan(
         return saved
     if _weights_and_gradients(description) > target.limit_bytes:
         raise _model_too_large(description, target)
-    result = _search(task, description, model, optimizer, target, options, shape, key, progress)
+    result = _search(task, description, model, optimizer, target, options, shape, key, time, progress)
     if isinstance(result, UserError):
         raise result
-    plan = with_host(result, task, rows, target, options, progress)
+    random_state = RandomState(target.device)
+    try:
+        plan = with_host(result, task, rows, target, options, progress)
+    finally:
+        random_state.restore()  # rows may draw random numbers when they are read
     warning = _save(plan) if options.cache else None
     return plan if warning is None else plan.with_warning(warning)
 
@@ -233,7 +245,7 @@ def _weights_and_gradients(model: nn.Module) -> int:
 
 def _search(
     task: Task, description: nn.Module, model: nn.Module | None, optimizer: Optimizer | None, target: Target,
-    options: PlanOptions, shape: Shape, key: str, progress: Progress,
+    options: PlanOptions, shape: Shape, key: str, time: PlanTime, progress: Progress,
 ) -> Plan | UserError:  # fmt: skip
     """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
@@ -245,11 +257,11 @@ def _search(
     autocast = autocast_dtype(options.precision or task.precision, target.device)
     cudnn = decide_cudnn_attention(options.cudnn_attention, target.device, shape)[0] == "on"
     try:
-        with target.enforce(simulate=False):
+        with target.enforce(simulate=False), deterministic_algorithms(options.deterministic):
             ready = model if model is not None else _build(task, description, target)
             context = make_context(task, ready, optimizer, target, autocast, cudnn_attention=cudnn)
             with _put_back(context, model):
-                return Search(context, target, options, shape, progress).plan(key)
+                return Search(context, target, options, shape, time, progress).plan(key)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise

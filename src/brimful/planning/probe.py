@@ -7,7 +7,6 @@ come closest to the shape wanted, repeated and collated. A user's own model is p
 import copy
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -24,6 +23,7 @@ from brimful.memory.ledger import active_limit_bytes
 from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
+from brimful.planning.plan_time import PlanTime, now
 from brimful.planning.target import Target
 from brimful.task import Dataset, Loss, Shape, Task, failed_method, failure, loss_terms, rows_of
 from brimful.units import show_rows
@@ -36,15 +36,18 @@ Mode = Literal["later", "whole", "full"]
 """What a probe runs: one micro-batch with gradients held, a step of one micro-batch, or a step of two."""
 
 TIMED_S = 0.15
-"""A size is timed for at least this long, or for five repeats."""
+"""A size is timed for at least this long, or for five repeats; twice if the plan is deterministic."""
+PASSES: dict[Mode, int] = {"later": 1, "whole": 1, "full": 2}
+"""Micro-batches that a probe runs."""
 
 
 class Prober:
     """Runs probes and timings of one model, and counts them."""
 
-    def __init__(self, context: StepContext, target: Target, progress: Progress) -> None:
+    def __init__(self, context: StepContext, target: Target, plan_time: PlanTime, progress: Progress) -> None:
         self.context = context
         self.target = target
+        self.plan_time = plan_time
         self.probes = 0
         self.ooms = 0
         self.fixed_bytes = 0
@@ -151,15 +154,17 @@ class Prober:
         context = self.context
         if mode == "later":
             context.hold_gradients()
-        limit = self.target.limit_bytes if limited else None
+        limit, started = self.target.limit_bytes if limited else None, now()
         metered = meter(context.device, limit_bytes=limit, adopt=_held(context), reserved=reserved)
         with metered, task_errors(context.task, "loss", f"a probe batch of {show_size(rows, shape)}"):
             if mode == "later":
                 context.run_micro_batch(self.batch(rows, shape), rows, metered.phase)
             else:
-                count = 2 if mode == "full" else 1
+                count = PASSES[mode]
                 context.step((self.batch(rows, shape) for _ in range(count)), count * rows, metered.phase)
         reading = metered.reading()
+        self._synchronise()
+        self.plan_time.record(rows, shape, (now() - started) / PASSES[mode])
         phases = {name: peak for name, peak in reading.phases.items() if name != "idle"}
         return Probe(rows=rows, shape=shape, phases=phases, reserved_bytes=reading.reserved_bytes)
 
@@ -171,7 +176,8 @@ class Prober:
             batch, times = self.batch(rows, shape), list[float]()
             if probe is None:
                 self.context.run_micro_batch(batch, rows)
-            while len(times) < 2 or (sum(times) < TIMED_S and len(times) < 5):
+            most = 2 if self.plan_time.limit_s is None else 5  # what is drawn meanwhile must not depend on the clock
+            while len(times) < 2 or (sum(times) < TIMED_S and len(times) < most):
                 if whole:
                     self.context.drop_gradients()
                 times.append(self._clock(lambda: self.context.run_micro_batch(batch, rows)))
@@ -179,10 +185,10 @@ class Prober:
 
     def _clock(self, work: Callable[[], Any]) -> float:
         self._synchronise()
-        start = time.perf_counter()
+        start = now()
         work()
         self._synchronise()
-        return time.perf_counter() - start
+        return now() - start
 
     def _synchronise(self) -> None:
         if self.context.device.type != "cpu":

@@ -4,12 +4,13 @@ import random
 
 
 class Clock:
-    """A clock that goes on only when it is told to."""
+    """A clock that goes on when it is told to, and by a microsecond when it is read."""
 
     def __init__(self):
         self.seconds = 0.0
 
     def perf_counter(self):
+        self.seconds += 1e-6
         return self.seconds
 
 

@@ -40,12 +40,13 @@ from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.planning.host_memory import with_host
 from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
 from brimful.planning.micro_batch import Search
-from brimful.planning.plan import Plan
+from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
 from brimful.planning.plan_time import PlanTime
 from brimful.planning.probe import (
     Progress,
     build_model,
+    check_collate,
     make_context,
     read_rows,
     real_batches,
@@ -168,8 +169,12 @@ def find_plan(
 ) -> Plan:
     """The plan for a target that was found and rows that were read already; the saved one if its key matches."""
     time = PlanTime.of(options.plan_seconds, target.device, deterministic=options.deterministic)
-    task = with_dummy(task, rows)
-    shape = _planned_shape(task, rows, options)
+    if rows is not None:
+        random_state = RandomState(target.device)
+        check_collate(task, rows)
+        random_state.restore()
+    task = with_dummy(task, rows, progress, steady=options.deterministic)
+    shape, sampled = _planned_shape(task, rows, options, progress)
     description = model if model is not None else _describe(task)
     key = _key(task, description, shape, options, target, rows)
     saved = _load(key, options, target) if options.cache else None
@@ -180,6 +185,9 @@ def find_plan(
     result = _search(task, description, model, optimizer, target, options, shape, key, time, progress)
     if isinstance(result, UserError):
         raise result
+    if sampled:
+        lengths = Choice.of("lengths", None, "+".join(map(str, shape)), sampled, "measured")
+        result = replace(result, choices=(*result.choices, lengths))
     random_state = RandomState(target.device)
     try:
         plan = with_host(result, task, rows, target, options, progress)
@@ -189,19 +197,27 @@ def find_plan(
     return plan if warning is None else plan.with_warning(warning)
 
 
-def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Shape:
-    """The lengths to plan for: those requested, the longest in the data, or the task's worst."""
-    worst, real = task.worst_shape, real_batches(task)
+def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions, progress: Progress) -> tuple[Shape, str]:
+    """The lengths to plan for: those requested, the longest in the data, or the task's worst; and how they were sampled.
+
+    Rows that were not read may be as long as the task's worst, so a sample is planned for that, where there is one.
+    """
+    worst, real, sampled = task.worst_shape, real_batches(task), ""
     if not isinstance(worst, tuple) or not all(isinstance(length, int) for length in worst):
         raise TaskError(f"task {task.name}: worst_shape is {worst!r}. Try: a tuple of whole numbers, such as (512,).")
     if real is not None:
-        worst = real.longest
+        worst, sampled = real.longest, real.sampled
     elif rows is not None and options.lengths is None:
         longest = getattr(rows, "longest", ())  # a token store knows it without looking at ten million rows
-        shapes = [longest] if len(longest) == len(worst) > 0 else row_shapes(task, rows)
-        worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+        if len(longest) == len(worst) > 0:
+            worst = longest
+        else:
+            shapes = row_shapes(task, rows, progress, steady=options.deterministic)
+            sampled = shapes.sampled and f"{shapes.sampled}, or the task's worst shape"
+            bounded = sampled and len(worst) == len(shapes.longest)
+            worst = tuple(map(max, shapes.longest, worst)) if bounded else shapes.longest
     if options.lengths is None:
-        return worst
+        return worst, sampled
     if options.lengths and not worst:
         raise BadOption(
             f"lengths={tuple(options.lengths)} cannot be used, because the rows of task {task.name} have no lengths. "
@@ -213,7 +229,7 @@ def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Sh
             f"lengths={tuple(options.lengths)} must have {show_count(len(worst), 'number')} for task {task.name}. "
             f"Try: lengths=({numbers}{',' * (len(worst) == 1)})."
         )
-    return tuple(options.lengths)  # a list if they come from a file
+    return tuple(options.lengths), ""  # a list if they come from a file
 
 
 def _describe(task: Task) -> nn.Module:

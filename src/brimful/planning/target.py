@@ -75,6 +75,8 @@ class Target:
 def find_target(options: PlanOptions) -> Target:
     """The device that was requested or that there is, and its limit. Refuses a limit that is not free."""
     device, host, limit = _find_device(options.device), Host.detect(), options.memory_limit_bytes
+    if device.index is not None and _ranks() > 1:
+        torch.accelerator.set_device_index(device.index)  # first: a query elsewhere takes 0.5 GiB of another rank's GPU
     if device.type in ("cpu", "mps"):
         free, reason = _host_free(options, host, device)
         name = "the CPU" if device.type == "cpu" else "the Apple GPU"
@@ -168,9 +170,17 @@ def _find_device(name: str) -> torch.device:
 def _with_index(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
-    if device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type != "mps" and _ranks() > 1:
+        rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+        if rank >= count:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
+            raise DeviceBusy(f"processes={ranks} needs as many GPUs, and torch sees {count}. Try: processes={count}.")
+        return torch.device(device.type, rank)
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _host_free(options: PlanOptions, host: Host, device: torch.device) -> tuple[int, str]:

@@ -320,7 +320,7 @@ class Session:
         on_rank_zero(self.group, self._open_trackers)
         checkpoint = self._find_checkpoint() if self.request.resume else None
         data, rows = self._read(self.data)
-        self.task = with_dummy(self.task, rows)
+        self.task = with_dummy(self.task, rows, self.progress, steady=self.plan_options.deterministic)
         valid_data, valid = (None, None) if self.valid is None else self._read(self.valid, like=rows)
         choice = PlanChoice(
             task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,

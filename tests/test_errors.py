@@ -40,7 +40,7 @@ def test_only_an_error_of_the_users_own_code_offers_its_traceback(monkeypatch):
     task, data = TaskError("loss() failed."), BadData("line 7 is bad.")
     assert traceback_hint(task) == ""
     task.__cause__ = data.__cause__ = KeyError("ids")
-    assert traceback_hint(task) == "Set BRIMFUL_TRACEBACK=1 to see the traceback." and traceback_hint(data) == ""
+    assert traceback_hint(task) == "Add --traceback to see the traceback." and traceback_hint(data) == ""
     monkeypatch.setenv("BRIMFUL_TRACEBACK", "1")
     assert traceback_hint(task) == ""
 

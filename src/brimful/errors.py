@@ -136,7 +136,7 @@ def wants_traceback() -> bool:
 def traceback_hint(error: BaseException) -> str:
     """A sentence on how to see the traceback, if the user's own code raised this error; else empty."""
     own = isinstance(error, TaskError) and error.__cause__ is not None
-    return "Set BRIMFUL_TRACEBACK=1 to see the traceback." if own and not wants_traceback() else ""
+    return "Add --traceback to see the traceback." if own and not wants_traceback() else ""
 
 
 def with_hint(message: str, hint: str) -> str:

@@ -61,7 +61,7 @@ def test_the_flags_of_plan_are_frozen(capsys):
         "--size", "--from", "--freeze", "--random-weights", "--label-smoothing", "--tokenizer", "--columns", "--max-tokens",
         "--global-batch", "--micro-batch", "--memory-limit", "--host-limit", "--fill", "--device", "--processes",
         "--checkpointing", "--precision", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
-        "--allow-inexact", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",
+        "--allow-inexact", "--deterministic", "--plan-seconds", "--traceback", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",
     }  # fmt: skip
 
 
@@ -127,13 +127,15 @@ def test_a_mistake_is_one_message_and_exit_code_2(tokens, message, tmp_path, mon
     assert not list(tmp_path.iterdir()), "it left something behind"
 
 
-def test_the_traceback_of_a_tasks_own_bug_is_shown_on_request(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_the_traceback_of_a_tasks_own_bug_is_shown_on_request(tmp_path, capsys, monkeypatch, by):
+    monkeypatch.delenv("BRIMFUL_TRACEBACK", raising=False)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     spec = f"{tmp_path / 'broken.py'}:task"
     _, _, err = run("plan", spec, "--device", "cpu", capsys=capsys)
-    assert "ZeroDivisionError" in err and "Traceback" not in err and "BRIMFUL_TRACEBACK=1" in err
-    monkeypatch.setenv("BRIMFUL_TRACEBACK", "1")
-    _, _, err = run("plan", spec, "--device", "cpu", capsys=capsys)
+    assert "ZeroDivisionError" in err and "Traceback" not in err and "Add --traceback" in err
+    monkeypatch.setenv("BRIMFUL_TRACEBACK", "0" if by == "flag" else "1")
+    _, _, err = run("plan", spec, *["--traceback"] * (by == "flag"), "--device", "cpu", capsys=capsys)
     assert "Traceback" in err and "1 / 0" in err
 
 

@@ -23,7 +23,7 @@ def load(name):
 
 
 def keeps_its_promise(name, limit, **options):
-    plan = make_plan(load(name), memory_limit=limit, device="cpu", cache=False, **options)
+    plan = make_plan(load(name), memory_limit=limit, device="cpu", cache=False, plan_seconds=600, **options)
     print(
         f"| {name} | {limit} | {plan.micro_batch} × {plan.accumulation} | {plan.largest_micro_batch} of {plan.global_batch} "
         f"| {show_bytes(plan.predicted_peak_bytes)} / {show_bytes(plan.measured_peak_bytes)} "

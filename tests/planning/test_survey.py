@@ -1,7 +1,9 @@
 """The largest size is found without an OOM, whatever memory grows with and however few rows fit."""
 
 import pytest
+from torch import nn
 
+from brimful.planning.probe import Prober
 from tests.planning.small import Normed, Pairs, Tagger, small_plan
 
 
@@ -41,3 +43,20 @@ def test_where_hardly_a_row_fits_the_model_knows_what_more_rows_cost(task, limit
 def test_a_size_is_not_given_up_for_what_does_not_grow_with_the_rows():
     plan = small_plan(Normed(), memory_limit="70KiB", global_batch=16)
     assert (plan.largest_micro_batch, plan.ooms) == (16, 0)
+
+
+class Deep(Tagger):
+    """Six wide blocks, of which checkpointing keeps a small part."""
+
+    def model(self):
+        model = super().model()
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+        model.body = nn.ModuleList(blocks)
+        return model
+
+
+def test_the_whole_step_under_checkpointing_is_predicted_from_one_full_probe_at_fewer_rows(monkeypatch):
+    monkeypatch.setattr(Prober, "_timed", lambda self, rows, *_: (1.0, None))  # more rows are always faster
+    plan = small_plan(Deep(), memory_limit="40MiB", global_batch=100)
+    assert (plan.levers.checkpointing, plan.largest_micro_batch) == ("on", 100)
+    assert plan.largest_predicted_peak_bytes == pytest.approx(plan.largest_measured_peak_bytes, rel=0.03)

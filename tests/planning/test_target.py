@@ -73,6 +73,43 @@ def test_a_full_gpu_is_refused_and_names_who_holds_it(gpu):
         find_target(PlanOptions(device="cuda"))
 
 
+class TestRanks:
+    """Two ranks on a machine with two GPUs, as seen by the second."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        """What torch is asked, in order."""
+        calls = []
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        module = SimpleNamespace(get_device_name=lambda device: "Test GPU")
+        monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+        accelerator = SimpleNamespace(
+            current_accelerator=lambda **_: torch.device("cuda"),
+            device_count=lambda: 2,
+            current_device_index=lambda: 0,
+            set_device_index=lambda index: calls.append(("set", index)),
+            get_memory_info=lambda device: (calls.append(("free", device.index)), (3 * GiB, 4 * GiB))[1],
+            memory_reserved=lambda device: (calls.append(("reserved", device.index)), 0)[1],
+        )
+        monkeypatch.setattr(torch, "accelerator", accelerator)
+        monkeypatch.setattr(target, "process_limit_bytes", lambda device, total: total)
+        monkeypatch.setattr(target, "gpu_holders", lambda index: calls.append(("holders", index)) or "")
+        return calls
+
+    @pytest.mark.parametrize("device", ["auto", "cuda"])
+    def test_a_rank_chooses_its_gpu_before_it_asks_for_memory_and_asks_no_other(self, calls, device):
+        assert find_target(PlanOptions(device=device)).device == torch.device("cuda", 1)
+        assert calls[0] == ("set", 1) and {index for _, index in calls} == {1}
+
+    def test_a_rank_without_a_gpu_is_told_before_anything_is_asked(self, calls, monkeypatch):
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+        with pytest.raises(DeviceBusy, match="processes=3 needs as many GPUs, and torch sees 2. Try: processes=2"):
+            find_target(PlanOptions())
+        assert not calls
+
+
 def test_a_missing_device_is_refused():
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")

@@ -85,11 +85,11 @@ class OneOf(SingleProcess):
         return self.ranks.exchange(self.rank, value)
 
 
-def plan(rows_per_s: float = 1.0, bytes_per_unit: float = 1.0) -> Any:
+def plan(rows_per_s: float = 1.0, bytes_per_unit: float = 1.0, deterministic: bool = False) -> Any:
     model = MemoryModel(
         phases={"forward": Polynomial({(1, 1): bytes_per_unit})}, margin=1.0, reserved_ratio=1.0, error=0.0, probes=()
     )
-    return SimpleNamespace(rows_per_s=rows_per_s, memory_model=model)
+    return SimpleNamespace(rows_per_s=rows_per_s, memory_model=model, deterministic=deterministic)
 
 
 def rows_of(given: Any, task: Task | None = None, is_rows: bool = True):
@@ -160,6 +160,11 @@ def test_equal_rows_are_dealt_evenly_and_in_runs():
 
 def test_rows_are_dealt_by_the_speeds_of_the_plans():
     assert [len(rows) for rows in shares(["row"] * 8, [plan(300.0), plan(100.0)])] == [6, 2]
+
+
+def test_under_deterministic_plans_no_speed_counts():
+    plans = [plan(300.0, deterministic=True), plan(100.0, deterministic=True)]
+    assert [len(rows) for rows in shares(["row"] * 8, plans)] == [4, 4]
 
 
 def test_speeds_count_only_if_every_rank_has_a_plan():

@@ -165,7 +165,7 @@ def test_the_traceback_of_a_users_own_code_is_offered_or_shown(wanted, monkeypat
     monkeypatch.setenv("BRIMFUL_TRACEBACK", wanted)
     body = "try: {}['zzz']\nexcept KeyError as error: raise TaskError(f'collate() failed: {error}.') from error"
     outcome = run_worker(body, processes=1)
-    hint = " Set BRIMFUL_TRACEBACK=1 to see the traceback."
+    hint = " Add --traceback to see the traceback."
     assert outcome == Outcome(code=2, message=f"collate() failed: 'zzz'.{'' if wanted else hint}")
     assert ("Traceback" in capfd.readouterr().err) == bool(wanted)
 
@@ -173,7 +173,7 @@ def test_the_traceback_of_a_users_own_code_is_offered_or_shown(wanted, monkeypat
 def test_an_error_that_came_from_another_process_is_printed_once_with_the_hint(monkeypatch):
     monkeypatch.delenv("BRIMFUL_TRACEBACK", raising=False)
     outcome = run_worker("raise TaskError('loss() failed.') from (None if rank else KeyError('ids'))")
-    assert outcome == Outcome(code=2, message="loss() failed. Set BRIMFUL_TRACEBACK=1 to see the traceback.")
+    assert outcome == Outcome(code=2, message="loss() failed. Add --traceback to see the traceback.")
 
 
 def test_a_mistake_that_one_process_finds_names_it(monkeypatch):

@@ -27,7 +27,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app = App(
         name="brimful",
         help="Train PyTorch models as fast as the available memory allows, without out-of-memory errors.",
-        help_epilogue="Set BRIMFUL_TRACEBACK=1 to see the full traceback of an error.",
+        help_epilogue="Add --traceback to any command, or set BRIMFUL_TRACEBACK=1, to see the full traceback of an error.",
         version=brimful.__version__,
         help_format="markdown",
         suppress_keyboard_interrupt=False,
@@ -47,6 +47,9 @@ def make_app(tokens: Sequence[str]) -> App:
 def main(tokens: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
     tokens = list(sys.argv[1:] if tokens is None else tokens)
+    if "--traceback" in tokens:
+        tokens.remove("--traceback")
+        os.environ["BRIMFUL_TRACEBACK"] = "1"  # the processes that train see it too
     try:
         make_app(tokens)(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UserError as error:

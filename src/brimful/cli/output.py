@@ -1,7 +1,7 @@
 """What every command prints: results on stdout, progress and errors on stderr.
 
 An error ends in one message and exit code 2, in the words of the shell: the library names arguments in its messages
-(`memory_limit='20GB'`), here they become flags (`--memory-limit 20GB`). With BRIMFUL_TRACEBACK=1 the traceback comes first,
+(`memory_limit='20GB'`), here they become flags (`--memory-limit 20GB`). With --traceback, or BRIMFUL_TRACEBACK=1, the traceback comes first,
 which helps with a bug in a task of one's own.
 """
 

@@ -39,7 +39,7 @@ from brimful.training.run import (
 
 PLANNED = (
     "micro_batch", "checkpointing", "precision", "cudnn_attention", "fill", "lengths", "workers", "prefetch", "pin_memory",
-    "allow_inexact",
+    "allow_inexact", "plan_seconds",
 )  # fmt: skip
 """Options that a plan has decided."""
 EVALUATION = ("eval_every", "eval_rows", "generate_rows", "best")
@@ -53,7 +53,8 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         types={"lengths": str},
         names={"run": ("--run", "--run-dir")},  # torchrun takes --run for the beginning of an option of its own
         helps={
-            "seed": "Seed of everything random: weights, order of the rows, dropout.",
+            "seed": "Seed of weights, order of the rows and dropout. It does not govern how steps are split, which changes "
+            "the dropout masks: a new plan may split them in another way unless --deterministic is set.",
             "processes": "Processes on this machine that share the global batch, each with a GPU if there are GPUs.",
         },
     )

@@ -87,8 +87,8 @@ class DetectedGpus:
     """What is unknown, and why."""
 
 
-def detect_gpus() -> DetectedGpus:
-    """Every accelerator torch sees. Whatever goes wrong becomes a note."""
+def detect_gpus(only: int | None = None) -> DetectedGpus:
+    """Every accelerator torch sees, or the one of this number. Whatever goes wrong becomes a note."""
     import torch
 
     notes: list[str] = []
@@ -96,16 +96,19 @@ def detect_gpus() -> DetectedGpus:
         with _warnings_as(notes):
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             count = torch.accelerator.device_count() if device else 0
-            gpus = [_detect_one(device.type, index, nvml, notes) for index in range(count)] if device else []
+            indices = [index for index in range(count) if only in (None, index)]
+            gpus = [_detect_one(device.type, index, nvml, notes) for index in indices] if device else []
         notes += _why_others_unknown(device.type, nvml) if device else [_why_no_gpu(nvml)]
         return DetectedGpus(gpus=tuple(g for g in gpus if g), driver=nvml.driver(), notes=(*notes, *nvml.notes))
 
 
 def gpu_holders(index: int) -> str:
-    """Which other processes hold memory of the GPU that torch numbers `index`, now, as a phrase."""
-    for gpu in detect_gpus().gpus:
-        if gpu.index == index:
-            return describe_holders(gpu, in_container=container_sign() is not None)
+    """Which other processes hold memory of the GPU that torch numbers `index`, now, as a phrase.
+
+    The others are left alone: without NVML, asking for their memory would take a CUDA context on each.
+    """
+    for gpu in detect_gpus(only=index).gpus:
+        return describe_holders(gpu, in_container=container_sign() is not None)
     return f"there is no GPU {index}"
 
 

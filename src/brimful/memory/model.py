@@ -197,10 +197,11 @@ class MemoryModel:
 
 
 def _without_gradients(phases: dict[str, Polynomial], probes: Sequence[Probe]) -> dict[str, Polynomial]:
-    """Phases of a first micro-batch that were measured at too few shapes to tell one length from another.
+    """Phases of a first micro-batch that were measured at too few sizes to tell what they grow with.
 
     Such a phase is the later one less the gradients held there, which are the same bytes at every size. Fitted by itself
-    it would follow one length alone: 66 rows of 29+186 were predicted at 4.4 GiB, and 7 were not enough.
+    to too few shapes it would follow one length alone: 66 rows of 29+186 were predicted at 4.4 GiB, and 7 were not
+    enough. Fitted to a single number of rows it would not grow at all: 100 rows were predicted at what 40 took.
     """
     corrected: dict[str, Polynomial] = {}
     for first in FIRST_PHASES:
@@ -209,7 +210,8 @@ def _without_gradients(phases: dict[str, Polynomial], probes: Sequence[Probe]) -
             continue
         both = [probe for probe in probes if first in probe.phases and later in probe.phases]
         shapes, all_shapes = ({probe.shape for probe in probes if name in probe.phases} for name in (first, later))
-        if both and len(shapes) < len(all_shapes):
+        rows, all_rows = ({probe.rows for probe in probes if name in probe.phases} for name in (first, later))
+        if both and (len(shapes) < len(all_shapes) or len(rows) == 1 < len(all_rows)):
             gradient_bytes = min(probe.phases[later] - probe.phases[first] for probe in both)
             terms = dict(phases[later].terms)
             constant = (0,) * (1 + len(probes[0].shape))

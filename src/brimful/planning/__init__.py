@@ -3,6 +3,7 @@
 plan_options   what the user may set
 target         the device, its memory limit, and where that limit is enforced
 planner        `plan`: the whole of it, and the saved plans
+plan_time      the clock, and how long planning may take
 probe          a step of any size, run and metered
 exactness      whether splitting a step changes its result
 levers         gradient checkpointing and other switches of a model

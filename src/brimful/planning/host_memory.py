@@ -24,6 +24,7 @@ from brimful.memory.context import tensors_of, to_device
 from brimful.memory.meter import trim_heap
 from brimful.planning.plan import Choice, HostPlan, Plan
 from brimful.planning.plan_options import PlanOptions
+from brimful.planning.plan_time import now
 from brimful.planning.probe import Progress
 from brimful.planning.target import Target
 from brimful.task import Dataset, Task
@@ -115,13 +116,13 @@ class HostPlanner:
         alone = tree_bytes()
         steps = iter(loader)
         first = next(steps)
-        seconds, computing, began = [], 0.0, time.perf_counter()
+        seconds, computing, began = [], 0.0, now()
         for _ in _until(STEPS, SECONDS):
-            started, busy = time.perf_counter(), _busy_s()
+            started, busy = now(), _busy_s()
             next(steps)
-            seconds.append(time.perf_counter() - started)
+            seconds.append(now() - started)
             computing += _busy_s() - busy
-        total_s = time.perf_counter() - began
+        total_s = now() - began
         # A forked worker shares pages with its parent, and each counts half of them: only the sum of all is right. It is
         # taken before the worker ends, because its pages then count as unshared for a while (300 MiB).
         held = max(0, tree_bytes() - alone) // workers if workers else 0
@@ -148,6 +149,9 @@ class HostPlanner:
         reason = f"a step is read in {takes}, {share:.1%} of the {_ms(self.trains_s)} that it is predicted to train"
         if wanted == 0:
             return Choice.of("workers", 0, 0, f"as requested; {reason}", "measured")
+        if wanted is None and self.options.deterministic:
+            reason = f"deterministic: none unless workers= is set, since rows that draw random numbers would differ; {reason}"
+            return Choice.of("workers", None, 0, reason, "measured")
         if wanted is None and share <= NEGLIGIBLE:
             return Choice.of("workers", None, 0, f"{reason}; a worker would cost RAM and gain nothing", "measured")
         if wanted is None and self.target.device.type == "cpu" and self.here.computing > CPU_BOUND:
@@ -234,6 +238,8 @@ class HostPlanner:
             return Choice.of("pin_memory", wanted, False, f"{self.target.name} reads host memory directly", "measured")
         if self.here is None:
             return Choice.of("pin_memory", wanted, wanted, "unknown: without data no copy could be timed", "asked")
+        if wanted is None and self.options.deterministic:
+            return Choice.of("pin_memory", None, True, "deterministic: on wherever there is a GPU", "predicted")
         plain, pinned = self.here.rows, self.here.rows.pin_memory()
         slow, fast = (self.scale * _copy_s(rows, device) for rows in (plain, pinned))
         worth = slow - fast > WORTH_PINNING * self.trains_s
@@ -248,10 +254,10 @@ def _copy_s(rows: StepRows, device: torch.device) -> float:
     times = []
     for _ in range(COPIES):
         torch.accelerator.synchronize(device)
-        started = time.perf_counter()
+        started = now()
         to_device(rows.parts, device)
         torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - started)
+        times.append(now() - started)
     return statistics.median(times)
 
 
@@ -266,8 +272,8 @@ def _busy_s() -> float:
 
 def _until(times: int, seconds: float) -> Iterator[int]:
     """This many rounds, fewer if they take longer than this many seconds in all, and at least one."""
-    began = time.perf_counter()
-    return takewhile(lambda number: number == 0 or time.perf_counter() - began < seconds, range(times))
+    began = now()
+    return takewhile(lambda number: number == 0 or now() - began < seconds, range(times))
 
 
 def _ms(seconds: float) -> str:

@@ -9,7 +9,6 @@ a full GPU gains nothing. So timing starts at half of the largest size and goes 
 """
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,18 +19,20 @@ import torch
 
 from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
 from brimful.memory.context import StepContext
+from brimful.memory.forward import OTHER_OVERHEAD, OVERHEAD
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
 from brimful.planning.exactness import Exactness, NothingCounted, check_exactness, check_rows
-from brimful.planning.levers import checkpointing, cudnn_attention, frozen_choice
+from brimful.planning.levers import FROZEN_ROWS, checkpointing, cudnn_attention, frozen_choice
 from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
 from brimful.planning.plan_options import PlanOptions
+from brimful.planning.plan_time import FINISH, PlanTime
 from brimful.planning.probe import Mode, Prober, Progress, real_batches, show_size, task_errors
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
 from brimful.task import Shape, Task
-from brimful.units import flag_bytes, show_bytes, show_rate, show_rows
+from brimful.units import MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
 SAME_SPEED = 0.02
 """Speeds this close count as equal."""
@@ -48,6 +49,8 @@ LEAST_OVERHEAD = 0.25
 """At least this share of the smallest micro-batch's time is overhead."""
 ROWS_TO_COMPARE = 8
 """Rows used by the exactness check."""
+STEADY_CPU_BYTES = 512 * MiB
+"""What the rows of a micro-batch may take in a deterministic plan on a CPU, which gains nothing from more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,13 @@ def micro_rows(step_rows: int, accumulation: int) -> int:
 
 
 def find_fastest(
-    step_rows: int, largest: int, seconds: Callable[[int], float], once_s: float, *, least: int = 1, only: bool = False
-) -> Speed:
+    step_rows: int, largest: int, seconds: Callable[[int], float], once_s: float, *, least: int = 1, only: bool = False,
+    in_time: Callable[[int], bool] = lambda rows: True,
+) -> Speed:  # fmt: skip
     """Time half of the largest size, go up while speed grows, and look below if it does not.
 
-    `seconds(rows)` times one micro-batch and `once_s` is the optimizer's time. No size below `least` is tried; `only`
-    times the largest alone.
+    `seconds(rows)` times one micro-batch and `once_s` is the optimizer's time. No size below `least` is tried, and
+    after the first none that `in_time` refuses; `only` times the largest alone.
     """
 
     def timing(rows: int, accumulation: int) -> Timing:
@@ -115,7 +119,7 @@ def find_fastest(
     at = min(1, len(splits) - 1)
     timed = {at: timing(*splits[at])}
     for direction in (-1, +1):
-        while _is_faster(timed, at) and 0 <= at + direction < len(splits):
+        while _is_faster(timed, at) and 0 <= at + direction < len(splits) and in_time(splits[at + direction][0]):
             at += direction
             timed[at] = timing(*splits[at])
         if len(timed) > 2:
@@ -147,12 +151,11 @@ class Search:
     """The search for one plan, on a model that is ready to step."""
 
     def __init__(
-        self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, progress: Progress
-    ) -> None:
-        self.started = time.perf_counter()
-        self.context, self.target, self.options, self.shape = context, target, options, shape
+        self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, time: PlanTime, progress: Progress
+    ) -> None:  # fmt: skip
+        self.context, self.target, self.options, self.shape, self.time = context, target, options, shape, time
         self.task = context.task
-        self.prober = Prober(context, target, progress)
+        self.prober = Prober(context, target, time, progress)
         self.lever = checkpointing(self.task, context.model)
         self.deal = _deal(self.task, options)
         self.most = self.deal[0]
@@ -169,11 +172,13 @@ class Search:
         chosen = trial.speed.chosen
         with self.lever.set(trial.checkpointed):
             trial.survey.explore()  # what a second trial left out; after a first there is nothing left
-            trial.survey.check_short_rows(self.target.budget_bytes)
-            trial.survey.assume_growth(trial.largest, self.target.budget_bytes)
+            trial.survey.check_short_rows(self._budget_bytes)
+            trial.survey.assume_growth(trial.largest, self._budget_bytes, stopped=bool(self.time.skipped))
             verified = trial.survey.measure(chosen.rows, self.shape, "full", reserved=True)
             overhead = self._overhead(chosen)
-            frozen = frozen_choice(self.context, self.shape, chosen.rows)
+            frozen = None
+            if self.time.allows(2 * FROZEN_ROWS, self.shape, 4, "what frozen weights save"):
+                frozen = frozen_choice(self.context, self.shape, chosen.rows)
         if verified is None:
             raise DoesNotFit(
                 f"{show_size(chosen.rows, self.shape)} fitted before and ran out of memory now on "
@@ -236,10 +241,14 @@ class Search:
             return self._or_raise(self._try(True)), f"without it {fits}; {self.lever.reason}"
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
+        if self.options.deterministic:
+            return plain, "deterministic: it is used only if nothing fits without it"
         if self.options.micro_batch != "auto":
             return plain, "with a fixed micro-batch it would only cost time"
         if not plain.speed.rising:
             return plain, "more rows at once would gain little, so it would only cost time"
+        if not self.time.allows(PROVEN_REACH * plain.largest, self.shape, 2 + FINISH, "checkpointing"):
+            return plain, "there was no time left to try it"
         return self._challenge(plain)
 
     def _challenge(self, plain: Trial) -> tuple[Trial, str]:
@@ -264,7 +273,7 @@ class Search:
             largest = survey.largest(self.target.budget_bytes)
             if largest == 0:
                 return plain, "even sizes that fit without it are over the budget with it"
-            speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least)
+            speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least, in_time=self._in_time)
         if speed.chosen.rows_per_s <= WORTH_CHECKPOINTING * off:  # fewer rows fit than were timed first
             return reject(speed.chosen)
         reason = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.reason}"
@@ -274,13 +283,31 @@ class Search:
         with self.lever.set(checkpointed):
             survey = Survey(self.prober, self.shape, self.most, least=self._least)
             survey.explore()
-            largest = survey.largest(self.target.budget_bytes) if survey.probed_worst else 0
+            largest = self._largest(survey) if survey.probed_worst else 0
             rows = self._allowed_rows(survey, largest)
             if rows == 0:
                 return Trial(survey, largest, None, checkpointed)
-            only = self.options.micro_batch != "auto" or self._few_splits
-            speed = find_fastest(self.most, rows, survey.time, self.once_s, least=self._least, only=only)
+            only = self.options.micro_batch != "auto" or self._largest_wins
+            speed = find_fastest(
+                self.most, rows, survey.time, self.once_s, least=self._least, only=only, in_time=self._in_time
+            )
             return Trial(survey, largest, speed, checkpointed)
+
+    def _largest(self, survey: Survey) -> int:
+        """The most rows that fit. A step that must stay whole is tried whole, however long that takes."""
+        in_time = not self._must_stay_whole
+        return survey.largest(self._budget_bytes, in_time=in_time) or survey.largest(self.target.budget_bytes)
+
+    @property
+    def _budget_bytes(self) -> int:
+        """What to plan for. A deterministic plan cannot time how few rows keep a CPU busy, so their bytes are bounded."""
+        budget = self.target.budget_bytes
+        if not self.options.deterministic or self.target.device.type != "cpu" or self._few_splits:
+            return budget
+        return min(budget, self.prober.fixed_bytes + self.prober.gradient_bytes + STEADY_CPU_BYTES)
+
+    def _in_time(self, rows: int) -> bool:
+        return self.time.allows(rows, self.shape, FINISH, "the speed of other sizes")
 
     @property
     def _least(self) -> int:
@@ -295,6 +322,11 @@ class Search:
         """Where splitting changes the result, few micro-batches matter more than speed."""
         return not self.exactness.exact and not self.options.allow_inexact
 
+    @property
+    def _largest_wins(self) -> bool:
+        """The largest that fits is used, whether or not a smaller one is faster."""
+        return self._few_splits or self.options.deterministic
+
     def _even(self, rows: int) -> int:
         """Rows of the largest micro-batch when the step is split evenly into micro-batches of at most this many."""
         return micro_rows(self.most, micro_rows(self.most, rows))
@@ -304,7 +336,7 @@ class Search:
         if self.options.micro_batch == "auto":
             if largest == 0 or (self._must_stay_whole and largest < self.most):
                 return 0
-            return self._even(largest) if self._few_splits else largest
+            return self._even(largest) if self._largest_wins else largest
         rows = min(self.options.micro_batch, self.most)
         if self._must_stay_whole and rows < self.most:
             return 0
@@ -404,10 +436,13 @@ class Search:
     def _overhead(self, chosen: Timing) -> float | None:
         """What a micro-batch costs besides its rows, in rows × lengths: a line through the smallest and the chosen one.
 
-        None if rows have no lengths to pad, if splits should be few, or if time does not grow with the rows.
+        None if rows have no lengths to pad, if splits should be few, or if time does not grow with the rows. A
+        deterministic plan takes what is usual on such a device.
         """
         if self._few_splits or not self.shape:
             return None
+        if self.options.deterministic:
+            return OVERHEAD.get(self.target.device.type, OTHER_OVERHEAD)
         timed = self.prober.time(self._least, self.short, whole=False, reserved=False)
         if isinstance(timed, OutOfMemory):
             return None
@@ -435,6 +470,7 @@ class Search:
             Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason, basis),
             Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked"),
             self._exactness(timing),
+            *self._how_it_was_planned(),
         ]  # fmt: skip
         if target.device.type == "cuda":
             wanted = _unless_auto(options.cudnn_attention)
@@ -442,11 +478,28 @@ class Search:
             choices += [Choice.of("cudnn_attention", wanted, levers.cudnn_attention, reason, "predicted"), _allocator()]
         return choices
 
+    def _how_it_was_planned(self) -> list[Choice]:
+        """What is not usual about it: nothing timed decided, or time ended the search."""
+        if self.options.deterministic:
+            reason = "plan and split follow from the inputs, not from times; torch uses deterministic algorithms where it has them"
+            return [Choice.of("deterministic", True, True, reason, "asked")]
+        wanted, skipped = self.options.plan_seconds, self.time.skipped
+        if wanted is None and not skipped:
+            return []
+        took, limit = show_seconds(self.time.elapsed_s), self.time.limit_s
+        reason = (
+            f"time ended the search after {took}; not tried: {', '.join(skipped)}" if skipped else f"{took} were enough"
+        )
+        return [Choice.of("plan_seconds", wanted, limit, reason, "measured")]
+
     def _micro_batch(self, trial: Trial) -> Choice:
         assert trial.speed is not None
         wanted, timing = self.options.micro_batch, trial.speed.chosen
         if wanted == "auto" and self._few_splits:
             reason = f"the fewest splits, since a split changes the result: {show_rate(timing.rows_per_s)} rows/s"
+            return Choice.of("micro_batch", None, timing.rows, reason, "measured")
+        if wanted == "auto" and self.options.deterministic:
+            reason = f"deterministic: the largest that fits, in equal parts of the step: {show_rate(timing.rows_per_s)} rows/s"
             return Choice.of("micro_batch", None, timing.rows, reason, "measured")
         if wanted == "auto":
             return Choice.of("micro_batch", None, timing.rows, trial.speed.reason, "measured")
@@ -510,7 +563,7 @@ class Search:
             largest_measured_peak_bytes=at_largest.peak_bytes,
             one_more_predicted_peak_bytes=survey.predicted(largest + 1) if largest < self.most else None,
             rows_per_s=timing.rows_per_s, overhead=overhead, ooms=self.prober.ooms, probes=self.prober.probes,
-            plan_s=time.perf_counter() - self.started, levers=self._levers(trial)[0],
+            plan_s=self.time.elapsed_s, deterministic=self.options.deterministic, levers=self._levers(trial)[0],
             host=HostPlan(limit_bytes=self.target.host_limit_bytes), choices=tuple(choices),
             warnings=tuple(self._warnings(trial, timing)), key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

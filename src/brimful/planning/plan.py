@@ -111,7 +111,7 @@ class Plan:
     micro_batch: int
     """Rows per forward and backward, at most."""
     largest_micro_batch: int
-    """The most rows that ran within the budget."""
+    """The most rows that ran within the budget. More may fit if the choice `plan_seconds` says that time ended the search."""
     accumulation: int
     """Micro-batches per optimizer step in the process with the most rows."""
     processes: int
@@ -130,7 +130,10 @@ class Plan:
     """What one row more than the largest would cost; None if the step has no more rows."""
     rows_per_s: float
     overhead: float | None = None
-    """Measured cost of a further micro-batch in rows × padded lengths; None if unknown or if splits should be few."""
+    """Cost of a further micro-batch in rows × padded lengths, measured unless the plan is deterministic; None if unknown
+    or if splits should be few."""
+    deterministic: bool = False
+    """Nothing that was timed decided on this plan, and nothing that is timed may change how its steps are split."""
     ooms: int
     probes: int
     plan_s: float

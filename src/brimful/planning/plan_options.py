@@ -49,6 +49,10 @@ class PlanOptions:
     """The lengths to plan for. Default: the longest in the data, else the task's worst shape."""
     allow_inexact: bool = False
     """Split a step even if that changes its result, because the loss looks across rows."""
+    deterministic: bool = False
+    """Let nothing that is timed decide: plan and split follow from the inputs, and torch's deterministic algorithms are used."""
+    plan_seconds: float | None = None
+    """Time to plan in. What does not fit into it is not tried. Default: 30 s on a GPU, 20 s on a CPU."""
     cache: bool = True
     """Reuse a saved plan with the same key, and save this one."""
     seed: int = 0
@@ -99,7 +103,12 @@ def _problems(options: PlanOptions) -> Iterator[str]:
         isinstance(lengths, (tuple, list)) and all(is_whole(length, 1) for length in lengths)
     ):
         yield f"lengths={lengths!r} must be a tuple of whole numbers of at least 1, such as (256, 256)."
-    for name in ("cache", "allow_inexact"):
+    seconds = options.plan_seconds
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
+        yield f"plan_seconds={seconds!r} must be a number above 0."
+    elif seconds is not None and options.deterministic:
+        yield "plan_seconds= cannot be combined with deterministic=True, where time decides nothing. Try: one of the two."
+    for name in ("cache", "allow_inexact", "deterministic"):
         if not isinstance(getattr(options, name), bool):
             yield f"{name}={getattr(options, name)!r} must be True or False."
     for name in ("memory_limit", "host_limit"):

@@ -40,11 +40,13 @@ from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.planning.host_memory import with_host
 from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
 from brimful.planning.micro_batch import Search
-from brimful.planning.plan import Plan
+from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
+from brimful.planning.plan_time import PlanTime
 from brimful.planning.probe import (
     Progress,
     build_model,
+    check_collate,
     make_context,
     read_rows,
     real_batches,
@@ -52,7 +54,7 @@ from brimful.planning.probe import (
     task_errors,
     with_dummy,
 )
-from brimful.planning.target import Target, autocast_dtype, find_target
+from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
 from brimful.task import Dataset, Precision, Shape, Task
 from brimful.units import flag_bytes, show_bytes, show_count
 
@@ -81,6 +83,8 @@ def plan(
     pin_memory: AutoOnOff = "auto",
     lengths: Shape | None = None,
     allow_inexact: bool = False,
+    deterministic: bool = False,
+    plan_seconds: float | None = None,
     cache: bool = True,
     seed: int = 0,
     progress: Progress = lambda phrase: None,
@@ -121,6 +125,10 @@ def plan(
         pin_memory: Pinned host memory, from which a GPU copies while it computes.
         lengths: The lengths to plan for. Default: the longest in the data, else `task.worst_shape`.
         allow_inexact: Split a step even if that changes its result, because the loss looks across rows.
+        deterministic: Let nothing that is timed decide: plan and split follow from the inputs, and torch's
+            deterministic algorithms are used.
+        plan_seconds: Time to plan in. What does not fit into it is not tried, and the plan says so. Default: 30 s on a
+            GPU, 20 s on a CPU.
         cache: Reuse a saved plan with the same key, and save this one.
         seed: Seed of the probe batches and of the temporary model.
         progress: Called with a phrase before each probe.
@@ -142,7 +150,7 @@ def plan(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
         device=device, processes=processes, checkpointing=checkpointing, precision=precision,
         cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
-        allow_inexact=allow_inexact, cache=cache, seed=seed,
+        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, cache=cache, seed=seed,
     )  # fmt: skip
     target = find_target(options)
     rows = None if data is None else read_rows(task, data)
@@ -160,8 +168,13 @@ def find_plan(
     progress: Progress = lambda phrase: None,
 ) -> Plan:
     """The plan for a target that was found and rows that were read already; the saved one if its key matches."""
-    task = with_dummy(task, rows)
-    shape = _planned_shape(task, rows, options)
+    time = PlanTime.of(options.plan_seconds, target.device, deterministic=options.deterministic)
+    if rows is not None:
+        random_state = RandomState(target.device)
+        check_collate(task, rows)
+        random_state.restore()
+    task = with_dummy(task, rows, progress, steady=options.deterministic)
+    shape, sampled = _planned_shape(task, rows, options, progress)
     description = model if model is not None else _describe(task)
     key = _key(task, description, shape, options, target, rows)
     saved = _load(key, options, target) if options.cache else None
@@ -169,27 +182,42 @@ def find_plan(
         return saved
     if _weights_and_gradients(description) > target.limit_bytes:
         raise _model_too_large(description, target)
-    result = _search(task, description, model, optimizer, target, options, shape, key, progress)
+    result = _search(task, description, model, optimizer, target, options, shape, key, time, progress)
     if isinstance(result, UserError):
         raise result
-    plan = with_host(result, task, rows, target, options, progress)
+    if sampled:
+        lengths = Choice.of("lengths", None, "+".join(map(str, shape)), sampled, "measured")
+        result = replace(result, choices=(*result.choices, lengths))
+    random_state = RandomState(target.device)
+    try:
+        plan = with_host(result, task, rows, target, options, progress)
+    finally:
+        random_state.restore()  # rows may draw random numbers when they are read
     warning = _save(plan) if options.cache else None
     return plan if warning is None else plan.with_warning(warning)
 
 
-def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Shape:
-    """The lengths to plan for: those requested, the longest in the data, or the task's worst."""
-    worst, real = task.worst_shape, real_batches(task)
+def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions, progress: Progress) -> tuple[Shape, str]:
+    """The lengths to plan for: those requested, the longest in the data, or the task's worst; and how they were sampled.
+
+    Rows that were not read may be as long as the task's worst, so a sample is planned for that, where there is one.
+    """
+    worst, real, sampled = task.worst_shape, real_batches(task), ""
     if not isinstance(worst, tuple) or not all(isinstance(length, int) for length in worst):
         raise TaskError(f"task {task.name}: worst_shape is {worst!r}. Try: a tuple of whole numbers, such as (512,).")
     if real is not None:
-        worst = real.longest
+        worst, sampled = real.longest, real.sampled
     elif rows is not None and options.lengths is None:
         longest = getattr(rows, "longest", ())  # a token store knows it without looking at ten million rows
-        shapes = [longest] if len(longest) == len(worst) > 0 else row_shapes(task, rows)
-        worst = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+        if len(longest) == len(worst) > 0:
+            worst = longest
+        else:
+            shapes = row_shapes(task, rows, progress, steady=options.deterministic)
+            sampled = shapes.sampled and f"{shapes.sampled}, or the task's worst shape"
+            bounded = sampled and len(worst) == len(shapes.longest)
+            worst = tuple(map(max, shapes.longest, worst)) if bounded else shapes.longest
     if options.lengths is None:
-        return worst
+        return worst, sampled
     if options.lengths and not worst:
         raise BadOption(
             f"lengths={tuple(options.lengths)} cannot be used, because the rows of task {task.name} have no lengths. "
@@ -201,7 +229,7 @@ def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions) -> Sh
             f"lengths={tuple(options.lengths)} must have {show_count(len(worst), 'number')} for task {task.name}. "
             f"Try: lengths=({numbers}{',' * (len(worst) == 1)})."
         )
-    return tuple(options.lengths)  # a list if they come from a file
+    return tuple(options.lengths), ""  # a list if they come from a file
 
 
 def _describe(task: Task) -> nn.Module:
@@ -233,7 +261,7 @@ def _weights_and_gradients(model: nn.Module) -> int:
 
 def _search(
     task: Task, description: nn.Module, model: nn.Module | None, optimizer: Optimizer | None, target: Target,
-    options: PlanOptions, shape: Shape, key: str, progress: Progress,
+    options: PlanOptions, shape: Shape, key: str, time: PlanTime, progress: Progress,
 ) -> Plan | UserError:  # fmt: skip
     """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
@@ -245,11 +273,11 @@ def _search(
     autocast = autocast_dtype(options.precision or task.precision, target.device)
     cudnn = decide_cudnn_attention(options.cudnn_attention, target.device, shape)[0] == "on"
     try:
-        with target.enforce(simulate=False):
+        with target.enforce(simulate=False), deterministic_algorithms(options.deterministic):
             ready = model if model is not None else _build(task, description, target)
             context = make_context(task, ready, optimizer, target, autocast, cudnn_attention=cudnn)
             with _put_back(context, model):
-                return Search(context, target, options, shape, progress).plan(key)
+                return Search(context, target, options, shape, time, progress).plan(key)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise

@@ -7,9 +7,10 @@ come closest to the shape wanted, repeated and collated. A user's own model is p
 import copy
 import math
 import os
-import time
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from brimful.memory.ledger import active_limit_bytes
 from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
+from brimful.planning.plan_time import PlanTime, now
 from brimful.planning.target import Target
 from brimful.task import Dataset, Loss, Shape, Task, failed_method, failure, loss_terms, rows_of
 from brimful.units import show_rows
@@ -35,16 +37,24 @@ Progress = Callable[[str], object]
 Mode = Literal["later", "whole", "full"]
 """What a probe runs: one micro-batch with gradients held, a step of one micro-batch, or a step of two."""
 
+SAMPLED_ROWS, SHAPES_S, SHOW_EVERY = 2000, 3.0, 50
+"""If all rows would take longer than so many seconds, only so many are read, and fewer once that time is over. The clock
+is read, and progress shown, every so many rows."""
+COLLATED_ROWS = 4
+"""Rows that `collate` is tried on first."""
 TIMED_S = 0.15
-"""A size is timed for at least this long, or for five repeats."""
+"""A size is timed for at least this long, or for five repeats; twice if the plan is deterministic."""
+PASSES: dict[Mode, int] = {"later": 1, "whole": 1, "full": 2}
+"""Micro-batches that a probe runs."""
 
 
 class Prober:
     """Runs probes and timings of one model, and counts them."""
 
-    def __init__(self, context: StepContext, target: Target, progress: Progress) -> None:
+    def __init__(self, context: StepContext, target: Target, plan_time: PlanTime, progress: Progress) -> None:
         self.context = context
         self.target = target
+        self.plan_time = plan_time
         self.probes = 0
         self.ooms = 0
         self.fixed_bytes = 0
@@ -151,15 +161,17 @@ class Prober:
         context = self.context
         if mode == "later":
             context.hold_gradients()
-        limit = self.target.limit_bytes if limited else None
+        limit, started = self.target.limit_bytes if limited else None, now()
         metered = meter(context.device, limit_bytes=limit, adopt=_held(context), reserved=reserved)
         with metered, task_errors(context.task, "loss", f"a probe batch of {show_size(rows, shape)}"):
             if mode == "later":
                 context.run_micro_batch(self.batch(rows, shape), rows, metered.phase)
             else:
-                count = 2 if mode == "full" else 1
+                count = PASSES[mode]
                 context.step((self.batch(rows, shape) for _ in range(count)), count * rows, metered.phase)
         reading = metered.reading()
+        self._synchronise()
+        self.plan_time.record(rows, shape, (now() - started) / PASSES[mode])
         phases = {name: peak for name, peak in reading.phases.items() if name != "idle"}
         return Probe(rows=rows, shape=shape, phases=phases, reserved_bytes=reading.reserved_bytes)
 
@@ -171,7 +183,8 @@ class Prober:
             batch, times = self.batch(rows, shape), list[float]()
             if probe is None:
                 self.context.run_micro_batch(batch, rows)
-            while len(times) < 2 or (sum(times) < TIMED_S and len(times) < 5):
+            most = 2 if self.plan_time.limit_s is None else 5  # what is drawn meanwhile must not depend on the clock
+            while len(times) < 2 or (sum(times) < TIMED_S and len(times) < most):
                 if whole:
                     self.context.drop_gradients()
                 times.append(self._clock(lambda: self.context.run_micro_batch(batch, rows)))
@@ -179,10 +192,10 @@ class Prober:
 
     def _clock(self, work: Callable[[], Any]) -> float:
         self._synchronise()
-        start = time.perf_counter()
+        start = now()
         work()
         self._synchronise()
-        return time.perf_counter() - start
+        return now() - start
 
     def _synchronise(self) -> None:
         if self.context.device.type != "cpu":
@@ -206,15 +219,17 @@ def make_context(
     )  # fmt: skip
 
 
-def with_dummy(task: Task, rows: Dataset | None) -> Task:
+def with_dummy(
+    task: Task, rows: Dataset | None, progress: Progress = lambda phrase: None, *, steady: bool = False
+) -> Task:
     """The task itself if it can be probed; without a `dummy` of its own, a copy that makes batches of real rows.
 
-    Without data the task's `dummy` raises.
+    Without data the task's `dummy` raises. `progress` and `steady` are as in `row_shapes`.
     """
     if task.has_dummy or rows is None:
         return task
     probed: Any = copy.copy(task)
-    probed.dummy = RealBatches(task, rows)
+    probed.dummy = RealBatches(task, rows, row_shapes(task, rows, progress, steady=steady))
     return probed  # type: ignore[no-any-return]
 
 
@@ -223,12 +238,61 @@ def real_batches(task: Task) -> "RealBatches | None":
     return task.dummy if isinstance(task.dummy, RealBatches) else None
 
 
-def row_shapes(task: Task, rows: Dataset) -> list[Shape]:
-    """The shape of every row. Rows are read only if the task defines `shape`: 24,000 images take minutes to decode."""
+@dataclass(frozen=True, slots=True)
+class RowShapes:
+    """The shapes of the rows that were read, by the number of the row."""
+
+    shapes: dict[int, Shape]
+    rows: int
+    """Of the dataset."""
+
+    @property
+    def longest(self) -> Shape:
+        return _longest(self.shapes.values())
+
+    @property
+    def sampled(self) -> str:
+        """`longest of 2,000 sampled rows of 24,000`; empty if all rows are known."""
+        few = len(self.shapes) < self.rows
+        return f"longest of {len(self.shapes):,} sampled rows of {self.rows:,}" if few else ""
+
+
+def row_shapes(
+    task: Task, rows: Dataset, progress: Progress = lambda phrase: None, *, steady: bool = False
+) -> RowShapes:
+    """The shapes of all rows, or of some drawn at random if reading all would take long, as with images to decode.
+
+    Without `Task.shape` they are known. `steady` reads a number of rows that does not depend on the clock.
+    """
+    count = len(rows)
+    if not task.has_shape:
+        return RowShapes(dict.fromkeys(range(count), tuple(task.worst_shape)), count)
+    shapes, started = dict[int, Shape](), now()
+    sample = random.Random(0).sample(range(count), min(SAMPLED_ROWS, count))
     with task_errors(task, "shape"):
-        if not task.has_shape:
-            return [tuple(task.worst_shape)] * len(rows)
-        return [tuple(task.shape(rows[index])) for index in range(len(rows))]
+        for done, index in enumerate(sample):
+            if done % SHOW_EVERY == 0 and done:
+                if not steady and now() - started > SHAPES_S:
+                    return RowShapes(shapes, count)
+                progress(f"read the lengths of rows: {done:,} of {count:,}")
+            shapes[index] = tuple(task.shape(rows[index]))
+        if steady or (now() - started) * count / len(sample) > SHAPES_S:
+            return RowShapes(shapes, count)
+        return RowShapes({index: tuple(task.shape(rows[index])) for index in range(count)}, count)
+
+
+def check_collate(task: Task, rows: Dataset) -> None:
+    """Collate a few rows of the data before anything is probed, so that a mistake there is found at once, by its name."""
+    count = min(COLLATED_ROWS, len(rows))
+    with task_errors(task, "rows", f"the first {show_rows(count)} of the data"):
+        some = [rows[index] for index in range(count)]
+    with task_errors(task, "collate", f"the first {show_rows(count)} of the data"):
+        batch = task.collate(some)
+        collated = rows_of(batch)
+    if collated != count:
+        raise TaskError(
+            f"task {task.name}: collate() made {show_rows(collated)} of {count}. Try: return tensors with one entry for each row."
+        )
 
 
 def read_rows(task: Task, data: str | os.PathLike[str] | Dataset) -> Dataset:
@@ -257,10 +321,10 @@ def build_model(task: Task, device: torch.device) -> nn.Module:
 class RealBatches:
     """A `dummy` of real rows: batches of any size, as near to a wanted shape as the data have them."""
 
-    def __init__(self, task: Task, rows: Dataset) -> None:
-        self.task, self.rows = task, rows
+    def __init__(self, task: Task, rows: Dataset, shapes: RowShapes) -> None:
+        self.task, self.rows, self.sampled = task, rows, shapes.sampled
         self._first: dict[Shape, int] = {}
-        for index, shape in enumerate(row_shapes(task, rows)):
+        for index, shape in sorted(shapes.shapes.items()):
             self._first.setdefault(shape, index)  # rows of one shape cost the same: one is enough
 
     def __call__(self, rows: int, shape: Shape) -> Any:

@@ -16,7 +16,8 @@ from brimful.memory.context import FIRST_PHASES, MICRO_PHASES
 from brimful.memory.meter import has_peak_statistics
 from brimful.memory.model import MemoryModel, Probe
 from brimful.memory.oom import OutOfMemory
-from brimful.planning.probe import Mode, Prober
+from brimful.planning.plan_time import FINISH
+from brimful.planning.probe import PASSES, Mode, Prober
 from brimful.task import Shape
 
 CLIMB_TO = 0.6
@@ -113,7 +114,8 @@ class Survey:
     def explore(self) -> None:
         """The small probes: how the cost grows with rows and with each length."""
         for rows, shape, mode in self._ladder():
-            if not (self.shape_note and shape != self.worst) and self._safe(rows, shape):
+            wanted = not (self.shape_note and shape != self.worst) and self._safe(rows, shape)
+            if wanted and self._in_time(rows, shape, mode, "some small probes"):
                 self._measure_if_accepted(rows, shape, mode)
         if not self._probes:
             self.measure(self.least, self._shorter(4))
@@ -133,8 +135,11 @@ class Survey:
             self.measure(size, self.worst)
         self._explored = True
 
-    def largest(self, budget_bytes: int) -> int:
-        """The most rows of the worst shape that ran within the budget, where the model says that one more would not."""
+    def largest(self, budget_bytes: int, *, in_time: bool = True) -> int:
+        """The most rows of the worst shape that ran within the budget, where the model says that one more would not.
+
+        Without `in_time` they are looked for however long it takes.
+        """
         while True:
             probed = self._at_worst()
             fits = max((n for n, probe in probed.items() if probe.cost_bytes <= budget_bytes), default=0)
@@ -144,12 +149,14 @@ class Survey:
             edge = self.model.largest(self.worst, budget_bytes * (1 if near else FIRST_EDGE), self.most)
             edge = max(fits, min(edge, breaks - 1))
             if edge > fits:
-                rows = self._within_reach(fits, edge, budget_bytes)
+                rows, mode = self._within_reach(fits, edge, budget_bytes), self._edge_mode(edge)
+                if fits and in_time and not self._in_time(rows, self.worst, mode, f"more than {fits} rows at once"):
+                    return fits
                 if self._would_break(rows):
                     if not self._measure_over_limit(rows):
                         return fits
                     continue
-                self.measure(rows, self.worst, "full" if edge == self.most else "later", reserved=True)
+                self.measure(rows, self.worst, mode, reserved=True)
             elif fits == 0 or not self._counts_peaks or probed[fits].reserved_bytes is not None:
                 return fits
             else:
@@ -162,17 +169,29 @@ class Survey:
             if shape == self.worst or self.shape_note or (self._last_miss(self._shorter(4)) or 1.0) <= 2 * PROVEN:
                 return
             rows = self.model.largest(shape, CLIMB_TO * budget_bytes, max(1, self.most - 1))
-            if rows and self.predicted(rows, shape) <= self._limit:
+            if (
+                rows
+                and self.predicted(rows, shape) <= self._limit
+                and self._in_time(rows, shape, "later", "short rows")
+            ):
                 self.measure(rows, shape)
 
-    def assume_growth(self, largest: int, budget_bytes: int) -> None:
+    def assume_growth(self, largest: int, budget_bytes: int, *, stopped: bool = False) -> None:
         """At the end of the search: if the probes show no growth with the rows, or less than the edge proves, twice the
-        rows are assumed to take twice what is not fixed."""
+        rows are assumed to take twice what is not fixed. A search that was stopped has not found the edge."""
         phases = {name for name in self.model.phases if name in MICRO_PHASES} or set(FIRST_PHASES)
         if len({probe.rows for probe in self._probes.values() if phases & probe.phases.keys()}) == 1:
             self._assume(phases)
-        if largest < self.most and self.predicted(largest + 1) <= budget_bytes:
+        if not stopped and largest < self.most and self.predicted(largest + 1) <= budget_bytes:
             self._assume(phases)
+
+    def _edge_mode(self, edge: int) -> Mode:
+        return "full" if edge == self.most else "later"
+
+    def _in_time(self, rows: int, shape: Shape, mode: Mode, skipping: str) -> bool:
+        """Whether there is time for a probe, and to time and verify its size afterwards."""
+        known = (rows, shape) in self._probes
+        return known or self.prober.plan_time.allows(rows, shape, PASSES[mode] + FINISH, skipping)
 
     def _ladder(self) -> Iterator[tuple[int, Shape, Mode]]:
         few, some, more = (min(n, max(self.least, self.most - 1)) for n in (2, 4, 8))

@@ -19,10 +19,13 @@ from brimful.memory.ledger import Ledger, active_limit_bytes
 from brimful.memory.meter import process_limit_bytes
 from brimful.planning.plan_options import PlanOptions
 from brimful.task import Precision
-from brimful.units import MiB, show_bytes
+from brimful.units import MiB, flag_bytes, show_bytes
 
+STEADY = 0.75
+"""Without a limit, a deterministic plan is for this share of all memory, because what is free changes."""
 SMALLEST_USEFUL = 64 * MiB
 """A GPU with less free memory than this counts as full."""
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ class Target:
 def find_target(options: PlanOptions) -> Target:
     """The device that was requested or that there is, and its limit. Refuses a limit that is not free."""
     device, host, limit = _find_device(options.device), Host.detect(), options.memory_limit_bytes
+    if device.index is not None and _ranks() > 1:
+        torch.accelerator.set_device_index(device.index)  # first: a query elsewhere takes 0.5 GiB of another rank's GPU
     if device.type in ("cpu", "mps"):
         free, reason = _host_free(options, host, device)
         name = "the CPU" if device.type == "cpu" else "the Apple GPU"
@@ -82,6 +87,14 @@ def find_target(options: PlanOptions) -> Target:
         raise DeviceBusy(
             f"{name} ({device}) has only {show_bytes(free)} free{_other_users(device)}. Try: another device=."
         )
+    if limit is None and options.deterministic:
+        steady = _steady_bytes(options, host, device)
+        if steady > free:
+            raise DeviceBusy(
+                f"deterministic=True plans for {STEADY:.0%} of the memory of {name}, {show_bytes(steady)}, and only "
+                f'{show_bytes(free)} is free{_other_users(device)}. Try: memory_limit="{flag_bytes(free / 2)}".'
+            )
+        free, reason = steady, "a fixed share of the memory, whatever else is free (deterministic)"
     if limit is not None and device.type != "cpu" and limit > free + MiB:
         raise DeviceBusy(
             f"memory_limit= is {show_bytes(limit)}, but {name} ({device}) has only {show_bytes(free)} free"
@@ -102,6 +115,26 @@ def find_target(options: PlanOptions) -> Target:
         requested=limit is not None,
         other_users=_other_users(device) if limit is None else "",
     )
+
+
+@contextmanager
+def deterministic_algorithms(on: bool) -> Iterator[None]:
+    """torch's deterministic algorithms in the block if wanted. An operation that has none warns and runs."""
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(WORKSPACE)
+    os.environ.setdefault(WORKSPACE, ":4096:8")  # without it cuBLAS may choose another algorithm each time
+    torch.backends.cudnn.benchmark = False  # it chooses kernels by timing them
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop(WORKSPACE, None)
 
 
 def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
@@ -137,9 +170,17 @@ def _find_device(name: str) -> torch.device:
 def _with_index(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
-    if device.type == "cuda" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type != "mps" and _ranks() > 1:
+        rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+        if rank >= count:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
+            raise DeviceBusy(f"processes={ranks} needs as many GPUs, and torch sees {count}. Try: processes={count}.")
+        return torch.device(device.type, rank)
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _host_free(options: PlanOptions, host: Host, device: torch.device) -> tuple[int, str]:
@@ -149,6 +190,15 @@ def _host_free(options: PlanOptions, host: Host, device: torch.device) -> tuple[
     if options.host_limit_bytes is not None:
         return options.host_limit_bytes, "the host limit, since the CPU has no memory of its own"
     return host.ram_available_bytes, "the host memory available now"
+
+
+def _steady_bytes(options: PlanOptions, host: Host, device: torch.device) -> int:
+    """What a deterministic plan is for: a limit around this call, else a fixed share of all memory."""
+    if device.type in ("cpu", "mps"):
+        simulated = active_limit_bytes() if device.type == "cpu" else None
+        return simulated or options.host_limit_bytes or int(STEADY * host.ram_limit_bytes)
+    total = torch.accelerator.get_memory_info(device)[1]
+    return min(process_limit_bytes(device, total), int(STEADY * total))
 
 
 def _gpu_free(device: torch.device) -> tuple[int, str]:

@@ -287,9 +287,11 @@ class Dealer:
         this = _Rank(name, plan.rows_per_s if plan else None, plan.memory_model if plan else None, budget_bytes)
         self._ranks: list[_Rank] = group.gather_objects(this)
         planned = [rank.rows_per_s for rank in self._ranks if rank.rows_per_s]
-        self.speeds = planned if len(planned) == group.size else [1.0] * group.size
+        timed = plan is None or not plan.deterministic
+        self.speeds = planned if timed and len(planned) == group.size else [1.0] * group.size
         differ = len({rank.device_name for rank in self._ranks}) > 1
-        self._times: list[float] | None = [] if differ and len(planned) < group.size and rows_are == "global" else None
+        wanted = timed and differ and len(planned) < group.size and rows_are == "global"
+        self._times: list[float] | None = [] if wanted else None
         """Seconds per unit of work of the steps timed so far; None if steps are not timed."""
         self._compared = False
 

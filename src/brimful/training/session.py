@@ -32,7 +32,7 @@ from brimful.memory.oom import empty_cache
 from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
 from brimful.planning.probe import build_model, read_rows, task_errors, with_dummy
-from brimful.planning.target import Target, autocast_dtype, find_target
+from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
 from brimful.step.distributed import SingleProcess, join, on_rank_zero
 from brimful.step.result import Event
 from brimful.step.stepper import Stepper
@@ -103,6 +103,8 @@ def train(
     pin_memory: AutoOnOff = "auto",
     lengths: Shape | None = None,
     allow_inexact: bool = False,
+    deterministic: bool = False,
+    plan_seconds: float | None = None,
     cache: bool = True,
     seed: int = 0,
     hooks: Sequence[Hook] = (),
@@ -168,8 +170,11 @@ def train(
         pin_memory: Pinned host memory.
         lengths: The lengths to plan for.
         allow_inexact: Split a step even if that changes its result.
+        deterministic: Let nothing that is timed decide how steps are split, and use torch's deterministic algorithms.
+        plan_seconds: Time to plan in.
         cache: Reuse a saved plan with the same key.
-        seed: Seed of weights, order of rows and dropout.
+        seed: Seed of weights, order of rows and dropout. It does not govern how steps are split, which changes the
+            dropout masks: a new plan may split them in another way unless `deterministic` is set.
         hooks: Your code at points of the loop: see `Hook`.
         listeners: Called with every event as a dict, on rank 0.
         progress: Called with a phrase for what is being done before the first step.
@@ -192,7 +197,7 @@ def train(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
         device=device, processes=processes, checkpointing=checkpointing, precision=precision,
         cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
-        allow_inexact=allow_inexact, cache=cache, seed=seed,
+        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, cache=cache, seed=seed,
     )  # fmt: skip
     _check_processes(processes)
     root = Path(run) if run is not None else new_run(task.name)
@@ -315,7 +320,7 @@ class Session:
         on_rank_zero(self.group, self._open_trackers)
         checkpoint = self._find_checkpoint() if self.request.resume else None
         data, rows = self._read(self.data)
-        self.task = with_dummy(self.task, rows)
+        self.task = with_dummy(self.task, rows, self.progress, steady=self.plan_options.deterministic)
         valid_data, valid = (None, None) if self.valid is None else self._read(self.valid, like=rows)
         choice = PlanChoice(
             task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,
@@ -324,8 +329,10 @@ class Session:
             progress=self.progress, note=self._note,
         )  # fmt: skip
         plan = self._with_choices(choice.plan(), rows)
+        if self.plan_options.deterministic:  # also if the plan is from a file and was made with times
+            plan = replace(plan, deterministic=True)
         prepared = {"data": _place(self.folder.root, data), "valid": _place(self.folder.root, valid_data)}
-        with self.target.enforce():
+        with self.target.enforce(), deterministic_algorithms(plan.deterministic):
             self.loop = self._build(plan, rows, valid, checkpoint, choice, prepared)
             first_step = self.loop.step
             ending = self.loop.run()

@@ -1,0 +1,73 @@
+"""The clock of planning, and how long a plan may take: 20 s on a CPU, 30 s on a GPU unless the user sets it.
+
+On a CPU that others use too, planning a tiny model took up to 380 s. So before a probe runs, its time is predicted from
+those that ran: it grows at most with the rows and with the square of the lengths. A probe that would leave no time to
+time and verify its size is skipped. What fits no budget runs all the same, since a plan needs it: the first step, and the
+fewest rows of the planned lengths.
+"""
+
+import time
+
+import torch
+
+from brimful.task import Shape
+
+CPU_S, ACCELERATOR_S = 20.0, 30.0
+SEARCH_SHARE = 0.8
+"""The rest is for the loader, which is measured last."""
+FINISH = 5
+"""Passes through the model that follow for a size that is chosen: three to time it, two to verify it."""
+
+
+def now() -> float:
+    """Seconds on the only clock that planning reads."""
+    return time.perf_counter()
+
+
+class PlanTime:
+    """What is left of the time, what a probe would take of it, and what was skipped for want of it."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        """None for no limit."""
+        self.skipped: list[str] = []
+        self._started = now()
+        self._passes: dict[tuple[int, Shape], float] = {}
+
+    @classmethod
+    def of(cls, plan_seconds: float | None, device: torch.device, *, deterministic: bool) -> "PlanTime":
+        """The time requested, or the default of the device. Time decides nothing in a deterministic plan."""
+        default_s = CPU_S if device.type == "cpu" else ACCELERATOR_S
+        return cls(None if deterministic else plan_seconds or default_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        return now() - self._started
+
+    def record(self, rows: int, shape: Shape, seconds: float) -> None:
+        """One forward and backward of this size took so long. Metered ones are slower, so the slowest counts."""
+        self._passes[rows, shape] = max(seconds, self._passes.get((rows, shape), 0.0))
+
+    def predict_s(self, rows: int, shape: Shape) -> float:
+        """At most what one forward and backward of this size takes, judging by each that ran; 0 if none did."""
+        return min(
+            (
+                seconds * max(1.0, rows / other_rows) * _growth(shape, other) ** 2
+                for (other_rows, other), seconds in self._passes.items()
+            ),
+            default=0.0,
+        )
+
+    def allows(self, rows: int, shape: Shape, passes: int, skipping: str) -> bool:
+        """Whether so many passes of this size can be afforded. If not, `skipping` is remembered as not done."""
+        if self.limit_s is None:
+            return True
+        if self.elapsed_s + passes * self.predict_s(rows, shape) <= SEARCH_SHARE * self.limit_s:
+            return True
+        if skipping not in self.skipped:
+            self.skipped.append(skipping)
+        return False
+
+
+def _growth(new: Shape, old: Shape) -> float:
+    return max((max(1.0, a / b) for a, b in zip(new, old, strict=True)), default=1.0)

@@ -21,8 +21,8 @@ A task is a subclass of `Task`. With data, a model and a loss are enough:
 `labels`, and a plain mean (weighted by rows) are converted to it by `loss_terms`.
 
 **Why a sum and a count.** A step is split into micro-batches of different sizes, and a mean of means is wrong as soon as
-the counts differ. The step runs backward on `sum / rows` and multiplies the gradients once by `rows / total count` after
-the last micro-batch, so any split of the same rows gives the same gradient.
+the counts differ. The step runs backward on `sum / estimated count` and multiplies the gradients once by `estimate / total
+count` after the last micro-batch, so any split of the same rows gives the same gradient.
 
 **Several terms.** Terms with different counts (tokens and rows, say) cannot share one scaling at the end. Such a loss
 returns a mapping, `{"tokens": Loss(...), "router": Loss(...)}`, and `counts(batch)` returns the count of each name from

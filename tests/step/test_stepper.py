@@ -930,3 +930,68 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.5), task, micro_batch=2)
     stepper.step(torch.ones(4, 4))
     assert torch.equal(before, model.unused.weight)
+
+
+LONG_STEPS = [
+    [{"words": (row["words"].repeat(40))[:40], "id": row["id"]} for row in rows] for rows in steps_of_rows(steps=3)
+]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_fp16_skips_no_more_steps_than_a_plain_loop(micro_batch):
+    """40 words a row: gradients of `sum / rows` are 40 times too large for the scaler's first guess."""
+    task, scaler = Words(torch.float32), torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    model = task.model()
+    optimizer = SGD(model.parameters())
+    for rows in LONG_STEPS:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = task.loss(model, task.collate(rows))
+            mean = loss.sum / loss.count
+        scaler.scale(mean).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**18, "the plain loop skips none"
+    _, _, results = run(
+        "sgd", task=task, steps=LONG_STEPS, micro_batch=micro_batch, precision="fp16",
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18),
+    )  # fmt: skip
+    assert all(result.applied for result in results)
+
+
+def seen_by_a_hook(train):
+    """What a hook on one weight is given in the first step."""
+    task = Words(torch.float32)
+    model, seen = task.model(), []
+    model.first.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    train(task, model)
+    return seen
+
+
+def test_in_an_unsplit_step_hooks_see_the_gradients_of_a_plain_loop():
+    def plain(task, model):
+        loss = task.loss(model, task.collate(STEPS[0]))
+        (loss.sum / loss.count).backward()
+
+    def stepped(task, model):
+        Stepper(model, SGD(model.parameters()), task).step(STEPS[0])
+
+    assert torch.equal(seen_by_a_hook(plain)[0], seen_by_a_hook(stepped)[-1])
+
+
+def test_a_first_micro_batch_without_labels_leaves_the_step_exact():
+    def masked(model, batch):
+        counted = batch["words"] != 1
+        sums = model(batch["words"]).square().sum(2)[counted]
+        return Loss(sums.sum(), counted.sum())
+
+    rows = [{"words": torch.full((3,), 1 + min(index, 5)), "id": index} for index in range(8)]
+    gradients = []
+    for micro_batch in (None, 1):
+        model = Words().model()
+        stepper = Stepper(
+            model, SGD(model.parameters()), masked, collate=Words().collate, micro_batch=micro_batch, clip_norm=None
+        )
+        stepper.backward(rows)
+        gradients.append(model.first.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)

@@ -49,7 +49,6 @@ class LoadedRows:
 
     def __init__(self, step: StepRows, task: Task) -> None:
         self.groups: list[list[int]] | None = step.groups
-        self.step_rows = step.step_rows
         self.shapes: list[Shape] = [()] * len(step)
         self.collates = not step.collated
         kind = BatchRows if step.collated else ListedRows

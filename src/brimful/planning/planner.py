@@ -169,7 +169,7 @@ def find_plan(
         return saved
     if _weights_and_gradients(description) > target.limit_bytes:
         raise _model_too_large(description, target)
-    result = _search(task, description, model, optimizer, target, options, shape, key, progress)
+    result = _search(task, description, model, optimizer, target, options, shape, key, progress, rows)
     if isinstance(result, UserError):
         raise result
     plan = with_host(result, task, rows, target, options, progress)
@@ -233,7 +233,7 @@ def _weights_and_gradients(model: nn.Module) -> int:
 
 def _search(
     task: Task, description: nn.Module, model: nn.Module | None, optimizer: Optimizer | None, target: Target,
-    options: PlanOptions, shape: Shape, key: str, progress: Progress,
+    options: PlanOptions, shape: Shape, key: str, progress: Progress, rows: Dataset | None,
 ) -> Plan | UserError:  # fmt: skip
     """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
@@ -249,7 +249,7 @@ def _search(
             ready = model if model is not None else _build(task, description, target)
             context = make_context(task, ready, optimizer, target, autocast, cudnn_attention=cudnn)
             with _put_back(context, model):
-                return Search(context, target, options, shape, progress).plan(key)
+                return Search(context, target, options, shape, progress, rows).plan(key)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise

@@ -220,7 +220,8 @@ def _compare_with_halves(context: StepContext, share: Share, rows: list[int]) ->
     again = tensors_of(share.rows.batch(rows))
     if not all(torch.equal(one, other) for one, other in zip(tensors_of(whole), again, strict=True)):
         return check_exactness(context, whole)
-    return check_exactness(context, whole, [share.rows.batch(rows[:half]), share.rows.batch(rows[half:])])
+    halves = [share.rows.batch(rows[:half]), share.rows.batch(rows[half:])]
+    return check_exactness(context, whole, halves, name=f"{len(rows)} rows")
 
 
 class ShapeCounter:

@@ -470,6 +470,10 @@ def test_terms_with_different_counts_are_summed_over_processes(fleet):
     check(fleet.train([(1, 2, 0, "forward")], task="TwoTerms"), reference(TwoTerms))
 
 
+def test_an_oom_while_collating_for_the_counts_is_survived(fleet):
+    check(fleet.train(task="FullHost", micro_batch=4), reference(TwoTerms))
+
+
 def test_different_global_rows_are_refused(fleet):
     answers = fleet.train(own_rows=True)
     assert all("rank 1 has other rows than rank 0 (12 and 12 of them)" in answer["error"] for answer in answers)

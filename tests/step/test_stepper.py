@@ -13,7 +13,7 @@ from brimful.memory.ledger import simulated_memory
 from brimful.step import optimizer_memory
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
-from tests.step.small import PLACES, Faults, TwoTerms, Words, distance, out_of_memory, plain_loop, steps_of_rows
+from tests.step.small import PLACES, Faults, FullHost, TwoTerms, Words, distance, out_of_memory, plain_loop, steps_of_rows
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -998,3 +998,36 @@ def test_a_first_micro_batch_without_labels_leaves_the_step_exact():
         stepper.backward(rows)
         gradients.append(model.first.weight.grad)
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+def test_an_oom_while_collating_is_survived_by_a_task_with_counts():
+    model, stepper, _ = run(task=FullHost(), micro_batch=12)
+    assert stepper.ooms > 0
+    assert {event.details["phase"] for event in stepper.events if event.event == "oom"} == {"collate"}
+    assert distance(plain_loop(TwoTerms(), STEPS, ADAMW), model) < 1e-10
+
+
+def test_a_row_set_aside_does_not_count_in_any_term():
+    """One row is too large for the forward, after the counts of all rows are known."""
+
+    class Narrow(TwoTerms):
+        def loss(self, model, batch):
+            if 5 in batch["id"]:
+                out_of_memory()
+            return super().loss(model, batch)
+
+    rows = [{**row, "words": torch.ones(45, dtype=torch.long)} if row["id"] == 5 else row for row in STEPS[0]]
+    model, _, results = run(task=Narrow(), steps=[rows], skip_oversized=True)
+    assert results[0].set_aside == (5,)
+    assert distance(plain_loop(TwoTerms(), [[row for row in rows if row["id"] != 5]], ADAMW), model) < 1e-10
+
+
+def test_an_oom_while_buffers_are_copied_is_survived(monkeypatch):
+    task = Words(norm=True)
+    model = task.model()
+    stepper = Stepper(model, SGD(model.parameters()), task)
+    model.middle.running_mean = torch.zeros_like(model.middle.running_mean)  # a new tensor, which needs a new copy
+    clone = torch.Tensor.clone
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", lambda tensor, **kw: out_of_memory() if tensor.ndim == 1 else clone(tensor, **kw))
+        assert stepper.step(STEPS[0]).applied

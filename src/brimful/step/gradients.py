@@ -96,9 +96,14 @@ class Gradients:
             self._versions = checks.param_versions(self._context.model)
         try:
             self._split_check.examine(step, share)
-            counts = self._total_counts(share)
+            counts, counted_rows = self._total_counts(state)
             while True:
                 reports = self._accumulate_on_all_ranks(state, counts)
+                rows = int(sum(report[2] for report in reports))
+                if counts is not None and rows < counted_rows:  # some were set aside, and the terms divided by too much
+                    self._start_over(state)
+                    counts, counted_rows = self._total_counts(state)
+                    continue
                 terms = self._total_terms(reports, counts)
                 if counts is None:  # in place, so that nothing is allocated here, as in the reduce
                     self._context.scale_gradients(state.divisor / terms["loss"][1])
@@ -106,9 +111,7 @@ class Gradients:
                 norm = self._finish(state, finish)
                 if all(status == Status.DONE for status, *_ in self._exchange(state, [])):
                     break
-                self._recovery.drop_gradients()  # they hold the sum over ranks, and some rank has to start again
-                self._recovery.restore()
-                state.done = False
+                self._start_over(state)  # gradients hold the sum over ranks, and some rank has to start again
         except BaseException:
             self._context.drop_gradients()
             raise
@@ -116,25 +119,40 @@ class Gradients:
             state=state,
             terms=terms,
             log=self._total_log(state, reports),
-            rows=int(sum(report[2] for report in reports)),
+            rows=rows,
             ooms_of_all=int(sum(report[3] for report in reports)),
             norm=norm,
         )
 
-    def _total_counts(self, share: Share) -> TotalCounts | None:
-        task = self._context.task
-        if type(task).counts is Task.counts:
-            return None
-        own: Counter[str] = Counter()
-        for group in self._split(share, share.indices):
-            own.update(term_counts(task, task.counts(share.rows.batch(group))))
-        self._recovery.restore()  # a random collate must draw the same numbers again
+    def _start_over(self, state: StepState) -> None:
+        self._recovery.drop_gradients()
+        self._recovery.restore()
+        state.done = False
+
+    def _total_counts(self, state: StepState) -> tuple[TotalCounts | None, int]:
+        """The counts over all ranks, and the rows they are of. No counts if the task has a single term."""
+        if type(self._context.task).counts is Task.counts:
+            return None, 0
+        while not state.done and state.stop is None:
+            self._recovery.run(state, partial(self._count, state))
+        counted_rows = int(sum(report[1] for report in self._exchange(state, [float(len(state.rows))])))
+        self._start_over(state)  # a random collate must draw the same numbers again
         totals: Counter[str] = Counter()
-        for counts in self._group.gather_objects(dict(own)):
+        for counts in self._group.gather_objects(state.counts):
             totals.update(counts)
         if not any(totals.values()):
             raise self._nothing_counted()
-        return {name: total or 1.0 for name, total in sorted(totals.items())}
+        return {name: total or 1.0 for name, total in sorted(totals.items())}, counted_rows
+
+    def _count(self, state: StepState) -> None:
+        """What the terms of this rank's rows count, from collated batches."""
+        task, counts = self._context.task, Counter[str]()
+        self._context.phase = Phase.COLLATE
+        groups = self._split(state.share, state.rows)
+        for index, group in enumerate(groups):
+            state.micro_batch = MicroBatch(index, len(groups), group, state.share.padded_shape(group))
+            counts.update(term_counts(task, task.counts(state.share.rows.batch(group))))
+        state.counts = dict(counts)
 
     def _accumulate_on_all_ranks(self, state: StepState, counts: TotalCounts | None) -> list[list[float]]:
         """Run the micro-batches until every rank has all its gradients. Returns the reports of all ranks."""

@@ -13,7 +13,17 @@ from brimful.memory.ledger import simulated_memory
 from brimful.step import optimizer_memory
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
-from tests.step.small import PLACES, Faults, FullHost, TwoTerms, Words, distance, out_of_memory, plain_loop, steps_of_rows
+from tests.step.small import (
+    PLACES,
+    Faults,
+    FullHost,
+    TwoTerms,
+    Words,
+    distance,
+    out_of_memory,
+    plain_loop,
+    steps_of_rows,
+)
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -1029,5 +1039,7 @@ def test_an_oom_while_buffers_are_copied_is_survived(monkeypatch):
     model.middle.running_mean = torch.zeros_like(model.middle.running_mean)  # a new tensor, which needs a new copy
     clone = torch.Tensor.clone
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", lambda tensor, **kw: out_of_memory() if tensor.ndim == 1 else clone(tensor, **kw))
+        patch.setattr(
+            torch.Tensor, "clone", lambda tensor, **kw: out_of_memory() if tensor.ndim == 1 else clone(tensor, **kw)
+        )
         assert stepper.step(STEPS[0]).applied

@@ -227,6 +227,18 @@ def failure(task: Task, error: BaseException, method: str, on: str = "") -> str:
     return f"task {task.name}: {method}() failed{where}{user_line(error)}: {in_one_line(error).rstrip('. ')}."
 
 
+def check_weights(model: "nn.Module") -> None:
+    """Refuse lazy modules that have not run."""
+    from torch.nn.parameter import is_lazy
+
+    for name, part in model.named_modules():
+        if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            raise TaskError(
+                f"the weights of {type(part).__name__} ({name!r}) have no shape before a first forward. "
+                "Try: run a batch through the model before it is used, in model() if a task makes it."
+            )
+
+
 def failed_method(task: Task, error: BaseException) -> str | None:
     """The method of the task in which this error was raised; None if it was raised elsewhere."""
     methods = {name: getattr(task, name) for name, value in vars(Task).items() if inspect.isfunction(value)}

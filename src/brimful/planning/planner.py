@@ -53,7 +53,7 @@ from brimful.planning.probe import (
     with_dummy,
 )
 from brimful.planning.target import Target, autocast_dtype, find_target
-from brimful.task import Dataset, Precision, Shape, Task
+from brimful.task import Dataset, Precision, Shape, Task, check_weights
 from brimful.units import flag_bytes, show_bytes, show_count
 
 SHRUNK, GROWN = 0.97, 1.10
@@ -163,6 +163,7 @@ def find_plan(
     task = with_dummy(task, rows)
     shape = _planned_shape(task, rows, options)
     description = model if model is not None else _describe(task)
+    check_weights(description)
     key = _key(task, description, shape, options, target, rows)
     saved = _load(key, options, target) if options.cache else None
     if saved is not None:

@@ -21,8 +21,8 @@ A task is a subclass of `Task`. With data, a model and a loss are enough:
 `labels`, and a plain mean (weighted by rows) are converted to it by `loss_terms`.
 
 **Why a sum and a count.** A step is split into micro-batches of different sizes, and a mean of means is wrong as soon as
-the counts differ. The step runs backward on `sum / rows` and multiplies the gradients once by `rows / total count` after
-the last micro-batch, so any split of the same rows gives the same gradient.
+the counts differ. The step runs backward on `sum / estimated count` and multiplies the gradients once by `estimate / total
+count` after the last micro-batch, so any split of the same rows gives the same gradient.
 
 **Several terms.** Terms with different counts (tokens and rows, say) cannot share one scaling at the end. Such a loss
 returns a mapping, `{"tokens": Loss(...), "router": Loss(...)}`, and `counts(batch)` returns the count of each name from
@@ -250,6 +250,18 @@ def failure(task: Task, error: BaseException, method: str, on: str = "") -> str:
     """`task Net: loss() failed at mine.py:12: KeyError: 'x'.`, with the line of the user's own code."""
     where = f" on {on}" if on else ""
     return f"task {task.name}: {method}() failed{where}{user_line(error)}: {in_one_line(error).rstrip('. ')}."
+
+
+def check_weights(model: "nn.Module") -> None:
+    """Refuse lazy modules that have not run."""
+    from torch.nn.parameter import is_lazy
+
+    for name, part in model.named_modules():
+        if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            raise TaskError(
+                f"the weights of {type(part).__name__} ({name!r}) have no shape before a first forward. "
+                "Try: run a batch through the model before it is used, in model() if a task makes it."
+            )
 
 
 def failed_method(task: Task, error: BaseException) -> str | None:

@@ -139,13 +139,10 @@ def test_the_schedule_waits_for_a_skipped_step_as_accelerates_does() -> None:
         script.accelerator.scaler = script.optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         script.optimizer.__setstate__(script.optimizer.__dict__)
     expected = plain.plain(poison=(2, 3))
-    seen = 0
 
     def poisoned(model: Any, batch: torch.Tensor) -> brimful.Loss:
-        nonlocal seen
-        seen += torch.is_grad_enabled()  # not when a few rows are compared with their halves
         found = loss(model, batch)
-        return brimful.Loss(sum=found.sum * (float("inf") if seen in (3, 4) else 1.0), count=found.count)
+        return brimful.Loss(sum=found.sum * (float("inf") if len(ours.rates) in (2, 3) else 1.0), count=found.count)
 
     stepper = ours.exact(loss=poisoned)
     assert [event.event for event in stepper.events] == ["skip", "skip"]

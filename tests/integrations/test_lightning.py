@@ -391,11 +391,11 @@ def test_the_batch_is_moved_whole_where_that_is_asked_for():
 
 def test_out_of_memory_in_a_transfer_hook_is_survived_and_logging_goes_on(undisturbed):
     class Failing(Model):
-        left = 2
+        left = 1
 
         def on_after_batch_transfer(self, batch, dataloader_idx):
-            self.left -= torch.is_grad_enabled()  # not when a few rows are compared with their halves
-            if self.left == 0:
+            if self.left and self.trainer.global_step == 1:  # the first step compares a few rows with their halves
+                self.left -= 1
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return batch
 

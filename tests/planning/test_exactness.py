@@ -1,10 +1,14 @@
 """Losses that look across rows are found by comparing a batch with its halves, however small the difference."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import checkpoint  # noqa: F401  torch.utils.checkpoint
 
+from brimful.errors import InexactSplit
 from brimful.memory.context import StepContext
 from brimful.planning.exactness import check_exactness, check_rows
 from brimful.task import Loss
@@ -188,8 +192,18 @@ class OwnGenerator(Denoiser):
         return batch + noise, noise
 
 
+CALLS = itertools.count(1)
+
+
 class Calls(Denoiser):
-    """A loss that depends on how often it was called."""
+    """A loss that depends on how often it was called, which nothing can restore."""
+
+    def loss(self, model, batch):
+        return Loss(model(batch).square().sum() / next(CALLS), len(batch))
+
+
+class CallsOfItsOwn(Denoiser):
+    """The same with a count that the check restores."""
 
     calls = 0
 
@@ -222,6 +236,11 @@ class TestRandomLosses:
         result = exactness(Calls())
         assert not result.comparable and not result.looks_across_rows
         assert result.reason.startswith("the same 8 rows give another loss at each call")
+
+    def test_a_loss_that_depends_on_earlier_calls_is_called_inexact(self):
+        result = exactness(CallsOfItsOwn())
+        assert result.depends_on_split and not result.looks_across_rows and not result.exact
+        assert result.reason.startswith("a forward depends on earlier ones")
 
     def test_same_draws_that_leave_nothing_to_count_leave_it_unknown(self):
         assert not exactness(DrawnRows()).comparable
@@ -266,7 +285,9 @@ class Caching(nn.Module):
 
     def forward(self, x):
         if self.rope.table is None:
-            self.rope.table = self.attribute = self.early = torch.ones(4, dtype=x.dtype) * self.linear.weight.mean()
+            self.rope.table = self.attribute = self.early = (
+                torch.ones(4, dtype=x.dtype) * self.linear.weight.mean().detach()
+            )
             self.register_buffer("late", self.early.clone(), persistent=False)
             self.tables["cos"], self.largest = self.early.clone(), len(x)
         cached = self.rope.table + self.attribute + self.early + self.late + self.tables["cos"]
@@ -312,3 +333,199 @@ def test_a_cache_of_the_float64_check_is_not_used_by_the_one_in_float32():
             return Float32Only()
 
     assert exactness(Task()).exact
+
+
+# What a split changes although rows do not see each other
+
+
+class Spectral(Pairs):
+    """A power iteration in every forward in training mode."""
+
+    def model(self):
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4))
+
+    def loss(self, model, batch):
+        return Loss(model(batch).square().sum(), len(batch))
+
+
+class OldSpectral(Spectral):
+    def model(self):
+        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4))
+
+
+class Centred(nn.Linear):
+    """Subtracts a running mean of what it has seen, and adds to that afterwards."""
+
+    def __init__(self):
+        super().__init__(16, 4)
+        self.register_buffer("center", torch.zeros(16))
+
+    def forward(self, x):
+        out = super().forward(x - self.center)
+        if self.training:
+            self.center.lerp_(x.mean(0), 0.1)
+        return out
+
+
+class Ema(Spectral):
+    def model(self):
+        return Centred()
+
+
+class Clamped(Spectral):
+    def model(self):
+        model = nn.Linear(16, 4)
+        model.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return model
+
+
+class Normalised(Spectral):
+    def model(self):
+        model = nn.Linear(16, 4)
+        model.weight.register_hook(lambda grad: grad / grad.norm())
+        return model
+
+
+class ClampedLater(Spectral):
+    def model(self):
+        model = nn.Linear(16, 4)
+
+        def clamp(param):
+            param.grad.clamp_(-0.01, 0.01)
+
+        model.weight.register_post_accumulate_grad_hook(clamp)
+        return model
+
+
+class Watched(Spectral):
+    """A hook that only looks."""
+
+    def model(self):
+        model = nn.Linear(16, 4)
+        model.weight.register_hook(lambda grad: None)
+        return model
+
+
+class Checkpointed(Spectral):
+    """A reentrant checkpoint cannot give gradients to the check."""
+
+    def model(self):
+        return nn.Linear(16, 4)
+
+    def loss(self, model, batch):
+        out = torch.utils.checkpoint.checkpoint(model, batch.requires_grad_(), use_reentrant=True)
+        return Loss(out.square().sum(), len(batch))
+
+
+class TestGradientsAndBuffers:
+    @pytest.mark.parametrize(
+        ("task", "reason"),
+        [
+            (Spectral(), "each forward changes the buffer '0.parametrizations.weight.0._u', and so two halves differ"),
+            (OldSpectral(), "each forward changes the buffer '0.weight_u', and so two halves differ"),
+            (Ema(), "each forward changes the buffer 'center', and so two halves differ"),
+            (Clamped(), "hooks on gradients see those of a micro-batch"),
+            (Normalised(), "hooks on gradients see those of a micro-batch"),
+            (ClampedLater(), "a hook on 'weight' runs after every micro-batch"),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_what_a_split_changes_is_called_inexact(self, task, reason):
+        result = exactness(task)
+        assert result.depends_on_split and not result.exact and not result.looks_across_rows
+        assert result.reason.startswith(reason)
+
+    @pytest.mark.parametrize("task", [Watched(), Dropped(), Checkpointed()], ids=lambda task: type(task).__name__)
+    def test_hooks_that_look_and_dropout_are_exact(self, task):
+        assert exactness(task).exact
+
+    def test_the_reason_says_what_was_compared(self):
+        assert exactness(Watched()).reason == "8 rows and their two halves give the same gradients"
+        assert exactness(Checkpointed()).reason == "8 rows and their two halves give the same loss"
+
+    @pytest.mark.parametrize(
+        "task", [Spectral(), OldSpectral(), Ema(), Clamped(), ClampedLater()], ids=lambda t: type(t).__name__
+    )
+    def test_nothing_of_it_stays(self, task):
+        context = context_of(task)
+        context.model(task.dummy(8, ())).sum().backward()
+        parameters = dict(context.model.named_parameters())
+        before = {name: value.clone() for name, value in context.model.state_dict().items()}
+        gradients = {name: param.grad.clone() for name, param in parameters.items()}
+        check_exactness(context, task.dummy(8, ()))
+        now = context.model.state_dict()
+        assert all(torch.equal(before[name], now[name]) and before[name].dtype == now[name].dtype for name in before)
+        assert all(torch.equal(gradients[name], param.grad) for name, param in parameters.items())
+        assert not context.optimizer.state
+
+    def test_the_plan_splits_it_with_a_warning(self):
+        plan = small_plan(Spectral(), global_batch=64, micro_batch=16)
+        assert plan.choice("exactness").effective == "inexact"
+        assert "results depend on the micro-batch, here 16 rows" in plan.warnings[0]
+
+    def test_weights_that_a_forward_renormalises_stay_as_they_are(self):
+        class Renormalised(Tagger):
+            def model(self):
+                return nn.Sequential(nn.Embedding(100, 64, max_norm=0.1), nn.Linear(64, 100))
+
+            def loss(self, model, batch):
+                if model[1].weight.dtype != torch.float32:
+                    raise RuntimeError("float32 only")
+                return super().loss(model, batch)
+
+        context = context_of(Renormalised())
+        before = context.model[0].weight.detach().clone()
+        check_exactness(context, context.task.dummy(4, (8,)))
+        assert torch.equal(before, context.model[0].weight)
+
+
+# Rows of different lengths
+
+
+class WrongCount(Texts):
+    """The mean runs over all tokens of a row but the first, and the count says all: as with labels that a model shifts."""
+
+    def loss(self, model, batch):
+        counted = batch[:, 1:] >= 0
+        losses = self.token_losses(model, batch).view_as(batch)[:, 1:]
+        return losses[counted].mean(), (batch >= 0).sum()
+
+    def dummy(self, rows, shape):
+        return torch.randint(0, 100, (rows, *shape))
+
+
+def test_a_task_with_a_dummy_is_checked_on_rows_of_the_data_if_there_are_any():
+    task = WrongCount()
+    task.worst_shape = (29,)
+    assert exactness(task).exact, "dummy rows do not show it"
+    data = texts(*range(2, 30))
+    with pytest.raises(
+        InexactSplit, match=r"its mean runs over something else than its count: 8 rows of the data \(lengths 2 to 15\)"
+    ):
+        small_plan(task, data=data, global_batch=16, micro_batch=4)
+
+
+class ShiftedLabels(Tagger):
+    """The README's old recipe: the model's mean runs over the shifted labels."""
+
+    def loss(self, model, batch):
+        logits, labels = model(batch["ids"])[:, :-1], batch["labels"]
+        mean = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return mean, (labels != -100).sum()
+
+    def dummy(self, rows, shape):
+        ids = super().dummy(rows, shape)["ids"]
+        return {"ids": ids, "labels": ids.clone()}
+
+
+def test_without_data_labels_of_unequal_numbers_show_a_wrong_count():
+    plan = small_plan(ShiftedLabels(), micro_batch=10)
+    assert plan.choice("exactness").effective == "weighted by rows"
+    assert "8 dummy rows with unequal numbers of labels" in plan.warnings[0]
+
+
+def test_the_plan_says_on_what_it_was_checked():
+    reason = small_plan(Tagger()).choice("exactness").reason
+    assert reason == "8 dummy rows, all equally long, and their two halves give the same gradients"
+    reason = small_plan(Texts(), data=texts(*range(2, 30))).choice("exactness").reason
+    assert reason == "8 rows of the data (lengths 2 to 15) and their two halves give the same gradients"

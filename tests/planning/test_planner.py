@@ -469,3 +469,14 @@ def test_the_keywords_of_plan_are_the_fields_of_its_options():
 def test_no_lengths_for_rows_without_any_are_no_mistake():
     result = plan(Normed(), lengths=(), memory_limit=LIMIT, global_batch=4, device="cpu", cache=False)
     assert result.shape == ()
+
+
+def test_a_lazy_model_is_refused_with_what_to_do():
+    class Lazy(Tagger):
+        def model(self):
+            return torch.nn.Sequential(torch.nn.LazyLinear(4))
+
+    with pytest.raises(
+        TaskError, match=r"the weights of LazyLinear \('0'\) have no shape before a first forward. Try: run a"
+    ):
+        small_plan(Lazy())

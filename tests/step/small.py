@@ -63,6 +63,13 @@ class TwoTerms(Words):
         return {"rows": len(batch["words"]), "words": (batch["labels"] != -100).sum()}
 
 
+class FullHost(TwoTerms):
+    """The host has memory to collate two rows at once."""
+
+    def collate(self, rows):
+        return out_of_memory() if len(rows) > 2 else super().collate(rows)
+
+
 class Branches(Words):
     """Long rows go through a branch of their own; a process with short rows only never touches it."""
 

@@ -180,6 +180,30 @@ def test_a_model_with_nothing_to_train_is_refused(model):
     assert refusal(check_model, model, kind=TaskError).startswith("no parameter of the model requires a gradient")
 
 
+def test_an_embedding_that_renormalises_its_weight_is_refused_for_that():
+    message = refusal(check_model, nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 2)))
+    assert message == (
+        "Embedding(max_norm=1.0) ('0') changes its weight inside the forward, which a retry cannot undo and other ranks do "
+        "not see. Try: max_norm=None, and scale its rows after the optimizer's step."
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.LazyLinear, nn.LazyBatchNorm1d])
+def test_a_lazy_module_that_has_no_weights_yet_is_refused(kind):
+    model = nn.Sequential(nn.Linear(3, 4), kind(2) if kind is nn.LazyLinear else kind())
+    message = refusal(check_model, model, kind=TaskError)
+    assert message == (
+        f"the weights of {kind.__name__} ('1') have no shape before a first forward. "
+        "Try: run a batch through the model before it is used, in model() if a task makes it."
+    )
+
+
+def test_a_lazy_module_that_has_run_is_accepted():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    model(torch.ones(2, 3))
+    check_model(model)
+
+
 # Optimizers
 
 

@@ -13,7 +13,17 @@ from brimful.memory.ledger import simulated_memory
 from brimful.step import optimizer_memory
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
-from tests.step.small import PLACES, Faults, TwoTerms, Words, distance, out_of_memory, plain_loop, steps_of_rows
+from tests.step.small import (
+    PLACES,
+    Faults,
+    FullHost,
+    TwoTerms,
+    Words,
+    distance,
+    out_of_memory,
+    plain_loop,
+    steps_of_rows,
+)
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -130,10 +140,11 @@ def test_every_row_is_in_the_gradient_once():
         return Loss(model(batch["id"]).sum(), len(batch["id"]))
 
     stepper = Stepper(bag, torch.optim.SGD(bag.parameters(), lr=0.0), loss, collate=Words().collate, micro_batch=5)
+    stepper.step(rows)  # the first step also compares a few rows with their halves
     seen = itertools.count()
 
     def fault(_module, _inputs, _output):
-        if torch.is_grad_enabled() and next(seen) == 2:
+        if next(seen) == 2:
             out_of_memory()
 
     bag.register_forward_hook(fault)
@@ -620,13 +631,14 @@ def test_every_try_begins_without_gradients():
     held, seen = [], itertools.count()
 
     def look(_module, _inputs, _output):
-        if torch.is_grad_enabled():
-            held.append(any(param.grad is not None for param in model.parameters()))
-            if next(seen) == 2:
-                out_of_memory()
+        held.append(any(param.grad is not None for param in model.parameters()))
+        if next(seen) == 2:
+            out_of_memory()
 
+    stepper = Stepper(model, SGD(model.parameters()), task, micro_batch=4)
+    stepper.step(STEPS[0])  # also compares a few rows with their halves
     model.first.register_forward_hook(look)
-    Stepper(model, SGD(model.parameters()), task, micro_batch=4).step(STEPS[0])
+    stepper.step(STEPS[0])
     assert held[:3] == [False, True, True] and held[3:5] == [False, True]
 
 
@@ -783,12 +795,13 @@ def test_buffers_of_a_module_added_after_construction_are_restored_after_an_oom(
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = SGD(model.parameters())
     stepper = Stepper(model, optimizer, mean_square)
+    stepper.step(torch.randn(8, 4))  # also compares a few rows with their halves
     model.append(nn.BatchNorm1d(4))
     optimizer.add_param_group({"params": list(model[1].parameters())})
     seen = itertools.count()
 
     def fault(_module, _inputs, _output):
-        if torch.is_grad_enabled() and next(seen) == 0:
+        if next(seen) == 0:
             out_of_memory()
 
     model[1].register_forward_hook(fault)
@@ -930,3 +943,103 @@ def test_a_parameter_without_a_gradient_is_left_alone():
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.5), task, micro_batch=2)
     stepper.step(torch.ones(4, 4))
     assert torch.equal(before, model.unused.weight)
+
+
+LONG_STEPS = [
+    [{"words": (row["words"].repeat(40))[:40], "id": row["id"]} for row in rows] for rows in steps_of_rows(steps=3)
+]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_fp16_skips_no_more_steps_than_a_plain_loop(micro_batch):
+    """40 words a row: gradients of `sum / rows` are 40 times too large for the scaler's first guess."""
+    task, scaler = Words(torch.float32), torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    model = task.model()
+    optimizer = SGD(model.parameters())
+    for rows in LONG_STEPS:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = task.loss(model, task.collate(rows))
+            mean = loss.sum / loss.count
+        scaler.scale(mean).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**18, "the plain loop skips none"
+    _, _, results = run(
+        "sgd", task=task, steps=LONG_STEPS, micro_batch=micro_batch, precision="fp16",
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**18),
+    )  # fmt: skip
+    assert all(result.applied for result in results)
+
+
+def seen_by_a_hook(train):
+    """What a hook on one weight is given in the first step."""
+    task = Words(torch.float32)
+    model, seen = task.model(), []
+    model.first.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    train(task, model)
+    return seen
+
+
+def test_in_an_unsplit_step_hooks_see_the_gradients_of_a_plain_loop():
+    def plain(task, model):
+        loss = task.loss(model, task.collate(STEPS[0]))
+        (loss.sum / loss.count).backward()
+
+    def stepped(task, model):
+        Stepper(model, SGD(model.parameters()), task).step(STEPS[0])
+
+    assert torch.equal(seen_by_a_hook(plain)[0], seen_by_a_hook(stepped)[-1])
+
+
+def test_a_first_micro_batch_without_labels_leaves_the_step_exact():
+    def masked(model, batch):
+        counted = batch["words"] != 1
+        sums = model(batch["words"]).square().sum(2)[counted]
+        return Loss(sums.sum(), counted.sum())
+
+    rows = [{"words": torch.full((3,), 1 + min(index, 5)), "id": index} for index in range(8)]
+    gradients = []
+    for micro_batch in (None, 1):
+        model = Words().model()
+        stepper = Stepper(
+            model, SGD(model.parameters()), masked, collate=Words().collate, micro_batch=micro_batch, clip_norm=None
+        )
+        stepper.backward(rows)
+        gradients.append(model.first.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+def test_an_oom_while_collating_is_survived_by_a_task_with_counts():
+    model, stepper, _ = run(task=FullHost(), micro_batch=12)
+    assert stepper.ooms > 0
+    assert {event.details["phase"] for event in stepper.events if event.event == "oom"} == {"collate"}
+    assert distance(plain_loop(TwoTerms(), STEPS, ADAMW), model) < 1e-10
+
+
+def test_a_row_set_aside_does_not_count_in_any_term():
+    """One row is too large for the forward, after the counts of all rows are known."""
+
+    class Narrow(TwoTerms):
+        def loss(self, model, batch):
+            if 5 in batch["id"]:
+                out_of_memory()
+            return super().loss(model, batch)
+
+    rows = [{**row, "words": torch.ones(45, dtype=torch.long)} if row["id"] == 5 else row for row in STEPS[0]]
+    model, _, results = run(task=Narrow(), steps=[rows], skip_oversized=True)
+    assert results[0].set_aside == (5,)
+    assert distance(plain_loop(TwoTerms(), [[row for row in rows if row["id"] != 5]], ADAMW), model) < 1e-10
+
+
+def test_an_oom_while_buffers_are_copied_is_survived(monkeypatch):
+    task = Words(norm=True)
+    model = task.model()
+    stepper = Stepper(model, SGD(model.parameters()), task)
+    model.middle.running_mean = torch.zeros_like(model.middle.running_mean)  # a new tensor, which needs a new copy
+    clone = torch.Tensor.clone
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch.Tensor, "clone", lambda tensor, **kw: out_of_memory() if tensor.ndim == 1 else clone(tensor, **kw)
+        )
+        assert stepper.step(STEPS[0]).applied

@@ -39,7 +39,6 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
-    SCALE = "gradient scaling"
     CLIP = "clipping"
     RESERVE = "optimizer state reservation"
 
@@ -108,11 +107,11 @@ class StepContext:
         return total / count if count else float("nan")
 
     def run_micro_batch(
-        self, batch: Any, divisor: float | Mapping[str, float], mark: Mark | None = None, prefix: str = ""
+        self, batch: Any, divisor: "Divisor", mark: Mark | None = None, prefix: str = ""
     ) -> dict[str, Loss]:
         """Forward and backward of one micro-batch. Its gradients are added to those held.
 
-        The sum of each term is divided by `divisor` first: the rows of the step, or the total count of that term.
+        The sum of each term is divided by `divisor` first: any number, an estimate of the count, or each term's count.
         """
         if mark:
             mark(f"{prefix}forward")
@@ -168,6 +167,37 @@ class StepContext:
                 param.grad = torch.zeros_like(param)
 
 
+class CountEstimate:
+    """What a sum is divided by before the count of a step is known: the count of its first micro-batch, extrapolated.
+
+    Gradients then have the scale of the mean, which a `GradScaler` and hooks expect, and a step of one micro-batch shows
+    them exactly what a plain loop does. Nothing is read from the device.
+    """
+
+    def __init__(self, rows: int, first_rows: int) -> None:
+        """`first_rows` of these rows are in the first micro-batch."""
+        self._rows, self._first_rows = rows, first_rows
+        self._value: torch.Tensor | float | None = None
+
+    def __call__(self, term: Loss) -> torch.Tensor | float:
+        """The estimate, made from the first term that it is called with."""
+        if self._value is None:
+            factor, count = self._rows / self._first_rows, term.count
+            if isinstance(count, torch.Tensor):
+                count = count.detach().to(term.sum.device, torch.promote_types(term.sum.dtype, torch.float32))
+                self._value = torch.where(count > 0, factor * count, float(self._rows))  # all labels may be masked
+            else:
+                self._value = factor * float(count) if count > 0 else float(self._rows)
+        return self._value
+
+    def read(self) -> float:
+        """Waits for the device."""
+        return 1.0 if self._value is None else float(self._value)
+
+
+Divisor = float | CountEstimate | Mapping[str, float]
+
+
 @contextmanager
 def forward_context(
     device: torch.device, autocast: torch.dtype | None, *, cudnn_attention: bool = False
@@ -216,13 +246,19 @@ def split_batch(batch: Any, at: int) -> tuple[Any, Any]:
     return map_tensors(batch, lambda t: t[:at] if t.ndim else t), map_tensors(batch, lambda t: t[at:] if t.ndim else t)
 
 
-def _scaled_sum(task: Task, terms: Mapping[str, Loss], divisor: float | Mapping[str, float]) -> torch.Tensor:
+def _scaled_sum(task: Task, terms: Mapping[str, Loss], divisor: Divisor) -> torch.Tensor:
     if isinstance(divisor, Mapping) and set(divisor) != set(terms):
         raise TaskError(
             f"task {task.name}: loss() has the terms {sorted(terms)} and counts() has {sorted(divisor)}. "
             "Try: use the same names in both."
         )
-    parts = [term.sum / (divisor[name] if isinstance(divisor, Mapping) else divisor) for name, term in terms.items()]
+
+    def divided(name: str, term: Loss) -> torch.Tensor:
+        if isinstance(divisor, CountEstimate):
+            return term.sum / divisor(term)
+        return term.sum / (divisor[name] if isinstance(divisor, Mapping) else divisor)
+
+    parts = [divided(name, term) for name, term in terms.items()]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 

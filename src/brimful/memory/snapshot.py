@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from brimful.memory.oom import OutOfMemory, attempt
 
 LARGEST_CONTAINER = 1000
 """Entries of a list or dict that is taken for state."""
@@ -69,7 +72,7 @@ class RandomState:
 
 
 class Buffers:
-    """Copies of a model's buffers (BatchNorm's running statistics and counters) on their own device.
+    """Copies of a model's buffers (BatchNorm's running statistics and counters), on the host if their device is full.
 
     Copied every time, since torch's version counters do not see what BatchNorm writes. A buffer that the model replaces
     by a new tensor is restored as the tensor it was.
@@ -89,7 +92,7 @@ class Buffers:
                 if buffer is None:
                     self._saved[place, name] = None
                 else:
-                    copied = old[1].copy_(buffer) if old and old[0] is buffer else buffer.detach().clone()
+                    copied = old[1].copy_(buffer) if old and old[0] is buffer else _copy_somewhere(buffer)
                     self._saved[place, name] = buffer, copied
 
     def restore(self) -> None:
@@ -98,6 +101,14 @@ class Buffers:
                 if saved is not None and not overlaps(saved[0]):
                     saved[0].copy_(saved[1])
                 self._registries[place][name] = None if saved is None else saved[0]
+
+
+def _copy_somewhere(buffer: torch.Tensor) -> torch.Tensor:
+    copied = attempt(buffer.detach().clone, buffer.device)
+    if not isinstance(copied, OutOfMemory):
+        return copied
+    with _disable_current_modes():  # where the device is a simulated one, the host is not
+        return _to_host(buffer)
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

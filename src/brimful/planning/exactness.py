@@ -1,19 +1,19 @@
 """Does splitting a batch of this task change its result? Found by running one batch whole and in halves.
 
-A loss that looks across rows (in-batch negatives, all pairs) differs between a batch and its halves. At small random
-weights the difference can be as little as 1e-8 (all pairs with β = 0.1), so the comparison runs in float64 and with
-doubled weights, which makes rows differ more; float32 is used only if the model's code insists on it. A forward with
-dropout cannot be compared with itself, so it runs in evaluation mode. BatchNorm does not show there and is found by its
-class.
+Gradients and buffers are compared, in training mode: the loss alone does not show a power iteration that runs once in
+every forward, or a hook that clamps gradients. A loss that looks across rows (in-batch negatives, all pairs) can differ by
+as little as 1e-8 at small random weights, so the comparison runs in float64 and with doubled weights, which makes rows
+differ more; float32 is used only if the model's code insists on it. BatchNorm is found by its class and runs in
+evaluation mode, since it would hide everything else.
 
-A loss that draws random numbers (the noise of diffusion) differs from itself, which says nothing about its rows. So the
-batch is first compared with itself, and a random loss with its halves under the same draws for every row.
+Dropout, and a loss that draws random numbers (the noise of diffusion), differ from themselves, which says nothing about
+rows. So every run is given the same draws for every row. Where that does not help, evaluation mode is tried.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.errors import TaskError
 from brimful.memory.context import StepContext, split_batch, tensors_of, to_device
+from brimful.memory.oom import is_oom
 from brimful.memory.snapshot import Attributes, Buffers
 from brimful.task import Dataset, loss_terms, map_tensors, rows_of, weighted_by_rows
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may cause, by the lowest precision that was used; 2e-2 for lower ones."""
+GRADIENT_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+"""The same for gradients and buffers; 0.1 for lower precisions."""
 LOOKED_AT = 256
 """Rows of the data among which those to compare are chosen."""
+PROJECTED = 1 << 22
+"""Elements of a gradient that are projected at once."""
 DRAWS = frozenset({
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_",
     "exponential_", "log_normal_", "cauchy_", "geometric_",
@@ -46,8 +51,10 @@ class Exactness:
 
     looks_across_rows: bool = False
     batch_norm: bool = False
+    depends_on_split: bool = False
+    """The forward changes something that the next one uses, or hooks change parts of a gradient."""
     unequal_rows: bool = False
-    """The loss is a plain mean in which rows count differently, so weighting micro-batches by their rows changes it."""
+    """The loss is a mean in which rows do not count as micro-batches are weighted, so a split changes it."""
     random: bool = False
     """The loss draws random numbers and looks at rows one by one: a split is the same in distribution."""
     comparable: bool = True
@@ -57,85 +64,152 @@ class Exactness:
     @property
     def exact(self) -> bool:
         """The same result from a split, or the same in distribution where the loss is random."""
-        return not self.looks_across_rows and not self.batch_norm and self.comparable
+        return not (self.looks_across_rows or self.batch_norm or self.depends_on_split) and self.comparable
 
 
-def check_exactness(context: StepContext, batch: Any, halves: Sequence[Any] | None = None) -> Exactness:
+def check_exactness(
+    context: StepContext, batch: Any, halves: Sequence[Any] | None = None, *, name: str | None = None
+) -> Exactness:
     """Compare a small batch with its two halves. Weights, buffers, and attributes of model and task stay as they are.
 
     What the code keeps in global variables or closures cannot be restored. The caller restores random state.
 
-    Halves that were collated by themselves have their own padding, and show a model that looks at padding.
+    Halves that were collated by themselves have their own padding, and show a model that looks at padding. `name` is how
+    the reason calls the rows.
     """
-    norms = [name for name, part in context.model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in context.model.named_modules() if isinstance(part[1], nn.modules.batchnorm._BatchNorm)]
+    rows = name or f"{rows_of(batch)} rows"
     parts = [batch, *(halves or split_batch(batch, rows_of(batch) // 2))]
-    result = _in_best_precision(context, parts, bool(norms))
-    share = f"{result.difference:.0%}" if result.difference > 0.01 else f"{result.difference:.0e} (relative)"
+    result = _in_best_precision(context, parts, [part for _, part in norms])
+    share = _share(result.difference)
     if not result.comparable:
-        reason = (
-            f"the same {rows_of(batch)} rows give another loss at each call, so halves cannot be compared with them"
-        )
+        reason = f"the same {rows} give another loss at each call, so halves cannot be compared with them"
         return Exactness(comparable=False, batch_norm=bool(norms), reason=reason)
-    if result.unequal_rows:
-        reason = f"the loss is a plain mean weighted by rows, and a batch and its two halves differ by {share}"
+    if result.unequal_rows and result.plain_mean:
+        reason = f"the loss is a plain mean weighted by rows, and {rows} and their two halves differ by {share}"
         return Exactness(unequal_rows=True, batch_norm=bool(norms), reason=reason)
+    if result.unequal_rows:
+        cause = "the loss looks across rows, or its mean runs over something else than its count"
+        reason = f"{cause}: {rows} and their two halves differ by {share}"
+        return Exactness(looks_across_rows=True, batch_norm=bool(norms), reason=reason)
     if result.differs:
         other = ", or is a sum instead of a mean" if result.like_sum else " or at their padding" if halves else ""
-        reason = f"the loss looks across rows{other}: {rows_of(batch)} rows and their two halves differ by {share}"
+        reason = f"the loss looks across rows{other}: {rows} and their two halves differ by {share}"
         return Exactness(looks_across_rows=True, batch_norm=bool(norms), reason=reason)
     if norms:
         more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-        reason = f"BatchNorm ({norms[0]!r}{more}) averages over the micro-batch instead of the global batch"
+        reason = f"BatchNorm ({norms[0][0]!r}{more}) averages over the micro-batch instead of the global batch"
         return Exactness(batch_norm=True, reason=reason)
+    if change := result.change or _hook_after_accumulation(context):
+        return Exactness(depends_on_split=True, reason=change)
     mean = "; the loss is a plain mean, weighted by rows" if result.plain_mean else ""
     if result.random:
         reason = (
-            f"the loss draws random numbers; if they are the same, so is the loss of a batch and its two halves{mean}"
+            f"the loss draws random numbers; if they are the same, so is the loss of {rows} and their two halves{mean}"
         )
         return Exactness(random=True, reason=reason)
-    return Exactness(reason=f"a batch and its two halves give the same loss{mean}")
+    return Exactness(reason=f"{rows} and their two halves give the same {result.compared}{mean}")
 
 
 def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
     """The same for real rows of different lengths. The shorter ones are collated apart from the longer ones."""
-    task, every = context.task, max(1, len(rows) // LOOKED_AT)
-    some = sorted((rows[index] for index in range(0, len(rows), every)), key=lambda row: sum(task.shape(row)))
+    task, count = context.task, min(count, len(rows))
+    looked_at = min(LOOKED_AT, len(rows)) if task.has_shape else count
+    some = [rows[place * (len(rows) - 1) // max(1, looked_at - 1)] for place in range(looked_at)]
+    some = sorted(some, key=lambda row: sum(task.shape(row))) if task.has_shape else some
     some = some[: max(count, len(some) // 2)]  # in float64 the longest rows could take more memory than the step
-    count = min(count, len(some))
     some = [some[place * (len(some) - 1) // (count - 1)] for place in range(count)]
+    lengths = [sum(task.shape(row)) for row in (some[0], some[-1])] if task.has_shape else []
+    name = f"{count} rows of the data" + (f" (lengths {lengths[0]} to {lengths[1]})" if any(lengths) else "")
     whole, half = task.collate(some), count // 2
     if not all(map(torch.equal, tensors_of(whole), tensors_of(task.collate(some)))):
-        return check_exactness(context, whole)  # this collate draws random numbers: slices of one batch are compared
-    return check_exactness(context, whole, [task.collate(some[:half]), task.collate(some[half:])])
+        # this collate draws random numbers: slices of one batch are compared
+        return check_exactness(context, whole, name=name)
+    return check_exactness(context, whole, [task.collate(some[:half]), task.collate(some[half:])], name=name)
 
 
-@dataclass(frozen=True, slots=True)
+def check_dummy(context: StepContext, batch: Any) -> Exactness:
+    """The same for a batch of `task.dummy`, whose rows are all equally long. Labels, if it has any, are made to differ.
+
+    Without data nobody knows whether lengths differ, so a mean that is wrong only then is warned about and not refused.
+    """
+    count, has_lengths = rows_of(batch), bool(context.task.worst_shape)
+    equal = check_exactness(context, batch, name=f"{count} dummy rows{', all equally long,' if has_lengths else ''}")
+    masked = _with_unequal_labels(batch)
+    if masked is None or not equal.exact or equal.unequal_rows:
+        return equal
+    try:
+        unequal = check_exactness(context, masked, name=f"{count} dummy rows with unequal numbers of labels")
+    except Exception as error:
+        if is_oom(error):
+            raise
+        return equal  # a loss that knows no masked labels
+    if unequal.looks_across_rows:
+        reason = f"{equal.reason}, but where rows have unequal numbers of labels {unequal.reason}"
+        return Exactness(unequal_rows=True, reason=reason)
+    return unequal
+
+
+def _with_unequal_labels(batch: Any) -> Any:
+    """The batch with some labels of its later rows masked, as in Hugging Face's; None if it has no labels to mask."""
+    labels = batch.get("labels") if hasattr(batch, "get") else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim < 2 or labels.shape[1] < 4:
+        return None
+    masked = labels.clone()
+    for row in range(len(labels)):
+        masked[row, labels.shape[1] - row * labels.shape[1] // (2 * len(labels)) :] = -100
+    return type(batch)({**batch, "labels": masked})
+
+
+def _hook_after_accumulation(context: StepContext) -> str:
+    """The check does not run these: an optimizer may step in them."""
+    names = {param: name for name, param in context.model.named_parameters()}
+    hooked = [names.get(param, "") for param in context.params if getattr(param, "_post_accumulate_grad_hooks", None)]
+    if not hooked:
+        return ""
+    return f"a hook on {hooked[0]!r} runs after every micro-batch and sees part of the gradient"
+
+
+def _share(difference: float) -> str:
+    return f"{difference:.0%}" if difference > 0.01 else f"{difference:.0e} (relative)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
     """A batch compared with its halves."""
 
-    differs: bool
-    difference: float
-    plain_mean: bool
+    differs: bool = False
+    difference: float = 0.0
+    plain_mean: bool = False
     unequal_rows: bool = False
+    """Rows do not see each other, but count for something else than the loss says."""
     like_sum: bool = False
     """A plain number whose two halves add up to the whole."""
+    change: str = ""
+    """What a split changes although rows do not see each other."""
+    compared: str = "gradients"
     random: bool = False
     comparable: bool = True
 
 
-def _in_best_precision(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
+def _in_best_precision(context: StepContext, parts: list[Any], norms: list[nn.Module]) -> _Result:
     parts = [to_device(part, context.device) for part in parts]
-    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
-        try:
-            with _put_back(context), _in_float64(context.model, doubled=True):
-                result = _compare(context, [_as_float64(part) for part in parts], has_norms)
+    with torch.enable_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        for factor in (2, 1):
+            try:
+                with _copied_weights(context, torch.float64, factor):
+                    result = _compare(context, [_as_float64(part) for part in parts], norms)
+            except (
+                RuntimeError,
+                TypeError,
+            ) as error:  # code that mixes in float32 of its own, or a device without float64
+                if is_oom(error):
+                    raise
+                break
             if math.isfinite(result.difference):
                 return result
-            with _put_back(context), _in_float64(context.model):
-                return _compare(context, [_as_float64(part) for part in parts], has_norms)
-        except (RuntimeError, TypeError):  # code that mixes in float32 of its own, or a device without float64
-            with _put_back(context):
-                return _compare(context, parts, has_norms)
+        with _copied_weights(context):
+            return _compare(context, parts, norms)
 
 
 @contextmanager
@@ -150,54 +224,71 @@ def _put_back(context: StepContext) -> Iterator[None]:
         buffers.restore()
 
 
-def _compare(context: StepContext, parts: list[Any], has_norms: bool) -> _Result:
-    if not has_norms and not _has_dropout(context.model):
-        with _mode(context.model, training=True):
-            if _value(context, parts[:1]) == _value(context, parts[:1]):
-                return _difference(context, parts)
-    with _mode(context.model, training=False):
-        if _value(context, parts[:1]) == _value(context, parts[:1]):
-            return _difference(context, parts)
+def _compare(context: StepContext, parts: list[Any], norms: list[nn.Module]) -> _Result:
+    whole = parts[:1]
+    with _put_back(context), _mode(context.model, norms, training=False):
+        random = _losses(context, whole) != _losses(context, whole)
+    for training in (True, False):
         draws = _SameDraws()
-        try:
-            one, other = _value(context, parts[:1], draws), _value(context, parts[:1], draws)
-            difference = _relative(one, other)
-            if difference > _tolerance(one):
-                return _Result(False, difference, one.plain_mean, comparable=False)
-            return replace(_difference(context, parts, draws), random=draws.used)
-        except NothingCounted:
-            if not draws.used:
-                raise
-            # Every row drew the same mask, which happened to cover nothing or all of them.
-            return _Result(False, 0.0, False, comparable=False)
+        with _mode(context.model, norms, training=training):
+            try:
+                one, other = _value(context, whole, draws), _value(context, whole, draws)
+                if one.agrees(other):
+                    return replace(_difference(context, parts, draws), random=random and draws.used)
+            except NothingCounted:
+                if not draws.used:
+                    raise
+                # Every row drew the same mask, which happened to cover nothing or all of them.
+                return _Result(comparable=False)
+    return _Result(comparable=False)
 
 
-def _has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
-
-
-def _difference(context: StepContext, parts: list[Any], draws: "_SameDraws | None" = None) -> _Result:
-    whole, halves = _value(context, parts[:1], draws), _value(context, parts[1:], draws)
-    difference = _relative(whole, halves)
-    tolerance, same_count = _tolerance(whole), whole.count == halves.count
-    if same_count and abs(halves.mean - 2 * whole.mean) <= tolerance * abs(halves.mean):
+def _difference(context: StepContext, parts: list[Any], draws: "_SameDraws") -> _Result:
+    whole = _value(context, parts[:1], draws)
+    halves = _value(context, parts[1:], draws, counts=whole.counts)
+    same_count = whole.counts == halves.counts
+    if same_count and abs(halves.mean - 2 * whole.mean) <= whole.tolerance * abs(halves.mean):
         raise TaskError(
             f"task {context.task.name}: Loss.sum seems to be a mean, since two halves of a batch add up to twice the "
             "whole. Try: return the sum, as with reduction='sum', or (mean, count)."
         )
-    if difference <= tolerance and same_count:
-        return _Result(False, difference, whole.plain_mean)
-    unequal = whole.plain_mean and _is_weighted_mean(context, parts[0], 10 * tolerance, draws)
-    like_sum = whole.plain_mean and abs(whole.mean - 2 * halves.mean) <= tolerance * abs(whole.mean)
-    return _Result(not unequal, difference, whole.plain_mean, unequal, like_sum)
+    compared = "loss" if whole.gradients is None else "gradients"
+    result = _Result(difference=whole.loss_difference(halves), plain_mean=whole.plain_mean, compared=compared)
+    changed = whole.changed_buffers(halves)
+    if same_count and whole.agrees(halves) and not changed:
+        return result
+    apart = _value(context, parts[1:], draws, counts=whole.counts, apart=True)
+    if whole.counts == apart.counts and whole.agrees(apart, gradients=False):
+        difference = max(result.difference, whole.gradient_difference(halves))
+        if not whole.agrees(apart):
+            change = f"hooks on gradients see those of a micro-batch, and two halves differ from the whole by {_share(difference)}"
+        elif changed:
+            effect = (
+                "" if whole.agrees(halves) else f", and so two halves differ from the whole by {_share(difference)}"
+            )
+            change = f"each forward changes the buffer {changed[0]!r}{effect}"
+        else:
+            change = (
+                f"a forward depends on earlier ones, so that two halves differ from the whole by {_share(difference)}"
+            )
+        return replace(result, difference=difference, change=change)
+    unequal = _is_weighted_mean(context, parts[0], 10 * whole.tolerance, draws)
+    if unequal and not whole.plain_mean:  # slices have the padding of the whole, unlike halves that were collated apart
+        slices = [*split_batch(parts[0], rows_of(parts[0]) // 2)]
+        unequal = not whole.agrees(_value(context, slices, draws, counts=whole.counts, apart=True), gradients=False)
+    like_sum = whole.plain_mean and abs(whole.mean - 2 * halves.mean) <= whole.tolerance * abs(whole.mean)
+    return replace(result, differs=not unequal, unequal_rows=unequal, like_sum=like_sum)
 
 
-def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float, draws: "_SameDraws | None") -> bool:
+def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float, draws: "_SameDraws") -> bool:
     """Whether the loss is a mean of its rows with some weights, such as their tokens, so that no row sees another.
 
     Of three groups of rows, the means of two pairs give the weights, and those must give the mean of all three.
     """
-    count = rows_of(batch)
+    try:
+        count = rows_of(batch)
+    except TaskError:
+        return False  # a batch that cannot be sliced
     if count < 3:
         return False
 
@@ -218,38 +309,151 @@ def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float, draws:
     return abs(predicted - actual) <= tolerance * max(abs(predicted), abs(actual))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Value:
-    mean: float
-    count: float
-    dtype: torch.dtype
-    plain_mean: bool
+    """What some parts of a batch give together."""
+
+    mean: float = 0.0
+    """Over everything counted; of several terms, the sum of their means."""
+    counts: dict[str, float] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    plain_mean: bool = False
+    gradients: torch.Tensor | None = None
+    """For each parameter a projection of its gradient and the square of its norm. None if there is no graph."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """As the last forward left them."""
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE.get(self.dtype, 2e-2)
+
+    def agrees(self, other: "_Value", *, gradients: bool = True) -> bool:
+        """Up to rounding."""
+        if not self.loss_difference(other) <= self.tolerance:
+            return False
+        return not gradients or self.gradient_difference(other) <= GRADIENT_TOLERANCE.get(self.dtype, 0.1)
+
+    def loss_difference(self, other: "_Value") -> float:
+        return abs(other.mean - self.mean) / max(abs(self.mean), abs(other.mean), 1e-12)
+
+    def gradient_difference(self, other: "_Value") -> float:
+        if self.gradients is None or other.gradients is None:
+            return 0.0
+        norm = math.sqrt(float(self.gradients[1].sum()))
+        return float((self.gradients[0] - other.gradients[0]).norm()) / max(norm, 1e-12)
+
+    def changed_buffers(self, other: "_Value") -> list[str]:
+        tolerance = GRADIENT_TOLERANCE.get(self.dtype, 0.1)
+        pairs = ((name, buffer, other.buffers.get(name)) for name, buffer in self.buffers.items())
+        return [
+            name
+            for name, one, two in pairs
+            if two is None or one.shape != two.shape or not torch.allclose(one, two.to(one.dtype), tolerance, 1e-12)
+        ]
 
 
-def _relative(one: _Value, other: _Value) -> float:
-    return abs(other.mean - one.mean) / max(abs(one.mean), abs(other.mean), 1e-12)
+def _value(
+    context: StepContext,
+    parts: list[Any],
+    draws: "_SameDraws",
+    *,
+    counts: dict[str, float] | None = None,
+    apart: bool = False,
+) -> _Value:
+    """Forward and backward of these parts, of which nothing stays.
 
-
-def _tolerance(value: _Value) -> float:
-    return TOLERANCE.get(value.dtype, 2e-2)
-
-
-def _value(context: StepContext, parts: list[Any], draws: "_SameDraws | None" = None) -> _Value:
-    """The mean over everything counted in these parts, and the count; of several terms, the sum of both."""
-    task, model = context.task, context.model
-    with _Precisions() as precisions:
-        values = []
+    `counts` are what sums are divided by: those of the whole batch. `apart` runs every part as if it were the first.
+    """
+    value, model, projection = _Value(), context.model, _Projection(context.params)
+    with _put_back(context):
         for part in parts:
-            with draws or nullcontext():
-                values.append(task.loss(model, part))
-        pairs = list(zip(values, parts, strict=True))
-        losses = [loss_terms(task, value, model=model, batch=part, needs_grad=False) for value, part in pairs]
-    counts = {name: sum(float(terms[name].count) for terms in losses) for name in losses[0]}
-    if any(count == 0 for count in counts.values()):
-        raise NothingCounted(f"task {task.name}: loss() counted nothing in {sum(map(rows_of, parts))} rows.")
-    mean = sum(sum(float(terms[name].sum) for terms in losses) / count for name, count in counts.items())
-    plain_mean = weighted_by_rows(values[0], model=model, batch=parts[0])
-    return _Value(mean, sum(counts.values()), precisions.least(next(iter(losses[0].values())).sum.dtype), plain_mean)
+            with _put_back(context) if apart else nullcontext(), draws:
+                with _Precisions() as precisions:
+                    returned = context.task.loss(model, part)
+                    terms = loss_terms(context.task, returned, model=model, batch=part, needs_grad=False)
+                own = {name: float(term.count) for name, term in terms.items()}
+                divisors = counts or own
+                if any(count == 0 for count in divisors.values()):
+                    raise NothingCounted(f"task {context.task.name}: loss() counted nothing in the rows to compare.")
+                means = [term.sum.reshape(()) / divisors.get(name, 1.0) for name, term in terms.items()]
+                projection.add(torch.stack(means).sum())
+            value.mean += sum(float(mean.detach()) for mean in means)
+            value.counts = {name: value.counts.get(name, 0.0) + count for name, count in own.items()}
+            value.dtype = precisions.least(means[0].dtype)
+            value.plain_mean = weighted_by_rows(returned, model=model, batch=part)
+            del returned, terms, means
+        value.gradients = projection.read()
+        value.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return value
+
+
+def _losses(context: StepContext, parts: list[Any]) -> list[float]:
+    """The losses of these parts, one after the other."""
+    with torch.no_grad():
+        values = [(context.task.loss(context.model, part), part) for part in parts]
+        terms = [
+            loss_terms(context.task, value, model=context.model, batch=part, needs_grad=False) for value, part in values
+        ]
+    return [float(term.sum) for one in terms for term in one.values()]
+
+
+class _Projection:
+    """Adds up gradients as one number for each parameter, their product with a fixed vector, so that none is held.
+
+    Those of a user's hooks are what is added. Hooks that run after accumulation do not run, and `grad` stays as it is.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._params = [param for param in params if param.requires_grad]
+        self._sums: torch.Tensor | None = None
+
+    def add(self, loss: torch.Tensor) -> None:
+        if not loss.requires_grad:
+            return
+        sums: dict[int, torch.Tensor] = {}
+
+        def hook(index: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+            def project(grad: torch.Tensor) -> torch.Tensor | None:
+                sums[index] = _projected(grad)
+                return None if grad.is_sparse else grad.new_zeros(()).expand_as(grad)  # frees the gradient
+
+            return project
+
+        handles = [param.register_hook(hook(index)) for index, param in enumerate(self._params)]
+        try:
+            torch.autograd.grad(loss, self._params, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            return  # checkpoints that cannot do this: only losses are compared
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not sums:  # all parameters are inside such checkpoints
+            return
+        none = torch.zeros(2, dtype=torch.float64)
+        table = torch.stack([sums[index].cpu() if index in sums else none for index in range(len(self._params))], 1)
+        self._sums = table if self._sums is None else self._sums + table
+
+    def read(self) -> torch.Tensor | None:
+        return self._sums
+
+
+def _projected(grad: torch.Tensor) -> torch.Tensor:
+    """The product of a gradient with a fixed vector, and the square of its norm."""
+    widest = torch.float32 if grad.device.type == "mps" else torch.float64
+    flat = (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1)
+    vector = torch.arange(min(len(flat), PROJECTED), device=grad.device, dtype=widest).mul_(0.7548776662).cos_()
+    total, square = torch.zeros((), dtype=widest, device=grad.device), torch.zeros((), dtype=widest, device=grad.device)
+    for number, piece in enumerate(flat.split(PROJECTED)):
+        piece = piece.to(widest)
+        total += math.cos(number) * torch.dot(piece, vector[: len(piece)])
+        square += torch.dot(piece, piece)
+    return (
+        torch.stack([total, square]).double()
+        if widest is torch.float64
+        else torch.stack([total, square]).cpu().double()
+    )
 
 
 class _Precisions(TorchDispatchMode):
@@ -291,6 +495,8 @@ class _SameDraws(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "native_dropout":  # what torch uses on GPUs
+            return self._dropout(*args)
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in DRAWS or out.numel() == 0:
             return out
@@ -304,20 +510,30 @@ class _SameDraws(TorchDispatchMode):
             return out
         return out.copy_(kept[torch.arange(width, device=kept.device) % len(kept)])
 
+    def _dropout(self, x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:
+        if not train or p == 0:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        with self:  # a draw like any other
+            kept = torch.empty_like(x).bernoulli_(1 - p)
+        return x * kept / (1 - p if p < 1 else 1.0), kept.bool()
+
 
 def _as_float64(batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 @contextmanager
-def _in_float64(model: nn.Module, *, doubled: bool = False) -> Iterator[None]:
-    """Swap weights and buffers for wider copies and back. Every reference to them stays valid."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+def _copied_weights(context: StepContext, dtype: torch.dtype | None = None, factor: int = 1) -> Iterator[None]:
+    """Swap weights and buffers for copies, wider and multiplied by a factor, and back. References to them stay valid.
+
+    A forward may change its weights in place, as `Embedding(max_norm=…)` does.
+    """
+    tensors = [t for t in (*context.params, *context.model.buffers()) if t.is_floating_point()]
     before = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
-            factor = 2 if doubled and isinstance(tensor, nn.Parameter) else 1
-            tensor.data = tensor.data.double() * factor
+            copied = tensor.data.to(dtype or tensor.dtype, copy=True)
+            tensor.data = copied.mul_(factor) if factor != 1 and isinstance(tensor, nn.Parameter) else copied
         yield
     finally:
         for tensor, data in zip(tensors, before, strict=True):
@@ -325,9 +541,12 @@ def _in_float64(model: nn.Module, *, doubled: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+def _mode(model: nn.Module, norms: list[nn.Module], *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode, the latter for `norms` in any case."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
+    for norm in norms:
+        norm.eval()
     try:
         yield
     finally:

@@ -23,15 +23,15 @@ from brimful.memory.forward import OTHER_OVERHEAD, OVERHEAD
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
-from brimful.planning.exactness import Exactness, NothingCounted, check_exactness, check_rows
+from brimful.planning.exactness import Exactness, NothingCounted, check_dummy, check_rows
 from brimful.planning.levers import FROZEN_ROWS, checkpointing, cudnn_attention, frozen_choice
 from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.plan_time import FINISH, PlanTime
-from brimful.planning.probe import Mode, Prober, Progress, real_batches, show_size, task_errors
+from brimful.planning.probe import Mode, Prober, Progress, show_size, task_errors
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
-from brimful.task import Shape, Task
+from brimful.task import Dataset, Shape, Task
 from brimful.units import MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
 SAME_SPEED = 0.02
@@ -151,10 +151,11 @@ class Search:
     """The search for one plan, on a model that is ready to step."""
 
     def __init__(
-        self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, time: PlanTime, progress: Progress
+        self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, time: PlanTime,
+        progress: Progress, rows: Dataset | None = None,
     ) -> None:  # fmt: skip
         self.context, self.target, self.options, self.shape, self.time = context, target, options, shape, time
-        self.task = context.task
+        self.task, self.rows = context.task, rows
         self.prober = Prober(context, target, time, progress)
         self.lever = checkpointing(self.task, context.model)
         self.deal = _deal(self.task, options)
@@ -216,14 +217,17 @@ class Search:
             self.exactness = self._check_exactness(compared)
 
     def _check_exactness(self, count: int) -> Exactness:
-        """With real rows of different lengths if the task is probed with real rows, else with a probe batch."""
-        real = real_batches(self.task)
-        if real is not None and len(real.rows) > 1:
-            with suppress(NothingCounted), task_errors(self.task, "loss", "rows of the data"):
-                result = attempt(lambda: check_rows(self.context, real.rows, count), self.context.device)
+        """With real rows of different lengths if there are data, else with a probe batch."""
+        rows, on, device = self.rows, "rows of the data", self.context.device
+        if rows is not None and len(rows) > 1:
+            with suppress(NothingCounted), task_errors(self.task, "loss", on), task_errors(self.task, on=on):
+                result = attempt(lambda: check_rows(self.context, rows, count), device)
                 if isinstance(result, Exactness):
                     return result
-        return check_exactness(self.context, self.prober.batch(count, self.short))
+        result = attempt(lambda: check_dummy(self.context, self.prober.batch(count, self.short)), device)
+        if isinstance(result, Exactness):
+            return result
+        return Exactness(comparable=False, reason="memory ran out while a batch was compared with its two halves")
 
     def _choose(self) -> tuple[Trial, str]:
         """The trial to use, and the reason for its setting of checkpointing."""
@@ -522,7 +526,7 @@ class Search:
     def _warnings(self, trial: Trial, timing: Timing) -> list[str]:
         exactness, split = self.exactness, timing.accumulation > 1 or len(self.deal) > 1
         warnings = []
-        if exactness.batch_norm:
+        if exactness.batch_norm or (exactness.depends_on_split and split):
             warnings.append(f"{exactness.reason}; results depend on the micro-batch, here {show_rows(timing.rows)}")
         if exactness.looks_across_rows and split:
             warnings.append(f"{exactness.reason}; inexact splits are allowed, so a micro-batch sees only its own rows")

@@ -55,7 +55,7 @@ from brimful.planning.probe import (
     with_dummy,
 )
 from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
-from brimful.task import Dataset, Precision, Shape, Task
+from brimful.task import Dataset, Precision, Shape, Task, check_weights
 from brimful.units import flag_bytes, show_bytes, show_count
 
 SHRUNK, GROWN = 0.97, 1.10
@@ -176,13 +176,14 @@ def find_plan(
     task = with_dummy(task, rows, progress, steady=options.deterministic)
     shape, sampled = _planned_shape(task, rows, options, progress)
     description = model if model is not None else _describe(task)
+    check_weights(description)
     key = _key(task, description, shape, options, target, rows)
     saved = _load(key, options, target) if options.cache else None
     if saved is not None:
         return saved
     if _weights_and_gradients(description) > target.limit_bytes:
         raise _model_too_large(description, target)
-    result = _search(task, description, model, optimizer, target, options, shape, key, time, progress)
+    result = _search(task, description, model, optimizer, target, options, shape, key, time, progress, rows)
     if isinstance(result, UserError):
         raise result
     if sampled:
@@ -261,7 +262,7 @@ def _weights_and_gradients(model: nn.Module) -> int:
 
 def _search(
     task: Task, description: nn.Module, model: nn.Module | None, optimizer: Optimizer | None, target: Target,
-    options: PlanOptions, shape: Shape, key: str, time: PlanTime, progress: Progress,
+    options: PlanOptions, shape: Shape, key: str, time: PlanTime, progress: Progress, rows: Dataset | None,
 ) -> Plan | UserError:  # fmt: skip
     """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
@@ -277,7 +278,7 @@ def _search(
             ready = model if model is not None else _build(task, description, target)
             context = make_context(task, ready, optimizer, target, autocast, cudnn_attention=cudnn)
             with _put_back(context, model):
-                return Search(context, target, options, shape, time, progress).plan(key)
+                return Search(context, target, options, shape, time, progress, rows).plan(key)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise

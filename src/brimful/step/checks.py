@@ -22,6 +22,7 @@ from brimful.planning.exactness import Exactness, NothingCounted, check_exactnes
 from brimful.planning.plan import Plan
 from brimful.step.distributed import Share
 from brimful.step.result import Events
+from brimful.task import check_weights
 
 SPLIT_CHECK_ROWS = 4
 """Rows used by the exactness check."""
@@ -61,6 +62,7 @@ def check_plan(plan: Any) -> Plan | None:
 
 
 def check_model(model: nn.Module) -> None:
+    check_weights(model)
     if any(param.is_meta for param in model.parameters()):
         raise TaskError("the model is on the meta device, where it has no weights. Try: build it on a real device.")
     kinds = {base.__name__ for part in model.modules() for base in type(part).__mro__}
@@ -83,6 +85,13 @@ def check_model(model: nn.Module) -> None:
             f"SyncBatchNorm ({where!r}) communicates inside the forward, so one rank cannot repeat a step alone. "
             "Try: BatchNorm, GroupNorm or LayerNorm."
         )
+    for name, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise UnsupportedModel(
+                f"{type(part).__name__}(max_norm={part.max_norm}) ({name!r}) changes its weight inside the forward, which a "
+                "retry cannot undo and other ranks do not see. "
+                "Try: max_norm=None, and scale its rows after the optimizer's step."
+            )
     if not any(param.requires_grad for param in model.parameters()):
         raise TaskError(
             "no parameter of the model requires a gradient. Try: param.requires_grad_(True) for those that should learn."
@@ -220,7 +229,8 @@ def _compare_with_halves(context: StepContext, share: Share, rows: list[int]) ->
     again = tensors_of(share.rows.batch(rows))
     if not all(torch.equal(one, other) for one, other in zip(tensors_of(whole), again, strict=True)):
         return check_exactness(context, whole)
-    return check_exactness(context, whole, [share.rows.batch(rows[:half]), share.rows.batch(rows[half:])])
+    halves = [share.rows.batch(rows[:half]), share.rows.batch(rows[half:])]
+    return check_exactness(context, whole, halves, name=f"{len(rows)} rows")
 
 
 class ShapeCounter:

@@ -2,8 +2,8 @@
 
     each rank alone   micro-batches, out-of-memory errors, retries            no collective
     agree             a few numbers through gloo on the host: is every rank done, what was summed and counted
-    reduce            gradients in flat buckets that were allocated before training
-    each rank alone   scale, clip, reserve the optimizer's bytes
+    reduce            scaled gradients in flat buckets that were allocated before training
+    each rank alone   clip, reserve the optimizer's bytes
     agree             once more, then every rank applies the same update
 
 A rank that retries may be minutes late, so agreements have a group of their own with a timeout of a day. A peer that died
@@ -244,8 +244,6 @@ class Share:
     rows: Rows
     indices: list[int]
     """Which of the rows."""
-    step_rows: int | None
-    """Rows of the whole step; None if only all ranks together know."""
 
     @property
     def work(self) -> float:
@@ -303,15 +301,14 @@ class Dealer:
     def share(self, rows: Rows, value: Any) -> Share:
         """This rank's part of the rows. `value` is what they were made from."""
         everything = list(range(len(rows)))
-        if isinstance(rows, LoadedRows):  # dealt by the loader
-            return Share(rows, everything, rows.step_rows)
-        if self._group.size == 1 or self._rows_are == "local":
-            return Share(rows, everything, len(rows) if self._group.size == 1 else None)
+        dealt_already = isinstance(rows, LoadedRows)  # by the loader
+        if dealt_already or self._group.size == 1 or self._rows_are == "local":
+            return Share(rows, everything)
         if not self._compared:
             self._compare(rows, value)
         work = [1.0 + sum(shape) for shape in rows.shapes]
         dealt = deal_rows(work, self.speeds, self.excluded(rows.shapes))
-        return Share(rows, dealt[self._group.rank], len(rows))
+        return Share(rows, dealt[self._group.rank])
 
     def record_time(self, work: float, seconds: float) -> str | None:
         """Time of a step without errors. After a few of them rows are dealt by speed; returns a sentence if that changes."""

@@ -1,12 +1,13 @@
-"""The exact gradients of one step: split, accumulate, agree, reduce, scale; repeated as long as memory runs out.
+"""The exact gradients of one step: split, accumulate, agree, scale, reduce; repeated as long as memory runs out.
 
     split the rows ─► collate, to device, forward, backward for each micro-batch ─► all ranks agree that they are done
         ▲                          │ out of memory                                            │
-        └──────── recovery ◄───────┴───────────────── scale, then `finish` ◄──────── reduce over ranks, once
+        └──────── recovery ◄───────┴───────────────────── `finish` ◄──────── scale, then reduce over ranks, once
 
 Nothing here changes a weight. Only the rank that ran out of memory repeats its micro-batches; the others wait with their
-gradients. What fails after the reduce is repeated by all ranks. Backward runs on `sum / rows of the step`, and the gradients
-are multiplied once by `rows / total count`, so no count is needed in advance and every split gives the same gradient.
+gradients. What fails after the reduce is repeated by all ranks. Backward runs on `sum / estimated count` (`CountEstimate`),
+and each rank multiplies its gradients once by `estimate / total count of all ranks`. So no count is needed in advance,
+gradients have the scale of the mean from the beginning, and every split gives the same gradient.
 """
 
 import math
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from brimful.errors import ProcessLost, TaskError
-from brimful.memory.context import Phase, StepContext
+from brimful.memory.context import CountEstimate, Phase, StepContext
 from brimful.memory.split import without_single_rows
 from brimful.step import checks
 from brimful.step.checks import ShapeCounter, SplitCheck
@@ -30,8 +31,8 @@ from brimful.step.recovery import MicroBatch, Recovery, StepState
 from brimful.task import Loss, Task, term_counts
 
 SumAndCount = tuple[float, float]
-Divisors = float | dict[str, float]
-"""What sums are divided by before backward: the rows of the step, or for each term its count over the step."""
+TotalCounts = dict[str, float]
+"""The count of each term over the step, if the task can tell before the forward."""
 
 
 class Status(IntEnum):
@@ -73,7 +74,6 @@ class Gradients:
         self._context, self._recovery, self._group = context, recovery, group
         self._split_check, self._shapes = split_check, shapes
         self._params: list[nn.Parameter] = []
-        self._local_divisor: float | None = None
         self._versions: dict[str, int] | None = checks.param_versions(context.model)
         """Of the parameters before the first backward; None once that was checked."""
 
@@ -96,17 +96,22 @@ class Gradients:
             self._versions = checks.param_versions(self._context.model)
         try:
             self._split_check.examine(step, share)
-            divisors = self._divisors(share)
+            counts, counted_rows = self._total_counts(state)
             while True:
-                reports = self._accumulate_on_all_ranks(state, divisors)
-                terms = self._total_terms(reports, divisors)
+                reports = self._accumulate_on_all_ranks(state, counts)
+                rows = int(sum(report[2] for report in reports))
+                if counts is not None and rows < counted_rows:  # some were set aside, and the terms divided by too much
+                    self._start_over(state)
+                    counts, counted_rows = self._total_counts(state)
+                    continue
+                terms = self._total_terms(reports, counts)
+                if counts is None:  # in place, so that nothing is allocated here, as in the reduce
+                    self._context.scale_gradients(state.divisor / terms["loss"][1])
                 self._group.reduce([param.grad for param in self.params if param.grad is not None])
-                norm = self._scale_and_finish(state, terms, divisors, finish)
+                norm = self._finish(state, finish)
                 if all(status == Status.DONE for status, *_ in self._exchange(state, [])):
                     break
-                self._recovery.drop_gradients()  # they hold the sum over ranks, and some rank has to start again
-                self._recovery.restore()
-                state.done = False
+                self._start_over(state)  # gradients hold the sum over ranks, and some rank has to start again
         except BaseException:
             self._context.drop_gradients()
             raise
@@ -114,38 +119,49 @@ class Gradients:
             state=state,
             terms=terms,
             log=self._total_log(state, reports),
-            rows=int(sum(report[2] for report in reports)),
+            rows=rows,
             ooms_of_all=int(sum(report[3] for report in reports)),
             norm=norm,
         )
 
-    def _divisors(self, share: Share) -> Divisors:
-        task = self._context.task
-        if type(task).counts is Task.counts:
-            if share.step_rows is not None:
-                return float(share.step_rows)
-            if self._local_divisor is None:  # any number will do, as long as all ranks use the same
-                self._local_divisor = sum(row[0] for row in self._group.gather([float(len(share.indices))]))
-            return self._local_divisor
-        own: Counter[str] = Counter()
-        for group in self._split(share, share.indices):
-            own.update(term_counts(task, task.counts(share.rows.batch(group))))
-        self._recovery.restore()  # a random collate must draw the same numbers again
+    def _start_over(self, state: StepState) -> None:
+        self._recovery.drop_gradients()
+        self._recovery.restore()
+        state.done = False
+
+    def _total_counts(self, state: StepState) -> tuple[TotalCounts | None, int]:
+        """The counts over all ranks, and the rows they are of. No counts if the task has a single term."""
+        if type(self._context.task).counts is Task.counts:
+            return None, 0
+        while not state.done and state.stop is None:
+            self._recovery.run(state, partial(self._count, state))
+        counted_rows = int(sum(report[1] for report in self._exchange(state, [float(len(state.rows))])))
+        self._start_over(state)  # a random collate must draw the same numbers again
         totals: Counter[str] = Counter()
-        for counts in self._group.gather_objects(dict(own)):
+        for counts in self._group.gather_objects(state.counts):
             totals.update(counts)
         if not any(totals.values()):
             raise self._nothing_counted()
-        return {name: total or 1.0 for name, total in sorted(totals.items())}
+        return {name: total or 1.0 for name, total in sorted(totals.items())}, counted_rows
 
-    def _accumulate_on_all_ranks(self, state: StepState, divisors: Divisors) -> list[list[float]]:
+    def _count(self, state: StepState) -> None:
+        """What the terms of this rank's rows count, from collated batches."""
+        task, counts = self._context.task, Counter[str]()
+        self._context.phase = Phase.COLLATE
+        groups = self._split(state.share, state.rows)
+        for index, group in enumerate(groups):
+            state.micro_batch = MicroBatch(index, len(groups), group, state.share.shape(group))
+            counts.update(term_counts(task, task.counts(state.share.rows.batch(group))))
+        state.counts = dict(counts)
+
+    def _accumulate_on_all_ranks(self, state: StepState, counts: TotalCounts | None) -> list[list[float]]:
         """Run the micro-batches until every rank has all its gradients. Returns the reports of all ranks."""
         expected: list[bool] = []
         while True:
             if not state.done:
-                self._recovery.run(state, partial(self._accumulate, state, divisors, expected))
+                self._recovery.run(state, partial(self._accumulate, state, counts, expected))
             has_gradient = [param.grad is not None for param in self._params]
-            reports = self._exchange(state, self._report(state, divisors, has_gradient))
+            reports = self._exchange(state, self._report(state, counts, has_gradient))
             if any(report[0] == Status.RETRY for report in reports):
                 continue
             if len({report[1] for report in reports}) == 1:
@@ -153,18 +169,21 @@ class Gradients:
             expected = self._group.any_of(has_gradient)  # rows here may not reach parameters that rows elsewhere do
             self._recovery.run(state, partial(self._add_zero_gradients, expected))
 
-    def _accumulate(self, state: StepState, divisors: Divisors, expected: Sequence[bool]) -> None:
+    def _accumulate(self, state: StepState, counts: TotalCounts | None, expected: Sequence[bool]) -> None:
         """Forward and backward of every micro-batch of this rank."""
         started, totals = time.perf_counter(), LossTotals()
         state.micro_batch, state.largest_cost = MicroBatch(0, 0, [], ()), 0.0
         state.groups = self._split(state.share, state.rows)
         self._split_check.before_split(state.step, max(len(state.groups), self._group.size))
+        estimate = CountEstimate(len(state.rows), len(state.groups[0]) if state.groups else 1)
         for index, group in enumerate(state.groups):
             shape = state.share.shape(group)
             self._context.phase = Phase.COLLATE
             state.micro_batch = MicroBatch(index, len(state.groups), group, shape)
             totals.add(
-                self._context.run_micro_batch(self._shapes.record(state.step, state.share.rows.batch(group)), divisors)
+                self._context.run_micro_batch(
+                    self._shapes.record(state.step, state.share.rows.batch(group)), counts or estimate
+                )
             )
             state.largest_cost = max(state.largest_cost, self._recovery.limit.cost(len(group), shape))
             if self._versions is not None:
@@ -172,6 +191,7 @@ class Gradients:
                 self._versions = None
         self._add_zero_gradients(expected)
         state.terms, state.log = totals.read()
+        state.divisor = estimate.read()
         state.busy_s = time.perf_counter() - started
 
     def _add_zero_gradients(self, expected: Sequence[bool]) -> None:
@@ -203,10 +223,10 @@ class Gradients:
         groups = [[indices[position] for position in group] for group in groups]
         return without_single_rows(groups) if self._recovery.least_rows > 1 else groups
 
-    def _report(self, state: StepState, divisors: Divisors, has_gradient: Sequence[bool]) -> list[float]:
+    def _report(self, state: StepState, counts: TotalCounts | None, has_gradient: Sequence[bool]) -> list[float]:
         """After the status: which gradients, rows, errors, whether there is a log, then sum and count of each term."""
-        if isinstance(divisors, dict):
-            terms = [state.terms.get(name, (0.0, 0.0)) for name in divisors]
+        if counts is not None:
+            terms = [state.terms.get(name, (0.0, 0.0)) for name in counts]
         elif len(state.terms) > 1:
             raise TaskError(
                 f"the loss has several terms ({', '.join(state.terms)}), whose counts must be known before the forward. "
@@ -228,11 +248,11 @@ class Gradients:
             raise ProcessLost(f"rank {stopped} of {self._group.size} stopped. Try: fix what its own message names.")
         return reports
 
-    def _total_terms(self, reports: list[list[float]], divisors: Divisors) -> dict[str, SumAndCount]:
-        names = list(divisors) if isinstance(divisors, dict) else ["loss"]
+    def _total_terms(self, reports: list[list[float]], counts: TotalCounts | None) -> dict[str, SumAndCount]:
+        names = ["loss"] if counts is None else list(counts)
         columns = [math.fsum(report[5 + place] for report in reports) for place in range(2 * len(names))]
         terms = {name: (columns[2 * place], columns[2 * place + 1]) for place, name in enumerate(names)}
-        if not isinstance(divisors, dict) and not terms["loss"][1] > 0:
+        if counts is None and not terms["loss"][1] > 0:
             raise self._nothing_counted(terms["loss"][1])
         return terms
 
@@ -247,14 +267,8 @@ class Gradients:
                 weights[name] += weight
         return {name: (sums[name], weights[name]) for name in sums}
 
-    def _scale_and_finish(
-        self,
-        state: StepState,
-        terms: dict[str, SumAndCount],
-        divisors: Divisors,
-        finish: Callable[[], float | None],
-    ) -> float | None:
-        """Turn the gradients into those of the mean, then do what else comes before the optimizer's step."""
+    def _finish(self, state: StepState, finish: Callable[[], float | None]) -> float | None:
+        """What else comes before the optimizer's step."""
         largest = max(state.groups, key=len, default=[])
         shape = state.share.shape(largest) if largest else ()
         state.micro_batch = MicroBatch(0, len(state.groups), largest, shape)
@@ -262,8 +276,6 @@ class Gradients:
 
         def work() -> None:
             nonlocal norm
-            self._context.phase = Phase.SCALE
-            self._context.scale_gradients(1.0 if isinstance(divisors, dict) else divisors / terms["loss"][1])
             norm = finish()
 
         if not self._recovery.run(state, work):

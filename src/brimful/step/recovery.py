@@ -99,6 +99,10 @@ class StepState:
     """Sum and count of each term of the loss."""
     log: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Weighted sum and weight of each value in `Loss.log`."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """What the terms of these rows count, if the task can tell before the forward."""
+    divisor: float = 1.0
+    """What sums were divided by before backward, unless each term has its own total."""
     busy_s: float = 0.0
     largest_cost: float = 0.0
     """The cost of the largest micro-batch that succeeded in this attempt."""

@@ -56,7 +56,6 @@ class LoadedRows:
     def __init__(self, step: StepRows, task: Task, layout: Layout = PADDED) -> None:
         self.groups: list[list[int]] | None = step.groups
         self.layout = layout
-        self.step_rows = step.step_rows
         self.shapes: list[Shape] = [()] * len(step)
         self.collates = not step.collated
         self._parts: list[Rows] = [

@@ -6,9 +6,9 @@
                                └── drop gradients, restore                all ranks agree: done?
                                │   random state and buffers,                     │ yes
                                │   lower the limit                               ▼
-                               │                                    reduce gradients over ranks, once
+                               │                                 scale, then reduce over ranks, once
                                │            out of memory                        │
-                               └────────────────────────────── scale, clip, reserve the optimizer's bytes
+                               └───────────────────────────────────── clip, reserve the optimizer's bytes
                                                                                  │
                                                                           all ranks agree again
                                                                                  │ yes

@@ -96,7 +96,7 @@ class Gradients:
             self._versions = checks.param_versions(self._context.model)
         try:
             self._split_check.examine(step, share)
-            divisors = self._divisors(share)
+            divisors = self._divisors(state, share)
             while True:
                 reports = self._accumulate_on_all_ranks(state, divisors)
                 terms = self._total_terms(reports, divisors)
@@ -119,7 +119,7 @@ class Gradients:
             norm=norm,
         )
 
-    def _divisors(self, share: Share) -> Divisors:
+    def _divisors(self, state: StepState, share: Share) -> Divisors:
         task = self._context.task
         if type(task).counts is Task.counts:
             if share.step_rows is not None:
@@ -128,15 +128,26 @@ class Gradients:
                 self._local_divisor = sum(row[0] for row in self._group.gather([float(len(share.indices))]))
             return self._local_divisor
         own: Counter[str] = Counter()
-        for group in self._split(share, share.indices):
-            own.update(term_counts(task, task.counts(share.rows.batch(group))))
+        while not (self._recovery.run(state, partial(self._count, state, own)) or state.stop):
+            pass
+        state.done = False
         self._recovery.restore()  # a random collate must draw the same numbers again
+        self._exchange(state, [])
         totals: Counter[str] = Counter()
         for counts in self._group.gather_objects(dict(own)):
             totals.update(counts)
         if not any(totals.values()):
             raise self._nothing_counted()
         return {name: total or 1.0 for name, total in sorted(totals.items())}
+
+    def _count(self, state: StepState, own: Counter[str]) -> None:
+        """What each term counts in the rows of this rank, into `own`. Collating may run out of memory here too."""
+        own.clear()
+        groups = self._split(state.share, state.rows)
+        for index, group in enumerate(groups):
+            self._context.phase = Phase.COLLATE
+            state.micro_batch = MicroBatch(index, len(groups), group, state.share.padded_shape(group))
+            own.update(term_counts(self._context.task, self._context.task.counts(state.share.rows.batch(group))))
 
     def _accumulate_on_all_ranks(self, state: StepState, divisors: Divisors) -> list[list[float]]:
         """Run the micro-batches until every rank has all its gradients. Returns the reports of all ranks."""

@@ -81,6 +81,18 @@ def remove_folder(path):
     (path / "model").rmdir()
 
 
+def make_pipe(path):
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+
+
+def sign(path, **changes):
+    """Change the manifest, and its own hash with it."""
+    content = {**json.loads((path / "manifest.json").read_text()), **changes}
+    del content["sha256"]
+    (path / "manifest.json").write_text(json.dumps({"sha256": files.json_sha256(content), **content}))
+
+
 DAMAGES = {
     "flipped first byte": (lambda path: flip(path / "optimizer.pt", 0), "optimizer.pt is damaged between bytes 0 and"),
     "flipped last byte": (lambda path: flip(path / "model/weights.bin"), "model/weights.bin is damaged between bytes"),
@@ -95,6 +107,17 @@ DAMAGES = {
     ),
     "manifest of nothing": (lambda path: (path / "manifest.json").write_text("[]"), "its manifest.json cannot be read"),
     "empty manifest": (lambda path: os.truncate(path / "manifest.json", 0), "its manifest.json cannot be read"),
+    "deep manifest": (
+        lambda path: (path / "manifest.json").write_text("[" * 100_000),
+        "its manifest.json cannot be read",
+    ),
+    "manifest is a pipe": (make_pipe, "its manifest.json cannot be read"),
+    "weights put beside it": (
+        lambda path: (path / "weights.safetensors").write_bytes(b""),
+        "weights.safetensors was added after it was written",
+    ),
+    "files of no kind": (lambda path: sign(path, files=[1]), "its manifest.json lists no files"),
+    "a serial in words": (lambda path: sign(path, serial="2"), "its manifest.json has values of the wrong type"),
 }
 
 

@@ -25,6 +25,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -262,11 +263,18 @@ class Checkpoint:
         return cls(path=path, manifest=Manifest.read(path))
 
     def check(self, *, contents: bool) -> None:
-        """Sizes, which costs nothing, or every byte; raises `BadCheckpoint`."""
+        """Sizes, which costs nothing, or every byte; raises `BadCheckpoint`.
+
+        What lies beside its files under a visible name must be its own too: a resume would read weights put there.
+        """
+        own, threads = {MANIFEST, *(file.name for file in self.manifest.files)}, _threads() if contents else 1
         for file in self.manifest.files:
             hashes = file.sha256 if contents else None
-            if problem := damage(self.path, file.name, file.size_bytes, hashes, threads=_threads()):
+            if problem := damage(self.path, file.name, file.size_bytes, hashes, threads=threads):
                 raise BadCheckpoint(problem)
+        for path in sorted(self.path.iterdir()):
+            if path.is_file() and path.name not in own and not path.name.startswith("."):
+                raise BadCheckpoint(f"{path.name} was added after it was written")
 
     @property
     def step(self) -> int:
@@ -332,7 +340,7 @@ class Best:
             return cls(step=int(content["step"]), metric=str(content["metric"]), score=float(content["score"]))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, InternalError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, InternalError) as error:
             note(
                 f"{folder / BEST} cannot be read ({type(error).__name__}), so no step counts as the best until the next one"
             )
@@ -388,19 +396,27 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """What a folder says it is; its files are not looked at."""
         try:
+            if stat.S_ISFIFO((folder / MANIFEST).stat().st_mode):  # reading it would wait forever
+                raise OSError("a pipe")
             content = json.loads((folder / MANIFEST).read_bytes())
             version = content["version"]
         except FileNotFoundError:
             why = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
             raise BadCheckpoint(why) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadCheckpoint(f"its {MANIFEST} cannot be read ({type(error).__name__})") from None
         if version != VERSION:
             raise BadCheckpoint(f"its {MANIFEST} has version {version!r}, and this Brimful reads version {VERSION}")
         hash_before = content.pop("sha256", None)
         if hash_before != json_sha256(content) or content.keys() != {one.name for one in fields(cls)}:
             raise BadCheckpoint(f"its {MANIFEST} was changed after it was written: its checksum differs")
-        files = tuple(ManifestFile(**{**one, "sha256": tuple(one["sha256"])}) for one in content["files"])
+        try:
+            files = tuple(ManifestFile(**{**one, "sha256": tuple(one["sha256"])}) for one in content["files"])
+        except (TypeError, KeyError):
+            raise BadCheckpoint(f"its {MANIFEST} lists no files") from None
+        numbers = (content["step"], content["serial"], *(file.size_bytes for file in files))
+        if not all(isinstance(one, int) for one in numbers) or not all(isinstance(file.name, str) for file in files):
+            raise BadCheckpoint(f"its {MANIFEST} has values of the wrong type")
         return cls(**{**content, "files": files})
 
 

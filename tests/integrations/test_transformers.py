@@ -190,6 +190,23 @@ def test_any_split_gives_the_weights_of_the_plain_trainer(plain, tmp_path):
     assert distance(trained(exact(Trainer, micro_batch=3), tmp_path, **CUT), plain) < 1e-12
 
 
+def test_without_a_plan_a_micro_batch_is_as_large_as_trainers(tmp_path):
+    with brimful.simulated_memory("4GiB") as plainly:
+        trained(Trainer, tmp_path, **CUT)
+    seen = []
+    with brimful.simulated_memory("4GiB") as memory:
+        trained(exact(Trainer), tmp_path, data_collator=lambda rows: seen.append(len(rows)) or pad(rows), **CUT)
+    assert max(seen) == CUT["batch"]
+    assert memory.peak_bytes < 1.2 * plainly.peak_bytes
+
+
+def test_micro_batch_may_exceed_the_per_device_size(tmp_path):
+    seen = []
+    collate = lambda rows: seen.append(len(rows)) or pad(rows)  # noqa: E731
+    trained(exact(Trainer, micro_batch=16), tmp_path, data_collator=collate, **CUT)
+    assert max(seen) == 16
+
+
 def test_steps_epochs_losses_norms_and_learning_rates_are_logged_as_by_the_plain_trainer(accumulated, tmp_path):
     names = ("step", "epoch", "loss", "grad_norm", "learning_rate")
     ours, theirs = logged(trained(exact(Trainer), tmp_path, **CUT), *names), logged(accumulated, *names)
@@ -200,7 +217,7 @@ def test_steps_epochs_losses_norms_and_learning_rates_are_logged_as_by_the_plain
 
 def test_out_of_memory_in_the_middle_changes_neither_weights_nor_the_number_of_steps(plain, tmp_path):
     heard = []
-    trainer = with_less_memory(exact(Trainer, on_event=heard.append), tmp_path, **CUT)
+    trainer = with_less_memory(exact(Trainer, micro_batch=16, on_event=heard.append), tmp_path, **CUT)
     assert trainer.stepper.ooms > 0
     assert {event.event for event in heard} >= {"oom"}
     assert min(event.step for event in heard if event.event == "oom") == 3
@@ -209,7 +226,7 @@ def test_out_of_memory_in_the_middle_changes_neither_weights_nor_the_number_of_s
 
 
 def test_out_of_memory_errors_are_counted_in_the_logs_once_there_were_any(tmp_path):
-    trainer = with_less_memory(exact(Trainer), tmp_path, **CUT)
+    trainer = with_less_memory(exact(Trainer, micro_batch=16), tmp_path, **CUT)
     counted = [line.get("brimful_ooms") for line in trainer.state.log_history if "loss" in line]
     assert counted[:2] == [None, None]
     assert counted[-1] == trainer.stepper.ooms
@@ -435,11 +452,11 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(step, tmp_path):
 
 def test_what_was_learnt_of_memory_survives_a_resume(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, **CUT}
-    first = with_less_memory(exact(Trainer), tmp_path, callbacks=[StopsAt(4)], step=2, **saving)
+    first = with_less_memory(exact(Trainer, micro_batch=16), tmp_path, callbacks=[StopsAt(4)], step=2, **saving)
     limit = json.loads((tmp_path / "checkpoint-4" / "stepper_state.json").read_text())["micro_batch_limit"]["value"]
     assert first.stepper.ooms > 0
     assert limit is not None
-    resumed = trainer_of(exact(Trainer), tmp_path, Tagger(seed=1), max_steps=5, **saving)
+    resumed = trainer_of(exact(Trainer, micro_batch=16), tmp_path, Tagger(seed=1), max_steps=5, **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert resumed.stepper.ooms == first.stepper.ooms
     assert resumed.stepper.state_dict()["micro_batch_limit"]["value"] == limit
@@ -562,7 +579,8 @@ def test_the_users_own_dataloader_is_collated_late(tmp_path):
 def test_rows_are_split_by_the_lengths_of_the_columns_that_differ(tmp_path):
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"]), "id": "row" * n} for n, row in enumerate(uneven())]
     heard = []
-    with_less_memory(exact(Trainer, on_event=heard.append), tmp_path, rows=rows, step=2, max_steps=2, **CUT)
+    kind = exact(Trainer, micro_batch=16, on_event=heard.append)
+    with_less_memory(kind, tmp_path, rows=rows, step=2, max_steps=2, **CUT)
     assert {len(event.details["shape"]) for event in heard if event.event == "oom"} == {1}
 
 
@@ -587,7 +605,7 @@ def plan():
 
 def test_with_a_plan_the_first_step_already_fits(plain, plan, tmp_path):
     found = []
-    for kind in (exact(Trainer), exact(Trainer, plan=plan)):
+    for kind in (exact(Trainer, micro_batch=16), exact(Trainer, plan=plan)):
         with brimful.simulated_memory("2MiB"):
             found.append(trained(kind, tmp_path, **CUT))
     assert found[0].stepper.ooms > 0

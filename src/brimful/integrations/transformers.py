@@ -6,9 +6,10 @@
 
 Everything else stays Trainer's: arguments, steps and epochs, schedule, callbacks, logs, evaluation, checkpoints, resuming.
 Trainer calls `training_step` once per micro-batch. Here the loader returns uncollated rows, all but the last call of a step
-only keep theirs, and the last one passes the whole step to `brimful.Stepper`, which splits it by length and memory. Trainer's
-counting, `gradient_accumulation_steps` included, does not change; only `compute_loss` sees an accumulation of 1. Rows are
-collated in the training process instead of the loader's workers.
+only keep theirs, and the last one passes the whole step to `brimful.Stepper`, which splits it by length and memory. Without a
+plan no micro-batch has more rows than `per_device_train_batch_size`, which is known to fit: 16 × 4 accumulated rows at once
+took 2,673 MiB where 4 took 480. Trainer's counting, `gradient_accumulation_steps` included, does not change; only
+`compute_loss` sees an accumulation of 1. Rows are collated in the training process instead of the loader's workers.
 
 The result is that of the plain Trainer with the same global batch and an accumulation of 1: the mean of each micro-batch is
 weighted by what it is a mean over (labels other than -100; rows if there are no labels). With accumulation the plain Trainer
@@ -70,10 +71,12 @@ def exact(
 
     Args:
         trainer: `Trainer` or a subclass of it.
-        plan: From `brimful.plan`: split by predicted bytes. Default: try the whole step and learn from errors.
+        plan: From `brimful.plan`: split by predicted bytes.
+        micro_batch: The most rows in a micro-batch. Default: with a plan what fits by its prediction, else
+            `per_device_train_batch_size`, which you know to fit.
         shape: Returns the lengths of a row. Default: the lengths of its columns.
         count: Returns what the loss of a batch is a mean over. Default: its labels, else its rows.
-        micro_batch, skip_oversized, allow_inexact, grow_after, on_event: As in `brimful.Stepper`.
+        skip_oversized, allow_inexact, grow_after, on_event: As in `brimful.Stepper`.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise BadOption(f"exact() takes a Trainer class, not {trainer!r}. Try: exact(Trainer)(model=…).")
@@ -157,6 +160,9 @@ class _ExactTrainer(Trainer):
         self._waiting.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
+        sizes = [_rows_of(inputs) for inputs in self._waiting]
+        if self._brimful.plan is None and self._brimful.step_options["micro_batch"] is None:
+            self.stepper.micro_batch = max(sizes)  # as large as Trainer's own would be
         rows, self._waiting = _join(self._waiting), []
         model.train()
         if callable(to_train := getattr(self.optimizer, "train", None)):  # schedule-free optimizers have modes
@@ -165,8 +171,10 @@ class _ExactTrainer(Trainer):
         try:
             result = self.stepper.backward(rows)
         except InexactSplit as error:
-            message = f"{str(error).removesuffix('.')}, or exact(…, count=…) if the loss is not a mean over the labels."
-            raise InexactSplit(message) from None
+            raise InexactSplit(
+                f"{str(error).removesuffix('.')}, or exact(…, micro_batch={sum(sizes)}) to run it whole, "
+                "or exact(…, count=…) if the loss is not a mean over the labels."
+            ) from None
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             empty_cache(self.args.device)
         return torch.tensor(result.loss, device=self.args.device)
@@ -375,6 +383,8 @@ def _concatenate(batches: list[Any]) -> Any:
 
 
 def _rows_of(inputs: Any) -> int:
+    if isinstance(inputs, _Uncollated):
+        return len(inputs.rows)
     for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
         if isinstance(value, torch.Tensor) and value.ndim:
             return len(value)

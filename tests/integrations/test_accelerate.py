@@ -213,6 +213,12 @@ def test_accumulated_batches_are_joined_into_one_exact_step() -> None:
     assert stepper.steps == STEPS and distance(expected, ours.weights()) < 1e-12
 
 
+def test_without_a_plan_a_micro_batch_of_joined_batches_is_as_large_as_one_of_them() -> None:
+    script = Script(batch=4, gradient_accumulation_steps=4, collate=list)
+    results = list(script.stepper(collate=pad).over(script.loader))
+    assert {result.largest_micro_batch for result in results} == {4}
+
+
 def test_batches_of_tensors_are_joined_and_what_is_left_is_a_step() -> None:
     same_length = lambda some: pad([*some, torch.zeros(24, dtype=torch.long)])[:-1]  # noqa: E731
     script = Script(batch=BATCH, gradient_accumulation_steps=4, collate=same_length)

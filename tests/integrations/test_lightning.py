@@ -425,6 +425,82 @@ def test_validation_is_left_as_it_was():
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-12)
 
 
+class Validated(Model):
+    """Logs a mean over words with its count, a number of rows, and a torchmetrics object."""
+
+    counts = True
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = Accuracy("multiclass", num_classes=VOCABULARY, ignore_index=-100)
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.mean(batch)
+        self.accuracy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("val", loss)
+        self.log("rows", float(len(batch[0])), reduce_fx="sum")
+        self.log("accuracy", self.accuracy)
+        return {"val": loss, "count": (batch[1] != -100).sum()} if self.counts else None
+
+
+class MemoryForValidation(lightning.Callback):
+    """`validation_step` has so many bytes beside what is allocated; everything else has enough."""
+
+    def __init__(self, memory, added_bytes):
+        self.memory, self.added_bytes = memory, added_bytes
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        self.memory.limit_bytes = self.memory.live_bytes + self.added_bytes
+
+    def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.memory.limit_bytes = PLENTY
+
+
+def validated(module, added_bytes=None, *callbacks):
+    """What was logged, with so much memory for validation."""
+    with brimful.simulated_memory(PLENTY) as memory:
+        if added_bytes is not None:
+            callbacks = (*callbacks, MemoryForValidation(memory, added_bytes))
+        made = trainer(*callbacks, num_sanity_val_steps=0)
+        made.fit(module, loader(), loader(32))
+    assert made.global_step == STEPS
+    return {
+        name: float(made.callback_metrics[name])
+        for name in ("val", "rows", "accuracy")
+        if name in made.callback_metrics
+    }
+
+
+LITTLE = 550_000
+
+
+def test_the_plain_trainer_dies_in_the_validation_that_the_exact_one_survives():
+    with pytest.raises(torch.OutOfMemoryError):
+        validated(Validated(), LITTLE)
+
+
+def test_validation_in_halves_logs_the_values_of_whole_batches(caplog):
+    expected, ours = validated(Validated()), validated(Validated(), LITTLE, ExactSteps())
+    assert "validation: out of memory with 32 rows. Batches now have at most 16 rows." in caplog.text
+    assert ours == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_mean_over_words_without_a_count_is_left_out_rather_than_logged_wrong(caplog):
+    class Silent(Validated):
+        counts = False
+
+    assert validated(Silent(), LITTLE, ExactSteps()) == {}
+    assert "its halves may log other values, so it is left out" in caplog.text
+
+
+def test_a_row_that_does_not_fit_is_left_out_of_validation_and_training_goes_on(undisturbed, caplog):
+    module = Model()
+    module.validation_step = lambda batch, batch_idx: module.log("val", module.mean(batch))
+    assert validated(module, 1000, ExactSteps()) == {}
+    assert caplog.text.count("it is left out of the metrics") == 2  # one for each validation
+    assert distance(module, undisturbed.module) < 1e-10
+
+
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_the_trainer_clips_the_exact_gradients(algorithm):
     clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}

@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import EvalLoopContainer
 
 import brimful
 from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
@@ -190,6 +192,23 @@ def test_any_split_gives_the_weights_of_the_plain_trainer(plain, tmp_path):
     assert distance(trained(exact(Trainer, micro_batch=3), tmp_path, **CUT), plain) < 1e-12
 
 
+def test_without_a_plan_a_micro_batch_is_as_large_as_trainers(tmp_path):
+    with brimful.simulated_memory("4GiB") as plainly:
+        trained(Trainer, tmp_path, **CUT)
+    seen = []
+    with brimful.simulated_memory("4GiB") as memory:
+        trained(exact(Trainer), tmp_path, data_collator=lambda rows: seen.append(len(rows)) or pad(rows), **CUT)
+    assert max(seen) == CUT["batch"]
+    assert memory.peak_bytes < 1.2 * plainly.peak_bytes
+
+
+def test_micro_batch_may_exceed_the_per_device_size(tmp_path):
+    seen = []
+    collate = lambda rows: seen.append(len(rows)) or pad(rows)  # noqa: E731
+    trained(exact(Trainer, micro_batch=16), tmp_path, data_collator=collate, **CUT)
+    assert max(seen) == 16
+
+
 def test_steps_epochs_losses_norms_and_learning_rates_are_logged_as_by_the_plain_trainer(accumulated, tmp_path):
     names = ("step", "epoch", "loss", "grad_norm", "learning_rate")
     ours, theirs = logged(trained(exact(Trainer), tmp_path, **CUT), *names), logged(accumulated, *names)
@@ -200,7 +219,7 @@ def test_steps_epochs_losses_norms_and_learning_rates_are_logged_as_by_the_plain
 
 def test_out_of_memory_in_the_middle_changes_neither_weights_nor_the_number_of_steps(plain, tmp_path):
     heard = []
-    trainer = with_less_memory(exact(Trainer, on_event=heard.append), tmp_path, **CUT)
+    trainer = with_less_memory(exact(Trainer, micro_batch=16, on_event=heard.append), tmp_path, **CUT)
     assert trainer.stepper.ooms > 0
     assert {event.event for event in heard} >= {"oom"}
     assert min(event.step for event in heard if event.event == "oom") == 3
@@ -209,7 +228,7 @@ def test_out_of_memory_in_the_middle_changes_neither_weights_nor_the_number_of_s
 
 
 def test_out_of_memory_errors_are_counted_in_the_logs_once_there_were_any(tmp_path):
-    trainer = with_less_memory(exact(Trainer), tmp_path, **CUT)
+    trainer = with_less_memory(exact(Trainer, micro_batch=16), tmp_path, **CUT)
     counted = [line.get("brimful_ooms") for line in trainer.state.log_history if "loss" in line]
     assert counted[:2] == [None, None]
     assert counted[-1] == trainer.stepper.ooms
@@ -345,8 +364,10 @@ class MaskedMean(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels, mask = inputs["labels"].flatten().clamp(min=0), inputs["labels"].flatten() != -100
-        every = F.cross_entropy(model(inputs["input_ids"])["logits"].flatten(0, 1), labels, reduction="none")
-        return (every * mask).sum() / mask.sum()
+        logits = model(inputs["input_ids"])["logits"]
+        every = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+        loss = (every * mask).sum() / mask.sum()
+        return (loss, {"logits": logits}) if return_outputs else loss
 
 
 @pytest.mark.parametrize(("kind", "model"), [(Trainer, Tagger), (Trainer, Means), (MaskedMean, Means)])
@@ -435,11 +456,11 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(step, tmp_path):
 
 def test_what_was_learnt_of_memory_survives_a_resume(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, **CUT}
-    first = with_less_memory(exact(Trainer), tmp_path, callbacks=[StopsAt(4)], step=2, **saving)
+    first = with_less_memory(exact(Trainer, micro_batch=16), tmp_path, callbacks=[StopsAt(4)], step=2, **saving)
     limit = json.loads((tmp_path / "checkpoint-4" / "stepper_state.json").read_text())["micro_batch_limit"]["value"]
     assert first.stepper.ooms > 0
     assert limit is not None
-    resumed = trainer_of(exact(Trainer), tmp_path, Tagger(seed=1), max_steps=5, **saving)
+    resumed = trainer_of(exact(Trainer, micro_batch=16), tmp_path, Tagger(seed=1), max_steps=5, **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert resumed.stepper.ooms == first.stepper.ooms
     assert resumed.stepper.state_dict()["micro_batch_limit"]["value"] == limit
@@ -464,6 +485,162 @@ def test_evaluation_during_training_gives_the_plain_trainers_losses(tmp_path):
     ours, theirs = evaluated(exact(Trainer)), evaluated(Trainer)
     assert len(ours) == 4
     assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+class MemoryForEvaluation(TrainerCallback):
+    """Evaluation has so many bytes more than what is allocated between two steps; training has enough."""
+
+    def __init__(self, memory, extra_bytes):
+        self.memory, self.extra_bytes = memory, extra_bytes
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % 2 == 0:
+            self.memory.limit_bytes = self.memory.live_bytes + self.extra_bytes
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.memory.limit_bytes = None
+
+
+def similar(number):
+    """Rows of 12 to 20 tokens, so that half of them take about half the memory."""
+    return [row for row in uneven(400, seed=1) if 12 <= len(row["labels"]) <= 20][:number]
+
+
+def statistics(prediction):
+    """Metrics that see every row, and their order."""
+    predicted, labels = prediction.predictions, prediction.label_ids
+    kept = labels != -100
+    return {
+        "rows": float(((predicted * kept).sum(1) * range(len(labels))).sum()),
+        "right": float((predicted == labels)[kept].mean()),
+    }
+
+
+def evaluated(kind, folder, extra_bytes=None, *, metrics=statistics, **more):
+    """What is logged of evaluations at steps 2 and 4, with so much memory for them."""
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "eval_dataset": similar(21)}
+    with brimful.simulated_memory("4GiB") as memory:
+        trainer = trainer_of(kind, folder, per_device_eval_batch_size=8, **evaluates, **CUT, **more)
+        trainer.compute_metrics = metrics
+        trainer.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+        if extra_bytes is not None:
+            trainer.add_callback(MemoryForEvaluation(memory, extra_bytes))
+        trainer.train()
+    assert trainer.state.global_step == 4
+    names = ("eval_loss", "eval_rows", "eval_right")
+    return [[line[name] for name in names if name in line] for line in trainer.state.log_history if "eval_loss" in line]
+
+
+LITTLE, TOO_LITTLE = 200_000, 1_000
+
+
+def test_the_plain_trainer_dies_in_the_evaluation_that_the_exact_one_survives(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluated(Trainer, tmp_path, LITTLE)
+
+
+@pytest.mark.parametrize("kind", [Trainer, MaskedMean], ids=["model's loss", "own compute_loss"])
+def test_evaluation_in_halves_gives_the_loss_and_metrics_of_whole_batches(kind, tmp_path, caplog):
+    expected, ours = (evaluated(exact(kind), tmp_path, extra_bytes) for extra_bytes in (None, LITTLE))
+    assert "evaluation: out of memory with 8 rows. Batches now have at most 4 rows." in caplog.text
+    assert len(ours) == len(expected) == 2
+    for one, other in zip(ours, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_an_evaluation_without_memory_for_a_single_row_is_left_out_and_training_goes_on(tmp_path, caplog):
+    assert evaluated(exact(Trainer), tmp_path, TOO_LITTLE, metric_for_best_model="loss") == []
+    assert "step 2: this evaluation is left out" in caplog.text
+
+
+def test_training_after_a_left_out_evaluation_gives_the_same_weights(tmp_path):
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": similar(21)}
+    undisturbed = trained(exact(Trainer), tmp_path, **CUT)
+    with brimful.simulated_memory("4GiB") as memory:
+        ours = trained(
+            exact(Trainer), tmp_path, callbacks=[MemoryForEvaluation(memory, TOO_LITTLE)], **evaluates, **CUT
+        )
+    assert distance(ours, undisturbed) == 0
+    assert ours.state.global_step == undisturbed.state.global_step
+
+
+def test_predictions_that_do_not_fit_together_are_moved_to_the_host(tmp_path, monkeypatch):
+    trainer = trainer_of(exact(Trainer), tmp_path, eval_dataset=similar(21), per_device_eval_batch_size=8)
+    trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
+    add = EvalLoopContainer.add
+
+    def fails(self, tensors):
+        if trainer.args.eval_accumulation_steps is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        add(self, tensors)
+
+    monkeypatch.setattr(EvalLoopContainer, "add", fails)
+    assert trainer.evaluate()["eval_rows"] == 21
+    assert trainer.args.eval_accumulation_steps is None
+
+
+def test_a_single_row_that_does_not_fit_ends_an_evaluation_that_the_user_asked_for(tmp_path):
+    trainer = trained(exact(Trainer), tmp_path, max_steps=1, **CUT)
+    with brimful.simulated_memory(1000), pytest.raises(DoesNotFit, match="evaluation: one row does not fit"):
+        trainer.evaluate(uneven(5))
+
+
+class Counts(Trainer):
+    """Keeps numbers of its own for each call of its loss, as TRL's trainers do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls, self.seen, self.tokens = 0, [], 0
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mode = "train" if self.model.training else "eval"
+        labels = inputs["labels"]
+        self.calls += 1
+        self.seen.append(len(labels))
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if mode == "train":
+            self.tokens += int((labels != -100).sum())
+        kept = labels != -100
+        self._metrics[mode]["tokens"] = [self.tokens]
+        self._metrics[mode]["label"].append(float(labels[kept].double().mean()))
+        self._metrics[mode]["max_label"].append(float(labels.max()))
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs, *args, **kwargs):
+        mode = "train" if self.model.training else "eval"
+        logs.update({name: sum(numbers) / len(numbers) for name, numbers in self._metrics[mode].items()})
+        super().log(logs, *args, **kwargs)
+        self._metrics[mode].clear()
+
+
+COUNTED = ("tokens", "label", "max_label")
+
+
+def test_metrics_that_the_loss_keeps_are_those_of_the_plain_trainer_with_the_whole_batch(tmp_path):
+    """Neither the exactness check nor failed attempts count, and a step is one number however it was split."""
+    whole, ours = trained(Counts, tmp_path, **WHOLE), trained(exact(Counts), tmp_path, **CUT)
+    starved = with_less_memory(exact(Counts), tmp_path, share=0.8, **CUT)
+    assert starved.stepper.ooms > 0
+    for trainer in (ours, starved):
+        for one, other in zip(logged(trainer, *COUNTED), logged(whole, *COUNTED), strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
+    assert ours.calls == 2 * (3 * 4 + 2)  # 54 rows: three steps of 16, and one of 6 in two parts
+    assert sum(starved.seen) == 2 * 54
+
+
+def test_metrics_that_the_loss_keeps_in_an_evaluation_in_halves_count_each_row_once(tmp_path):
+    def labels(kind, extra_bytes=None):
+        evaluates = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2, "eval_dataset": similar(16)}
+        with brimful.simulated_memory("4GiB") as memory:
+            callbacks = [] if extra_bytes is None else [MemoryForEvaluation(memory, extra_bytes)]
+            sizes = {**WHOLE, "per_device_eval_batch_size": 8}
+            trainer = trained(kind, tmp_path, callbacks=callbacks, **evaluates, **sizes)
+        return [(line["label"], line["max_label"]) for line in trainer.state.log_history if "eval_loss" in line]
+
+    ours, theirs = labels(exact(Counts), LITTLE), labels(Counts)
+    assert len(ours) == len(theirs) == 1
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-9)
 
 
 def test_bf16_runs_inside_accelerates_autocast_and_survives(tmp_path):
@@ -562,7 +739,8 @@ def test_the_users_own_dataloader_is_collated_late(tmp_path):
 def test_rows_are_split_by_the_lengths_of_the_columns_that_differ(tmp_path):
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"]), "id": "row" * n} for n, row in enumerate(uneven())]
     heard = []
-    with_less_memory(exact(Trainer, on_event=heard.append), tmp_path, rows=rows, step=2, max_steps=2, **CUT)
+    kind = exact(Trainer, micro_batch=16, on_event=heard.append)
+    with_less_memory(kind, tmp_path, rows=rows, step=2, max_steps=2, **CUT)
     assert {len(event.details["shape"]) for event in heard if event.event == "oom"} == {1}
 
 
@@ -587,7 +765,7 @@ def plan():
 
 def test_with_a_plan_the_first_step_already_fits(plain, plan, tmp_path):
     found = []
-    for kind in (exact(Trainer), exact(Trainer, plan=plan)):
+    for kind in (exact(Trainer, micro_batch=16), exact(Trainer, plan=plan)):
         with brimful.simulated_memory("2MiB"):
             found.append(trained(kind, tmp_path, **CUT))
     assert found[0].stepper.ooms > 0

@@ -10,8 +10,9 @@ from torch import nn
 from brimful.errors import DoesNotFit
 from brimful.machine.host import Host
 from brimful.memory import forward as module
-from brimful.memory.forward import Forward, eval_mode, probe_sizes
+from brimful.memory.forward import Forward, Halving, eval_mode, probe_sizes
 from brimful.memory.ledger import Ledger, simulated_memory
+from brimful.memory.oom import OutOfMemory
 from brimful.units import KiB, MiB
 
 CPU = torch.device("cpu")
@@ -255,3 +256,30 @@ def test_probes_are_few_short_and_in_order():
     assert all(rows <= 4 and shape[0] <= 40 and shape[1] <= 16 for rows, shape in sizes)
     assert sizes == sorted(sizes, key=lambda size: size[0] * (1 + sum(size[1])))
     assert probe_sizes((1,)) == [(1, (1,)), (2, (1,)), (4, (1,))]
+
+
+def test_work_without_a_memory_model_is_halved_until_it_fits_and_stays_in_order(caplog):
+    sizes = []
+
+    def run(part):
+        sizes.append(len(part))
+        if len(part) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return list(part)
+
+    halving = Halving(torch.device("cpu"))
+    assert [row for _, rows in halving.run(10, run) for row in rows] == list(range(10))
+    assert [row for _, rows in halving.run(10, run) for row in rows] == list(range(10))  # which knows what fits
+    assert sizes == [10, 5, 3, 2, 3, 2, 3, 3, 3, 1]
+    assert halving.ooms == 2
+
+
+def test_a_single_row_that_does_not_fit_is_reported_and_the_others_run():
+    def run(part):
+        if 1 in part:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return list(part)
+
+    results = list(Halving(torch.device("cpu")).run(4, run))
+    assert [rows for _, rows in results if not isinstance(rows, OutOfMemory)] == [[0], [2], [3]]
+    assert [list(part) for part, rows in results if isinstance(rows, OutOfMemory)] == [[1]]

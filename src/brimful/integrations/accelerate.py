@@ -75,9 +75,11 @@ def exact(
         loss: `loss(model, batch)` or a task, as in `brimful.Stepper`. Default: the loss that a Hugging Face model
             computes from `labels`.
         plan: From `brimful.plan`.
+        micro_batch: The most rows in a micro-batch. Default: with a plan what fits by its prediction, else a batch of
+            the loader, also where `over` joins several of them into a step.
         rows_are: `local` if each process passes its own rows, as a prepared loader gives them.
-        micro_batch, clip_norm, collate, skip_oversized, allow_inexact, skip_nonfinite, grow_after, last_checkpoint,
-            on_event: As in `brimful.Stepper`.
+        clip_norm, collate, skip_oversized, allow_inexact, skip_nonfinite, grow_after, last_checkpoint, on_event: As in
+            `brimful.Stepper`.
     """
     _check_accelerator(accelerator)
     for name, prepared in (("model", model), ("optimizer", optimizer)):
@@ -118,6 +120,7 @@ class AcceleratedStepper(Stepper):
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, *args: Any, **options: Any) -> None:
         super().__init__(model, optimizer, *args, **options)
         self._accelerator, self._prepared_optimizer = accelerator, optimizer
+        self._limits_micro_batch = self.plan is not None or self.micro_batch is not None
         self._number = getattr(accelerator, "_brimful_steppers", 0)  # two models that train together have one each
         accelerator._brimful_steppers = self._number + 1
         accelerator.register_save_state_pre_hook(self._save)
@@ -162,9 +165,12 @@ class AcceleratedStepper(Stepper):
             )
 
     def _join(self, batches: list[Any]) -> Any:
+        rows = [as_rows(batch, self._context.task, (), list_is_rows=self._list_is_rows) for batch in batches]
+        if not self._limits_micro_batch:
+            self.micro_batch = max(map(len, rows))  # a batch of the loader is known to fit, several at once are not
         if len(batches) == 1:
             return batches[0]
-        if isinstance(as_rows(batches[0], self._context.task, (), list_is_rows=self._list_is_rows), ListedRows):
+        if isinstance(rows[0], ListedRows):
             return [row for batch in batches for row in batch]
         try:
             return concatenate(batches)

@@ -27,6 +27,10 @@ they change (a counter, a list) is not restored after a failed attempt. All othe
 the host until it is split, so `on_train_batch_start` and `_end` get it there. With `batch_on_device=True` the whole batch is
 moved first, as Lightning does, and an out-of-memory error in that ends the run.
 
+**Validation.** A batch that does not fit is validated in halves; what they log and return is merged as above, so a mean over
+tokens needs a `count` in what `validation_step` returns. A row that does not fit, or a batch whose halves would log other values,
+is left out with one warning, and training goes on (a callback that monitors a metric stops if no batch has logged it yet).
+
 Lightning 2.5 to 2.6, as `lightning` or `pytorch_lightning`, on one device or with DDP. Without an error a step costs 1.1 ms
 more than Lightning's own 2.8 ms (a small model on one CPU core).
 """
@@ -57,13 +61,16 @@ from brimful.errors import (
     in_one_line,
     kind_of,
 )
-from brimful.memory.oom import is_oom
+from brimful.memory.forward import Halving
+from brimful.memory.oom import OutOfMemory, is_oom
 from brimful.planning.plan import Plan
 from brimful.step import checks
+from brimful.step.checks import SPLIT_CHECK_ROWS
 from brimful.step.recovery import GROW_AFTER
 from brimful.step.result import Event, StepResult
+from brimful.step.rows import BatchRows
 from brimful.step.stepper import Stepper, check_stepper_options
-from brimful.task import Loss, rows_of
+from brimful.task import Loss, Task, rows_of
 
 T = TypeVar("T")
 logger = logging.getLogger("brimful")
@@ -161,6 +168,7 @@ class ExactSteps(_Callback):
         self._made_for: tuple[Any, ...] = ()
         self._running: _MicroBatches | None = None
         self._set_aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._evaluation: _Evaluation | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before anything is on the device: refuse what cannot work, and replace the strategy's training step."""
@@ -184,9 +192,21 @@ class ExactSteps(_Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._state, self.ooms = state_dict, state_dict.get("ooms_of_all", 0)
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._evaluation = _Evaluation(trainer.strategy)
+
     @property
-    def in_micro_batch(self) -> bool:
-        return self._running is not None
+    def running(self) -> str | None:
+        """The method that runs on a part of a batch, of which the other processes know nothing."""
+        if self._evaluation is not None and self._evaluation.in_part:
+            return "validation_step"
+        return None if self._running is None else "training_step"
+
+    def evaluate(self, strategy: Any, validation_step: Callable[..., Any], *arguments: Any) -> Any:
+        """What `validation_step` returns for a batch, in halves if it does not fit."""
+        if self._evaluation is None or not arguments:
+            return validation_step(*arguments)
+        return self._evaluation.run(validation_step, *arguments)
 
     def step(self, strategy: Any, training_step: Callable[..., Any], batch: Any, *arguments: Any) -> dict[str, Any]:
         """Make the exact gradients of this batch and set them aside. Returns what `training_step` would have."""
@@ -195,8 +215,7 @@ class ExactSteps(_Callback):
         stepper.model.zero_grad(set_to_none=True)  # as Lightning does before every backward, applied or not
         self._running = running = _MicroBatches(strategy, training_step, arguments, moved=self.batch_on_device)
         try:
-            with running.listening():
-                result = stepper.backward(batch)
+            result = stepper.backward(batch)
         except InexactSplit as error:
             raise InexactSplit(
                 f"{str(error).removesuffix('.')}, or {HINT} if the loss is not a mean over rows."
@@ -249,6 +268,7 @@ class _PatchedStrategy:
     REPLACED = (
         "batch_to_device",
         "training_step",
+        "validation_step",
         "backward",
         "optimizer_step",
         "configure_ddp",
@@ -279,6 +299,10 @@ class _PatchedStrategy:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         original = self._original["training_step"]
         return self._exact_steps.step(self._strategy, original, *args) if self._training else original(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        original = functools.partial(self._original["validation_step"], **kwargs)
+        return self._exact_steps.evaluate(self._strategy, original, *args)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """The hooks of the precision plugin around gradients that exist already."""
@@ -321,9 +345,9 @@ class _PatchedStrategy:
         return self._collective("barrier")(*args, **kwargs)
 
     def _collective(self, name: str) -> Any:
-        if self._exact_steps.in_micro_batch and self._strategy.world_size > 1:
+        if self._exact_steps.running and self._strategy.world_size > 1:
             raise UnsupportedModel(
-                f"training_step calls {name}, where a process that runs out of memory would leave the others waiting. "
+                f"{self._exact_steps.running} calls {name}, where a process that runs out of memory would leave the others waiting. "
                 "Try: a hook that runs once a step, such as on_train_batch_end."
             )
         return self._original[name]
@@ -358,12 +382,10 @@ class _MicroBatches:
     ) -> None:
         self._strategy, self._training_step, self._arguments, self._moved = strategy, training_step, arguments, moved
         self._module = strategy.lightning_module
-        self._log = self._module.log
         metrics = (part for part in self._module.modules() if isinstance(part, _Metric))
         self._metrics = [(metric, _copy_state(vars(metric))) for metric in metrics]
         self._attempted = False
         self._outputs: list[_Output] = []
-        self._logged: dict[str, _LogCall] = {}
         self._dtype = torch.float32
 
     def loss(self, batch: Any) -> Loss:
@@ -376,38 +398,16 @@ class _MicroBatches:
             rows: int | None = rows_of(batch)
         except TaskError:
             rows = None
-        if not self._moved:
-            batch = self._module._apply_batch_transfer_handler(batch, device=self._strategy.root_device)
-        self._logged = {}
-        loss, extras = _read(self._training_step(batch, *self._arguments), rows, type(self._module).__name__)
+        with _recorded_log(self._module) as logged:
+            if not self._moved:
+                batch = self._module._apply_batch_transfer_handler(batch, device=self._strategy.root_device)
+            loss, extras = _read(self._training_step(batch, *self._arguments), rows, type(self._module).__name__)
         device = None if self._moved else "cpu"
         extras = tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), extras)
         count = loss.count.detach() if isinstance(loss.count, Tensor) else loss.count
-        self._outputs.append(_Output(rows, count, self._logged, extras))
+        self._outputs.append(_Output(rows, count, logged, extras))
         self._dtype = loss.sum.dtype
         return loss
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Collect the module's calls of `self.log`, which `log_dict` uses too."""
-        own, function = vars(self._module).get("log"), self._module._current_fx_name
-        self._module.log = self._record
-        try:
-            yield
-        finally:
-            del self._module.log
-            if own is not None:
-                self._module.log = own
-            self._module._current_fx_name = function  # a hook that ran out of memory left its own name there
-
-    def _record(self, *args: Any, **kwargs: Any) -> None:
-        kind: Any = type(self._module)
-        _, *bound = _log_signature(kind).bind(self._module, *args, **kwargs).arguments.items()
-        arguments = dict(bound)
-        value = arguments["value"]
-        if isinstance(value, _Metric):  # its value for this micro-batch is overwritten by the next
-            value = value._forward_cache
-        self._logged[arguments["name"]] = _LogCall(arguments, value.detach() if isinstance(value, Tensor) else value)
 
     def log_once(self, result: StepResult, ooms: int) -> None:
         """What every micro-batch logged, once; in the precision that it was logged in."""
@@ -417,7 +417,7 @@ class _MicroBatches:
         with self._strategy.precision_plugin.train_step_context():
             for name in _names(output.logged for output in self._outputs):
                 calls = [(output, output.logged[name]) for output in self._outputs if name in output.logged]
-                self._log(**_merge_calls(calls))
+                self._module.log(**_merge_calls(calls))
             if result.ooms_of_all or logs:  # each call costs as much as a layer of a small model
                 self._module.log("brimful/ooms", float(ooms), on_step=True, on_epoch=False)
                 self._module.log("brimful/micro_batches", float(result.micro_batches), on_step=True, on_epoch=False)
@@ -427,6 +427,133 @@ class _MicroBatches:
         loss = torch.tensor(result.loss, dtype=self._dtype, device=self._strategy.root_device)
         names = _names(output.extras for output in self._outputs)
         return {"loss": loss, **{name: _join_extras(self._outputs, name) for name in names}}
+
+
+class _Evaluation:
+    """Runs `validation_step` on each batch of one validation: whole, or in halves if the batch does not fit.
+
+    What the halves log and return is merged as in training. Whether that is the value of the whole batch is tried out on four
+    rows, since a mean over tokens without a count is not. What can be evaluated neither way is left out, with one warning.
+    """
+
+    in_part = False
+    """Whether a part of a batch is running."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy, self._module = strategy, strategy.lightning_module
+        self._halving = Halving(strategy.root_device, what="validation")
+        self._may_split: bool | None = None
+        self._warned = False
+
+    def run(self, validation_step: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
+        rows: BatchRows | None = None
+        with contextlib.suppress(TaskError):  # not a tree of tensors with one first dimension
+            rows = BatchRows(batch, Task(), ())
+        number = 1 if rows is None else len(rows)
+
+        def run(part: range) -> _Output:
+            if rows is None or len(part) == number:
+                return self._run(validation_step, batch, None if rows is None else number, arguments)
+            self.in_part = True
+            try:
+                some = lambda part: self._run(validation_step, rows.batch(list(part)), len(part), arguments)  # noqa: E731
+                if self._may_split is None:
+                    self._may_split = self._try_split(len(part), some)
+                if not self._may_split:
+                    raise _NotSplit
+                return some(part)
+            finally:
+                self.in_part = False
+
+        outputs, left_out = list[_Output](), ""
+        try:
+            for _, output in self._halving.run(number, run):
+                if isinstance(output, OutOfMemory):
+                    left_out = "a single row does not fit" if rows else "a batch that cannot be split does not fit"
+                else:
+                    outputs.append(output)
+        except _NotSplit:
+            left_out = "a batch does not fit, and its halves may log other values"
+        if left_out and not self._warned:
+            self._warned = True
+            remedy = "return a count from validation_step, a smaller batch_size, or more memory"
+            logger.warning("validation: %s, so it is left out of the metrics. Try: %s.", left_out, remedy)
+        with self._strategy.precision_plugin.val_step_context():
+            for name in _names(output.logged for output in outputs):
+                calls = [(output, output.logged[name]) for output in outputs if name in output.logged]
+                self._module.log(**_merge_calls(calls))
+        merged = {name: _join_extras(outputs, name) for name in _names(output.extras for output in outputs)}
+        return merged.get("", merged or None)
+
+    def _run(
+        self, validation_step: Callable[..., Any], batch: Any, rows: int | None, arguments: tuple[Any, ...]
+    ) -> _Output:
+        """One call. If it fails, the module's torchmetrics objects are as before it."""
+        metrics = [
+            (metric, _copy_state(vars(metric))) for metric in self._module.modules() if isinstance(metric, _Metric)
+        ]
+        try:
+            with _recorded_log(self._module) as logged:
+                value = validation_step(batch, *arguments)
+        except BaseException:
+            for metric, state in metrics:
+                vars(metric).update(state)
+            raise
+        extras = dict(value) if isinstance(value, Mapping) else {} if value is None else {"": value}
+        count = extras.get("count")
+        return _Output(rows, rows or 1 if count is None else torch.as_tensor(count).detach(), logged, extras)
+
+    def _try_split(self, rows: int, run: Callable[[range], _Output]) -> bool:
+        """Whether a few rows log the same values at once and in halves."""
+        count = min(SPLIT_CHECK_ROWS, rows)
+        if count < 2:
+            return False
+        metrics = [
+            (metric, _copy_state(vars(metric))) for metric in self._module.modules() if isinstance(metric, _Metric)
+        ]
+        whole, halves = run(range(count)), [run(range(count // 2)), run(range(count // 2, count))]
+        for metric, state in metrics:
+            vars(metric).update(state)
+        tolerance = 1e-4 if str(self._strategy.precision_plugin.precision).startswith(("32", "64")) else 2e-2
+        for name, call in whole.logged.items():
+            if isinstance(call.value, _Metric) or isinstance(call.arguments["value"], _Metric):
+                continue  # adds up rows by itself
+            merged = _merge_calls([(output, output.logged[name]) for output in halves if name in output.logged])[
+                "value"
+            ]
+            one, other = (torch.as_tensor(value).double().cpu() for value in (call.value, merged))
+            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * 1e-3, equal_nan=True):
+                return False
+        return True
+
+
+class _NotSplit(Exception):
+    """Halves of a batch would not log what the whole batch does."""
+
+
+@contextlib.contextmanager
+def _recorded_log(module: Any) -> Iterator[dict[str, _LogCall]]:
+    """Collects the module's calls of `self.log`, which `log_dict` uses too, instead of making them."""
+    own, function, logged = vars(module).get("log"), module._current_fx_name, dict[str, _LogCall]()
+
+    kind: Any = type(module)
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        _, *bound = _log_signature(kind).bind(module, *args, **kwargs).arguments.items()
+        arguments = dict(bound)
+        value = arguments["value"]
+        if isinstance(value, _Metric):  # its value for this call is overwritten by the next
+            value = value._forward_cache
+        logged[arguments["name"]] = _LogCall(arguments, value.detach() if isinstance(value, Tensor) else value)
+
+    module.log = record
+    try:
+        yield logged
+    finally:
+        del module.log
+        if own is not None:
+            module.log = own
+        module._current_fx_name = function  # a hook that ran out of memory left its own name there
 
 
 @functools.cache

@@ -6,20 +6,30 @@
 
 Everything else stays Trainer's: arguments, steps and epochs, schedule, callbacks, logs, evaluation, checkpoints, resuming.
 Trainer calls `training_step` once per micro-batch. Here the loader returns uncollated rows, all but the last call of a step
-only keep theirs, and the last one passes the whole step to `brimful.Stepper`, which splits it by length and memory. Trainer's
-counting, `gradient_accumulation_steps` included, does not change; only `compute_loss` sees an accumulation of 1. Rows are
-collated in the training process instead of the loader's workers.
+only keep theirs, and the last one passes the whole step to `brimful.Stepper`, which splits it by length and memory. Without a
+plan no micro-batch has more rows than `per_device_train_batch_size`, which is known to fit: 16 × 4 accumulated rows at once
+took 2,673 MiB where 4 took 480. Trainer's counting, `gradient_accumulation_steps` included, does not change; only
+`compute_loss` sees an accumulation of 1. Rows are collated in the training process instead of the loader's workers.
 
 The result is that of the plain Trainer with the same global batch and an accumulation of 1: the mean of each micro-batch is
 weighted by what it is a mean over (labels other than -100; rows if there are no labels). With accumulation the plain Trainer
 gives the same only if the model uses `num_items_in_batch`. T5 accepts it without using it, so the plain Trainer's gradients
 and logged loss are `gradient_accumulation_steps` times too large (19.8 instead of 4.94 at 4, transformers 5.22).
 
-**Not covered** is what Trainer does once the gradients are there: an out-of-memory error in its clipping, in a callback, in
-evaluation or in the optimizer ends the run as before. The bytes of the optimizer's step are reserved in advance.
+**Evaluation** collates late as well: a batch that does not fit is evaluated in halves, with its loss weighted by counts and its
+outputs joined as Trainer joins those of batches (`preprocess_logits_for_metrics` sees the halves). If a single row does not fit
+while training, this evaluation is left out with a warning; several processes stop instead.
+
+**Numbers that the loss keeps** on the trainer, as TRL's do (`num_tokens`, `rewards/…`), count every row once: the exactness check
+and failed attempts leave nothing, and a step adds one value, the mean of its micro-batches weighted by what the loss is a mean
+over. TRL's SFT, DPO, KTO and reward trainers work in one process.
+
+**Not covered** is what Trainer does once the gradients are there: an out-of-memory error in its clipping, in a callback or in
+the optimizer ends the run as before. The bytes of the optimizer's step are reserved in advance.
 """
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +43,13 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_pt_utils import nested_concat
 from transformers.training_args import ParallelMode
 
-from brimful.errors import BadOption, DoesNotFit, InexactSplit
-from brimful.memory.oom import empty_cache, is_oom
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, UnsupportedModel
+from brimful.integrations.loss_records import LossRecords
+from brimful.memory.forward import Halving
+from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
 from brimful.memory.snapshot import RandomState
 from brimful.planning.plan import Plan
 from brimful.step.recovery import GROW_AFTER
@@ -70,15 +83,17 @@ def exact(
 
     Args:
         trainer: `Trainer` or a subclass of it.
-        plan: From `brimful.plan`: split by predicted bytes. Default: try the whole step and learn from errors.
+        plan: From `brimful.plan`: split by predicted bytes.
+        micro_batch: The most rows in a micro-batch. Default: with a plan what fits by its prediction, else
+            `per_device_train_batch_size`, which you know to fit.
         shape: Returns the lengths of a row. Default: the lengths of its columns.
         count: Returns what the loss of a batch is a mean over. Default: its labels, else its rows.
-        micro_batch, skip_oversized, allow_inexact, grow_after, on_event: As in `brimful.Stepper`.
+        skip_oversized, allow_inexact, grow_after, on_event: As in `brimful.Stepper`.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise BadOption(f"exact() takes a Trainer class, not {trainer!r}. Try: exact(Trainer)(model=…).")
     for name in _REPLACED:
-        owner = next(base for base in trainer.__mro__ if name in vars(base))
+        owner = next(base for base in trainer.__mro__ if name in vars(base) and not _opens_only_offloading(base, name))
         if owner is not Trainer:
             raise BadOption(
                 f"{owner.__name__} overrides {name}, which exact() replaces. Try: move it into compute_loss or a callback."
@@ -93,6 +108,16 @@ def exact(
     }
     settings = _Settings(plan, shape, count, step_options)
     return type(f"Exact{trainer.__name__}", (_ExactTrainer, trainer), {"_brimful": settings})
+
+
+def _opens_only_offloading(base: type, name: str) -> bool:
+    """Whether this is `training_step` of TRL's SFT, DPO, KTO or reward trainer, which is Trainer's without offloading."""
+    names = set(vars(base)[name].__code__.co_names)
+    return base.__module__.startswith("trl.") and names <= {
+        "super",
+        "training_step",
+        "maybe_activation_offload_context",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +142,10 @@ class _ExactTrainer(Trainer):
         self._waiting: list[Any] = []
         """What the calls of `training_step` brought for the step so far."""
         self._ooms_of_all = 0
+        self._records = LossRecords(self)
+        self._halving = Halving(self.args.device)
+        self._collate_rows: Callable[[list[Any]], Any] = list
+        self._preprocess: Callable[[Any, Any], Any] | None = None
 
     def get_train_dataloader(self) -> DataLoader:
         with _undispatched(self.accelerator):
@@ -157,16 +186,23 @@ class _ExactTrainer(Trainer):
         self._waiting.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
+        sizes = [_rows_of(inputs) for inputs in self._waiting]
+        if self._brimful.plan is None and self._brimful.step_options["micro_batch"] is None:
+            self.stepper.micro_batch = max(sizes)  # as large as Trainer's own would be
         rows, self._waiting = _join(self._waiting), []
         model.train()
         if callable(to_train := getattr(self.optimizer, "train", None)):  # schedule-free optimizers have modes
             to_train()
         self._task.lengths.choose_columns(rows)
+        self._records = LossRecords(self)
         try:
             result = self.stepper.backward(rows)
         except InexactSplit as error:
-            message = f"{str(error).removesuffix('.')}, or exact(…, count=…) if the loss is not a mean over the labels."
-            raise InexactSplit(message) from None
+            raise InexactSplit(
+                f"{str(error).removesuffix('.')}, or exact(…, micro_batch={sum(sizes)}) to run it whole, "
+                "or exact(…, count=…) if the loss is not a mean over the labels."
+            ) from None
+        self._records.merge()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             empty_cache(self.args.device)
         return torch.tensor(result.loss, device=self.args.device)
@@ -178,8 +214,10 @@ class _ExactTrainer(Trainer):
         """
         inputs = self._prepare_inputs(batch)
         count, num_items = self._count(inputs)
-        with _accumulation_of_one(self), self.compute_loss_context_manager():
-            mean: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        with self._records.of_call() as call, _accumulation_of_one(self), _no_collectives(self.accelerator):
+            with self.compute_loss_context_manager():
+                mean: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+            call.weight = count
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # in fp16 a sum over 10,000 tokens is inf
         mean = torch.where(count > 0, mean, torch.zeros_like(mean))  # 0 / 0, in batches that the loader collated
         return Loss(sum=mean * count, count=count)
@@ -194,6 +232,107 @@ class _ExactTrainer(Trainer):
         number = torch.as_tensor(count, device=self.args.device)
         passes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         return number, number.clamp(min=1) if passes_count and labels is not None else None
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's. Rows are collated late, so that those of a batch can be evaluated in halves.
+
+        If there is no memory for the predictions of all batches, they are kept on the host, as with `eval_accumulation_steps=1`.
+        """
+        self._halving = Halving(self.args.device)
+        run = functools.partial(super().evaluation_loop, dataloader, *args, **kwargs)
+        inner = getattr(dataloader, "base_dataloader", dataloader)
+        trainers_own = next(base for base in type(self).__mro__[2:] if "evaluation_loop" in vars(base)) is Trainer
+        counted = isinstance(inner, DataLoader) and hasattr(inner.dataset, "__len__")  # else Trainer counts the rows
+        if not trainers_own or not counted or self.args.batch_eval_metrics or "inputs" in self.args.include_for_metrics:
+            return run()
+        collate, on_device = inner.collate_fn, self.args.eval_accumulation_steps is None
+        preprocess = self.preprocess_logits_for_metrics
+        self._collate_rows = _collate_later(dataloader)
+        if self.args.world_size == 1:  # for each part, before logits are joined; else Trainer pads them first
+            self._preprocess, self.preprocess_logits_for_metrics = preprocess, None
+        try:
+            if self.compute_metrics is None or not on_device or self.args.world_size > 1:
+                return run()
+            output = self._attempt_evaluation(run)
+            if isinstance(output, OutOfMemory):
+                logger.warning("evaluation: out of memory, so the predictions of each batch are moved to the host")
+                self.args.eval_accumulation_steps = 1
+                output = run()
+            return output
+        finally:
+            inner.collate_fn = collate
+            self._preprocess, self.preprocess_logits_for_metrics = None, preprocess
+            if on_device:
+                self.args.eval_accumulation_steps = None
+
+    def _attempt_evaluation(self, run: Callable[[], Any]) -> Any:
+        """What `run` returns, or `OutOfMemory` with everything as before it."""
+        records, state = LossRecords(self), self.accelerator.gradient_state
+        loaders = state.dataloader_references
+        try:
+            outcome = attempt(run, self.args.device)
+        except DoesNotFit as error:
+            outcome = OutOfMemory(str(error))
+        if isinstance(outcome, OutOfMemory):
+            records.restart()
+            state.dataloader_references = loaders  # accelerate's loader did not come to its end
+        return outcome
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        """Of the whole batch, or of its parts if it does not fit: their losses weighted by counts, their outputs joined."""
+        predict = functools.partial(super().prediction_step, model)
+        arguments = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys, **kwargs}
+        if not isinstance(inputs, _Uncollated):
+            return predict(inputs, **arguments)
+        rows, records = inputs.rows, LossRecords(self)
+        items, total = None, torch.ones(())
+        if self.args.world_size > 1:  # what all processes counted is asked for once, before any of them may fail
+            whole: Any = self._collate_rows(rows)
+            items, total = (
+                super()._get_num_items_in_batch([whole], self.args.device),
+                self._count(whole)[0].clamp(min=1),
+            )
+
+        def run(part: range) -> tuple[torch.Tensor, Any]:
+            batch: Any = self._collate_rows([rows[index] for index in part])
+            count = self._count(batch)[0]
+            counted = contextlib.nullcontext() if items is None else _items_in_batch(self, items * (count / total))
+            with records.of_call() as call, counted:
+                call.weight = count
+                loss, logits, labels = predict(batch, **arguments)
+            if logits is not None and self._preprocess is not None:
+                logits = self._preprocess(logits, labels)
+            return count, (loss, logits, labels)
+
+        results = []
+        for _, result in self._halving.run(len(rows), run):
+            if isinstance(result, OutOfMemory):
+                raise DoesNotFit(
+                    "evaluation: one row does not fit in the memory that is left. Try: shorter rows, or more memory.",
+                    needed_bytes=0,
+                )
+            results.append(result)
+        records.merge()
+        return _join_predictions(results)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """While training. Without memory for a single row, this evaluation is left out."""
+        if self.args.world_size > 1:  # the others would wait for this process
+            return super()._evaluate(*args, **kwargs)
+        metrics = self._attempt_evaluation(functools.partial(super()._evaluate, *args, **kwargs))
+        if not isinstance(metrics, OutOfMemory):
+            return metrics
+        logger.warning(
+            "step %d: this evaluation is left out, since memory ran out. Try: shorter rows in eval_dataset, or more memory. (%s)",
+            self.state.global_step,
+            metrics.message.splitlines()[0],
+        )
+        return {}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return bool(metrics) and super()._determine_best_metric(metrics, trial)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of the batch that Trainer would have had, padded to its longest row."""
@@ -257,6 +396,8 @@ class _TrainerTask(Task):
         self._all_masked = False
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
+        if torch.is_grad_enabled() and all(param.grad is None for param in model.parameters()):
+            self._trainer._records.restart()  # every attempt begins without gradients
         if self._all_masked and torch.is_grad_enabled():
             param = next(param for param in model.parameters() if param.requires_grad)
             return Loss(sum=0.0 * param.sum(), count=0.0)
@@ -375,6 +516,8 @@ def _concatenate(batches: list[Any]) -> Any:
 
 
 def _rows_of(inputs: Any) -> int:
+    if isinstance(inputs, _Uncollated):
+        return len(inputs.rows)
     for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
         if isinstance(value, torch.Tensor) and value.ndim:
             return len(value)
@@ -401,6 +544,53 @@ def _accumulation_of_one(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         args.gradient_accumulation_steps, args.average_tokens_across_devices = before
+
+
+@contextlib.contextmanager
+def _no_collectives(accelerator: Any) -> Iterator[None]:
+    """A process that runs out of memory calls the loss more often than the others, which would wait for it."""
+    if accelerator.num_processes == 1:
+        yield
+        return
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModel(
+            "compute_loss gathers values of all processes, as TRL's does, which a repeated micro-batch cannot. "
+            "Try: one process."
+        )
+
+    accelerator.gather = accelerator.reduce = refuse
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.reduce
+
+
+@contextlib.contextmanager
+def _items_in_batch(trainer: Any, items: Any) -> Iterator[None]:
+    """What Trainer would count, and over all processes ask the others for."""
+    trainer._get_num_items_in_batch = lambda *_: items
+    try:
+        yield
+    finally:
+        del trainer._get_num_items_in_batch
+
+
+def _join_predictions(results: list[tuple[torch.Tensor, tuple[Any, Any, Any]]]) -> tuple[Any, Any, Any]:
+    """Loss, outputs and labels of a batch from those of its parts, padded as Trainer pads those of batches."""
+    if len(results) == 1:
+        return results[0][1]
+    counts = torch.stack([count for count, _ in results])
+    losses, outputs, labels = zip(*(prediction for _, prediction in results), strict=True)
+    loss = None
+    if losses[0] is not None:
+        means = torch.stack([mean.detach() for mean in losses])
+        loss = (torch.where(counts > 0, means, 0.0) * counts).sum() / counts.sum()
+    return loss, _concatenated(outputs), _concatenated(labels)
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    return None if parts[0] is None else functools.reduce(nested_concat, parts)
 
 
 @contextlib.contextmanager
@@ -456,6 +646,7 @@ def _check_arguments(trainer: Trainer) -> None:
             (trainer.is_fsdp_enabled or args.fsdp, "FSDP gathers weights inside the forward; omit it"),
             (args.parallelism_config is not None, "parallelism_config splits one row over processes; omit it"),
             (trainer.is_model_parallel, "the model is on several devices (device_map); put it on one"),
+            (getattr(args, "activation_offloading", False), "activation_offloading=True keeps state between micro-batches; omit it"),
             (args.n_gpu > 1, f"one process with {args.n_gpu} GPUs means DataParallel; use torchrun --nproc-per-node {args.n_gpu}"),
             (mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED), f"{mode.value} runs its own step"),
             (any(part in optim for part in ("lomo", "layerwise")), f"optim={optim!r} steps inside backward; use one that steps after it"),

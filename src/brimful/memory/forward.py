@@ -10,6 +10,8 @@ than the longest row, on the CPU under a ledger and on a GPU by its peak statist
 what is allocated already (weights, optimizer state, gradients) is read again before each pass and subtracted.
 
 Without any limit, work on the CPU takes at most half of the host memory available at that moment.
+
+`Halving` is the little that is left of this for the evaluation of another trainer, where nothing can be probed.
 """
 
 import logging
@@ -220,6 +222,40 @@ class Forward:
             "Try: raise the memory limit, or truncate long rows.",
             needed_bytes=added if self.model is None else max(added, round(self._predicted(1, shape))),
         )
+
+
+class Halving:
+    """Gradient-free work of another library, which has no dummy rows to fit a memory model to.
+
+    A batch is run whole. After an out-of-memory error it is run in halves, and later batches are no larger than what fitted.
+    """
+
+    def __init__(self, device: torch.device, *, what: str = "evaluation", note: Callable[[str], object] = log.warning):
+        self.ooms = 0
+        self._device, self._what, self._note = device, what, note
+        self._max_rows: int | None = None
+
+    def run(self, rows: int, run: Callable[[range], T]) -> Iterator[tuple[range, T | OutOfMemory]]:
+        """Run so many rows in parts, in order. `OutOfMemory` is the result of a single row that does not fit."""
+        waiting = deque([range(rows)])
+        while waiting:
+            part = waiting.popleft()
+            if self._max_rows is not None and len(part) > self._max_rows:
+                waiting.extendleft([part[self._max_rows :], part[: self._max_rows]])
+                continue
+            outcome = attempt(partial(run, part), self._device, thorough=False)
+            if not isinstance(outcome, OutOfMemory):
+                yield part, outcome
+                continue
+            self.ooms += 1
+            if len(part) == 1:
+                yield part, outcome
+                continue
+            self._max_rows = (len(part) + 1) // 2
+            self._note(
+                f"{self._what}: out of memory with {show_rows(len(part))}. Batches now have at most {show_rows(self._max_rows)}."
+            )
+            waiting.appendleft(part)
 
 
 @contextmanager

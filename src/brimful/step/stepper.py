@@ -188,6 +188,15 @@ class Stepper:
         return list(self._events.recent)
 
     @property
+    def micro_batch(self) -> int | None:
+        """The most rows in a micro-batch; None if nothing but memory limits it. It may change between steps."""
+        return self._limit.max_rows
+
+    @micro_batch.setter
+    def micro_batch(self, rows: int | None) -> None:
+        self._limit.max_rows = rows
+
+    @property
     def speeds(self) -> tuple[float, ...]:
         """How rows are dealt to the ranks, for a `Loader` to deal them the same way."""
         return tuple(self._dealer.speeds)

@@ -79,7 +79,7 @@ def in_threes(shapes):
     return [sorted(order[start : start + 3]) for start in range(0, len(order), 3)]
 
 
-PLAN = SimpleNamespace(split=in_threes, global_batch=12, host=None)
+PLAN = SimpleNamespace(split=in_threes, layout="padded", global_batch=12, host=None)
 """As much of a plan as a loader needs."""
 
 

@@ -106,7 +106,8 @@ class PackedLayout(Layout):
         return task.pack(rows, packed_sizes([tuple(task.shape(row)) for row in rows]))
 
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
-        return self.collate(task, [task.dummy_row(shape)] * rows)
+        """Without fill, so that a probe measures just so many tokens."""
+        return task.pack([task.dummy_row(shape)] * rows, tuple(rows * length for length in shape))
 
 
 PADDED: Layout = PaddedLayout()

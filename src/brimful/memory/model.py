@@ -110,11 +110,15 @@ class MemoryModel:
     probes: tuple[Probe, ...]
 
     @classmethod
-    def fit(cls, probes: Iterable[Probe], *, error: float = 0.0) -> "MemoryModel":
-        """The model of these readings. `error` is the largest relative error known from before."""
+    def fit(cls, probes: Iterable[Probe], *, error: float = 0.0, packed: bool = False) -> "MemoryModel":
+        """The model of these readings. `error` is the largest relative error known from before.
+
+        `packed`: bytes grow with the tokens in all, however many rows they belong to.
+        """
         readings = tuple(probes)
         varied = len({probe.shape for probe in readings}) > 1
-        terms = candidates(len(readings[0].shape), lengths_vary=varied)
+        lengths = len(readings[0].shape)
+        terms = token_terms(lengths) if packed and varied else candidates(lengths, lengths_vary=varied)
         phases = {
             name: _fit_phase(name, [probe for probe in readings if name in probe.phases], terms)
             for name in dict.fromkeys(name for probe in readings for name in probe.phases)
@@ -233,6 +237,11 @@ def _fit_phase(name: str, probes: Sequence[Probe], terms: Sequence[tuple[int, ..
     if any(polynomial(point) > TOO_HIGH * peak for point, peak in zip(points, peaks, strict=True)):
         return fit_polynomial(points, values, terms)
     return polynomial
+
+
+def token_terms(lengths: int) -> list[Powers]:
+    """The terms of packed rows: a constant, and the tokens of each length."""
+    return [_powers(1 + lengths, {}), *((1, *_powers(lengths, {axis: 1})) for axis in range(lengths))]
 
 
 def candidates(lengths: int, *, lengths_vary: bool) -> list[Powers]:

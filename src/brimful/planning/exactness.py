@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.errors import TaskError
-from brimful.memory.context import StepContext, split_batch, tensors_of, to_device
+from brimful.memory.context import StepContext, attention_kernels, split_batch, tensors_of, to_device
+from brimful.memory.layout import PACKED
 from brimful.memory.oom import is_oom
 from brimful.memory.snapshot import Attributes, Buffers
 from brimful.task import Dataset, loss_terms, map_tensors, rows_of, weighted_by_rows
@@ -30,6 +31,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may cause, by the lowest precision that was used; 2e-2 for lower ones."""
 GRADIENT_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """The same for gradients and buffers; 0.1 for lower precisions."""
+PACKING_TOLERANCE = 1e-3
+"""Relative difference between packed rows and the same rows alone that rounding may cause. A leak is a hundred times that."""
 LOOKED_AT = 256
 """Rows of the data among which those to compare are chosen."""
 PROJECTED = 1 << 22
@@ -148,6 +151,53 @@ def check_dummy(context: StepContext, batch: Any) -> Exactness:
         reason = f"{equal.reason}, but where rows have unequal numbers of labels {unequal.reason}"
         return Exactness(unequal_rows=True, reason=reason)
     return unequal
+
+
+def check_packing(context: StepContext, rows: Sequence[Any]) -> str:
+    """Why these rows must not be packed; empty if packed they have the loss and the gradient that each has alone.
+
+    Runs in the precision of the weights and without dropout, on the kernels that training uses.
+    """
+    task, model = context.task, context.model
+    with _put_back(context), _mode(model, [], training=False), attention_kernels(cudnn=False):
+        packed = _sum_and_gradient(context, [PACKED.collate(task, rows)])
+        alone = _sum_and_gradient(context, (task.collate([row]) for row in rows))
+    if packed.count != alone.count:
+        return f"packed, {len(rows)} rows count {packed.count:g} instead of {alone.count:g}"
+    apart = (one - other for one, other in zip(packed.gradient, alone.gradient, strict=True))
+    difference = max(
+        abs(packed.total - alone.total) / max(abs(alone.total), 1e-12), _norm(apart) / max(_norm(alone.gradient), 1e-12)
+    )
+    if difference <= PACKING_TOLERANCE:
+        return ""
+    return f"packed rows see each other: {len(rows)} of them and the same rows alone differ by {_share(difference)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _SumAndGradient:
+    total: float
+    count: float
+    gradient: list[torch.Tensor]
+
+
+def _sum_and_gradient(context: StepContext, batches: Iterable[Any]) -> _SumAndGradient:
+    """Of the loss over these batches, as a sum."""
+    task, model = context.task, context.model
+    params = [param for param in model.parameters() if param.requires_grad]
+    total, count, gradient = 0.0, 0.0, [torch.zeros_like(param) for param in params]
+    for batch in batches:
+        batch = to_device(batch, context.device)
+        terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch).values()
+        summed = torch.stack([term.sum for term in terms]).sum()
+        total, count = total + float(summed.detach()), count + sum(float(term.count) for term in terms)
+        for sums, one in zip(gradient, torch.autograd.grad(summed, params, allow_unused=True), strict=True):
+            if one is not None:
+                sums += one
+    return _SumAndGradient(total, count, gradient)
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(one.double().square().sum()) for one in tensors))
 
 
 def _with_unequal_labels(batch: Any) -> Any:

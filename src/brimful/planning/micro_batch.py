@@ -10,25 +10,27 @@ a full GPU gains nothing. So timing starts at half of the largest size and goes 
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 
-from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError, in_one_line, user_line
 from brimful.memory.context import StepContext
 from brimful.memory.forward import OTHER_OVERHEAD, OVERHEAD
+from brimful.memory.layout import PACKED
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
-from brimful.planning.exactness import Exactness, NothingCounted, check_dummy, check_rows
-from brimful.planning.levers import FROZEN_ROWS, checkpointing, cudnn_attention, frozen_choice
+from brimful.planning.exactness import Exactness, NothingCounted, check_dummy, check_packing, check_rows
+from brimful.planning.levers import FROZEN_ROWS, Lever, checkpointing, compiling, cudnn_attention, frozen_choice
 from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
 from brimful.planning.plan_options import PlanOptions
-from brimful.planning.plan_time import FINISH, PlanTime
-from brimful.planning.probe import Mode, Prober, Progress, show_size, task_errors
+from brimful.planning.plan_time import FINISH, PlanTime, now
+from brimful.planning.probe import Mode, Prober, Progress, mean_row, show_size, task_errors
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
 from brimful.task import Dataset, Shape, Task
@@ -47,6 +49,8 @@ WARM_UP_LENGTH = 64
 """Rows of the warm-up are no longer than this, because nothing is known yet of what length costs."""
 LEAST_OVERHEAD = 0.25
 """At least this share of the smallest micro-batch's time is overhead."""
+COMPILED_ROWS = 32
+"""Rows of the mean length with which blocks are compiled and timed."""
 ROWS_TO_COMPARE = 8
 """Rows used by the exactness check."""
 STEADY_CPU_BYTES = 512 * MiB
@@ -164,10 +168,18 @@ class Search:
         self.short = shape
         self.compared_checkpointing = False
         self.exactness = Exactness(reason="a step of one row is never split")
+        self.layout_reason = self.compile_reason = ""
+        self.compiled = False
 
     def plan(self, key: str) -> Plan:
         """Try, choose, verify with a full step at the chosen size, and record it all."""
         self._warm_up()
+        self._choose_layout()
+        compiler = compiling(self.task, self.context.model)
+        with compiler.set(True) if self._wants_compiled(compiler) else nullcontext():
+            return self._plan(key)
+
+    def _plan(self, key: str) -> Plan:
         trial, reason = self._choose()
         assert trial.speed is not None
         chosen = trial.speed.chosen
@@ -228,6 +240,103 @@ class Search:
         if isinstance(result, Exactness):
             return result
         return Exactness(comparable=False, reason="memory ran out while a batch was compared with its two halves")
+
+    def _choose_layout(self) -> None:
+        """Packed if that is wanted, possible and proven. Sizes are then of the mean row instead of the longest."""
+        requested = self.options.layout
+        obstacle = "" if requested == "padded" else self._why_not_packed()
+        if obstacle and requested == "packed":
+            raise BadOption(
+                f'layout="packed" is not possible for task {self.task.name}: {obstacle}. Try: layout="auto".'
+            )
+        if requested == "padded" or obstacle:
+            self.layout_reason = obstacle or "as requested"
+            return
+        steady = self.options.deterministic
+        mean = self.shape if self.rows is None else mean_row(self.task, self.rows, self.most, steady=steady)
+        padded, packed = sum(self.shape), sum(mean)
+        self.layout_reason = f"{ROWS_TO_COMPARE} rows have the same loss and gradient packed as alone"
+        if packed < padded:
+            sizes = ("+".join(map(str, one)) for one in (mean, self.shape))
+            self.layout_reason += "; the mean row of a long step is {}, the longest {}".format(*sizes)
+        self.context.layout = PACKED
+        self.shape = self.prober.available(mean)
+        self.short = self.prober.available(tuple(max(1, length // 4) for length in self.shape))
+
+    def _why_not_packed(self) -> str:
+        """Empty if rows may be packed."""
+        if not self.task.packs:
+            return "the task has no pack()"
+        if not self.task.has_dummy_row:
+            return "the task has no dummy_row()"
+        if self.options.layout == "auto" and not _has_kernels(self.target.device):
+            return f"{self.target.name} has no kernels for packed rows"
+        if not self.exactness.exact:
+            return "a split changes the result"
+        count = min(ROWS_TO_COMPARE, self.most)
+        try:
+            result = attempt(lambda: check_packing(self.context, self._different_rows(count)), self.context.device)
+        except Exception as error:
+            return f"packed rows fail{user_line(error)}: {in_one_line(error)}"
+        return (
+            "memory ran out while packed rows were compared with the same rows alone"
+            if isinstance(result, OutOfMemory)
+            else result
+        )
+
+    def _different_rows(self, count: int) -> list[Any]:
+        """Rows of the data, else dummy rows of different lengths. Short ones, since they run in full precision."""
+        if self.rows is not None and len(self.rows) >= count:
+            looked_at = [self.rows[place * (len(self.rows) - 1) // 63] for place in range(min(64, len(self.rows)))]
+            return sorted(looked_at, key=lambda row: sum(self.task.shape(row)))[: 2 * count : 2]
+        lengths = [
+            tuple(max(1, length * (1 + place) // (4 * count)) for length in self.shape) for place in range(count)
+        ]
+        return [self.task.dummy_row(shape) for shape in lengths]
+
+    def _wants_compiled(self, compiler: Lever) -> bool:
+        """Compile if that is wanted and works. What it took is not counted as planning."""
+        requested = self.options.compile
+        if requested == "on" and not compiler.available:
+            raise BadOption(f'compile="on" is not possible: {compiler.reason}. Try: compile="auto".')
+        if requested == "off" or not compiler.available:
+            self.compile_reason = "as requested" if requested == "off" else compiler.reason
+        elif requested == "auto" and (self.context.layout is not PACKED or self.target.device.type != "cuda"):
+            self.compile_reason = (
+                "lengths differ in every micro-batch" if self.shape else "only packed steps are compiled unasked"
+            )
+        else:
+            self.compiled = self._compile(compiler)
+        return self.compiled
+
+    def _compile(self, compiler: Lever) -> bool:
+        rows, started = min(COMPILED_ROWS, self.most), now()
+        plain_s = self._seconds(rows)
+        self.prober.show(f"compile blocks ({compiler.reason})")
+        try:
+            with compiler.set(True):
+                failure = self._seconds(max(1, rows // 2)) is None  # a second size, so that sizes stay open
+                compiled_s = self._seconds(rows)
+        except Exception as error:
+            if self.options.compile == "on":
+                raise BadOption(f'compile="on" failed: {in_one_line(error)}. Try: compile="off".') from error
+            self.compile_reason = f"failed: {in_one_line(error)}"
+            return False
+        finally:
+            took = now() - started
+            self.time.exclude(took)
+        if failure or compiled_s is None:
+            self.compile_reason = "ran out of memory"
+            return False
+        self.compile_reason = f"took {show_seconds(took)}; {compiler.reason}"
+        if plain_s is not None:
+            gain = f"{show_rows(rows)} in {1000 * compiled_s:.0f} ms instead of {1000 * plain_s:.0f}"
+            self.compile_reason = f"{gain}; compiling took {show_seconds(took)}"
+        return True
+
+    def _seconds(self, rows: int) -> float | None:
+        timed = self.prober.time(rows, self.shape, whole=True, reserved=False)
+        return None if isinstance(timed, OutOfMemory) else timed[0]
 
     def _choose(self) -> tuple[Trial, str]:
         """The trial to use, and the reason for its setting of checkpointing."""
@@ -443,7 +552,7 @@ class Search:
         None if rows have no lengths to pad, if splits should be few, or if time does not grow with the rows. A
         deterministic plan takes what is usual on such a device.
         """
-        if self._few_splits or not self.shape:
+        if self._few_splits or not self.shape or self.context.layout is PACKED:
             return None
         if self.options.deterministic:
             return OVERHEAD.get(self.target.device.type, OTHER_OVERHEAD)
@@ -469,9 +578,11 @@ class Search:
             Choice.of("device", _unless_auto(options.device), str(target.device), target.name, "measured"),
             Choice.of("memory_limit", options.memory_limit_bytes, target.limit_bytes, target.limit_reason, "measured"),
             Choice.of("global_batch", options.global_batch, sum(self.deal), dealt, "asked"),
+            Choice.of("layout", _unless_auto(options.layout), self.context.layout.name, self.layout_reason, "measured"),
             self._micro_batch(trial),
             Choice.of("accumulation", None, timing.accumulation, f"{show_rows(self.most)}, {split}", "measured"),
             Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason, basis),
+            Choice.of("compile", _unless_auto(options.compile), levers.compile, self.compile_reason, "measured"),
             Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked"),
             self._exactness(timing),
             *self._how_it_was_planned(),
@@ -550,7 +661,12 @@ class Search:
             reason = f"{name} computes faster in bf16" if dtype else f"{name} gains nothing from bf16"
         cudnn, cudnn_reason = cudnn_attention(options.cudnn_attention, self.target.device, self.shape)
         on = trial.checkpointed or self.lever.already_on
-        levers = Levers(checkpointing="on" if on else "off", precision=precision[dtype], cudnn_attention=cudnn)
+        packed = self.context.layout is PACKED
+        levers = Levers(
+            checkpointing="on" if on else "off", compile="on" if self.compiled else "off",
+            chunked_loss="on" if packed and self.task.chunked_loss else "off",
+            precision=precision[dtype], cudnn_attention=cudnn,
+        )  # fmt: skip
         return levers, {"precision": reason, "cudnn_attention": cudnn_reason}
 
     def _assemble(self, trial: Trial, verified: Probe, overhead: float | None, choices: list[Choice], key: str) -> Plan:
@@ -559,6 +675,7 @@ class Search:
         at_largest = survey.measure(largest, self.shape) or verified
         return Plan(
             task=self.task.name, device=str(self.target.device), device_name=self.target.name, shape=self.shape,
+            layout=self.context.layout.name,
             limit_bytes=self.target.limit_bytes, fill=self.target.fill, global_batch=sum(self.deal), deal=self.deal,
             processes=len(self.deal), micro_batch=timing.rows, accumulation=timing.accumulation,
             largest_micro_batch=largest, memory_model=survey.model,
@@ -582,6 +699,12 @@ def _deal(task: Task, options: PlanOptions) -> tuple[int, ...]:
             f"Try: global_batch={options.processes}, or fewer processes=."
         )
     return deal(rows, options.processes)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return (
+        device.type == "cuda" and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def _unless_auto(value: str) -> str | None:

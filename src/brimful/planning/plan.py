@@ -156,6 +156,11 @@ class Plan:
         return max(self.measured_peak_bytes, self.reserved_peak_bytes or 0) / self.limit_bytes
 
     @property
+    def tokens(self) -> Shape:
+        """The tokens of a micro-batch, by length: its rows × `shape`."""
+        return tuple(self.micro_batch * length for length in self.shape)
+
+    @property
     def zone(self) -> Zone:
         return "safe" if self.used <= EDGE else "edge" if self.used <= DANGER else "danger"
 
@@ -187,11 +192,14 @@ class Plan:
     @property
     def headline(self) -> str:
         """Split and speed in one line."""
-        split = f"{show_rows(self.micro_batch)} × {self.accumulation}"
+        size = show_rows(self.micro_batch)
+        if self.layout == "packed":
+            size = f"{'+'.join(f'{tokens:,}' for tokens in self.tokens)} tokens"
+        split = f"{size} × {self.accumulation}"
         if self.processes > 1:
             split += f" on each of {self.processes} processes ({'+'.join(map(str, self.deal))})"
         elif self.micro_batch * self.accumulation != self.global_batch:
-            split = f"{self.accumulation} micro-batches of at most {show_rows(self.micro_batch)}"
+            split = f"{self.accumulation} micro-batches of at most {size}"
         rows = f"rows of {'+'.join(map(str, self.shape))}" if self.shape else "rows of one size"
         speed = f"{show_rate(self.rows_per_s)} rows/s"
         return f"{self.task} on {self.device_name}: {split} = {self.global_batch} per step, {speed} at {rows}"
@@ -212,6 +220,7 @@ class Plan:
         return {
             **_as_dict(self),
             "zone": self.zone,
+            "tokens": list(self.tokens),
             "shape": list(self.shape),
             "deal": list(self.deal),
             "memory_model": self.memory_model.to_json(),

@@ -33,6 +33,10 @@ class PlanOptions:
     """`cpu`, `cuda`, `cuda:1`, `mps` or `xpu`. Default: the first accelerator, else the CPU."""
     processes: int = 1
     """Processes that share the global batch."""
+    layout: Literal["auto", "padded", "packed"] = "auto"
+    """Rows of a micro-batch padded side by side, or packed end to end. `auto` packs on CUDA if the task can and the result is the same."""
+    compile: AutoOnOff = "auto"
+    """Compiled blocks. `auto` compiles packed steps on CUDA."""
     checkpointing: AutoOnOff = "auto"
     """Gradient checkpointing. `auto` uses it if it is faster or if nothing else fits."""
     precision: Precision | None = None
@@ -74,6 +78,8 @@ class PlanOptions:
 
 _LEAST = {"global_batch": 1, "processes": 1, "micro_batch": 1, "workers": 0, "prefetch": 1, "seed": 0}
 _WORDS = {
+    "layout": ("auto", "padded", "packed"),
+    "compile": get_args(AutoOnOff),
     "checkpointing": get_args(AutoOnOff),
     "cudnn_attention": get_args(AutoOnOff),
     "pin_memory": get_args(AutoOnOff),

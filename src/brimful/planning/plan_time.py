@@ -44,6 +44,10 @@ class PlanTime:
     def elapsed_s(self) -> float:
         return now() - self._started
 
+    def exclude(self, seconds: float) -> None:
+        """So many seconds do not count, such as those of compiling."""
+        self._started += seconds
+
     def record(self, rows: int, shape: Shape, seconds: float) -> None:
         """One forward and backward of this size took so long. Metered ones are slower, so the slowest counts."""
         self._passes[rows, shape] = max(seconds, self._passes.get((rows, shape), 0.0))

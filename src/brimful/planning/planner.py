@@ -75,6 +75,8 @@ def plan(
     fill: float = 0.85,
     device: str = "auto",
     processes: int = 1,
+    layout: Literal["auto", "padded", "packed"] = "auto",
+    compile: AutoOnOff = "auto",
     checkpointing: AutoOnOff = "auto",
     precision: Precision | None = None,
     cudnn_attention: AutoOnOff = "auto",
@@ -117,6 +119,9 @@ def plan(
         fill: The share of the memory limit to plan for.
         device: "cpu", "cuda", "cuda:1", "mps" or "xpu". Default: that of `model`, else the first accelerator.
         processes: Processes that share the global batch.
+        layout: "padded" side by side, or "packed" end to end without padding. "auto" packs on CUDA if the task defines
+            `pack` and packed rows have the loss and gradient that they have alone.
+        compile: Compiled blocks. "auto" compiles packed steps on CUDA.
         checkpointing: Gradient checkpointing. "auto" uses it if it is faster or if nothing else fits.
         precision: The precision of autocast. Default: the task's value.
         cudnn_attention: cuDNN's attention on CUDA. "auto" uses it only where all rows have one shape.
@@ -148,7 +153,7 @@ def plan(
         device = str(next(model.parameters()).device)
     options = PlanOptions(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
-        device=device, processes=processes, checkpointing=checkpointing, precision=precision,
+        device=device, processes=processes, layout=layout, compile=compile, checkpointing=checkpointing, precision=precision,
         cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
         allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, cache=cache, seed=seed,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from brimful.errors import TaskError, UserError, kind_of
 from brimful.machine.host import Host
 from brimful.memory.context import StepContext, to_device
+from brimful.memory.layout import PACKED
 from brimful.memory.ledger import active_limit_bytes
 from brimful.memory.meter import has_peak_statistics, meter
 from brimful.memory.model import Probe
@@ -40,6 +42,8 @@ Mode = Literal["later", "whole", "full"]
 SAMPLED_ROWS, SHAPES_S, SHOW_EVERY = 2000, 3.0, 50
 """If all rows would take longer than so many seconds, only so many are read, and fewer once that time is over. The clock
 is read, and progress shown, every so many rows."""
+LENGTHS_LOOKED_AT = 20_000
+"""Rows of a token store whose lengths give the mean row."""
 COLLATED_ROWS = 4
 """Rows that `collate` is tried on first."""
 TIMED_S = 0.15
@@ -61,6 +65,9 @@ class Prober:
         """What stays allocated between steps: weights, buffers, optimizer state and, on CUDA, library workspaces."""
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in context.model.parameters() if p.requires_grad)
         self._progress = progress
+
+    def show(self, phrase: str) -> None:
+        self._progress(phrase)
 
     def run(self, rows: int, shape: Shape, mode: Mode, *, reserved: bool = False) -> Probe | OutOfMemory:
         """Meter a step or a micro-batch of this size. `reserved` empties the device's cache first and reads it too."""
@@ -109,6 +116,9 @@ class Prober:
 
     def batch(self, rows: int, shape: Shape) -> Any:
         task = self.context.task
+        if self.context.layout is PACKED:
+            with task_errors(task, "pack", show_size(rows, shape)):
+                return PACKED.dummy(task, rows, shape)
         with task_errors(task, "dummy", show_size(rows, shape)):
             batch = task.dummy(rows, shape)
             count = rows_of(batch)
@@ -121,7 +131,9 @@ class Prober:
     def available(self, shape: Shape) -> Shape:
         """The shape that a probe of this one really has: the nearest in the data where the task has no dummy."""
         real = real_batches(self.context.task)
-        return shape if real is None else real.nearest_shape(shape)
+        if real is None:
+            return shape
+        return real.nearest_row(shape) if self.context.layout is PACKED else real.nearest_shape(shape)
 
     def _first_step(self, batch: Any, rows: int, shape: Shape) -> None:
         context, task = self.context, self.context.task
@@ -229,7 +241,8 @@ def with_dummy(
     if task.has_dummy or rows is None:
         return task
     probed: Any = copy.copy(task)
-    probed.dummy = RealBatches(task, rows, row_shapes(task, rows, progress, steady=steady))
+    probed.dummy = real = RealBatches(task, rows, row_shapes(task, rows, progress, steady=steady))
+    probed.dummy_row = real.row
     return probed  # type: ignore[no-any-return]
 
 
@@ -279,6 +292,17 @@ def row_shapes(
         if steady or (now() - started) * count / len(sample) > SHAPES_S:
             return RowShapes(shapes, count)
         return RowShapes({index: tuple(task.shape(rows[index])) for index in range(count)}, count)
+
+
+def mean_row(task: Task, rows: Dataset, step_rows: int, *, steady: bool) -> Shape:
+    """The mean row of a long step: three standard deviations above the mean of all rows, so that few steps are longer."""
+    if hasattr(rows, "shapes"):  # a token store
+        every = max(1, len(rows) // LENGTHS_LOOKED_AT)
+        lengths = np.asarray(rows.shapes(np.arange(0, len(rows), every)), dtype=np.float64)
+    else:
+        lengths = np.array(list(row_shapes(task, rows, steady=steady).shapes.values()), dtype=np.float64)
+    long = lengths.mean(axis=0) + 3 * lengths.std(axis=0) / math.sqrt(step_rows)
+    return tuple(max(1, math.ceil(min(mean, longest))) for mean, longest in zip(long, lengths.max(axis=0), strict=True))
 
 
 def check_collate(task: Task, rows: Dataset) -> None:
@@ -332,8 +356,15 @@ class RealBatches:
         with task_errors(self.task, "collate"):
             return self.task.collate([self.rows[self._first[chosen[n % len(chosen)]]] for n in range(rows)])
 
+    def row(self, shape: Shape) -> Any:
+        """The row that comes nearest to this shape."""
+        return self.rows[self._first[self.nearest_row(shape)]]
+
     def nearest_shape(self, shape: Shape) -> Shape:
         return _longest(self._choose(shape))
+
+    def nearest_row(self, shape: Shape) -> Shape:
+        return min(self._first, key=lambda one: sum(abs(a - b) for a, b in zip(one, shape, strict=True)))
 
     @property
     def longest(self) -> Shape:

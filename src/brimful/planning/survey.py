@@ -8,11 +8,12 @@ is tighter while the model has not yet predicted a size that it had not seen.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from brimful.errors import TaskError
 from brimful.memory.context import FIRST_PHASES, MICRO_PHASES
+from brimful.memory.layout import PACKED
 from brimful.memory.meter import has_peak_statistics
 from brimful.memory.model import MemoryModel, Probe
 from brimful.memory.oom import OutOfMemory
@@ -65,9 +66,12 @@ class Survey:
         if self._model is None:
             assert self._probes, "nothing has been probed"
             probes = tuple(self._probes.values())
-            model = MemoryModel.fit((*probes, *self._assumed), error=self._error())
+            model = self._fit((*probes, *self._assumed), error=self._error())
             self._model = replace(model, probes=probes)
         return self._model
+
+    def _fit(self, probes: Sequence[Probe], error: float = 0.0) -> MemoryModel:
+        return MemoryModel.fit(probes, error=error, packed=self.prober.context.layout is PACKED)
 
     @property
     def probes(self) -> int:
@@ -86,7 +90,7 @@ class Survey:
         others = [probe for size, probe in self._probes.items() if size != (rows, self.worst)]
         if not others:
             return self.model.peak_bytes(rows, self.worst, whole=rows == self.most)
-        unseen = MemoryModel.fit(others).peak_bytes(rows, self.worst, whole=rows == self.most)
+        unseen = self._fit(others).peak_bytes(rows, self.worst, whole=rows == self.most)
         return self._predictions.get((rows, self.worst), unseen)
 
     def measure(self, rows: int, shape: Shape, mode: Mode | None = None, *, reserved: bool = False) -> Probe | None:

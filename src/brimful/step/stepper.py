@@ -35,7 +35,7 @@ from brimful.memory.context import Phase, StepContext
 from brimful.memory.layout import LAYOUTS, PADDED
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
-from brimful.planning.levers import checkpointing, cudnn_attention
+from brimful.planning.levers import checkpointing, compiling, cudnn_attention
 from brimful.planning.plan import Plan
 from brimful.planning.target import autocast_dtype
 from brimful.step import checks
@@ -164,6 +164,8 @@ class Stepper:
             self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
         if cudnn == "off":
             self._note(f"cuDNN's attention is off: {cudnn_reason}")
+        if plan is not None and plan.levers.compile == "on":
+            self._switch_compiled_blocks_on(task)
         if plan is not None and plan.levers.checkpointing != "off":
             self._switch_checkpointing_on(task)
 
@@ -393,6 +395,12 @@ class Stepper:
         if self._group.size > 1:
             norms = [part for part in self.model.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
             self._group.broadcast([buffer for part in norms for buffer in part.buffers()])
+
+    def _switch_compiled_blocks_on(self, task: Task) -> None:
+        lever = compiling(task, self.model)
+        if lever.switch is not None:
+            lever.switch(True)
+            self._note(f"blocks are compiled, as planned ({lever.reason})")
 
     def _switch_checkpointing_on(self, task: Task) -> None:
         lever = checkpointing(task, self.model)

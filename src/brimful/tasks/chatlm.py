@@ -127,6 +127,7 @@ class Pretrain(Task):
     Options = ChatOptions
     options: ChatOptions
     precision = "auto"
+    chunked_loss = True
     learning_rate = 3e-4
     default_freeze: ClassVar[Freeze] = "none"
 

@@ -27,7 +27,7 @@ from brimful.planning.exactness import Exactness, NothingCounted, check_exactnes
 from brimful.planning.levers import FROZEN_ROWS, checkpointing, cudnn_attention, frozen_choice
 from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
 from brimful.planning.plan_options import PlanOptions
-from brimful.planning.plan_time import FINISH, PlanTime
+from brimful.planning.plan_time import FINISH, PlanTime, now
 from brimful.planning.probe import Mode, Prober, Progress, real_batches, show_size, task_errors
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
@@ -155,6 +155,7 @@ class Search:
     ) -> None:  # fmt: skip
         self.context, self.target, self.options, self.shape, self.time = context, target, options, shape, time
         self.task = context.task
+        self.started = now()
         self.prober = Prober(context, target, time, progress)
         self.lever = checkpointing(self.task, context.model)
         self.deal = _deal(self.task, options)
@@ -167,6 +168,7 @@ class Search:
     def plan(self, key: str) -> Plan:
         """Try, choose, verify with a full step at the chosen size, and record it all."""
         self._warm_up()
+        self.time.start()
         trial, reason = self._choose()
         assert trial.speed is not None
         chosen = trial.speed.chosen
@@ -563,7 +565,7 @@ class Search:
             largest_measured_peak_bytes=at_largest.peak_bytes,
             one_more_predicted_peak_bytes=survey.predicted(largest + 1) if largest < self.most else None,
             rows_per_s=timing.rows_per_s, overhead=overhead, ooms=self.prober.ooms, probes=self.prober.probes,
-            plan_s=self.time.elapsed_s, deterministic=self.options.deterministic, levers=self._levers(trial)[0],
+            plan_s=now() - self.started, deterministic=self.options.deterministic, levers=self._levers(trial)[0],
             host=HostPlan(limit_bytes=self.target.host_limit_bytes), choices=tuple(choices),
             warnings=tuple(self._warnings(trial, timing)), key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -66,10 +66,10 @@ def test_a_plan_that_had_time_enough_says_so_only_if_it_was_set(clock):
     assert "plan_seconds" not in [choice.name for choice in small_plan(fast, global_batch=4).choices]
 
 
-def test_a_probe_is_predicted_from_smaller_ones_and_never_at_less_than_a_linear_growth(clock):
+def test_the_time_of_a_probe_is_predicted_from_the_nearest_that_ran():
     time = PlanTime(100.0)
     time.record(2, (16, 8), 0.5)
-    assert time.predict_s(8, (16, 8)) == 2.0 and time.predict_s(2, (32, 8)) == 2.0
+    assert time.predict_s(8, (16, 8)) == 2.0 and time.predict_s(2, (32, 8)) == 1.0
     time.record(8, (16, 8), 0.6)
     assert time.predict_s(16, (16, 8)) == pytest.approx(1.2)
 

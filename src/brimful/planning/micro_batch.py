@@ -160,6 +160,7 @@ class Search:
     ) -> None:  # fmt: skip
         self.context, self.target, self.options, self.shape, self.time = context, target, options, shape, time
         self.task, self.rows = context.task, rows
+        self.started = now()
         self.prober = Prober(context, target, time, progress)
         self.lever = checkpointing(self.task, context.model)
         self.deal = _deal(self.task, options)
@@ -180,6 +181,7 @@ class Search:
             return self._plan(key)
 
     def _plan(self, key: str) -> Plan:
+        self.time.start()
         trial, reason = self._choose()
         assert trial.speed is not None
         chosen = trial.speed.chosen
@@ -324,7 +326,7 @@ class Search:
             return False
         finally:
             took = now() - started
-            self.time.exclude(took)
+            self.started += took  # not counted as planning
         if failure or compiled_s is None:
             self.compile_reason = "ran out of memory"
             return False
@@ -684,7 +686,7 @@ class Search:
             largest_measured_peak_bytes=at_largest.peak_bytes,
             one_more_predicted_peak_bytes=survey.predicted(largest + 1) if largest < self.most else None,
             rows_per_s=timing.rows_per_s, overhead=overhead, ooms=self.prober.ooms, probes=self.prober.probes,
-            plan_s=self.time.elapsed_s, deterministic=self.options.deterministic, levers=self._levers(trial)[0],
+            plan_s=now() - self.started, deterministic=self.options.deterministic, levers=self._levers(trial)[0],
             host=HostPlan(limit_bytes=self.target.host_limit_bytes), choices=tuple(choices),
             warnings=tuple(self._warnings(trial, timing)), key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

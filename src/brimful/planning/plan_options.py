@@ -56,7 +56,7 @@ class PlanOptions:
     deterministic: bool = False
     """Let nothing that is timed decide: plan and split follow from the inputs, and torch's deterministic algorithms are used."""
     plan_seconds: float | None = None
-    """Time to plan in. What does not fit into it is not tried. Default: 30 s on a GPU, 20 s on a CPU."""
+    """Time for probes, after the first step. What does not fit into it is not tried. Default: 30 s on a GPU, 20 s on a CPU."""
     cache: bool = True
     """Reuse a saved plan with the same key, and save this one."""
     seed: int = 0

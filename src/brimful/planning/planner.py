@@ -132,8 +132,8 @@ def plan(
         allow_inexact: Split a step even if that changes its result, because the loss looks across rows.
         deterministic: Let nothing that is timed decide: plan and split follow from the inputs, and torch's
             deterministic algorithms are used.
-        plan_seconds: Time to plan in. What does not fit into it is not tried, and the plan says so. Default: 30 s on a
-            GPU, 20 s on a CPU.
+        plan_seconds: Time for probes, after the first step. What does not fit into it is not tried, and the plan says
+            so. Default: 30 s on a GPU, 20 s on a CPU.
         cache: Reuse a saved plan with the same key, and save this one.
         seed: Seed of the probe batches and of the temporary model.
         progress: Called with a phrase before each probe.

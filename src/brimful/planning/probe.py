@@ -48,6 +48,8 @@ COLLATED_ROWS = 4
 """Rows that `collate` is tried on first."""
 TIMED_S = 0.15
 """A size is timed for at least this long, or for five repeats; twice if the plan is deterministic."""
+SLOW_S = 1.0
+"""A size that takes longer than this is timed once, because time for planning is limited."""
 PASSES: dict[Mode, int] = {"later": 1, "whole": 1, "full": 2}
 """Micro-batches that a probe runs."""
 
@@ -200,6 +202,8 @@ class Prober:
                 if whole:
                     self.context.drop_gradients()
                 times.append(self._clock(lambda: self.context.run_micro_batch(batch, rows)))
+                if times[0] > SLOW_S and self.plan_time.limit_s is not None:
+                    break
             return sorted(times)[(len(times) - 1) // 2], probe
 
     def _clock(self, work: Callable[[], Any]) -> float:

@@ -171,7 +171,7 @@ def train(
         lengths: The lengths to plan for.
         allow_inexact: Split a step even if that changes its result.
         deterministic: Let nothing that is timed decide how steps are split, and use torch's deterministic algorithms.
-        plan_seconds: Time to plan in.
+        plan_seconds: Time for the probes of a plan.
         cache: Reuse a saved plan with the same key.
         seed: Seed of weights, order of rows and dropout. It does not govern how steps are split, which changes the
             dropout masks: a new plan may split them in another way unless `deterministic` is set.

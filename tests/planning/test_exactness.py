@@ -438,7 +438,32 @@ class Overflows(Spectral):
         return Loss(model(batch).square().sum() * (float("inf") if grown else 1.0), len(batch))
 
 
+class FusedDropout(Spectral):
+    """As on a GPU, where one operation draws the mask and applies it."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+
+    def loss(self, model, batch):
+        x = torch.native_dropout(model[0](batch), 0.5, model.training)[0]
+        out = torch.native_dropout(model[1](x), 0.3, model.training)[0]
+        return Loss(out.square().sum(), len(batch))
+
+
+class FusedDropoutAcross(FusedDropout):
+    """Rows that meet in training mode only are found under the masks."""
+
+    def loss(self, model, batch):
+        x = torch.native_dropout(model[0](batch), 0.5, model.training)[0]
+        x = x - x.mean(0) if model.training else x
+        return Loss(model[1](x).square().sum(), len(batch))
+
+
 class TestGradientsAndBuffers:
+    def test_rows_that_meet_under_fused_dropout_are_found(self):
+        assert exactness(FusedDropout()).exact
+        assert exactness(FusedDropoutAcross()).looks_across_rows
+
     @pytest.mark.parametrize(
         ("task", "reason"),
         [

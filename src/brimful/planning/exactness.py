@@ -518,8 +518,7 @@ class _SameDraws(TorchDispatchMode):
     def _dropout(self, x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:
         if not train or p == 0:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        with self:  # a draw like any other
-            kept = torch.empty_like(x).bernoulli_(1 - p)
+        kept = self.__torch_dispatch__(torch.ops.aten.bernoulli_.float, (), (torch.empty_like(x), 1 - p))  # as any draw
         return x * kept / (1 - p if p < 1 else 1.0), kept.bool()
 
 

@@ -417,7 +417,53 @@ class Checkpointed(Spectral):
         return Loss(out.square().sum(), len(batch))
 
 
+class Masked(Spectral):
+    """Buffers of kinds that cannot be subtracted, which stay as they are."""
+
+    def model(self):
+        model = nn.Linear(16, 4)
+        model.register_buffer("causal", torch.ones(4, 4).tril().bool())
+        model.register_buffer("bias_mask", torch.full((4,), float("nan")))
+        return model
+
+
+class Overflows(Spectral):
+    """Not finite at doubled weights."""
+
+    def model(self):
+        return nn.Linear(16, 4)
+
+    def loss(self, model, batch):
+        grown = model.weight.abs().max() > self.largest
+        return Loss(model(batch).square().sum() * (float("inf") if grown else 1.0), len(batch))
+
+
+class FusedDropout(Spectral):
+    """As on a GPU, where one operation draws the mask and applies it."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+
+    def loss(self, model, batch):
+        x = torch.native_dropout(model[0](batch), 0.5, model.training)[0]
+        out = torch.native_dropout(model[1](x), 0.3, model.training)[0]
+        return Loss(out.square().sum(), len(batch))
+
+
+class FusedDropoutAcross(FusedDropout):
+    """Rows that meet in training mode only are found under the masks."""
+
+    def loss(self, model, batch):
+        x = torch.native_dropout(model[0](batch), 0.5, model.training)[0]
+        x = x - x.mean(0) if model.training else x
+        return Loss(model[1](x).square().sum(), len(batch))
+
+
 class TestGradientsAndBuffers:
+    def test_rows_that_meet_under_fused_dropout_are_found(self):
+        assert exactness(FusedDropout()).exact
+        assert exactness(FusedDropoutAcross()).looks_across_rows
+
     @pytest.mark.parametrize(
         ("task", "reason"),
         [
@@ -435,9 +481,17 @@ class TestGradientsAndBuffers:
         assert result.depends_on_split and not result.exact and not result.looks_across_rows
         assert result.reason.startswith(reason)
 
-    @pytest.mark.parametrize("task", [Watched(), Dropped(), Checkpointed()], ids=lambda task: type(task).__name__)
+    @pytest.mark.parametrize(
+        "task", [Watched(), Dropped(), Checkpointed(), Masked()], ids=lambda task: type(task).__name__
+    )
     def test_hooks_that_look_and_dropout_are_exact(self, task):
         assert exactness(task).exact
+
+    def test_a_loss_that_overflows_at_doubled_weights_is_compared_without(self):
+        task = Overflows()
+        context = context_of(task)
+        task.largest = float(context.model.weight.detach().abs().max()) * 1.5
+        assert check_exactness(context, task.dummy(8, ())).exact
 
     def test_the_reason_says_what_was_compared(self):
         assert exactness(Watched()).reason == "8 rows and their two halves give the same gradients"

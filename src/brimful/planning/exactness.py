@@ -283,6 +283,8 @@ def _compare(context: StepContext, parts: list[Any], norms: list[nn.Module]) -> 
         with _mode(context.model, norms, training=training):
             try:
                 one, other = _value(context, whole, draws), _value(context, whole, draws)
+                if not math.isfinite(one.mean):  # of doubled weights, perhaps
+                    return _Result(comparable=False, difference=math.nan)
                 if one.agrees(other):
                     return replace(_difference(context, parts, draws), random=random and draws.used)
             except NothingCounted:
@@ -394,12 +396,15 @@ class _Value:
 
     def changed_buffers(self, other: "_Value") -> list[str]:
         tolerance = GRADIENT_TOLERANCE.get(self.dtype, 0.1)
-        pairs = ((name, buffer, other.buffers.get(name)) for name, buffer in self.buffers.items())
-        return [
-            name
-            for name, one, two in pairs
-            if two is None or one.shape != two.shape or not torch.allclose(one, two.to(one.dtype), tolerance, 1e-12)
-        ]
+
+        def same(one: torch.Tensor, two: torch.Tensor | None) -> bool:
+            if two is None or one.shape != two.shape or one.dtype != two.dtype:
+                return False
+            return (
+                torch.allclose(one, two, tolerance, 1e-12, True) if one.is_floating_point() else torch.equal(one, two)
+            )
+
+        return [name for name, buffer in self.buffers.items() if not same(buffer, other.buffers.get(name))]
 
 
 def _value(
@@ -563,8 +568,7 @@ class _SameDraws(TorchDispatchMode):
     def _dropout(self, x: torch.Tensor, p: float, train: bool | None = True) -> tuple[torch.Tensor, torch.Tensor]:
         if not train or p == 0:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        with self:  # a draw like any other
-            kept = torch.empty_like(x).bernoulli_(1 - p)
+        kept = self.__torch_dispatch__(torch.ops.aten.bernoulli_.float, (), (torch.empty_like(x), 1 - p))  # as any draw
         return x * kept / (1 - p if p < 1 else 1.0), kept.bool()
 
 

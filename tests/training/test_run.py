@@ -209,7 +209,20 @@ def test_a_task_whose_file_moved_is_the_same_by_its_name(now, same):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"task": "x"}', '{"task": "x", "data": "y", "run": "z", "options": 5}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"task": "x"}',
+        '{"task": "x", "data": "y", "run": "z", "options": 5}',
+        '{"task": "x", "data": "y", "run": "z", "prepared": []}',
+        '{"task": "x", "data": "y", "run": "z", "prepared": {"data": 5}}',
+        '{"task": "x", "data": "y", "run": "z", "plan_for": "all"}',
+        '{"task": ["x"], "data": "y", "run": "z"}',
+        '{"task": "x", "data": "y", "run": "z", "more": 1}',
+        pytest.param('{"task": ' + "[" * 100_000, id="deep"),
+    ],
 )
 def test_a_damaged_request_is_refused_with_a_way_out(run, content):
     run.request_file.write_text(content)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import BadOption, BadRun
-from brimful.files import FileLock, write_atomic
+from brimful.files import FileLock, parse_object, read_json, write_atomic
 from brimful.planning.plan_options import PlanOptions
 from brimful.training.events import read_events
 from brimful.training.options import TrainOptions
@@ -190,12 +190,12 @@ class RunFolder:
     def read_request(self) -> Request:
         """What `write_request` wrote. If the run was moved together with what is around it, so are the paths."""
         try:
-            before = Request(**json.loads(self.request_file.read_text()))
+            before = parse_object(Request, read_json(self.request_file.read_text()))
             moved = before.map_paths(
                 lambda path: self._moved(path, before.run),
                 lambda name, value: isinstance(value, str) and Path(value).is_absolute(),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise BadRun(
                 f"{self.request_file} cannot be read ({type(error).__name__}). "
                 "Try: task, data and all options again, together with resume=True."
@@ -375,7 +375,7 @@ class _Holder:
 
 def _read_holder(lock: Path) -> _Holder | None:
     try:
-        holder: dict[str, Any] = json.loads(lock.read_text())
+        holder = read_json(lock.read_text())
         return _Holder(pid=int(holder["pid"]), host=str(holder["host"]), since=str(holder["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -419,3 +419,37 @@ def test_a_filesystem_without_locks_is_noted(tmp_path, monkeypatch):
     with RunLock(tmp_path, note=notes.append) as lock:
         assert lock.fd >= 0
     assert "nothing keeps a second run out" in notes[0]
+
+
+# ---------------------------------------------------------------- what is left behind
+
+
+def test_a_job_removes_what_a_killed_one_left_in_the_run(run):
+    (run.root / ".job-killed").mkdir()
+    (run.root / ".job-killed" / "rank-0.json").write_text("{}")
+    with run.job_folder() as folder:
+        assert folder.parent == run.root
+        assert list(run.root.glob(".job-*")) == [folder]
+    assert not list(run.root.glob(".job-*"))
+
+
+def test_a_run_that_was_not_begun_leaves_no_folder(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "new")
+    with pytest.raises(OSError), run.removed_if_not_begun():
+        run.create()
+        raise OSError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_begun_stays(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "new")
+    with run.removed_if_not_begun():
+        run.create()
+        (run.checkpoints / "step-00000001").mkdir()
+    assert run.has_checkpoint
+
+
+def test_a_folder_that_was_there_stays(run):
+    with run.removed_if_not_begun():
+        pass
+    assert run.root.is_dir()

@@ -117,6 +117,15 @@ def test_a_failure_names_counts_and_the_first_place(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.csv", "text\n你好\n"), ("a.jsonl", '{"text":"x"}\n{"text":"你好"}\n')])
+def test_text_in_gbk_is_told_with_the_command_that_converts_it(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(text.encode("gbk"))
+    assert (
+        f"Try: `iconv -f GBK -t UTF-8 {path} > utf8{path.suffix}` if its text is GBK, " in check([str(path)]).failure()
+    )
+
+
 def test_duplicates_are_no_failure(tmp_path):
     report = check([jsonl(tmp_path, *[pair("a", "b")] * 10)], max_bad=0)
     assert report.dropped["duplicate"] == 9

@@ -98,9 +98,10 @@ class CheckReport:
             return None
         reasons = [reason for reason in UNUSABLE if self.dropped[reason]]
         counts = ", ".join(f"{self.dropped[reason]:,} {reason.replace('_', '-')}" for reason in reasons)
+        first = self.problems[reasons[0]][0]
         return (
             f"{round(self.bad_share * self.rows_in):,} of {self.rows_in:,} rows cannot be used ({counts}), "
-            f"more than max_bad={self.max_bad:g} allows. Try: repair them, starting with {self.problems[reasons[0]][0]}."
+            f"more than max_bad={self.max_bad:g} allows. Try: {first.repair('repair them')}, starting with {first}."
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import difflib
 import glob
 import lzma
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,12 @@ class RowProblem:
 
     def __str__(self) -> str:
         return f"{self.file}, line {self.line}: {self.message}"
+
+    def repair(self, otherwise: str) -> str:
+        """What to try: the command that converts a file in GBK, as Excel saves Chinese, or something else."""
+        if not self.message.endswith("not UTF-8") or format_of(self.file) == "parquet":
+            return otherwise
+        return f"`iconv -f GBK -t UTF-8 {shlex.quote(self.file)} > utf8{Path(self.file).suffix}` if its text is GBK"
 
 
 @dataclass(frozen=True, slots=True)

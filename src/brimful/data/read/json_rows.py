@@ -153,7 +153,7 @@ def _sample_schema(path: str, blocks: Iterator[Block]) -> FileSchema:
             break
     if not rows:
         raise BadData(
-            f"{problem}, and no other of the first rows can be read. Try: repair or remove them."
+            f"{problem}, and no other of the first rows can be read. Try: {problem.repair('repair or remove them')}."
             if problem
             else f"{path} has no rows. Try: leave it out."
         )

@@ -199,14 +199,15 @@ class BrokenRowLimit:
         if chunk.broken and self.first is None:
             self.first = chunk.broken[0]
         if self.first is not None and self.max_bad == 0:
-            raise BadData(f"{self.first}. Try: repair that row, or drop such rows with max_bad=0.01.")
+            repair = self.first.repair("repair that row")
+            raise BadData(f"{self.first}. Try: {repair}, or drop such rows with max_bad=0.01.")
 
     def check(self) -> None:
         """Check the share once all rows were read."""
-        if self.broken > self.max_bad * self.rows_in:
+        if self.first is not None and self.broken > self.max_bad * self.rows_in:
             raise BadData(
                 f"{self.broken:,} of {self.rows_in:,} rows are broken, more than max_bad={self.max_bad:g} allows. "
-                f"Try: repair them, starting with {self.first}."
+                f"Try: {self.first.repair('repair them')}, starting with {self.first}."
             )
 
 

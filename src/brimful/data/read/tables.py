@@ -144,7 +144,8 @@ def _header(path: str, rows: Iterator[CsvRow]) -> list[str]:
     if isinstance(header, str):
         raise BadData(f"{path}, line {line}: {header}. Try: leave the file out, or repair its header.")
     if not _is_utf8(header):
-        raise BadData(f"{path}, line {line}: the header is not UTF-8. Try: `iconv -f gbk -t utf-8` if the file is GBK.")
+        problem = RowProblem(path, line, "the header is not UTF-8")
+        raise BadData(f"{problem}. Try: {problem.repair('repair it')}.")
     if repeated := repeated_names(header):
         raise BadData(
             f"{path}, line {line}: the header has {first_names(map(repr, repeated))} twice. Try: rename one of the columns."

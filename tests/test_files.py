@@ -2,9 +2,12 @@
 
 import errno
 import hashlib
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import pytest
 
@@ -17,6 +20,8 @@ from brimful.files import (
     disk_full,
     file_sha256,
     json_sha256,
+    parse_object,
+    read_json,
     sha256,
     sync,
     sync_tree,
@@ -194,3 +199,57 @@ def test_damage_is_described(hashed, change, message):
     folder, content, hashes = hashed
     change(folder / "file", content)
     assert damage(folder, "file", len(content), hashes) == message
+
+
+# ---------------------------------------------------------------- JSON of our own
+
+
+@dataclass(frozen=True)
+class Part:
+    sizes: tuple[int, ...]
+    share: float = 0.5
+
+
+@dataclass(frozen=True)
+class Whole:
+    name: str
+    parts: tuple[Part, ...]
+    notes: dict[str, str | None]
+    kind: Literal["a", "b"]
+    extra: Any = None
+
+
+WHOLE = Whole("x", (Part((1, 2)), Part((), 1)), {"y": None}, "b")
+
+
+def test_an_object_comes_back_as_it_was():
+    assert parse_object(Whole, read_json(json.dumps(asdict(WHOLE)))) == WHOLE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": 5},
+        {"parts": {}},
+        {"parts": [{}]},
+        {"parts": [{"sizes": [True]}]},
+        {"parts": [{"sizes": [], "share": "1"}]},
+        {"notes": {"y": 1}},
+        {"kind": "c"},
+        {"kind": ["a"]},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_an_object_of_other_types_is_a_value_error(changes):
+    with pytest.raises(ValueError):
+        parse_object(Whole, {**json.loads(json.dumps(asdict(WHOLE))), **changes})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "[]", b"\xff", pytest.param("[" * 100_000, id="list"), pytest.param('{"a":' * 100_000, id="object")],
+)
+def test_what_is_no_object_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        read_json(text)

@@ -47,6 +47,8 @@ def test_help_does_not_import_torch():
         ("run=runs/x.y, then", "--run runs/x.y, then"),
         ("columns='prompt=q,response=a' has", "--columns prompt=q,response=a has"),
         ("such as prompt=q,response=a here", "such as --prompt q,response=a here"),
+        ("ecfp bits=1024 has 3, output=x", "ecfp bits=1024 has 3, --output x"),
+        ("'ecfp radius=3 counts=true': fill=2", "'ecfp radius=3 counts=true': --fill 2"),
         ("call f(lr=1) or a.b=2 or --lr=3", "call f(lr=1) or a.b=2 or --lr=3"),
     ],
 )

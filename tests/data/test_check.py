@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -9,10 +10,11 @@ import pyarrow.compute as pc
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from brimful.data.check import Bin, Duplicates, Histogram, check, row_hashes
+from brimful.data.check import Bin, Duplicates, Histogram, TokenCounter, check, row_hashes
 from brimful.data.read import columns as read_columns
 from brimful.data.read.files import CHUNK_ROWS
 from brimful.errors import BadData, BadOption
+from brimful.units import MiB
 from tests.data.read.row_files import write
 
 
@@ -115,6 +117,15 @@ def test_a_failure_names_counts_and_the_first_place(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("name", "text"), [("a.csv", "text\n你好\n"), ("a.jsonl", '{"text":"x"}\n{"text":"你好"}\n')])
+def test_text_in_gbk_is_told_with_the_command_that_converts_it(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(text.encode("gbk"))
+    assert (
+        f"Try: `iconv -f GBK -t UTF-8 {path} > utf8{path.suffix}` if its text is GBK, " in check([str(path)]).failure()
+    )
+
+
 def test_duplicates_are_no_failure(tmp_path):
     report = check([jsonl(tmp_path, *[pair("a", "b")] * 10)], max_bad=0)
     assert report.dropped["duplicate"] == 9
@@ -207,6 +218,13 @@ def test_tokens_are_counted_with_their_eos(tokenizer, tmp_path):
     assert report.characters["prompt"].max == 11
 
 
+def test_a_long_text_is_tokenised_in_parts(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(TokenCounter, "_CHARACTERS", 10)
+    rows = [pair("a " * 50, "b"), pair("a", "b " * 7)]
+    report = check([jsonl(tmp_path, *rows)], tokenizer=tokenizer)
+    assert (report.tokens["prompt"].max, report.tokens["response"].max) == (51, 8)
+
+
 def test_many_rows_are_tokenised_in_order(tokenizer, tmp_path):
     rows = [pair("a " * (number % 7 + 1), f"b {number}") for number in range(2500)]
     report = check([jsonl(tmp_path, *rows)], tokenizer=tokenizer, max_tokens="7,99")
@@ -266,17 +284,40 @@ def test_counting_duplicates_is_counting_rows_less_different_rows():
     for start in range(0, 5000, 700):
         part = texts[start : start + 700]
         duplicates.add(row_hashes([pa.array(part)]), "f", np.arange(start + 1, start + len(part) + 1))
-    count, places = duplicates.count(3)
+    count, places = duplicates.count()
     seen: set[str] = set()
     again = [line for line, text in enumerate(texts, 1) if text in seen or seen.add(text)]
     assert count == 5000 - len(set(texts)) == len(again)
     assert [line for _, line in places] == again[:3]
 
 
-def test_hashes_are_kept_in_eight_bytes_a_row():
+def test_hashes_are_kept_in_eight_bytes_for_each_different_row():
     duplicates = Duplicates()
-    duplicates.add(row_hashes([pa.array(["a"] * 1000)]), "f", np.arange(1000))
-    assert duplicates.size_bytes == 8000
+    for start in range(0, 3000, 1000):
+        duplicates.add(row_hashes([pa.array([str(n % 500) for n in range(1000)])]), "f", np.arange(start, start + 1000))
+    assert duplicates.count()[0] == 2500
+    assert duplicates.size_bytes == 500 * 8
+
+
+def test_equal_rows_take_no_memory():
+    """82 million of them took 66 bytes each."""
+    duplicates = Duplicates()
+    hashes, lines = row_hashes([pa.array(["a"] * CHUNK_ROWS)]), np.arange(CHUNK_ROWS)
+    tracemalloc.start()
+    try:
+        for _ in range(5_000_000 // CHUNK_ROWS):
+            duplicates.add(hashes.copy(), "f", lines.copy())
+        duplicates.count()
+        assert tracemalloc.get_traced_memory()[1] < 80 * MiB
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_different_rows_than_the_memory_limit_holds_are_one_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(Duplicates, "BATCH_ROWS", 100)
+    path = jsonl(tmp_path, *(pair(str(number), "b") for number in range(200)))
+    with pytest.raises(BadData, match=r"a.jsonl, line 200: the 200 different rows .* Try: host_limit='4KiB'."):
+        check([path], host_limit="2KiB")
 
 
 def test_hashes_spread_over_all_buckets():

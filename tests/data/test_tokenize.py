@@ -407,7 +407,7 @@ def test_the_old_store_stays_when_replacing_it_fails(place, tmp_path):
     run(place, tmp_path / "store")
     before = contents(tmp_path / "store")
     with pytest.raises(BadOption, match="too small"):
-        run(place, tmp_path / "store", overwrite=True, host_limit_bytes=1)
+        run(place, tmp_path / "store", overwrite=True, host_limit_bytes=64 * 2**20)
     assert contents(tmp_path / "store") == before
 
 

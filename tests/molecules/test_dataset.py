@@ -146,7 +146,7 @@ def test_a_column_of_another_case_is_suggested_with_the_key(tmp_path: Path) -> N
             "tabs between columns, but its header has commas. Try: rename it to .csv",
         ),
         ("some.csv", "smiles,name\nCCO,乙醇\n".encode("gbk"), "is not UTF-8. Try: `iconv -f gbk -t utf-8`"),
-        ("some.csv", "smiles,名\nCCO,乙醇\n".encode("gbk"), "not UTF-8. .*iconv -f gbk -t utf-8"),
+        ("some.csv", "smiles,名\nCCO,乙醇\n".encode("gbk"), "not UTF-8. .*iconv -f GBK -t UTF-8"),
         (
             "some.csv",
             "smiles,y\nCCO,1\n".encode("utf-16"),

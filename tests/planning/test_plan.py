@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from brimful.planning.plan import COLUMNS, Plan
 from brimful.task import Shape
 
@@ -10,6 +12,28 @@ def test_a_plan_survives_its_json(tagger_plan, tmp_path):
     assert Plan.from_json(json.loads(json.dumps(tagger_plan.to_json()))) == tagger_plan
     tagger_plan.save(tmp_path / "new" / "plan.json")
     assert Plan.load(tmp_path / "new" / "plan.json") == tagger_plan
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"limit_bytes": "4 MiB"},
+        {"shape": 5},
+        {"shape": ["a"]},
+        {"deal": None},
+        {"levers": {}},
+        {"host": {"limit_bytes": []}},
+        {"choices": [1]},
+        {"warnings": "late"},
+        {"memory_model": {"phases": []}},
+        {"memory_model": 5},
+        {"cached": "no"},
+    ],
+    ids=str,
+)
+def test_a_plan_of_other_types_is_a_value_error(tagger_plan, changes):
+    with pytest.raises(ValueError):
+        Plan.from_json({**json.loads(json.dumps(tagger_plan.to_json())), **changes})
 
 
 def test_every_choice_has_a_reason_and_a_basis(tagger_plan):

@@ -92,7 +92,7 @@ def test_ids_that_are_not_the_models_are_refused_before_any_work(tiny, desk, raw
 def test_tokenizer_and_truncation_are_choices_of_the_plan(tiny, desk, raw):
     asked = task(tiny, max_tokens=6)
     store = asked.rows(desk.prepare(asked, raw))
-    (tokenizer, *_, whose), (name, requested, effective, why) = asked.remarks(store)
+    (tokenizer, *_, whose), (name, requested, effective, why), _ = asked.remarks(store)
     assert (tokenizer, whose) == ("tokenizer", "the tokenizer of the model")
     assert (name, requested, effective) == ("max_tokens", "6", "6+6")
     assert f"{store.meta.truncated['prompt']} of 24 prompts" in why
@@ -103,7 +103,7 @@ def test_raw_files_are_tokenized_with_the_models_own_tokenizer(tiny, desk, raw):
     assert store.path.parent == desk.folder and store.path.name.startswith("train-")
     assert [row["response"].tolist() for row in store] == [row["response"].tolist() for row in tiny.store]
     assert store.meta.tokenizer_fingerprint == TokenizerFacts.read(tiny.model).fingerprint
-    assert desk.summary == [f"tokenized 24 of 24 rows of {raw}"]
+    assert desk.summary == [f"tokenized 24 of 24 rows of {raw}: found prompt and response"]
 
 
 def test_the_store_is_reused(tiny, desk, raw):
@@ -119,7 +119,7 @@ def test_a_changed_file_is_tokenized_again(tiny, desk, raw):
     write_jsonl(raw, ROWS[:5])
     second = desk.prepare(task(tiny), raw)
     assert (len(Store.open(first)), len(Store.open(second))) == (24, 5)
-    assert desk.summary == [f"tokenized 5 of 5 rows of {raw}"]
+    assert desk.summary == [f"tokenized 5 of 5 rows of {raw}: found prompt and response"]
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,30 @@ def test_dropped_and_truncated_rows_are_counted(tiny, desk, tmp_path):
     store = Store.open(desk.prepare(task(tiny, max_tokens="8,4"), data))
     assert store.meta.max_tokens == {"prompt": 8, "response": 4}
     [message] = desk.summary
-    assert message.startswith(f"tokenized 6 of 7 rows of {data}, dropped 1 ")
+    assert message.startswith(
+        f"tokenized 6 of 7 rows of {data}: found prompt and response; dropped 1 with an empty field"
+    )
     truncated = sum(store.meta.truncated.values())
-    assert truncated > 6 and message.endswith(f", truncated {truncated} texts to 8+4 tokens")
+    assert truncated > 6 and message.endswith(f"; truncated {truncated} texts to 8+4 tokens")
+
+
+def test_dropped_rows_are_a_choice_of_the_plan(tiny, desk, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:6], {"prompt": "", "response": "x"}])
+    chat = task(tiny)
+    choices = chat.remarks(Store.open(desk.prepare(chat, data)))
+    assert ("rows", 7, 6, "dropped 1 with an empty field") in choices
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, r"rows of text \(from text\), and chatlm-pretrain trains on prompts and responses."),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"Try: columns='prompt=prompt,response=chosen'\."),
+    ],
+)
+def test_rows_of_another_kind_are_refused_with_the_columns_to_name(tiny, desk, tmp_path, row, message):
+    with pytest.raises(BadData, match=message):
+        desk.prepare(task(tiny), write_jsonl(tmp_path / "rows.jsonl", [row]))
 
 
 def test_rows_are_truncated_to_the_models_lengths_by_default(tiny, desk, raw):

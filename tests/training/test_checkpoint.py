@@ -10,6 +10,7 @@ import pytest
 
 from brimful import files
 from brimful.errors import BadCheckpoint, BadOption, SaveFailed
+from brimful.files import json_sha256
 from brimful.training.checkpoint import Checkpoint, Checkpoints, link
 from tests.training.saved import content, is_right, names, save
 
@@ -106,6 +107,10 @@ DAMAGES = {
         "its manifest.json cannot be read",
     ),
     "manifest of nothing": (lambda path: (path / "manifest.json").write_text("[]"), "its manifest.json cannot be read"),
+    "deep manifest": (
+        lambda path: (path / "manifest.json").write_text('{"version": ' + "[" * 100_000),
+        "its manifest.json cannot be read",
+    ),
     "empty manifest": (lambda path: os.truncate(path / "manifest.json", 0), "its manifest.json cannot be read"),
     "deep manifest": (
         lambda path: (path / "manifest.json").write_text("[" * 100_000),
@@ -143,6 +148,17 @@ def test_a_manifest_that_was_edited_is_not_believed(checkpoints):
     last = save(checkpoints, 200)
     edit_manifest(last.path, files=[])
     assert "was changed after it was written" in checkpoints.newest().skipped[0].why
+
+
+@pytest.mark.parametrize(
+    "changes", [{"files": 5}, {"files": [{"name": "a"}]}, {"step": "200"}, {"facts": []}, {"created": {}}], ids=str
+)
+def test_a_manifest_of_other_types_is_not_believed_even_with_a_right_checksum(checkpoints, changes):
+    last = save(checkpoints, 200)
+    content = {**json.loads((last.path / "manifest.json").read_text()), **changes}
+    del content["sha256"]
+    edit_manifest(last.path, **changes, sha256=json_sha256(content))
+    assert checkpoints.newest().skipped[0].why.startswith("its manifest.json cannot be read")
 
 
 def test_a_manifest_of_another_version_is_refused_by_its_number(checkpoints):

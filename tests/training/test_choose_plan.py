@@ -118,7 +118,7 @@ def test_a_given_plan_of_something_else_is_refused(desk, fits, plan, tmp_path, c
     assert f"given.json' {said}. " in str(told.value)
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", pytest.param("[]"), pytest.param("5")])
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "5", pytest.param("[" * 100_000, id="deep")])
 def test_a_given_file_that_is_no_plan_is_refused(desk, fits, tmp_path, content):
     (tmp_path / "given.json").write_text(content)
     with pytest.raises(BadRun, match="cannot be read as a plan"):

@@ -263,3 +263,26 @@ def test_a_process_killed_while_it_writes_leaves_whole_lines(path):
     steps = steps_of(path)
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 40
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": ["step"], "step": 1}',
+        '{"event": "step"}',
+        '{"event": "step", "step": "2"}',
+        '{"event": "eval", "step": null}',
+        '{"event": "resume", "step": {}}',
+        '{"event": "note", "step": []}',
+        pytest.param('{"event": ' + "[" * 100_000 + "]" * 100_000 + "}", id="deep"),
+    ],
+)
+def test_a_line_that_is_no_event_is_skipped(path, line):
+    good = '{"event": "step", "step": 1, "loss": 2.0}'
+    path.write_text(f"{good}\n{line}\n{good}\n")
+    assert [event["step"] for event in read_events(path)] == [1, 1]
+    assert len(last_steps(read_events(path))) == 1
+
+
+def test_a_figure_of_another_type_is_unknown():
+    assert number({"loss": None, "loss_is": ["nan"]}, "loss") is None

@@ -209,7 +209,20 @@ def test_a_task_whose_file_moved_is_the_same_by_its_name(now, same):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"task": "x"}', '{"task": "x", "data": "y", "run": "z", "options": 5}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"task": "x"}',
+        '{"task": "x", "data": "y", "run": "z", "options": 5}',
+        '{"task": "x", "data": "y", "run": "z", "prepared": []}',
+        '{"task": "x", "data": "y", "run": "z", "prepared": {"data": 5}}',
+        '{"task": "x", "data": "y", "run": "z", "plan_for": "all"}',
+        '{"task": ["x"], "data": "y", "run": "z"}',
+        '{"task": "x", "data": "y", "run": "z", "more": 1}',
+        pytest.param('{"task": ' + "[" * 100_000, id="deep"),
+    ],
 )
 def test_a_damaged_request_is_refused_with_a_way_out(run, content):
     run.request_file.write_text(content)
@@ -406,3 +419,37 @@ def test_a_filesystem_without_locks_is_noted(tmp_path, monkeypatch):
     with RunLock(tmp_path, note=notes.append) as lock:
         assert lock.fd >= 0
     assert "nothing keeps a second run out" in notes[0]
+
+
+# ---------------------------------------------------------------- what is left behind
+
+
+def test_a_job_removes_what_a_killed_one_left_in_the_run(run):
+    (run.root / ".job-killed").mkdir()
+    (run.root / ".job-killed" / "rank-0.json").write_text("{}")
+    with run.job_folder() as folder:
+        assert folder.parent == run.root
+        assert list(run.root.glob(".job-*")) == [folder]
+    assert not list(run.root.glob(".job-*"))
+
+
+def test_a_run_that_was_not_begun_leaves_no_folder(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "new")
+    with pytest.raises(OSError), run.removed_if_not_begun():
+        run.create()
+        raise OSError
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_begun_stays(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "new")
+    with run.removed_if_not_begun():
+        run.create()
+        (run.checkpoints / "step-00000001").mkdir()
+    assert run.has_checkpoint
+
+
+def test_a_folder_that_was_there_stays(run):
+    with run.removed_if_not_begun():
+        pass
+    assert run.root.is_dir()

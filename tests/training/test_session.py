@@ -394,3 +394,13 @@ def test_resuming_a_finished_run_says_that_it_is_finished(tmp_path):
 def test_lengths_for_rows_without_lengths_are_refused(tmp_path):
     with pytest.raises(BadOption, match=r"lengths=\(3,\) cannot be used, because the rows of task Regression have no"):
         train(tmp_path, lengths=(3,))
+
+
+def test_data_that_is_refused_leaves_no_folder(tmp_path):
+    class Refused(runs.Run):
+        def rows(self, data):
+            raise FileNotFoundError(data)
+
+    with pytest.raises(TaskError, match=r"rows\(\) failed on no/such"):
+        brimful.train(Refused(), "no/such", run=tmp_path / "runs" / "new", device="cpu")
+    assert not list(tmp_path.iterdir())

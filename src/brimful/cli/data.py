@@ -20,6 +20,7 @@ def check(
     tokenizer: str | None = None,
     max_chars: str | None = None,
     max_tokens: str | None = None,
+    host_limit: str = "1GiB",
     max_bad: float = 0.01,
     json: Flag = False,
 ) -> None:
@@ -40,6 +41,8 @@ def check(
         Count rows with more characters as over-long: one number, or one for each field, such as 256,512.
     max_tokens
         Count rows with more tokens as over-long, the closing eos included.
+    host_limit
+        Memory limit, beyond what Python and its libraries take at the start. A row may take 1/32 of it.
     max_bad
         The share of rows that may be broken, empty or over-long.
     json
@@ -52,8 +55,8 @@ def check(
 
     with progress("check", every_s=5) as show_progress:
         report = check_files(
-            files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens, max_bad=max_bad,
-            progress=show_progress,
+            files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens,
+            host_limit=host_limit, max_bad=max_bad, progress=show_progress,
         )  # fmt: skip
     show(check_table(report), report.to_json(), as_json=json)
     if failure := report.failure():
@@ -110,7 +113,7 @@ def clean(
     seed
         Seed of the row order, and so of the split.
     host_limit
-        Memory limit, beyond what Python and its libraries take at the start.
+        Memory limit, beyond what Python and its libraries take at the start. A row may take 1/32 of it.
     max_bad
         The share of rows that may be broken. They are dropped and counted.
     overwrite
@@ -171,7 +174,7 @@ def tokenizer(
     columns
         Which column is what, such as prompt=question,response=answer or prompt=instruction+input. Default: found by name.
     host_limit
-        The host RAM it may take; decides how many rows are used.
+        The host RAM it may take; decides how many rows are used. A row may take 1/32 of it.
     model
         The model it is for: base, tiny, or a folder with a config.json; its ids and size are checked.
     seed
@@ -231,7 +234,7 @@ def tokenize(
         Fields that lose their beginning when truncated, such as prompt; others lose their end. Default: the prompts of
         conversations, where the question comes last.
     host_limit
-        The host RAM it may take.
+        The host RAM it may take. A row may take 1/32 of it.
     max_bad
         The share of rows that may be broken; they are dropped and counted.
     overwrite

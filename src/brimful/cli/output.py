@@ -20,9 +20,11 @@ from rich.console import Console, RenderableType
 from brimful.errors import traceback_hint, wants_traceback, with_hint
 
 _ARGUMENT = re.compile(
-    r"(?<![\w.=,('\"/-])([a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\(([\d, ]*)\)|([^\s,;:()'\"]*[^\s,;:()'\".])?)"
+    r"\b(?P<encoder>(?:ecfp|unimol)(?: [a-z_]+=\w+)+)|"
+    r"(?<![\w.=,('\"/-])(?P<name>[a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\((?P<numbers>[\d, ]*)\)|([^\s,;:()'\"]*[^\s,;:()'\".])?)"
 )
-"""`name=` with nothing, a quoted text, a tuple of numbers or a word behind it."""
+"""`name=` with nothing, a quoted text, a tuple of numbers or a word behind it; but not in the name of an encoder, which shows
+its options: `ecfp bits=1024`."""
 
 
 def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None:
@@ -68,11 +70,13 @@ def with_flags(message: str) -> str:
     """
 
     def flag(match: re.Match[str]) -> str:
-        name = f"--{match[1].rstrip('_').replace('_', '-')}"
-        value = next((group for group in match.groups()[1:] if group is not None), "")
-        return (
-            name if value in ("", "True") else f"{name} {value.replace(', ', ',').rstrip(',') if match[4] else value}"
-        )
+        if match["encoder"]:
+            return match[0]
+        name = f"--{match['name'].rstrip('_').replace('_', '-')}"
+        value = next((group for group in match.groups()[2:] if group is not None), "")
+        if match["numbers"]:
+            value = value.replace(", ", ",").rstrip(",")
+        return name if value in ("", "True") else f"{name} {value}"
 
     return _ARGUMENT.sub(flag, message)
 

@@ -7,11 +7,8 @@ launcher is the parent, and each process it starts trains.
 
 import json as json_
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -232,30 +229,17 @@ def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> N
 def _supervise(request: Request, folder: RunFolder) -> Outcome:
     """Train below this process."""
     with (
-        _remove_if_failed(folder),
+        folder.removed_if_not_begun(),
         RunLock(folder.root, flag="--run") as lock,
-        tempfile.TemporaryDirectory(prefix="brimful-job-") as reports,
+        folder.job_folder() as reports,
     ):
         return supervise(
             [sys.executable, "-m", "brimful.cli.train_process"],
             processes=request.plan_options.processes,
             environment={**os.environ, "BRIMFUL_REQUEST": json_.dumps(request.to_json())},
-            reports=Path(reports),
+            reports=reports,
             lock_file=lock.fd,
         )
-
-
-@contextmanager
-def _remove_if_failed(folder: RunFolder) -> Iterator[None]:
-    """A run that failed before it began leaves no folder, unless it has prepared data, which are worth keeping."""
-    is_new = not folder.root.exists()
-    try:
-        yield
-    finally:
-        if is_new and not folder.has_run and not folder.data.exists():
-            shutil.rmtree(folder.root, ignore_errors=True)
-            with suppress(OSError):
-                folder.root.parent.rmdir()  # `runs`, if this was its first
 
 
 def _with_advice(outcome: Outcome, folder: RunFolder) -> str:

@@ -3,7 +3,8 @@
 Every row that training could not use is counted under one reason: it cannot be read (`broken`), a field is blank
 (`empty`), it is longer than allowed (`over_long`), or it came before (`duplicate`). Rows in = rows out + all of these.
 
-Memory: one chunk, 64 Ki counters per field, and 8 bytes per row to find duplicates (80 MB for ten million rows).
+Memory: one chunk, 64 Ki counters per field, and 8 bytes per different row to find duplicates (80 MB for ten million rows).
+`host_limit` bounds them, and how long a row may be.
 """
 
 import time
@@ -21,8 +22,8 @@ import pyarrow.compute as pc
 from brimful.data.read.columns import Layout
 from brimful.data.read.files import Lines, RowProblem
 from brimful.data.read.source import Chunk, Source, check_max_bad, open_source
-from brimful.errors import BadOption
-from brimful.units import show_rate
+from brimful.errors import BadData, BadOption
+from brimful.units import GiB, flag_bytes, parse_bytes, show_rate
 
 UNUSABLE = ("broken", "empty", "over_long")
 REASONS = (*UNUSABLE, "duplicate")
@@ -97,9 +98,10 @@ class CheckReport:
             return None
         reasons = [reason for reason in UNUSABLE if self.dropped[reason]]
         counts = ", ".join(f"{self.dropped[reason]:,} {reason.replace('_', '-')}" for reason in reasons)
+        first = self.problems[reasons[0]][0]
         return (
             f"{round(self.bad_share * self.rows_in):,} of {self.rows_in:,} rows cannot be used ({counts}), "
-            f"more than max_bad={self.max_bad:g} allows. Try: repair them, starting with {self.problems[reasons[0]][0]}."
+            f"more than max_bad={self.max_bad:g} allows. Try: {first.repair('repair them')}, starting with {first}."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -116,6 +118,7 @@ def check(
     tokenizer: str | None = None,
     max_chars: str | int | None = None,
     max_tokens: str | int | None = None,
+    host_limit: int | str = GiB,
     max_bad: float = 0.01,
     progress: Callable[[str], object] = lambda phrase: None,
 ) -> CheckReport:
@@ -123,13 +126,14 @@ def check(
     check_max_bad(max_bad)
     if max_tokens is not None and tokenizer is None:
         raise BadOption(f"max_tokens={max_tokens!r} needs a tokenizer to count with. Try: tokenizer=.")
+    host_limit_bytes = parse_bytes(host_limit, flag="host_limit=")
     token_counter = None if tokenizer is None else TokenCounter(tokenizer)
-    source, started = open_source(paths, columns=columns), time.monotonic()
+    source, started = open_source(paths, columns=columns, host_limit_bytes=host_limit_bytes), time.monotonic()
     limits = {
         "characters": parse_limits("max_chars", max_chars, source.layout.fields),
         "tokens": parse_limits("max_tokens", max_tokens, source.layout.fields),
     }
-    row_pass = _Pass(source.layout, limits, token_counter)
+    row_pass = _Pass(source.layout, limits, token_counter, Duplicates(host_limit_bytes=host_limit_bytes))
     for chunk in source.chunks():
         row_pass.add(chunk)
         rate = row_pass.rows_in / max(time.monotonic() - started, 1e-9)
@@ -180,13 +184,17 @@ class _Pass:
     """The counts of one pass over the rows."""
 
     def __init__(
-        self, layout: Layout, limits: dict[str, tuple[int, ...] | None], token_counter: "TokenCounter | None"
+        self,
+        layout: Layout,
+        limits: dict[str, tuple[int, ...] | None],
+        token_counter: "TokenCounter | None",
+        duplicates: "Duplicates",
     ) -> None:
         self._layout, self._limits, self._token_counter = layout, limits, token_counter
         self.rows_in = 0
         self._dropped = DropCounts.empty(REASONS)
         self._examples: list[dict[str, str]] = []
-        self._duplicates = Duplicates()
+        self._duplicates = duplicates
         self._histograms: dict[tuple[str, str], Histogram] = {}
         self._conversations = 0
         self._last_line: tuple[str, int] | None = None
@@ -204,7 +212,7 @@ class _Pass:
         self._duplicates.add(row_hashes(texts), chunk.file, chunk.lines[usable])
 
     def report(self, source: Source, max_bad: float, seconds: float) -> CheckReport:
-        count, places = self._duplicates.count(EXAMPLES)
+        count, places = self._duplicates.count()
         self._dropped.add("duplicate", count, [RowProblem(file, line, "came before") for file, line in places])
         return CheckReport(
             files=source.files, skipped=source.skipped, layout=self._layout, rows_in=self.rows_in,
@@ -281,8 +289,9 @@ def parse_limits(name: str, value: str | int | None, fields: Sequence[str] | Non
 class TokenCounter:
     """A tokenizer that only counts."""
 
-    _BATCH_ROWS = 1_024
-    """Encodings carry the text of every token as well: 20 KB for a row of 300 tokens."""
+    _CHARACTERS = 2**18
+    """At a time: encodings carry the text of every token as well, 130 bytes per token. A longer text is counted in parts,
+    whose borders may divide a token."""
 
     def __init__(self, folder: str) -> None:
         from brimful.data.tokenizer.folder import load_tokenizer
@@ -291,12 +300,21 @@ class TokenCounter:
 
     def count(self, texts: pa.Array) -> Counts:
         """Tokens of each text, the eos behind it included."""
-        counts = np.zeros(len(texts), dtype=np.int64)
-        for start in range(0, len(texts), self._BATCH_ROWS):
-            batch = texts.slice(start, self._BATCH_ROWS).to_pylist()
-            encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            counts[start : start + len(batch)] = [len(encoding) + 1 for encoding in encodings]
+        counts, rows, parts, characters = np.ones(len(texts), dtype=np.int64), [], [], 0
+        for row, text in enumerate(texts.to_pylist()):
+            for start in range(0, len(text), self._CHARACTERS):
+                rows.append(row)
+                parts.append(text[start : start + self._CHARACTERS])
+                characters += len(parts[-1])
+                if characters >= self._CHARACTERS:
+                    self._add(counts, rows, parts)
+                    rows, parts, characters = [], [], 0
+        self._add(counts, rows, parts)
         return counts
+
+    def _add(self, counts: Counts, rows: list[int], parts: list[str]) -> None:
+        encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+        np.add.at(counts, rows, [len(encoding) for encoding in encodings])
 
 
 # ── Lengths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -384,57 +402,67 @@ class _HashedRows:
 
     hashes: Hashes
     file: str
-    first_line: int
-    lines: Lines | None
-    """None where the lines are consecutive, as they nearly always are."""
+    lines: Lines
 
 
 class Duplicates:
-    """Collects the hashes of all rows, 8 bytes each, and counts those that came before."""
+    """Keeps the hashes of different rows, 8 bytes each, and counts the rows that came before."""
 
     BUCKETS = 16
-    """One sixteenth of the hashes is sorted at a time, so that counting needs no second copy of them."""
+    """One sixteenth of the hashes is merged at a time, so that merging needs no second copy of them."""
+    BATCH_ROWS = 2**20
+    """Rows compared at a time: 40 MB, however many of them are equal."""
 
-    def __init__(self) -> None:
-        self._chunks: list[_HashedRows] = []
+    def __init__(self, *, host_limit_bytes: int = GiB) -> None:
+        self._host_limit_bytes = host_limit_bytes
+        self._known = [np.zeros(0, dtype=np.uint64) for _ in range(self.BUCKETS)]
+        """Sorted, by their first four bits."""
+        self._new: list[_HashedRows] = []
+        self._count = 0
+        self._places: list[tuple[str, int]] = []
 
     def add(self, hashes: Hashes, file: str, lines: Lines) -> None:
         """The usable rows of a chunk."""
-        if len(hashes):
-            consecutive = len(lines) == 1 or bool((np.diff(lines) == 1).all())
-            self._chunks.append(_HashedRows(hashes, file, int(lines[0]), None if consecutive else lines))
+        self._new.append(_HashedRows(hashes, file, lines))
+        if sum(len(chunk.hashes) for chunk in self._new) >= self.BATCH_ROWS:
+            self._merge()
+        if self.size_bytes > self._host_limit_bytes // 2 and len(lines):
+            raise BadData(
+                f"{file}, line {lines[-1]}: the {self.size_bytes // 8:,} different rows up to here are more than "
+                f"host_limit='{flag_bytes(self._host_limit_bytes)}' can compare. "
+                f"Try: host_limit='{flag_bytes(2 * self._host_limit_bytes)}'."
+            )
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the collected rows."""
-        return sum(chunk.hashes.nbytes + (0 if chunk.lines is None else chunk.lines.nbytes) for chunk in self._chunks)
+        """Memory of the hashes that are kept."""
+        return sum(known.nbytes for known in self._known)
 
-    def count(self, examples: int) -> tuple[int, list[tuple[str, int]]]:
+    def count(self) -> tuple[int, list[tuple[str, int]]]:
         """How many rows came before, and file and line of the first of them."""
-        total, first = 0, np.zeros(0, dtype=np.int64)
-        for bucket in range(self.BUCKETS) if self._chunks else ():
-            repeated = self._repeated_rows(bucket)
-            total += len(repeated)
-            first = np.sort(np.concatenate([first, repeated]))[:examples]
-        return total, [self._place(int(row)) for row in first]
+        self._merge()
+        return self._count, self._places
 
-    def _repeated_rows(self, bucket: int) -> Lines:
-        """Numbers of the rows of a bucket whose hash came before."""
-        parts, numbers, rows_before = [], [], 0
-        for chunk in self._chunks:
-            rows = np.flatnonzero(chunk.hashes >> np.uint64(60) == bucket)
-            parts.append(chunk.hashes[rows])
-            numbers.append(rows + rows_before)
-            rows_before += len(chunk.hashes)
-        hashes, rows = np.concatenate(parts), np.concatenate(numbers)
-        order = np.argsort(hashes, kind="stable")
-        same = hashes[order][1:] == hashes[order][:-1]
-        repeated: Lines = rows[order[1:][same]]
-        return repeated
+    def _merge(self) -> None:
+        hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *(chunk.hashes for chunk in self._new)])
+        order = np.argsort(hashes, kind="stable")  # of equal rows, the earlier one is first
+        hashes = hashes[order]
+        repeated = np.concatenate([[False], hashes[1:] == hashes[:-1]])[: len(hashes)]
+        edges = np.searchsorted(hashes >> np.uint64(60), np.arange(self.BUCKETS + 1))
+        for bucket, (start, end) in enumerate(pairwise(edges.tolist())):
+            part, known = hashes[start:end], self._known[bucket]
+            if len(known):
+                nearest = np.searchsorted(known, part).clip(max=len(known) - 1)
+                repeated[start:end] |= known[nearest] == part
+            self._known[bucket] = np.sort(np.concatenate([known, part[~repeated[start:end]]]), kind="stable")
+        self._count += int(np.count_nonzero(repeated))
+        missing = EXAMPLES - len(self._places)
+        self._places += [self._place(int(row)) for row in np.sort(order[repeated])[:missing]]
+        self._new = []
 
     def _place(self, row: int) -> tuple[str, int]:
-        for chunk in self._chunks:
+        for chunk in self._new:
             if row < len(chunk.hashes):
-                return chunk.file, chunk.first_line + row if chunk.lines is None else int(chunk.lines[row])
+                return chunk.file, int(chunk.lines[row])
             row -= len(chunk.hashes)
         raise IndexError(row)

@@ -184,7 +184,7 @@ def tokenize(
     options, path, begin_s = options or TokenizeOptions(), Path(output).resolve(), time.monotonic()
     folder = OutputFolder(path=path, kind="token store", marker=NAME, overwrite=options.overwrite)
     folder.check()
-    source = open_source(paths, columns=options.columns)
+    source = open_source(paths, columns=options.columns, host_limit_bytes=options.host_limit_bytes)
     refuse_output_inside(path, source.paths)
     facts = TokenizerFacts.read(tokenizer)
     with folder.errors(), PeakMemory() as peak, _part_folder(path) as part:

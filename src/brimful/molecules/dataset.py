@@ -28,6 +28,7 @@ from brimful.errors import BadData, BadOption, MissingExtra, in_one_line
 from brimful.files import atomic_path
 from brimful.machine.host import Host, may_spawn
 from brimful.molecules.spec_file import close_matches
+from brimful.units import GiB
 
 Progress = Callable[[str], object]
 Indices = npt.NDArray[np.int64] | Sequence[int]
@@ -173,8 +174,9 @@ def _read_csv(path: Path, smiles: str, columns: Sequence[str]) -> Table:
     from brimful.data.read import files, tables
 
     _check_start(path, smiles)
-    names = _choose_columns(path, tables.csv_schema(str(path)).common, smiles, columns)
-    chunks = list(tables.read_csv(str(path), tuple(files.Column(name, files.TEXT) for name in names)))
+    longest = files.longest_row(GiB)
+    names = _choose_columns(path, tables.csv_schema(str(path), longest).common, smiles, columns)
+    chunks = list(tables.read_csv(str(path), tuple(files.Column(name, files.TEXT) for name in names), longest))
     texts = {name: [text for one in chunks for text in one.rows.column(name).to_pylist()] for name in names}
     lines = np.concatenate([one.lines for one in chunks])
     broken = [one for chunk in chunks for one in chunk.broken]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from brimful.files import write_atomic
+from brimful.files import parse_object, read_json, write_atomic
 from brimful.memory.layout import LAYOUTS, LayoutName
 from brimful.memory.model import MemoryModel
 from brimful.memory.split import without_single_rows
@@ -232,19 +232,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Plan":
+        """Raises `ValueError` for what `to_json` did not write."""
         known = {field.name for field in fields(cls)}
-        return cls(
-            **{
-                **{key: item for key, item in value.items() if key in known},
-                "shape": tuple(value["shape"]),
-                "deal": tuple(value["deal"]),
-                "memory_model": MemoryModel.from_json(value["memory_model"]),
-                "levers": Levers(**value["levers"]),
-                "host": HostPlan(**value["host"]),
-                "choices": tuple(Choice(**choice) for choice in value["choices"]),
-                "warnings": tuple(value["warnings"]),
-            }
-        )
+        return parse_object(cls, {key: item for key, item in value.items() if key in known})
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -254,7 +244,7 @@ class Plan:
     @classmethod
     def load(cls, path: Path | str) -> "Plan":
         """Read a plan that `save` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text()))
+        return cls.from_json(read_json(Path(path).read_text()))
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ without `--tokenizer`.
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from brimful.data.read.source import Source
     from brimful.tasks.chatlm import Pretrain
 
+FIELDS = ("prompt", "response")
 TOKENIZED_HERE = re.compile(r"train-[0-9a-f]{8}")
 """Names of stores that `token_store` makes for training rows."""
 TOKENIZING_BYTES = GiB
@@ -44,7 +45,8 @@ def token_store(
     from brimful.data.read.source import open_source
     from brimful.data.tokenize import TokenizeOptions, tokenize
 
-    source = open_source([data], columns=task.options.columns)
+    source = open_source([data], columns=task.options.columns, host_limit_bytes=TOKENIZING_BYTES)
+    _check_fields(task, data, source)
     tokenizer = _find_tokenizer(task, source, folder, progress, like)
     facts = TokenizerFacts.read(tokenizer)
     key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens)]
@@ -55,13 +57,13 @@ def token_store(
     host_limit_bytes = tree_bytes() + TOKENIZING_BYTES
     options = TokenizeOptions(max_tokens=task.max_tokens, host_limit_bytes=host_limit_bytes)
     report = tokenize(source, tokenizer=tokenizer, output=store, options=options, progress=progress)
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items() if count)
+    dropped = _dropped(report.dropped)
     truncated = sum(field.truncated for field in report.fields.values())
-    message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}"
+    message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}: {report.layout_reason}"
     if dropped:
-        message += f", dropped {dropped}"
+        message += f"; dropped {dropped}"
     if truncated:
-        message += f", truncated {truncated:,} texts to {'+'.join(map(str, task.max_tokens))} tokens"
+        message += f"; truncated {truncated:,} texts to {'+'.join(map(str, task.max_tokens))} tokens"
     if report.skipped:
         message += f"; {skipped_note(report.skipped)}"
     progress(message)
@@ -77,10 +79,18 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
     limits = "+".join(str(limit) for limit in meta.max_tokens.values())
     requested = None if options.lengths is None else "+".join(map(str, options.lengths))
     reason = f"{' and '.join(longer)} were longer and are truncated" if longer else "no row is longer"
+    dropped = _dropped(meta.dropped)
     return [
         ("tokenizer", options.tokenizer, options.tokenizer or f"{meta.vocab_size:,} tokens", _origin(task, rows)),
         ("max_tokens", requested, limits, reason),
+        ("rows", meta.rows_in, meta.rows, f"dropped {dropped}" if dropped else "none dropped"),
     ]
+
+
+def _dropped(counts: Mapping[str, int]) -> str:
+    """`2 that could not be read and 7 with an empty field`."""
+    reasons = {"broken": "that could not be read", "empty": "with an empty field"}
+    return " and ".join(f"{count:,} {reasons[reason]}" for reason, count in counts.items() if count)
 
 
 def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
@@ -94,6 +104,18 @@ def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None
         raise BadData(
             f"valid={data!r} was made with another tokenizer than {like.path}. "
             "Try: raw files, or tokenize them with the same tokenizer."
+        )
+
+
+def _check_fields(task: "Pretrain", data: str, source: "Source") -> None:
+    """Refuse rows of another kind before they are tokenized."""
+    layout = source.layout
+    if layout.fields != FIELDS:
+        columns = dict.fromkeys(layout.columns.values())
+        advice = "prompt=prompt,response=chosen" if "chosen" in layout.fields else "prompt=question,response=answer"
+        raise BadData(
+            f"{data} has rows of {' and '.join(layout.fields)} (from {', '.join(columns)}), and {task.name} trains on "
+            f"prompts and responses. Try: columns='{advice}'."
         )
 
 

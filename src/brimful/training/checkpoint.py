@@ -28,13 +28,23 @@ import shutil
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from brimful.errors import BadCheckpoint, BadOption, InternalError, SaveFailed, in_one_line
-from brimful.files import block_hashes, damage, disk_full, json_sha256, sync, sync_tree, write_atomic
+from brimful.files import (
+    block_hashes,
+    damage,
+    disk_full,
+    json_sha256,
+    parse_object,
+    read_json,
+    sync,
+    sync_tree,
+    write_atomic,
+)
 from brimful.machine.host import Host, Space
 from brimful.units import KiB, show_bytes
 
@@ -336,11 +346,10 @@ class Best:
     @classmethod
     def read(cls, folder: Path, note: Callable[[str], object]) -> "Best | None":
         try:
-            content = json.loads((folder / BEST).read_bytes())
-            return cls(step=int(content["step"]), metric=str(content["metric"]), score=float(content["score"]))
+            return parse_object(cls, read_json((folder / BEST).read_bytes()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, InternalError) as error:
+        except (OSError, ValueError, InternalError) as error:
             note(
                 f"{folder / BEST} cannot be read ({type(error).__name__}), so no step counts as the best until the next one"
             )
@@ -398,26 +407,22 @@ class Manifest:
         try:
             if stat.S_ISFIFO((folder / MANIFEST).stat().st_mode):  # reading it would wait forever
                 raise OSError("a pipe")
-            content = json.loads((folder / MANIFEST).read_bytes())
-            version = content["version"]
+            content = read_json((folder / MANIFEST).read_bytes())
+            version = content.get("version")
         except FileNotFoundError:
             why = f"it has no {MANIFEST}" if folder.is_dir() else "there is no such folder"
             raise BadCheckpoint(why) from None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise BadCheckpoint(f"its {MANIFEST} cannot be read ({type(error).__name__})") from None
         if version != VERSION:
             raise BadCheckpoint(f"its {MANIFEST} has version {version!r}, and this Brimful reads version {VERSION}")
         hash_before = content.pop("sha256", None)
-        if hash_before != json_sha256(content) or content.keys() != {one.name for one in fields(cls)}:
+        if hash_before != json_sha256(content):
             raise BadCheckpoint(f"its {MANIFEST} was changed after it was written: its checksum differs")
         try:
-            files = tuple(ManifestFile(**{**one, "sha256": tuple(one["sha256"])}) for one in content["files"])
-        except (TypeError, KeyError):
-            raise BadCheckpoint(f"its {MANIFEST} lists no files") from None
-        numbers = (content["step"], content["serial"], *(file.size_bytes for file in files))
-        if not all(isinstance(one, int) for one in numbers) or not all(isinstance(file.name, str) for file in files):
-            raise BadCheckpoint(f"its {MANIFEST} has values of the wrong type")
-        return cls(**{**content, "files": files})
+            return parse_object(cls, content)
+        except ValueError as error:
+            raise BadCheckpoint(f"its {MANIFEST} cannot be read ({error})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import BadRun, in_one_line
+from brimful.files import read_json
 
 WAITING_LINES = 10_000
 """Lines that wait for a disk with space; the oldest are dropped first, and counted."""
@@ -144,7 +145,8 @@ class Journal:
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a journal in order, one at a time; none if there is no file.
 
-    Partial lines are skipped: at the end because it has no line break, elsewhere because it is no JSON object.
+    Partial lines are skipped: at the end because it has no line break, elsewhere because it is no JSON object. So is an
+    object that is no event.
     """
     try:
         with path.open("rb") as lines:
@@ -173,7 +175,7 @@ def number(event: Mapping[str, Any], name: str) -> float | None:
     """A figure of an event, NaN and infinities included; None if it is unknown or not a number."""
     value = event.get(name)
     if value is None:
-        value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(event.get(f"{name}_is", ""))
+        value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(str(event.get(f"{name}_is")))
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -200,10 +202,12 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = read_json(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    kind, step = event.get("event"), event.get("step")
+    has_step = isinstance(step, int) or (step is None and kind not in ("step", "eval", "resume"))
+    return event if isinstance(kind, str) and has_step else None
 
 
 def _name(listener: Listener) -> str:

@@ -17,11 +17,12 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cached_property
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import BadOption, BadRun
-from brimful.files import FileLock, write_atomic
+from brimful.files import FileLock, parse_object, read_json, write_atomic
 from brimful.planning.plan_options import PlanOptions
 from brimful.training.events import read_events
 from brimful.training.options import TrainOptions
@@ -42,6 +43,7 @@ _SIGN_S = 0.3
 """A process that has just taken the lock may need this long to write who it is."""
 _SAVE_S = 600.0
 """How long to wait for a run that was killed and is still saving."""
+_JOB_PREFIX = ".job-"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 log = logging.getLogger("brimful")
 
@@ -180,6 +182,27 @@ class RunFolder:
                 f"{self.root} is not writable ({error.strerror or error}). Try: another folder with run=."
             ) from None
 
+    @contextmanager
+    def removed_if_not_begun(self) -> Iterator[None]:
+        """A run that failed before it began leaves no folder, unless it has prepared data, which are worth keeping."""
+        created = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        try:
+            yield
+        finally:
+            if created and not self.has_run and not self.data.exists():
+                shutil.rmtree(self.root, ignore_errors=True)
+                for path in created[1:]:
+                    with suppress(OSError):
+                        path.rmdir()
+
+    @contextmanager
+    def job_folder(self) -> Iterator[Path]:
+        """For what the processes of a job report, while its lock is held: so those of killed jobs can be removed."""
+        for left in self.root.glob(f"{_JOB_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_JOB_PREFIX, dir=self.root, ignore_cleanup_errors=True) as path:
+            yield Path(path)
+
     def write_request(self, request: Request) -> None:
         """With absolute paths: a run may be resumed from any folder."""
         content = request.map_paths(absolute, lambda name, value: False).to_json()
@@ -190,12 +213,12 @@ class RunFolder:
     def read_request(self) -> Request:
         """What `write_request` wrote. If the run was moved together with what is around it, so are the paths."""
         try:
-            before = Request(**json.loads(self.request_file.read_text()))
+            before = parse_object(Request, read_json(self.request_file.read_text()))
             moved = before.map_paths(
                 lambda path: self._moved(path, before.run),
                 lambda name, value: isinstance(value, str) and Path(value).is_absolute(),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise BadRun(
                 f"{self.request_file} cannot be read ({type(error).__name__}). "
                 "Try: task, data and all options again, together with resume=True."
@@ -375,7 +398,7 @@ class _Holder:
 
 def _read_holder(lock: Path) -> _Holder | None:
     try:
-        holder: dict[str, Any] = json.loads(lock.read_text())
+        holder = read_json(lock.read_text())
         return _Holder(pid=int(holder["pid"]), host=str(holder["host"]), since=str(holder["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

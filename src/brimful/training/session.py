@@ -210,7 +210,8 @@ def train(
     )  # fmt: skip
     if before is not None and before.task_options != request.task_options:
         raise BadOption("resume=True needs the task options the run began with. Try: a new run, in another folder.")
-    with RunLock(root) if os.environ.get("RANK", "0") == "0" else nullcontext():
+    is_first = os.environ.get("RANK", "0") == "0"
+    with folder.removed_if_not_begun() if is_first else nullcontext(), RunLock(root) if is_first else nullcontext():
         return Session(
             task=task, data=data, valid=valid, request=request, hooks=hooks, listeners=listeners, progress=progress
         ).train()

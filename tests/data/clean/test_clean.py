@@ -297,12 +297,11 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path):
         cleaned(varied(5), tmp_path / "file", near=None)
 
 
-def test_a_row_too_large_for_the_memory_is_named_with_what_it_needs(tmp_path):
-    with pytest.raises(
-        BadData,
-        match=r"rows, line 2: a row of 19.07 MiB is too large for this host_limit=. Try: host_limit='457.77MiB'",
-    ):
-        cleaned([("a", "b"), ("a", "x" * 19_999_999)], tmp_path, host_limit="384MiB", near=None)
+def test_a_row_too_long_for_the_memory_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt":"a","response":"b"}\n{"prompt":"a","response":"' + "x" * 13 * 2**20 + '"}\n')
+    with pytest.raises(BadData, match=r"line 2 is longer than 12 MiB, the most for host_limit='384MiB'"):
+        clean([str(path)], output=tmp_path / "out", options=CleanOptions(host_limit="384MiB", near=None))
 
 
 def test_without_duckdb_nothing_is_begun(tmp_path, monkeypatch):

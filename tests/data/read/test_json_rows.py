@@ -1,7 +1,9 @@
 """jsonl and json: what is broken comes out with its line, and everything else is read."""
 
+import gzip
 import json
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from brimful.data.read import json_rows
 from brimful.data.read.files import TEXT, Column, messages_type
 from brimful.data.read.source import open_source
 from brimful.errors import BadData
+from brimful.units import MiB
 from tests.data.read.row_files import ROWS, broken_of, error_of, problems_of, rows_of
 
 GOOD = b'{"prompt":"a","response":"b"}'
@@ -105,12 +108,41 @@ def test_a_line_of_twenty_megabytes_is_one_row(tmp_path):
     assert [len(row["response"]) for row in rows_of(source)] == [1, 20_000_000, 1]
 
 
-def test_a_line_that_never_ends_is_no_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_files, "CHUNK_BYTES", 2**16)
-    monkeypatch.setattr(read_files, "MAX_ROW_BYTES", 2**20)
-    source = jsonl(tmp_path, GOOD, b'{"prompt":"' + b"x" * 2**21, GOOD)
-    with pytest.raises(BadData, match="a.jsonl, line 2 is longer than 1 MiB"):
-        rows_of(source)
+@pytest.mark.parametrize("chunk_bytes", [2**16, 2**23])
+def test_a_line_too_long_for_the_memory_limit_is_no_row(chunk_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(read_files, "CHUNK_BYTES", chunk_bytes)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((GOOD + b"\n") * 100_000 + b'{"prompt":"' + b"x" * 2**20)
+    message = r"a.jsonl, line 100001 is longer than 1 MiB, the most for host_limit='32MiB'. Try: one row per line"
+    with pytest.raises(BadData, match=message):
+        rows_of(open_source([str(path)], host_limit_bytes=32 * MiB))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (b"[" * 2**21, r"line 2: the item that starts here, nested [\d,]+ levels deep, is longer than 1 MiB"),
+        (b'{"prompt":"' + b"x" * 2**21, "line 2: the item that starts here is longer than 1 MiB"),
+        (b'{"prompt":"' + b"x" * 2**20 + b'"}', "line 2: the item that starts here is longer than 1 MiB"),
+    ],
+)
+def test_an_item_too_deep_or_too_long_for_the_memory_limit_is_no_row(item, message, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"[" + GOOD + b",\n" + item + b",\n" + GOOD + b"]")
+    with pytest.raises(BadData, match=message):
+        rows_of(open_source([str(path)], host_limit_bytes=32 * MiB))
+
+
+def test_an_item_of_brackets_takes_no_more_memory_than_the_limit(tmp_path):
+    """A file of 1.4 MB, compressed, took 7.6 GB."""
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(b"[" * 2**26))
+    tracemalloc.start()
+    try:
+        assert "levels deep" in error_of(path)
+        assert tracemalloc.get_traced_memory()[1] < 256 * MiB
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_broken_line_in_a_later_chunk_has_its_number(tmp_path):

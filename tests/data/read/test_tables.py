@@ -7,6 +7,7 @@ import pytest
 from brimful.data.read.files import RowProblem
 from brimful.data.read.source import open_source
 from brimful.errors import BadData
+from brimful.units import MiB
 from tests.data.read.row_files import ROWS, broken_of, error_of, problems_of, rows_of, write
 
 # ---------------------------------------------------------------- csv
@@ -40,6 +41,33 @@ def test_a_quote_that_never_closes_does_not_swallow_the_file(tmp_path):
     source = write_csv(tmp_path, 'prompt,response\na,b\na,"b\n' + "c,d\n" * 100)
     with pytest.raises(BadData, match="a.csv, line 3: a quote opens in this row and never closes"):
         rows_of(source)
+
+
+def test_a_csv_row_too_long_for_the_memory_limit_is_no_row(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('prompt,response\na,b\n"' + "x\n" * 2**18 + '","' + "x\n" * 2**18 + '"\n')
+    with pytest.raises(BadData, match="a.csv, line 3: the row that starts here is longer than 1 MiB"):
+        rows_of(open_source([str(path)], host_limit_bytes=32 * MiB))
+
+
+@pytest.mark.parametrize(("rows", "place"), [(1, "row 1 or later"), (100, "line 100")])
+def test_a_parquet_row_too_long_for_the_memory_limit_is_no_row(rows, place, tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [*(str(n) for n in range(1, rows)), "x" * 2**21]}), path)
+    with pytest.raises(BadData, match=f"a.parquet, {place} is longer than 1 MiB"):
+        rows_of(open_source([str(path)], host_limit_bytes=32 * MiB))
+
+
+def test_a_text_that_a_parquet_file_repeats_is_decoded_in_chunks(tmp_path):
+    """3,000 rows of one text of 1 MiB, a file of 49 kB, took 4 GiB."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array(["x" * 2**20]))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path, dictionary_pagesize_limit=2**30, store_schema=False)
+    before, rows = pa.total_allocated_bytes(), 0
+    for chunk in open_source([str(path)]).chunks():
+        assert pa.total_allocated_bytes() - before < 32 * MiB
+        rows += chunk.rows.num_rows
+    assert rows == 300
 
 
 def test_invalid_utf8_in_a_csv_breaks_its_row_only(tmp_path):

@@ -119,7 +119,7 @@ def clean(
     """Clean files, or a source that is already open, into train, valid and test.parquet and clean.json in `output`."""
     options, output = options or CleanOptions(), Path(output)
     memory = memory or MemoryShares.within(options.host_limit_bytes)
-    source = open_source(paths, columns=options.columns)
+    source = open_source(paths, columns=options.columns, host_limit_bytes=options.host_limit_bytes)
     refuse_output_inside(output, source.paths)
     need_duckdb()
     preparer = Preparer(options, source.layout.fields)

@@ -19,9 +19,9 @@ from brimful.data.check import DropCounts, Mask, Problem, TokenCounter, parse_li
 from brimful.data.clean.duplicates import HASHES, Sketches, Words, band_size, join_fields, sketch
 from brimful.data.read.files import Lines
 from brimful.data.read.source import Chunk, check_max_bad
-from brimful.errors import BadData, BadOption
+from brimful.errors import BadOption
 from brimful.machine.host import Host
-from brimful.units import GiB, MiB, flag_bytes, is_whole, parse_bytes, show_bytes
+from brimful.units import GiB, MiB, is_whole, parse_bytes
 
 REASONS = ("broken", "empty", "too_short", "over_long", "duplicate", "near_duplicate")
 """Why a row is dropped. The first that applies counts."""
@@ -160,15 +160,12 @@ class Preparer:
 
     PIECE_ROWS = 4_096
     PIECE_BYTES = 2 * 2**20
-    LARGE_ROW_FACTOR = 24
-    """A huge row may need this many times its own size, since several threads may have one each."""
     MIN_NEAR_CHARS = 24
     """Shorter rows, counted with the marks between their fields, are compared exactly only: 314 and 14 share two of
     three 4-grams, and a sketch of so few cannot tell them apart."""
 
     def __init__(self, options: CleanOptions, fields: Sequence[str]) -> None:
         self._fields = tuple(fields)
-        self._max_row_bytes = options.host_limit_bytes // self.LARGE_ROW_FACTOR
         self._min_chars = parse_limits("min_chars", options.min_chars, fields)
         self._max_chars = parse_limits("max_chars", options.max_chars, fields)
         self._max_tokens = parse_limits("max_tokens", options.max_tokens, fields)
@@ -181,7 +178,6 @@ class Preparer:
         return 0 if self._band_size is None else HASHES // self._band_size
 
     def __call__(self, chunk: Chunk) -> PreparedChunk:
-        self._check_row_size(chunk)
         prepared = PreparedChunk(file=chunk.file, rows_in=chunk.rows_in, read_bytes=chunk.read_bytes)
         prepared.dropped.add("broken", len(chunk.broken), chunk.broken)
         mean_bytes = max(1, chunk.rows.nbytes // max(1, chunk.rows.num_rows))
@@ -194,19 +190,6 @@ class Preparer:
             if usable.any():
                 self._hash([array.filter(pa.array(usable)) for array in texts], lines[usable], prepared)
         return prepared
-
-    def _check_row_size(self, chunk: Chunk) -> None:
-        """Refuse a row that alone would exceed the memory limit."""
-        if chunk.rows.nbytes <= self._max_row_bytes:
-            return
-        sizes = sum(pc.binary_length(array).to_numpy().astype(np.int64) for array in chunk.rows.columns)
-        row = int(np.argmax(sizes))
-        if sizes[row] > self._max_row_bytes:
-            needed = flag_bytes(int(sizes[row]) * self.LARGE_ROW_FACTOR)
-            raise BadData(
-                f"{chunk.file}, line {chunk.lines[row]}: a row of {show_bytes(int(sizes[row]))} is too large for this "
-                f"host_limit=. Try: host_limit={needed!r}, or remove the row."
-            )
 
     def _unusable(self, texts: list[pa.StringArray], usable: Mask) -> Iterator[Problem]:
         """Tokens are expensive and counted last, for rows that are still usable."""

@@ -3,14 +3,16 @@
     paths ─► find_files ─► DataFile ─► a reader (json_rows.py, tables.py) ─► Chunk ─► columns.py
 
 A reader yields chunks of at most `CHUNK_ROWS` rows and about `CHUNK_BYTES` of text (16,384 rows of chat are 10 MB), so
-memory does not depend on the size of the file; only a single larger row makes a larger chunk. Chunk borders depend on the
-file alone, so an interrupted command can skip the chunks it has finished.
+memory does not depend on the size of the file; only a single larger row makes a larger chunk. How long a row may be follows
+from the memory limit (`longest_row`), and a longer one is refused before it is held whole. Chunk borders depend on the file
+alone, so an interrupted command can skip the chunks it has finished.
 """
 
 import difflib
 import glob
 import lzma
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.errors import BadData, BadOption
+from brimful.units import flag_bytes, show_bytes
 
 CHUNK_ROWS = 16_384
 """Most rows in a chunk."""
@@ -31,8 +34,8 @@ CHUNK_ROWS = 16_384
 CHUNK_BYTES = 8 * 2**20
 """Approximate text in a chunk: long articles come in fewer rows."""
 
-MAX_ROW_BYTES = 256 * 2**20
-"""A longer row means another format: a list of objects on one line, or a quote that is never closed."""
+_LONGEST_ROW_SHARE = 32
+"""A row takes up to this many times its own size, as objects of Python or in several threads of clean."""
 
 TEXT = pa.string()
 
@@ -51,6 +54,12 @@ class RowProblem:
 
     def __str__(self) -> str:
         return f"{self.file}, line {self.line}: {self.message}"
+
+    def repair(self, otherwise: str) -> str:
+        """What to try: the command that converts a file in GBK, as Excel saves Chinese, or something else."""
+        if not self.message.endswith("not UTF-8") or format_of(self.file) == "parquet":
+            return otherwise
+        return f"`iconv -f GBK -t UTF-8 {shlex.quote(self.file)} > utf8{Path(self.file).suffix}` if its text is GBK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,20 @@ class FileSchema:
     """By name: `TEXT`, `messages_type(…)`, or another type; None where the sampled values say nothing."""
     common: tuple[str, ...]
     """Columns that most rows have. All of them, except in JSON, where each row may have others."""
+
+
+def longest_row(host_limit_bytes: int) -> int:
+    """Bytes of the longest row that can be read within this memory: 32 MiB of 1 GiB."""
+    return max(1, host_limit_bytes // _LONGEST_ROW_SHARE)
+
+
+def row_too_long(place: str, max_row_bytes: int, advice: str = "one row per line") -> BadData:
+    """The error for a row that would exceed the memory limit. Most are another format, or a quote that never closes."""
+    limit = flag_bytes(max_row_bytes * _LONGEST_ROW_SHARE)
+    return BadData(
+        f"{place} is longer than {show_bytes(max_row_bytes)}, the most for host_limit='{limit}'. "
+        f"Try: {advice}, or `brimful data` with a higher host_limit=."
+    )
 
 
 def record_batch(columns: Sequence[Column], arrays: list[pa.Array]) -> pa.RecordBatch:
@@ -178,7 +201,7 @@ class ByteStream:
         """Bytes of the (compressed) file that were read."""
         return int(self._file.tell())
 
-    def whole_lines(self) -> Iterator[bytes]:
+    def whole_lines(self, max_line_bytes: int) -> Iterator[bytes]:
         """Blocks of about `CHUNK_BYTES` that end with a line break; the last one ends with the file."""
         pieces, line = [b""], 1
         while piece := self.read(CHUNK_BYTES):
@@ -186,15 +209,21 @@ class ByteStream:
             pieces.append(piece[:last] if last else piece)
             if last:
                 block = b"".join(pieces)
+                self._check_lines(block, line, max_line_bytes)
                 line += block.count(b"\n")
                 yield block
                 pieces = [piece[last:]]
-            elif sum(map(len, pieces)) > MAX_ROW_BYTES:
-                raise BadData(
-                    f"{self._path}, line {line} is longer than {MAX_ROW_BYTES >> 20} MiB. Try: one row per line."
-                )
+            elif sum(map(len, pieces)) > max_line_bytes:
+                raise row_too_long(f"{self._path}, line {line}", max_line_bytes)
         if rest := b"".join(pieces):
+            self._check_lines(rest, line, max_line_bytes)
             yield rest
+
+    def _check_lines(self, block: bytes, first: int, max_line_bytes: int) -> None:
+        if len(block) > max_line_bytes:
+            sizes = map(len, block.split(b"\n"))
+            if long := next((number for number, size in enumerate(sizes, first) if size > max_line_bytes), None):
+                raise row_too_long(f"{self._path}, line {long}", max_line_bytes)
 
     def __enter__(self) -> "ByteStream":
         return self

@@ -6,7 +6,7 @@ an object over two lines, and reads a missing field as null. So a block is read 
 other blocks go line by line through Python's json, which is three times slower and names the mistake and its line.
 
 A json list is never held as a whole. The commas between its items follow from the quotes and brackets before them, which
-numpy finds 8 MiB at a time; the items are then written one per line. A file that starts with `{` is read as jsonl.
+numpy finds 1 MiB at a time; the items are then written one per line. A file that starts with `{` is read as jsonl.
 """
 
 import json
@@ -24,7 +24,6 @@ import pyarrow.json as pj
 from brimful.data.read.files import (
     CHUNK_BYTES,
     CHUNK_ROWS,
-    MAX_ROW_BYTES,
     TEXT,
     ByteStream,
     Chunk,
@@ -37,6 +36,7 @@ from brimful.data.read.files import (
     messages_type,
     record_batch,
     repeated_names,
+    row_too_long,
 )
 from brimful.errors import BadData
 
@@ -72,35 +72,35 @@ class Block:
 # ── The two formats ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def jsonl_schema(path: str) -> FileSchema:
+def jsonl_schema(path: str, max_row_bytes: int) -> FileSchema:
     """The fields of the first rows."""
     with ByteStream(path) as stream:
-        return _sample_schema(path, _line_blocks(path, stream))
+        return _sample_schema(path, _line_blocks(path, stream, max_row_bytes))
 
 
-def read_jsonl(path: str, columns: tuple[Column, ...]) -> Iterator[Chunk]:
+def read_jsonl(path: str, columns: tuple[Column, ...], max_row_bytes: int) -> Iterator[Chunk]:
     """All rows with their lines."""
     with ByteStream(path) as stream:
-        for block in _line_blocks(path, stream):
+        for block in _line_blocks(path, stream, max_row_bytes):
             yield Chunk(path, *parse_block(block, columns), stream.position())
 
 
-def json_schema(path: str) -> FileSchema:
+def json_schema(path: str, max_row_bytes: int) -> FileSchema:
     """The fields of the first rows."""
     with ByteStream(path) as stream:
-        return _sample_schema(path, _json_blocks(path, stream))
+        return _sample_schema(path, _json_blocks(path, stream, max_row_bytes))
 
 
-def read_json(path: str, columns: tuple[Column, ...]) -> Iterator[Chunk]:
+def read_json(path: str, columns: tuple[Column, ...], max_row_bytes: int) -> Iterator[Chunk]:
     """All rows with the line on which they start."""
     with ByteStream(path) as stream:
-        for block in _json_blocks(path, stream):
+        for block in _json_blocks(path, stream, max_row_bytes):
             yield Chunk(path, *parse_block(block, columns), stream.position())
 
 
-def _line_blocks(path: str, stream: ByteStream, *, lines_before: int = 0) -> Iterator[Block]:
+def _line_blocks(path: str, stream: ByteStream, max_row_bytes: int, *, lines_before: int = 0) -> Iterator[Block]:
     """The stream in blocks of at most `CHUNK_ROWS` lines."""
-    for data in stream.whole_lines():
+    for data in stream.whole_lines(max_row_bytes):
         ends = np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == _NEWLINE)
         if data[-1] != _NEWLINE:
             ends = np.append(ends, len(data))
@@ -112,7 +112,7 @@ def _line_blocks(path: str, stream: ByteStream, *, lines_before: int = 0) -> Ite
         lines_before += len(ends)
 
 
-def _json_blocks(path: str, stream: ByteStream) -> Iterator[Block]:
+def _json_blocks(path: str, stream: ByteStream, max_row_bytes: int) -> Iterator[Block]:
     """The items of a list, or the lines of a file that is jsonl after all."""
     line, data = 1, stream.read(CHUNK_BYTES)
     while data and not data.strip(_SPACE):
@@ -122,10 +122,11 @@ def _json_blocks(path: str, stream: ByteStream) -> Iterator[Block]:
         if data.lstrip(_SPACE).split(b"\n", 1)[0].rstrip() == b"{":
             raise BadData(f"{path} is one object over many lines. Try: a list of objects, or one object per line.")
         stream.push_back(data)
-        yield from _line_blocks(path, stream, lines_before=line - 1)
+        yield from _line_blocks(path, stream, max_row_bytes, lines_before=line - 1)
     elif start == b"[":
         at = data.index(b"[") + 1
-        yield from _list_blocks(path, stream, data[at:], line + data[:at].count(b"\n"))
+        items = _ListItems(path, line + data[:at].count(b"\n"), max_row_bytes)
+        yield from items.blocks(stream, data[at:])
     elif start:
         first = start.decode(errors="replace")
         raise BadData(f"{path} is not JSON: it starts with {first!r}. Try: a list of objects, which starts with [.")
@@ -152,7 +153,7 @@ def _sample_schema(path: str, blocks: Iterator[Block]) -> FileSchema:
             break
     if not rows:
         raise BadData(
-            f"{problem}, and no other of the first rows can be read. Try: repair or remove them."
+            f"{problem}, and no other of the first rows can be read. Try: {problem.repair('repair or remove them')}."
             if problem
             else f"{path} has no rows. Try: leave it out."
         )
@@ -357,6 +358,10 @@ def _value_name(value: Any) -> str:
 
 # ── Items of a json list ──────────────────────────────────────────────────────────────────────────────────────────────
 
+_PIECE_BYTES = 2**20
+"""Looked at in one go. Where every byte is a bracket, its places and depths take 40 times as much."""
+_MAX_DEPTH = 1_000
+"""Python's json reads no deeper."""
 _IS_MARK = np.isin(np.arange(256), [ord(mark) for mark in '"{}[],\n'])
 _DEPTH_STEP = np.zeros(256, dtype=np.int64)
 _DEPTH_STEP[[ord("{"), ord("[")]] = 1
@@ -365,55 +370,104 @@ _INVALID_CHARACTER = 1
 """Replaces a line break inside a string: as invalid there, but it ends no line."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ItemEnds:
-    """Where in a piece of a list its items end."""
+class _ListItems:
+    """The items of a list, found piece by piece. Holds one piece and the item that is not complete."""
 
-    commas: Lines
-    """The commas between items, and the end of the list if it is in this piece."""
-    list_ended: bool
-    breaks: Lines
-    in_string: npt.NDArray[np.bool_]
-    """Which of the line breaks are inside a string, where JSON allows none."""
+    def __init__(self, path: str, line: int, max_row_bytes: int) -> None:
+        self._path, self._max_row_bytes = path, max_row_bytes
+        # Where the next piece begins: its line, how deep, whether in a string, whether behind a backslash that escapes.
+        self._line, self._depth, self._in_string, self._escaping = line, 0, False, False
+        self._item: list[bytes] = []
+        """The beginning of an item that ends in a later piece."""
+        self._item_line = line
+
+    def blocks(self, stream: ByteStream, data: bytes) -> Iterator[Block]:
+        """From behind the opening bracket; `data` is what was read of it already."""
+        items: list[bytes] = []
+        lines: list[int] = []
+        first = True
+        for piece in _pieces(stream, data):
+            ends, closed, breaks, flat = self._scan(piece)
+            new, new_lines = self._complete(flat, ends, breaks)
+            if not (first and closed and new == [b""]):  # []
+                items, lines = items + new, lines + new_lines
+            while len(items) >= CHUNK_ROWS or sum(map(len, items)) >= CHUNK_BYTES or (closed and items):
+                yield _item_block(self._path, items[:CHUNK_ROWS], lines[:CHUNK_ROWS])
+                items, lines = items[CHUNK_ROWS:], lines[CHUNK_ROWS:]
+            if closed:
+                line = self._line + int(np.searchsorted(breaks, ends[-1]))
+                return _check_nothing_follows(self._path, stream, piece[int(ends[-1]) + 1 :], line)
+            self._keep(flat[int(ends[-1]) + 1 :] if len(ends) else flat, breaks, len(flat))
+            first, self._line = first and not new, self._line + len(breaks)
+        raise BadData(
+            f"{self._path}, line {self._item_line if self._item else self._line}: the item that starts here never ends. "
+            "Try: download it again, or add the missing quote or bracket."
+        )
+
+    def _scan(self, piece: bytes) -> tuple[Lines, bool, Lines, bytes]:
+        """Where items end, whether the list does, where lines end, and the piece without line breaks."""
+        data = b"\\" + piece if self._escaping else piece
+        raw = np.frombuffer(data, dtype=np.uint8)
+        at = np.flatnonzero(_IS_MARK[raw])
+        mark = raw[at]
+        inside = (np.cumsum((mark == _QUOTE) & ~_escaped(raw, at)) + self._in_string) % 2 == 1
+        depth = self._depth + np.cumsum(np.where(inside, 0, _DEPTH_STEP[mark]))
+        self._escaping = (len(data) - len(data.rstrip(b"\\"))) % 2 == 1
+        if len(at):
+            self._in_string, self._depth = bool(inside[-1]), int(depth[-1])
+        is_break, is_end = mark == _NEWLINE, (mark == _COMMA) & ~inside & (depth == 0)
+        closing = np.flatnonzero(depth < 0)[:1]
+        if len(closing):
+            if mark[closing[0]] != _END:
+                line = self._line + int(np.count_nonzero(is_break[: closing[0]]))
+                raise BadData(
+                    f"{self._path}, line {line}: one closing brace too many. Try: remove it, or write the file again."
+                )
+            is_end[closing[0]], is_end[closing[0] + 1 :] = True, False
+        at -= len(data) - len(piece)
+        flat = np.frombuffer(piece, dtype=np.uint8).copy()
+        flat[at[is_break]] = np.where(inside[is_break], _INVALID_CHARACTER, ord(" "))
+        return at[is_end], bool(len(closing)), at[is_break], flat.tobytes()
+
+    def _complete(self, flat: bytes, ends: Lines, breaks: Lines) -> tuple[list[bytes], list[int]]:
+        """The items that end in this piece, and the lines on which they start."""
+        starts = [0, *(ends + 1).tolist()][: len(ends)]
+        items = [flat[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+        begins = [start + _blanks(item) for start, item in zip(starts, items, strict=True)]
+        lines = (self._line + np.searchsorted(breaks, begins)).tolist()
+        if items and self._item:
+            items[0], lines[0], self._item = b"".join([*self._item, items[0]]), self._item_line, []
+        for item, line in zip(items, lines, strict=True):
+            self._check_size(len(item), line)
+        return [item.strip(_SPACE) for item in items], lines
+
+    def _keep(self, rest: bytes, breaks: Lines, piece_bytes: int) -> None:
+        """What follows the last complete item. Blanks before an item are not part of it."""
+        if not self._item:
+            begin = piece_bytes - len(rest) + _blanks(rest)
+            self._item_line, rest = self._line + int(np.searchsorted(breaks, begin)), rest.lstrip(_SPACE)
+        if rest:
+            self._item.append(rest)
+            self._check_size(sum(map(len, self._item)), self._item_line)
+
+    def _check_size(self, size: int, line: int) -> None:
+        if size > self._max_row_bytes:
+            deep = f", nested {self._depth:,} levels deep," if self._depth > _MAX_DEPTH else ""
+            place = f"{self._path}, line {line}: the item that starts here{deep}"
+            raise row_too_long(place, self._max_row_bytes, "add a missing quote or bracket")
 
 
-def _list_blocks(path: str, stream: ByteStream, data: bytes, line: int) -> Iterator[Block]:
-    """From behind the opening bracket; `line` is the line of the first byte."""
-    first = True
-    while True:
-        ends = _find_item_ends(path, data, line)
-        if len(ends.commas):
-            last = int(ends.commas[-1])
-            yield from _item_blocks(path, data[:last], ends, line, only=first and ends.list_ended)
-            first, line, data = False, line + int(np.searchsorted(ends.breaks, last)), data[last + 1 :]
-        if ends.list_ended:
-            return _check_nothing_follows(path, stream, data, line)
-        piece = stream.read(max(CHUNK_BYTES, len(data)))
-        if not piece or len(data) > MAX_ROW_BYTES:
-            start = line + data[: len(data) - len(data.lstrip(_SPACE))].count(b"\n")
-            raise BadData(
-                f"{path}, line {start}: the item that starts here never ends. "
-                "Try: download it again, or add the missing quote or bracket."
-            )
-        data += piece
+def _pieces(stream: ByteStream, data: bytes) -> Iterator[bytes]:
+    """The rest of the stream behind `data`, which was read before."""
+    size = min(_PIECE_BYTES, CHUNK_BYTES)
+    yield from (data[start : start + size] for start in range(0, len(data), size))
+    while piece := stream.read(size):
+        yield piece
 
 
-def _find_item_ends(path: str, data: bytes, line: int) -> _ItemEnds:
-    raw = np.frombuffer(data, dtype=np.uint8)
-    at = np.flatnonzero(_IS_MARK[raw])
-    mark = raw[at]
-    breaks = mark == _NEWLINE
-    inside = np.cumsum((mark == _QUOTE) & ~_escaped(raw, at)) % 2 == 1
-    depth = np.cumsum(np.where(inside, 0, _DEPTH_STEP[mark]))
-    commas = (mark == _COMMA) & ~inside & (depth == 0)
-    ends = np.flatnonzero(depth < 0)
-    if len(ends):
-        end = int(ends[0])
-        if mark[end] != _END:
-            where = line + int(np.count_nonzero(breaks[:end]))
-            raise BadData(f"{path}, line {where}: one closing brace too many. Try: remove it, or write the file again.")
-        commas = np.append(commas[:end], True)
-    return _ItemEnds(at[: len(commas)][commas], bool(len(ends)), at[breaks], inside[breaks])
+def _blanks(data: bytes) -> int:
+    """How many blanks it starts with."""
+    return len(data) - len(data.lstrip(_SPACE))
 
 
 def _escaped(raw: npt.NDArray[np.uint8], at: Lines) -> npt.NDArray[np.bool_]:
@@ -430,23 +484,11 @@ def _escaped(raw: npt.NDArray[np.uint8], at: Lines) -> npt.NDArray[np.bool_]:
     return escaped
 
 
-def _item_blocks(path: str, data: bytes, ends: _ItemEnds, line: int, *, only: bool) -> Iterator[Block]:
-    """What is between the commas, one item per line."""
-    copy = np.frombuffer(data, dtype=np.uint8).copy()
-    inner = ends.breaks < len(data)
-    copy[ends.breaks[inner]] = np.where(ends.in_string[inner], _INVALID_CHARACTER, ord(" "))
-    flat = copy.tobytes()
-    starts = np.concatenate([[0], ends.commas[:-1] + 1])
-    pieces = [flat[start:end] for start, end in zip(starts.tolist(), ends.commas.tolist(), strict=True)]
-    items = [piece.strip(_SPACE) for piece in pieces]
-    if only and items == [b""]:
-        return
-    begins = starts + [len(piece) - len(piece.lstrip(_SPACE)) for piece in pieces]
-    lines = line + np.searchsorted(ends.breaks, begins)
-    for start in range(0, len(items), CHUNK_ROWS):
-        part = [item or b"," for item in items[start : start + CHUNK_ROWS]]  # nothing between two commas is invalid
-        item_ends = np.cumsum([len(item) + 1 for item in part]) - 1
-        yield Block(file=path, data=b"\n".join(part), ends=item_ends, lines=lines[start : start + CHUNK_ROWS])
+def _item_block(path: str, items: list[bytes], lines: list[int]) -> Block:
+    """One item per line."""
+    items = [item or b"," for item in items]  # nothing between two commas is invalid
+    ends = np.cumsum([len(item) + 1 for item in items]) - 1
+    return Block(file=path, data=b"\n".join(items), ends=ends, lines=np.array(lines, dtype=np.int64))
 
 
 def _check_nothing_follows(path: str, stream: ByteStream, data: bytes, line: int) -> None:

@@ -36,17 +36,20 @@ from brimful.data.read.files import (
     Format,
     RowProblem,
     find_files,
+    longest_row,
+    row_too_long,
 )
 from brimful.data.read.json_rows import json_schema, jsonl_schema, read_json, read_jsonl
 from brimful.data.read.tables import csv_schema, hub_schema, parquet_schema, read_csv, read_hub, read_parquet
 from brimful.errors import BadData, BadOption
 from brimful.files import sha256
+from brimful.units import GiB
 
 __all__ = ["CHUNK_ROWS", "BrokenRowLimit", "Chunk", "Layout", "RowProblem", "Source", "check_max_bad", "open_source"]
 
-Reader = Callable[[str, tuple[Column, ...]], Iterator[Chunk]]
+Reader = Callable[[str, tuple[Column, ...], int], Iterator[Chunk]]
 
-_READERS: dict[Format, tuple[Callable[[str], FileSchema], Reader]] = {
+_READERS: dict[Format, tuple[Callable[[str, int], FileSchema], Reader]] = {
     "parquet": (parquet_schema, read_parquet),
     "jsonl": (jsonl_schema, read_jsonl),
     "json": (json_schema, read_json),
@@ -77,8 +80,10 @@ class Source:
     skipped: tuple[str, ...]
     """What the folders contain besides files of rows, each with the reason."""
 
-    def __init__(self, paths: Sequence[str], files: Sequence[_SourceFile], skipped: Sequence[str]) -> None:
-        self.paths, self._files = tuple(paths), tuple(files)
+    def __init__(
+        self, paths: Sequence[str], files: Sequence[_SourceFile], skipped: Sequence[str], max_row_bytes: int
+    ) -> None:
+        self.paths, self._files, self._max_row_bytes = tuple(paths), tuple(files), max_row_bytes
         self.layout, self.skipped = _common_layout(files), tuple(skipped)
         self.files = tuple(one.file.path for one in files)
         self.total_bytes = sum(one.file.size_bytes for one in files)
@@ -99,29 +104,31 @@ class Source:
     def _chunks(self) -> Iterator[Chunk]:
         bytes_before = 0
         for one in self._files:
-            for chunk in _READERS[one.file.format][1](one.file.path, one.columns):
+            for chunk in _READERS[one.file.format][1](one.file.path, one.columns, self._max_row_bytes):
+                _check_row_sizes(chunk, self._max_row_bytes)
                 yield from map_columns(one.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
             _check_unchanged(one.file)
             bytes_before += one.file.size_bytes
 
 
-def open_source(paths: Sequence[str] | Source, *, columns: str | None = None) -> Source:
+def open_source(paths: Sequence[str] | Source, *, columns: str | None = None, host_limit_bytes: int = GiB) -> Source:
     """Find the files behind these paths and what their columns mean. Reads only a few rows.
 
-    A source that is already open is returned as it is, so that commands built on each other open it once.
+    A row that cannot be read within the memory limit is an error. A source that is already open is returned as it is, so
+    that commands built on each other open it once.
     """
     if isinstance(paths, Source):
         return paths
     files: list[_SourceFile] = []
-    found = find_files(paths)
+    found, max_row_bytes = find_files(paths), longest_row(host_limit_bytes)
     for file in found.files:
-        one = _open_file(file, columns, files[0].layout if files else None)
+        one = _open_file(file, columns, files[0].layout if files else None, max_row_bytes)
         if files and one.layout.fields != files[0].layout.fields:
             raise layout_mismatch(
                 files[0].file.path, files[0].layout, files[0].schema, file.path, one.layout, one.schema
             )
         files.append(one)
-    return Source(paths, files, found.skipped)
+    return Source(paths, files, found.skipped, max_row_bytes)
 
 
 def _check_unchanged(file: DataFile) -> None:
@@ -139,9 +146,17 @@ def _check_unchanged(file: DataFile) -> None:
         )
 
 
-def _open_file(file: DataFile, requested: str | None, earlier: Layout | None) -> _SourceFile:
+def _check_row_sizes(chunk: Chunk, max_row_bytes: int) -> None:
+    """Refuse a row of a table that is too long. Readers of text have looked already, before it was whole."""
+    if chunk.rows.nbytes > max_row_bytes:
+        row = next((row for row in range(chunk.rows.num_rows) if chunk.rows.slice(row, 1).nbytes > max_row_bytes), None)
+        if row is not None:
+            raise row_too_long(f"{chunk.file}, line {chunk.lines[row]}", max_row_bytes, "shorter rows")
+
+
+def _open_file(file: DataFile, requested: str | None, earlier: Layout | None, max_row_bytes: int) -> _SourceFile:
     """A file and its layout: as requested, as in the first file, or by its own columns."""
-    schema = _READERS[file.format][0](file.path)
+    schema = _READERS[file.format][0](file.path, max_row_bytes)
     layout: Layout | None
     if requested is not None:
         layout = requested_layout(requested, list(schema.types), file.path)
@@ -184,14 +199,15 @@ class BrokenRowLimit:
         if chunk.broken and self.first is None:
             self.first = chunk.broken[0]
         if self.first is not None and self.max_bad == 0:
-            raise BadData(f"{self.first}. Try: repair that row, or drop such rows with max_bad=0.01.")
+            repair = self.first.repair("repair that row")
+            raise BadData(f"{self.first}. Try: {repair}, or drop such rows with max_bad=0.01.")
 
     def check(self) -> None:
         """Check the share once all rows were read."""
-        if self.broken > self.max_bad * self.rows_in:
+        if self.first is not None and self.broken > self.max_bad * self.rows_in:
             raise BadData(
                 f"{self.broken:,} of {self.rows_in:,} rows are broken, more than max_bad={self.max_bad:g} allows. "
-                f"Try: repair them, starting with {self.first}."
+                f"Try: {self.first.repair('repair them')}, starting with {self.first}."
             )
 
 

@@ -208,7 +208,7 @@ def train_tokenizer(
     options, path = options or TokenizerOptions(), Path(output).resolve()
     vocab_size, _ = requested_size(options, model_config)
     check_model(vocab_size, model_config)
-    source = open_source(paths, columns=options.columns)
+    source = open_source(paths, columns=options.columns, host_limit_bytes=options.host_limit_bytes)
     refuse_output_inside(path, source.paths)
     folder = OutputFolder(path=path, kind="tokenizer", marker=MODEL_FILE, overwrite=options.overwrite)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

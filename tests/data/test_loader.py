@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -218,7 +219,7 @@ class Wide(Rows):
 def open_files(spare):
     """As many more files may be opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
+    highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
     files = [os.open(os.devnull, os.O_RDONLY)]
     while files[-1] < highest:
         files.append(os.open(os.devnull, os.O_RDONLY))  # in the gaps

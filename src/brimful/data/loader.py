@@ -29,7 +29,7 @@ from torch.utils.data._utils import signal_handling
 
 from brimful.data.batches import Excluded, Lengths, Mix, SampledStep, StepSampler
 from brimful.data.reader import PackedStep, ReadError, StepReader, StepRows, WorkerTraceback, is_exhausted, pack
-from brimful.errors import BadOption, TaskError, in_one_line
+from brimful.errors import BadOption, StoppedWaiting, TaskError, in_one_line
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host, Space, tree_bytes
 from brimful.memory.meter import trim_heap
@@ -202,6 +202,7 @@ class Loader:
             self._note(message, {"workers": self.workers})
 
         with Watchdog(limit_bytes, self.reduce_memory, note, also=self._stall):
+            stopped = False
             try:
                 while True:
                     self._changed, self._waiting_since = False, time.monotonic()
@@ -211,9 +212,13 @@ class Loader:
                         self._waiting_since = time.monotonic()
                         if self._changed:
                             break
+            except StoppedWaiting:
+                stopped = True  # a stuck worker takes seconds to end, and the training has something to save first
+                raise
             finally:
                 self._waiting_since = None
-                self.close()
+                if not stopped:
+                    self.close()
 
     def close(self) -> None:
         """End the workers. torch waits 5 s for each that is still reading; what these read is not needed any more."""

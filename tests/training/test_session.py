@@ -134,6 +134,19 @@ def test_one_call_begins_a_run_and_resumes_it(tmp_path):
     assert [event["resumed"] for event in events if event["event"] == "begin"] == [False, True]
 
 
+def test_a_warmup_longer_than_the_run_is_lowered_in_sight(tmp_path):
+    train(tmp_path / "run", max_steps=4, warmup=1024, lr=1.0, schedule="linear", min_lr=0.0)
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    (choice,) = [one for one in Plan.load(tmp_path / "run" / "plan.json").choices if one.name == "warmup"]
+    assert choice.cells[:3] == ("warmup", "1024", "2 steps")
+    assert choice.reason == "half of the run, which has only 4 steps"
+    notes = [event["sentence"] for event in events if event["event"] == "note"]
+    assert any(
+        note.startswith("warmup=1024 is lowered to 2: half of the run, which has only 4 steps") for note in notes
+    )
+    assert [event["lr"] for event in events if event["event"] == "step"] == [0.5, 1.0, 0.5, 0.0]
+
+
 class Scheduled(Regression):
     def schedule(self, optimizer, steps):
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)

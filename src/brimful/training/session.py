@@ -137,7 +137,8 @@ def train(
         optimizer: "adamw", "adafactor" or "adamw8bit". Default: the task's optimizer, else adamw.
         weight_decay: Weight decay. Biases and norms are not decayed.
         schedule: How the learning rate falls: "constant", "linear", "cosine" or "wsd". `task.schedule` wins over it.
-        warmup: Steps, or a share of the run such as "2%", in which the learning rate rises.
+        warmup: Steps, or a share of the run such as "2%", in which the learning rate rises. Steps are at most half of
+            the run.
         decay: The share of the run in which "wsd" falls.
         min_lr: The learning rate at the end, as a share of the peak.
         clip_norm: Clip the norm of the gradients to this; 0 disables clipping.
@@ -392,6 +393,7 @@ class Session:
             Choice.of("steps", options.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step", "measured"),
             Choice.of("optimizer", options.optimizer, optimizer_name(self.task), origin + rate, "asked"),
             Choice.of("schedule", self.request.options.get("schedule"), options.schedule, "", "asked"),
+            self._warmup(steps),
             Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
         )  # fmt: skip
         planned = [
@@ -400,6 +402,17 @@ class Session:
             if one.name not in {new.name for new in added}  # the plan of a resumed run has them already
         ]
         return replace(plan, choices=(*planned, *added))
+
+    def _warmup(self, steps: int) -> Choice:
+        requested, warmup = self.options.warmup, self.options.warmup_steps(steps)
+        if "%" not in str(requested) and warmup < int(requested):
+            reason = f"half of the run, which has only {show_count(steps, 'step')}"
+            self._note(
+                f"warmup={requested} is lowered to {warmup}: {reason}. Try: a share of the run, such as warmup='3%'"
+            )
+        else:
+            reason = f"of {show_count(steps, 'step')}"
+        return Choice.of("warmup", self.request.options.get("warmup"), show_count(warmup, "step"), reason, "asked")
 
     def _steps(self, plan: Plan, rows: Dataset) -> int:
         return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))
@@ -432,6 +445,7 @@ class Session:
                     f"task {self.task.name}: schedule() returned {kind_of(scheduler)}. Try: return a torch LRScheduler, or None."
                 )
             plan = _with_schedule(plan, "the task's own", f"{type(scheduler).__name__}, from Task.schedule")
+            plan = replace(plan, choices=tuple(one for one in plan.choices if one.name != "warmup"))
         else:
             plan = _with_schedule(plan, schedule.curve, schedule.describe(float(optimizer.param_groups[0]["lr"])))
         loop = Loop(

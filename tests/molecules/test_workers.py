@@ -3,6 +3,7 @@
 import pickle
 import socket
 
+import psutil
 import pytest
 import torch
 
@@ -178,6 +179,13 @@ def weights(messages):
         if isinstance(message, ProgressMessage)
         for one in message.finished
     }
+
+
+@torture
+def test_a_cluster_of_this_machine_alone_listens_on_its_loopback_only(ray):
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    sockets = [one for process in processes for one in process.net_connections() if one.status == psutil.CONN_LISTEN]
+    assert {one.laddr.ip for one in sockets} == {"127.0.0.1"}
 
 
 @torture

@@ -284,8 +284,11 @@ def connect_ray(address: str) -> tuple[Any, int, int]:
         raise MissingExtra("ray", "ray") from None
     try:
         if not ray.is_initialized():
+            # Ray's servers listen on all interfaces, unless this is the address of the machine.
+            own = {"_node_ip_address": "127.0.0.1"} if address == "local" else {}
             ray.init(
                 address=None if address == "local" else address,
+                **own,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from brimful.errors import MissingExtra
 from brimful.task import Task
 from brimful.training.options import Curve, OptimizerName, TrainOptions
-from brimful.units import show_count
 
 LEARNING_RATE = 1e-4
 """For a task without a `learning_rate`."""

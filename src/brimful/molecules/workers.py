@@ -48,6 +48,8 @@ SNAPSHOT_S = 20.0
 POLL_S = 1.0
 """Between two checks that all processes are alive."""
 CONNECT_S = 5.0
+RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Whether other machines may join, read when Ray is imported. If not, its servers listen on the loopback only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,17 +280,16 @@ def check_address(address: str) -> None:
 def connect_ray(address: str) -> tuple[Any, int, int]:
     """Ray, and the number of GPUs and cores of the cluster."""
     check_address(address)
+    if address == "local":
+        os.environ.setdefault(RAY_CLUSTERS, "0")
     try:
         import ray
     except ImportError:
         raise MissingExtra("ray", "ray") from None
     try:
         if not ray.is_initialized():
-            # Ray's servers listen on all interfaces, unless this is the address of the machine.
-            own = {"_node_ip_address": "127.0.0.1"} if address == "local" else {}
             ray.init(
                 address=None if address == "local" else address,
-                **own,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -104,9 +104,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         return store
     listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
-    return dist.TCPStore(
-        "127.0.0.1", port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener
-    )
+    return dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener)
 
 
 def _sum_of_ranks(device: torch.device) -> tuple[float, int]:

@@ -339,12 +339,26 @@ def test_the_code_of_the_training_guide_runs(tmp_path, monkeypatch, capsys):
 def test_the_keywords_of_train_are_the_fields_of_its_options():
     """With the same defaults and, but for paths and data in memory, the same types."""
     hints, signature = get_type_hints(brimful.train), inspect.signature(brimful.train)
-    own, wider = {"task", "data", "hooks", "listeners", "progress"}, {"valid", "run", "plan"}
+    own, wider = {"task", "data", "quiet", "hooks", "listeners", "progress"}, {"valid", "run", "plan"}
     keywords = {name: one.default for name, one in signature.parameters.items() if name not in own}
     options = {one.name: (owner, one.default) for owner in (TrainOptions, PlanOptions) for one in fields(owner)}
     assert keywords == {name: default for name, (_, default) in options.items()}
     for name in keywords.keys() - wider:
         assert hints[name] == get_type_hints(options[name][0])[name], name
+
+
+def test_plan_and_progress_are_shown_unless_quiet(tmp_path, capfd):
+    train(tmp_path / "shown")
+    shown = capfd.readouterr()
+    assert "micro batch" in shown.err and "step 3/3" in shown.err and shown.out == ""
+    train(tmp_path / "quiet", quiet=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_plan_is_shown_unless_quiet(capfd):
+    for quiet, printed in ((False, True), (True, False)):
+        brimful.plan(Regression(), data=ROWS, device="cpu", cache=False, quiet=quiet)
+        assert ("micro batch" in capfd.readouterr().err) is printed
 
 
 def test_the_plan_names_the_schedule_in_effect(tmp_path, whole):

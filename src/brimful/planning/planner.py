@@ -53,6 +53,7 @@ from brimful.planning.probe import (
     with_dummy,
 )
 from brimful.planning.target import Target, autocast_dtype, find_target
+from brimful.show import open_view
 from brimful.task import Dataset, Precision, Shape, Task
 from brimful.units import flag_bytes, show_bytes, show_count
 
@@ -83,6 +84,7 @@ def plan(
     allow_inexact: bool = False,
     cache: bool = True,
     seed: int = 0,
+    quiet: bool = False,
     progress: Progress = lambda phrase: None,
 ) -> Plan:
     """Find the fastest configuration of a task that fits the memory, without an out-of-memory error.
@@ -123,6 +125,7 @@ def plan(
         allow_inexact: Split a step even if that changes its result, because the loss looks across rows.
         cache: Reuse a saved plan with the same key, and save this one.
         seed: Seed of the probe batches and of the temporary model.
+        quiet: Print neither the progress nor the plan, which `print(plan)` shows as well.
         progress: Called with a phrase before each probe.
 
     Raises:
@@ -146,7 +149,15 @@ def plan(
     )  # fmt: skip
     target = find_target(options)
     rows = None if data is None else read_rows(task, data)
-    return find_plan(task, options, target, rows, model=model, optimizer=optimizer, progress=progress)
+    with open_view(quiet=quiet) as view:
+
+        def status(phrase: str) -> None:
+            view.status(phrase)
+            progress(phrase)
+
+        result = find_plan(task, options, target, rows, model=model, optimizer=optimizer, progress=status)
+        view({"event": "plan", **result.to_json()})
+    return result
 
 
 def find_plan(

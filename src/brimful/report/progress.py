@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from brimful.show import show_with
 from brimful.training.events import number
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -104,6 +106,11 @@ class Progress:
         except Exception as error:
             self._view = None
             log.info("the progress view is closed: %s", error)
+
+
+def show_progress() -> None:
+    """`brimful.plan` and `brimful.train` show what they do on standard error."""
+    show_with(lambda: Progress.open(sys.stderr))
 
 
 class RunSummary:

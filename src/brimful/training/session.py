@@ -33,6 +33,7 @@ from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
 from brimful.planning.probe import build_model, read_rows, task_errors, with_dummy
 from brimful.planning.target import Target, autocast_dtype, find_target
+from brimful.show import open_view
 from brimful.step.distributed import SingleProcess, join, on_rank_zero
 from brimful.step.result import Event
 from brimful.step.stepper import Stepper
@@ -105,6 +106,7 @@ def train(
     allow_inexact: bool = False,
     cache: bool = True,
     seed: int = 0,
+    quiet: bool = False,
     hooks: Sequence[Hook] = (),
     listeners: Sequence[Listener] = (),
     progress: Callable[[str], object] = lambda phrase: None,
@@ -171,6 +173,7 @@ def train(
         allow_inexact: Split a step even if that changes its result.
         cache: Reuse a saved plan with the same key.
         seed: Seed of weights, order of rows and dropout.
+        quiet: Print neither the plan nor the progress.
         hooks: Your code at points of the loop: see `Hook`.
         listeners: Called with every event as a dict, on rank 0.
         progress: Called with a phrase for what is being done before the first step.
@@ -206,9 +209,21 @@ def train(
     )  # fmt: skip
     if before is not None and before.task_options != request.task_options:
         raise BadOption("resume=True needs the task options the run began with. Try: a new run, in another folder.")
-    with RunLock(root) if os.environ.get("RANK", "0") == "0" else nullcontext():
+    first = os.environ.get("RANK", "0") == "0"
+    with RunLock(root) if first else nullcontext(), open_view(quiet=quiet or not first) as view:
+
+        def status(phrase: str) -> None:
+            view.status(phrase)
+            progress(phrase)
+
         return Session(
-            task=task, data=data, valid=valid, request=request, hooks=hooks, listeners=listeners, progress=progress
+            task=task,
+            data=data,
+            valid=valid,
+            request=request,
+            hooks=hooks,
+            listeners=(view, *listeners),
+            progress=status,
         ).train()
 
 

@@ -61,6 +61,14 @@ def test_one_term_has_a_perplexity():
     assert found.count == sum(len(row["words"]) for row in ROWS)
 
 
+def test_a_loss_that_counts_rows_has_no_perplexity():
+    class Scored(Words):
+        def loss(self, model, batch):
+            return model(batch["words"]).square().mean()
+
+    assert evaluator(Scored(), Words().model()).run().perplexity is None
+
+
 def test_an_infinite_perplexity_is_none():
     class Huge(Words):
         def loss(self, model, batch):

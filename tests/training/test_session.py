@@ -347,6 +347,20 @@ def test_the_keywords_of_train_are_the_fields_of_its_options():
         assert hints[name] == get_type_hints(options[name][0])[name], name
 
 
+class Tokenizer:
+    def save_pretrained(self, folder):
+        Path(folder, "tokenizer.json").write_text("{}")
+
+
+class WithTokenizer(Regression):
+    tokenizer = Tokenizer()
+
+
+def test_a_tasks_tokenizer_is_saved_with_the_model(tmp_path):
+    train(tmp_path / "run", WithTokenizer())
+    assert (tmp_path / "run" / "model" / "tokenizer.json").read_text() == "{}"
+
+
 def test_plan_and_progress_are_shown_unless_quiet(tmp_path, capfd):
     train(tmp_path / "shown")
     shown = capfd.readouterr()

@@ -178,7 +178,7 @@ class RunSummary:
             ("lr", _show(number(self.last, "lr"), "{:.2e}".format)),
             ("epoch", _show(number(self.last, "epoch"), "{:.2f}".format)),
             ("rows/s", self._median("rows_per_s", show_rate)),
-            ("tokens/s", self._median("tokens_per_s", show_rate)),
+            *([("tokens/s", self._median("tokens_per_s", show_rate))] if self._recent("tokens_per_s") else []),
             ("MFU", self._median("mfu", "{:.1%}".format)),
             ("data wait", _show(waited / (waited + worked) if worked else None, "{:.1%}".format)),
             ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),

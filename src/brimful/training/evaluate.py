@@ -51,7 +51,7 @@ class EvalResult:
     loss: float
     """The sum of the terms' means over all rows: what training minimizes."""
     perplexity: float | None
-    """e to the loss; None for a loss of several terms."""
+    """e to the loss; None for a loss of several terms, or one that does not count tokens: the parts of rows with a length."""
     terms: dict[str, float]
     """The mean of each term."""
     rows: int
@@ -127,7 +127,7 @@ class Evaluator:
         mean = sum(means.values()) if loss else math.nan
         return EvalResult(
             loss=mean,
-            perplexity=math.exp(mean) if len(means) == 1 and mean < LARGEST_EXPONENT else None,
+            perplexity=math.exp(mean) if self._counts_tokens(terms) and mean < LARGEST_EXPONENT else None,
             terms=means,
             rows=len(self.rows),
             count=sum(count for _, count in terms.values()),
@@ -139,6 +139,10 @@ class Evaluator:
             peak_bytes=self._peak(),
             forward={one.what: one.to_json() for one in self.context.forwards if one.batches},
         )
+
+    def _counts_tokens(self, terms: dict[str, tuple[float, float]]) -> bool:
+        counted = [count for _, count in terms.values()]
+        return len(counted) == 1 and counted[0] > len(self.rows) and bool(self.task.worst_shape)
 
     def _loss(self) -> dict[str, tuple[float, float]]:
         """Sum and count of each term, over all ranks."""

@@ -244,7 +244,8 @@ class Loop:
         except UserError as error:  # the same on all ranks; weights and optimizer are unchanged
             self.journal.write("note", step=self.step, sentence=f"this evaluation was skipped: {error}")
             return False
-        figures = {"loss": result.loss, "perplexity": result.perplexity, **result.metrics}
+        perplexity = {} if result.perplexity is None else {"perplexity": result.perplexity}
+        figures = {"loss": result.loss, **perplexity, **result.metrics}
         if self.best_by not in figures or self.best_by == "perplexity":
             names = ", ".join(["loss", *result.metrics])
             raise BadOption(f"best={self.best_by!r} is not a score of this evaluation. Try: {names}.")

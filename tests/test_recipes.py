@@ -32,5 +32,10 @@ def test_a_recipe_holds_options_that_train_takes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_warms_up_for_a_share_of_the_run_however_short_it_is(name):
+    assert options_of(name).generic["warmup"].endswith("%")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_fixes_nothing_that_memory_decides(name):
     assert not {"micro_batch", "checkpointing", "memory_limit", "plan"} & options_of(name).generic.keys()

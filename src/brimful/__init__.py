@@ -65,6 +65,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
+    if name in ("plan", "train"):
+        import_module("brimful.report.progress").show_progress()
     return getattr(import_module(_MODULES[name]), name)
 
 

@@ -100,6 +100,10 @@ class MissingExtra(UserError):
         super().__init__(f"{package} is not installed. Try: pip install 'brimful[{extra}]'.")
 
 
+class StoppedWaiting(BaseException):
+    """Raised by a signal handler to end a wait for rows. Not an error: the code that reads rows must not catch it."""
+
+
 class InternalError(BrimfulError):
     """An invariant of Brimful is broken."""
 

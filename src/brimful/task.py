@@ -227,7 +227,8 @@ class Task:
     def save(self, model: "nn.Module", folder: "Path", rows: Dataset) -> None:
         """Write the model for others to load. `rows` is what it was trained on.
 
-        Weights belong in `model.safetensors`. If it does not hold all of them, a checkpoint keeps them once more.
+        Weights belong in `model.safetensors`. If it does not hold all of them, a checkpoint keeps them once more. A
+        `tokenizer` of the task that has a `save_pretrained` is saved beside the model.
         """
         from safetensors.torch import save_model
 

@@ -2,9 +2,12 @@
 
 import os
 import random
+import resource
 import signal
 import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -190,6 +193,144 @@ def test_without_a_plan_the_step_gets_the_rows_and_cuts_them_itself():
     (step,) = some(Loader(Rows(), Words()), 1)
     assert not step.collated and step.groups == [list(range(12))]
     assert rows_of(step) == [Rows()[row].tolist() for row in step.indices]
+
+
+class Wide(Rows):
+    """Rows of many tensors, in all the ways a tensor may lie in memory."""
+
+    def __getitem__(self, index):
+        table = torch.full((3, 4), index + 1)
+        kinds = [
+            table.T,
+            table[:, 1:3],
+            torch.ones(1).expand(5),
+            torch.ones(2, 0),
+            table.to(torch.bfloat16),
+            table[1, 2],
+        ]
+        return {
+            "many": [torch.full((1 + number,), index) for number in range(30)],
+            "kinds": kinds,
+            "name": f"row {index}",
+        }
+
+
+@contextmanager
+def open_files(spare):
+    """As many more files may be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
+    files = [os.open(os.devnull, os.O_RDONLY)]
+    while files[-1] < highest:
+        files.append(os.open(os.devnull, os.O_RDONLY))  # in the gaps
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[-1] + 1 + spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in files:
+            os.close(file)
+
+
+def test_a_step_takes_one_open_file_however_many_tensors_it_has(monkeypatch):
+    monkeypatch.setattr(module, "OPEN_FILES", 0)
+    with open_files(spare=60):
+        steps = some(Loader(Wide(), Words(), workers=2), 4)
+    assert [step.indices.tolist() for step in steps] == [
+        step.indices.tolist() for step in some(Loader(Wide(), Words()), 4)
+    ]
+
+
+def test_tensors_come_from_a_worker_as_they_were_read():
+    (here,), (there,) = (some(Loader(Wide(), Words(), workers=workers), 1) for workers in (0, 1))
+    for one, other in zip(here.parts[0], there.parts[0], strict=True):
+        assert one["name"] == other["name"]
+        for a, b in zip(one["kinds"] + one["many"], other["kinds"] + other["many"], strict=True):
+            assert torch.equal(a, b) and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+
+
+def test_the_limit_of_open_files_is_raised_for_workers(monkeypatch):
+    monkeypatch.setattr(module, "OPEN_FILES", 777)
+    with open_files(spare=200):
+        some(Loader(Rows(), Words(), workers=1), 1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 777
+
+
+def test_where_no_file_can_be_opened_steps_are_read_without_workers(monkeypatch):
+    monkeypatch.setattr(module, "OPEN_FILES", 0)
+    heard = []
+    with open_files(spare=3):
+        steps = some(Loader(Rows(), Words(), workers=1, note=lambda message, details: heard.append(message)), 3)
+    assert [step.indices.tolist() for step in steps] == [stream(start, 12) for start in (0, 12, 24)]
+    assert len(heard) == 1 and "Too many open files" in heard[0]
+    assert heard[0].endswith("). Training continues with no loader workers instead of 1; no row is lost")
+
+
+class Unpicklable(Rows):
+    def __getitem__(self, index):
+        return [lambda: index]
+
+
+def test_rows_that_no_worker_can_pass_on_are_an_error_instead_of_a_wait_without_end():
+    with pytest.raises(TaskError, match=r"a worker cannot pass on its rows \(.*Try: workers=0"):
+        some(Loader(Unpicklable(), Words(), workers=1), 1)
+
+
+class Stalled(Rows):
+    """Row 17 is never read."""
+
+    def __getitem__(self, index):
+        while index == 17:
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def test_a_stuck_worker_is_reported_and_ends_the_wait_with_the_rows_it_hangs_on(monkeypatch):
+    monkeypatch.setattr(module, "CHECK_S", 0.05)
+    monkeypatch.setattr(module, "POLL_S", 0.1)
+    monkeypatch.setattr(module, "STALL_S", 0.3)
+    monkeypatch.setattr(module, "STUCK_S", 1.0)
+    heard = []
+    with pytest.raises(TaskError, match=r"the loader workers have not read rows \d+, .* in 1.0 s\. Try: .*workers=0"):
+        some(made(Stalled(), workers=1, note=lambda message, details: heard.append(message)), 5)
+    assert len(heard) == 1 and heard[0].startswith(
+        "training has waited 0.30 s for its next rows: 1 loader worker reads rows "
+    )
+
+
+class Hungry(Rows):
+    """Row 17 needs more host RAM than there is, the first times."""
+
+    def __init__(self, tries, where):
+        super().__init__()
+        self.tries, self.where = tries, where
+
+    def __getitem__(self, index):
+        if index == 17:
+            with self.where.open("a") as file:
+                file.write("x")
+            if len(self.where.read_text()) <= self.tries:
+                raise MemoryError
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("workers", "tries"), [(0, 1), (2, 1), (2, 2)])
+def test_a_row_that_host_ram_was_too_short_for_is_read_again_without_workers(tmp_path, workers, tries):
+    heard = []
+    loader = made(Hungry(tries, tmp_path / "tries"), workers=workers, note=lambda message, _: heard.append(message))
+    assert [step.indices.tolist() for step in some(loader, 5)] == [stream(12 * step, 12) for step in range(5)]
+    assert len(heard) == bool(workers)
+    if heard:
+        assert heard[0].startswith("row 17 of the dataset cannot be read at ")
+        assert heard[0].endswith(
+            "(host RAM ran out). Training continues with 1 loader worker instead of 2; no row is lost"
+        )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_never_fits_host_ram_stops_the_run_with_its_number(tmp_path, workers):
+    with pytest.raises(TaskError, match=r"row 17 of the dataset cannot be read at .* \(host RAM ran out\)\. Try: "):
+        some(made(Hungry(99, tmp_path / "tries"), workers=workers), 5)
 
 
 class Deadly(Rows):

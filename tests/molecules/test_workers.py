@@ -2,7 +2,9 @@
 
 import pickle
 import socket
+from importlib.util import find_spec
 
+import psutil
 import pytest
 import torch
 
@@ -160,7 +162,8 @@ JOBS = [support.job(seed, name, activation="silu") for seed in range(3) for name
 
 @pytest.fixture(scope="module")
 def ray():
-    pytest.importorskip("ray")
+    if find_spec("ray") is None:
+        pytest.skip("needs ray")
     found, gpus, cores = workers.connect_ray("local")
     assert gpus == 0 and cores >= 1
     yield found
@@ -178,6 +181,13 @@ def weights(messages):
         if isinstance(message, ProgressMessage)
         for one in message.finished
     }
+
+
+@torture
+def test_a_cluster_of_this_machine_alone_listens_on_its_loopback_only(ray):
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    sockets = [one for process in processes for one in process.net_connections() if one.status == psutil.CONN_LISTEN]
+    assert {one.laddr.ip.removeprefix("::ffff:") for one in sockets} == {"127.0.0.1"}
 
 
 @torture

@@ -460,7 +460,7 @@ class TestSavedPlans:
 def test_the_keywords_of_plan_are_the_fields_of_its_options():
     """With the same types and defaults, so that an option added in one place cannot be forgotten in the other."""
     hints, signature = get_type_hints(plan), inspect.signature(plan)
-    own = {"task", "data", "model", "optimizer", "progress"}
+    own = {"task", "data", "model", "optimizer", "quiet", "progress"}
     keywords = {name: (hints[name], one.default) for name, one in signature.parameters.items() if name not in own}
     option_hints = get_type_hints(PlanOptions)
     assert keywords == {one.name: (option_hints[one.name], one.default) for one in fields(PlanOptions)}

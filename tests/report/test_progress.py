@@ -76,10 +76,14 @@ def test_what_a_loss_logs_is_shown_beside_it():
     assert "loss 2.0000  accuracy 0.7500  margin nan  lr" in line
 
 
+def test_tokens_are_not_mentioned_where_there_are_none():
+    assert "tokens/s" not in summary_of(step(7, tokens_per_s=None)).line()
+
+
 def test_what_is_not_known_is_a_dash():
     unknown = step(7, **dict.fromkeys(("mfu", "tokens_per_s", "peak_bytes", "eta_s", "grad_norm", "epoch")))
     summary = summary_of(unknown)
-    assert {name for name, value in summary.items() if value == UNKNOWN} == {"MFU", "tokens/s", "epoch", "checkpoint"}
+    assert {name for name, value in summary.items() if value == UNKNOWN} == {"MFU", "epoch", "checkpoint"}
     assert (summary.memory, summary.eta) == (UNKNOWN, UNKNOWN)
 
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -59,11 +60,45 @@ class Other(Run):
         return Dataset(ROWS - 1)
 
 
+class Waits(Run):
+    """After 100 rows the next one does not come, until there is a file `go` in the run."""
+
+    name = "run"
+
+    def __init__(self, run: Path):
+        super().__init__()
+        self.run = run
+
+    def rows(self, data):
+        return WaitingDataset(self.run)
+
+
+class WaitingDataset(Dataset):
+    def __init__(self, run: Path):
+        super().__init__()
+        self.run, self.taken = run, 0
+
+    def __getitem__(self, index):
+        self.taken += 1
+        while self.taken > 100 and not (self.run / "go").exists():
+            (self.run / "waits").touch()
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
 def plan_file(folder: Path, processes=1) -> Path:
     """A plan of the task."""
     path = folder / f"plan-{processes}.json"
     if not path.exists():
         assert finish([_begin(_plan, path, processes)]) == [0]
+    return path
+
+
+def with_workers(plan: Path, workers: int) -> Path:
+    """The same plan with so many loader workers."""
+    before = brimful.Plan.load(plan)
+    path = plan.with_name(f"workers-{workers}.json")
+    replace(before, host=replace(before.host, workers=workers)).save(path)
     return path
 
 

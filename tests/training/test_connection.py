@@ -1,5 +1,6 @@
 """Processes that cannot talk are told what helps, before they train."""
 
+import json
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import torch
 from brimful.errors import ConnectionFailed
 from brimful.training import connection
 from brimful.training.connection import TIMED_OUT, Surroundings, fix_for, main_line
+from brimful.training.launch import supervise
 from brimful.units import GiB, MiB
 
 ONE_BOX = Surroundings(backend="nccl", shm_bytes=64 * MiB, interfaces=["eth0"])
@@ -173,3 +175,23 @@ def places(rank: int) -> dict[str, str]:
         port = free.getsockname()[1]
     names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in names.items()} | {"OMP_NUM_THREADS": "1"}
+
+
+LISTENING = """
+import json, os, psutil, torch
+from pathlib import Path
+from brimful.training.connection import check_connection
+from brimful.step.distributed import join
+check_connection(torch.device("cpu"), "gloo")
+group = join(torch.device("cpu"))
+sockets = psutil.Process().net_connections()
+Path(os.environ["FOUND"], f"rank-{group.rank}").write_text(json.dumps([one.laddr.ip for one in sockets if one.status == "LISTEN"]))
+group.gather([1.0])
+"""
+
+
+def test_processes_of_one_machine_listen_on_its_loopback_only(tmp_path):
+    command, environment = [sys.executable, "-c", LISTENING], os.environ | {"FOUND": str(tmp_path)}
+    assert supervise(command, processes=2, environment=environment, reports=tmp_path / "job").code == 0
+    for rank in (0, 1):
+        assert set(json.loads((tmp_path / f"rank-{rank}").read_text())) == {"127.0.0.1"}

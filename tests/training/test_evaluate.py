@@ -61,6 +61,14 @@ def test_one_term_has_a_perplexity():
     assert found.count == sum(len(row["words"]) for row in ROWS)
 
 
+def test_a_loss_that_counts_rows_has_no_perplexity():
+    class Scored(Words):
+        def loss(self, model, batch):
+            return model(batch["words"]).square().mean()
+
+    assert evaluator(Scored(), Words().model()).run().perplexity is None
+
+
 def test_an_infinite_perplexity_is_none():
     class Huge(Words):
         def loss(self, model, batch):
@@ -255,6 +263,34 @@ def test_a_task_measures_more_on_some_of_the_rows(size):
         assert first.generate_rows == 7 and first.metrics["ids"] == again.metrics["ids"]
         assert first.metrics["ids"] != sum(ids[:7]), "some of them, not the first of them"
         assert again.metrics["seen"] == 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), ValueError("no")])
+@pytest.mark.parametrize("inside_share", [False, True])
+def test_an_error_in_a_tasks_own_scores_is_one_message_on_all_ranks(error, inside_share):
+    class Failing(Words):
+        def evaluate(self, model, rows, context):
+            if context.group.rank == 0 and not inside_share:
+                raise error
+
+            def ids(places):
+                if context.group.rank == 0:
+                    raise error
+                return list(places)
+
+            return {"ids": sum(context.share(len(rows), ids))}
+
+    task = Failing()
+    models = [task.model(), task.model()]
+
+    def run(rank, group):
+        with pytest.raises(UserError) as failure:
+            evaluator(task, models[rank], group=group).run()
+        assert group.gather_objects(rank) == [0, 1], "the ranks are still in step"
+        return str(failure.value)
+
+    first, second = Team().run(run)
+    assert first == second and first.startswith("task Failing: evaluate() ")
 
 
 def test_no_rows_for_it_means_it_is_not_asked():

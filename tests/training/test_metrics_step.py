@@ -54,6 +54,11 @@ def test_tokens_are_those_of_the_rows_not_of_the_padded_batch():
     assert meter().figures(ROWS, result(), 0.0, steps_left=1)["tokens"] == 3 + 1 + 5 + 2 + 7 + 4
 
 
+def test_a_loss_that_counts_rows_has_no_tokens():
+    found = meter().figures(ROWS, result(count=6.0), 0.0, steps_left=1)
+    assert (found["tokens"], found["tokens_per_s"]) == (None, None)
+
+
 def test_speed_counts_the_wait_for_data():
     found = meter(limit_bytes=99).figures(ROWS, result(), 1.5, steps_left=1)
     assert (found["rows_per_s"], found["tokens_per_s"]) == (6 / 2.0, 22 / 2.0)

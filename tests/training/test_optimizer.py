@@ -253,7 +253,4 @@ def test_a_wsd_run_made_longer_before_it_falls_was_never_decayed():
     [("cosine", 4, "0.25 in the first step, 1 at most, 1 in the last"), ("linear", 0, "0.75 in the first step, 0.75 at most, 0 in the last")],
 )  # fmt: skip
 def test_the_rates_described_are_those_of_the_steps(curve, warmup, rates):
-    assert (
-        Schedule(curve=curve, steps=4, warmup=warmup).describe(1.0)
-        == f"{warmup} steps of warmup; learning rate {rates}"
-    )
+    assert Schedule(curve=curve, steps=4, warmup=warmup).describe(1.0) == f"learning rate {rates}"

@@ -64,7 +64,7 @@ def test_an_unknown_word_is_refused_with_those_that_are_known(name, words):
 
 @pytest.mark.parametrize(
     ("warmup", "steps"),
-    [(100, 100), ("100", 100), ("3%", 30), (" 2.5 % ", 25), ("0%", 0), (0, 0), (5000, 1000)],
+    [(100, 100), ("100", 100), ("3%", 30), (" 2.5 % ", 25), ("0%", 0), (0, 0), (500, 500), (5000, 500), ("100%", 1000)],
 )
 def test_a_warmup_is_steps_or_a_share_of_the_run(warmup, steps):
     assert TrainOptions(warmup=warmup).warmup_steps(1000) == steps

@@ -102,6 +102,28 @@ def test_a_polite_signal_saves_and_leaves_in_good_order(folder, plan, whole, num
     assert same(run, whole)
 
 
+@pytest.mark.parametrize(
+    ("stop", "workers"), [("SIGTERM", 0), ("SIGTERM", 1), ("SIGINT", 0), ("SIGINT", 1), ("time limit", 0)]
+)
+def test_a_run_that_waits_for_rows_saves_at_once_what_is_done(folder, plan, whole, stop, workers):
+    run = folder / f"waiting-{stop}-{workers}"
+    plan, how = runs.with_workers(plan, workers), {"task": runs.Waits(run), "save_every": 100}
+    limit = {"time_limit": "4s"} if stop == "time limit" else {}
+    (process,) = runs.start(run, plan, **how, **limit)
+    while not (run / "waits").exists() and process.is_alive():
+        time.sleep(0.01)
+    time.sleep(0.3)  # what a worker has read ahead is trained on
+    if stop != "time limit":
+        os.kill(process.pid, getattr(signal, stop))
+    assert runs.finish([process], within_s=30) == [0]
+    end = list(read_events(run / "events.jsonl"))[-1]
+    assert (end["event"], end["reason"]) == ("end", "time-limit" if limit else "interrupted")
+    assert (run / "checkpoints" / f"step-{end['step']:08}" / "manifest.json").is_file() and end["step"] > 0
+    (run / "go").touch()
+    assert runs.finish(runs.start(run, plan, **how)) == [0]
+    assert same(run, whole)
+
+
 def damaged(run, how) -> str:
     """Hurt the newest checkpoint; the name of what was hurt."""
     newest = max((run / "checkpoints").glob("step-*"))

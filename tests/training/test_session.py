@@ -134,6 +134,19 @@ def test_one_call_begins_a_run_and_resumes_it(tmp_path):
     assert [event["resumed"] for event in events if event["event"] == "begin"] == [False, True]
 
 
+def test_a_warmup_longer_than_the_run_is_lowered_in_sight(tmp_path):
+    train(tmp_path / "run", max_steps=4, warmup=1024, lr=1.0, schedule="linear", min_lr=0.0)
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    (choice,) = [one for one in Plan.load(tmp_path / "run" / "plan.json").choices if one.name == "warmup"]
+    assert choice.cells[:3] == ("warmup", "1024", "2 steps")
+    assert choice.reason == "half of the run, which has only 4 steps"
+    notes = [event["sentence"] for event in events if event["event"] == "note"]
+    assert any(
+        note.startswith("warmup=1024 is lowered to 2: half of the run, which has only 4 steps") for note in notes
+    )
+    assert [event["lr"] for event in events if event["event"] == "step"] == [0.5, 1.0, 0.5, 0.0]
+
+
 class Scheduled(Regression):
     def schedule(self, optimizer, steps):
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -326,12 +339,40 @@ def test_the_code_of_the_training_guide_runs(tmp_path, monkeypatch, capsys):
 def test_the_keywords_of_train_are_the_fields_of_its_options():
     """With the same defaults and, but for paths and data in memory, the same types."""
     hints, signature = get_type_hints(brimful.train), inspect.signature(brimful.train)
-    own, wider = {"task", "data", "hooks", "listeners", "progress"}, {"valid", "run", "plan"}
+    own, wider = {"task", "data", "quiet", "hooks", "listeners", "progress"}, {"valid", "run", "plan"}
     keywords = {name: one.default for name, one in signature.parameters.items() if name not in own}
     options = {one.name: (owner, one.default) for owner in (TrainOptions, PlanOptions) for one in fields(owner)}
     assert keywords == {name: default for name, (_, default) in options.items()}
     for name in keywords.keys() - wider:
         assert hints[name] == get_type_hints(options[name][0])[name], name
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        Path(folder, "tokenizer.json").write_text("{}")
+
+
+class WithTokenizer(Regression):
+    tokenizer = Tokenizer()
+
+
+def test_a_tasks_tokenizer_is_saved_with_the_model(tmp_path):
+    train(tmp_path / "run", WithTokenizer())
+    assert (tmp_path / "run" / "model" / "tokenizer.json").read_text() == "{}"
+
+
+def test_plan_and_progress_are_shown_unless_quiet(tmp_path, capfd):
+    train(tmp_path / "shown")
+    shown = capfd.readouterr()
+    assert "micro batch" in shown.err and "step 3/3" in shown.err and shown.out == ""
+    train(tmp_path / "quiet", quiet=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_plan_is_shown_unless_quiet(capfd):
+    for quiet, printed in ((False, True), (True, False)):
+        brimful.plan(Regression(), data=ROWS, device="cpu", cache=False, quiet=quiet)
+        assert ("micro batch" in capfd.readouterr().err) is printed
 
 
 def test_the_plan_names_the_schedule_in_effect(tmp_path, whole):

@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
+from brimful.errors import StoppedWaiting
 from brimful.training.stop import STOP_SIGNALS, Interrupts, TimeLimit
 
 
@@ -109,6 +111,45 @@ def test_in_another_thread_nothing_is_set():
     thread.start()
     thread.join()
     assert found == [(before, None)]
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_ends_a_wait(number):
+    def work():
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), number)).start()
+        with Interrupts() as interrupts:
+            try:
+                with interrupts.waiting():
+                    time.sleep(60)
+            except StoppedWaiting:
+                leave_with(interrupts.signal == number.name)
+
+    assert exit_code(work) == 0
+
+
+def test_the_time_limit_ends_a_wait_and_is_no_signal():
+    def work():
+        with Interrupts(TimeLimit(0.1)) as interrupts:
+            try:
+                with interrupts.waiting():
+                    time.sleep(60)
+            except StoppedWaiting:
+                leave_with(interrupts.signal is None and interrupts.stop_requested)
+
+    assert exit_code(work) == 0
+
+
+def test_no_wait_begins_after_a_signal():
+    def work():
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                with interrupts.waiting():
+                    os._exit(5)
+            except StoppedWaiting:
+                os._exit(0)
+
+    assert exit_code(work) == 0
 
 
 def test_without_a_time_limit_a_run_never_stops():

@@ -8,14 +8,18 @@ A stored row of 120 tokens takes about 15 µs from file to collated micro-batch,
 does 20,000 rows/s and more. Workers pay where a dataset decodes, augments or waits for a disk.
 """
 
+import gc
 import itertools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,15 +28,15 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from brimful.data.batches import Excluded, Lengths, Mix, SampledStep, StepSampler
-from brimful.data.reader import ReadError, StepReader, StepRows, WorkerTraceback
-from brimful.errors import BadOption, TaskError
+from brimful.data.reader import PackedStep, ReadError, StepReader, StepRows, WorkerTraceback, is_exhausted, pack
+from brimful.errors import BadOption, StoppedWaiting, TaskError, in_one_line
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host, Space, tree_bytes
 from brimful.memory.layout import LAYOUTS, PADDED
 from brimful.memory.meter import trim_heap
 from brimful.memory.snapshot import RandomState
 from brimful.task import Task
-from brimful.units import is_whole, show_bytes, show_count
+from brimful.units import is_whole, show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
     from brimful.planning.plan import Plan
@@ -47,6 +51,17 @@ SETTLE_CHECKS = 3
 """Checks skipped after a change: workers must end and the kernel take their pages back."""
 REAP_S = 2.0
 """How long to wait for the exit code of a worker that does not answer."""
+POLL_S = 2.0
+"""Between two checks that the workers are alive while a step is waited for."""
+STALL_S, STUCK_S = 30.0, 1800.0
+"""A step that takes longer than this to read is reported, and taken for one that never comes. File servers are known to
+pause for ten minutes."""
+LEAVE_S = 1.0
+"""How long a worker may take to finish what it reads when it is no longer needed."""
+OPEN_FILES = 8192
+"""The limit of open files to ask for: the usual 1,024 are few for many workers beside a dataset that maps its files."""
+SEND_FAILED = 75
+"""Exit code of a worker that could not pass on a step. Its queue would drop the step, and the training wait for ever."""
 _SHOWN_ROWS = 5
 
 T = TypeVar("T")
@@ -137,6 +152,8 @@ class Loader:
         self._note, self._samples, self._changed = note or _log, 0, False
         self._iterator: Any = None
         self._lost_at: int | None = None
+        self._waiting_since: float | None = None
+        self._stall_noted = False
 
     @property
     def samples(self) -> int:
@@ -182,47 +199,118 @@ class Loader:
 
     def __iter__(self) -> Iterator[StepRows]:
         limit_bytes = self._limit_bytes or Host.detect().ram_limit_bytes
-        with Watchdog(limit_bytes, self.reduce_memory, lambda message: self._note(message, {"workers": self.workers})):
+
+        def note(message: str) -> None:
+            self._note(message, {"workers": self.workers})
+
+        with Watchdog(limit_bytes, self.reduce_memory, note, also=self._stall):
+            stopped = False
             try:
                 while True:
-                    self._changed = False
+                    self._changed, self._waiting_since = False, time.monotonic()
                     for rows in self._steps():
-                        self._samples = rows.start + rows.step_rows
+                        self._samples, self._waiting_since = rows.start + rows.step_rows, None
                         yield rows
+                        self._waiting_since = time.monotonic()
                         if self._changed:
                             break
+            except StoppedWaiting:
+                stopped = True  # a stuck worker takes seconds to end, and the training has something to save first
+                raise
             finally:
-                self.close()
+                self._waiting_since = None
+                if not stopped:
+                    self.close()
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers. torch waits 5 s for each that is still reading; what these read is not needed any more."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
-            iterator._shutdown_workers()
+            timer = threading.Timer(LEAVE_S, lambda: [worker.terminate() for worker in iterator._workers])
+            timer.start()
+            try:
+                iterator._shutdown_workers()
+            finally:
+                timer.cancel()
 
     def _steps(self) -> Iterator[StepRows]:
         """Steps from the current position, until something changes or a worker is lost."""
         self.close()
         steps = (self._sampler.step(start) for start in itertools.count(self._samples, self._sampler.global_batch))
         if self.workers == 0:
-            yield from (self._finish(self._keeping_rng(partial(self._reader.__getitem__, step))) for step in steps)
+            for step in steps:
+                yield self._finish(self._read_here(step))
             return
-        kills = oom_kills()
-        self._iterator = self._start_workers(steps)
+        kills, started = oom_kills(), False
         while True:
             try:
-                rows = next(self._iterator)
-            except (RuntimeError, OSError, EOFError):  # the last two: it died while passing on a tensor
-                if not (dead := self._dead_workers()):
+                if not started:
+                    self._iterator, started = self._start_workers(steps), True
+                rows = self._next_of_workers()
+            except (RuntimeError, OSError, EOFError) as error:  # the last two: it died while passing on a tensor
+                if started and (dead := self._dead_workers()):
+                    self._continue_without(dead[0], kills)
+                elif is_exhausted(error):
+                    self._continue_with_fewer(f"loader workers cannot be used ({in_one_line(error)})")
+                else:
                     raise
-                self._continue_without(dead[0], kills)
+                return
+            if isinstance(rows, ReadError) and rows.exhausted:
+                self._continue_with_fewer(rows.message)
+                yield self._finish(self._read_here(self._sampler.step(self._samples)))
                 return
             yield self._finish(rows)
 
-    def _finish(self, rows: StepRows | ReadError) -> StepRows:
+    def _next_of_workers(self) -> StepRows | PackedStep | ReadError:
+        """What they have read. A step that never comes is an error, with what to do."""
+        start = time.monotonic()
+        while True:
+            try:
+                return cast(PackedStep | ReadError, next(self._iterator))
+            except RuntimeError as error:
+                if "DataLoader timed out" not in str(error):
+                    raise
+            if time.monotonic() - start > STUCK_S:
+                raise TaskError(
+                    f"the loader workers have not read {self._next_rows()} in {show_seconds(STUCK_S)}. "
+                    "Try: read these rows without workers (workers=0), to see where they hang."
+                )
+
+    def _stall(self) -> str | None:
+        """A message once a step has kept the training waiting for long; again when the next one does."""
+        since = self._waiting_since
+        if since is None or time.monotonic() - since < STALL_S:
+            self._stall_noted = self._stall_noted and since is not None
+            return None
+        if self._stall_noted:
+            return None
+        self._stall_noted = True
+        who = f"{_workers(self.workers)} read{'s' * (self.workers == 1)}" if self.workers else "this process reads"
+        return f"training has waited {show_seconds(STALL_S)} for its next rows: {who} {self._next_rows()}"
+
+    def _next_rows(self) -> str:
+        """Which rows the next step has, as far as they can be listed."""
+        step = self._sampler.step(self._samples)
+        rows = step.rows[step.mine]
+        return f"rows {', '.join(map(str, rows[:_SHOWN_ROWS].tolist()))}{', …' * (len(rows) > _SHOWN_ROWS)}"
+
+    def _read_here(self, step: SampledStep) -> StepRows | ReadError:
+        """In this process, a second time if host RAM ran out: what errors and closed workers held is free by then."""
+        rows = self._keeping_rng(partial(self._reader.__getitem__, step))
+        if isinstance(rows, ReadError) and rows.exhausted:
+            gc.collect()
+            trim_heap()
+            rows = self._keeping_rng(partial(self._reader.__getitem__, step))
+        return rows
+
+    def _finish(self, rows: StepRows | PackedStep | ReadError) -> StepRows:
         """What is left to do in this process."""
+        if isinstance(rows, PackedStep):
+            rows = rows.unpack()
         if isinstance(rows, ReadError):
-            raise TaskError(rows.message) from (WorkerTraceback(f"\n{rows.traceback}") if rows.traceback else None)
+            advice = " Try: a lower global_batch=, or a machine with more memory." if rows.exhausted else ""
+            cause = WorkerTraceback(f"\n{rows.traceback}") if rows.traceback else None
+            raise TaskError(rows.message + advice) from cause
         if self._reader.from_store:
             rows = self._keeping_rng(partial(self._reader.collate, rows))
         pinned = self.workers and not self._reader.from_store  # by torch's own thread
@@ -242,6 +330,7 @@ class Loader:
         torch raises a dead worker's error from a signal handler, in the middle of whatever the training is doing. These
         workers are taken off its list, and a death is noticed when the next step is requested.
         """
+        _allow_open_files()
         loader: Any = torch.utils.data.DataLoader(
             cast(Any, self._reader),
             batch_size=None,
@@ -249,8 +338,9 @@ class Loader:
             num_workers=self.workers,
             prefetch_factor=self.prefetch,
             pin_memory=self.pin_memory and not self._reader.from_store,
-            collate_fn=_identity,
-            worker_init_fn=_ignore_ctrl_c,
+            collate_fn=cast(Any, pack),
+            worker_init_fn=_begin_worker,
+            timeout=POLL_S,
             generator=torch.Generator(),
         )
         trim_heap()  # workers would inherit this garbage
@@ -268,16 +358,23 @@ class Loader:
             time.sleep(0.01)
         return dead
 
+    def _continue_with_fewer(self, cause: str) -> None:
+        """Give back what was read ahead, and read less of it from now on."""
+        self.close()
+        before, self.workers, self.prefetch = self.workers, self.workers // 2, 1
+        self._note(
+            f"{cause.rstrip('. ')}. Training continues with {_workers(self.workers)} instead of {before}; no row is lost",
+            {"workers": self.workers},
+        )
+
     def _continue_without(self, dead: tuple[int, int], kills: int | None) -> None:
         pid, code = dead
         before, self.workers = self.workers, self.workers // 2
         cause = exit_cause(code, kills, oom_kills())
-        out_of_memory = code == -signal.SIGBUS or "RAM ran out" in cause
+        out_of_memory = code in (-signal.SIGBUS, SEND_FAILED) or "RAM ran out" in cause
         if self._samples == self._lost_at and not out_of_memory:
-            step = self._sampler.step(self._samples)
-            rows = ", ".join(map(str, step.rows[step.mine][:_SHOWN_ROWS].tolist()))
             raise TaskError(
-                f"two workers {cause} while reading the same step. Try: read the rows {rows}, … without workers, since one of them crashes its reader."
+                f"two workers {cause} while reading the same step. Try: read {self._next_rows()} without workers, since one of them crashes its reader."
             )
         self._lost_at = self._samples
         self._note(
@@ -299,9 +396,12 @@ class Watchdog:
         reduce: Callable[[], str | None],
         note: Callable[[str], object],
         *,
+        also: Callable[[], str | None] = lambda: None,
         every_s: float | None = None,
         used: Callable[[], int] | None = None,
     ) -> None:
+        """`also` is asked at every check for something else to note."""
+        self._also = also
         self._limit_bytes, self._reduce, self._note, self._every_s = limit_bytes, reduce, note, every_s or CHECK_S
         self._used = used or (lambda: held_bytes(limit_bytes))
         self._ended = threading.Event()
@@ -335,6 +435,8 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
+            if message := self._also():
+                self._note(message)
             try:
                 self.check()
             except Exception as error:  # a check must never stop a training
@@ -361,6 +463,8 @@ def exit_cause(code: int, kills_before: int | None, kills_now: int | None) -> st
         shm = Space.of("/dev/shm")
         space = f" ({show_bytes(shm.free_bytes)} of {show_bytes(shm.total_bytes)} free)" if shm else ""
         return f"died of a bus error because /dev/shm is full{space}; containers take --shm-size 2g"
+    if code == SEND_FAILED:
+        return "could not pass on its rows"
     return f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -400,10 +504,24 @@ def _as_lengths(dataset: Any, lengths: Any) -> Lengths | None:
     return table.reshape(len(table), -1).__getitem__
 
 
-def _identity(value: Any) -> Any:
-    return value
+def _allow_open_files() -> None:
+    """Raise this process's limit, as far as its owner may. Workers inherit it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def _ignore_ctrl_c(_: int) -> None:
-    """The parent handles it, so workers print no traceback."""
+def _begin_worker(_: int) -> None:
+    """Ctrl-C is handled by the parent, so workers print no traceback. A step that cannot be sent ends the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Queue._on_queue_feeder_error = staticmethod(_cannot_send)  # type: ignore[attr-defined]
+
+
+def _cannot_send(error: Exception, _: Any) -> None:
+    print(f"brimful: loader worker {os.getpid()} cannot pass on its rows ({in_one_line(error)})", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(SEND_FAILED)

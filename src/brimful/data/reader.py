@@ -8,10 +8,13 @@ Rows are collated where they are read, except those of a token store. They are p
 700, and collated in half a millisecond by the process that trains, so a worker feeds three times as many rows.
 """
 
+import io
+import pickle
 import random
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,15 @@ from brimful.data.batches import Ints, Lengths, SampledStep
 from brimful.data.store import Store
 from brimful.errors import BrimfulError, TaskError, in_one_line, user_line
 from brimful.memory.layout import PADDED, Layout
+from brimful.memory.oom import is_oom
 from brimful.task import Shape, Task, failed_method, failure, rows_of
 
 Split = Callable[[list[Shape]], list[list[int]]]
 """Splits rows of these shapes into micro-batches: `Plan.split`."""
+ALIGNED_BYTES = 64
+"""Between the tensors of a packed step, so that a view of any dtype may begin there."""
+MOST_GAPS = 8
+"""A view with larger gaps than this in its memory is not packed, since the gaps are copied too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +70,107 @@ class ReadError:
     message: str
     traceback: str | None
     """If the user's own code raised it."""
+    exhausted: bool = False
+    """Host RAM or open files ran out, so the same rows may be read once the other readers have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A `StepRows` on its way from a worker, all its tensors in one piece of shared memory.
+
+    torch passes on each tensor as an open file of its own: 1,500 for a step of 500 rows with three tensors, where 1,024 is
+    the usual limit. What cannot be pickled is found here; torch would lose it in a thread and wait for it for ever.
+    """
+
+    content: bytes
+    memory: torch.Tensor
+
+    @classmethod
+    def pack(cls, rows: StepRows) -> "PackedStep":
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(rows)
+        memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(max(1, packer.end)))
+        for start, tensor in packer.tensors:
+            span = _span(tensor)
+            _view(memory, start, tensor.dtype, span).copy_(tensor.as_strided((span,), (1,)))
+        return cls(file.getvalue(), memory)
+
+    def unpack(self) -> StepRows:
+        """Its tensors are views of the memory, which lives as long as one of them."""
+        rows: StepRows = _Unpacker(self.content, self.memory).load()
+        return rows
+
+    def pin_memory(self) -> "PackedStep":
+        """torch's pinning thread calls it."""
+        return PackedStep(self.content, self.memory.pin_memory())
+
+
+class _Packer(ForkingPickler):
+    """Pickles all but plain tensors, which are collected. Others (sparse, a column of a large table) go torch's way."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[tuple[int, torch.Tensor]] = []
+        """With the place where each begins."""
+        self.end = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or not _is_plain(value):
+            return None
+        start, span = self.end, _span(value)
+        self.tensors.append((start, value))
+        self.end = start + -(-span * value.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
+        return start, value.dtype, span, tuple(value.shape), value.stride()
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, content: bytes, memory: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(content))
+        self._memory = memory
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        start, dtype, span, shape, stride = place
+        return _view(self._memory, start, dtype, span).as_strided(shape, stride)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether copying its memory as it lies, gaps included, is all there is to do."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return False
+    return _span(tensor) <= MOST_GAPS * tensor.numel()
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements of memory from its first to its last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _view(memory: torch.Tensor, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    return memory[start : start + count * dtype.itemsize].view(dtype)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether host RAM or open files ran out; files in the words of the kernel, of torch and of Python's sockets."""
+    text = f"{error} {error.__cause__}"
+    return is_oom(error) or any(sign in text for sign in ("Too many open files", "items of ancdata"))
+
+
+def pack(rows: "StepRows | ReadError") -> "PackedStep | ReadError":
+    """The last thing that a worker does with a step."""
+    if isinstance(rows, ReadError):
+        return rows
+    try:
+        return PackedStep.pack(rows)
+    except Exception as error:
+        problem = f"a worker cannot pass on its rows ({in_one_line(error).rstrip('. ')})."
+        if is_exhausted(error):
+            return ReadError(problem, None, True)
+        return ReadError(f"{problem} Try: workers=0, or rows that can be pickled.", None)
 
 
 class WorkerTraceback(Exception):
@@ -88,10 +197,12 @@ class StepReader:
             rows = self._read(step)
             return rows if self.from_store else self.collate(rows)
         except BrimfulError as error:
-            return ReadError(str(error), None if error.__cause__ is None else traceback.format_exc())
+            return ReadError(
+                str(error), None if error.__cause__ is None else traceback.format_exc(), is_exhausted(error)
+            )
         except Exception as error:
             message = failure(self.task, error, failed_method(self.task, error) or "collate")
-            return ReadError(message, traceback.format_exc())
+            return ReadError(message, traceback.format_exc(), is_exhausted(error))
 
     def collate(self, rows: StepRows) -> StepRows:
         """As batches if those can be sliced later, else as lists of rows. Without a plan to split by, the step decides."""
@@ -128,9 +239,8 @@ class StepReader:
         except BrimfulError:
             raise
         except Exception as error:
-            raise TaskError(
-                f"row {index} of the dataset cannot be read{user_line(error)} ({in_one_line(error)})."
-            ) from error
+            why = "host RAM ran out" if is_oom(error) else in_one_line(error)
+            raise TaskError(f"row {index} of the dataset cannot be read{user_line(error)} ({why}).") from error
 
     def _shapes(self, indices: Ints, rows: Sequence[Any]) -> list[Shape]:
         if self._lengths is not None:

@@ -48,6 +48,8 @@ SNAPSHOT_S = 20.0
 POLL_S = 1.0
 """Between two checks that all processes are alive."""
 CONNECT_S = 5.0
+RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Whether other machines may join, read when Ray is imported. If not, its servers listen on the loopback only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +280,8 @@ def check_address(address: str) -> None:
 def connect_ray(address: str) -> tuple[Any, int, int]:
     """Ray, and the number of GPUs and cores of the cluster."""
     check_address(address)
+    if address == "local":
+        os.environ.setdefault(RAY_CLUSTERS, "0")
     try:
         import ray
     except ImportError:

@@ -55,6 +55,7 @@ from brimful.planning.probe import (
     with_dummy,
 )
 from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
+from brimful.show import open_view
 from brimful.task import Dataset, Precision, Shape, Task, check_weights
 from brimful.units import flag_bytes, show_bytes, show_count
 
@@ -89,6 +90,7 @@ def plan(
     plan_seconds: float | None = None,
     cache: bool = True,
     seed: int = 0,
+    quiet: bool = False,
     progress: Progress = lambda phrase: None,
 ) -> Plan:
     """Find the fastest configuration of a task that fits the memory, without an out-of-memory error.
@@ -136,6 +138,7 @@ def plan(
             so. Default: 30 s on a GPU, 20 s on a CPU.
         cache: Reuse a saved plan with the same key, and save this one.
         seed: Seed of the probe batches and of the temporary model.
+        quiet: Print neither the progress nor the plan, which `print(plan)` shows as well.
         progress: Called with a phrase before each probe.
 
     Raises:
@@ -159,7 +162,15 @@ def plan(
     )  # fmt: skip
     target = find_target(options)
     rows = None if data is None else read_rows(task, data)
-    return find_plan(task, options, target, rows, model=model, optimizer=optimizer, progress=progress)
+    with open_view(quiet=quiet) as view:
+
+        def status(phrase: str) -> None:
+            view.status(phrase)
+            progress(phrase)
+
+        result = find_plan(task, options, target, rows, model=model, optimizer=optimizer, progress=status)
+        view({"event": "plan", **result.to_json()})
+    return result
 
 
 def find_plan(

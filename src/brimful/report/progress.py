@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from brimful.show import show_with
 from brimful.training.events import number
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -106,6 +108,11 @@ class Progress:
             log.info("the progress view is closed: %s", error)
 
 
+def show_progress() -> None:
+    """`brimful.plan` and `brimful.train` show what they do on standard error."""
+    show_with(lambda: Progress.open(sys.stderr))
+
+
 class RunSummary:
     """The current numbers of a run, as text."""
 
@@ -171,7 +178,7 @@ class RunSummary:
             ("lr", _show(number(self.last, "lr"), "{:.2e}".format)),
             ("epoch", _show(number(self.last, "epoch"), "{:.2f}".format)),
             ("rows/s", self._median("rows_per_s", show_rate)),
-            ("tokens/s", self._median("tokens_per_s", show_rate)),
+            *([("tokens/s", self._median("tokens_per_s", show_rate))] if self._recent("tokens_per_s") else []),
             ("MFU", self._median("mfu", "{:.1%}".format)),
             ("data wait", _show(waited / (waited + worked) if worked else None, "{:.1%}".format)),
             ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),

@@ -84,7 +84,7 @@ def _start(backend: str, start_s: float, timeout_s: float) -> None:
     if dist.is_initialized():
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=start_s)))
+    store = _store(rank, size, timedelta(seconds=start_s))
     store.set(f"brimful/started/{rank}", "1")
     store.wait([f"brimful/started/{one}" for one in range(size)], timedelta(seconds=start_s))
     store.set_timeout(_COLLECTIVE_TIMEOUT)
@@ -94,6 +94,17 @@ def _start(backend: str, start_s: float, timeout_s: float) -> None:
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
 
     _within(start_group, timeout_s)  # gloo connects in here
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """torch's store listens on all interfaces, whatever MASTER_ADDR says. For ranks on one machine it need not."""
+    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    if address not in ("127.0.0.1", "localhost") or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        store: dist.Store
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        return store
+    listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
+    return dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener)
 
 
 def _sum_of_ranks(device: torch.device) -> tuple[float, int]:

@@ -18,15 +18,16 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from brimful.data.reader import seed_all
-from brimful.errors import BadOption, TaskError
+from brimful.errors import BadOption, TaskError, UserError
 from brimful.memory.context import forward_context, to_device
 from brimful.memory.forward import Forward, Work, eval_mode
+from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.probe import task_errors, with_dummy
 from brimful.step.distributed import SingleProcess, gather_results
 from brimful.step.gradients import LossTotals
@@ -50,7 +51,7 @@ class EvalResult:
     loss: float
     """The sum of the terms' means over all rows: what training minimizes."""
     perplexity: float | None
-    """e to the loss; None for a loss of several terms."""
+    """e to the loss; None for a loss of several terms, or one that does not count tokens: the parts of rows with a length."""
     terms: dict[str, float]
     """The mean of each term."""
     rows: int
@@ -126,7 +127,7 @@ class Evaluator:
         mean = sum(means.values()) if loss else math.nan
         return EvalResult(
             loss=mean,
-            perplexity=math.exp(mean) if len(means) == 1 and mean < LARGEST_EXPONENT else None,
+            perplexity=math.exp(mean) if self._counts_tokens(terms) and mean < LARGEST_EXPONENT else None,
             terms=means,
             rows=len(self.rows),
             count=sum(count for _, count in terms.values()),
@@ -138,6 +139,10 @@ class Evaluator:
             peak_bytes=self._peak(),
             forward={one.what: one.to_json() for one in self.context.forwards if one.batches},
         )
+
+    def _counts_tokens(self, terms: dict[str, tuple[float, float]]) -> bool:
+        counted = [count for _, count in terms.values()]
+        return len(counted) == 1 and counted[0] > len(self.rows) and bool(self.task.worst_shape)
 
     def _loss(self) -> dict[str, tuple[float, float]]:
         """Sum and count of each term, over all ranks."""
@@ -192,8 +197,19 @@ class Evaluator:
     def _metrics(self) -> dict[str, float]:
         if not len(self._generate_rows) or type(self.task).evaluate is Task.evaluate:
             return {}
+        return self.context.together(self._scores)
+
+    def _scores(self) -> dict[str, float]:
+        """Nothing of the training has failed if this does, so an out-of-memory error is a mistake like any other."""
         with task_errors(self.task, "evaluate"):
-            scores = self.task.evaluate(self.model, self._generate_rows, self.context)
+            scores = attempt(
+                lambda: self.task.evaluate(self.model, self._generate_rows, self.context), self.context.device
+            )
+        if isinstance(scores, OutOfMemory):
+            raise TaskError(
+                f"task {self.task.name}: evaluate() ran out of memory ({scores.message.splitlines()[0][:200].rstrip('. ')}). "
+                "Try: fewer generate_rows=, or context.forward(), which runs in batches that fit."
+            )
         return {str(name): float(value) for name, value in scores.items()}
 
     def _counters(self) -> tuple[int, int]:
@@ -224,6 +240,7 @@ class EvalContext:
         self.note, self.progress = note, progress
         self.cache: dict[Hashable, Any] = {}
         self.forwards: list[Forward] = []
+        self._failed_together = False
         self._model, self._limit_bytes, self._fill = model, limit_bytes, fill
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -243,9 +260,28 @@ class EvalContext:
         """`run` gets this rank's indices below `count` and returns a result for each; every rank gets all, in order."""
         own = range(self.group.rank, count, self.group.size)
         results: dict[int, T] = {}
-        for rank, part in enumerate(gather_results(self.group, lambda: list(run(own)))):
+        try:
+            parts = gather_results(self.group, lambda: list(run(own)))
+        except UserError:
+            self._failed_together = True
+            raise
+        for rank, part in enumerate(parts):
             results.update(zip(range(rank, count, self.group.size), part or (), strict=True))
         return [results[index] for index in range(count)]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns on this rank. If it fails on one rank, it fails on all: those that wait for it in `share` too."""
+        self._failed_together = False
+        result: T | None = None
+        failure: UserError | None = None
+        try:
+            result = work()
+        except UserError as error:
+            if self._failed_together:  # all ranks know
+                raise
+            failure = error
+        gather_results(self.group, lambda: _raise(failure))
+        return cast(T, result)
 
 
 class SelectedRows(Sequence[Any]):
@@ -266,6 +302,11 @@ class SelectedRows(Sequence[Any]):
         """All of them, at once if the dataset can do that."""
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(list(self.indices)) if many else map(self.dataset.__getitem__, self.indices))
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def choose(rows: int, most: int | None, seed: int) -> Sequence[int]:

@@ -201,6 +201,7 @@ class _Job:
         shared = {
             "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(),
             REPORTS: reports.absolute(), PARENT: os.getpid(),
+            **{name: loopback_interface() for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in environment},
         }  # fmt: skip
         if processes > 1 and "OMP_NUM_THREADS" not in environment:
             shared["OMP_NUM_THREADS"] = max(1, Host.detect().cores // processes)
@@ -331,6 +332,11 @@ def _to_stderr(message: str) -> None:
     with contextlib.suppress(OSError):
         new_line = "\n" if os.isatty(2) else ""  # after the ^C that the terminal shows
         os.write(2, f"{new_line}brimful: {message}\n".encode())
+
+
+def loopback_interface() -> str:
+    """All ranks are on this machine, so that nobody else needs to reach them: `lo`, on macOS `lo0`."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
 def _free_port() -> int:

@@ -5,9 +5,9 @@
       ▼   while steps are left and no rank has to stop
     ┌──────────────────────────────────────────────────────────────┐
     │ rows         from the loader, exactly `global_batch` of them │
+    │ agree        whether to stop or to save, on all ranks        │
     │ rate         the learning rate of this step                  │
     │ step         forward, backward, optimizer: `step.Stepper`    │ ── Hook.after_step(loop, result)       "step"
-    │ agree        whether to stop or to save, on all ranks        │
     │ evaluate     if it is due; is it the best so far?            │ ── Hook.after_evaluation(loop, result) "eval"
     │ save         if it is due, or if it is the best              │ ── Hook.after_save(loop, folder)       "checkpoint"
     └──────────────────────────────────────────────────────────────┘
@@ -17,13 +17,14 @@
 
 On the right, what a hook may do there, and the line in `events.jsonl`. Out-of-memory errors and the other events of a step
 come in between. Between two steps a run is completely described by `state.Position`, weights and optimizer state: that is
-why a resumed run gives the same bits. An error that leaves the weights intact (a row that does not fit, say) is followed by
+why a resumed run gives the same bits, and why a wait for rows can be given up at any moment. An error that leaves the weights intact (a row that does not fit, say) is followed by
 a save before it is raised. Nothing that logs, tracks or evaluates can change the training.
 """
 
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -33,7 +34,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.data.loader import Loader
 from brimful.data.reader import StepRows
-from brimful.errors import BadOption, BadRun, NonFiniteGradients, PartialUpdate, ProcessLost, SaveFailed, UserError
+from brimful.errors import (
+    BadOption,
+    BadRun,
+    NonFiniteGradients,
+    PartialUpdate,
+    ProcessLost,
+    SaveFailed,
+    StoppedWaiting,
+    UserError,
+)
 from brimful.memory.snapshot import RandomState
 from brimful.step.result import StepResult
 from brimful.step.stepper import Stepper
@@ -136,12 +146,16 @@ class Loop:
         reason: Reason = "finished"
         steps = iter(self.loader)
         try:
-            with Interrupts() as interrupts:
-                while self.step < self.schedule.steps and reason == "finished":
-                    rows, waited_s = self._next(steps)
+            with Interrupts(self.time_limit) as interrupts:
+                while self.step < self.schedule.steps:
+                    rows, waited_s = self._next(steps, interrupts)
+                    reason, due = self._agree(interrupts, stopped=rows is None)
+                    if rows is None or reason != "finished":
+                        break
+                    if due:
+                        self.save()
                     self._train_on(rows, waited_s)
-                    reason, save = self._agree(interrupts)
-                    self._evaluate_and_save(save)
+                    self._evaluate_and_save()
                 if self._saved_step != self.step:
                     self.save(last=True)
         except Exception as error:
@@ -154,9 +168,12 @@ class Loop:
             hook.after(self, ending)
         return ending
 
-    def _next(self, steps: Iterator[StepRows]) -> tuple[StepRows, float]:
-        start = time.perf_counter()
-        rows = next(steps)
+    def _next(self, steps: Iterator[StepRows], interrupts: Interrupts) -> tuple[StepRows | None, float]:
+        """The rows of the next step, and the seconds waited for them; None if a stop was requested meanwhile."""
+        start, rows = time.perf_counter(), None
+        interrupts.save_s = self._save_took_s
+        with suppress(StoppedWaiting), interrupts.waiting():
+            rows = next(steps)
         return rows, time.perf_counter() - start
 
     def _train_on(self, rows: StepRows, waited_s: float) -> None:
@@ -198,21 +215,22 @@ class Loop:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
 
-    def _agree(self, interrupts: Interrupts) -> tuple[Reason, bool]:
-        """Why to stop, and whether to save: what one rank wants, all do after the same step."""
+    def _agree(self, interrupts: Interrupts, *, stopped: bool) -> tuple[Reason, bool]:
+        """Why to stop, and whether a save is due: what one rank wants, all do before the same step."""
         wish: Reason = "finished"
         if interrupts.signal:
             wish = "interrupted"
-        elif self.time_limit.reached(save_s=self._save_took_s):
+        elif stopped or interrupts.stop_requested:
             wish = "time-limit"
         due = self.save_every is None and time.monotonic() - self._saved_time > self.save_s
         votes = self.stepper.group.gather([float(REASONS.index(wish)), float(due)])
         reasons = [REASONS[int(vote[0])] for vote in votes]
         reason: Reason = next((one for one in REASONS[1:] if one in reasons), "finished")
-        return reason, bool(votes[0][1]) or (self.save_every is not None and self.step % self.save_every == 0)
+        return reason, bool(votes[0][1])
 
-    def _evaluate_and_save(self, save: bool) -> None:
+    def _evaluate_and_save(self) -> None:
         last = self.step == self.schedule.steps
+        save = self.save_every is not None and self.step % self.save_every == 0
         if self.evaluator is not None and (last or (self.eval_every and self.step % self.eval_every == 0)):
             save = self.evaluate() or save
         if save:
@@ -226,7 +244,8 @@ class Loop:
         except UserError as error:  # the same on all ranks; weights and optimizer are unchanged
             self.journal.write("note", step=self.step, sentence=f"this evaluation was skipped: {error}")
             return False
-        figures = {"loss": result.loss, "perplexity": result.perplexity, **result.metrics}
+        perplexity = {} if result.perplexity is None else {"perplexity": result.perplexity}
+        figures = {"loss": result.loss, **perplexity, **result.metrics}
         if self.best_by not in figures or self.best_by == "perplexity":
             names = ", ".join(["loss", *result.metrics])
             raise BadOption(f"best={self.best_by!r} is not a score of this evaluation. Try: {names}.")

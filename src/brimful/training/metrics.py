@@ -77,7 +77,8 @@ class Speedometer:
     def figures(self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int) -> dict[str, Any]:
         lengths = self._lengths(rows)
         own = [float(sum(map(sum, lengths))), 0.0 if self._flops is None else self._flops.count(lengths)]
-        tokens, flops = (sum(column) for column in zip(*self._group.gather(own), strict=True))
+        length, flops = (sum(column) for column in zip(*self._group.gather(own), strict=True))
+        tokens = length if result.count > result.rows else 0  # lengths of images, or of rows scored as one, are none
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
         self._step_s.append(step_s)

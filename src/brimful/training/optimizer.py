@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from brimful.errors import MissingExtra
 from brimful.task import Task
 from brimful.training.options import Curve, OptimizerName, TrainOptions
-from brimful.units import show_count
 
 LEARNING_RATE = 1e-4
 """For a task without a `learning_rate`."""
@@ -120,11 +119,11 @@ class Schedule:
     """The share at the end."""
 
     def describe(self, peak: float) -> str:
-        """The warmup, and the learning rate of the first step, at its highest and of the last step."""
+        """The learning rate of the first step, at its highest and of the last step."""
         top = min(max(1, self.warmup), self.steps)  # it rises until there and never after
         first, highest, last = (peak * self.share(step) for step in (1, top, self.steps))
         rates = f"{first:.3g} in the first step, {highest:.3g} at most, {last:.3g} in the last"
-        return f"{show_count(self.warmup, 'step')} of warmup; learning rate {rates}"
+        return f"learning rate {rates}"
 
     def share(self, step: int) -> float:
         """At optimizer step `step`, counted from 1."""

@@ -45,7 +45,7 @@ class TrainOptions:
     schedule: Curve = "cosine"
     """How the learning rate falls: constant, linear, cosine, or wsd (constant, then down in the last part)."""
     warmup: str | int = "2%"
-    """Steps, or a share of the run, in which the learning rate rises."""
+    """Steps, or a share of the run such as 3%, in which the learning rate rises. Steps are at most half of the run."""
     decay: float = 0.2
     """The share of the run in which wsd falls."""
     min_lr: float = 0.1
@@ -93,9 +93,11 @@ class TrainOptions:
         return tuple(name.strip() for name in (self.trackers or "").split(",") if name.strip())
 
     def warmup_steps(self, steps: int) -> int:
-        """In a run of this many steps, and never more than those."""
+        """In a run of this many steps. A number of steps is for runs of some length: of a shorter one it takes half."""
         text = str(self.warmup).strip()
-        return min(steps, round(float(text[:-1]) / 100 * steps) if text.endswith("%") else int(text))
+        if text.endswith("%"):
+            return round(float(text[:-1]) / 100 * steps)
+        return min(int(text), max(1, steps // 2))
 
 
 _LEAST = {"max_steps": 1, "eval_every": 1, "eval_rows": 1, "generate_rows": 0, "save_every": 1, "keep": 1}

@@ -33,6 +33,7 @@ from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoOnOff, PlanOptions
 from brimful.planning.probe import build_model, read_rows, task_errors, with_dummy
 from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
+from brimful.show import open_view
 from brimful.step.distributed import SingleProcess, join, on_rank_zero
 from brimful.step.result import Event
 from brimful.step.stepper import Stepper
@@ -95,6 +96,8 @@ def train(
     fill: float = 0.85,
     device: str = "auto",
     processes: int = 1,
+    layout: Literal["auto", "padded", "packed"] = "auto",
+    compile: AutoOnOff = "auto",
     checkpointing: AutoOnOff = "auto",
     precision: Precision | None = None,
     cudnn_attention: AutoOnOff = "auto",
@@ -107,6 +110,7 @@ def train(
     plan_seconds: float | None = None,
     cache: bool = True,
     seed: int = 0,
+    quiet: bool = False,
     hooks: Sequence[Hook] = (),
     listeners: Sequence[Listener] = (),
     progress: Callable[[str], object] = lambda phrase: None,
@@ -139,7 +143,8 @@ def train(
         optimizer: "adamw", "adafactor" or "adamw8bit". Default: the task's optimizer, else adamw.
         weight_decay: Weight decay. Biases and norms are not decayed.
         schedule: How the learning rate falls: "constant", "linear", "cosine" or "wsd". `task.schedule` wins over it.
-        warmup: Steps, or a share of the run such as "2%", in which the learning rate rises.
+        warmup: Steps, or a share of the run such as "2%", in which the learning rate rises. Steps are at most half of
+            the run.
         decay: The share of the run in which "wsd" falls.
         min_lr: The learning rate at the end, as a share of the peak.
         clip_norm: Clip the norm of the gradients to this; 0 disables clipping.
@@ -162,6 +167,8 @@ def train(
         fill: The share of the memory limit to plan for.
         device: "cpu", "cuda", "cuda:1", "mps" or "xpu".
         processes: Processes of the job. A call trains in its own process; torchrun starts several.
+        layout: "padded" or "packed".
+        compile: Compiled blocks.
         checkpointing: Gradient checkpointing.
         precision: The precision of autocast.
         cudnn_attention: cuDNN's attention on CUDA.
@@ -175,6 +182,7 @@ def train(
         cache: Reuse a saved plan with the same key.
         seed: Seed of weights, order of rows and dropout. It does not govern how steps are split, which changes the
             dropout masks: a new plan may split them in another way unless `deterministic` is set.
+        quiet: Print neither the plan nor the progress.
         hooks: Your code at points of the loop: see `Hook`.
         listeners: Called with every event as a dict, on rank 0.
         progress: Called with a phrase for what is being done before the first step.
@@ -195,7 +203,7 @@ def train(
     )  # fmt: skip
     plan_options = PlanOptions(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
-        device=device, processes=processes, checkpointing=checkpointing, precision=precision,
+        device=device, processes=processes, layout=layout, compile=compile, checkpointing=checkpointing, precision=precision,
         cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
         allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, cache=cache, seed=seed,
     )  # fmt: skip
@@ -211,9 +219,24 @@ def train(
     if before is not None and before.task_options != request.task_options:
         raise BadOption("resume=True needs the task options the run began with. Try: a new run, in another folder.")
     is_first = os.environ.get("RANK", "0") == "0"
-    with folder.removed_if_not_begun() if is_first else nullcontext(), RunLock(root) if is_first else nullcontext():
+    with (
+        folder.removed_if_not_begun() if is_first else nullcontext(),
+        RunLock(root) if is_first else nullcontext(),
+        open_view(quiet=quiet or not is_first) as view,
+    ):
+
+        def status(phrase: str) -> None:
+            view.status(phrase)
+            progress(phrase)
+
         return Session(
-            task=task, data=data, valid=valid, request=request, hooks=hooks, listeners=listeners, progress=progress
+            task=task,
+            data=data,
+            valid=valid,
+            request=request,
+            hooks=hooks,
+            listeners=(view, *listeners),
+            progress=status,
         ).train()
 
 
@@ -400,6 +423,7 @@ class Session:
             Choice.of("steps", options.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step", "measured"),
             Choice.of("optimizer", options.optimizer, optimizer_name(self.task), origin + rate, "asked"),
             Choice.of("schedule", self.request.options.get("schedule"), options.schedule, "", "asked"),
+            self._warmup(steps),
             Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
         )  # fmt: skip
         planned = [
@@ -408,6 +432,17 @@ class Session:
             if one.name not in {new.name for new in added}  # the plan of a resumed run has them already
         ]
         return replace(plan, choices=(*planned, *added))
+
+    def _warmup(self, steps: int) -> Choice:
+        requested, warmup = self.options.warmup, self.options.warmup_steps(steps)
+        if "%" not in str(requested) and warmup < int(requested):
+            reason = f"half of the run, which has only {show_count(steps, 'step')}"
+            self._note(
+                f"warmup={requested} is lowered to {warmup}: {reason}. Try: a share of the run, such as warmup='3%'"
+            )
+        else:
+            reason = f"of {show_count(steps, 'step')}"
+        return Choice.of("warmup", self.request.options.get("warmup"), show_count(warmup, "step"), reason, "asked")
 
     def _steps(self, plan: Plan, rows: Dataset) -> int:
         return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))
@@ -440,6 +475,7 @@ class Session:
                     f"task {self.task.name}: schedule() returned {kind_of(scheduler)}. Try: return a torch LRScheduler, or None."
                 )
             plan = _with_schedule(plan, "the task's own", f"{type(scheduler).__name__}, from Task.schedule")
+            plan = replace(plan, choices=tuple(one for one in plan.choices if one.name != "warmup"))
         else:
             plan = _with_schedule(plan, schedule.curve, schedule.describe(float(optimizer.param_groups[0]["lr"])))
         loop = Loop(

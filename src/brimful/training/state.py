@@ -99,6 +99,7 @@ def write(
     (folder / "model").mkdir()
     with writing_in_pieces():
         task.save(model, folder / "model", rows)
+        _save_tokenizer(task, folder / "model")
         if not _holds_weights(folder / WEIGHTS, model):
             safetensors.torch.save_model(model, str(folder / OWN_WEIGHTS))
     _set_permissions(folder)
@@ -108,6 +109,13 @@ def write(
     for name, content in contents.items():
         with (folder / name).open("wb") as file:  # given a path, torch does not say that a disk is full
             torch.save(content, file)
+
+
+def _save_tokenizer(task: Task, folder: Path) -> None:
+    """A text model is of no use without it. A task that saved one itself, or has none of Hugging Face's kind, is left alone."""
+    tokenizer: Any = getattr(task, "tokenizer", None)
+    if hasattr(tokenizer, "save_pretrained") and not any(folder.glob("tokenizer*")):
+        tokenizer.save_pretrained(folder)
 
 
 def _set_permissions(folder: Path) -> None:

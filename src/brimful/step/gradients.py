@@ -74,6 +74,8 @@ class Gradients:
         self._split_check, self._shapes = split_check, shapes
         self._params: list[nn.Parameter] = []
         self._local_divisor: float | None = None
+        self._rows_counted = 0.0
+        """Rows of the step, over all ranks, that `counts` was asked about."""
         self._versions: dict[str, int] | None = checks.param_versions(context.model)
         """Of the parameters before the first backward; None once that was checked."""
 
@@ -99,14 +101,18 @@ class Gradients:
             divisors = self._divisors(state, share)
             while True:
                 reports = self._accumulate_on_all_ranks(state, divisors)
+                if isinstance(divisors, dict) and sum(report[2] for report in reports) != self._rows_counted:
+                    self._start_again(
+                        state
+                    )  # a row was set aside, and the sums were divided by what it counted as well
+                    divisors = self._divisors(state, share)
+                    continue
                 terms = self._total_terms(reports, divisors)
                 self._group.reduce([param.grad for param in self.params if param.grad is not None])
                 norm = self._scale_and_finish(state, terms, divisors, finish)
                 if all(status == Status.DONE for status, *_ in self._exchange(state, [])):
                     break
-                self._recovery.drop_gradients()  # they hold the sum over ranks, and some rank has to start again
-                self._recovery.restore()
-                state.done = False
+                self._start_again(state)  # gradients hold the sum over ranks
         except BaseException:
             self._context.drop_gradients()
             raise
@@ -118,6 +124,11 @@ class Gradients:
             ooms_of_all=int(sum(report[3] for report in reports)),
             norm=norm,
         )
+
+    def _start_again(self, state: StepState) -> None:
+        self._recovery.drop_gradients()
+        self._recovery.restore()
+        state.done = False
 
     def _divisors(self, state: StepState, share: Share) -> Divisors:
         task = self._context.task
@@ -132,7 +143,7 @@ class Gradients:
             pass
         state.done = False
         self._recovery.restore()  # a random collate must draw the same numbers again
-        self._exchange(state, [])
+        self._rows_counted = sum(report[1] for report in self._exchange(state, [float(len(state.rows))]))
         totals: Counter[str] = Counter()
         for counts in self._group.gather_objects(dict(own)):
             totals.update(counts)

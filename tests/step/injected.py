@@ -269,7 +269,7 @@ class Injector(TorchDispatchMode):
     def _count(self) -> None:
         in_backward = self.place != "check" and torch._C._current_graph_task_id() != -1
         place = "backward" if in_backward else self.place
-        if place not in PLACES:  # the optimizer's step, which nothing repeats; and the cleaning up after a fault
+        if place not in PLACES:  # the optimizer's step and its trace on the meta device; the cleaning up after a fault
             return
         counts, due = self.operations[self.step], self.due.get(self.step)
         if due and (due[0].place, due[0].operation) == (place, counts[place]):
@@ -302,6 +302,7 @@ class Injector(TorchDispatchMode):
             (task, "loss", "forward"),
             (stepper, "get_total_norm", "clip"),
             (stepper, "clip_grads_with_norm_", "clip"),
+            (optimizer_memory, "predict", "tracing"),
             (optimizer_memory, "reserve", "reservation"),
         ]
         with ExitStack() as stack:

@@ -619,13 +619,3 @@ def test_an_optimizer_that_draws_noise_draws_the_same_after_its_memory_is_predic
     before = states()
     OptimizerMemory(optimizer, CPU, pytest.fail).reserve(params)
     assert states() == before
-
-
-def test_memory_that_runs_out_while_tracing_is_not_taken_for_code_that_cannot_be_traced():
-    class Short(optim.SGD):
-        def step(self, closure=None):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    optimizer = Short(parameters(), lr=0.1)
-    with pytest.raises(torch.OutOfMemoryError):
-        predict(optimizer, graded(optimizer))

@@ -378,6 +378,21 @@ def test_it_is_set_aside_when_asked_and_the_rest_is_exact():
     assert any(event.event == "oversized" for event in stepper.events)
 
 
+def test_with_counts_a_row_set_aside_is_not_counted():
+    class Big(TwoTerms):
+        def loss(self, model, batch):
+            return out_of_memory() if (batch["id"] == 2).any() else super().loss(model, batch)
+
+    draw = torch.Generator().manual_seed(0)
+    lengths = (3, 3, 40, 3, 3, 3)
+    rows = [{"words": torch.randint(1, 50, (n,), generator=draw), "id": place} for place, n in enumerate(lengths)]
+    model = Big().model()
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    result = Stepper(model, sgd(model.parameters()), Big(), skip_oversized=True).step(rows)
+    assert result.set_aside == (2,) and result.rows == 5
+    assert distance(model, plain_loop(TwoTerms(), [rows[:2] + rows[3:]], sgd, clip_norm=None)) < 1e-12
+
+
 def test_rows_that_only_the_held_gradients_keep_out_are_not_set_aside():
     """The first row goes through alone, the second finds the first one's gradients in its way: no row is to blame."""
     task = Words()

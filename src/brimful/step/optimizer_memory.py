@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from brimful.memory.context import tensors_of
 from brimful.memory.ledger import Ledger
-from brimful.memory.oom import is_oom
 from brimful.memory.snapshot import RandomState
 
 PARAM_SETS_KEPT = 7
@@ -74,9 +73,7 @@ def predict(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerBy
     try:
         shadow, gradients = _meta_copy(optimizer, params)
         first, later = (_trace_step(shadow, gradients, at_peak=not fused) for _ in range(2))
-    except Exception as error:  # a step may hold any code: a custom kernel, a value read on the host
-        if is_oom(error):  # nothing is learnt about the optimizer; the step is repeated
-            raise
+    except Exception:  # a step may hold any code: a custom kernel, a value read on the host
         sizes = tuple(p.numel() * p.element_size() for p in params)
         return OptimizerBytes(first=sizes * STATE_GUESS, later=sizes * TEMPORARY_GUESS, traced=False)
     return OptimizerBytes(first=first, later=later, traced=True)

@@ -155,22 +155,7 @@ class Recovery:
         self._optimizer_states = states
         self._foreign_bytes = self._memory.other_bytes()
         self._random_state = RandomState(self._context.device)
-        self._copy_buffers(step)
-
-    def _copy_buffers(self, step: int) -> None:
-        """A model that replaces its buffers needs memory for new copies, which may be short for a moment only."""
-        for _ in range(SINGLE_ROW_TRIES):
-            outcome = attempt(self._buffers.refresh, self._context.device)
-            if not isinstance(outcome, OutOfMemory):
-                return
-            self.ooms += 1
-            sentence, room = "out of memory in copying buffers: trying again", self._memory.training_bytes()
-            self._events.add("oom", step, sentence, process=self._rank, rows=0, available_bytes=room)
-        raise DoesNotFit(
-            f"the buffers of the model could not be copied before step {step}{_room_text(room)}. "
-            "Try: a smaller model or more memory.",
-            needed_bytes=(room or 0) + 1,
-        )
+        self._buffers.refresh()
 
     def run(self, state: StepState, work: Callable[[], None]) -> bool:
         """Run a part of the step. False: memory ran out, everything is as before the step, and it has to be run again."""

@@ -7,7 +7,7 @@
 Everything else stays Trainer's: arguments, steps and epochs, schedule, callbacks, logs, evaluation, checkpoints, resuming.
 Trainer calls `training_step` once per micro-batch. Here the loader returns uncollated rows, all but the last call of a step
 only keep theirs, and the last one passes the whole step to `brimful.Stepper`, which splits it by length and memory. Without a
-plan no micro-batch has more rows than `per_device_train_batch_size`, which is known to fit: 16 × 4 accumulated rows at once
+plan no micro-batch has more rows than `per_device_train_batch_size`, which is known to fit: all accumulated rows at once
 took 2,673 MiB where 4 took 480. Trainer's counting, `gradient_accumulation_steps` included, does not change; only
 `compute_loss` sees an accumulation of 1. Rows are collated in the training process instead of the loader's workers.
 

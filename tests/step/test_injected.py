@@ -17,11 +17,11 @@ def test_ooms_at_drawn_operations_change_nothing(model, optimizer):
     check_case(model, optimizer, seed=0, faults=5, figures=Figures())
 
 
-@pytest.mark.parametrize(("model", "place"), [("Terms", "collate"), ("Norms", "before")])
-def test_an_oom_before_the_first_micro_batch_is_survived(model, place):
-    """While `counts` collates, and while buffers that the model replaces are copied."""
+@pytest.mark.parametrize(("model", "place", "ooms"), [("Terms", "collate", 1), ("Norms", "before", 0)])
+def test_an_oom_before_the_first_micro_batch_is_survived(model, place, ooms):
+    """While `counts` collates, and while buffers that the model replaces are copied: those go to the host, without a retry."""
     disturbed = train(MODELS[model](), "AdamW", seed=0, due={2: [Fault(place, 0, 0)]})
-    assert disturbed.ooms == 1
+    assert disturbed.ooms == ooms
     assert disturbed.same_bits(train(MODELS[model](), "AdamW", seed=0, groups=disturbed.groups))
 
 

@@ -117,8 +117,11 @@ DAMAGES = {
         lambda path: (path / "weights.safetensors").write_bytes(b""),
         "weights.safetensors was added after it was written",
     ),
-    "files of no kind": (lambda path: sign(path, files=[1]), "its manifest.json lists no files"),
-    "a serial in words": (lambda path: sign(path, serial="2"), "its manifest.json has values of the wrong type"),
+    "files of no kind": (lambda path: sign(path, files=[1]), "its manifest.json cannot be read (files of another type"),
+    "a serial in words": (
+        lambda path: sign(path, serial="2"),
+        "its manifest.json cannot be read (serial of another type",
+    ),
 }
 
 

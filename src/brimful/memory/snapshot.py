@@ -104,7 +104,7 @@ class Buffers:
 
 
 def _copy_somewhere(buffer: torch.Tensor) -> torch.Tensor:
-    copied = attempt(buffer.detach().clone, buffer.device)
+    copied = attempt(lambda: buffer.detach().clone(), buffer.device)
     if not isinstance(copied, OutOfMemory):
         return copied
     with _disable_current_modes():  # where the device is a simulated one, the host is not

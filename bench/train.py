@@ -47,7 +47,13 @@ Entry = tuple[str, dict[str, Any]]
 TUNED: dict[str, Any] = {"group_by_length": True, "cudnn_attention": False, "logging_nan_inf_filter": False}
 """What an expert adds: similar lengths together, no kernels that are prepared for every new shape, no wait per micro-batch."""
 
-# The options of `brimful` entries are keywords of `brimful.train`: a further lever is a further line.
+# The options of `brimful` entries are keywords of `brimful.train`: each line adds a lever.
+BRIMFUL: dict[str, Entry] = {
+    "brimful-padded": ("brimful", {"layout": "padded"}),
+    "brimful-window": ("brimful", {"layout": "padded", "mix": "window:50"}),
+    "brimful-packed": ("brimful", {"layout": "packed", "compile": "off"}),
+    "brimful": ("brimful", {}),
+}
 CHAT: dict[str, Entry] = {
     "hf-32": ("hf", {"batch": 32}),
     "hf-grouped": ("hf", {"batch": 32, "group_by_length": True}),
@@ -57,8 +63,7 @@ CHAT: dict[str, Entry] = {
     "hf-grouped-no-cudnn": ("hf", {"batch": 32, "group_by_length": True, "cudnn_attention": False}),
     "hf-tuned": ("hf", {"batch": 64, **TUNED}),
     "old-2": ("hf", {"batch": 2}),
-    "brimful-padded": ("brimful", {}),
-    "brimful-window": ("brimful", {"mix": "window:50"}),
+    **BRIMFUL,
 }
 CAUSAL: dict[str, Entry] = {
     "hf-4": ("hf", {"batch": 4}),
@@ -72,8 +77,7 @@ CAUSAL: dict[str, Entry] = {
     "hf-tuned-8": ("hf", {"batch": 8, **TUNED}),
     "hf-tuned-16": ("hf", {"batch": 16, **TUNED}),
     "hf-grouped-compile-16": ("hf", {"batch": 16, "group_by_length": True, "torch_compile": True}),
-    "brimful-padded": ("brimful", {}),
-    "brimful-window": ("brimful", {"mix": "window:50"}),
+    **BRIMFUL,
 }
 ENTRIES = {"pretrain": CHAT, "sft": CHAT, "full": CHAT, "causal": CAUSAL, "causal-full": CAUSAL}
 BEST_HF = "hf, best of these"

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from brimful.data.batches import StepSampler
 from brimful.data.store import NAME, Store, StoreWriter
+from brimful.packing import causal
 from brimful.task import Loss, Shape, Task
 from brimful.tasks.chatlm import EOS, FIELDS, IGNORED, PAD, SIZES, ChatOptions, Pretrain, Sft, _pad
 
@@ -39,6 +40,7 @@ class CausalLm(Task):
     """A GPT-2 of a given configuration, trained on all tokens of a row."""
 
     name = "gpt2"
+    chunked_loss = True
 
     def __init__(self, config: dict[str, int]) -> None:
         super().__init__()
@@ -51,6 +53,8 @@ class CausalLm(Task):
         return GPT2LMHeadModel(GPT2Config(**self.config, use_cache=False, bos_token_id=EOS, eos_token_id=EOS))
 
     def loss(self, model: Any, batch: Any) -> Loss:
+        if "packed_rows" in batch:
+            return causal.loss(model, batch)
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
         labels = batch["labels"][:, 1:]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -63,9 +67,11 @@ class CausalLm(Task):
         ids, mask = _pad([row[CAUSAL_FIELD] for row in rows], PAD)
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
-    def dummy(self, rows: int, shape: Shape) -> Any:
-        ids = torch.randint(2, self.config["vocab_size"], (rows, *shape))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    def pack(self, rows: Any, tokens: Shape) -> Any:
+        return causal.pack([row[CAUSAL_FIELD] for row in rows], tokens, fill=PAD)
+
+    def dummy_row(self, shape: Shape) -> Any:
+        return {CAUSAL_FIELD: torch.randint(2, self.config["vocab_size"], shape).numpy()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -336,7 +336,7 @@ def train_with_brimful(training: Training) -> None:
         "max_steps": clock.steps, "lr": LEARNING_RATE, "weight_decay": 0.0, "schedule": "constant", "warmup": 0,
         "clip_norm": CLIP, "global_batch": case.global_batch, "memory_limit": training.cap_bytes,
         "precision": "bf16" if training.on_gpu else "fp32", "device": str(training.device), "seed": training.seed,
-        "cache": False, "hooks": [_Ticks(clock, case)], "listeners": [events.append],
+        "cache": False, "quiet": True, "hooks": [_Ticks(clock, case)], "listeners": [events.append],
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
         try:
@@ -383,7 +383,7 @@ def _tokens(part: Any, case: Case, otherwise: int) -> int:
 
 def _planned(events: list[dict[str, Any]]) -> dict[str, Any]:
     plan = next((event for event in events if event["event"] == "plan"), None)
-    names = ("micro_batch", "accumulation", "predicted_peak_bytes", "measured_peak_bytes", "plan_s", "probes", "ooms", "levers")  # fmt: skip
+    names = ("layout", "tokens", "micro_batch", "accumulation", "predicted_peak_bytes", "measured_peak_bytes", "plan_s", "probes", "ooms", "levers")  # fmt: skip
     ooms = sum(event["event"] == "oom" for event in events)
     return {"ooms": ooms, "plan": None if plan is None else {name: plan.get(name) for name in names}}
 

@@ -4,8 +4,8 @@
     out = attention(q, k, v, target, source, scale=1.0)                       # cross-attention
     out = attention(q, k, v, rows, bias=table, scale=1.0, dropout=0.1)        # T5's encoder
 
-On a GPU this runs the kernels of `triton_kernels.py`. Elsewhere, and in float64, a plain implementation pads the rows; it is
-what tests compare the kernels with.
+On a GPU and in bf16 or fp16 this runs the kernels of `triton_kernels.py`. Elsewhere a plain implementation pads the rows; it
+is what tests compare the kernels with.
 """
 
 from importlib.util import find_spec
@@ -18,6 +18,8 @@ from brimful.packing.sequence import Boundaries
 
 if find_spec("triton") is not None:  # comes with torch for GPUs
     from brimful.packing.triton_kernels import packed_attention
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def attention(
@@ -50,7 +52,7 @@ def attention(
         [token, head, dim]; zeros after the last row.
     """
     keys = queries if keys is None else keys
-    if q.is_cuda and q.dtype != torch.float64:
+    if q.is_cuda and q.dtype in HALF:
         seed = torch.randint(2**31, (1,), device=q.device) if dropout else None
         out, _ = packed_attention(
             q, k, v, bias, seed, queries.starts, queries.tiles, keys.starts, keys.tiles, scale, causal, dropout

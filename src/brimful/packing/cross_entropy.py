@@ -147,7 +147,7 @@ def _loss_to_gradient(
 
     The gradient is multiplied by `factor`, if any, before it is rounded to the precision of the logits.
     """
-    if logits.is_cuda and logits.dtype != torch.float64:
+    if logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16):
         from brimful.packing.triton_kernels import cross_entropy
 
         return cross_entropy(logits, words, labels, *rule, wanted, factor)

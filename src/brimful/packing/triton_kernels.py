@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op
 
 from brimful.packing.sequence import BLOCK
 
@@ -280,9 +280,14 @@ def _bias_gradient(
     tl.store(at + inside[:, None] * B + inside[None, :], total)
 
 
-def _launch(kernel: Any, *grid: Any) -> Any:
-    """The kernel over this grid; under torch.compile, as a part of the compiled code."""
-    return (wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel)[grid]
+def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
+    return out, torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+
+
+def _empty_gradients(*tensors: Tensor) -> list[Tensor]:
+    """Contiguous, whatever the strides of the tensors."""
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
 
 
 def forward(
@@ -291,9 +296,8 @@ def forward(
     *, scale: float, causal: bool, dropout: float, config: tuple[int, int] = (4, 2),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output, and the log2 of the sum of weights that backward needs."""
-    out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    _launch(_forward, tiles_q.shape[0], q.shape[1])(
+    out, lse = _empty_outputs(q, v)
+    _forward[(tiles_q.shape[0], q.shape[1])](
         q, k, v, out, lse, bias if bias is not None else q, seed if seed is not None else starts_q,
         tiles_q, starts_q, starts_k,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
@@ -309,19 +313,19 @@ def backward(
     *, scale: float, causal: bool, dropout: float, bias_needs_grad: bool, config: tuple[int, int] = (4, 2),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and the bias; that of the bias is empty unless it is needed."""
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = _empty_gradients(q, k, v)
     delta = torch.empty_like(lse)
     common, constants = _common(q, bias, dropout), _constants(q, k, bias, causal, dropout)
     table, key = bias if bias is not None else q, seed if seed is not None else starts_q
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     blocks: dict[str, Any] = {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "num_warps": config[0], "num_stages": config[1]}
-    _launch(_query_gradient, tiles_q.shape[0], q.shape[1])(
+    _query_gradient[(tiles_q.shape[0], q.shape[1])](
         q, k, v, out, grad, dq, lse, delta, table, key, tiles_q, starts_q, starts_k,
         *strides, *out.stride()[:2], *grad.stride()[:2], *dq.stride()[:2],
         scale * LOG2E, *common, **constants, **blocks,
     )  # fmt: skip
     radius, size_q, *drop = common
-    _launch(_key_gradient, tiles_k.shape[0], k.shape[1])(
+    _key_gradient[(tiles_k.shape[0], k.shape[1])](
         q, k, v, grad, dk, dv, lse, delta, table, key, tiles_k, starts_q, starts_k,
         *strides, *grad.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
         scale * LOG2E, radius, size_q, k.shape[0], *drop, **constants, **blocks,
@@ -332,7 +336,7 @@ def backward(
     offsets = farthest if causal else 2 * farthest - 1
     partial = torch.empty((SPLITS, q.shape[1], offsets, BLOCK, BLOCK), dtype=torch.float32, device=q.device)
     constants.pop("BIAS")
-    _launch(_bias_gradient, q.shape[1], offsets, SPLITS)(
+    _bias_gradient[(q.shape[1], offsets, SPLITS)](
         q, k, v, grad, lse, delta, table, key, starts_q, starts_k, partial,
         *strides, *grad.stride()[:2], scale * LOG2E, radius, size_q, starts_q.shape[0] - 1, 1 - farthest, *drop,
         **constants, B=BLOCK, num_warps=config[0], num_stages=config[1],
@@ -375,9 +379,7 @@ def _constants(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, dropout:
     }
 
 
-# torch.compile opens up a `triton_op`, so the launches of these kernels become part of the compiled block, as with its own.
-# An opaque custom operator would go through Python at every call.
-@triton_op("brimful::packed_attention", mutates_args=())
+@custom_op("brimful::packed_attention", mutates_args=())
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None,
     starts_q: Tensor, tiles_q: Tensor, starts_k: Tensor, tiles_k: Tensor,
@@ -386,7 +388,12 @@ def packed_attention(
     return forward(q, k, v, bias, seed, starts_q, tiles_q, starts_k, scale=scale, causal=causal, dropout=dropout)
 
 
-@triton_op("brimful::packed_attention_backward", mutates_args=())
+@packed_attention.register_fake
+def _(q, k, v, bias, seed, starts_q, tiles_q, starts_k, tiles_k, scale, causal, dropout):
+    return _empty_outputs(q, v)
+
+
+@custom_op("brimful::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, seed: Tensor | None,
     starts_q: Tensor, tiles_q: Tensor, starts_k: Tensor, tiles_k: Tensor,
@@ -396,6 +403,11 @@ def packed_attention_backward(
         grad, q, k, v, out, lse, bias, seed, starts_q, tiles_q, starts_k, tiles_k,
         scale=scale, causal=causal, dropout=dropout, bias_needs_grad=bias_needs_grad,
     )  # fmt: skip
+
+
+@packed_attention_backward.register_fake
+def _(grad, q, k, v, out, lse, bias, seed, sq, tq, sk, tk, scale, causal, dropout, bias_needs_grad):
+    return (*_empty_gradients(q, k, v), torch.empty_like(bias) if bias_needs_grad else q.new_empty(0))
 
 
 def _save(ctx, inputs, output):

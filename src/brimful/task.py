@@ -180,13 +180,15 @@ class Task:
 
     def dummy_row(self, shape: Shape) -> Any:
         """A row of this shape with any content. Needed only without data, unless `dummy` is defined."""
-        raise TaskError(
-            f"task {self.name} has no dummy_row(), so it cannot be planned without data. "
-            "Try: give data, or define dummy_row(shape) that returns a row."
-        )
+        raise TaskError(f"task {self.name} has no dummy_row(). Try: define dummy_row(shape) that returns a row.")
 
     def dummy(self, rows: int, shape: Shape) -> Any:
         """A batch of `rows` rows padded to `shape`, as `collate` would return it. Default: of `dummy_row`."""
+        if not self.has_dummy_row:
+            raise TaskError(
+                f"task {self.name} has no dummy(), so it cannot be planned without data. "
+                "Try: give data, or define dummy(rows, shape) that returns a batch, or dummy_row(shape) that returns a row."
+            )
         return self.collate([self.dummy_row(shape)] * rows)
 
     @property

@@ -104,7 +104,8 @@ def test_the_stepper_does_what_the_plain_loop_does(
     monkeypatch.setattr(bench, "MEDIAN_OVER", 6)
     bench.main([*TINY, "--steps", "6", "--overhead", "--json", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())["overhead"]
-    assert found["distance"] < 1e-7 and len(found["seconds"]["plain"]) == len(found["seconds"]["stepper"]) == 6
+    # In fp32: the step divides by an estimate of the count and corrects it, which rounds once more than the plain loop.
+    assert found["distance"] < 5e-7 and len(found["seconds"]["plain"]) == len(found["seconds"]["stepper"]) == 6
     assert found["ratio"] == pytest.approx(found["stepper_s"] / found["plain_s"])
     assert "| Stepper" in capsys.readouterr().out
 

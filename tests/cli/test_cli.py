@@ -62,7 +62,7 @@ def test_the_flags_of_plan_are_frozen(capsys):
     assert flags == {
         "--size", "--from", "--freeze", "--random-weights", "--label-smoothing", "--tokenizer", "--columns", "--max-tokens",
         "--global-batch", "--micro-batch", "--memory-limit", "--host-limit", "--fill", "--device", "--processes",
-        "--checkpointing", "--precision", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
+        "--layout", "--compile", "--checkpointing", "--precision", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
         "--allow-inexact", "--deterministic", "--plan-seconds", "--traceback", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",
     }  # fmt: skip
 

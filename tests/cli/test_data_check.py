@@ -20,7 +20,16 @@ def rows(tmp_path):
 def test_the_flags_are_frozen(capsys):
     _, out, _ = run("data", "check", "--help", capsys=capsys)
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
-    assert flags == {"--columns", "--tokenizer", "--max-chars", "--max-tokens", "--host-limit", "--max-bad", "--json"}
+    assert flags == {
+        "--columns",
+        "--tokenizer",
+        "--max-chars",
+        "--max-tokens",
+        "--host-limit",
+        "--max-bad",
+        "--json",
+        "--traceback",
+    }
 
 
 def test_help_of_check_and_clean_imports_nothing_heavy():

@@ -24,7 +24,7 @@ def test_the_flags_are_frozen(capsys):
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     assert flags == {
         "--output", "--columns", "--tokenizer", "--min-chars", "--max-chars", "--max-tokens", "--near", "--no-near",
-        "--valid", "--test", "--seed", "--host-limit", "--max-bad", "--overwrite", "--json",
+        "--valid", "--test", "--seed", "--host-limit", "--max-bad", "--overwrite", "--json", "--traceback",
     }  # fmt: skip
 
 

@@ -56,7 +56,9 @@ def test_a_stored_row_reads_as_it_was_written(made):
     assert texts < {row["question"].replace("：", ":").replace("？", "?").replace("，", ",") for row in rows(130)}
 
 
-PLAN = SimpleNamespace(split=lambda shapes: [list(range(0, 12, 2)), list(range(1, 12, 2))], global_batch=12, host=None)
+PLAN = SimpleNamespace(
+    split=lambda shapes: [list(range(0, 12, 2)), list(range(1, 12, 2))], layout="padded", global_batch=12, host=None
+)
 """As much of a plan as a loader needs."""
 
 

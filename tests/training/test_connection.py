@@ -187,6 +187,7 @@ group = join(torch.device("cpu"))
 sockets = psutil.Process().net_connections()
 Path(os.environ["FOUND"], f"rank-{group.rank}").write_text(json.dumps([one.laddr.ip for one in sockets if one.status == "LISTEN"]))
 group.gather([1.0])
+os._exit(0)
 """
 
 

@@ -19,6 +19,11 @@ def main() -> None:
     with worker():
         prefer_growing_segments()
         run_request(Request(**json.loads(os.environ["BRIMFUL_REQUEST"])))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # All is saved. With an open group, torch's threads end about one process in twenty with SIGABRT as it exits.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def run_request(request: Request) -> None:

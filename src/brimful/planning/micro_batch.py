@@ -306,9 +306,7 @@ class Search:
         if requested == "off" or not compiler.available:
             self.compile_reason = "as requested" if requested == "off" else compiler.reason
         elif requested == "auto" and (self.context.layout is not PACKED or self.target.device.type != "cuda"):
-            self.compile_reason = (
-                "lengths differ in every micro-batch" if self.shape else "only packed steps are compiled unasked"
-            )
+            self.compile_reason = "only packed steps on a GPU are compiled unless requested"
         else:
             self.compiled = self._compile(compiler)
         return self.compiled

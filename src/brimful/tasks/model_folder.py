@@ -10,7 +10,7 @@ A missing, misshapen or unknown tensor is an error that names it. (With `strict=
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,9 +203,7 @@ def _check_hashes(folder: Path) -> None:
     if folder.resolve().name != "model" or not (checkpoint / MANIFEST).is_file():
         return
     try:
-        manifest = Manifest.read(checkpoint)
-        own = tuple(file for file in manifest.files if file.name.startswith("model/"))
-        Checkpoint(path=checkpoint, manifest=replace(manifest, files=own)).check(contents=True)
+        Checkpoint.read(checkpoint).check(contents=True, below="model/")
     except BadCheckpoint as error:
         raise BadModel(f"{checkpoint} is damaged: {error}. Try: another checkpoint of the run.") from None
 

@@ -272,13 +272,13 @@ class Checkpoint:
         """Its manifest alone; `check` looks at the files."""
         return cls(path=path, manifest=Manifest.read(path))
 
-    def check(self, *, contents: bool) -> None:
-        """Sizes, which costs nothing, or every byte; raises `BadCheckpoint`.
+    def check(self, *, contents: bool, below: str = "") -> None:
+        """Sizes, which costs nothing, or every byte, of the files below a folder; raises `BadCheckpoint`.
 
         What lies beside its files under a visible name must be its own too: a resume would read weights put there.
         """
         own, threads = {MANIFEST, *(file.name for file in self.manifest.files)}, _threads() if contents else 1
-        for file in self.manifest.files:
+        for file in (file for file in self.manifest.files if file.name.startswith(below)):
             hashes = file.sha256 if contents else None
             if problem := damage(self.path, file.name, file.size_bytes, hashes, threads=threads):
                 raise BadCheckpoint(problem)

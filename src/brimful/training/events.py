@@ -164,7 +164,7 @@ def last_steps(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[
     """The lines of one kind that count, by step: the last for a step trained twice, none for steps undone by a resume."""
     lines: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event["event"] == "resume":
+        if event["event"] == "resume" and event.get("step") is not None:  # a sweep resumes heads, not a step
             lines = {step: line for step, line in lines.items() if step <= event["step"]}
         elif event["event"] == kind:
             lines[event["step"]] = dict(event)
@@ -206,7 +206,7 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     kind, step = event.get("event"), event.get("step")
-    has_step = isinstance(step, int) or (step is None and kind not in ("step", "eval", "resume"))
+    has_step = isinstance(step, int) or (step is None and kind not in ("step", "eval"))
     return event if isinstance(kind, str) and has_step else None
 
 

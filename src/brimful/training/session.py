@@ -438,6 +438,13 @@ class Session:
         ]
         return replace(plan, choices=(*planned, *added))
 
+    def _with_origin(self, choice: Choice) -> Choice:
+        """A request that comes from a recipe or a config file is shown with the file."""
+        origin = self.request.origins.get({"steps": "max_steps", "save": "save_every"}.get(choice.name, choice.name))
+        if origin is None or choice.requested is None or origin in choice.reason:
+            return choice
+        return replace(choice, reason=f"set in {origin}{'; ' * bool(choice.reason)}{choice.reason}")
+
     def _warmup(self, steps: int) -> Choice:
         requested, warmup = self.options.warmup, self.options.warmup_steps(steps)
         if "%" not in str(requested) and warmup < int(requested):
@@ -588,6 +595,7 @@ class Session:
         prepared: dict[str, str | None],
     ) -> None:
         """Only now, when everything requested has proved to work, does the run's folder keep it."""
+        plan = replace(plan, choices=tuple(map(self._with_origin, plan.choices)))
         choice.save(plan)
         if self.first:
             self.folder.write_request(replace(self.request, prepared=prepared, plan_for=choice.made_for))

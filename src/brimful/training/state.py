@@ -294,7 +294,8 @@ def load_optimizer(folder: Path, optimizer: Optimizer, settings_before: Sequence
     settings_now, average = group_settings(optimizer), optimizer.state.get(AVERAGE)
     try:
         optimizer.load_state_dict(_load(folder / "optimizer.pt", mapped=True))
-    except (ValueError, KeyError) as error:
+        _load_average(optimizer, average)
+    except (ValueError, KeyError, RuntimeError) as error:
         raise BadRun(
             f"{folder / 'optimizer.pt'} does not fit the optimizer ({in_one_line(error)}). "
             "Try: the same optimizer= and task options as before, or a new run."
@@ -305,7 +306,6 @@ def load_optimizer(folder: Path, optimizer: Optimizer, settings_before: Sequence
             key: _moved(group[key], now.get(key), group["params"]) for key in changed if key not in ("params", "lr")
         }
         group.update({**now, **trained})
-    _load_average(optimizer, average)
     for one in optimizer.state.values():
         one.update(tree_map_only(torch.Tensor, _off_the_file, dict(one)))
 

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import ClassVar, get_type_hints
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from brimful.training.events import last_steps, read_events
 from brimful.training.options import TrainOptions
 from brimful.training.run import Request, RunFolder
 from brimful.training.session import Session, _place
+from brimful.units import GiB
 from tests.training import runs
 
 ROWS = list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
@@ -456,3 +457,22 @@ def test_the_plan_says_which_file_an_option_comes_from(tmp_path):
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.choice("steps").reason.startswith("set in recipe small; ")
     assert "set in" not in plan.choice("micro_batch").reason
+
+
+class Prepared(Regression):
+    limits: ClassVar[list] = []
+
+    def prepare(self, data, folder, progress, like=None, name="train"):
+        self.limits.append(self.host_limit_bytes)
+        return data
+
+    def rows(self, data):
+        return ROWS
+
+
+def test_the_host_limit_reaches_what_prepares_the_data(tmp_path):
+    task = Prepared()
+    train(tmp_path / "run", task, data="rows", valid="rows", host_limit="3GiB")
+    train(tmp_path / "other", task, data="rows")
+    assert task.limits == [3 * GiB, 3 * GiB, None]
+    assert task.host_limit_bytes is None

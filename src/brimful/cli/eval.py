@@ -101,6 +101,7 @@ def evaluate(
             resolve(model), metrics=[name for name in names if name != "loss"], beams=beams,
             max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens,
         )  # fmt: skip
+        task.host_limit_bytes = options.host_limit_bytes
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brimful-eval-")))
         store = task.rows(task.prepare(data, folder, show_progress, name="eval"))
         target = find_target(options)

@@ -322,6 +322,7 @@ class Session:
             request.plan_options, device=str(self.target.device), processes=self.group.size
         )  # what was requested as `auto` is known now
         self.task = with_optimizer(task, self.options)
+        self.task.host_limit_bytes = request.plan_options.host_limit_bytes
         self.first = self.group.rank == 0
         self.loop: Loop | None = None
         self.trained = 0

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import brimful
-from brimful.errors import BadOption, DoesNotFit
+from brimful.errors import BadOption, BadRun, DoesNotFit
 from brimful.planning.plan import Plan
 from brimful.training import metrics
 from brimful.training.checkpoint import Checkpoints
@@ -247,3 +247,16 @@ def test_two_processes_save_the_average_that_one_does(tmp_path):
         assert set(runs.finish(runs.start(tmp_path / f"{count}", plan, count, **how))) == {0}
     one, two = (saved(tmp_path / f"{count}") for count in plans)
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+
+
+class Swept(Regression):
+    """With other weights frozen than before."""
+
+    def model(self):
+        return super().model().requires_grad_(True)
+
+
+def test_an_average_of_other_weights_is_one_message(tmp_path):
+    train(tmp_path / "run", max_steps=2)
+    with pytest.raises(BadRun, match="does not fit the optimizer"):
+        train(tmp_path / "run", Swept(), resume=True)

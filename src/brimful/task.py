@@ -106,6 +106,8 @@ class Task:
     marks a path."""
     options: Any = None
     """The instance of `Options` this task was made with."""
+    host_limit_bytes: int | None = None
+    """The host RAM that `prepare` may use: `host_limit` of the run, which sets it. None if that was not given."""
     worst_shape: Shape = ()
     """The largest lengths a row may have. Planning without data assumes that every row is this long."""
     global_batch: int = 256

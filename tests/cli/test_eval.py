@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from brimful.files import FileLock
 from tests.cli.test_cli import run
 from tests.tasks.tiny import ROWS, tiny_chat
 
@@ -32,6 +33,14 @@ def test_raw_rows_are_tokenized_on_the_fly_and_nothing_is_left(tiny, capsys, tmp
     assert len(report["samples"]) == 8
     assert "tokenized 24" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_evaluation_left_is_removed_and_one_at_work_is_let_alone(tiny, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "brimful-eval-killed" / "store").mkdir(parents=True)
+    with FileLock(tmp_path / "brimful-eval-at-work", folder=True):
+        evaluate(tiny, "--metrics", "loss", capsys=capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["brimful-eval-at-work"]
 
 
 def test_a_token_store_gives_the_same_scores_as_its_rows(tiny, capsys):

@@ -16,6 +16,7 @@ from brimful.tasks.chatlm import ChatOptions
 from brimful.tasks.load import task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.options import TrainOptions
+from brimful.training.run import Request, RunFolder
 
 OWNERS = [ChatOptions, TrainOptions, PlanOptions]
 
@@ -258,15 +259,52 @@ def test_only_what_was_given_is_in_the_request(mine, tmp_path, monkeypatch):
     assert request(mine, tmp_path).task_options == {}
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_value_from_a_file_is_named_with_the_file_and_not_as_a_flag(capsys, mine, config, command):
+    path = config('fill = 2\ndepth = "deep"\n')
+    line = refused(capsys, command, mine, "rows", "--config", str(path))
+    assert f"fill = 2 in {path} must be above 0" in line
+    assert "--fill" not in line and "--depth" not in line
+
+
+def test_a_flag_that_wins_over_a_file_is_named_as_a_flag(capsys, mine, config):
+    line = refused(capsys, "train", mine, "rows", "--config", str(config("fill = 2")), "--fill", "3")
+    assert "--fill 3.0 must be above 0" in line and "config.toml" not in line
+
+
+def test_a_value_of_a_recipe_that_a_resumed_run_cannot_take_is_named_with_the_recipe(capsys, mine, tmp_path):
+    RunFolder(tmp_path / "run").create()
+    RunFolder(tmp_path / "run").write_request(Request(task="chatlm-sft", data="rows", run=str(tmp_path / "run")))
+    line = refused(capsys, "train", "--run", str(tmp_path / "run"), "--resume", "--recipe", "small")
+    assert "seed = 23333 in recipe small (it was 0)" in line
+
+
+def test_a_run_keeps_where_its_options_come_from(mine, tmp_path, config):
+    path = config("lr = 0.1\ndepth = 3\nfill = 0.5")
+    assert request(mine, tmp_path, path, fill=0.7).origins == {"lr": str(path), "depth": str(path)}
+
+
+def test_what_a_plan_has_decided_is_dropped_from_a_file_with_a_word(capsys, mine, tmp_path, config):
+    (tmp_path / "plan.json").write_text("{}")
+    found = request(mine, tmp_path, config("workers = 0\nlr = 0.1"), plan=str(tmp_path / "plan.json"))
+    assert "workers" not in found.options and found.options["lr"] == 0.1
+    assert "workers" in (said := capsys.readouterr().err) and "config.toml" in said
+    with pytest.raises(BadOption, match="plan= cannot be combined with workers="):
+        request(mine, tmp_path, plan=str(tmp_path / "plan.json"), workers=0)
+
+
 def test_a_value_of_the_wrong_type_in_a_file_is_refused(mine, tmp_path, config):
-    with pytest.raises(BadOption, match="depth='deep' must be a whole number. kind='x' must be one of relu, tanh."):
+    with pytest.raises(
+        BadOption, match=r'depth = "deep" in .* must be a whole number. kind = "x" in .* one of relu, tanh.'
+    ):
         request(mine, tmp_path, config('depth = "deep"\nkind = "x"'))
 
 
 def test_the_generic_options_are_frozen():
     """A name that a script relies on does not change by accident, and none belongs to a particular task."""
     assert sorted(generic_names()) == [
-        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "compile", "cudnn_attention", "decay", "deterministic", "device",
+        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "compile", "cudnn_attention", "decay",
+        "deterministic", "device", "ema",
         "epochs", "eval_every", "eval_rows", "fill", "generate_rows", "global_batch", "host_limit", "keep", "layout", "lengths", "lr",
         "max_steps", "memory_limit", "micro_batch", "min_lr", "mix", "optimizer", "pin_memory", "plan", "plan_seconds", "precision",
         "prefetch", "processes", "resume", "run", "save_every", "schedule", "seed", "skip_oversized", "time_limit",

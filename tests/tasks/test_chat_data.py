@@ -11,6 +11,7 @@ from brimful.data.store import Store
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadData, BadModel, BadOption
 from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
+from brimful.units import MiB
 from tests.tasks.tiny import ROWS, make_tokenizer, write_jsonl
 
 
@@ -256,3 +257,26 @@ def test_the_report_beside_the_tokenizer_is_not_part_of_the_key(tiny, desk, raw,
     (folder / "report.json").write_text(json.dumps({}))
     first = desk.prepare(task(tiny), raw)
     assert desk.prepare(Pretrain(options=ChatOptions(from_=str(folder))), raw) == first
+
+
+def test_the_host_limit_bounds_the_rows_that_are_read(tiny, desk, tmp_path):
+    rows = write_jsonl(tmp_path / "long.jsonl", [{"prompt": "问" * 1_000_000, "response": "答"}])
+    limited = task(tiny)
+    limited.host_limit_bytes = 64 * MiB
+    with pytest.raises(BadData, match="longer than 2 MiB, the most for host_limit='64MiB'"):
+        desk.prepare(limited, rows)
+
+
+def test_the_host_limit_bounds_tokenizing(tiny, desk, raw):
+    limited = task(tiny)
+    limited.host_limit_bytes = 64 * MiB
+    with pytest.raises(BadOption, match="host_limit='64MiB' is too small"):
+        desk.prepare(limited, raw)
+
+
+def test_the_host_limit_bounds_a_new_tokenizer(desk, raw):
+    limited = Pretrain(options=ChatOptions(size="tiny"))
+    limited.host_limit_bytes = 64 * MiB
+    with pytest.raises(BadOption, match="host_limit='64MiB' is too small"):
+        desk.prepare(limited, raw)
+    assert not (desk.folder / "tokenizer").exists()

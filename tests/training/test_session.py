@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import ClassVar, get_type_hints
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ from brimful.planning.plan_options import PlanOptions
 from brimful.training import metrics
 from brimful.training.events import last_steps, read_events
 from brimful.training.options import TrainOptions
-from brimful.training.run import RunFolder
-from brimful.training.session import _place
+from brimful.training.run import Request, RunFolder
+from brimful.training.session import Session, _place
+from brimful.units import GiB
 from tests.training import runs
 
 ROWS = list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
@@ -445,3 +446,33 @@ def test_data_that_is_refused_leaves_no_folder(tmp_path):
     with pytest.raises(TaskError, match=r"rows\(\) failed on no/such"):
         brimful.train(Refused(), "no/such", run=tmp_path / "runs" / "new", device="cpu")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_says_which_file_an_option_comes_from(tmp_path):
+    options = {"max_steps": 1, "micro_batch": 8, "device": "cpu", "cache": False}
+    request = Request(
+        task="regression", data=None, run=str(tmp_path / "run"), options=options, origins={"max_steps": "recipe small"}
+    )
+    Session(task=Regression(), data=ROWS, request=request).train()
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.choice("steps").reason.startswith("set in recipe small; ")
+    assert "set in" not in plan.choice("micro_batch").reason
+
+
+class Prepared(Regression):
+    limits: ClassVar[list] = []
+
+    def prepare(self, data, folder, progress, like=None, name="train"):
+        self.limits.append(self.host_limit_bytes)
+        return data
+
+    def rows(self, data):
+        return ROWS
+
+
+def test_the_host_limit_reaches_what_prepares_the_data(tmp_path):
+    task = Prepared()
+    train(tmp_path / "run", task, data="rows", valid="rows", host_limit="3GiB")
+    train(tmp_path / "other", task, data="rows")
+    assert task.limits == [3 * GiB, 3 * GiB, None]
+    assert task.host_limit_bytes is None

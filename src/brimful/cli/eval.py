@@ -2,9 +2,10 @@
 
 import json as json_module
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from cyclopts import Parameter
 
 from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadOption, DoesNotFit
+from brimful.files import FileLock
 from brimful.units import show_bytes
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 METRICS = ("loss", "bleu", "chrf")
 SAMPLES = 8
 """Answers in the report."""
+_FOLDER_PREFIX = "brimful-eval-"
 
 
 def evaluate(
@@ -101,8 +104,8 @@ def evaluate(
             resolve(model), metrics=[name for name in names if name != "loss"], beams=beams,
             max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens,
         )  # fmt: skip
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="brimful-eval-")))
-        store = task.rows(task.prepare(data, folder, show_progress, name="eval"))
+        task.host_limit_bytes = options.host_limit_bytes
+        store = task.rows(task.prepare(data, stack.enter_context(_store_folder()), show_progress, name="eval"))
         target = find_target(options)
         needs_answers = output is not None or set(names) != {"loss"}
         result = _run(
@@ -160,6 +163,20 @@ def _model_on(task: "ChatEvaluation", target: "Target") -> Iterator[tuple[Any, A
                 needed_bytes=target.limit_bytes,
             ) from None
         yield model, ledger
+
+
+@contextmanager
+def _store_folder() -> Iterator[Path]:
+    """For the token store of raw rows, locked while it is in use: so those of killed evaluations can be removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError), FileLock(left, folder=True) as lock:
+            if lock.supported:
+                shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as path,
+        FileLock(Path(path), folder=True),
+    ):
+        yield Path(path)
 
 
 @contextmanager

@@ -128,6 +128,12 @@ class UserOptions:
 
     generic: dict[str, Any]
     task: dict[str, Any]
+    origins: dict[str, str]
+    """For each option that a file has set, the file: `recipe small`, or its path."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {**self.generic, **self.task}
 
 
 def collect(
@@ -136,6 +142,7 @@ def collect(
     """Flags win over the config file, which wins over the recipe. `task` names the task if a file has options of its own."""
     generic = set(generic_names())
     values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     for source, content in (_recipe(recipe), _config(config)):
         options = _table(content, command, source)
         if others := [name for name in options if name not in generic]:
@@ -143,12 +150,14 @@ def collect(
             known = [] if spec is None else [one.name for one in task_option_fields(spec)]
             _refuse_unknown([name for name in others if name not in known], [*generic, *known], source)
         values |= options
+        origins |= dict.fromkeys(options, source.removeprefix("config=").replace("=", " "))
     values |= set_flags(flags)
     if "lengths" in values:
         values["lengths"] = parse_lengths(values["lengths"])
     return UserOptions(
         generic={name: value for name, value in values.items() if name in generic},
         task={name: value for name, value in values.items() if name not in generic},
+        origins={name: origin for name, origin in origins.items() if name not in set_flags(flags)},
     )
 
 

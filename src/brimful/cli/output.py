@@ -1,8 +1,9 @@
 """What every command prints: results on stdout, progress and errors on stderr.
 
 An error ends in one message and exit code 2, in the words of the shell: the library names arguments in its messages
-(`memory_limit='20GB'`), here they become flags (`--memory-limit 20GB`). With --traceback, or BRIMFUL_TRACEBACK=1, the traceback comes first,
-which helps with a bug in a task of one's own.
+(`memory_limit='20GB'`), here they become flags (`--memory-limit 20GB`), or lines of the file they come from
+(`memory_limit = "20GB" in my.toml`). With --traceback, or BRIMFUL_TRACEBACK=1, the traceback comes first, which helps with a
+bug in a task of one's own.
 """
 
 import json
@@ -11,13 +12,13 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 
-from brimful.errors import traceback_hint, wants_traceback, with_hint
+from brimful.errors import UserError, traceback_hint, wants_traceback, with_hint
 
 _ARGUMENT = re.compile(
     r"\b(?P<encoder>(?:ecfp|unimol)(?: [a-z_]+=\w+)+)|"
@@ -79,6 +80,35 @@ def with_flags(message: str) -> str:
         return name if value in ("", "True") else f"{name} {value}"
 
     return _ARGUMENT.sub(flag, message)
+
+
+def name_files(message: str, origins: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """Options that come from a recipe or a config file, named as such where the message has their value.
+
+    `values` are those in effect. An option that is only advised stays one to give.
+
+    >>> name_files("fill=2 must be at most 1. Try: fill=0.8.", {"fill": "my.toml"}, {"fill": 2})
+    'fill = 2 in my.toml must be at most 1. Try: fill=0.8.'
+    """
+
+    def named(match: re.Match[str]) -> str:
+        name = (match["name"] or "").rstrip("_")
+        value = next((group for group in match.groups()[2:] if group is not None), "")
+        if name not in origins or value != str(values[name]).strip("()[]"):
+            return match[0]
+        return f"{name} = {json.dumps(values[name], ensure_ascii=False)} in {origins[name]}"
+
+    return _ARGUMENT.sub(named, message)
+
+
+@contextmanager
+def naming_files(origins: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[None]:
+    """A user's mistake in here is told as `name_files` does."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (name_files(str(error), origins, values), *error.args[1:])
+        raise
 
 
 def print_error(error: BaseException | str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from brimful.cli.flags import TASK_TITLE, collect, make_flags
-from brimful.cli.output import prefer_growing_segments, progress, show
+from brimful.cli.output import naming_files, prefer_growing_segments, progress, show
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
 from brimful.tasks.option_fields import OptionField, option_fields
@@ -51,14 +51,18 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         """
         check_spec(task)
         options = collect("plan", flags, config=config, task=lambda: task)
-        PlanOptions(**pick(options.generic, PlanOptions))  # mistakes come before the task's own imports
-        check_request_options(task, options.task, None)
+        with naming_files(options.origins, options.values):
+            PlanOptions(**pick(options.generic, PlanOptions))  # mistakes come before the task's own imports
+            check_request_options(task, options.task, None)
         prefer_growing_segments()
         from brimful.planning.planner import plan as make_plan
         from brimful.report.tables import plan_table
         from brimful.tasks.load import load_task
 
-        with redirect_stdout(sys.stderr):  # what the task prints is not part of the result
+        with (
+            redirect_stdout(sys.stderr),
+            naming_files(options.origins, options.values),
+        ):  # a task's prints are no result
             loaded = load_task(task, options.task)
             with progress(f"plan {loaded.name}") as update:
                 result = make_plan(loaded, data=data, progress=update, **pick(options.generic, PlanOptions))

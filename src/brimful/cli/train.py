@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
-from brimful.cli.output import prefer_growing_segments, print_error, show
+from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show
 from brimful.errors import BadOption, BadRun
 from brimful.tasks.load import check_request_options, check_spec, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
@@ -97,7 +97,8 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher's process
             from brimful.cli.train_process import run_request
 
-            run_request(request)
+            with naming_files(request.origins, request.values):
+                run_request(request)
             if os.environ["RANK"] == "0":
                 _print_ending(folder, json=json)
             return
@@ -107,7 +108,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         if outcome.code == 0 and not saved:
             outcome = Outcome(code=1, message="the training process left without finishing", resumable=True)
         if outcome.code and not (outcome.code > 128 and saved):  # one that had saved may be stopped on its way out
-            print_error(_with_advice(outcome, folder))
+            print_error(name_files(_with_advice(outcome, folder), request.origins, request.values))
             raise SystemExit(outcome.code)
         _print_ending(folder, json=json)
 
@@ -128,15 +129,32 @@ def build_request(
     if before is None or task is not None:
         check_spec(spec)
     options = collect("train", flags, config=config, recipe=recipe, task=lambda: spec)
+    if options.generic.get("plan"):
+        options = _without_planned(options)
     generic = {name: value for name, value in options.generic.items() if name not in ("run", "resume")}
-    own = _with_absolute_paths(options, spec) if options.task else {}
-    if before is None:
-        request = Request(task=spec, data=data, run=str(root), resume=resume, options=generic, task_options=own)
-    else:
-        request = replace(merge(before, generic, own), task=spec, run=str(root), resume=True)
-    request = _with_data(request, data, before, demo_data)
-    _check(request, before, set_flags(flags))
+    with naming_files(options.origins, options.values):
+        own = _with_absolute_paths(options, spec) if options.task else {}
+        if before is None:
+            request = Request(
+                task=spec, data=data, run=str(root), resume=resume, options=generic, task_options=own, origins=options.origins
+            )  # fmt: skip
+        else:
+            merged = merge(before, generic, own, options.origins)
+            request = replace(merged, task=spec, run=str(root), resume=True)
+        request = _with_data(request, data, before, demo_data)
+    with naming_files(request.origins, request.values):
+        _check(request, before, set_flags(flags))
     return request
+
+
+def _without_planned(options: UserOptions) -> UserOptions:
+    """`--plan` is a flag, so it wins over files: what they set of the plan's decisions is dropped, in sight."""
+    dropped = {name: origin for name, origin in options.origins.items() if name in PLANNED}
+    for origin in dict.fromkeys(dropped.values()):
+        names = ", ".join(name for name in dropped if dropped[name] == origin)
+        _note(f"{names} in {origin} are left to --plan")
+    kept = {name: value for name, value in options.generic.items() if name not in dropped}
+    return replace(options, generic=kept, origins={k: v for k, v in options.origins.items() if k not in dropped})
 
 
 def _run_folder(task: str | None, flags: dict[str, Any]) -> tuple[Path, bool]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ FIELDS = ("prompt", "response")
 TOKENIZED_HERE = re.compile(r"train-[0-9a-f]{8}")
 """Names of stores that `token_store` makes for training rows."""
 TOKENIZING_BYTES = GiB
-"""Host RAM for tokenizing, beyond what this process holds already."""
+"""Without `host_limit`: host RAM for tokenizing, beyond what this process holds already."""
 
 
 def token_store(
@@ -45,7 +46,8 @@ def token_store(
     from brimful.data.read.source import open_source
     from brimful.data.tokenize import TokenizeOptions, tokenize
 
-    source = open_source([data], columns=task.options.columns, host_limit_bytes=TOKENIZING_BYTES)
+    limit = task.host_limit_bytes
+    source = open_source([data], columns=task.options.columns, host_limit_bytes=limit or TOKENIZING_BYTES)
     _check_fields(task, data, source)
     tokenizer = _find_tokenizer(task, source, folder, progress, like)
     facts = TokenizerFacts.read(tokenizer)
@@ -54,8 +56,9 @@ def token_store(
     if (store / NAME).is_file():
         return str(store)
     folder.mkdir(parents=True, exist_ok=True)
-    host_limit_bytes = tree_bytes() + TOKENIZING_BYTES
-    options = TokenizeOptions(max_tokens=task.max_tokens, host_limit_bytes=host_limit_bytes)
+    options = TokenizeOptions(
+        max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES
+    )  # fmt: skip
     report = tokenize(source, tokenizer=tokenizer, output=store, options=options, progress=progress)
     dropped = _dropped(report.dropped)
     truncated = sum(field.truncated for field in report.fields.values())
@@ -146,6 +149,8 @@ def _find_tokenizer(
 
         folder.mkdir(parents=True, exist_ok=True)
         options = TokenizerOptions(vocab_size=SIZES[task.size].vocab)
+        if task.host_limit_bytes is not None:  # a higher limit is no reason to train on more rows for longer
+            options = replace(options, host_limit_bytes=min(options.host_limit_bytes, task.host_limit_bytes))
         report = train_tokenizer(source, output=output, options=options, progress=progress)
         progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {source.paths[0]}: {output}")
     return output

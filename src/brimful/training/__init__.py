@@ -4,6 +4,7 @@
     options       what the user may set
     loop          the training loop and its hooks
     optimizer     optimizers and learning-rate curves by name
+    average       the average of the weights that `ema` keeps
     evaluate      the loss and scores over a fixed set of rows
     choose_plan   the plan of the run before, or a new one for each kind of device
     checkpoint    how a checkpoint becomes durable

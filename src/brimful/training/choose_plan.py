@@ -38,6 +38,8 @@ class PlanChoice:
     run: RunFolder
     file: str | None
     """`--plan`."""
+    averages: bool = False
+    """Whether an average of the weights (`--ema`) takes memory as well."""
     made_before_for: dict[str, Any] | None
     """The options that the plan in the run's folder was made for; None in a new run."""
     progress: Callable[[str], object]
@@ -60,7 +62,8 @@ class PlanChoice:
     @property
     def made_for(self) -> dict[str, Any]:
         """Kept in run.json, and compared when the run is resumed."""
-        return {name: value for name, value in asdict(self.options).items() if name not in NOT_COMPARED}
+        options = {name: value for name, value in asdict(self.options).items() if name not in NOT_COMPARED}
+        return {**options, "ema": self.averages or None}
 
     def _from_file(self) -> Plan | None:
         if self.file is None:

@@ -24,7 +24,7 @@ a save before it is raised. Nothing that logs, tracks or evaluates can change th
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -49,6 +49,7 @@ from brimful.step.result import StepResult
 from brimful.step.stepper import Stepper
 from brimful.task import Dataset, Task
 from brimful.training import state
+from brimful.training.average import WeightAverage
 from brimful.training.checkpoint import Best, Checkpoints
 from brimful.training.evaluate import EvalResult, Evaluator
 from brimful.training.events import Journal
@@ -110,6 +111,8 @@ class Loop:
     schedule: Schedule
     scheduler: LRScheduler | None = None
     """The task's own, used instead of `schedule`."""
+    average: WeightAverage | None = None
+    """Of the weights (`ema=`). `with loop.average.applied():` lets the model have it."""
     checkpoints: Checkpoints
     journal: Journal
     time_limit: TimeLimit
@@ -182,6 +185,8 @@ class Loop:
         result = self.stepper.step(rows)
         self.step += 1
         self.loss = result.loss
+        if self.average is not None and result.applied:
+            self.average.update()
         if self.scheduler is not None:
             self.scheduler.step()
         if self.stepper.speeds != speeds:
@@ -240,7 +245,8 @@ class Loop:
         """Whether this is the best evaluation so far."""
         assert self.evaluator is not None
         try:
-            result = self.evaluator.run()
+            with nullcontext() if self.average is None else self.average.applied():
+                result = self.evaluator.run()
         except UserError as error:  # the same on all ranks; weights and optimizer are unchanged
             self.journal.write("note", step=self.step, sentence=f"this evaluation was skipped: {error}")
             return False
@@ -292,7 +298,13 @@ class Loop:
             checkpoint = self.checkpoints.save(
                 position.step,
                 lambda folder: state.write(
-                    folder, position, task=self.task, model=model, optimizer=self.optimizer, rows=self.rows
+                    folder,
+                    position,
+                    task=self.task,
+                    model=model,
+                    optimizer=self.optimizer,
+                    rows=self.rows,
+                    average=self.average,
                 ),
                 needs_bytes=state.needed_bytes(model, self.optimizer),
                 facts={"task": self.task.name, "loss": self.loss, "samples": position.loader["samples"]},

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from brimful.errors import MissingExtra
 from brimful.task import Task
+from brimful.training.average import add_average
 from brimful.training.options import Curve, OptimizerName, TrainOptions
 
 LEARNING_RATE = 1e-4
@@ -37,22 +38,27 @@ LEARNING_RATE = 1e-4
 def with_optimizer(task: Task, options: TrainOptions) -> Task:
     """A copy of the task whose `optimizer` is the one the options ask for. The caller's task is not changed.
 
-    A task's own optimizer is kept unless `optimizer` is given; `lr` alone changes its learning rate.
+    A task's own optimizer is kept unless `optimizer` is given; `lr` alone changes its learning rate. With `ema` it has
+    room for the average of the weights.
     """
-    changed = copy.copy(task)
-    if type(task).optimizer is not Task.optimizer and options.optimizer is None:
-        if options.lr is not None:
-            changed.optimizer = _WithRate(task.optimizer, options.lr)  # type: ignore[method-assign]
-        return changed
-    rate: float = getattr(task, "learning_rate", LEARNING_RATE) if options.lr is None else options.lr
-    chosen = NamedOptimizer(name=options.optimizer or "adamw", lr=rate, weight_decay=options.weight_decay)
-    changed.optimizer = chosen  # type: ignore[method-assign]
+    changed, make = copy.copy(task), _chosen(task, options)
+    if options.ema is not None:
+        make = _WithAverage(make)
+    if make != task.optimizer:
+        changed.optimizer = make  # type: ignore[method-assign, assignment]
     return changed
+
+
+def _chosen(task: Task, options: TrainOptions) -> Callable[[nn.Module], Optimizer]:
+    if type(task).optimizer is not Task.optimizer and options.optimizer is None:
+        return task.optimizer if options.lr is None else _WithRate(task.optimizer, options.lr)
+    rate: float = getattr(task, "learning_rate", LEARNING_RATE) if options.lr is None else options.lr
+    return NamedOptimizer(name=options.optimizer or "adamw", lr=rate, weight_decay=options.weight_decay)
 
 
 def optimizer_name(task: Task) -> str:
     """How the plan shows the optimizer of a task that came from `with_optimizer`."""
-    optimizer = task.optimizer
+    optimizer = task.optimizer.make if isinstance(task.optimizer, _WithAverage) else task.optimizer
     return f"{optimizer.name} at {optimizer.lr:g}" if isinstance(optimizer, NamedOptimizer) else "the task's"
 
 
@@ -102,6 +108,18 @@ class _WithRate:
         optimizer = self.make(model)
         for group in optimizer.param_groups:
             group["lr"] = self.lr
+        return optimizer
+
+
+@dataclass(frozen=True)
+class _WithAverage:
+    """An optimizer with room for the average of the weights, so that the plan counts it."""
+
+    make: Callable[[nn.Module], Optimizer]
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        optimizer = self.make(model)
+        add_average(optimizer)
         return optimizer
 
 

@@ -52,6 +52,8 @@ class TrainOptions:
     """The learning rate at the end, as a share of the peak."""
     clip_norm: float = 1.0
     """Clip the norm of the gradients to this; 0 disables clipping."""
+    ema: float | None = None
+    """Average the weights over the steps with this decay, such as 0.999. The average is what is evaluated and saved."""
     plan: str | None = None
     """Train with this plan, a JSON file that `brimful plan` or another run wrote, instead of making one."""
     mix: str | None = None
@@ -121,6 +123,8 @@ def _problems(options: TrainOptions) -> Iterator[str]:
         value = values[name]
         if not (is_number(value) and 0 <= value <= most):
             yield f"{name}={value!r} must be a number of at least 0{' and at most 1' if most == 1 else ''}."
+    if options.ema is not None and not (is_number(options.ema) and 0 < options.ema < 1):
+        yield f"ema={options.ema!r} must be a number above 0 and below 1, such as 0.999."
     for name, words in _WORDS.items():
         value = values[name]
         if value is not None and value not in words:

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from brimful.errors import BadOption, BadRun
@@ -63,6 +64,8 @@ class Request:
     """What the user set of `TrainOptions` and `PlanOptions`."""
     task_options: Mapping[str, Any] = field(default_factory=dict)
     """What the user set of the task's own options."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """For each of these options that a file has set, the file: `recipe small`, or its path."""
     prepared: Mapping[str, str | None] = field(default_factory=dict)
     """Where the rows ready for `Task.rows` are, relative to the run's folder if they are in it."""
     plan_for: Mapping[str, Any] | None = None
@@ -75,6 +78,10 @@ class Request:
     @cached_property
     def plan_options(self) -> PlanOptions:
         return PlanOptions(**pick(self.options, PlanOptions))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {**self.options, **self.task_options}
 
     def check(self) -> None:
         """Raise one `BadOption` with every value that cannot work."""
@@ -304,7 +311,9 @@ def _wait_for_former_workers(run: Path, note: Callable[[str], object]) -> None:
             return  # `RunLock` says what is wrong
 
 
-def merge(before: Request, options: Mapping[str, Any], task_options: Mapping[str, Any]) -> Request:
+def merge(
+    before: Request, options: Mapping[str, Any], task_options: Mapping[str, Any], origins: Mapping[str, str] = MappingProxyType({})
+) -> Request:  # fmt: skip
     """The request of a resumed run: options given now win, except those that would make it another run.
 
     Those are the seed and the task's own options: with others, weights, rows or random numbers would not be the run's.
@@ -321,8 +330,10 @@ def merge(before: Request, options: Mapping[str, Any], task_options: Mapping[str
     gone = [name for name in PATH_OPTIONS if name in options and not Path(options[name]).exists()]
     again = {name: kept[name] for name in gone if _same(kept.get(name), options[name])}
     gone_of_task = {k: before.task_options[k] for k, v in task_options.items() if not os.path.exists(str(v))}  # noqa: PTH110
+    origins_before = {k: v for k, v in before.origins.items() if k not in options and k not in task_options}
     return replace(
         before,
+        origins={**origins_before, **origins},
         options={**kept, **options, **again},
         task_options={**before.task_options, **task_options, **gone_of_task},
     )

@@ -13,7 +13,7 @@ import math
 import os
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from brimful.step.result import Event
 from brimful.step.stepper import Stepper
 from brimful.task import Dataset, Precision, Shape, Task
 from brimful.training import state
+from brimful.training.average import WeightAverage
 from brimful.training.checkpoint import Checkpoint, Checkpoints, link
 from brimful.training.choose_plan import PlanChoice
 from brimful.training.connection import check_connection
@@ -77,6 +78,7 @@ def train(
     decay: float = 0.2,
     min_lr: float = 0.1,
     clip_norm: float = 1.0,
+    ema: float | None = None,
     plan: str | os.PathLike[str] | None = None,
     mix: str | None = None,
     skip_oversized: bool = False,
@@ -148,6 +150,8 @@ def train(
         decay: The share of the run in which "wsd" falls.
         min_lr: The learning rate at the end, as a share of the peak.
         clip_norm: Clip the norm of the gradients to this; 0 disables clipping.
+        ema: Average the weights over the steps with this decay, such as 0.999. The average is what is evaluated and
+            saved.
         plan: Train with this plan, a JSON file, instead of making one.
         mix: "window:N" sorts rows by length over N steps, for less padding.
         skip_oversized: Skip and report a row that does not fit even alone, instead of stopping.
@@ -197,8 +201,8 @@ def train(
     train_options = TrainOptions(
         run=None if run is None else os.fspath(run), resume=resume, max_steps=max_steps, epochs=epochs, lr=lr,
         optimizer=optimizer, weight_decay=weight_decay, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr,
-        clip_norm=clip_norm, plan=None if plan is None else os.fspath(plan), mix=mix, skip_oversized=skip_oversized,
-        valid=_as_path(valid), eval_every=eval_every, eval_rows=eval_rows, generate_rows=generate_rows, best=best,
+        clip_norm=clip_norm, ema=ema, plan=None if plan is None else os.fspath(plan), mix=mix,
+        skip_oversized=skip_oversized, valid=_as_path(valid), eval_every=eval_every, eval_rows=eval_rows, generate_rows=generate_rows, best=best,
         save_every=save_every, keep=keep, time_limit=time_limit, backend=backend, trackers=trackers,
     )  # fmt: skip
     plan_options = PlanOptions(
@@ -318,6 +322,7 @@ class Session:
             request.plan_options, device=str(self.target.device), processes=self.group.size
         )  # what was requested as `auto` is known now
         self.task = with_optimizer(task, self.options)
+        self.task.host_limit_bytes = request.plan_options.host_limit_bytes
         self.first = self.group.rank == 0
         self.loop: Loop | None = None
         self.trained = 0
@@ -348,7 +353,7 @@ class Session:
         valid_data, valid = (None, None) if self.valid is None else self._read(self.valid, like=rows)
         choice = PlanChoice(
             task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,
-            file=self.options.plan,
+            file=self.options.plan, averages=self.options.ema is not None,
             made_before_for=dict(self.request.plan_for) if self.request.resume and self.request.plan_for else None,
             progress=self.progress, note=self._note,
         )  # fmt: skip
@@ -424,6 +429,7 @@ class Session:
             Choice.of("optimizer", options.optimizer, optimizer_name(self.task), origin + rate, "asked"),
             Choice.of("schedule", self.request.options.get("schedule"), options.schedule, "", "asked"),
             self._warmup(steps),
+            *self._ema(steps),
             Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
         )  # fmt: skip
         planned = [
@@ -432,6 +438,13 @@ class Session:
             if one.name not in {new.name for new in added}  # the plan of a resumed run has them already
         ]
         return replace(plan, choices=(*planned, *added))
+
+    def _with_origin(self, choice: Choice) -> Choice:
+        """A request that comes from a recipe or a config file is shown with the file."""
+        origin = self.request.origins.get({"steps": "max_steps", "save": "save_every"}.get(choice.name, choice.name))
+        if origin is None or choice.requested is None or origin in choice.reason:
+            return choice
+        return replace(choice, reason=f"set in {origin}{'; ' * bool(choice.reason)}{choice.reason}")
 
     def _warmup(self, steps: int) -> Choice:
         requested, warmup = self.options.warmup, self.options.warmup_steps(steps)
@@ -443,6 +456,19 @@ class Session:
         else:
             reason = f"of {show_count(steps, 'step')}"
         return Choice.of("warmup", self.request.options.get("warmup"), show_count(warmup, "step"), reason, "asked")
+
+    def _ema(self, steps: int) -> Iterator[Choice]:
+        decay = self.options.ema
+        if decay is None:
+            return
+        averaged = round(1 / (1 - decay))
+        if averaged > steps:
+            self._note(
+                f"ema={decay} averages over about {show_count(averaged, 'step')}, and the run has {show_count(steps, 'step')}. "
+                f"Try: a lower one, such as ema={1 - 10 / max(20, steps):.2g}"
+            )
+        reason = f"the average of about {show_count(averaged, 'step')} is evaluated and saved"
+        yield Choice.of("ema", decay, decay, reason, "asked")
 
     def _steps(self, plan: Plan, rows: Dataset) -> int:
         return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))
@@ -486,6 +512,7 @@ class Session:
             loader=self._loader(plan, rows, stepper),
             schedule=schedule,
             scheduler=scheduler,
+            average=None if options.ema is None else WeightAverage(optimizer, options.ema),
             checkpoints=self.checkpoints,
             journal=self.journal if self.first else Journal(None),
             time_limit=self.time_limit,
@@ -569,6 +596,7 @@ class Session:
         prepared: dict[str, str | None],
     ) -> None:
         """Only now, when everything requested has proved to work, does the run's folder keep it."""
+        plan = replace(plan, choices=tuple(map(self._with_origin, plan.choices)))
         choice.save(plan)
         if self.first:
             self.folder.write_request(replace(self.request, prepared=prepared, plan_for=choice.made_for))

@@ -1,8 +1,9 @@
 """What a checkpoint holds, and how a run continues from it: everything that the next step depends on.
 
     model/         as `Task.save` writes it: for Hugging Face models a folder that loads anywhere
-    weights.safetensors    only if model/model.safetensors does not hold all weights: PEFT saves adapters alone
-    optimizer.pt   its state
+    weights.safetensors    only if model/model.safetensors does not hold the weights: PEFT saves adapters alone, and
+                   with `ema` the model folder holds their average
+    optimizer.pt   its state, and the average
     buffers.pt     buffers that are not persistent, which no model folder holds; only if there are any
     state.pt       step, samples taken, best score so far; for every rank its random state and its stepper's
 
@@ -24,7 +25,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -38,8 +39,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from brimful.errors import BadCheckpoint, BadRun, in_one_line
+from brimful.memory.context import tensors_of
 from brimful.memory.snapshot import RandomState, overlaps
 from brimful.task import Dataset, Task
+from brimful.training.average import AVERAGE, WeightAverage
 from brimful.training.checkpoint import Best
 from brimful.units import MiB
 
@@ -93,14 +96,16 @@ class Position:
 
 
 def write(
-    folder: Path, position: Position, *, task: Task, model: nn.Module, optimizer: Optimizer, rows: Dataset
-) -> None:
-    """All files of a checkpoint."""
+    folder: Path, position: Position, *, task: Task, model: nn.Module, optimizer: Optimizer, rows: Dataset,
+    average: WeightAverage | None = None,
+) -> None:  # fmt: skip
+    """All files of a checkpoint. With an average, that is the model which the task saves."""
     (folder / "model").mkdir()
     with writing_in_pieces():
-        task.save(model, folder / "model", rows)
+        with nullcontext() if average is None else average.applied():
+            task.save(model, folder / "model", rows)
         _save_tokenizer(task, folder / "model")
-        if not _holds_weights(folder / WEIGHTS, model):
+        if average is not None or not _holds_weights(folder / WEIGHTS, model):
             safetensors.torch.save_model(model, str(folder / OWN_WEIGHTS))
     _set_permissions(folder)
     contents = {"optimizer.pt": optimizer.state_dict(), "state.pt": asdict(position)}
@@ -156,8 +161,10 @@ def _address(tensors: Mapping[str, torch.Tensor], name: str) -> object:
 def needed_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """The size of a checkpoint: counted, or predicted as AdamW's for optimizer state that the first step will make."""
     weights = _unique_bytes([*model.parameters(), *model.buffers()])
-    tensors = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
-    return weights + (_unique_bytes(tensors) or 2 * _unique_bytes([p for p in model.parameters() if p.requires_grad]))
+    states = dict(optimizer.state)
+    averages, tensors = tensors_of(states.pop(AVERAGE, {})), tensors_of(list(states.values()))
+    state = _unique_bytes(tensors) or 2 * _unique_bytes([p for p in model.parameters() if p.requires_grad])
+    return weights * (2 if averages else 1) + state + _unique_bytes(averages)
 
 
 def _unique_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -284,10 +291,11 @@ def load_optimizer(folder: Path, optimizer: Optimizer, settings_before: Sequence
     Schedule-free optimizers keep state among the settings of their groups. What training has changed there since
     `settings_before` is state.
     """
-    settings_now = group_settings(optimizer)
+    settings_now, average = group_settings(optimizer), optimizer.state.get(AVERAGE)
     try:
         optimizer.load_state_dict(_load(folder / "optimizer.pt", mapped=True))
-    except (ValueError, KeyError) as error:
+        _load_average(optimizer, average)
+    except (ValueError, KeyError, RuntimeError) as error:
         raise BadRun(
             f"{folder / 'optimizer.pt'} does not fit the optimizer ({in_one_line(error)}). "
             "Try: the same optimizer= and task options as before, or a new run."
@@ -300,6 +308,19 @@ def load_optimizer(folder: Path, optimizer: Optimizer, settings_before: Sequence
         group.update({**now, **trained})
     for one in optimizer.state.values():
         one.update(tree_map_only(torch.Tensor, _off_the_file, dict(one)))
+
+
+def _load_average(optimizer: Optimizer, average: dict[str, Any] | None) -> None:
+    """Into the tensors that there is room for. One that was not kept before begins now; one no longer wanted is dropped."""
+    saved = optimizer.state.pop(AVERAGE, None)
+    if average is None:
+        return
+    optimizer.state[AVERAGE] = average
+    for name, value in (saved or {}).items():
+        if isinstance(value, torch.Tensor):
+            average[name].copy_(value)
+        else:
+            average[name] = value
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -113,7 +113,7 @@ def row_too_long(place: str, max_row_bytes: int, advice: str = "one row per line
     limit = flag_bytes(max_row_bytes * _LONGEST_ROW_SHARE)
     return BadData(
         f"{place} is longer than {show_bytes(max_row_bytes)}, the most for host_limit='{limit}'. "
-        f"Try: {advice}, or `brimful data` with a higher host_limit=."
+        f"Try: {advice}, or a higher host_limit=."
     )
 
 

@@ -70,6 +70,21 @@ def test_the_model_keeps_its_own_attention():
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_checkpointed_blocks_run_again_inside_their_rows(name):
+    model, batch = build(CONFIGS[name]), causal.pack(draw_rows(4), (512,))
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    params = list(model.parameters())
+    plain = torch.autograd.grad(causal.loss(model, batch).sum, params)
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()
+    again = torch.autograd.grad(causal.loss(model, batch).sum, params)
+    assert all(map(torch.equal, plain, again))
+    assert model.config._attn_implementation != causal.INTERFACE
+
+
 def test_a_model_with_other_attention_is_refused():
     model = build(Gemma2Config(**SHAPE, head_dim=8))
     with pytest.raises(TaskError, match="cannot attend to packed rows: it uses sliding_window and softcap"):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from brimful.memory.split import Cost, padded_shape, split_by_memory
 from brimful.task import Shape, Task
+from brimful.units import show_rows
 
 LayoutName = Literal["padded", "packed"]
 
@@ -52,6 +53,10 @@ class Layout(ABC):
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
         """A batch of so many rows of this shape, for probing."""
 
+    @abstractmethod
+    def show(self, rows: int, shape: Shape) -> str:
+        """The size of a micro-batch, for messages."""
+
 
 class PaddedLayout(Layout):
     """Rows side by side, padded to the longest. Rows alike in their lengths share a micro-batch."""
@@ -71,6 +76,10 @@ class PaddedLayout(Layout):
 
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
         return task.dummy(rows, shape)
+
+    def show(self, rows: int, shape: Shape) -> str:
+        """`8 rows of 256+256`."""
+        return show_rows(rows) + (f" of {'+'.join(map(str, shape))}" if shape else "")
 
 
 class PackedLayout(Layout):
@@ -108,6 +117,10 @@ class PackedLayout(Layout):
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
         """Without fill, so that a probe measures just so many tokens."""
         return task.pack([task.dummy_row(shape)] * rows, tuple(rows * length for length in shape))
+
+    def show(self, rows: int, shape: Shape) -> str:
+        """`16 rows with 320+896 tokens`."""
+        return f"{show_rows(rows)} with {'+'.join(f'{rows * length:,}' for length in shape)} tokens"
 
 
 PADDED: Layout = PaddedLayout()

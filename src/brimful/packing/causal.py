@@ -16,8 +16,9 @@ A model that does not hand its keyword arguments on to its attention, or that re
 comparison of packed rows with the same rows alone, and trained padded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,33 @@ def loss(model: Any, batch: Mapping[str, Any], *, label_smoothing: float = 0.0) 
 
 @contextmanager
 def packed_attention(model: Any) -> Iterator[None]:
-    """In here the model's attention stays inside the rows given as `packed_rows`."""
+    """In here the model's attention stays inside the rows given as `packed_rows`.
+
+    A checkpointed block runs again in backward, long after this. It is switched there too.
+    """
     _register()
-    config = model.config
+    checkpointed = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    run = [part._gradient_checkpointing_func for part in checkpointed]
+    for part, checkpoint in zip(checkpointed, run, strict=True):
+        part._gradient_checkpointing_func = partial(_run_again_packed, model.config, checkpoint)
+    try:
+        with _switched(model.config):
+            yield
+    finally:
+        for part, checkpoint in zip(checkpointed, run, strict=True):
+            part._gradient_checkpointing_func = checkpoint
+
+
+def _run_again_packed(config: Any, checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any) -> Any:
+    def run(*inputs: Any) -> Any:
+        with _switched(config):
+            return block(*inputs)
+
+    return checkpoint(run, *args)
+
+
+@contextmanager
+def _switched(config: Any) -> Iterator[None]:
     before = config._attn_implementation
     config._attn_implementation = INTERFACE
     try:

@@ -166,7 +166,7 @@ def frozen_choice(context: StepContext, shape: Shape, micro_batch: int) -> Choic
     )
     row_bytes = _activations_saved(context, frozen, shape)
     if row_bytes is not None:
-        size = f"{micro_batch} rows of {'+'.join(map(str, shape))}"
+        size = context.layout.show(micro_batch, shape)
         probed = f"{FROZEN_ROWS} and {2 * FROZEN_ROWS}"
         reason += f", and {show_bytes(row_bytes * micro_batch)} of activations at {size} (predicted from {probed})"
     share = f"{count / sum(param.numel() for param in every):.0%} of the weights"
@@ -211,7 +211,7 @@ def _saved_bytes(context: StepContext, shape: Shape, rows: int) -> int:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an output saved as itself would keep its own graph alive
 
-    batch = to_device(context.task.dummy(rows, shape), context.device)
+    batch = to_device(context.layout.dummy(context.task, rows, shape), context.device)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context.forward_context():
         loss = context.task.loss(context.model, batch)
     total = sum(saved.values())

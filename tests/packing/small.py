@@ -28,7 +28,7 @@ class Lines(Task):
 
     def model(self):
         torch.manual_seed(1)
-        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY}
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": VOCABULARY}
         ids = {"bos_token_id": 0, "eos_token_id": 1, "use_cache": False}
         return GPT2LMHeadModel(GPT2Config(**sizes, **ids, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)).to(self.dtype)
 

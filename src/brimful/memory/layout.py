@@ -105,10 +105,10 @@ class PackedLayout(Layout):
         alone = [row for row in every if price([row]) > budget]
         rest = [row for row in every if row not in set(alone)]
         parts = max(2 - len(alone), -(-len(rest) // most), 1)
-        groups = _evenly(rest, shapes, parts)
-        while any(len(group) > most or price(group) > budget for group in groups):
+        groups = _evenly(rest, shapes, parts, most)
+        while any(price(group) > budget for group in groups):
             parts += 1
-            groups = _evenly(rest, shapes, parts)
+            groups = _evenly(rest, shapes, parts, most)
         return sorted([*groups, *([row] for row in alone)], key=lambda group: -price(group))
 
     def collate(self, task: Task, rows: Sequence[Any]) -> Any:
@@ -142,12 +142,13 @@ def _filled(tokens: int) -> int:
     return max(1, -(-tokens // unit)) * unit
 
 
-def _evenly(rows: list[int], shapes: Sequence[Shape], parts: int) -> list[list[int]]:
-    """The longest row first, each to the part with the fewest tokens."""
+def _evenly(rows: list[int], shapes: Sequence[Shape], parts: int, most: int) -> list[list[int]]:
+    """The longest row first, each to the part with the fewest tokens among those with less than `most` rows."""
     groups: list[list[int]] = [[] for _ in range(min(parts, len(rows)))]
     loads = [(0, number) for number in range(len(groups))]
     for row in sorted(rows, key=lambda row: -sum(shapes[row])):
         load, number = heapq.heappop(loads)
         groups[number].append(row)
-        heapq.heappush(loads, (load + 1 + sum(shapes[row]), number))
+        if len(groups[number]) < most:
+            heapq.heappush(loads, (load + 1 + sum(shapes[row]), number))
     return [sorted(group) for group in groups]

@@ -1,5 +1,7 @@
 """Plans of packed rows: what they say, how well they predict, and which models are refused or trained padded."""
 
+from dataclasses import replace
+
 import pytest
 
 from brimful.errors import BadOption
@@ -90,6 +92,12 @@ def test_a_step_of_any_rows_is_split_within_the_planned_tokens(packed):
     assert len(groups) == 1 or all(
         packed.memory_model.rising_cost(1, (sum(shapes[row][0] for row in group),)) <= most for group in groups
     )
+
+
+def test_what_fills_up_a_sequence_does_not_split_it_further(packed):
+    """5 rows of 18 are 90 tokens, in a sequence of 128."""
+    small = replace(packed, micro_batch=5, accumulation=10)
+    assert len(small.split([small.shape] * 50)) <= 10
 
 
 # When rows are packed

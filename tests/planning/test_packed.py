@@ -78,7 +78,7 @@ def test_the_predicted_peak_is_the_measured_one(limit):
 
 def test_the_chat_model_is_predicted_too():
     plan = small_plan(
-        Pretrain(ChatOptions(size="tiny")), layout="packed", global_batch=16, lengths=(24, 32), memory_limit="256MiB"
+        Pretrain(ChatOptions(size="tiny")), layout="packed", global_batch=8, lengths=(12, 16), memory_limit="256MiB"
     )
     assert plan.layout == "packed" and plan.ooms == 0
     assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
@@ -113,7 +113,7 @@ def test_on_a_cpu_rows_are_padded_unless_asked():
 
 
 def test_where_there_are_kernels_rows_are_packed(with_kernels):
-    choice = small_plan(Lines()).choice("layout")
+    choice = small_plan(Lines(), compile="off").choice("layout")
     assert (choice.requested, choice.effective) == (None, "packed")
 
 
@@ -179,5 +179,5 @@ def test_a_pack_that_loses_labels_is_found(with_kernels):
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_few_rows_are_compared_once_each(with_kernels, count):
     rows = draw_rows(count, seed=4)
-    reason = small_plan(Lines(), data=rows, workers=0).choice("layout").reason
+    reason = small_plan(Lines(), data=rows, workers=0, compile="off").choice("layout").reason
     assert reason.startswith(f"loss and gradient of {count} row{'s' * (count > 1)} are the same")

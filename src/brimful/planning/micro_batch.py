@@ -316,7 +316,7 @@ class Search:
             raise BadOption(f'compile="on" is not possible: {compiler.reason}. Try: compile="auto".')
         if requested == "off" or not compiler.available:
             self.compile_reason = "as requested" if requested == "off" else compiler.reason
-        elif requested == "auto" and (self.context.layout is not PACKED or self.target.device.type != "cuda"):
+        elif requested == "auto" and not (self.context.layout is PACKED and _has_kernels(self.target.device)):
             self.compile_reason = "only packed steps on CUDA are compiled unasked"
         else:
             self.compiled = self._compile(compiler)

@@ -11,6 +11,7 @@ import pytest
 import brimful
 from brimful.planning.plan import Plan
 from brimful.tasks.load import load_task
+from brimful.training import metrics
 from tests.training import runs
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,15 @@ def desk(tmp_path_factory):
     (folder / "mine.py").write_text(task)
     (folder / "rows.txt").write_text("\n".join("to be or not to be"[: 2 + 3 * number % 17] for number in range(48)))
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_matrices():
+    """The peak of the CPU takes longer to measure than these runs to train."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "MATRIX", {"cpu": 64})
+        patch.setattr(metrics, "TIMED_S", 0.001)
+        yield
 
 
 def train(desk, layout):

@@ -8,7 +8,7 @@ from brimful.errors import BadOption
 from brimful.planning import micro_batch
 from brimful.planning.plan import Plan
 from brimful.task import Task
-from brimful.tasks.chatlm import ChatOptions, Pretrain
+from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
 from tests.packing.small import Capped, Leaky, Lines, PaddedLines, draw_rows
 from tests.planning.small import small_plan
 
@@ -82,6 +82,12 @@ def test_the_chat_model_is_predicted_too():
     )
     assert plan.layout == "packed" and plan.ooms == 0
     assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
+
+
+def test_what_frozen_weights_save_is_measured_on_packed_rows():
+    task = Sft(ChatOptions(size="tiny", random_weights=True))
+    plan = small_plan(task, layout="packed", global_batch=8, lengths=(12, 16), memory_limit="256MiB")
+    assert f"of activations at {plan.micro_batch} rows with " in plan.choice("frozen").reason
 
 
 def test_a_step_of_any_rows_is_split_within_the_planned_tokens(packed):

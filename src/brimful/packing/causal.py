@@ -45,14 +45,20 @@ def pack(
         labels: As many labels per row, -100 where nothing is learnt; each token predicts the next label. Default: the tokens.
         fill: The token after the last row.
     """
-    following = [np.append(np.asarray(one)[1:], IGNORED) for one in (rows if labels is None else labels)]
+    labels = rows if labels is None else labels
     lengths = [len(row) for row in rows]
-    targets = end_to_end(following, tokens[0], IGNORED)
+    for number, (length, one) in enumerate(zip(lengths, labels, strict=True)):
+        if len(one) != length:
+            raise TaskError(
+                f"row {number} of a packed batch has {length} tokens and {len(one)} labels. Try: one label for each token."
+            )
+    packed_rows = boundaries(lengths, tokens[0])
+    targets = end_to_end([np.append(np.asarray(one)[1:], IGNORED)[: len(one)] for one in labels], tokens[0], IGNORED)
     return {
         "input_ids": end_to_end(rows, tokens[0], fill),
         "labels": targets,
         "position_ids": end_to_end([np.arange(length) for length in lengths], tokens[0], 0),
-        "packed_rows": boundaries(lengths, tokens[0]),
+        "packed_rows": packed_rows,
         "count": int((targets != IGNORED).sum()),
     }
 

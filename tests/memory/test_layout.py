@@ -38,7 +38,10 @@ def test_packed_rows_take_fewer_micro_batches_than_padded_ones():
 
 
 def test_no_packed_micro_batch_has_more_rows_than_allowed():
-    assert max(map(len, PACKED.split(draw_shapes(3), work, 10**9, max_rows=30))) <= 30
+    """Two long rows and many short ones, which would all go where the long ones are not."""
+    sizes = [*map(len, PACKED.split([(1, 5000)] * 2 + [(1, 1)] * 98, work, 10**9, max_rows=30))]
+    assert max(sizes) <= 30
+    assert len(sizes) == 4
 
 
 def test_rows_times_the_shape_is_what_is_computed():
@@ -56,3 +59,8 @@ def test_a_packed_sequence_is_filled_up_by_little():
 
 def test_packed_sequences_have_few_sizes():
     assert len({packed_sizes([(tokens,)]) for tokens in range(16_384, 32_768)}) <= 17
+
+
+def test_sizes_are_shown_as_a_reader_counts_them():
+    assert PADDED.show(16, (20, 56)) == "16 rows of 20+56"
+    assert PACKED.show(16, (20, 56)) == "16 rows with 320+896 tokens"

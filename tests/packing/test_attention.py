@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from brimful.errors import TaskError
 from brimful.packing.attention import attention
 from brimful.packing.sequence import boundaries
 
@@ -79,5 +80,5 @@ def test_tiles_cover_every_token_once():
 
 
 def test_rows_longer_than_the_sequence_are_refused():
-    with pytest.raises(ValueError, match="20 tokens do not fit a sequence of 16"):
+    with pytest.raises(TaskError, match="20 tokens do not fit a sequence of 16"):
         boundaries([10, 10], 16)

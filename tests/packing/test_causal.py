@@ -63,11 +63,48 @@ def test_masked_labels_are_not_learnt():
     assert batch["count"] == 1
 
 
+def test_a_row_without_tokens_changes_nothing():
+    model, rows = build(CONFIGS["gpt2"]), draw_rows(5)
+    params = list(model.parameters())
+    losses = [
+        causal.loss(model, causal.pack(some, (512,))).sum
+        for some in (rows, [*rows[:3], np.array([], dtype=int), *rows[3:]])
+    ]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-13)
+    for mine, other in zip(*(torch.autograd.grad(loss, params) for loss in losses), strict=True):
+        assert (mine - other).norm() <= 1e-12 * max(other.norm(), 1e-3)
+
+
+def test_rows_with_more_tokens_than_their_shapes_are_refused():
+    with pytest.raises(TaskError, match=r"rows of 5 tokens do not fit a sequence of 4. Try: .* shape\(row\)"):
+        causal.pack([np.array([5, 6, 7]), np.array([8, 9])], (4,))
+
+
+def test_other_labels_than_tokens_are_refused():
+    with pytest.raises(TaskError, match="row 1 of a packed batch has 2 tokens and 3 labels. Try: "):
+        causal.pack([np.array([5, 6]), np.array([8, 9])], (8,), labels=[np.array([5, 6]), np.array([8, 9, 1])])
+
+
 def test_the_model_keeps_its_own_attention():
     model = build(CONFIGS["llama"])
     before = model.config._attn_implementation
     causal.loss(model, causal.pack(draw_rows(2), (512,)))
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_checkpointed_blocks_run_again_inside_their_rows(name):
+    model, batch = build(CONFIGS[name]), causal.pack(draw_rows(4), (512,))
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    params = list(model.parameters())
+    plain = torch.autograd.grad(causal.loss(model, batch).sum, params)
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()
+    again = torch.autograd.grad(causal.loss(model, batch).sum, params)
+    assert all(map(torch.equal, plain, again))
+    assert model.config._attn_implementation != causal.INTERFACE
 
 
 def test_a_model_with_other_attention_is_refused():

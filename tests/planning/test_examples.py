@@ -44,6 +44,7 @@ def keeps_its_promise(name, limit, **options):
 # With checkpointing, a whole step is predicted from probes that held gradients, and whether it is tried depends on the clock.
 SMALL = {
     "chatlm-sft": {"limit": "128MiB", "checkpointing": "off"},
+    "causal_lm": {"limit": "64MiB", "lengths": (32,), "checkpointing": "off"},
     "contrastive": {"limit": "512MiB", "lengths": (32,)},
     "all_pairs": {"limit": "512MiB"},
 }
@@ -52,6 +53,11 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_at_a_small_limit(name):
     keeps_its_promise(name, **SMALL[name])
+
+
+def test_packed_at_a_small_limit():
+    plan = keeps_its_promise("causal_lm", "64MiB", lengths=(32,), checkpointing="off", layout="packed")
+    assert plan.layout == "packed"
 
 
 @pytest.mark.torture

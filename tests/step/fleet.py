@@ -72,23 +72,31 @@ def _train(
     bucket_bytes=None,
     own_rows=False,
     device="cpu",
+    packed_plan=None,
 ):
+    """`packed_plan` is the path of a plan for `tests.packing.small.Lines`."""
+    from brimful.planning.plan import Plan
     from brimful.step import distributed
     from brimful.step.stepper import Stepper
+    from tests.packing.small import Lines, draw_rows
     from tests.step import small
 
     distributed.BUCKET_BYTES = bucket_bytes or distributed.BUCKET_BYTES
-    task = getattr(small, task)()
+    plan = packed_plan and Plan.load(packed_plan)
+    task = Lines(torch.float64) if plan else getattr(small, task)()
+    rows_of_steps = small.steps_of_rows(steps, rows, seed=rank if own_rows else 0)
+    if plan:
+        rows_of_steps = [draw_rows(rows, seed=seed) for seed in range(steps)]
     model = task.model().to(device)
     if rank:  # whatever the others start with, it is the first one's weights that count
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    stepper = Stepper(model, optimizer, task, micro_batch=micro_batch, clip_norm=1.0, rows_are=rows_are)
+    stepper = Stepper(model, optimizer, task, plan, micro_batch=micro_batch, clip_norm=1.0, rows_are=rows_are)
     faults, results = small.Faults(model, due), []
     with faults.installed():
-        for number, given in enumerate(small.steps_of_rows(steps, rows, seed=rank if own_rows else 0), start=1):
+        for number, given in enumerate(rows_of_steps, start=1):
             faults.begin(number)
             mine = given if rows_are == "global" else given[rank::size]
             results.append(stepper.step(mine))

@@ -189,7 +189,8 @@ class Faults:
         def proof(*args, **kwargs):
             return out_of_memory() if self._here("reservation") else real_reserve(*args, **kwargs)
 
-        handle = self._model.first.register_forward_hook(forward)
+        early = self._model.first if hasattr(self._model, "first") else self._model.transformer.drop
+        handle = early.register_forward_hook(forward)
         with (
             mock.patch.object(context, "to_device", move),
             mock.patch.object(stepper, "get_total_norm", norm),

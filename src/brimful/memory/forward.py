@@ -28,6 +28,7 @@ from torch import nn
 
 from brimful.errors import DoesNotFit
 from brimful.machine.host import Host
+from brimful.memory.layout import PADDED
 from brimful.memory.meter import allocated_bytes, available_bytes, has_peak_statistics, meter
 from brimful.memory.model import MemoryModel, Probe, work
 from brimful.memory.oom import OutOfMemory, attempt
@@ -193,7 +194,7 @@ class Forward:
         self._factor *= min(max(1.0, available / predicted), MAX_CORRECTION)
         half = (rows + 1) // 2
         self._note(
-            f"{self.what}: out of memory with {_size(rows, shape)} (predicted {show_bytes(predicted)} of "
+            f"{self.what}: out of memory with {PADDED.show(rows, shape)} (predicted {show_bytes(predicted)} of "
             f"{show_bytes(available)}). Batches this long now have at most {show_rows(half)}."
         )
         return self._cost(half, shape)
@@ -305,7 +306,3 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def _numbered(row: int) -> str:
     return f"row {row}"
-
-
-def _size(rows: int, shape: Shape) -> str:
-    return show_rows(rows) + (f" of {'+'.join(map(str, shape))}" if shape else "")

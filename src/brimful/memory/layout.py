@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from brimful.memory.split import Cost, padded_shape, split_by_memory
 from brimful.task import Shape, Task
+from brimful.units import show_rows
 
 LayoutName = Literal["padded", "packed"]
 
@@ -52,6 +53,10 @@ class Layout(ABC):
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
         """A batch of so many rows of this shape, for probing."""
 
+    @abstractmethod
+    def show(self, rows: int, shape: Shape) -> str:
+        """The size of a micro-batch, for messages."""
+
 
 class PaddedLayout(Layout):
     """Rows side by side, padded to the longest. Rows alike in their lengths share a micro-batch."""
@@ -71,6 +76,10 @@ class PaddedLayout(Layout):
 
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
         return task.dummy(rows, shape)
+
+    def show(self, rows: int, shape: Shape) -> str:
+        """`8 rows of 256+256`."""
+        return show_rows(rows) + (f" of {'+'.join(map(str, shape))}" if shape else "")
 
 
 class PackedLayout(Layout):
@@ -96,10 +105,10 @@ class PackedLayout(Layout):
         alone = [row for row in every if price([row]) > budget]
         rest = [row for row in every if row not in set(alone)]
         parts = max(2 - len(alone), -(-len(rest) // most), 1)
-        groups = _evenly(rest, shapes, parts)
-        while any(len(group) > most or price(group) > budget for group in groups):
+        groups = _evenly(rest, shapes, parts, most)
+        while any(price(group) > budget for group in groups):
             parts += 1
-            groups = _evenly(rest, shapes, parts)
+            groups = _evenly(rest, shapes, parts, most)
         return sorted([*groups, *([row] for row in alone)], key=lambda group: -price(group))
 
     def collate(self, task: Task, rows: Sequence[Any]) -> Any:
@@ -108,6 +117,10 @@ class PackedLayout(Layout):
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
         """Without fill, so that a probe measures just so many tokens."""
         return task.pack([task.dummy_row(shape)] * rows, tuple(rows * length for length in shape))
+
+    def show(self, rows: int, shape: Shape) -> str:
+        """`16 rows with 320+896 tokens`."""
+        return f"{show_rows(rows)} with {'+'.join(f'{rows * length:,}' for length in shape)} tokens"
 
 
 PADDED: Layout = PaddedLayout()
@@ -129,12 +142,13 @@ def _filled(tokens: int) -> int:
     return max(1, -(-tokens // unit)) * unit
 
 
-def _evenly(rows: list[int], shapes: Sequence[Shape], parts: int) -> list[list[int]]:
-    """The longest row first, each to the part with the fewest tokens."""
+def _evenly(rows: list[int], shapes: Sequence[Shape], parts: int, most: int) -> list[list[int]]:
+    """The longest row first, each to the part with the fewest tokens among those with less than `most` rows."""
     groups: list[list[int]] = [[] for _ in range(min(parts, len(rows)))]
     loads = [(0, number) for number in range(len(groups))]
     for row in sorted(rows, key=lambda row: -sum(shapes[row])):
         load, number = heapq.heappop(loads)
         groups[number].append(row)
-        heapq.heappush(loads, (load + 1 + sum(shapes[row]), number))
+        if len(groups[number]) < most:
+            heapq.heappush(loads, (load + 1 + sum(shapes[row]), number))
     return [sorted(group) for group in groups]

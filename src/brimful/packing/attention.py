@@ -79,7 +79,7 @@ def _reference(
     seen = seen_k[:, None, None, :]
     if causal:
         seen = seen & (distance <= 0)
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)  # not -inf, since rows without tokens see nothing
     weights = F.dropout(scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)), dropout)
     out = (weights.to(v.dtype) @ wide_v).transpose(1, 2)
     packed = torch.zeros((q.shape[0], *out.shape[2:]), dtype=q.dtype, device=q.device)

@@ -16,8 +16,9 @@ A model that does not hand its keyword arguments on to its attention, or that re
 comparison of packed rows with the same rows alone, and trained padded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,20 @@ def pack(
         labels: As many labels per row, -100 where nothing is learnt; each token predicts the next label. Default: the tokens.
         fill: The token after the last row.
     """
-    following = [np.append(np.asarray(one)[1:], IGNORED) for one in (rows if labels is None else labels)]
+    labels = rows if labels is None else labels
     lengths = [len(row) for row in rows]
-    targets = end_to_end(following, tokens[0], IGNORED)
+    for number, (length, one) in enumerate(zip(lengths, labels, strict=True)):
+        if len(one) != length:
+            raise TaskError(
+                f"row {number} of a packed batch has {length} tokens and {len(one)} labels. Try: one label for each token."
+            )
+    packed_rows = boundaries(lengths, tokens[0])
+    targets = end_to_end([np.append(np.asarray(one)[1:], IGNORED)[: len(one)] for one in labels], tokens[0], IGNORED)
     return {
         "input_ids": end_to_end(rows, tokens[0], fill),
         "labels": targets,
         "position_ids": end_to_end([np.arange(length) for length in lengths], tokens[0], 0),
-        "packed_rows": boundaries(lengths, tokens[0]),
+        "packed_rows": packed_rows,
         "count": int((targets != IGNORED).sum()),
     }
 
@@ -79,9 +86,33 @@ def loss(model: Any, batch: Mapping[str, Any], *, label_smoothing: float = 0.0) 
 
 @contextmanager
 def packed_attention(model: Any) -> Iterator[None]:
-    """In here the model's attention stays inside the rows given as `packed_rows`."""
+    """In here the model's attention stays inside the rows given as `packed_rows`.
+
+    A checkpointed block runs again in backward, long after this. It is switched there too.
+    """
     _register()
-    config = model.config
+    checkpointed = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    run = [part._gradient_checkpointing_func for part in checkpointed]
+    for part, checkpoint in zip(checkpointed, run, strict=True):
+        part._gradient_checkpointing_func = partial(_run_again_packed, model.config, checkpoint)
+    try:
+        with _switched(model.config):
+            yield
+    finally:
+        for part, checkpoint in zip(checkpointed, run, strict=True):
+            part._gradient_checkpointing_func = checkpoint
+
+
+def _run_again_packed(config: Any, checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any) -> Any:
+    def run(*inputs: Any) -> Any:
+        with _switched(config):
+            return block(*inputs)
+
+    return checkpoint(run, *args)
+
+
+@contextmanager
+def _switched(config: Any) -> Iterator[None]:
     before = config._attn_implementation
     config._attn_implementation = INTERFACE
     try:

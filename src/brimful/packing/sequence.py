@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from brimful.errors import TaskError
+
 BLOCK = 64
 """Tokens per tile of the attention kernels."""
 FILL = -1
@@ -44,7 +46,9 @@ def boundaries(lengths: Sequence[int], size: int) -> Boundaries:
     starts = np.concatenate([[0], np.cumsum(counts)])
     used = int(starts[-1])
     if used > size:
-        raise ValueError(f"rows of {used} tokens do not fit a sequence of {size}")
+        raise TaskError(
+            f"rows of {used} tokens do not fit a sequence of {size}. Try: return the number of tokens from shape(row)."
+        )
     tiles_of_row = -(-counts // BLOCK)
     row = np.repeat(np.arange(len(counts)), tiles_of_row)
     first = np.arange(len(row)) - np.repeat(np.cumsum(tiles_of_row) - tiles_of_row, tiles_of_row)

@@ -32,14 +32,15 @@ def pack(
         fill: The token after the last prompt.
         start: The token that the decoder begins with.
     """
-    shifted = [np.concatenate([[start], response[:-1]]) for response in responses]
+    shifted = [np.concatenate([[start], response[:-1]])[: len(response)] for response in responses]
     source, target = ([len(row) for row in side] for side in (prompts, responses))
+    source_rows, target_rows = (boundaries(side, size) for side, size in zip((source, target), tokens, strict=True))
     return {
         "source": end_to_end(prompts, tokens[0], fill),
         "target": end_to_end(shifted, tokens[1], fill),
         "labels": end_to_end(responses, tokens[1], IGNORED),
-        "source_rows": boundaries(source, tokens[0]),
-        "target_rows": boundaries(target, tokens[1]),
+        "source_rows": source_rows,
+        "target_rows": target_rows,
         "radius": (_radius(source), _radius(target)),
         "count": sum(target),
     }

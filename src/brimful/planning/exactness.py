@@ -25,7 +25,7 @@ from brimful.memory.context import StepContext, attention_kernels, split_batch, 
 from brimful.memory.layout import PACKED
 from brimful.memory.oom import is_oom
 from brimful.memory.snapshot import Attributes, Buffers
-from brimful.task import Dataset, loss_terms, map_tensors, rows_of, weighted_by_rows
+from brimful.task import Dataset, Task, loss_terms, map_tensors, rows_of, weighted_by_rows
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may cause, by the lowest precision that was used; 2e-2 for lower ones."""
@@ -116,12 +116,8 @@ def check_exactness(
 
 def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
     """The same for real rows of different lengths. The shorter ones are collated apart from the longer ones."""
-    task, count = context.task, min(count, len(rows))
-    looked_at = min(LOOKED_AT, len(rows)) if task.has_shape else count
-    some = [rows[place * (len(rows) - 1) // max(1, looked_at - 1)] for place in range(looked_at)]
-    some = sorted(some, key=lambda row: sum(task.shape(row))) if task.has_shape else some
-    some = some[: max(count, len(some) // 2)]  # in float64 the longest rows could take more memory than the step
-    some = [some[place * (len(some) - 1) // (count - 1)] for place in range(count)]
+    task, some = context.task, rows_to_compare(context.task, rows, count)
+    count = len(some)
     lengths = [sum(task.shape(row)) for row in (some[0], some[-1])] if task.has_shape else []
     name = f"{count} rows of the data" + (f" (lengths {lengths[0]} to {lengths[1]})" if any(lengths) else "")
     whole, half = task.collate(some), count // 2
@@ -129,6 +125,16 @@ def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
         # this collate draws random numbers: slices of one batch are compared
         return check_exactness(context, whole, name=name)
     return check_exactness(context, whole, [task.collate(some[:half]), task.collate(some[half:])], name=name)
+
+
+def rows_to_compare(task: Task, rows: Dataset, count: int) -> list[Any]:
+    """Up to so many rows of different lengths, the shortest first; not the longest, which may not fit in full precision."""
+    count = min(count, len(rows))
+    looked_at = min(LOOKED_AT, len(rows)) if task.has_shape else count
+    some = [rows[place * (len(rows) - 1) // max(1, looked_at - 1)] for place in range(looked_at)]
+    some = sorted(some, key=lambda row: sum(task.shape(row))) if task.has_shape else some
+    some = some[: max(count, len(some) // 2)]
+    return [some[place * (len(some) - 1) // max(1, count - 1)] for place in range(count)]
 
 
 def check_dummy(context: StepContext, batch: Any) -> Exactness:

@@ -75,7 +75,7 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
         return Lever(None, f"not available: {reason}")
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
         return Lever(None, "not available: its blocks hold BatchNorm, whose running statistics would be updated twice")
-    return Lever(functools.partial(_wrap, blocks), f"over {len(blocks)} repeated blocks")
+    return Lever(_Forwards(blocks, _checkpointed), f"over {len(blocks)} repeated blocks")
 
 
 def compiling(task: Task, model: nn.Module) -> Lever:
@@ -85,15 +85,7 @@ def compiling(task: Task, model: nn.Module) -> Lever:
     blocks = repeated_blocks(model)
     if not blocks:
         return Lever(None, "not available: the model has no repeated blocks in a ModuleList or Sequential")
-    return Lever(functools.partial(_compile, blocks), f"over {len(blocks)} repeated blocks")
-
-
-def _compile(blocks: list[nn.Module], on: bool) -> None:
-    for block in blocks:
-        if on:
-            block.forward = torch.compile(block.forward, dynamic=True)
-        else:
-            del block.forward
+    return Lever(_Forwards(blocks, _compiled), f"over {len(blocks)} repeated blocks")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -126,18 +118,39 @@ def _switch_hugging_face(model: Any, on: bool) -> None:
         model.gradient_checkpointing_disable()
 
 
-def _wrap(blocks: list[nn.Module], on: bool) -> None:
-    for block in blocks:
+class _Forwards:
+    """A switch that replaces the forward of blocks, and puts back what it replaced: a method, or another switch's forward."""
+
+    def __init__(
+        self, blocks: list[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._blocks, self._wrap = blocks, wrap
+        self._before: list[Callable[..., Any] | None] = []
+
+    def __call__(self, on: bool) -> None:
         if on:
-            block.forward = functools.partial(_checkpointed, block, block.forward)
-        else:
-            del block.forward  # removes the wrapper from the instance; the method of the class is back
+            self._before = [vars(block).get("forward") for block in self._blocks]
+            for block in self._blocks:
+                block.forward = self._wrap(block, block.forward)
+            return
+        for block, before in zip(self._blocks, self._before, strict=True):
+            del block.forward  # the method of the class is back
+            if before is not None:
+                block.forward = before
 
 
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not block.training:
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def _compiled(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return compiled
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not block.training:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
 
 
 def cudnn_attention(requested: AutoOnOff, device: torch.device, shape: Shape) -> tuple[Literal["on", "off"], str]:
@@ -166,7 +179,7 @@ def frozen_choice(context: StepContext, shape: Shape, micro_batch: int) -> Choic
     )
     row_bytes = _activations_saved(context, frozen, shape)
     if row_bytes is not None:
-        size = f"{micro_batch} rows of {'+'.join(map(str, shape))}"
+        size = context.layout.show(micro_batch, shape)
         probed = f"{FROZEN_ROWS} and {2 * FROZEN_ROWS}"
         reason += f", and {show_bytes(row_bytes * micro_batch)} of activations at {size} (predicted from {probed})"
     share = f"{count / sum(param.numel() for param in every):.0%} of the weights"
@@ -211,7 +224,7 @@ def _saved_bytes(context: StepContext, shape: Shape, rows: int) -> int:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an output saved as itself would keep its own graph alive
 
-    batch = to_device(context.task.dummy(rows, shape), context.device)
+    batch = to_device(context.layout.dummy(context.task, rows, shape), context.device)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), context.forward_context():
         loss = context.task.loss(context.model, batch)
     total = sum(saved.values())

@@ -18,19 +18,26 @@ from typing import Any, Literal
 
 import torch
 
-from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError, in_one_line, user_line
+from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError, UserError, in_one_line, user_line
 from brimful.memory.context import StepContext
 from brimful.memory.forward import OTHER_OVERHEAD, OVERHEAD
 from brimful.memory.layout import PACKED
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
-from brimful.planning.exactness import Exactness, NothingCounted, check_dummy, check_packing, check_rows
+from brimful.planning.exactness import (
+    Exactness,
+    NothingCounted,
+    check_dummy,
+    check_packing,
+    check_rows,
+    rows_to_compare,
+)
 from brimful.planning.levers import FROZEN_ROWS, Lever, checkpointing, compiling, cudnn_attention, frozen_choice
 from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.plan_time import FINISH, PlanTime, now
-from brimful.planning.probe import Mode, Prober, Progress, mean_row, show_size, task_errors
+from brimful.planning.probe import Mode, Prober, Progress, mean_row, task_errors
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
 from brimful.task import Dataset, Shape, Task
@@ -196,7 +203,7 @@ class Search:
                 frozen = frozen_choice(self.context, self.shape, chosen.rows)
         if verified is None:
             raise DoesNotFit(
-                f"{show_size(chosen.rows, self.shape)} fitted before and ran out of memory now on "
+                f"{self.context.layout.show(chosen.rows, self.shape)} fitted before and ran out of memory now on "
                 f"{self.target.name}{self.target.other_users}. Try: again, when nothing else takes memory there.",
                 needed_bytes=0,
             )
@@ -257,7 +264,7 @@ class Search:
         steady = self.options.deterministic
         mean = self.shape if self.rows is None else mean_row(self.task, self.rows, self.most, steady=steady)
         padded, packed = sum(self.shape), sum(mean)
-        self.layout_reason = f"{ROWS_TO_COMPARE} rows have the same loss and gradient packed as alone"
+        self.layout_reason = f"loss and gradient of {show_rows(self._compared_rows)} are the same packed as alone"
         if packed < padded:
             sizes = ("+".join(map(str, one)) for one in (mean, self.shape))
             self.layout_reason += "; the mean row of a long step is {}, the longest {}".format(*sizes)
@@ -277,9 +284,10 @@ class Search:
             return "the kernels for packed rows need bf16 or fp16"
         if not self.exactness.exact:
             return "a split changes the result"
-        count = min(ROWS_TO_COMPARE, self.most)
         try:
-            result = attempt(lambda: check_packing(self.context, self._different_rows(count)), self.context.device)
+            result = attempt(lambda: check_packing(self.context, self._different_rows()), self.context.device)
+        except UserError as error:  # it has a remedy of its own, which is not the one needed here
+            return str(error).partition(" Try:")[0].rstrip(".")
         except Exception as error:
             return f"packed rows fail{user_line(error)}: {in_one_line(error)}"
         return (
@@ -288,11 +296,16 @@ class Search:
             else result
         )
 
-    def _different_rows(self, count: int) -> list[Any]:
+    @property
+    def _compared_rows(self) -> int:
+        """Rows that are compared packed and alone."""
+        return min(ROWS_TO_COMPARE, self.most, self.most if self.rows is None else len(self.rows))
+
+    def _different_rows(self) -> list[Any]:
         """Rows of the data, else dummy rows of different lengths. Short ones, since they run in full precision."""
-        if self.rows is not None and len(self.rows) >= count:
-            looked_at = [self.rows[place * (len(self.rows) - 1) // 63] for place in range(min(64, len(self.rows)))]
-            return sorted(looked_at, key=lambda row: sum(self.task.shape(row)))[: 2 * count : 2]
+        count = self._compared_rows
+        if self.rows is not None:
+            return rows_to_compare(self.task, self.rows, count)
         lengths = [
             tuple(max(1, length * (1 + place) // (4 * count)) for length in self.shape) for place in range(count)
         ]
@@ -305,7 +318,7 @@ class Search:
             raise BadOption(f'compile="on" is not possible: {compiler.reason}. Try: compile="auto".')
         if requested == "off" or not compiler.available:
             self.compile_reason = "as requested" if requested == "off" else compiler.reason
-        elif requested == "auto" and (self.context.layout is not PACKED or self.target.device.type != "cuda"):
+        elif requested == "auto" and not (self.context.layout is PACKED and _has_kernels(self.target.device)):
             self.compile_reason = "only packed steps on a GPU are compiled unless requested"
         else:
             self.compiled = self._compile(compiler)
@@ -484,7 +497,7 @@ class Search:
         assert fixed != "auto"
         raise BadOption(
             f"micro_batch={fixed} is predicted to need {show_bytes(trial.survey.predicted(fixed))} for "
-            f"{show_size(fixed, self.shape)}, and the limit is {show_bytes(self.target.limit_bytes)}. "
+            f"{self.context.layout.show(fixed, self.shape)}, and the limit is {show_bytes(self.target.limit_bytes)}. "
             f"Try: micro_batch={trial.largest}, the most that fits."
         )
 
@@ -508,7 +521,7 @@ class Search:
         if self.shape:
             tips.append("shorter lengths=")
         return DoesNotFit(
-            f"{show_size(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, "
+            f"{self.context.layout.show(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, "
             f"of which weights and optimizer state take {show_bytes(self.prober.fixed_bytes)}; {target.fill:.0%} of the "
             f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}.",
             needed_bytes=round(peak / target.fill) + 1,
@@ -542,7 +555,7 @@ class Search:
         least = self.prober.gradient_bytes + sum(p.numel() * p.element_size() for p in self.context.model.parameters())
         needed = max(self.target.limit_bytes, least) / self.target.fill
         return DoesNotFit(
-            f"the first step, of {show_size(rows, shape)}, ran out of memory: weights and gradients take "
+            f"the first step, of {self.context.layout.show(rows, shape)}, ran out of memory: weights and gradients take "
             f"{show_bytes(least)} of {show_bytes(self.target.limit_bytes)}{self.target.other_users}. "
             f'Try: memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights.',
             needed_bytes=round(needed),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brimful.files import parse_object, read_json, write_atomic
-from brimful.memory.layout import LAYOUTS, LayoutName
+from brimful.memory.layout import LAYOUTS, PACKED, LayoutName
 from brimful.memory.model import MemoryModel
 from brimful.memory.split import without_single_rows
 from brimful.task import Shape
@@ -168,11 +168,17 @@ class Plan:
     def micro_limit(self) -> float:
         """The measure of the chosen micro-batch. Rows of other lengths are split to the same.
 
-        If a packed step fits whole, a step of longer rows stays whole too, as far as the budget goes.
+        A packed one may have as many tokens as its sequence is filled up to, as far as the budget goes. If a packed step fits
+        whole, a step of longer rows stays whole too, as far as the budget goes.
         """
-        chosen = self.memory_model.rising_cost(self.micro_batch, self.shape, whole=self.accumulation == 1)
-        whole = self.layout == "packed" and self.accumulation == 1 and self.choice("micro_batch").requested is None
-        return max(chosen, float(self.budget_bytes)) if whole else chosen
+        whole, budget = self.accumulation == 1, float(self.budget_bytes)
+        chosen = self.memory_model.rising_cost(self.micro_batch, self.shape, whole=whole)
+        if self.layout == "padded":
+            return chosen
+        if whole and self.choice("micro_batch").requested is None:
+            return max(chosen, budget)
+        filled = PACKED.shape([self.shape] * self.micro_batch)
+        return max(chosen, min(budget, self.memory_model.rising_cost(self.micro_batch, filled, whole=whole)))
 
     def split(self, shapes: list[Shape]) -> list[list[int]]:
         """Rows of these lengths as micro-batches, by index. The loader proposes this split to the step."""

@@ -73,14 +73,14 @@ class Prober:
 
     def run(self, rows: int, shape: Shape, mode: Mode, *, reserved: bool = False) -> Probe | OutOfMemory:
         """Meter a step or a micro-batch of this size. `reserved` empties the device's cache first and reads it too."""
-        self._progress(f"{'verify' if reserved else 'probe'} {show_size(rows, shape)}")
+        self._progress(f"{'verify' if reserved else 'probe'} {self.context.layout.show(rows, shape)}")
         return self._attempt(lambda: self._metered(rows, shape, mode, reserved))
 
     def run_without_limit(self, rows: int, shape: Shape, mode: Mode) -> Probe | None:
         """What a step of this size would take without the limit; None if only the device itself could tell."""
         if has_peak_statistics(self.context.device):
             return None
-        self._progress(f"probe {show_size(rows, shape)}")
+        self._progress(f"probe {self.context.layout.show(rows, shape)}")
         result = self._attempt(lambda: self._metered(rows, shape, mode, reserved=False, limited=False))
         return None if isinstance(result, OutOfMemory) else result
 
@@ -96,12 +96,12 @@ class Prober:
 
         On a device that counts peaks by itself the warm-up is metered and returned as a probe.
         """
-        self._progress(f"time {show_size(rows, shape)}")
+        self._progress(f"time {self.context.layout.show(rows, shape)}")
         return self._attempt(lambda: self._timed(rows, shape, whole, reserved))
 
     def warm_up(self, rows: int, shape: Shape) -> OutOfMemory | None:
         """One step that is not metered: it checks the task and allocates the optimizer's state."""
-        self._progress(f"warm up with {show_size(rows, shape)}")
+        self._progress(f"warm up with {self.context.layout.show(rows, shape)}")
         self._allocate_workspaces()
         batch = self.batch(rows, shape)
         failure = attempt(lambda: self._first_step(batch, rows, shape), self.context.device)
@@ -119,9 +119,9 @@ class Prober:
     def batch(self, rows: int, shape: Shape) -> Any:
         task = self.context.task
         if self.context.layout is PACKED:
-            with task_errors(task, "pack", show_size(rows, shape)):
+            with task_errors(task, "pack", self.context.layout.show(rows, shape)):
                 return PACKED.dummy(task, rows, shape)
-        with task_errors(task, "dummy", show_size(rows, shape)):
+        with task_errors(task, "dummy", self.context.layout.show(rows, shape)):
             batch = task.dummy(rows, shape)
             count = rows_of(batch)
         if count != rows:
@@ -139,7 +139,7 @@ class Prober:
 
     def _first_step(self, batch: Any, rows: int, shape: Shape) -> None:
         context, task = self.context, self.context.task
-        with task_errors(task, "loss", f"a probe batch of {show_size(rows, shape)}"):
+        with task_errors(task, "loss", f"a probe batch of {self.context.layout.show(rows, shape)}"):
             with context.forward_context():
                 on_device = to_device(batch, context.device)
                 value = task.loss(context.model, on_device)
@@ -177,7 +177,7 @@ class Prober:
             context.hold_gradients()
         limit, started = self.target.limit_bytes if limited else None, now()
         metered = meter(context.device, limit_bytes=limit, adopt=_held(context), reserved=reserved)
-        with metered, task_errors(context.task, "loss", f"a probe batch of {show_size(rows, shape)}"):
+        with metered, task_errors(context.task, "loss", f"a probe batch of {self.context.layout.show(rows, shape)}"):
             if mode == "later":
                 context.run_micro_batch(self.batch(rows, shape), rows, metered.phase)
             else:
@@ -402,11 +402,6 @@ def task_errors(task: Task, method: str | None = None, on: str = "") -> Iterator
         if is_oom(error) or method is None:
             raise
         raise TaskError(failure(task, error, method, on)) from error
-
-
-def show_size(rows: int, shape: Shape) -> str:
-    """`8 rows of 256+256`."""
-    return show_rows(rows) + (f" of {'+'.join(map(str, shape))}" if shape else "")
 
 
 def _held(context: StepContext) -> Iterator[torch.Tensor]:

@@ -31,6 +31,7 @@ from brimful.memory.meter import AvailableMemory, allocated_bytes, allocator_ret
 from brimful.memory.model import MemoryModel, work
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import Buffers, RandomState
+from brimful.memory.split import padded_shape
 from brimful.planning.levers import checkpointing
 from brimful.planning.plan import Plan
 from brimful.step.distributed import Share
@@ -195,7 +196,7 @@ class Recovery:
         self._events.add(
             "oom",
             state.step,
-            f"out of memory in {_describe(batch, phase)}: {change}",
+            f"out of memory in {self._describe(batch, phase)}: {change}",
             process=self._rank,
             phase=phase.value,
             micro_batch=batch.index,
@@ -209,6 +210,12 @@ class Recovery:
             change=change,
             message=message.splitlines()[0] if message else "",
         )
+
+    def _describe(self, batch: MicroBatch, phase: Phase) -> str:
+        if phase.in_micro_batch:
+            size = self.limit.layout.show(len(batch.rows), batch.shape)
+            return f"{phase.value}, micro-batch {batch.index + 1} of {batch.of} ({size})"
+        return f"{phase.value}, after {batch.of} micro-batch{'es' if batch.of != 1 else ''}"
 
     def _single_row_failed(self, state: StepState, batch: MicroBatch, room: int | None) -> str:
         """The smallest micro-batch there is: try again, then set it aside or stop."""
@@ -225,13 +232,14 @@ class Recovery:
             )
             return "the run stops"
         predicted = self.limit.predicted_bytes(len(rows), batch.shape)
-        lengths = f" (lengths {'+'.join(map(str, batch.shape))})" if batch.shape else ""
+        shape = padded_shape([state.share.rows.shapes[row] for row in rows])  # without what fills a packed sequence
+        lengths = f" (lengths {'+'.join(map(str, shape))})" if shape else ""
         needs = f"needs about {show_bytes(predicted)} (predicted)" if predicted else "does not fit"
         problem = f"{name} of step {state.step}{lengths} cannot be split and {needs}{_room_text(room)}"
         if self._skip_oversized:
             state.rows = [row for row in state.rows if row not in rows]
             state.set_aside += rows
-            self._events.add("oversized", state.step, f"{problem}; set aside", rows=list(rows), shape=list(batch.shape))
+            self._events.add("oversized", state.step, f"{problem}; set aside", rows=list(rows), shape=list(shape))
             return f"{name} set aside"
         state.stop = DoesNotFit(
             f"{problem}. Try: {self._remedies()}.",
@@ -277,7 +285,7 @@ class Recovery:
         context.drop_gradients()
         buffers.restore()
         random_state.restore()
-        size = f"{show_rows(rows)} of {'+'.join(map(str, shape))}" if shape else show_rows(rows)
+        size = context.layout.show(rows, shape)
         if isinstance(outcome, OutOfMemory):
             room = self._memory.training_bytes()
             change = self.limit.lower(rows, shape, whole=whole, available_bytes=room, again=False)
@@ -317,13 +325,6 @@ class Recovery:
         if own <= MODEL_ERROR * predicted:
             return None
         return self.limit.correct_model(min(own, round(MOST_RAISED * predicted)), predicted)
-
-
-def _describe(batch: MicroBatch, phase: Phase) -> str:
-    if phase.in_micro_batch:
-        lengths = f" of {'+'.join(map(str, batch.shape))}" if batch.shape else ""
-        return f"{phase.value}, micro-batch {batch.index + 1} of {batch.of} ({show_rows(len(batch.rows))}{lengths})"
-    return f"{phase.value}, after {batch.of} micro-batch{'es' if batch.of != 1 else ''}"
 
 
 def _room_text(room: int | None) -> str:
@@ -457,14 +458,14 @@ class MicroBatchLimit:
         self._allow_at_most(half, shape, whole)
         if rows > 1 and self.cost(rows, shape) <= self.value:  # the model does not rise with the rows here
             self.max_rows_now = half
-        return _at_most(half, shape)
+        return self._at_most(half, shape)
 
     def lower_for_thrashing(self, rows: int, shape: Shape, available_bytes: int | None, *, whole: bool = False) -> str:
         """The largest micro-batch left the allocator short. Returns what changed."""
         self._remember(rows, available_bytes)
         fewer = max(1, int(THRASHING_SHARE * rows))
         self._allow_at_most(fewer, shape, whole)
-        return _at_most(fewer, shape)
+        return self._at_most(fewer, shape)
 
     def correct_model(self, measured_bytes: int, predicted_bytes: int) -> str:
         """A step took more than predicted, and fitted: sizes stay as they are, up to the budget. Returns what changed."""
@@ -475,6 +476,11 @@ class MicroBatchLimit:
             replace(one, value=min(ratio * one.value, max(self.budget, one.value))) for one in self.lowerings
         ]
         return f"the memory model is raised by {ratio - 1:.1%}"
+
+    def _at_most(self, rows: int, shape: Shape) -> str:
+        if self.layout is PADDED:
+            return f"micro-batches{' of this length' if shape else ''} now have at most {show_rows(rows)}"
+        return f"micro-batches now have at most {self.layout.show(rows, shape)}"
 
     def _allow_at_most(self, rows: int, shape: Shape, whole: bool) -> None:
         self.value = min(self.value, self.cost(rows, shape))
@@ -539,10 +545,6 @@ class MicroBatchLimit:
             setattr(self, name, state[name])
         self.value = _or_infinite(state["value"])
         self.lowerings = [Lowering(_or_infinite(value), *others) for value, *others in state["lowerings"]]
-
-
-def _at_most(rows: int, shape: Shape) -> str:
-    return f"micro-batches{' of this length' if shape else ''} now have at most {show_rows(rows)}"
 
 
 def _finite(value: float) -> float | None:

@@ -1,0 +1,156 @@
+"""Compiled blocks: the same numbers, off without a trace, and a reason where there are none. Nothing here runs a compiler."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from brimful.errors import BadOption
+from brimful.planning import micro_batch
+from brimful.planning.levers import checkpointing, compiling
+from brimful.step.stepper import Stepper
+from brimful.task import Loss, Task
+from tests.packing.small import Lines
+from tests.planning.small import Tagger, small_plan
+
+COMPILE = torch.compile
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """torch.compile without code generation; the functions it was given."""
+    functions = []
+
+    def compile_(function, **options):
+        functions.append(function)
+        return functools.wraps(function)(COMPILE(function, **options, backend="eager"))
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    return functions
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A compiler that fails at its first use, as without a C compiler on the machine."""
+
+    def compile_(function, **options):
+        def run(*args, **kwargs):
+            raise RuntimeError("no C compiler found\nsecond line")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """`auto` packs and compiles."""
+    monkeypatch.setattr(micro_batch, "_has_kernels", lambda device: True)
+
+
+class Plain(Task):
+    """One layer, and nothing that repeats."""
+
+    name = "plain"
+    global_batch = 4
+
+    def model(self):
+        return nn.Linear(4, 1)
+
+    def loss(self, model, batch):
+        return Loss(model(batch).square().sum(), len(batch))
+
+    def dummy(self, rows, shape):
+        return torch.randn(rows, 4)
+
+
+def gradients(task, model, batch):
+    task.loss(model, batch).sum.backward()
+    found = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def test_compiled_blocks_give_the_same_numbers(compiled):
+    task = Tagger()
+    model, batch = task.model(), task.dummy(4, (8,))
+    plain = gradients(task, model, batch)
+    lever = compiling(task, model)
+    assert lever.reason == "over 2 repeated blocks"
+    with lever.set(True):
+        assert all(map(torch.allclose, gradients(task, model, batch), plain))
+    assert len(compiled) == 2
+
+
+def test_switched_off_nothing_is_left(compiled):
+    model = Tagger().model()
+    with compiling(Tagger(), model).set(True):
+        assert all("forward" in vars(block) for block in model.body)
+    assert not any("forward" in vars(block) for block in model.body)
+
+
+def test_checkpointing_comes_off_and_leaves_blocks_compiled(compiled):
+    """A plan that compiles tries checkpointing too."""
+    model = Tagger().model()
+    with compiling(Tagger(), model).set(True):
+        before = [block.forward for block in model.body]
+        with checkpointing(Tagger(), model).set(True):
+            assert [block.forward for block in model.body] != before
+        assert [block.forward for block in model.body] == before
+
+
+def test_no_repeated_blocks_says_why():
+    reason = "not available: the model has no repeated blocks in a ModuleList or Sequential"
+    assert compiling(Plain(), nn.Linear(2, 2)).reason == reason
+    assert small_plan(Plain()).choice("compile").reason == reason
+    with pytest.raises(BadOption) as refusal:
+        small_plan(Plain(), compile="on")
+    assert str(refusal.value) == f'compile="on" is not possible: {reason}. Try: compile="auto".'
+
+
+def test_on_a_cpu_nothing_is_compiled_unasked(compiled):
+    choice = small_plan(Tagger()).choice("compile")
+    assert (choice.effective, choice.reason) == ("off", "only packed steps on CUDA are compiled unasked")
+    assert not compiled
+
+
+def test_a_plan_that_compiles_says_what_it_gained_and_a_step_follows_it(compiled):
+    task = Tagger()
+    plan = small_plan(task, compile="on", memory_limit="64MiB", global_batch=8)
+    choice = plan.choice("compile")
+    assert (choice.requested, choice.effective, plan.levers.compile) == ("on", "on", "on")
+    assert choice.reason.startswith("8 rows in ") and "; compiling took " in choice.reason
+    model, notes = task.model(), []
+    Stepper(model, task.optimizer(model), task, plan, on_event=lambda event: notes.append(event.sentence))
+    assert "blocks are compiled, as planned (over 2 repeated blocks)" in notes
+    assert all("forward" in vars(block) for block in model.body)
+
+
+def test_packed_rows_are_compiled_where_there_are_kernels(as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *args, **kwargs: function(*args, **kwargs))
+    plan = small_plan(Lines(), memory_limit="64MiB")
+    assert (plan.layout, plan.levers.compile, plan.choice("compile").requested) == ("packed", "on", None)
+
+
+def test_a_compiler_that_fails_leaves_the_plan_without_it(broken, as_on_a_gpu):
+    plan = small_plan(Lines(), memory_limit="64MiB")
+    choice = plan.choice("compile")
+    assert (plan.layout, plan.levers.compile, choice.effective) == ("packed", "off", "off")
+    assert choice.reason.startswith("failed: ") and "no C compiler found" in choice.reason
+
+
+def test_a_compiler_that_fails_is_one_message_where_it_was_asked_for(broken):
+    with pytest.raises(BadOption) as refusal:
+        small_plan(Tagger(), compile="on")
+    message = str(refusal.value)
+    assert message.startswith('compile="on" failed: ') and message.endswith('. Try: compile="off".')
+    assert "no C compiler found" in message and "\n" not in message and message.count("Try:") == 1
+
+
+def test_a_compiler_that_fails_leaves_the_model_as_it_was(broken):
+    task = Tagger()
+    model = task.model()
+    with pytest.raises(BadOption):
+        small_plan(task, model=model, compile="on")
+    assert not any("forward" in vars(block) for block in model.body)

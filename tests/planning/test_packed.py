@@ -1,0 +1,189 @@
+"""Plans of packed rows: what they say, how well they predict, and which models are refused or trained padded."""
+
+from dataclasses import replace
+
+import pytest
+
+from brimful.errors import BadOption
+from brimful.planning import micro_batch
+from brimful.planning.plan import Plan
+from brimful.task import Task
+from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
+from tests.packing.small import Capped, Leaky, Lines, PaddedLines, draw_rows
+from tests.planning.small import small_plan
+
+ROWS = draw_rows(100)
+
+
+@pytest.fixture(scope="module")
+def packed():
+    return small_plan(Lines(), data=ROWS, global_batch=50, layout="packed", workers=0)
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """As on a GPU that has kernels for packed rows."""
+    monkeypatch.setattr(micro_batch, "_has_kernels", lambda device: True)
+
+
+# What it says
+
+
+def test_the_layout_is_a_choice_with_its_reason(packed):
+    layout = packed.choice("layout")
+    assert (packed.layout, layout.requested, layout.effective) == ("packed", "packed", "packed")
+    assert layout.reason == (
+        "loss and gradient of 8 rows are the same packed as alone; the mean row of a long step is 18, the longest 40"
+    )
+
+
+def test_sizes_are_tokens(packed):
+    assert packed.tokens == (packed.micro_batch * packed.shape[0],)
+    assert packed.headline.startswith(
+        f"lines on the CPU: {packed.tokens[0]} tokens × {packed.accumulation} = 50 per step"
+    )
+
+
+def test_it_is_planned_for_the_mean_row_and_not_for_the_longest(packed):
+    assert sum(map(len, ROWS)) / len(ROWS) < packed.shape[0] < 40
+
+
+def test_a_loss_in_chunks_is_noted(packed):
+    assert packed.levers.chunked_loss == "on"
+
+
+def test_progress_speaks_of_tokens():
+    phrases = []
+    small_plan(Lines(), layout="packed", progress=phrases.append)
+    assert any(phrase.startswith("probe ") and phrase.endswith(" tokens") for phrase in phrases)
+
+
+def test_a_saved_plan_keeps_its_layout(packed, tmp_path):
+    packed.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == packed and loaded.layout == "packed" and loaded.micro_limit == packed.micro_limit
+
+
+# How well it predicts
+
+
+@pytest.mark.parametrize("limit", ["3MiB", "4MiB", "8MiB"])
+def test_the_predicted_peak_is_the_measured_one(limit):
+    plan = small_plan(Lines(), data=ROWS, global_batch=50, layout="packed", memory_limit=limit, workers=0)
+    assert plan.ooms == 0
+    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
+    assert plan.largest_predicted_peak_bytes == pytest.approx(plan.largest_measured_peak_bytes, rel=0.03)
+    assert plan.largest_measured_peak_bytes <= plan.budget_bytes
+
+
+def test_the_chat_model_is_predicted_too():
+    plan = small_plan(
+        Pretrain(ChatOptions(size="tiny")), layout="packed", global_batch=8, lengths=(12, 16), memory_limit="256MiB"
+    )
+    assert plan.layout == "packed" and plan.ooms == 0
+    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
+
+
+def test_what_frozen_weights_save_is_measured_on_packed_rows():
+    task = Sft(ChatOptions(size="tiny", random_weights=True))
+    plan = small_plan(task, layout="packed", global_batch=8, lengths=(12, 16), memory_limit="256MiB")
+    assert f"of activations at {plan.micro_batch} rows with " in plan.choice("frozen").reason
+
+
+def test_a_step_of_any_rows_is_split_within_the_planned_tokens(packed):
+    shapes = [(len(row),) for row in draw_rows(50, seed=9)]
+    groups = packed.split(shapes)
+    assert sorted(row for group in groups for row in group) == list(range(50))
+    most = packed.memory_model.rising_cost(packed.micro_batch, packed.shape)
+    assert len(groups) == 1 or all(
+        packed.memory_model.rising_cost(1, (sum(shapes[row][0] for row in group),)) <= most for group in groups
+    )
+
+
+def test_what_fills_up_a_sequence_does_not_split_it_further(packed):
+    """5 rows of 18 are 90 tokens, in a sequence of 128."""
+    small = replace(packed, micro_batch=5, accumulation=10)
+    assert len(small.split([small.shape] * 50)) <= 10
+
+
+# When rows are packed
+
+
+def test_on_a_cpu_rows_are_padded_unless_asked():
+    choice = small_plan(Lines()).choice("layout")
+    assert (choice.requested, choice.effective, choice.reason) == (
+        None,
+        "padded",
+        "the CPU has no kernels for packed rows",
+    )
+
+
+def test_where_there_are_kernels_rows_are_packed(with_kernels):
+    choice = small_plan(Lines(), compile="off").choice("layout")
+    assert (choice.requested, choice.effective) == (None, "packed")
+
+
+def test_padded_stays_padded(with_kernels):
+    choice = small_plan(Lines(), layout="padded").choice("layout")
+    assert (choice.effective, choice.reason) == ("padded", "as requested")
+
+
+REFUSED = {
+    "the task has no pack()": PaddedLines,
+    "packed rows see each other: 8 of them and the same rows alone differ by": Leaky,
+    "Gemma2Attention cannot attend to packed rows: it uses sliding_window and softcap": Capped,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_packed_is_refused_by_name(reason):
+    task = REFUSED[reason]()
+    with pytest.raises(BadOption) as refusal:
+        small_plan(task, layout="packed")
+    message = str(refusal.value)
+    assert message.startswith(f'layout="packed" is not possible for task {task.name}: {reason}')
+    assert message.count("Try:") == 1 and message.endswith('. Try: layout="auto".')
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_packed_is_padded_and_the_plan_says_why(with_kernels, reason):
+    choice = small_plan(REFUSED[reason]()).choice("layout")
+    assert (choice.requested, choice.effective) == (None, "padded")
+    assert choice.reason.startswith(reason) and "Try" not in choice.reason
+
+
+def test_rows_without_data_and_without_a_dummy_row_are_padded(with_kernels):
+    class Dummy(Lines):
+        """It can make a padded batch, but no row."""
+
+        dummy_row = Task.dummy_row
+
+        def dummy(self, rows, shape):
+            return self.collate([Lines.dummy_row(self, shape)] * rows)
+
+    choice = small_plan(Dummy()).choice("layout")
+    assert (choice.effective, choice.reason) == ("padded", "the task has no dummy_row()")
+
+
+def test_a_pack_that_fails_names_its_line(with_kernels):
+    class Wrong(Lines):
+        def pack(self, rows, tokens):
+            return {"packed_rows": rows[99]}
+
+    reason = small_plan(Wrong()).choice("layout").reason
+    assert reason.startswith("packed rows fail at ") and reason.endswith("IndexError: list index out of range")
+
+
+def test_a_pack_that_loses_labels_is_found(with_kernels):
+    class Short(Lines):
+        def pack(self, rows, tokens):
+            return super().pack([row[:2] for row in rows], tokens)
+
+    assert small_plan(Short()).choice("layout").reason.startswith("packed, 8 rows count 7 instead of ")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_few_rows_are_compared_once_each(with_kernels, count):
+    rows = draw_rows(count, seed=4)
+    reason = small_plan(Lines(), data=rows, workers=0, compile="off").choice("layout").reason
+    assert reason.startswith(f"loss and gradient of {count} row{'s' * (count > 1)} are the same")

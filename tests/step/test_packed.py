@@ -1,0 +1,179 @@
+"""Packed steps: the weights of the padded step for any split, through out-of-memory errors and on several ranks."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from brimful.data.loader import Loader
+from brimful.errors import DoesNotFit, TaskError
+from brimful.memory.ledger import simulated_memory
+from brimful.planning.planner import plan as make_plan
+from brimful.step.stepper import Stepper
+from brimful.units import MiB
+from tests.packing.small import Lines, draw_rows
+from tests.step.fleet import Fleet
+from tests.step.small import distance, out_of_memory, plain_loop
+
+LIMIT = 8 * MiB
+STEPS = [draw_rows(24, seed=seed) for seed in range(3)]
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(Lines(torch.float64), layout="packed", memory_limit=LIMIT, device="cpu", cache=False)
+
+
+@pytest.fixture(scope="module")
+def padded():
+    """The weights of the plain loop over padded batches."""
+    return plain_loop(Lines(torch.float64), STEPS, ADAMW)
+
+
+def stepper_of(plan, **options):
+    task = Lines(torch.float64)
+    model = task.model()
+    return Stepper(model, ADAMW(model.parameters()), task, plan, clip_norm=1.0, **options)
+
+
+def train(stepper, steps=STEPS):
+    return [stepper.step(rows) for rows in steps]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 5, 23])
+def test_any_split_gives_the_weights_of_the_padded_step(plan, padded, micro_batch):
+    stepper = stepper_of(plan, micro_batch=micro_batch)
+    results = train(stepper)
+    assert distance(padded, stepper.model) < 1e-10
+    assert {result.micro_batches for result in results} == {1 if micro_batch is None else -(-24 // micro_batch)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_splits_by_tokens_and_the_step_is_the_same(plan, workers):
+    small = replace(plan, micro_batch=3, accumulation=8)
+    stepper, rows = stepper_of(small), [row for step in STEPS for row in step]
+    taken = []
+    for step, _ in zip(Loader(rows, Lines(), small, workers=workers), STEPS, strict=False):
+        assert stepper.step(step).micro_batches == len(step.groups) > 1
+        taken.append([rows[index] for index in step.indices])
+    assert distance(plain_loop(Lines(torch.float64), taken, ADAMW), stepper.model) < 1e-10
+
+
+def test_a_batch_is_refused_in_one_message(plan):
+    batch = Lines().collate(STEPS[0])
+    with pytest.raises(TaskError) as refusal:
+        stepper_of(plan).step(batch)
+    assert str(refusal.value) == (
+        "the plan packs rows, and this step was given a dict. Try: pass a list of rows, or layout='padded'."
+    )
+
+
+# Out of memory
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("micro_batch", [None, 7])
+def test_an_error_in_mid_step_leaves_the_same_weights(plan, padded, place, micro_batch):
+    stepper = stepper_of(plan, micro_batch=micro_batch)
+    calls = iter(range(1000))
+
+    def fail_once(_module, _inputs, output):
+        if next(calls) == (0 if micro_batch is None else 2):
+            output.register_hook(out_of_memory) if place == "backward" else out_of_memory()
+
+    stepper.model.transformer.h[0].mlp.register_forward_hook(fail_once)
+    results = train(stepper)
+    assert [result.ooms for result in results] == [1, 0, 0]
+    assert distance(padded, stepper.model) < 1e-10
+
+
+def test_the_event_counts_tokens(plan):
+    stepper = stepper_of(plan)
+    handle = stepper.model.transformer.wte.register_forward_hook(out_of_memory)
+    stepper.model.transformer.wte.register_forward_hook(lambda *_: handle.remove(), always_call=True)
+    tokens = sum(map(len, STEPS[0]))
+    stepper.step(STEPS[0])
+    (event,) = [event for event in stepper.events if event.event == "oom"]
+    assert event.sentence.startswith("out of memory in forward, micro-batch 1 of 1 (24 rows with ")
+    shown = int(event.sentence.partition("24 rows with ")[2].split(" tokens)")[0].replace(",", ""))
+    assert tokens <= shown < tokens + 64 + 24
+
+
+def under_limits(plan, limits, steps, **options):
+    """The limit is lowered or raised before the steps named."""
+    stepper = stepper_of(plan, **options)
+    with simulated_memory(LIMIT) as memory:
+        memory.adopt(stepper.model.parameters())
+        results = []
+        for number, rows in enumerate(steps, start=1):
+            memory.limit_bytes = limits.get(number, memory.limit_bytes)
+            results.append(stepper.step(rows))
+    return stepper, results
+
+
+def test_after_an_error_micro_batches_are_smaller_and_later_restored(plan):
+    steps = [draw_rows(24, seed=seed) for seed in range(12)]
+    fixed = plan.memory_model.peak_bytes(1, (1,))
+    low = fixed + (plan.measured_peak_bytes - fixed) // 3
+    stepper, results = under_limits(plan, {4: low, 6: LIMIT}, steps, grow_after=3)
+    counts = [result.micro_batches for result in results]
+    assert counts[:3] == [1, 1, 1] and counts[4] > 1 and counts[-1] == 1
+    events = [event.event for event in stepper.events if event.event in ("oom", "grow")]
+    assert events[0] == "oom" and events[-1] == "grow"
+    assert distance(plain_loop(Lines(torch.float64), steps, ADAMW), stepper.model) < 1e-10
+
+
+class OneTooLarge(Lines):
+    """Memory runs out whenever the row of 100 words is in the batch, alone too."""
+
+    name = "lines"
+
+    def loss(self, model, batch):
+        lengths = batch["packed_rows"].starts.diff() if "packed_rows" in batch else torch.zeros(1)
+        return out_of_memory() if (lengths == 100).any() else super().loss(model, batch)
+
+
+def with_a_large_row(plan, **options):
+    task = OneTooLarge(torch.float64)
+    model = task.model()
+    stepper = Stepper(model, ADAMW(model.parameters()), task, plan, clip_norm=1.0, **options)
+    return stepper, [*STEPS[0], np.arange(100) % 50 + 2]
+
+
+def test_a_row_too_large_alone_is_set_aside(plan):
+    stepper, rows = with_a_large_row(plan, skip_oversized=True)
+    result = stepper.step(rows)
+    assert result.set_aside == (24,) and result.rows == 24
+    assert distance(plain_loop(Lines(torch.float64), STEPS[:1], ADAMW), stepper.model) < 1e-10
+
+
+def test_a_row_too_large_alone_stops_the_run_by_name(plan):
+    stepper, rows = with_a_large_row(plan)
+    with pytest.raises(
+        DoesNotFit, match=r"row 24 of step 1 \(lengths 100\) cannot be split and needs about .* \(predicted\)"
+    ):
+        stepper.step(rows)
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def pair():
+    fleet = Fleet(2)
+    yield fleet
+    fleet.close()
+
+
+@pytest.mark.parametrize("faults", [[], [(1, 2, 1, "forward"), (0, 3, 0, "backward")]], ids=["undisturbed", "faults"])
+def test_two_ranks_have_the_weights_of_one_process(plan, padded, pair, faults, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    answers = pair.train(faults, packed_plan=str(tmp_path / "plan.json"), steps=3, rows=24, micro_batch=5)
+    for rank, answer in enumerate(answers):
+        assert "error" not in answer, answer
+        assert sorted(answer["fired"]) == sorted(fault[1:] for fault in faults if fault[0] == rank)
+        for mine, other in zip(answer["weights"], padded.parameters(), strict=True):
+            assert torch.allclose(torch.from_numpy(mine), other, rtol=0, atol=1e-10)

@@ -266,9 +266,9 @@ def test_a_value_of_the_wrong_type_in_a_file_is_refused(mine, tmp_path, config):
 def test_the_generic_options_are_frozen():
     """A name that a script relies on does not change by accident, and none belongs to a particular task."""
     assert sorted(generic_names()) == [
-        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "cudnn_attention", "decay", "deterministic", "device",
-        "epochs", "eval_every", "eval_rows", "fill", "generate_rows", "global_batch", "host_limit", "keep", "lengths", "lr",
+        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "compile", "cudnn_attention", "decay", "deterministic", "device",
+        "epochs", "eval_every", "eval_rows", "fill", "generate_rows", "global_batch", "host_limit", "keep", "layout", "lengths", "lr",
         "max_steps", "memory_limit", "micro_batch", "min_lr", "mix", "optimizer", "pin_memory", "plan", "plan_seconds", "precision",
-        "prefetch", "processes", "resume", "run", "save_every", "schedule", "seed", "skip_oversized", "time_limit",
+        "prefetch", "processes", "resume", "run", "save_every", "schedule", "seed", "skip_oversized", "table", "time_limit",
         "trackers", "valid", "warmup", "weight_decay", "workers",
     ]  # fmt: skip

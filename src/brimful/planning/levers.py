@@ -91,9 +91,9 @@ def compiling(task: Task, model: nn.Module) -> Lever:
 def _compile(blocks: list[nn.Module], on: bool) -> None:
     for block in blocks:
         if on:
-            block.forward = torch.compile(block.forward, dynamic=True)
+            _wrap_forward(block, torch.compile(block.forward, dynamic=True))
         else:
-            del block.forward
+            _unwrap_forward(block)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -129,9 +129,22 @@ def _switch_hugging_face(model: Any, on: bool) -> None:
 def _wrap(blocks: list[nn.Module], on: bool) -> None:
     for block in blocks:
         if on:
-            block.forward = functools.partial(_checkpointed, block, block.forward)
+            _wrap_forward(block, functools.partial(_checkpointed, block, block.forward))
         else:
-            del block.forward  # removes the wrapper from the instance; the method of the class is back
+            _unwrap_forward(block)
+
+
+def _wrap_forward(block: Any, wrapper: Any) -> None:
+    """Checkpointing may wrap what is compiled, so a wrapper keeps what it replaces: None for the method of the class."""
+    wrapper.replaced = vars(block).get("forward")
+    block.forward = wrapper
+
+
+def _unwrap_forward(block: Any) -> None:
+    replaced = block.forward.replaced
+    del block.forward
+    if replaced is not None:
+        block.forward = replaced
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -103,6 +103,13 @@ def test_no_column_of_what_was_tried_is_lost(compared, width):
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_of_other_settings_only_the_best_size_is_shown(compared):
+    row, other, *_ = compared.tried
+    smaller = [replace(one, tokens=(1_234,), rows_per_s=9.0, data_rows_per_s=9.0, chosen=False) for one in (row, other)]
+    text = render(tried_table(replace(compared, tried=(row, other, *smaller))), 120)
+    assert text.count("1,234 tokens") == 1 and text.count("27,600 tokens") == 2
+
+
 def test_what_does_not_fit_and_what_was_not_tried_is_below_the_table(compared):
     lines = [" ".join(line.split()) for line in render(tried_table(compared), 120).splitlines()]
     assert "too large padded fp32: needs 23.1 GiB for 1 row, predicted" in lines

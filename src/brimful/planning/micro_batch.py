@@ -568,11 +568,12 @@ class Search:
         if trial.speed is None or self.rows is None:
             return trial
         timing = trial.speed.chosen
-        if trial.setting.layout == "packed" or not self.shape:
+        if self._timed_as_drawn(trial.setting):
             return replace(trial, data_rows_per_s=timing.rows_per_s)
         with self._set(trial.setting):
             if not self.time.allows(timing.rows, self.shape, FINISH, f"rows of the data ({trial.setting})"):
                 return trial
+            trial.survey.explore()  # a challenge left out other lengths
             model, whole = trial.survey.model, timing.accumulation == 1
             limit = model.rising_cost(timing.rows, self.shape, whole=whole)
             groups = PADDED.split(self._step_shapes, model.rising_cost, limit, overhead=self._overhead(timing))
@@ -584,6 +585,10 @@ class Search:
         if isinstance(timed, OutOfMemory):
             return trial
         return replace(trial, data_rows_per_s=self.most / (len(groups) * timed[0] + self.once_s))
+
+    def _timed_as_drawn(self, setting: Setting) -> bool:
+        """Whether trials time rows as steps draw them from the data, and not the longest."""
+        return self.rows is not None and (setting.layout == "packed" or not self.shape)
 
     @cached_property
     def _step_shapes(self) -> list[Shape]:
@@ -598,9 +603,10 @@ class Search:
         rows = {(one.setting, one.micro_batch): one for one in self._compile_timings}
         for trial in self.trials:
             for tried in self._tried_in(trial):
-                rows[tried.setting, tried.micro_batch] = replace(
-                    tried, chosen=trial is chosen and tried.micro_batch == trial.speed.chosen.rows  # type: ignore[union-attr]
-                )  # fmt: skip
+                rows[tried.setting, tried.micro_batch] = tried
+        assert chosen.speed is not None
+        size = chosen.setting, chosen.speed.chosen.rows
+        rows[size] = replace(rows[size], fits=True, chosen=True)
         return tuple(sorted(rows.values(), key=lambda one: -one.rate))
 
     def _tried_in(self, trial: Trial) -> Iterator[Tried]:
@@ -616,7 +622,8 @@ class Search:
             probe, rows = survey.probe(timing.rows), timing.rows
             peak = probe.peak_bytes if probe else survey.model.peak_bytes(rows, survey.worst, whole=rows == self.most)
             tried = self._tried(trial.setting, timing, probe, peak)
-            yield replace(tried, data_rows_per_s=trial.data_rows_per_s if timing is trial.speed.chosen else None)
+            on_data = timing is trial.speed.chosen and trial.data_rows_per_s is not None
+            yield replace(tried, data_rows_per_s=trial.data_rows_per_s) if on_data else tried
 
     def _tried(self, setting: Setting, timing: Timing, probe: Probe | None, peak_bytes: int | None) -> Tried:
         """A row of the table. It fits if it ran, and did not take more than a plan may."""
@@ -628,6 +635,7 @@ class Search:
             peak_bytes=peak_bytes, reserved_bytes=probe.reserved_bytes if probe else None, basis="measured" if probe else "predicted",
             fits=ran and (probe is None or probe.cost_bytes <= most), rows_per_s=timing.rows_per_s if ran else None,
             step_s=self.most / timing.rows_per_s if ran else None, allowed=self._allows(setting),
+            data_rows_per_s=timing.rows_per_s if ran and self._timed_as_drawn(setting) else None,
         )  # fmt: skip
 
     def _largest(self, survey: Survey) -> int:

@@ -13,7 +13,7 @@ from rich.text import Text
 from brimful.machine.gpu import Gpu, describe_holders
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
-from brimful.planning.plan import COLUMNS, Plan, Tried
+from brimful.planning.plan import COLUMNS, Plan, Setting, Tried
 from brimful.units import NOTHING, GiB, show_bytes, show_rate, show_rows, show_seconds
 
 WARNING = "yellow"
@@ -85,8 +85,12 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
 
 
 def tried_table(plan: Plan) -> RenderableType:
-    """What the search timed, the fastest first and the chosen one marked; then what did not fit or was not tried."""
-    ran, data_rows = [one for one in plan.tried if one.fits], plan.data_rows
+    """The best of each setting and every size of the chosen one, the fastest first; then what did not fit or was not tried."""
+    data_rows, best = plan.data_rows, dict[Setting, Tried]()
+    for one in sorted(plan.tried, key=lambda one: (one.fits, one.data_rows_per_s is not None, one.rate)):
+        best[one.setting] = one
+    chosen = next(one.setting for one in plan.tried if one.chosen)
+    shown = [one for one in plan.tried if one is best[one.setting] or one.setting == chosen]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column("setting")
@@ -94,10 +98,10 @@ def tried_table(plan: Plan) -> RenderableType:
         table.add_column(column, justify="right", no_wrap=True)
     bound, predicted, other = "≥", "*", "†"
     marks = set[str]()
-    for one in ran:
+    for one in filter(lambda one: one.fits, shown):
         mark = "→" if one.chosen else "" if one.allowed else other
         at_least = bound if data_rows is not None and one.data_rows_per_s is None else ""
-        basis = predicted if one.basis == "predicted" else ""
+        basis = predicted if one.basis == "predicted" and one.peak_bytes is not None else ""
         step_s = max(plan.deal) / one.rate
         seconds = [1000 * step_s, *([] if data_rows is None else [data_rows / plan.global_batch * step_s])]
         peak, rate = f"{show_bytes(one.peak_bytes)}{basis}", f"{at_least}{show_rate(one.rate)}"
@@ -111,7 +115,7 @@ def tried_table(plan: Plan) -> RenderableType:
     facts = [(mark, note) for mark, note in notes.items() if mark in marks]
     facts += [
         ("too large", f"{one.setting}: needs {show_bytes(one.peak_bytes)} for {_size(one)}, {one.basis}")
-        for one in plan.tried
+        for one in shown
         if not one.fits
     ]
     facts += [("not tried", reason) for reason in plan.not_tried]

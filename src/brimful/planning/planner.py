@@ -7,6 +7,9 @@ model on the device ─► warm up ─► may a step be split? ─► trial with
                                                                 │ does not fit, or speed still rises with the rows
                                                                 ▼
                                             trial with checkpointing ─► the faster of the two ─► loader ─► plan
+                                                                             │ table=True
+                                                                             ▼
+                                                              every other lever ─► the fastest allowed
 
 Plans are saved under a key of everything they depend on, and reused without a probe. The key is a hash of the model
 built on the meta device (0.07 s for T5 base), the source of the task and of the model's classes, the options, the

@@ -63,7 +63,7 @@ def test_the_flags_of_plan_are_frozen(capsys):
         "--size", "--from", "--freeze", "--random-weights", "--label-smoothing", "--tokenizer", "--columns", "--max-tokens",
         "--global-batch", "--micro-batch", "--memory-limit", "--host-limit", "--fill", "--device", "--processes",
         "--layout", "--compile", "--checkpointing", "--precision", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
-        "--allow-inexact", "--deterministic", "--plan-seconds", "--traceback", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",
+        "--allow-inexact", "--deterministic", "--plan-seconds", "--table", "--traceback", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",
     }  # fmt: skip
 
 
@@ -79,6 +79,16 @@ def test_plan_prints_one_json_object(capsys):
     assert {"checkpointing", "precision", "cudnn_attention"} <= set(plan["levers"])
     assert set(plan["host"]) == {"workers", "prefetch", "pin_memory", "predicted_bytes", "limit_bytes"}
     assert all(set(choice) == {"name", "requested", "effective", "reason", "basis"} for choice in plan["choices"])
+
+
+def test_plan_compares_what_it_tried_in_a_table(capsys):
+    _, out, _ = run("plan", TASK, *LIMIT, "--table", capsys=capsys)
+    lines = [line.split() for line in out.splitlines()]
+    assert ["setting", "micro-batch", "accum.", "peak", "rows/s", "1,000", "steps"] in lines
+    assert sum(line[:3] == ["→", "padded", "fp32"] for line in lines) == 1
+    _, out, _ = run("plan", TASK, *LIMIT, "--table", "--json", capsys=capsys)
+    settings = {one["setting"]["checkpointing"] for one in json.loads(out)["tried"]}
+    assert settings == {"on", "off"}
 
 
 def test_plan_prints_a_table_and_its_progress(capsys):

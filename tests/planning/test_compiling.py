@@ -111,7 +111,7 @@ def test_no_repeated_blocks_says_why():
 
 def test_on_a_cpu_nothing_is_compiled_unasked(compiled):
     choice = small_plan(Tagger()).choice("compile")
-    assert (choice.effective, choice.reason) == ("off", "only packed steps on CUDA are compiled unasked")
+    assert (choice.effective, choice.reason) == ("off", "only packed steps on a GPU are compiled unless requested")
     assert not compiled
 
 

@@ -16,7 +16,7 @@ from tests.planning.clock import LyingClock
 from tests.planning.small import Normed, Pairs, Tagger, Texts, small_plan, texts
 
 ROWS = texts(*(3 + 7 * n % 30 for n in range(60)))
-TIMED = {"rows_per_s", "plan_s", "created", "choices", "host"}
+TIMED = {"rows_per_s", "plan_s", "created", "choices", "host", "tried"}
 """Fields that hold times, or reasons with times in them."""
 
 
@@ -48,11 +48,12 @@ def what_affects_training(plan):
     [
         (Dropped, {"data": ROWS, "memory_limit": "700KiB"}),
         (Tagger, {}),
+        (Tagger, {"table": True}),
         (Tagger, {"memory_limit": "600KiB", "global_batch": 16}),
         (Normed, {"memory_limit": "70KiB", "global_batch": 16}),
         (Pairs, {"memory_limit": "64MiB", "global_batch": 300}),
     ],
-    ids=["data", "dummy", "tight", "batch-norm", "across-rows"],
+    ids=["data", "dummy", "table", "tight", "batch-norm", "across-rows"],
 )
 def test_plans_made_with_clocks_that_lie_differently_are_equal(lie, task, options):
     plans = []

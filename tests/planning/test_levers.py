@@ -8,7 +8,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from brimful.memory.context import StepContext
 from brimful.memory.ledger import Ledger, simulated_memory
-from brimful.planning.levers import checkpointing, cudnn_attention, frozen_choice, repeated_blocks
+from brimful.planning.levers import checkpointing, compiling, cudnn_attention, frozen_choice, repeated_blocks
 from brimful.planning.plan import Plan
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
@@ -29,6 +29,17 @@ def test_the_gradient_is_the_same_to_the_bit():
     task = Tagger()
     model = task.model()
     assert all(map(torch.equal, gradients(task, model, False), gradients(task, model, True)))
+
+
+def test_checkpointing_inside_compilation_leaves_it_on():
+    task, model = Tagger(), Tagger().model()
+    compiled, checkpointed = compiling(task, model), checkpointing(task, model)
+    with compiled.set(True):
+        before = model.body[0].forward
+        with checkpointed.set(True):
+            assert model.body[0].forward is not before
+        assert model.body[0].forward is before
+    assert not any("forward" in vars(block) for block in model.body)
 
 
 def test_repeated_blocks_of_a_module_list_are_found():

@@ -9,8 +9,9 @@ from rich.console import Console
 from brimful.machine.gpu import Gpu, GpuProcess
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine, Software
+from brimful.planning.plan import Setting, Tried
 from brimful.planning.planner import plan as make_plan
-from brimful.report.tables import eval_table, machine_table, plan_table
+from brimful.report.tables import eval_table, machine_table, plan_table, tried_table
 from brimful.units import GiB, MiB
 from tests.planning.small import Normed, Tagger
 
@@ -59,6 +60,64 @@ def test_a_warning_is_plan_text():
 
 def test_a_cached_plan_says_so(plan):
     assert "reused from" in plan_text(replace(plan, cached=True))
+
+
+GPU_SETTINGS = [
+    Setting(layout="packed", precision="bf16", compile="on", checkpointing="off"),
+    Setting(layout="packed", precision="bf16", compile="on", checkpointing="on"),
+    Setting(layout="padded", precision="fp32", compile="off", checkpointing="on"),
+    Setting(layout="padded", precision="fp32", compile="off", checkpointing="off"),
+]
+
+
+@pytest.fixture(scope="module")
+def compared(plan):
+    """The widest figures that a GPU and data give."""
+    row = Tried(
+        setting=GPU_SETTINGS[0], shape=(120,), micro_batch=230, tokens=(27_600,), accumulation=112, peak_bytes=int(16.53 * GiB),
+        reserved_bytes=17 * GiB, basis="measured", fits=True, rows_per_s=2335.0, step_s=0.02, data_rows_per_s=2335.0, chosen=True,
+    )  # fmt: skip
+    other = replace(row, setting=GPU_SETTINGS[1], rows_per_s=1981.0, data_rows_per_s=1981.0, chosen=False)
+    slow = replace(
+        other, setting=GPU_SETTINGS[2], shape=(512,), micro_batch=12, tokens=None, basis="predicted", rows_per_s=0.123,
+        data_rows_per_s=None, allowed=False,
+    )  # fmt: skip
+    large = replace(
+        slow, setting=GPU_SETTINGS[3], micro_batch=1, peak_bytes=int(23.1 * GiB), fits=False, rows_per_s=None
+    )
+    skipped = ("packed fp32: no time left",)
+    return replace(
+        plan, table=True, tried=(row, other, slow, large), not_tried=skipped, data_rows=1_000, global_batch=50
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_column_of_what_was_tried_is_lost(compared, width):
+    text = render(tried_table(compared), width)
+    for cell in ("setting", "micro-batch", "accum.", "peak", "rows/s", "1,000 steps", "epoch"):
+        assert cell in text
+    for cell in ("→ packed", "27,600 tokens", "112", "16.53 GiB ", "2,335", "21.4 s", "checkpointed"):
+        assert cell in text
+    for cell in ("† padded", "12 rows", "16.53 GiB*", "≥0.123", "112 h 55 min", "2 h 15 min"):
+        assert cell in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_of_other_settings_only_the_best_size_is_shown(compared):
+    row, other, *_ = compared.tried
+    smaller = [replace(one, tokens=(1_234,), rows_per_s=9.0, data_rows_per_s=9.0, chosen=False) for one in (row, other)]
+    text = render(tried_table(replace(compared, tried=(row, other, *smaller))), 120)
+    assert text.count("1,234 tokens") == 1 and text.count("27,600 tokens") == 2
+
+
+def test_what_does_not_fit_and_what_was_not_tried_is_below_the_table(compared):
+    lines = [" ".join(line.split()) for line in render(tried_table(compared), 120).splitlines()]
+    assert "too large padded fp32: needs 23.1 GiB for 1 row, predicted" in lines
+    assert "not tried packed fp32: no time left" in lines
+
+
+def test_a_plan_shows_what_was_tried_only_if_that_was_asked_for(plan, compared):
+    assert "1,000 steps" in plan_text(compared) and "1,000 steps" not in plan_text(plan)
 
 
 PLAN = {

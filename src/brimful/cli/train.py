@@ -36,7 +36,7 @@ from brimful.training.run import (
 
 PLANNED = (
     "micro_batch", "checkpointing", "precision", "cudnn_attention", "fill", "lengths", "workers", "prefetch", "pin_memory",
-    "allow_inexact", "plan_seconds",
+    "allow_inexact", "plan_seconds", "table",
 )  # fmt: skip
 """Options that a plan has decided."""
 EVALUATION = ("eval_every", "eval_rows", "generate_rows", "best")

@@ -1,27 +1,32 @@
 """Where the size of a micro-batch is decided: the fastest split of a step among the sizes that fit.
 
 `find_fastest` times the splits, `Search` decides which may be timed: it tries the step without gradient checkpointing,
-with it if nothing fits or if speed still rises with the rows, and makes the plan of the better trial.
+with it if nothing fits or if speed still rises with the rows, and makes the plan of the better trial. With `table=True`
+it then tries every other setting of the levers. All that was timed is kept in the plan.
 
 A step of 250 rows in micro-batches of at most 30 takes nine of them, and 28 rows each do as well as 30: only 250/9,
 250/18, 250/36 … are worth timing. The largest is often not the fastest, because a CPU's caches prefer smaller ones and
 a full GPU gains nothing. So timing starts at half of the largest size and goes up only while speed does.
 """
 
+import itertools
+import math
 import os
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError, UserError, in_one_line, user_line
 from brimful.memory.context import StepContext
 from brimful.memory.forward import OTHER_OVERHEAD, OVERHEAD
-from brimful.memory.layout import PACKED
+from brimful.memory.layout import LAYOUTS, PACKED, PADDED, LayoutName
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
@@ -34,10 +39,10 @@ from brimful.planning.exactness import (
     rows_to_compare,
 )
 from brimful.planning.levers import FROZEN_ROWS, Lever, checkpointing, compiling, cudnn_attention, frozen_choice
-from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan
+from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan, Setting, Tried
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.plan_time import FINISH, PlanTime, now
-from brimful.planning.probe import Mode, Prober, Progress, mean_row, task_errors
+from brimful.planning.probe import Mode, Prober, Progress, mean_row, row_lengths, task_errors
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
 from brimful.task import Dataset, Shape, Task
@@ -47,8 +52,8 @@ SAME_SPEED = 0.02
 """Speeds this close count as equal."""
 STILL_RISING = 1.25
 """More rows would clearly pay, noise aside, if the largest size is this much faster than half of it."""
-WORTH_CHECKPOINTING = 1.03
-"""Checkpointing must be this much faster to be chosen where the step fits without it."""
+WORTH_CHANGING = 1.03
+"""Another setting of a lever, such as checkpointing where the step fits without it, must be this much faster."""
 CHALLENGE_AT = 0.95
 """The share of the budget of the size at which checkpointing is first timed: no probe has measured
 this size yet."""
@@ -56,6 +61,10 @@ WARM_UP_LENGTH = 64
 """Rows of the warm-up are no longer than this, because nothing is known yet of what length costs."""
 LEAST_OVERHEAD = 0.25
 """At least this share of the smallest micro-batch's time is overhead."""
+TRIAL_PASSES = 2 * FINISH
+"""Passes of the largest size that there must be time for before another setting of the levers is tried."""
+PRECISIONS: dict[Literal["fp32", "bf16", "fp16"], torch.dtype | None]
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILED_ROWS = 32
 """Rows of the mean length with which blocks are compiled and timed."""
 ROWS_TO_COMPARE = 8
@@ -149,13 +158,21 @@ def _is_faster(timed: dict[int, Timing], at: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One setting of checkpointing, probed and timed."""
+    """One setting of the levers, probed and timed."""
 
+    setting: Setting
     survey: Survey
     largest: int
+    """The most rows that fit; 0 if none do, or if they were not looked for because a first size was slower."""
     speed: Speed | None
     """None if nothing that is allowed fits."""
-    checkpointed: bool
+    data_rows_per_s: float | None = None
+    """Of the chosen split with the rows of the data as they come; None if that was not timed."""
+
+    @property
+    def rows_per_s(self) -> float:
+        """What trials are compared by."""
+        return self.data_rows_per_s or (self.speed.chosen.rows_per_s if self.speed else 0.0)
 
 
 class Search:
@@ -170,37 +187,64 @@ class Search:
         self.started = now()
         self.prober = Prober(context, target, time, progress)
         self.lever = checkpointing(self.task, context.model)
+        self.compiler = compiling(self.task, context.model)
         self.deal = _deal(self.task, options)
         self.most = self.deal[0]
         self.once_s = 0.0
         self.short = shape
-        self.compared_checkpointing = False
         self.exactness = Exactness(reason="a step of one row is never split")
         self.layout_reason = self.compile_reason = ""
-        self.compiled = False
+        self.setting = Setting(
+            layout=context.layout.name, precision=next(name for name, dtype in PRECISIONS.items() if dtype == context.autocast),
+            compile="off", checkpointing="on" if self.lever.already_on else "off",
+        )  # fmt: skip
+        """What every trial begins with; it is complete when layout and compilation are chosen."""
+        self._sizes: dict[LayoutName, tuple[Shape, Shape]] = {}
+        """By layout, the shape to plan for and a shorter one."""
+        self.trials: list[Trial] = []
+        self._compile_timings: list[Tried] = []
+        self.not_tried: list[str] = []
 
     def plan(self, key: str) -> Plan:
         """Try, choose, verify with a full step at the chosen size, and record it all."""
         self._warm_up()
         self._choose_layout()
-        compiler = compiling(self.task, self.context.model)
-        with compiler.set(True) if self._wants_compiled(compiler) else nullcontext():
-            return self._plan(key)
-
-    def _plan(self, key: str) -> Plan:
+        if self._wants_compiled():
+            self.setting = replace(self.setting, compile="on")
         self.time.start()
         trial, reason = self._choose()
+        if self.options.table:
+            trial, reason = self._try_the_others(trial, reason)
+        with self._set(trial.setting):
+            return self._finish(trial, reason, key)
+
+    @contextmanager
+    def _set(self, setting: Setting) -> Iterator[None]:
+        """The levers set so in the block. Blocks are not nested."""
+        context, sizes = self.context, (self.shape, self.short)
+        before = context.layout, context.autocast, context.scaler
+        context.layout, context.autocast = LAYOUTS[setting.layout], PRECISIONS[setting.precision]
+        context.scaler = context.scaler if context.autocast is before[1] else None
+        self.shape, self.short = self._sizes[setting.layout]
+        try:
+            with self.compiler.set(setting.compile == "on"), self.lever.set(setting.checkpointing == "on"):
+                yield
+        finally:
+            context.layout, context.autocast, context.scaler = before
+            self.shape, self.short = sizes
+
+    def _finish(self, trial: Trial, reason: str, key: str) -> Plan:
+        """The plan of this trial, whose setting is on."""
         assert trial.speed is not None
         chosen = trial.speed.chosen
-        with self.lever.set(trial.checkpointed):
-            trial.survey.explore()  # what a second trial left out; after a first there is nothing left
-            trial.survey.check_short_rows(self._budget_bytes)
-            trial.survey.assume_growth(trial.largest, self._budget_bytes, stopped=bool(self.time.skipped))
-            verified = trial.survey.measure(chosen.rows, self.shape, "full", reserved=True)
-            overhead = self._overhead(chosen)
-            frozen = None
-            if self.time.allows(2 * FROZEN_ROWS, self.shape, 4, "what frozen weights save"):
-                frozen = frozen_choice(self.context, self.shape, chosen.rows)
+        trial.survey.explore()  # what a second trial left out; after a first there is nothing left
+        trial.survey.check_short_rows(self._budget_bytes)
+        trial.survey.assume_growth(trial.largest, self._budget_bytes)
+        verified = trial.survey.measure(chosen.rows, self.shape, "full", reserved=True)
+        overhead = self._overhead(chosen)
+        frozen = None
+        if self.time.allows(2 * FROZEN_ROWS, self.shape, 4, "what frozen weights save"):
+            frozen = frozen_choice(self.context, self.shape, chosen.rows)
         if verified is None:
             raise DoesNotFit(
                 f"{self.context.layout.show(chosen.rows, self.shape)} fitted before and ran out of memory now on "
@@ -253,6 +297,7 @@ class Search:
     def _choose_layout(self) -> None:
         """Packed if that is wanted, possible and proven. Sizes are then of the mean row instead of the longest."""
         requested = self.options.layout
+        self._sizes["padded"] = (self.shape, self.short)
         obstacle = "" if requested == "padded" else self._why_not_packed()
         if obstacle and requested == "packed":
             raise BadOption(
@@ -261,24 +306,33 @@ class Search:
         if requested == "padded" or obstacle:
             self.layout_reason = obstacle or "as requested"
             return
-        steady = self.options.deterministic
-        mean = self.shape if self.rows is None else mean_row(self.task, self.rows, self.most, steady=steady)
+        mean = self._mean_row()
         padded, packed = sum(self.shape), sum(mean)
         self.layout_reason = f"loss and gradient of {show_rows(self._compared_rows)} are the same packed as alone"
         if packed < padded:
             sizes = ("+".join(map(str, one)) for one in (mean, self.shape))
             self.layout_reason += "; the mean row of a long step is {}, the longest {}".format(*sizes)
         self.context.layout = PACKED
-        self.shape = self.prober.available(mean)
-        self.short = self.prober.available(tuple(max(1, length // 4) for length in self.shape))
+        self.setting = replace(self.setting, layout="packed")
+        self.shape, self.short = self._sizes["packed"] = self._packed_sizes(mean)
 
-    def _why_not_packed(self) -> str:
-        """Empty if rows may be packed."""
+    def _mean_row(self) -> Shape:
+        if self.rows is None:
+            return self.shape
+        return mean_row(self.task, self.rows, self.most, steady=self.options.deterministic)
+
+    def _packed_sizes(self, mean: Shape) -> tuple[Shape, Shape]:
+        """Of a context that packs."""
+        shape = self.prober.available(mean)
+        return shape, self.prober.available(tuple(max(1, length // 4) for length in shape))
+
+    def _why_not_packed(self, *, slow: bool = False) -> str:
+        """Empty if rows may be packed. `slow`: also where there are no kernels for it."""
         if not self.task.packs:
             return "the task has no pack()"
         if not self.task.has_dummy_row:
             return "the task has no dummy_row()"
-        if self.options.layout == "auto" and not _has_kernels(self.target.device):
+        if self.options.layout == "auto" and not slow and not _has_kernels(self.target.device):
             return f"{self.target.name} has no kernels for packed rows"
         if self.options.layout == "auto" and self.context.autocast is None:
             return "the kernels for packed rows need bf16 or fp16"
@@ -311,9 +365,9 @@ class Search:
         ]
         return [self.task.dummy_row(shape) for shape in lengths]
 
-    def _wants_compiled(self, compiler: Lever) -> bool:
+    def _wants_compiled(self) -> bool:
         """Compile if that is wanted and works. What it took is not counted as planning."""
-        requested = self.options.compile
+        requested, compiler = self.options.compile, self.compiler
         if requested == "on" and not compiler.available:
             raise BadOption(f'compile="on" is not possible: {compiler.reason}. Try: compile="auto".')
         if requested == "off" or not compiler.available:
@@ -321,17 +375,18 @@ class Search:
         elif requested == "auto" and not (self.context.layout is PACKED and _has_kernels(self.target.device)):
             self.compile_reason = "only packed steps on a GPU are compiled unless requested"
         else:
-            self.compiled = self._compile(compiler)
-        return self.compiled
+            return self._compile(compiler)
+        return False
 
     def _compile(self, compiler: Lever) -> bool:
         rows, started = min(COMPILED_ROWS, self.most), now()
-        plain_s = self._seconds(rows)
+        plain, compiled = self.setting, replace(self.setting, compile="on")
+        plain_s = self._seconds(rows, plain)
         self.prober.show(f"compile blocks ({compiler.reason})")
         try:
             with compiler.set(True):
-                failure = self._seconds(max(1, rows // 2)) is None  # a second size, so that sizes stay open
-                compiled_s = self._seconds(rows)
+                failure = self._seconds(max(1, rows // 2), compiled) is None  # a second size, so that sizes stay open
+                compiled_s = self._seconds(rows, compiled)
         except Exception as error:
             if self.options.compile == "on":
                 raise BadOption(f'compile="on" failed: {in_one_line(error)}. Try: compile="off".') from error
@@ -349,24 +404,31 @@ class Search:
             self.compile_reason = f"{gain}; compiling took {show_seconds(took)}"
         return True
 
-    def _seconds(self, rows: int) -> float | None:
+    def _seconds(self, rows: int, setting: Setting) -> float | None:
         timed = self.prober.time(rows, self.shape, whole=True, reserved=False)
-        return None if isinstance(timed, OutOfMemory) else timed[0]
+        if isinstance(timed, OutOfMemory):
+            return None
+        seconds, probe = timed
+        accumulation = micro_rows(self.most, rows)
+        timing = Timing(rows, accumulation, self.most / (accumulation * seconds + self.once_s), seconds)
+        self._compile_timings.append(self._tried(setting, timing, probe, probe.peak_bytes if probe else None))
+        return seconds
 
     def _choose(self) -> tuple[Trial, str]:
         """The trial to use, and the reason for its setting of checkpointing."""
+        checkpointed = replace(self.setting, checkpointing="on")
         if self.lever.already_on:
-            return self._or_raise(self._try(False)), self.lever.reason
+            return self._or_raise(self._try(self.setting)), self.lever.reason
         if self.options.checkpointing == "on":
-            return self._or_raise(self._try(True)), f"as requested, {self.lever.reason}"
-        plain = self._try(False)
+            return self._or_raise(self._try(checkpointed)), f"as requested, {self.lever.reason}"
+        plain = self._try(self.setting)
         if self.options.checkpointing == "off":
             return self._or_raise(plain), "as requested"
         if not self.lever.available:
             return self._or_raise(plain), self.lever.reason
         if plain.speed is None:
             fits = f"at most {show_rows(plain.largest)} fit" if plain.largest else "not even one row fits"
-            return self._or_raise(self._try(True)), f"without it {fits}; {self.lever.reason}"
+            return self._or_raise(self._try(checkpointed)), f"without it {fits}; {self.lever.reason}"
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
         if self.options.deterministic:
@@ -382,44 +444,212 @@ class Search:
     def _challenge(self, plain: Trial) -> tuple[Trial, str]:
         """Checkpointing against a trial that fits without it, timed at the largest size that it makes possible."""
         assert plain.speed is not None
-        self.compared_checkpointing = True
-        off = plain.speed.chosen.rows_per_s
+        off, setting = plain.speed.chosen.rows_per_s, replace(plain.setting, checkpointing="on")
 
-        def reject(on: Timing) -> tuple[Trial, str]:
-            return plain, f"{show_rate(on.rows_per_s)} rows/s with it at {show_rows(on.rows)}, {show_rate(off)} without"
+        def reject(largest: int, speed: Speed | None, reason: str = "") -> tuple[Trial, str]:
+            self.trials.append(Trial(setting, survey, largest, speed))
+            if speed is not None:
+                on = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it at {show_rows(speed.chosen.rows)}"
+                reason = f"{on}, {show_rate(off)} without"
+            return plain, reason
 
-        with self.lever.set(True):
+        with self._set(setting):
             survey = Survey(self.prober, self.shape, self.most, least=self._least)
             survey.explore_near(plain.largest)
             if not survey.probed_worst:
-                return plain, "even sizes that fit without it ran out of memory with it"
+                return reject(0, None, "even sizes that fit without it ran out of memory with it")
             most = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
             rows = self._even(max(1, min(most, PROVEN_REACH * plain.largest)))
-            first = find_fastest(self.most, rows, survey.time, self.once_s, only=True).chosen
-            if first.rows_per_s <= WORTH_CHECKPOINTING * off:
-                return reject(first)
+            first = find_fastest(self.most, rows, survey.time, self.once_s, only=True)
+            if first.chosen.rows_per_s <= WORTH_CHANGING * off:
+                return reject(0, first)
             largest = survey.largest(self.target.budget_bytes)
             if largest == 0:
-                return plain, "even sizes that fit without it are over the budget with it"
+                return reject(0, None, "even sizes that fit without it are over the budget with it")
             speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least, in_time=self._in_time)
-        if speed.chosen.rows_per_s <= WORTH_CHECKPOINTING * off:  # fewer rows fit than were timed first
-            return reject(speed.chosen)
+        if speed.chosen.rows_per_s <= WORTH_CHANGING * off:  # fewer rows fit than were timed first
+            return reject(largest, speed)
         reason = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.reason}"
-        return Trial(survey, largest, speed, True), reason
+        self.trials.append(Trial(setting, survey, largest, speed))
+        return self.trials[-1], reason
 
-    def _try(self, checkpointed: bool) -> Trial:
-        with self.lever.set(checkpointed):
-            survey = Survey(self.prober, self.shape, self.most, least=self._least)
+    def _try(self, setting: Setting) -> Trial:
+        with self._set(setting):
+            survey, speed = Survey(self.prober, self.shape, self.most, least=self._least), None
             survey.explore()
             largest = self._largest(survey) if survey.probed_worst else 0
-            rows = self._allowed_rows(survey, largest)
-            if rows == 0:
-                return Trial(survey, largest, None, checkpointed)
-            only = self.options.micro_batch != "auto" or self._largest_wins
-            speed = find_fastest(
-                self.most, rows, survey.time, self.once_s, least=self._least, only=only, in_time=self._in_time
+            if rows := self._allowed_rows(survey, largest):
+                only = self.options.micro_batch != "auto" or self._largest_wins
+                speed = find_fastest(
+                    self.most, rows, survey.time, self.once_s, least=self._least, only=only, in_time=self._in_time
+                )
+            self.trials.append(Trial(setting, survey, largest, speed))
+            return self.trials[-1]
+
+    def _try_the_others(self, chosen: Trial, reason: str) -> tuple[Trial, str]:
+        """The trials of `table=True`: every other setting of the levers, those most like the chosen one first.
+
+        Returns the fastest trial that the user allows, and the reason for its setting of checkpointing. In a
+        deterministic plan that is the one chosen before.
+        """
+        number = self.trials.index(chosen)
+        with self._set(chosen.setting):
+            chosen.survey.check_short_rows(self._budget_bytes)  # the plan needs it more than the table needs the time
+        for setting in self._other_settings(chosen.setting):
+            shape = self._sizes[setting.layout][0]
+            if not self.time.allows(chosen.largest, shape, TRIAL_PASSES, str(setting)):
+                self.not_tried.append(f"{setting}: no time left")
+                continue
+            try:
+                with self.time.trying(setting):
+                    self._try(setting)
+            except UserError as error:  # of a setting that nobody asked for
+                self.not_tried.append(f"{setting}: {in_one_line(error)}")
+        timed = [self._with_data_speed(trial) for trial in self.trials]
+        if all(one.data_rows_per_s for one in timed if one.speed):  # else they could not be compared
+            self.trials = timed
+        chosen = self.trials[number]
+        best = chosen if self.options.deterministic else self._fastest(chosen)
+        if best.rows_per_s <= WORTH_CHANGING * chosen.rows_per_s:
+            return chosen, reason
+        tried = len({trial.setting for trial in self.trials})
+        verdict = (
+            f"fastest of {tried} settings: {show_rate(best.rows_per_s)} rows/s {best.setting}, "
+            f"{show_rate(chosen.rows_per_s)} {chosen.setting}"
+        )
+        if best.setting.layout != chosen.setting.layout:
+            self.layout_reason = verdict
+        if best.setting.compile != chosen.setting.compile:
+            self.compile_reason = verdict
+        return best, verdict if best.setting.checkpointing != chosen.setting.checkpointing else reason
+
+    def _fastest(self, chosen: Trial) -> Trial:
+        """Of the trials that the user allows, with no more splits than the chosen one has where splits matter most.
+
+        Layouts are compared by their speed on the data, so without that the layout stays.
+        """
+
+        def compares(trial: Trial) -> bool:
+            if trial.speed is None or not trial.largest or not self._allows(trial.setting):
+                return False
+            if (
+                self.rows is not None
+                and trial.data_rows_per_s is None
+                and trial.setting.layout != chosen.setting.layout
+            ):
+                return False
+            return not self._few_splits or trial.speed.chosen.accumulation <= chosen.speed.chosen.accumulation  # type: ignore[union-attr]
+
+        return max(filter(compares, self.trials), key=lambda trial: trial.rows_per_s)
+
+    def _other_settings(self, chosen: Setting) -> list[Setting]:
+        """Those that are possible and were not tried, the fewest changes first. Only what was compiled is compiled."""
+        base, device = self.setting, self.target.device
+        precisions = [base.precision, *(("fp32", "bf16") if autocast_dtype("auto", device) is torch.bfloat16 else ())]
+        settings = [
+            Setting(layout=layout, precision=precision, compile=compiled, checkpointing=checkpointed)
+            for layout, precision, compiled, checkpointed in itertools.product(
+                self._layouts(), dict.fromkeys(precisions), dict.fromkeys((base.compile, "off")),
+                ("off", "on") if self.lever.available else (base.checkpointing,),
             )
-            return Trial(survey, largest, speed, checkpointed)
+            if compiled == "off" or (layout, precision) == (base.layout, base.precision)
+        ]  # fmt: skip
+        tried = {trial.setting for trial in self.trials}
+
+        def changes(setting: Setting) -> int:
+            return sum(asdict(setting)[name] != value for name, value in asdict(chosen).items())
+
+        return sorted((one for one in settings if one not in tried), key=changes)
+
+    def _layouts(self) -> list[LayoutName]:
+        """The layouts that are possible, also where packed rows have no fast kernels."""
+        if "packed" not in self._sizes and not self._why_not_packed(slow=True):
+            mean, self.context.layout = self._mean_row(), PACKED
+            self._sizes["packed"] = self._packed_sizes(mean)
+            self.context.layout = PADDED
+        return list(self._sizes)
+
+    def _allows(self, setting: Setting) -> bool:
+        """Whether the user leaves this setting open. The precision stays as it is, because it changes the result."""
+        requested = {name: getattr(self.options, name) for name in ("layout", "compile", "checkpointing")}
+        open_or_same = all(wanted in ("auto", getattr(setting, name)) for name, wanted in requested.items())
+        return open_or_same and setting.precision == self.setting.precision
+
+    def _with_data_speed(self, trial: Trial) -> Trial:
+        """With its speed on the rows of the data. Packed rows are timed at their mean; padded ones at the longest row,
+        so the mean micro-batch of a real step is timed too."""
+        if trial.speed is None or self.rows is None:
+            return trial
+        timing = trial.speed.chosen
+        if self._timed_as_drawn(trial.setting):
+            return replace(trial, data_rows_per_s=timing.rows_per_s)
+        with self._set(trial.setting):
+            if not self.time.allows(timing.rows, self.shape, FINISH, f"rows of the data ({trial.setting})"):
+                return trial
+            trial.survey.explore()  # a challenge left out other lengths
+            model, whole = trial.survey.model, timing.accumulation == 1
+            limit = model.rising_cost(timing.rows, self.shape, whole=whole)
+            groups = PADDED.split(self._step_shapes, model.rising_cost, limit, overhead=self._overhead(timing))
+            padded = [PADDED.shape([self._step_shapes[row] for row in group]) for group in groups]
+            work = np.array([len(group) for group in groups]) @ np.array(padded)
+            rows = micro_rows(self.most, len(groups))
+            mean = self.prober.available(tuple(math.ceil(length / self.most) for length in work))
+            timed = self.prober.time(rows, mean, whole=len(groups) == 1, reserved=False)
+        if isinstance(timed, OutOfMemory):
+            return trial
+        return replace(trial, data_rows_per_s=self.most / (len(groups) * timed[0] + self.once_s))
+
+    def _timed_as_drawn(self, setting: Setting) -> bool:
+        """Whether trials time rows as steps draw them from the data, and not the longest."""
+        return self.rows is not None and (setting.layout == "packed" or not self.shape)
+
+    @cached_property
+    def _step_shapes(self) -> list[Shape]:
+        """The lengths of a step of real rows, drawn at random."""
+        assert self.rows is not None
+        lengths = row_lengths(self.task, self.rows, steady=self.options.deterministic)
+        drawn = np.random.default_rng(0).choice(len(lengths), self.most)
+        return [tuple(map(int, lengths[row])) for row in drawn]
+
+    def _tried_rows(self, chosen: Trial) -> tuple[Tried, ...]:
+        """All that was timed and what did not fit, the fastest first."""
+        rows = {(one.setting, one.micro_batch): one for one in self._compile_timings}
+        for trial in self.trials:
+            for tried in self._tried_in(trial):
+                rows[tried.setting, tried.micro_batch] = tried
+        assert chosen.speed is not None
+        size = chosen.setting, chosen.speed.chosen.rows
+        rows[size] = replace(rows[size], fits=True, chosen=True)
+        return tuple(sorted(rows.values(), key=lambda one: -one.rate))
+
+    def _tried_in(self, trial: Trial) -> Iterator[Tried]:
+        survey = trial.survey
+        if trial.speed is None:
+            wanted = self.options.micro_batch
+            rows = self._least if not trial.largest else self.most if wanted == "auto" else min(wanted, self.most)
+            least = self.prober.fixed_bytes + self.prober.gradient_bytes
+            peak = survey.predicted(rows) if survey.probes else least
+            yield self._tried(trial.setting, Timing(rows, micro_rows(self.most, rows), 0.0, math.inf), None, peak)
+            return
+        for timing in trial.speed.timed:
+            probe, rows = survey.probe(timing.rows), timing.rows
+            peak = probe.peak_bytes if probe else survey.model.peak_bytes(rows, survey.worst, whole=rows == self.most)
+            tried = self._tried(trial.setting, timing, probe, peak)
+            on_data = timing is trial.speed.chosen and trial.data_rows_per_s is not None
+            yield replace(tried, data_rows_per_s=trial.data_rows_per_s) if on_data else tried
+
+    def _tried(self, setting: Setting, timing: Timing, probe: Probe | None, peak_bytes: int | None) -> Tried:
+        """A row of the table. It fits if it ran, and did not take more than a plan may."""
+        shape, ran = self._sizes[setting.layout][0], math.isfinite(timing.seconds)
+        most = self.target.limit_bytes if self.options.micro_batch != "auto" else self.target.budget_bytes
+        return Tried(
+            setting=setting, shape=shape, micro_batch=timing.rows, accumulation=timing.accumulation,
+            tokens=tuple(timing.rows * length for length in shape) if setting.layout == "packed" else None,
+            peak_bytes=peak_bytes, reserved_bytes=probe.reserved_bytes if probe else None, basis="measured" if probe else "predicted",
+            fits=ran and (probe is None or probe.cost_bytes <= most), rows_per_s=timing.rows_per_s if ran else None,
+            step_s=self.most / timing.rows_per_s if ran else None, allowed=self._allows(setting),
+            data_rows_per_s=timing.rows_per_s if ran and self._timed_as_drawn(setting) else None,
+        )  # fmt: skip
 
     def _largest(self, survey: Survey) -> int:
         """The most rows that fit. A step that must stay whole is tried whole, however long that takes."""
@@ -503,7 +733,7 @@ class Search:
 
     def _one_row_too_large(self, trial: Trial) -> DoesNotFit:
         """What one row takes: counted on the CPU, predicted on a GPU, a lower bound if nothing could be probed."""
-        with self.lever.set(trial.checkpointed):
+        with self._set(trial.setting):
             mode: Mode = "whole" if self._least == self.most else "full"
             probe, basis = self.prober.run_without_limit(self._least, self.shape, mode), ""
         if probe is not None:
@@ -516,7 +746,7 @@ class Search:
         tips = [f'memory_limit="{needed}"' if target.requested else f"free {needed} on {target.name}"]
         if 1.01 * peak <= target.limit_bytes:
             tips.append(f"fill={peak / target.limit_bytes + 0.01:.2f}")
-        if self.lever.available and not trial.checkpointed:
+        if self.lever.available and trial.setting.checkpointing == "off":
             tips.append('checkpointing="auto"')
         if self.shape:
             tips.append("shorter lengths=")
@@ -587,7 +817,8 @@ class Search:
         source = "the task's value" if options.global_batch is None else "as requested"
         dealt = f"{source}, dealt {'+'.join(map(str, self.deal))}" if len(self.deal) > 1 else source
         split = "one micro-batch" if timing.accumulation == 1 else f"in micro-batches of at most {timing.rows}"
-        basis: Basis = "measured" if self.compared_checkpointing or trial.checkpointed else "predicted"
+        checkpointed = [one.setting.checkpointing == "on" for one in self.trials]
+        basis: Basis = "measured" if any(checkpointed) and not self.lever.already_on else "predicted"
         levers, reasons = self._levers(trial)
         choices = [
             Choice.of("device", _unless_auto(options.device), str(target.device), target.name, "measured"),
@@ -667,20 +898,18 @@ class Search:
     def _levers(self, trial: Trial) -> tuple[Levers, dict[str, str]]:
         """How the levers are set, and the reasons for those that the search does not try."""
         options, name = self.options, self.target.name
-        wanted = options.precision or self.task.precision
-        dtype = autocast_dtype(wanted, self.target.device)
-        precision: dict[torch.dtype | None, Literal["fp32", "bf16", "fp16"]]
-        precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        wanted, setting = options.precision or self.task.precision, trial.setting
         reason = "as requested" if options.precision else "the task's value"
         if wanted == "auto":
-            reason = f"{name} computes faster in bf16" if dtype else f"{name} gains nothing from bf16"
+            reason = (
+                f"{name} computes faster in bf16" if setting.precision == "bf16" else f"{name} gains nothing from bf16"
+            )
         cudnn, cudnn_reason = cudnn_attention(options.cudnn_attention, self.target.device, self.shape)
-        on = trial.checkpointed or self.lever.already_on
-        packed = self.context.layout is PACKED
+        packed = setting.layout == "packed"
         levers = Levers(
-            checkpointing="on" if on else "off", compile="on" if self.compiled else "off",
+            checkpointing=setting.checkpointing, compile=setting.compile,
             chunked_loss="on" if packed and self.task.chunked_loss else "off",
-            precision=precision[dtype], cudnn_attention=cudnn,
+            precision=setting.precision, cudnn_attention=cudnn,
         )  # fmt: skip
         return levers, {"precision": reason, "cudnn_attention": cudnn_reason}
 
@@ -701,7 +930,8 @@ class Search:
             rows_per_s=timing.rows_per_s, overhead=overhead, ooms=self.prober.ooms, probes=self.prober.probes,
             plan_s=now() - self.started, deterministic=self.options.deterministic, levers=self._levers(trial)[0],
             host=HostPlan(limit_bytes=self.target.host_limit_bytes), choices=tuple(choices),
-            warnings=tuple(self._warnings(trial, timing)), key=key,
+            warnings=tuple(self._warnings(trial, timing)), tried=self._tried_rows(trial), table=self.options.table, not_tried=tuple(self.not_tried),
+            data_rows=None if self.rows is None else len(self.rows), key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
 

@@ -66,6 +66,63 @@ class Levers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How the levers that a search compares are set."""
+
+    layout: LayoutName
+    precision: Literal["fp32", "bf16", "fp16"]
+    compile: Literal["on", "off"]
+    checkpointing: Literal["on", "off"]
+
+    def __str__(self) -> str:
+        """`packed bf16 compiled checkpointed`."""
+        switched_on = {"compiled": self.compile, "checkpointed": self.checkpointing}
+        return " ".join((self.layout, self.precision, *(word for word, value in switched_on.items() if value == "on")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One split of the step at one setting, as the search timed it, or the size that did not fit."""
+
+    setting: Setting
+    shape: Shape
+    """The lengths it was timed with: the longest row, or the mean row of a long step where rows are packed."""
+    micro_batch: int
+    """Rows."""
+    tokens: Shape | None
+    """Of a packed micro-batch, by length."""
+    accumulation: int
+    peak_bytes: int | None
+    """None if nothing measured or predicts it."""
+    reserved_bytes: int | None
+    basis: Literal["measured", "predicted"]
+    """Of the peak. Speeds are always measured."""
+    fits: bool
+    """Within the budget, or within the limit if the user set the micro-batch."""
+    rows_per_s: float | None
+    """Of one process with rows of `shape`; None if it did not run."""
+    step_s: float | None
+    data_rows_per_s: float | None = None
+    """With the rows of the data as steps draw them; None if that was not timed."""
+    allowed: bool = True
+    """Whether the user's options leave this setting open."""
+    chosen: bool = False
+
+    @property
+    def rate(self) -> float:
+        """What the tried are compared by: rows/s of the data, else of rows of `shape`."""
+        return self.data_rows_per_s or self.rows_per_s or 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **_as_dict(self),
+            "setting": _as_dict(self.setting),
+            "shape": list(self.shape),
+            "tokens": None if self.tokens is None else list(self.tokens),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
     """Loader and host memory. None is unknown: without data nothing could be measured."""
 
@@ -141,6 +198,14 @@ class Plan:
     host: HostPlan
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
+    tried: tuple[Tried, ...] = ()
+    """What the search timed, the fastest first."""
+    table: bool = False
+    """Whether every lever was tried, to be shown as a table."""
+    not_tried: tuple[str, ...] = ()
+    """Settings that `table=True` left out, each with the reason."""
+    data_rows: int | None = None
+    """Rows of the data; None without data."""
     key: str
     created: str
     cached: bool = False
@@ -234,6 +299,8 @@ class Plan:
             "host": _as_dict(self.host),
             "choices": [_as_dict(choice) for choice in self.choices],
             "warnings": list(self.warnings),
+            "tried": [one.to_json() for one in self.tried],
+            "not_tried": list(self.not_tried),
         }
 
     @classmethod

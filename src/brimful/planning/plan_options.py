@@ -57,6 +57,8 @@ class PlanOptions:
     """Let nothing that is timed decide: plan and split follow from the inputs, and torch's deterministic algorithms are used."""
     plan_seconds: float | None = None
     """Time for probes, after the first step. What does not fit into it is not tried. Default: 30 s on a GPU, 20 s on a CPU."""
+    table: bool = False
+    """Also try every other setting of the levers, and show all that was tried in a table."""
     cache: bool = True
     """Reuse a saved plan with the same key, and save this one."""
     seed: int = 0
@@ -114,7 +116,7 @@ def _problems(options: PlanOptions) -> Iterator[str]:
         yield f"plan_seconds={seconds!r} must be a number above 0."
     elif seconds is not None and options.deterministic:
         yield "plan_seconds= cannot be combined with deterministic=True, where time decides nothing. Try: one of the two."
-    for name in ("cache", "allow_inexact", "deterministic"):
+    for name in ("cache", "allow_inexact", "deterministic", "table"):
         if not isinstance(getattr(options, name), bool):
             yield f"{name}={getattr(options, name)!r} must be True or False."
     for name in ("memory_limit", "host_limit"):

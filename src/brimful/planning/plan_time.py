@@ -7,6 +7,8 @@ counts from the first step on: on a machine with four programs for each core, im
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -71,6 +73,15 @@ class PlanTime:
         if skipping not in self.skipped:
             self.skipped.append(skipping)
         return False
+
+    @contextmanager
+    def trying(self, setting: object) -> Iterator[None]:
+        """What is skipped in the block is remembered with the setting that was tried."""
+        before, self.skipped = self.skipped, []
+        try:
+            yield
+        finally:
+            self.skipped = [*before, *(f"{name} ({setting})" for name in self.skipped)]
 
 
 def _growth(new: Shape, old: Shape) -> float:

@@ -7,6 +7,9 @@ model on the device ─► warm up ─► may a step be split? ─► trial with
                                                                 │ does not fit, or speed still rises with the rows
                                                                 ▼
                                             trial with checkpointing ─► the faster of the two ─► loader ─► plan
+                                                                             │ table=True
+                                                                             ▼
+                                                              every other lever ─► the fastest allowed
 
 Plans are saved under a key of everything they depend on, and reused without a probe. The key is a hash of the model
 built on the meta device (0.07 s for T5 base), the source of the task and of the model's classes, the options, the
@@ -88,6 +91,7 @@ def plan(
     allow_inexact: bool = False,
     deterministic: bool = False,
     plan_seconds: float | None = None,
+    table: bool = False,
     cache: bool = True,
     seed: int = 0,
     quiet: bool = False,
@@ -136,6 +140,9 @@ def plan(
             deterministic algorithms are used.
         plan_seconds: Time for probes, after the first step. What does not fit into it is not tried, and the plan says
             so. Default: 30 s on a GPU, 20 s on a CPU.
+        table: Also try every other setting of checkpointing, layout, compilation and precision, as far as
+            `plan_seconds` goes, and show a table of all that was tried (`Plan.tried`). The fastest setting that the
+            other options allow is chosen; the precision is never changed.
         cache: Reuse a saved plan with the same key, and save this one.
         seed: Seed of the probe batches and of the temporary model.
         quiet: Print neither the progress nor the plan, which `print(plan)` shows as well.
@@ -158,7 +165,8 @@ def plan(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
         device=device, processes=processes, layout=layout, compile=compile, checkpointing=checkpointing, precision=precision,
         cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
-        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, cache=cache, seed=seed,
+        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, table=table, cache=cache,
+        seed=seed,
     )  # fmt: skip
     target = find_target(options)
     rows = None if data is None else read_rows(task, data)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
@@ -298,13 +299,17 @@ def row_shapes(
         return RowShapes({index: tuple(task.shape(rows[index])) for index in range(count)}, count)
 
 
-def mean_row(task: Task, rows: Dataset, step_rows: int, *, steady: bool) -> Shape:
-    """The mean row of a long step: three standard deviations above the mean of all rows, so that few steps are longer."""
+def row_lengths(task: Task, rows: Dataset, *, steady: bool) -> NDArray[np.float64]:
+    """The lengths of the rows, or of enough of them to know the mean."""
     if hasattr(rows, "shapes"):  # a token store
         every = max(1, len(rows) // LENGTHS_LOOKED_AT)
-        lengths = np.asarray(rows.shapes(np.arange(0, len(rows), every)), dtype=np.float64)
-    else:
-        lengths = np.array(list(row_shapes(task, rows, steady=steady).shapes.values()), dtype=np.float64)
+        return np.asarray(rows.shapes(np.arange(0, len(rows), every)), dtype=np.float64)
+    return np.array(list(row_shapes(task, rows, steady=steady).shapes.values()), dtype=np.float64)
+
+
+def mean_row(task: Task, rows: Dataset, step_rows: int, *, steady: bool) -> Shape:
+    """The mean row of a long step: three standard deviations above the mean of all rows, so that few steps are longer."""
+    lengths = row_lengths(task, rows, steady=steady)
     long = lengths.mean(axis=0) + 3 * lengths.std(axis=0) / math.sqrt(step_rows)
     return tuple(max(1, math.ceil(min(mean, longest))) for mean, longest in zip(long, lengths.max(axis=0), strict=True))
 

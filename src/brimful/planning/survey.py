@@ -52,6 +52,8 @@ class Survey:
         self.least = least
         """Fewer rows are never run: BatchNorm refuses a single one."""
         self.shape_note = ""
+        self.stopped = False
+        """Whether time ended it before the edge was found."""
         self._probes: dict[tuple[int, Shape], Probe] = {}
         self._failed: set[tuple[int, Shape]] = set()
         self._assumed: list[Probe] = []
@@ -92,6 +94,10 @@ class Survey:
             return self.model.peak_bytes(rows, self.worst, whole=rows == self.most)
         unseen = self._fit(others).peak_bytes(rows, self.worst, whole=rows == self.most)
         return self._predictions.get((rows, self.worst), unseen)
+
+    def probe(self, rows: int) -> Probe | None:
+        """The probe of this many rows of the worst shape; None if none ran."""
+        return self._probes.get((rows, self.worst))
 
     def measure(self, rows: int, shape: Shape, mode: Mode | None = None, *, reserved: bool = False) -> Probe | None:
         """The probe of this size, run now if it is new or if it measured less; None if memory ran out."""
@@ -180,13 +186,13 @@ class Survey:
             ):
                 self.measure(rows, shape)
 
-    def assume_growth(self, largest: int, budget_bytes: int, *, stopped: bool = False) -> None:
+    def assume_growth(self, largest: int, budget_bytes: int) -> None:
         """At the end of the search: if the probes show no growth with the rows, or less than the edge proves, twice the
         rows are assumed to take twice what is not fixed. A search that was stopped has not found the edge."""
         phases = {name for name in self.model.phases if name in MICRO_PHASES} or set(FIRST_PHASES)
         if len({probe.rows for probe in self._probes.values() if phases & probe.phases.keys()}) == 1:
             self._assume(phases)
-        if not stopped and largest < self.most and self.predicted(largest + 1) <= budget_bytes:
+        if not self.stopped and largest < self.most and self.predicted(largest + 1) <= budget_bytes:
             self._assume(phases)
 
     def _edge_mode(self, edge: int) -> Mode:
@@ -195,7 +201,9 @@ class Survey:
     def _in_time(self, rows: int, shape: Shape, mode: Mode, skipping: str) -> bool:
         """Whether there is time for a probe, and to time and verify its size afterwards."""
         known = (rows, shape) in self._probes
-        return known or self.prober.plan_time.allows(rows, shape, PASSES[mode] + FINISH, skipping)
+        in_time = known or self.prober.plan_time.allows(rows, shape, PASSES[mode] + FINISH, skipping)
+        self.stopped = self.stopped or not in_time
+        return in_time
 
     def _ladder(self) -> Iterator[tuple[int, Shape, Mode]]:
         few, some, more = (min(n, max(self.least, self.most - 1)) for n in (2, 4, 8))

@@ -13,8 +13,8 @@ from rich.text import Text
 from brimful.machine.gpu import Gpu, describe_holders
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
-from brimful.planning.plan import COLUMNS, Plan
-from brimful.units import NOTHING, GiB, show_bytes, show_rows, show_seconds
+from brimful.planning.plan import COLUMNS, Plan, Setting, Tried
+from brimful.units import NOTHING, GiB, show_bytes, show_rate, show_rows, show_seconds
 
 WARNING = "yellow"
 ZONE_STYLE = {"safe": "green", "edge": "yellow", "danger": "red"}
@@ -48,7 +48,10 @@ def plan_table(plan: Plan) -> RenderableType:
         )
     warnings = [Text(f"warning: {warning}", style=WARNING) for warning in plan.warnings]
     facts = _facts_grid(_plan_facts(plan).items())
-    return Group(Text(plan.headline, style="bold"), _plan_memory(plan), Text(), choices, Text(), facts, *warnings)
+    tried = [tried_table(plan)] if plan.table else []
+    return Group(
+        Text(plan.headline, style="bold"), _plan_memory(plan), Text(), choices, Text(), facts, *warnings, *tried
+    )
 
 
 def _plan_memory(plan: Plan) -> Text:
@@ -79,6 +82,48 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
     if plan.cached:
         planned = f"reused from {plan.created}; --no-cache plans again"
     return {"peak": peak, "largest": largest, "planned": planned}
+
+
+def tried_table(plan: Plan) -> RenderableType:
+    """The best of each setting and every size of the chosen one, the fastest first; then what did not fit or was not tried."""
+    data_rows, best = plan.data_rows, dict[Setting, Tried]()
+    for one in sorted(plan.tried, key=lambda one: (one.fits, one.data_rows_per_s is not None, one.rate)):
+        best[one.setting] = one
+    chosen = next(one.setting for one in plan.tried if one.chosen)
+    shown = [one for one in plan.tried if one is best[one.setting] or one.setting == chosen]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column("setting")
+    for column in ("micro-batch", "accum.", "peak", "rows/s", "1,000 steps", *([] if data_rows is None else ["epoch"])):
+        table.add_column(column, justify="right", no_wrap=True)
+    bound, predicted, other = "≥", "*", "†"
+    marks = set[str]()
+    for one in filter(lambda one: one.fits, shown):
+        mark = "→" if one.chosen else "" if one.allowed else other
+        at_least = bound if data_rows is not None and one.data_rows_per_s is None else ""
+        basis = predicted if one.basis == "predicted" and one.peak_bytes is not None else ""
+        step_s = max(plan.deal) / one.rate
+        seconds = [1000 * step_s, *([] if data_rows is None else [data_rows / plan.global_batch * step_s])]
+        peak, rate = f"{show_bytes(one.peak_bytes)}{basis}", f"{at_least}{show_rate(one.rate)}"
+        style = "bold" if one.chosen else "" if one.allowed else "dim"
+        table.add_row(
+            mark, str(one.setting), _size(one), str(one.accumulation), peak, rate, *map(show_seconds, seconds), style=style
+        )  # fmt: skip
+        marks |= {mark, at_least, basis}
+    notes = {"→": "chosen", predicted: "predicted", bound: "timed with the longest rows only; shorter ones are faster"}
+    notes[other] = "excluded by the options or the task, for comparison only"
+    facts = [(mark, note) for mark, note in notes.items() if mark in marks]
+    facts += [
+        ("too large", f"{one.setting}: needs {show_bytes(one.peak_bytes)} for {_size(one)}, {one.basis}")
+        for one in shown
+        if not one.fits
+    ]
+    facts += [("not tried", reason) for reason in plan.not_tried]
+    return Group(Text(), table, Text(), _facts_grid(facts))
+
+
+def _size(one: Tried) -> str:
+    return show_rows(one.micro_batch) if one.tokens is None else f"{sum(one.tokens):,} tokens"
 
 
 # ---- An evaluation ---------------------------------------------------------------------------------------------------

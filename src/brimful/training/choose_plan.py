@@ -20,7 +20,7 @@ from brimful.task import Dataset, Task
 from brimful.training.run import RunFolder
 from brimful.units import show_bytes
 
-NOT_COMPARED = ("cache", "device", "plan_seconds")
+NOT_COMPARED = ("cache", "device", "plan_seconds", "table")
 """Options that may change without a new plan: a device is compared by what it is."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What a file that is not a plan may raise."""

@@ -110,6 +110,7 @@ def train(
     allow_inexact: bool = False,
     deterministic: bool = False,
     plan_seconds: float | None = None,
+    table: bool = False,
     cache: bool = True,
     seed: int = 0,
     quiet: bool = False,
@@ -183,6 +184,7 @@ def train(
         allow_inexact: Split a step even if that changes its result.
         deterministic: Let nothing that is timed decide how steps are split, and use torch's deterministic algorithms.
         plan_seconds: Time for the probes of a plan.
+        table: Also try every other setting of the levers while planning, and show all that was tried in a table.
         cache: Reuse a saved plan with the same key.
         seed: Seed of weights, order of rows and dropout. It does not govern how steps are split, which changes the
             dropout masks: a new plan may split them in another way unless `deterministic` is set.
@@ -209,7 +211,8 @@ def train(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
         device=device, processes=processes, layout=layout, compile=compile, checkpointing=checkpointing, precision=precision,
         cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
-        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, cache=cache, seed=seed,
+        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, table=table, cache=cache,
+        seed=seed,
     )  # fmt: skip
     _check_processes(processes)
     root = Path(run) if run is not None else new_run(task.name)

@@ -75,7 +75,7 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
         return Lever(None, f"not available: {reason}")
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
         return Lever(None, "not available: its blocks hold BatchNorm, whose running statistics would be updated twice")
-    return Lever(functools.partial(_wrap, blocks), f"over {len(blocks)} repeated blocks")
+    return Lever(_Forwards(blocks, _checkpointed), f"over {len(blocks)} repeated blocks")
 
 
 def compiling(task: Task, model: nn.Module) -> Lever:
@@ -85,15 +85,7 @@ def compiling(task: Task, model: nn.Module) -> Lever:
     blocks = repeated_blocks(model)
     if not blocks:
         return Lever(None, "not available: the model has no repeated blocks in a ModuleList or Sequential")
-    return Lever(functools.partial(_compile, blocks), f"over {len(blocks)} repeated blocks")
-
-
-def _compile(blocks: list[nn.Module], on: bool) -> None:
-    for block in blocks:
-        if on:
-            _wrap_forward(block, torch.compile(block.forward, dynamic=True))
-        else:
-            _unwrap_forward(block)
+    return Lever(_Forwards(blocks, _compiled), f"over {len(blocks)} repeated blocks")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -126,31 +118,39 @@ def _switch_hugging_face(model: Any, on: bool) -> None:
         model.gradient_checkpointing_disable()
 
 
-def _wrap(blocks: list[nn.Module], on: bool) -> None:
-    for block in blocks:
+class _Forwards:
+    """A switch that replaces the forward of blocks, and puts back what it replaced: a method, or another switch's forward."""
+
+    def __init__(
+        self, blocks: list[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._blocks, self._wrap = blocks, wrap
+        self._before: list[Callable[..., Any] | None] = []
+
+    def __call__(self, on: bool) -> None:
         if on:
-            _wrap_forward(block, functools.partial(_checkpointed, block, block.forward))
-        else:
-            _unwrap_forward(block)
+            self._before = [vars(block).get("forward") for block in self._blocks]
+            for block in self._blocks:
+                block.forward = self._wrap(block, block.forward)
+            return
+        for block, before in zip(self._blocks, self._before, strict=True):
+            del block.forward  # the method of the class is back
+            if before is not None:
+                block.forward = before
 
 
-def _wrap_forward(block: Any, wrapper: Any) -> None:
-    """Checkpointing may wrap what is compiled, so a wrapper keeps what it replaces: None for the method of the class."""
-    wrapper.replaced = vars(block).get("forward")
-    block.forward = wrapper
+def _compiled(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return compiled
 
 
-def _unwrap_forward(block: Any) -> None:
-    replaced = block.forward.replaced
-    del block.forward
-    if replaced is not None:
-        block.forward = replaced
+def _checkpointed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not block.training:
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not block.training:
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return run
 
 
 def cudnn_attention(requested: AutoOnOff, device: torch.device, shape: Shape) -> tuple[Literal["on", "off"], str]:

@@ -129,6 +129,12 @@ def test_the_layout_is_chosen_the_same_way(speeds):
     assert "200 rows/s packed fp32, 100 padded fp32" in plan.choice("layout").reason
 
 
+def test_a_micro_batch_of_the_users_beyond_the_budget_is_compared_at_that_size():
+    plan = small_plan(micro_batch=1, memory_limit="530KiB", global_batch=16, table=True)
+    assert plan.largest_micro_batch == 0
+    assert [(one.micro_batch, one.fits) for one in plan.tried] == [(1, True), (1, True)]
+
+
 def test_a_setting_that_is_hardly_faster_is_not(speeds):
     speeds(100.0, 101.0)
     assert small_plan(memory_limit="64MiB", table=True).levers.checkpointing == "off"

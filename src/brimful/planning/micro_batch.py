@@ -503,8 +503,10 @@ class Search:
             try:
                 with self.time.trying(setting):
                     self._try(setting)
-            except UserError as error:  # of a setting that nobody asked for
-                self.not_tried.append(f"{setting}: {in_one_line(error)}")
+            except Exception as error:  # of a setting that nobody asked for
+                self.context.drop_gradients()
+                why = str(error).partition(" Try:")[0] if isinstance(error, UserError) else in_one_line(error)
+                self.not_tried.append(f"{setting}: {why}")
         timed = [self._with_data_speed(trial) for trial in self.trials]
         if all(one.data_rows_per_s for one in timed if one.speed):  # else they could not be compared
             self.trials = timed
@@ -530,16 +532,14 @@ class Search:
         """
 
         def compares(trial: Trial) -> bool:
-            if trial.speed is None or not trial.largest or not self._allows(trial.setting):
+            searched = trial.largest > 0 or self.options.micro_batch != "auto"
+            if trial.speed is None or not searched or not self._allows(trial.setting):
                 return False
-            if (
-                self.rows is not None
-                and trial.data_rows_per_s is None
-                and trial.setting.layout != chosen.setting.layout
-            ):
-                return False
-            return not self._few_splits or trial.speed.chosen.accumulation <= chosen.speed.chosen.accumulation  # type: ignore[union-attr]
+            alike = self.rows is None or trial.data_rows_per_s or trial.setting.layout == chosen.setting.layout
+            return bool(alike) and (trial.speed.chosen.accumulation <= most or not self._few_splits)
 
+        assert chosen.speed is not None
+        most = chosen.speed.chosen.accumulation
         return max(filter(compares, self.trials), key=lambda trial: trial.rows_per_s)
 
     def _other_settings(self, chosen: Setting) -> list[Setting]:

@@ -47,6 +47,7 @@ def broken(monkeypatch):
 def as_on_a_gpu(monkeypatch):
     """`auto` packs and compiles."""
     monkeypatch.setattr(micro_batch, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(Lines, "precision", "bf16")
 
 
 class Plain(Task):

@@ -22,8 +22,9 @@ def packed():
 
 @pytest.fixture
 def with_kernels(monkeypatch):
-    """As on a GPU that has kernels for packed rows."""
+    """As on a GPU that has kernels for packed rows, which need bf16."""
     monkeypatch.setattr(micro_batch, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(Lines, "precision", "bf16")
 
 
 # What it says
@@ -121,6 +122,11 @@ def test_on_a_cpu_rows_are_padded_unless_asked():
 def test_where_there_are_kernels_rows_are_packed(with_kernels):
     choice = small_plan(Lines(), compile="off").choice("layout")
     assert (choice.requested, choice.effective) == (None, "packed")
+
+
+def test_in_full_precision_rows_are_padded(with_kernels):
+    choice = small_plan(Lines(), precision="fp32").choice("layout")
+    assert (choice.effective, choice.reason) == ("padded", "the kernels for packed rows need bf16 or fp16")
 
 
 def test_padded_stays_padded(with_kernels):

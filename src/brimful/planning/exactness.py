@@ -162,7 +162,8 @@ def check_dummy(context: StepContext, batch: Any) -> Exactness:
 def check_packing(context: StepContext, rows: Sequence[Any]) -> str:
     """Why these rows must not be packed; empty if packed they have the loss and the gradient that each has alone.
 
-    Runs in the precision of the weights and without dropout, on the kernels that training uses.
+    Runs in the precision of the weights and without dropout. In full precision that is attention without the kernels, so
+    the proof is of task and model.
     """
     task, model = context.task, context.model
     with _put_back(context), _mode(model, [], training=False), attention_kernels(cudnn=False):

@@ -94,9 +94,9 @@ def rows_from(source: Path, names: Sequence[str]) -> dict[str, Rows]:
 
 
 def prepared_rows(folder: Path, name: str) -> Rows:
+    from brimful.files import cache_folder
     from brimful.molecules.features.encoder import load_encoder
     from brimful.molecules.prepare import prepare, rows_with_features
-    from brimful.planning.planner import cache_folder
 
     file, split, (train, valid, test) = DATASETS[name]
     spec = DatasetSpec(name=name, file=folder / file, split=split, train=train, valid=valid, test=test)

@@ -263,3 +263,9 @@ def _hash_block(path: Path, block: int) -> str:
             digest.update(piece[:size])
             left -= size
     return digest.hexdigest()
+
+
+def cache_folder(kind: str = "plans") -> Path:
+    """Below `$BRIMFUL_CACHE`, else below `brimful` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("BRIMFUL_CACHE") or Path(base) / "brimful") / kind

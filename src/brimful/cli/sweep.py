@@ -72,9 +72,9 @@ def sweep(
 
 
 def _run(spec: SweepSpec, root: Path, options: SweepOptions, cache: Path | None) -> Any:
+    from brimful.files import cache_folder
     from brimful.molecules.sweep import sweep as run
     from brimful.molecules.terminal import SweepProgress
-    from brimful.planning.planner import cache_folder
 
     with SweepProgress() as progress:
         folder = cache or cache_folder("features")

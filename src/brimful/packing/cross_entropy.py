@@ -16,7 +16,7 @@ from torch import Tensor
 CHUNK_BYTES = 512 * 2**20
 """Logits of one chunk, in bytes."""
 ALIGNED = 8
-"""On a GPU the vocabulary is filled up to a multiple of this: products with 29,298 columns run at half the speed of 29,304."""
+"""For the kernel the vocabulary is filled up to a multiple of this: products with 29,298 columns run at half the speed of 29,304."""
 
 
 def linear_cross_entropy(
@@ -106,7 +106,7 @@ def _run(
     """The sum of the losses, and the gradients that are wanted of hidden states, head and bias."""
     wide = torch.promote_types(dtype, torch.float32)
     words = weight.shape[0]
-    width = -(-words // ALIGNED) * ALIGNED if hidden.is_cuda else words
+    width = -(-words // ALIGNED) * ALIGNED if _has_kernel(hidden.device, dtype) else words
     head = F.pad(weight.to(dtype), (0, 0, 0, width - words))
     head_bias = None if bias is None else F.pad(bias.to(dtype), (0, width - words))
     total = torch.zeros((), dtype=wide, device=hidden.device)
@@ -130,6 +130,10 @@ def _run(
     return total, d_hidden, d_weight, d_bias
 
 
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
 def _add_product(total: Tensor, gradient: Tensor, part: Tensor) -> None:
     """`total += gradient.T @ part`, with the sum over tokens in `total`'s wider type."""
     if gradient.dtype == total.dtype:
@@ -147,7 +151,7 @@ def _loss_to_gradient(
 
     The gradient is multiplied by `factor`, if any, before it is rounded to the precision of the logits.
     """
-    if logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16):
+    if _has_kernel(logits.device, logits.dtype):
         from brimful.packing.triton_kernels import cross_entropy
 
         return cross_entropy(logits, words, labels, *rule, wanted, factor)

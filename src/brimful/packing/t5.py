@@ -5,7 +5,8 @@ is replaced is the attention, which stays inside each row, and the path through 
 instead of [row, token, dim].
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brimful.packing.attention import attention
+from brimful.packing.compiled import compiled
 from brimful.packing.cross_entropy import linear_cross_entropy
 from brimful.packing.sequence import Boundaries, boundaries, end_to_end
 
@@ -74,7 +76,12 @@ def compile_blocks(model: Any, on: bool) -> None:
     """Switch compiled blocks on or off. The code is compiled at the first step, once for all blocks of a kind."""
     model.__dict__.pop("packed_block", None)
     if on:
-        model.__dict__["packed_block"] = torch.compile(block_forward, dynamic=True)
+        model.__dict__["packed_block"] = _compiled_block()
+
+
+@cache
+def _compiled_block() -> Callable[..., Tensor]:
+    return compiled(block_forward)
 
 
 def block_forward(

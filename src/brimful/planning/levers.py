@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from brimful.memory.context import StepContext, to_device
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import Buffers, RandomState
+from brimful.packing.compiled import compiled
 from brimful.planning.plan import Choice
 from brimful.planning.plan_options import AutoOnOff
 from brimful.task import Shape, Task
@@ -140,8 +141,7 @@ class _Forwards:
 
 
 def _compiled(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True)
-    return compiled
+    return compiled(forward)
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 import brimful
 from brimful.errors import BadOption, DoesNotFit, TaskError, UserError, kind_of
+from brimful.files import cache_folder
 from brimful.memory.context import StepContext
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import RandomState, TrainingState
@@ -340,12 +341,6 @@ def _put_back(context: StepContext, model: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         state.restore()
-
-
-def cache_folder(kind: str = "plans") -> Path:
-    """Below `$BRIMFUL_CACHE`, else below `brimful` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("BRIMFUL_CACHE") or Path(base) / "brimful") / kind
 
 
 def _key(

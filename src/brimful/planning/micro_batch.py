@@ -334,7 +334,7 @@ class Search:
             return "the task has no dummy_row()"
         if self.options.layout == "auto" and not slow and not _has_kernels(self.target.device):
             return f"{self.target.name} has no kernels for packed rows"
-        if self.options.layout == "auto" and self.target.device.type == "cuda" and self.context.autocast is None:
+        if self.options.layout == "auto" and not slow and self.context.autocast is None:
             return "the kernels for packed rows need bf16 or fp16"
         if not self.exactness.exact:
             return "a split changes the result"

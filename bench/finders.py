@@ -50,10 +50,10 @@ import torch
 
 import brimful
 from brimful.errors import BadOption, UserError
+from brimful.memory.layout import PADDED
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.levers import checkpointing
 from brimful.planning.plan_options import PlanOptions
-from brimful.planning.probe import show_size
 from brimful.planning.target import autocast_dtype, find_target
 from brimful.task import Shape
 from brimful.tasks.load import BUILT_IN, load_task
@@ -166,7 +166,7 @@ def measure_all(contest: Contest, results: list[Result]) -> list[Result]:
     for result in results:
         size = (result.rows, result.checkpointed)
         if result.rows is not None and size not in known:
-            _progress(f"measuring {show_size(result.rows, contest.shape)} …")
+            _progress(f"measuring {PADDED.show(result.rows, contest.shape)} …")
             known[size] = _try_to_measure(contest, *size)
         figures = dict(known.get(size, {}))
         problem = "; ".join(filter(None, (result.problem, figures.pop("problem", ""))))
@@ -322,7 +322,7 @@ def _title(contest: Contest, about: dict[str, Any]) -> str:
     return "\n".join((
         f"{about['date']}, {about['device_name']} ({about['device']}, {about['threads']} CPU threads), limit "
         f"{show_bytes(about['limit_bytes'])}, {about['fill']:.0%} of it to fill",
-        f"{' '.join(filter(None, (about['task'], about['size'])))}, {show_size(1, contest.shape)}, "
+        f"{' '.join(filter(None, (about['task'], about['size'])))}, {PADDED.show(1, contest.shape)}, "
         f"{about['precision']}, at most {contest.most} rows, accelerate from {contest.start}, runs: {about['repeats']}",
         versions,
     ))  # fmt: skip

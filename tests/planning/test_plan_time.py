@@ -85,3 +85,22 @@ def test_by_default_a_gpu_has_more_time_than_a_cpu():
 def test_a_time_that_cannot_be_kept_is_refused(options):
     with pytest.raises(BadOption, match="plan_seconds="):
         PlanOptions(**options)
+
+
+def test_what_ran_before_the_search_does_not_count(clock):
+    """Kernels were loaded and blocks compiled in it: a pass of 15 s had left no time for any larger one."""
+    plan_time = PlanTime.of(None, torch.device("cuda"), deterministic=False)
+    plan_time.record(32, (27, 107), 15.0)
+    plan_time.start()
+    assert plan_time.predict_s(256, (27, 107)) == 0
+    assert plan_time.allows(256, (27, 107), 7, "larger sizes") and not plan_time.skipped
+
+
+def test_on_an_accelerator_part_of_a_pass_does_not_grow(clock):
+    on_gpu = PlanTime.of(None, torch.device("cuda"), deterministic=False)
+    on_cpu = PlanTime.of(None, torch.device("cpu"), deterministic=False)
+    for plan_time in (on_gpu, on_cpu):
+        plan_time.start()
+        plan_time.record(2, (64,), 0.5)
+    assert on_gpu.predict_s(32, (256,)) == pytest.approx(0.5)
+    assert on_cpu.predict_s(32, (256,)) == pytest.approx(0.5 * 16 * 4)

@@ -334,6 +334,8 @@ class Search:
             return "the task has no dummy_row()"
         if self.options.layout == "auto" and not slow and not _has_kernels(self.target.device):
             return f"{self.target.name} has no kernels for packed rows"
+        if self.options.layout == "auto" and not slow and self.target.device.type == "cuda":
+            return "only on request, until its plans have been measured on a GPU"
         if self.options.layout == "auto" and not slow and self.context.autocast is None:
             return "the kernels for packed rows need bf16 or fp16"
         if not self.exactness.exact:

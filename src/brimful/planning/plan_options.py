@@ -34,7 +34,7 @@ class PlanOptions:
     processes: int = 1
     """Processes that share the global batch."""
     layout: Literal["auto", "padded", "packed"] = "auto"
-    """Rows of a micro-batch padded side by side, or packed end to end. `auto` packs on CUDA if the task can and the result is the same."""
+    """Rows of a micro-batch padded side by side, or packed end to end. `auto` pads, for now; `packed` is meant for GPUs."""
     compile: AutoOnOff = "auto"
     """Compiled blocks. `auto` compiles packed steps on CUDA."""
     checkpointing: AutoOnOff = "auto"

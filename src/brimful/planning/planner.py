@@ -126,8 +126,8 @@ def plan(
         fill: The share of the memory limit to plan for.
         device: "cpu", "cuda", "cuda:1", "mps" or "xpu". Default: that of `model`, else the first accelerator.
         processes: Processes that share the global batch.
-        layout: "padded" side by side, or "packed" end to end without padding. "auto" packs on CUDA if the task defines
-            `pack` and packed rows have the loss and gradient that they have alone.
+        layout: "padded" side by side, or "packed" end to end without padding, which is meant for GPUs and refused unless
+            packed rows have the loss and gradient that they have alone. "auto" pads, for now.
         compile: Compiled blocks. "auto" compiles packed steps on CUDA.
         checkpointing: Gradient checkpointing. "auto" uses it if it is faster or if nothing else fits.
         precision: The precision of autocast. Default: the task's value.

@@ -12,7 +12,7 @@ comes first. Its result is one line of JSON in `--output` as soon as it has ende
 case and cap follows at the end. Lines are appended, so several calls may share a file, and `--table FILE` prints its tables.
 
 **rows/s** is the median over the second half of the steps, without the first three if there are more. A step is timed by
-events on the GPU that nobody waits for. **run** is what `--steps` steps take from the built process: model, plan, compilation and warm-up are
+events on the GPU, without waiting for them. **run** is what `--steps` steps take from the built process: model, plan, compilation and warm-up are
 in it, imports are not; `~` marks runs that were ended early and continued at the median step. Compiled code is not reused
 from earlier processes unless `--compile-cache` names a folder. **peak** and **reserved** are the most during training steps,
 without planning. **padding** is the share of computed tokens that are not real. **useful** is the FLOP/s of the real rows
@@ -269,7 +269,7 @@ def _import(trainer: str) -> None:
 
 
 def _time_limit(seconds: float, error: type[BaseException]) -> Any:
-    """Interrupt what runs in this block after so many seconds, even a compilation."""
+    """Interrupt what runs in this block after `seconds`, even a compilation."""
     import contextlib
     import signal
 

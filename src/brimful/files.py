@@ -8,7 +8,7 @@ never inherited, while a run folder must stay locked until the worker that still
 it cannot lock a folder, while outputs are written in a locked folder that is then renamed.
 
 **JSON.** What a run writes may come back damaged, edited or made to harm. `read_json` and `parse_object` raise `ValueError`
-for whatever is not as it was written, so each caller has one kind of error to turn into its message.
+for anything malformed, so each caller has one kind of error to turn into its message.
 
 **Hashes.** One sha256 for each 64 MiB lets threads share a file and tells which part of it is damaged. Measured from the
 page cache: 1.5 GiB/s with one thread, 3.0 with two on two cores.

@@ -444,7 +444,7 @@ class Validated(Model):
 
 
 class MemoryForValidation(lightning.Callback):
-    """`validation_step` has so many bytes beside what is allocated; everything else has enough."""
+    """`validation_step` has this many bytes beside what is allocated; everything else has enough."""
 
     def __init__(self, memory, added_bytes):
         self.memory, self.added_bytes = memory, added_bytes

@@ -488,7 +488,7 @@ def test_evaluation_during_training_gives_the_plain_trainers_losses(tmp_path):
 
 
 class MemoryForEvaluation(TrainerCallback):
-    """Evaluation has so many bytes more than what is allocated between two steps; training has enough."""
+    """Evaluation has this many bytes more than what is allocated between two steps; training has enough."""
 
     def __init__(self, memory, extra_bytes):
         self.memory, self.extra_bytes = memory, extra_bytes

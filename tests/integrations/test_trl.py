@@ -94,7 +94,7 @@ def test_dpo_has_the_losses_and_rewards_of_plain_trl_with_accumulation(example, 
 
 
 def evaluated(trainer, added_bytes=None):
-    """What evaluation logs with so many bytes beside the model, and how many it took."""
+    """What evaluation logs with this many bytes beside the model, and how many it took."""
     with brimful.simulated_memory("4GiB") as memory:
         memory.adopt(trainer.model.parameters())
         model_bytes = memory.live_bytes

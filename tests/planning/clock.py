@@ -4,7 +4,7 @@ import random
 
 
 class Clock:
-    """A clock that goes on when it is told to, and by a microsecond when it is read."""
+    """A clock that advances when a test says so, and by a microsecond when it is read."""
 
     def __init__(self):
         self.seconds = 0.0

@@ -314,7 +314,7 @@ class Injector(TorchDispatchMode):
 
 
 def draw_faults(draw: random.Random, operations: dict[int, Counter[str]], faults: int) -> dict[int, list[Fault]]:
-    """So many faults, half of them at any operation of the undisturbed run and half in any place of a step."""
+    """`count` faults, half of them at any operation of the undisturbed run and half in any place of a step."""
     due: dict[int, list[Fault]] = {step: [] for step in operations}
     for _ in range(faults):
         step = draw.choice([step for step, planned in due.items() if len(planned) < MOST_IN_A_STEP])

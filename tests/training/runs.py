@@ -95,7 +95,7 @@ def plan_file(folder: Path, processes=1) -> Path:
 
 
 def with_workers(plan: Path, workers: int) -> Path:
-    """The same plan with so many loader workers."""
+    """The same plan with this many loader workers."""
     before = brimful.Plan.load(plan)
     path = plan.with_name(f"workers-{workers}.json")
     replace(before, host=replace(before.host, workers=workers)).save(path)

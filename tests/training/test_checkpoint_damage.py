@@ -155,7 +155,7 @@ def edit_manifest(run: Path, *, signed: bool = False, **changes) -> None:
 
 
 def of_file(name: str, size: int, points: int, draw: random.Random) -> Iterator[tuple[str, Damage]]:
-    """All that may happen to one file of the newest checkpoint, truncated and flipped at so many points."""
+    """All that may happen to one file of the newest checkpoint, truncated and flipped at `points` points."""
 
     def at(change: Callable[[Path], object]) -> Damage:
         return lambda run: change(checkpoint(run) / name)

@@ -103,7 +103,7 @@ def name_files(message: str, origins: Mapping[str, str], values: Mapping[str, An
 
 @contextmanager
 def naming_files(origins: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[None]:
-    """A user's mistake in here is told as `name_files` does."""
+    """A user's mistake in here is reported as `name_files` does."""
     try:
         yield
     except UserError as error:

@@ -237,7 +237,7 @@ class Halving:
         self._max_rows: int | None = None
 
     def run(self, rows: int, run: Callable[[range], T]) -> Iterator[tuple[range, T | OutOfMemory]]:
-        """Run so many rows in parts, in order. `OutOfMemory` is the result of a single row that does not fit."""
+        """Run these rows in parts, in order. `OutOfMemory` is the result of a single row that does not fit."""
         waiting = deque([range(rows)])
         while waiting:
             part = waiting.popleft()

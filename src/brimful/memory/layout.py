@@ -51,7 +51,7 @@ class Layout(ABC):
 
     @abstractmethod
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
-        """A batch of so many rows of this shape, for probing."""
+        """A batch of `rows` rows of this shape, for probing."""
 
     @abstractmethod
     def show(self, rows: int, shape: Shape) -> str:
@@ -115,7 +115,7 @@ class PackedLayout(Layout):
         return task.pack(rows, packed_sizes([tuple(task.shape(row)) for row in rows]))
 
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
-        """Without fill, so that a probe measures just so many tokens."""
+        """Without fill, so that a probe measures exactly these tokens."""
         return task.pack([task.dummy_row(shape)] * rows, tuple(rows * length for length in shape))
 
     def show(self, rows: int, shape: Shape) -> str:

@@ -128,7 +128,7 @@ def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
 
 
 def rows_to_compare(task: Task, rows: Dataset, count: int) -> list[Any]:
-    """Up to so many rows of different lengths, the shortest first; not the longest, which may not fit in full precision."""
+    """Up to `count` rows of different lengths, the shortest first; not the longest, which may not fit in full precision."""
     count = min(count, len(rows))
     looked_at = min(LOOKED_AT, len(rows)) if task.has_shape else count
     some = [rows[place * (len(rows) - 1) // max(1, looked_at - 1)] for place in range(looked_at)]
@@ -140,7 +140,7 @@ def rows_to_compare(task: Task, rows: Dataset, count: int) -> list[Any]:
 def check_dummy(context: StepContext, batch: Any) -> Exactness:
     """The same for a batch of `task.dummy`, whose rows are all equally long. Labels, if it has any, are made to differ.
 
-    Without data nobody knows whether lengths differ, so a mean that is wrong only then is warned about and not refused.
+    Without data it is unknown whether lengths differ, so a mean that is wrong only then is warned about and not refused.
     """
     count, has_lengths = rows_of(batch), bool(context.task.worst_shape)
     equal = check_exactness(context, batch, name=f"{count} dummy rows{', all equally long,' if has_lengths else ''}")

@@ -505,7 +505,7 @@ class Search:
             try:
                 with self.time.trying(setting):
                     self._try(setting)
-            except Exception as error:  # of a setting that nobody asked for
+            except Exception as error:  # the user did not ask for this setting
                 self.context.drop_gradients()
                 why = str(error).partition(" Try:")[0] if isinstance(error, UserError) else in_one_line(error)
                 self.not_tried.append(f"{setting}: {why}")

@@ -74,7 +74,7 @@ class PlanTime:
         )
 
     def allows(self, rows: int, shape: Shape, passes: int, skipping: str) -> bool:
-        """Whether so many passes of this size can be afforded. If not, `skipping` is remembered as not done."""
+        """Whether there is time for this many passes of this size. If not, `skipping` is noted as not done."""
         if self.limit_s is None:
             return True
         if self.elapsed_s + passes * self.predict_s(rows, shape) <= SEARCH_SHARE * self.limit_s:

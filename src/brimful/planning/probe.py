@@ -41,8 +41,8 @@ Mode = Literal["later", "whole", "full"]
 """What a probe runs: one micro-batch with gradients held, a step of one micro-batch, or a step of two."""
 
 SAMPLED_ROWS, SHAPES_S, SHOW_EVERY = 2000, 3.0, 50
-"""If all rows would take longer than so many seconds, only so many are read, and fewer once that time is over. The clock
-is read, and progress shown, every so many rows."""
+"""If reading all rows would take longer than `SHAPES_S` seconds, `SAMPLED_ROWS` are read, or fewer once that time is over. The clock
+is read, and progress shown, every `SHOW_EVERY` rows."""
 LENGTHS_LOOKED_AT = 20_000
 """Rows of a token store whose lengths give the mean row."""
 COLLATED_ROWS = 4

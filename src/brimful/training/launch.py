@@ -335,7 +335,7 @@ def _to_stderr(message: str) -> None:
 
 
 def loopback_interface() -> str:
-    """All ranks are on this machine, so that nobody else needs to reach them: `lo`, on macOS `lo0`."""
+    """All ranks are on this machine, so no other machine needs to reach them: `lo`, on macOS `lo0`."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 

@@ -53,9 +53,8 @@ def boundaries(lengths: Sequence[int], size: int) -> Boundaries:
     row = np.repeat(np.arange(len(counts)), tiles_of_row)
     first = np.arange(len(row)) - np.repeat(np.cumsum(tiles_of_row) - tiles_of_row, tiles_of_row)
     tiles = np.stack([row, first * BLOCK], axis=1)
-    fill = np.append(
-        np.arange(used, size, BLOCK), size
-    )  # one more, which is empty: a single tile would be recompiled for
+    # The last tile is empty. A compiler makes a single tile a case of its own, and compiles again for it.
+    fill = np.append(np.arange(used, size, BLOCK), size)
     tiles = np.concatenate([tiles, np.stack([np.full(len(fill), FILL), fill], axis=1)])
     return Boundaries(torch.from_numpy(starts.astype(np.int32)), torch.from_numpy(tiles.astype(np.int32)))
 

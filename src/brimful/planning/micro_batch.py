@@ -708,7 +708,7 @@ class Search:
             if self._must_stay_whole and len(self.deal) > 1:
                 raise InexactSplit(
                     f"task {self.task.name}: {self.exactness.reason}, and {len(self.deal)} processes would split it. "
-                    "Try: processes=1, or allow_inexact=True."
+                    f"Try: {self.exactness.remedy}processes=1, or allow_inexact=True."
                 )
             return trial
         if trial.largest == 0:
@@ -716,13 +716,13 @@ class Search:
         if self._must_stay_whole and fixed != "auto" and trial.largest >= self.most:
             raise InexactSplit(
                 f"task {self.task.name}: {self.exactness.reason}, and micro_batch={fixed} would split the {self.most} rows of "
-                f"a step. Try: micro_batch={self.most}, or allow_inexact=True."
+                f"a step. Try: {self.exactness.remedy}micro_batch={self.most}, or allow_inexact=True."
             )
         if self._must_stay_whole:
             parts = micro_rows(self.most, trial.largest if fixed == "auto" else min(fixed, trial.largest))
             raise InexactSplit(
                 f"task {self.task.name}: {self.exactness.reason}, and {self.most} rows do not fit without splitting "
-                f"them into {parts}. Try: global_batch={trial.largest}, a higher memory_limit=, or allow_inexact=True."
+                f"them into {parts}. Try: {self.exactness.remedy}global_batch={trial.largest}, a higher memory_limit=, or allow_inexact=True."
             )
         assert fixed != "auto"
         raise BadOption(

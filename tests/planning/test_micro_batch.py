@@ -1,9 +1,11 @@
 """The fastest split is found by climbing, checkpointing is used where it pays, and every choice has its reason."""
 
 import pytest
+from torch import nn
 
-from brimful.errors import BadOption, InexactSplit
+from brimful.errors import BadOption, DoesNotFit, InexactSplit
 from brimful.planning.micro_batch import Speed, Timing, find_fastest
+from brimful.task import Loss
 from tests.planning.small import Normed, Pairs, Tagger, small_plan
 
 
@@ -104,6 +106,18 @@ def test_a_fixed_micro_batch_above_the_step_is_shown_with_the_effective_one():
 def test_a_fixed_micro_batch_that_cannot_fit_is_refused_with_the_largest_that_does():
     with pytest.raises(BadOption, match=r"micro_batch=500 is predicted to need .* Try: micro_batch=\d+"):
         small_plan(global_batch=1000, micro_batch=500, checkpointing="off")
+
+
+def test_a_fixed_micro_batch_where_not_even_one_row_fits_is_told_so():
+    class Wide(Pairs):
+        def model(self):
+            return nn.Linear(16, 20_000)
+
+        def loss(self, model, batch):
+            return Loss(model(batch).square().sum(), len(batch))
+
+    with pytest.raises(DoesNotFit, match="1 row needs"):
+        small_plan(Wide(), memory_limit=5_200_000, micro_batch=8)
 
 
 def test_a_loss_across_rows_is_kept_whole():

@@ -698,7 +698,7 @@ class Search:
         rows = min(self.options.micro_batch, self.most)
         if self._must_stay_whole and rows < self.most:
             return 0
-        fits = rows <= largest or survey.predicted(rows) <= self.target.limit_bytes
+        fits = rows <= largest or (survey.probes and survey.predicted(rows) <= self.target.limit_bytes)
         return rows if fits and survey.measure(rows, self.shape, reserved=True) is not None else 0
 
     def _or_raise(self, trial: Trial) -> Trial:

@@ -137,6 +137,13 @@ def test_a_micro_batch_that_would_split_a_loss_across_rows_is_named_as_the_cause
         small_plan(Pairs(), memory_limit="64MiB", global_batch=32, micro_batch=8)
 
 
+def test_a_split_that_changes_the_result_is_refused_before_anything_is_probed_for_it():
+    shown = []
+    with pytest.raises(InexactSplit):
+        small_plan(Pairs(), memory_limit="64MiB", global_batch=32, micro_batch=8, progress=shown.append)
+    assert not [phrase for phrase in shown if phrase.startswith(("probe", "time", "verify"))]
+
+
 def test_a_loss_across_rows_is_split_if_allowed_with_a_warning():
     plan = small_plan(Pairs(), memory_limit="64MiB", allow_inexact=True)
     assert plan.accumulation > 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from brimful.cli.app import main
-from brimful.cli.output import with_flags
+from brimful.cli.output import progress, with_flags
 
 TASK = str(Path(__file__).parents[1] / "planning" / "small.py") + ":Tagger"
 LIMIT = ("--memory-limit", "4MiB", "--device", "cpu")
@@ -96,6 +96,19 @@ def test_plan_prints_a_table_and_its_progress(capsys):
     assert code == 0
     assert "safe" in out and "micro batch" in out and "reason" in out
     assert "plan tagger: " in err
+
+
+def test_a_count_is_printed_once_in_a_while_and_each_kind_of_work_at_once(capsys):
+    with progress("plan mine") as update:
+        for done in range(512, 20_000, 512):
+            update(f"read the lengths of rows: {done:,} of 24,000")
+        update("probe 1 row of 64")
+        update("probe 2 rows of 64")
+    assert capsys.readouterr().err.splitlines() == [
+        "plan mine: read the lengths of rows: 512 of 24,000",
+        "plan mine: probe 1 row of 64",
+        "plan mine: probe 2 rows of 64",
+    ]
 
 
 def test_a_config_file_is_read_and_flags_win(tmp_path, capsys):

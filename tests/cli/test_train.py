@@ -14,6 +14,7 @@ import pytest
 from brimful.cli.app import main
 from brimful.cli.flags import make_flags
 from brimful.cli.train import build_request
+from brimful.cli.train_process import run_request
 from brimful.errors import BadOption, BadRun
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.option_fields import option_fields
@@ -228,6 +229,13 @@ def test_a_lost_request_can_be_given_again(tmp_path):
         request(tmp_path, resume=True)
     found = request(tmp_path, TASK, "rows", resume=True, lr=0.01)
     assert (found.task, found.data, found.resume, found.options) == (TASK, "rows", True, {"lr": 0.01})
+
+
+def test_notes_name_flags(tmp_path, plan, capsys):
+    words = request(tmp_path / "run", TASK, "rows", plan=plan, max_steps=4, warmup="1024", device="cpu")
+    run_request(words)
+    note = next(line for line in capsys.readouterr().err.splitlines() if "is lowered" in line)
+    assert note.startswith("--warmup 1024 is lowered to 2") and note.endswith("such as --warmup 3%")
 
 
 @pytest.fixture

@@ -548,6 +548,11 @@ def test_evaluation_in_halves_gives_the_loss_and_metrics_of_whole_batches(kind, 
         assert one == pytest.approx(other, rel=1e-6)
 
 
+def test_the_next_evaluation_begins_with_what_fitted(tmp_path, caplog):
+    assert len(evaluated(exact(Trainer), tmp_path, LITTLE)) == 2
+    assert caplog.text.count("evaluation: out of memory with 8 rows") == 1
+
+
 def test_an_evaluation_without_memory_for_a_single_row_is_left_out_and_training_goes_on(tmp_path, caplog):
     assert evaluated(exact(Trainer), tmp_path, TOO_LITTLE, metric_for_best_model="loss") == []
     assert "step 2: this evaluation is left out" in caplog.text

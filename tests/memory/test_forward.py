@@ -283,3 +283,23 @@ def test_a_single_row_that_does_not_fit_is_reported_and_the_others_run():
     results = list(Halving(torch.device("cpu")).run(4, run))
     assert [rows for _, rows in results if not isinstance(rows, OutOfMemory)] == [[0], [2], [3]]
     assert [list(part) for part, rows in results if isinstance(rows, OutOfMemory)] == [[1]]
+
+
+def test_halving_grows_again_after_a_pass_without_an_error():
+    halving, most, sizes = Halving(torch.device("cpu")), 4, []
+
+    def run(part):
+        if len(part) > most:
+            raise torch.OutOfMemoryError("no")
+        sizes.append(len(part))
+
+    for _ in range(3):
+        halving.begin_pass()
+        list(halving.run(16, run))
+    assert sizes == [4] * 12 and halving.ooms == 3  # 16, 8; nothing; 8
+    most = 16
+    for _ in range(3):
+        sizes.clear()
+        halving.begin_pass()
+        list(halving.run(16, run))
+    assert sizes == [16]

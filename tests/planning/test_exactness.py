@@ -559,6 +559,24 @@ def test_a_task_with_a_dummy_is_checked_on_rows_of_the_data_if_there_are_any():
         small_plan(task, data=data, global_batch=16, micro_batch=4)
 
 
+class FlatStart(WrongCount):
+    """All tokens have the same loss at the start, so the wrong mean shows in gradients alone. A hook only looks."""
+
+    def model(self):
+        model = super().model()
+        nn.init.zeros_(model.head.weight)
+        nn.init.zeros_(model.head.bias)
+        model.head.weight.register_hook(lambda grad: None)
+        return model
+
+
+def test_a_wrong_mean_of_equal_losses_is_not_put_down_to_hooks():
+    context = context_of(FlatStart())
+    result = check_rows(context, texts(*range(2, 30)), 8)
+    assert result.looks_across_rows and "its mean runs over something else than its count" in result.reason
+    assert context.model.head.weight._backward_hooks, "hooks are put back"
+
+
 class ShiftedLabels(Tagger):
     """The README's old recipe: the model's mean runs over the shifted labels."""
 

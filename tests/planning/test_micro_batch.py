@@ -1,9 +1,11 @@
 """The fastest split is found by climbing, checkpointing is used where it pays, and every choice has its reason."""
 
 import pytest
+from torch import nn
 
-from brimful.errors import BadOption, InexactSplit
+from brimful.errors import BadOption, DoesNotFit, InexactSplit
 from brimful.planning.micro_batch import Speed, Timing, find_fastest
+from brimful.task import Loss
 from tests.planning.small import Normed, Pairs, Tagger, small_plan
 
 
@@ -106,6 +108,18 @@ def test_a_fixed_micro_batch_that_cannot_fit_is_refused_with_the_largest_that_do
         small_plan(global_batch=1000, micro_batch=500, checkpointing="off")
 
 
+def test_a_fixed_micro_batch_where_not_even_one_row_fits_is_told_so():
+    class Wide(Pairs):
+        def model(self):
+            return nn.Linear(16, 20_000)
+
+        def loss(self, model, batch):
+            return Loss(model(batch).square().sum(), len(batch))
+
+    with pytest.raises(DoesNotFit, match="1 row needs"):
+        small_plan(Wide(), memory_limit=5_200_000, micro_batch=8)
+
+
 def test_a_loss_across_rows_is_kept_whole():
     plan = small_plan(Pairs(), memory_limit="64MiB", global_batch=500)
     assert (plan.micro_batch, plan.accumulation) == (500, 1)
@@ -121,6 +135,13 @@ def test_a_micro_batch_that_would_split_a_loss_across_rows_is_named_as_the_cause
         InexactSplit, match="micro_batch=8 would split the 32 rows of a step. Try: micro_batch=32, or allow"
     ):
         small_plan(Pairs(), memory_limit="64MiB", global_batch=32, micro_batch=8)
+
+
+def test_a_split_that_changes_the_result_is_refused_before_anything_is_probed_for_it():
+    shown = []
+    with pytest.raises(InexactSplit):
+        small_plan(Pairs(), memory_limit="64MiB", global_batch=32, micro_batch=8, progress=shown.append)
+    assert not [phrase for phrase in shown if phrase.startswith(("probe", "time", "verify"))]
 
 
 def test_a_loss_across_rows_is_split_if_allowed_with_a_warning():

@@ -41,7 +41,7 @@ def test_the_layout_is_a_choice_with_its_reason(packed):
 def test_sizes_are_tokens(packed):
     assert packed.tokens == (packed.micro_batch * packed.shape[0],)
     assert packed.headline.startswith(
-        f"lines on the CPU: {packed.tokens[0]} tokens × {packed.accumulation} = 50 per step"
+        f"lines on the CPU: {packed.micro_batch} rows packed in {packed.tokens[0]} tokens × {packed.accumulation} = 50 per step"
     )
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from brimful.errors import TaskError, UnsupportedModel
+from brimful.errors import InexactSplit, TaskError, UnsupportedModel
 from brimful.step.checks import (
     MANY_SHAPES,
     ShapeCounter,
@@ -392,3 +392,58 @@ def test_batch_norm_is_a_warning(caplog):
     loss = lambda model, batch: Loss(model(batch).square().sum(), len(batch))  # noqa: E731
     Stepper(model, optim.SGD(model.parameters(), lr=0.1), loss).step(torch.randn(8, 4))
     assert any("BatchNorm" in record.message for record in caplog.records if record.levelname == "WARNING")
+
+
+# A mean over something else than its count
+
+
+def shifted_mean(model, batch):
+    """The mean of a Hugging Face causal model, which leaves out first labels, with a count that does not."""
+    labels = batch["labels"]
+    logits = model(batch["input_ids"])[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()), (labels != -100).sum()
+
+
+def prompts(count: int, *, unmasked: tuple[int, ...] = ()) -> list[dict[str, torch.Tensor]]:
+    """Rows whose first third is a prompt and has no labels, but for some."""
+    torch.manual_seed(count)
+    rows = []
+    for index in range(count):
+        ids = torch.randint(0, 50, (6 + index % 7,))
+        masked = 0 if index in unmasked else len(ids) // 3
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(len(ids)) < masked, -100, ids)})
+    return rows
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    fill = {"input_ids": 0, "labels": -100}
+    return {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+        for name, value in fill.items()
+    }
+
+
+def language_stepper(loss=shifted_mean) -> Stepper:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    return Stepper(model, sgd(model), loss, micro_batch=2, collate=padded)
+
+
+def test_a_wrong_count_is_refused_though_few_rows_show_it():
+    with pytest.raises(InexactSplit, match=r"its mean runs over something else than its count.*labels\[:, 1:\]"):
+        language_stepper().step(prompts(32, unmasked=(13,)))
+
+
+def test_a_wrong_count_is_refused_at_the_first_of_three_steps_that_shows_it():
+    stepper = language_stepper()
+    stepper.step(prompts(32))
+    with pytest.raises(InexactSplit, match="step 2"):
+        stepper.step(prompts(32, unmasked=(13,)))
+
+
+def test_the_right_count_is_accepted_on_the_same_rows():
+    def right(model, batch):
+        return shifted_mean(model, batch)[0], (batch["labels"][:, 1:] != -100).sum()
+
+    stepper = language_stepper(right)
+    stepper.step(prompts(32, unmasked=(13,)))
+    assert not stepper.events

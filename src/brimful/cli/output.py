@@ -7,6 +7,7 @@ bug in a task of one's own.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -26,6 +27,9 @@ _ARGUMENT = re.compile(
 )
 """`name=` with nothing, a quoted text, a tuple of numbers or a word behind it; but not in the name of an encoder, which shows
 its options: `ecfp bits=1024`."""
+_COUNT = re.compile(r"[\d,]+ of [\d,]+")
+COUNT_S = 10.0
+"""Seconds between two lines of one count."""
 
 
 def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None:
@@ -40,16 +44,21 @@ def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None
 
 @contextmanager
 def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None]]:
-    """Progress on stderr, a phrase for each piece of work: a spinner on a terminal, else at most one line in `every_s`."""
+    """Progress on stderr, a phrase for each piece of work: a spinner on a terminal, else at most one line in `every_s`.
+
+    Of a phrase that counts (`rows: 512 of 24,000`), one line in ten seconds is enough.
+    """
     console, count = Console(stderr=True), 0
     if not sys.stderr.isatty():
-        last = -every_s
+        last, counted = -every_s, dict[str, float]()
 
         def line(phrase: str) -> None:
             nonlocal last
-            if time.monotonic() - last >= every_s:
-                last = time.monotonic()
-                print(f"{title}: {phrase}", file=sys.stderr, flush=True)
+            now, work = time.monotonic(), _COUNT.split(phrase)[0]
+            if now - last < every_s or (work != phrase and now - counted.get(work, -math.inf) < COUNT_S):
+                return
+            last = counted[work] = now
+            print(f"{title}: {phrase}", file=sys.stderr, flush=True)
 
         yield line
         return

@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-from brimful.cli.output import prefer_growing_segments
+from brimful.cli.output import name_files, prefer_growing_segments, with_flags
 from brimful.training.launch import has_parent, worker
 from brimful.training.run import Request, RunLock
 
@@ -37,7 +37,11 @@ def run_request(request: Request) -> None:
     with redirect_stdout(sys.stderr):  # what a task prints is not part of the result
         task = load_task(request.task, request.task_options, resumed_run=root if request.resume else None)
         lock = RunLock(root, flag="--run") if first and not has_parent() else nullcontext()  # a parent has locked it
-        with lock, Progress.open(sys.stderr) as progress:
+
+        def wording(line: str) -> str:
+            return with_flags(name_files(line, request.origins, request.values))
+
+        with lock, Progress.open(sys.stderr, wording=wording) as progress:
             Session(
                 task=task,
                 data=request.data,

@@ -193,7 +193,10 @@ class ExactSteps(_Callback):
         self._state, self.ooms = state_dict, state_dict.get("ooms_of_all", 0)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._evaluation = _Evaluation(trainer.strategy)
+        device = trainer.strategy.root_device
+        halving = self._evaluation.halving if self._evaluation else Halving(device, what="validation")
+        halving.begin_pass()
+        self._evaluation = _Evaluation(trainer.strategy, halving)
 
     @property
     def running(self) -> str | None:
@@ -439,9 +442,8 @@ class _Evaluation:
     in_part = False
     """Whether a part of a batch is running."""
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy, self._module = strategy, strategy.lightning_module
-        self._halving = Halving(strategy.root_device, what="validation")
+    def __init__(self, strategy: Any, halving: Halving) -> None:
+        self._strategy, self._module, self.halving = strategy, strategy.lightning_module, halving
         self._may_split: bool | None = None
         self._warned = False
 
@@ -467,7 +469,7 @@ class _Evaluation:
 
         outputs, left_out = list[_Output](), ""
         try:
-            for _, output in self._halving.run(number, run):
+            for _, output in self.halving.run(number, run):
                 if isinstance(output, OutOfMemory):
                     left_out = "a single row does not fit" if rows else "a batch that cannot be split does not fit"
                 else:

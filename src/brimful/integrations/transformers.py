@@ -238,7 +238,7 @@ class _ExactTrainer(Trainer):
 
         If there is no memory for the predictions of all batches, they are kept on the host, as with `eval_accumulation_steps=1`.
         """
-        self._halving = Halving(self.args.device)
+        self._halving.begin_pass()
         run = functools.partial(super().evaluation_loop, dataloader, *args, **kwargs)
         inner = getattr(dataloader, "base_dataloader", dataloader)
         trainers_own = next(base for base in type(self).__mro__[2:] if "evaluation_loop" in vars(base)) is Trainer

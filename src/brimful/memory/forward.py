@@ -228,13 +228,21 @@ class Forward:
 class Halving:
     """Gradient-free work of another library, which has no dummy rows to fit a memory model to.
 
-    A batch is run whole. After an out-of-memory error it is run in halves, and later batches are no larger than what fitted.
+    A batch is run whole. After an out-of-memory error it is run in halves, and later batches are no larger than what fitted,
+    also in later passes. After a pass without an error, the next one tries twice as many rows.
     """
 
     def __init__(self, device: torch.device, *, what: str = "evaluation", note: Callable[[str], object] = log.warning):
         self.ooms = 0
         self._device, self._what, self._note = device, what, note
         self._max_rows: int | None = None
+        self._ooms_before = 0
+        """Those before this pass."""
+
+    def begin_pass(self) -> None:
+        if self._max_rows is not None and self.ooms == self._ooms_before:
+            self._max_rows *= 2
+        self._ooms_before = self.ooms
 
     def run(self, rows: int, run: Callable[[range], T]) -> Iterator[tuple[range, T | OutOfMemory]]:
         """Run these rows in parts, in order. `OutOfMemory` is the result of a single row that does not fit."""

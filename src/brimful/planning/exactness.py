@@ -42,6 +42,8 @@ DRAWS = frozenset({
     "exponential_", "log_normal_", "cauchy_", "geometric_",
 })  # fmt: skip
 """torch's operations whose numbers depend on nothing but the generator. Others, such as `multinomial`, see the rows."""
+WRONG_COUNT = "return the output of model(**batch), or count labels[:, 1:] if the model shifts labels, "
+"""For a mean over something else than its count, which is mostly that of a Hugging Face causal model."""
 
 
 class NothingCounted(TaskError):
@@ -63,6 +65,8 @@ class Exactness:
     comparable: bool = True
     """False if the same batch gives another loss each time, so that nothing is known."""
     reason: str
+    remedy: str = ""
+    """The likely mistake in the user's loss, as the start of a list of things to try; empty if none is known."""
 
     @property
     def exact(self) -> bool:
@@ -94,7 +98,7 @@ def check_exactness(
     if result.unequal_rows:
         cause = "the loss looks across rows, or its mean runs over something else than its count"
         reason = f"{cause}: {rows} and their two halves differ by {share}"
-        return Exactness(looks_across_rows=True, batch_norm=bool(norms), reason=reason)
+        return Exactness(looks_across_rows=True, batch_norm=bool(norms), reason=reason, remedy=WRONG_COUNT)
     if result.differs:
         other = ", or is a sum instead of a mean" if result.like_sum else " or at their padding" if halves else ""
         reason = f"the loss looks across rows{other}: {rows} and their two halves differ by {share}"
@@ -317,9 +321,11 @@ def _difference(context: StepContext, parts: list[Any], draws: "_SameDraws") -> 
     if same_count and whole.agrees(halves) and not changed:
         return result
     apart = _value(context, parts[1:], draws, counts=whole.counts, apart=True)
-    if whole.counts == apart.counts and whole.agrees(apart, gradients=False):
-        difference = max(result.difference, whole.gradient_difference(halves))
-        if not whole.agrees(apart):
+    same_loss = whole.counts == apart.counts and whole.agrees(apart, gradients=False)
+    same = same_loss and whole.agrees(apart)
+    difference = max(result.difference, whole.gradient_difference(halves))
+    if same or (same_loss and _agree_without_hooks(context, parts, draws)):
+        if not same:
             change = f"hooks on gradients see those of a micro-batch, and two halves differ from the whole by {_share(difference)}"
         elif changed:
             effect = (
@@ -331,18 +337,39 @@ def _difference(context: StepContext, parts: list[Any], draws: "_SameDraws") -> 
                 f"a forward depends on earlier ones, so that two halves differ from the whole by {_share(difference)}"
             )
         return replace(result, difference=difference, change=change)
-    unequal = _is_weighted_mean(context, parts[0], 10 * whole.tolerance, draws)
+    # At random weights all tokens have nearly the same loss, so that a wrong mean may show in its gradient alone.
+    unequal = _is_weighted_mean(context, parts[0], draws, gradients=same_loss)
     if unequal and not whole.plain_mean:  # slices have the padding of the whole, unlike halves that were collated apart
         slices = [*split_batch(parts[0], rows_of(parts[0]) // 2)]
-        unequal = not whole.agrees(_value(context, slices, draws, counts=whole.counts, apart=True), gradients=False)
+        unequal = not whole.agrees(_value(context, slices, draws, counts=whole.counts, apart=True), gradients=same_loss)
     like_sum = whole.plain_mean and abs(whole.mean - 2 * halves.mean) <= whole.tolerance * abs(whole.mean)
-    return replace(result, differs=not unequal, unequal_rows=unequal, like_sum=like_sum)
+    difference = difference if same_loss else result.difference
+    return replace(result, difference=difference, differs=not unequal, unequal_rows=unequal, like_sum=like_sum)
 
 
-def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float, draws: "_SameDraws") -> bool:
+def _agree_without_hooks(context: StepContext, parts: list[Any], draws: "_SameDraws") -> bool:
+    """Whether a batch and its halves have the same gradients once the user's hooks on gradients are taken away."""
+    owners = [*context.params, *context.model.modules()]
+    names = ("_backward_hooks", "_backward_pre_hooks")
+    tables: list[Any] = [table for owner in owners for name in names if (table := getattr(owner, name, None))]
+    copies = [dict(table) for table in tables]
+    if not tables:
+        return False
+    try:
+        for table in tables:
+            table.clear()  # in place: autograd holds these very dictionaries
+        whole = _value(context, parts[:1], draws)
+        return whole.agrees(_value(context, parts[1:], draws, counts=whole.counts, apart=True))
+    finally:
+        for table, copy in zip(tables, copies, strict=True):
+            table.update(copy)
+
+
+def _is_weighted_mean(context: StepContext, batch: Any, draws: "_SameDraws", *, gradients: bool) -> bool:
     """Whether the loss is a mean of its rows with some weights, such as their tokens, so that no row sees another.
 
     Of three groups of rows, the means of two pairs give the weights, and those must give the mean of all three.
+    `gradients`: of the gradients instead of the losses.
     """
     try:
         count = rows_of(batch)
@@ -351,21 +378,26 @@ def _is_weighted_mean(context: StepContext, batch: Any, tolerance: float, draws:
     if count < 3:
         return False
 
-    def mean(first: int, last: int) -> float:
+    def mean(first: int, last: int) -> torch.Tensor:
         start, end = (count * third // 3 for third in (first, last))
         part = map_tensors(batch, lambda tensor: tensor[start:end] if tensor.ndim else tensor)
-        return _value(context, [part], draws).mean
+        value = _value(context, [part], draws)
+        tolerances.append(value.gradient_tolerance if gradients else 10 * value.tolerance)
+        projected = value.gradients[0] if gradients and value.gradients is not None else None
+        return torch.tensor([value.mean], dtype=torch.float64) if projected is None else projected
 
-    def weight(own: float, other: float, both: float) -> float:
+    def weight(own: torch.Tensor, other: torch.Tensor, both: torch.Tensor) -> float:
         """The weight of a group relative to another, from the mean of both."""
-        return (both - other) / (own - both) if own != both else -1.0
+        apart = own - both
+        return float((both - other) @ apart / (apart @ apart)) if apart.any() else -1.0
 
+    tolerances: list[float] = []
     a, b, c = mean(0, 1), mean(1, 2), mean(2, 3)
     of_a, of_c = weight(a, b, mean(0, 2)), weight(c, b, mean(1, 3))
     if of_a <= 0 or of_c <= 0:
         return False
     predicted, actual = (of_a * a + b + of_c * c) / (of_a + 1 + of_c), mean(0, 3)
-    return abs(predicted - actual) <= tolerance * max(abs(predicted), abs(actual))
+    return float((predicted - actual).norm()) <= max(tolerances) * max(float(predicted.norm()), float(actual.norm()))
 
 
 @dataclass(slots=True)
@@ -386,11 +418,15 @@ class _Value:
     def tolerance(self) -> float:
         return TOLERANCE.get(self.dtype, 2e-2)
 
+    @property
+    def gradient_tolerance(self) -> float:
+        return GRADIENT_TOLERANCE.get(self.dtype, 0.1)
+
     def agrees(self, other: "_Value", *, gradients: bool = True) -> bool:
         """Up to rounding."""
         if not self.loss_difference(other) <= self.tolerance:
             return False
-        return not gradients or self.gradient_difference(other) <= GRADIENT_TOLERANCE.get(self.dtype, 0.1)
+        return not gradients or self.gradient_difference(other) <= self.gradient_tolerance
 
     def loss_difference(self, other: "_Value") -> float:
         return abs(other.mean - self.mean) / max(abs(self.mean), abs(other.mean), 1e-12)
@@ -402,7 +438,7 @@ class _Value:
         return float((self.gradients[0] - other.gradients[0]).norm()) / max(norm, 1e-12)
 
     def changed_buffers(self, other: "_Value") -> list[str]:
-        tolerance = GRADIENT_TOLERANCE.get(self.dtype, 0.1)
+        tolerance = self.gradient_tolerance
 
         def same(one: torch.Tensor, two: torch.Tensor | None) -> bool:
             if two is None or one.shape != two.shape or one.dtype != two.dtype:

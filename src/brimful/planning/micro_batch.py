@@ -208,6 +208,7 @@ class Search:
     def plan(self, key: str) -> Plan:
         """Try, choose, verify with a full step at the chosen size, and record it all."""
         self._warm_up()
+        self._check_requested_split()
         self._choose_layout()
         if self._wants_compiled():
             self.setting = replace(self.setting, compile="on")
@@ -698,34 +699,38 @@ class Search:
                 return 0
             return self._even(largest) if self._largest_wins else largest
         rows = min(self.options.micro_batch, self.most)
-        if self._must_stay_whole and rows < self.most:
-            return 0
-        fits = rows <= largest or survey.predicted(rows) <= self.target.limit_bytes
+        fits = rows <= largest or (survey.probes and survey.predicted(rows) <= self.target.limit_bytes)
         return rows if fits and survey.measure(rows, self.shape, reserved=True) is not None else 0
+
+    def _check_requested_split(self) -> None:
+        """Refuse a split that was asked for and changes the result, before anything is probed for it."""
+        fixed, task, exactness = self.options.micro_batch, self.task.name, self.exactness
+        if not self._must_stay_whole:
+            return
+        if len(self.deal) > 1:
+            raise InexactSplit(
+                f"task {task}: {exactness.reason}, and {len(self.deal)} processes would split it. "
+                f"Try: {exactness.remedy}processes=1, or allow_inexact=True."
+            )
+        if fixed != "auto" and fixed < self.most:
+            raise InexactSplit(
+                f"task {task}: {exactness.reason}, and micro_batch={fixed} would split the {self.most} rows of a step. "
+                f"Try: {exactness.remedy}micro_batch={self.most}, or allow_inexact=True."
+            )
 
     def _or_raise(self, trial: Trial) -> Trial:
         """The trial, or the error that says why nothing that is allowed fits."""
-        fixed = self.options.micro_batch
         if trial.speed is not None:
-            if self._must_stay_whole and len(self.deal) > 1:
-                raise InexactSplit(
-                    f"task {self.task.name}: {self.exactness.reason}, and {len(self.deal)} processes would split it. "
-                    "Try: processes=1, or allow_inexact=True."
-                )
             return trial
         if trial.largest == 0:
             raise self._one_row_too_large(trial)
-        if self._must_stay_whole and fixed != "auto" and trial.largest >= self.most:
-            raise InexactSplit(
-                f"task {self.task.name}: {self.exactness.reason}, and micro_batch={fixed} would split the {self.most} rows of "
-                f"a step. Try: micro_batch={self.most}, or allow_inexact=True."
-            )
         if self._must_stay_whole:
-            parts = micro_rows(self.most, trial.largest if fixed == "auto" else min(fixed, trial.largest))
             raise InexactSplit(
-                f"task {self.task.name}: {self.exactness.reason}, and {self.most} rows do not fit without splitting "
-                f"them into {parts}. Try: global_batch={trial.largest}, a higher memory_limit=, or allow_inexact=True."
+                f"task {self.task.name}: {self.exactness.reason}, and {self.most} rows do not fit without splitting them into "
+                f"{micro_rows(self.most, trial.largest)}. Try: {self.exactness.remedy}global_batch={trial.largest}, "
+                "a higher memory_limit=, or allow_inexact=True."
             )
+        fixed = self.options.micro_batch
         assert fixed != "auto"
         raise BadOption(
             f"micro_batch={fixed} is predicted to need {show_bytes(trial.survey.predicted(fixed))} for "

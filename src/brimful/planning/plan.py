@@ -265,7 +265,7 @@ class Plan:
         """Split and speed in one line."""
         size = show_rows(self.micro_batch)
         if self.layout == "packed":
-            size = f"{'+'.join(f'{tokens:,}' for tokens in self.tokens)} tokens"
+            size += f" packed in {'+'.join(f'{tokens:,}' for tokens in self.tokens)} tokens"
         split = f"{size} × {self.accumulation}"
         if self.processes > 1:
             split += f" on each of {self.processes} processes ({'+'.join(map(str, self.deal))})"

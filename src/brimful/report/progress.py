@@ -54,18 +54,22 @@ class Progress:
         Journal(path, [progress])
     """
 
-    def __init__(self, view: "View") -> None:
+    def __init__(self, view: "View", wording: Callable[[str], str] = str) -> None:
         self._view: View | None = view
+        self._wording = wording
         self._summary = RunSummary()
         self._resumed = False
-        self._handler = _LogHandler(lambda line: self._safely(lambda view: view.line(line, "yellow")))
+        self._handler = _LogHandler(lambda line: self._safely(lambda view: view.line(wording(line), "yellow")))
 
     @classmethod
-    def open(cls, stream: TextIO, every_s: float = LINE_S) -> Self:
-        """A live view if the stream is a terminal that can move its cursor, else plain lines."""
+    def open(cls, stream: TextIO, every_s: float = LINE_S, wording: Callable[[str], str] = str) -> Self:
+        """A live view if the stream is a terminal that can move its cursor, else plain lines.
+
+        `wording` turns the arguments that notes and warnings name into what the user typed.
+        """
         console = Console(file=stream)
         is_live = console.is_terminal and not console.is_dumb_terminal
-        return cls(_LiveView(console) if is_live else _LineView(stream, every_s))
+        return cls(_LiveView(console) if is_live else _LineView(stream, every_s), wording)
 
     def __enter__(self) -> Self:
         log.addHandler(self._handler)
@@ -96,7 +100,7 @@ class Progress:
         if event["event"] == "plan" and not self._resumed:
             view.table(_plan_table(event))
         if line := event_line(event):
-            view.line(line, event_style(event))
+            view.line(self._wording(line) if event["event"] in PRINTED else line, event_style(event))
 
     def _safely(self, show: "Callable[[View], object]") -> None:
         """A view that fails is not used again."""

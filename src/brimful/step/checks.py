@@ -7,6 +7,7 @@ these are refused.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from brimful.step.result import Events
 from brimful.task import check_weights
 
 SPLIT_CHECK_ROWS = 4
-"""Rows used by the exactness check."""
+"""Rows that the exactness check runs at once. More would raise the peak of a small step."""
+SPLIT_CHECK_LOOKED_AT = 64
+"""Rows of a step whose labels are looked at to choose those."""
 SPLIT_CHECK_TRIES = 3
-"""Steps that try the exactness check if it runs out of memory."""
+"""Steps that try the exactness check if it runs out of memory, or if their rows would not show a wrong count."""
 MANY_SHAPES = 16
 """More shapes than this are not the last batch of an epoch, or smaller micro-batches after an error."""
 
@@ -176,21 +179,23 @@ class SplitCheck:
 
     def examine(self, step: int, share: Share) -> None:
         """Compare a few rows of this step with their halves, unless that is done."""
-        rows = max(share.rows.groups or [share.indices], key=len)[:SPLIT_CHECK_ROWS]
+        rows = max(share.rows.groups or [share.indices], key=len)
         if self._tries_left == 0 or len(rows) < 2:
             return
         random_state = RandomState(self._context.device)
         try:
-            exactness = attempt(lambda: _compare_with_halves(self._context, share, rows), self._context.device)
+            checked = attempt(lambda: self._compare(share, rows), self._context.device)
         except NothingCounted:
             return  # the next step's rows may count something
         finally:
             random_state.restore()
-        if isinstance(exactness, OutOfMemory):
+        if isinstance(checked, OutOfMemory):
             self._tries_left -= 1
             self._events.add("note", step, "memory ran out while checking whether a step may be split")
             return
-        self._tries_left, self._exactness = 0, exactness
+        exactness, conclusive = checked
+        self._tries_left = 0 if conclusive or not exactness.exact else self._tries_left - 1
+        self._exactness = exactness
         if exactness.unequal_rows:
             fix = "return brimful.Loss(sum, count), or the whole output of a Hugging Face model, for the exact mean"
             self._events.add("note", step, f"{exactness.reason}; {fix}", warn=True)
@@ -204,6 +209,15 @@ class SplitCheck:
                 "note", step, f"{exactness.reason}; this does not matter while a step is not split", warn=True
             )
 
+    def _compare(self, share: Share, rows: list[int]) -> tuple[Exactness, bool]:
+        """The second is whether these rows would show a count that is not what the mean runs over."""
+        groups, conclusive = _rows_to_compare(share, rows)
+        for group in groups:
+            exactness = _compare_with_halves(self._context, share, group)
+            if not exactness.exact or exactness.unequal_rows:
+                break
+        return exactness, conclusive
+
     def before_split(self, step: int, parts: int) -> None:
         """A step is about to run in this many parts, on this rank or on several. Refuses a loss that compares rows."""
         if parts < 2 or self._noted or self._exactness is None:
@@ -216,10 +230,49 @@ class SplitCheck:
         if self._exactness.looks_across_rows and not self._allow_inexact:
             raise InexactSplit(
                 f"step {step} has to be split into {parts}, but {self._exactness.reason}. "
-                "Try: more memory so that it runs whole, or allow_inexact=True."
+                f"Try: {self._exactness.remedy}more memory so that it runs whole, or allow_inexact=True."
             )
         self._noted = True
         self._events.add("note", step, f"the step is split although {self._exactness.reason}", warn=True, inexact=True)
+
+
+def _rows_to_compare(share: Share, rows: list[int]) -> tuple[list[list[int]], bool]:
+    """Rows of different lengths, but of the shorter half, since they run in full precision; and whether they are conclusive.
+
+    A causal model leaves the first label of a row out of its mean. A count that includes it is wrong only for rows whose
+    first label is not masked, so those are sought. Where labels are not known by their name, twice as many rows are taken.
+    """
+    some = _spread(rows, SPLIT_CHECK_LOOKED_AT)
+    labels = dict(zip(some, _labels(share, some), strict=False))
+    some.sort(key=lambda row: (sum(share.rows.shapes[row]), int(labels[row].sum()) if labels else 0))
+    short = some[: max(2 * SPLIT_CHECK_ROWS, len(some) // 2)]
+    if not labels and len(short) >= 2 * SPLIT_CHECK_ROWS:
+        spread = _spread(short, 2 * SPLIT_CHECK_ROWS)
+        return [spread[::2], spread[1::2]], True
+    if not labels:
+        return [_spread(short, SPLIT_CHECK_ROWS)], True
+    unmasked = [row for row in some if labels[row][0]]
+    short = [row for row in short if not labels[row][0]] + unmasked[: len(short)]
+    return [_spread(short, SPLIT_CHECK_ROWS)], bool(unmasked)
+
+
+def _labels(share: Share, rows: list[int]) -> list[torch.Tensor]:
+    """Which labels of these rows are not masked, where batches name them as Hugging Face does; else empty."""
+    labels: list[torch.Tensor] = []
+    for start in range(0, len(rows), SPLIT_CHECK_ROWS):
+        part = rows[start : start + SPLIT_CHECK_ROWS]
+        batch = share.rows.batch(part)
+        found = batch.get("labels") if hasattr(batch, "get") else None
+        if not isinstance(found, torch.Tensor) or found.ndim != 2 or len(found) != len(part) or not found.shape[1]:
+            return []
+        labels += (found != -100).cpu().unbind()
+    return labels
+
+
+def _spread(items: Sequence[int], count: int) -> list[int]:
+    """So many of the items, evenly, the first and the last among them."""
+    count = min(count, len(items))
+    return [items[place * (len(items) - 1) // max(1, count - 1)] for place in range(count)]
 
 
 def _compare_with_halves(context: StepContext, share: Share, rows: list[int]) -> Exactness:

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from brimful.errors import BadOption, DoesNotFit, InexactSplit
-from brimful.planning.micro_batch import Speed, Timing, find_fastest
+from brimful.planning.speed import Speed, Timing, find_fastest
 from brimful.task import Loss
 from tests.planning.small import Normed, Pairs, Tagger, small_plan
 

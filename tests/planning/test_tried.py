@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from brimful.planning.micro_batch import Speed, Timing
 from brimful.planning.plan import Plan
+from brimful.planning.speed import Speed, Timing
 from tests.planning.clock import Clock
 from tests.planning.small import Tagger, Texts, small_plan, texts
 

@@ -6,9 +6,11 @@ planner        `plan`: the whole of it, and the saved plans
 plan_time      the clock, and how long planning may take
 probe          a step of any size, run and metered
 exactness      whether splitting a step changes its result
-levers         gradient checkpointing and other switches of a model
+levers         gradient checkpointing, compiled blocks and other switches of a model
 survey         small probes, the memory model, and the largest micro-batch that fits
-micro_batch    the fastest split among the sizes that fit: here a micro-batch size is decided
+micro_batch    the search: layout, levers and the size of a micro-batch are decided here
+speed          the fastest split among the sizes that fit
+choices        every choice of the search with its reason
 host_memory    loader workers, prefetch, pinned memory and the host RAM they take
 plan           the result: every choice with its reason
 """

@@ -1,18 +1,13 @@
 """Where the size of a micro-batch is decided: the fastest split of a step among the sizes that fit.
 
-`find_fastest` times the splits, `Search` decides which may be timed: it tries the step without gradient checkpointing,
+`find_fastest` (`speed.py`) times the splits, `Search` decides which may be timed: it tries the step without gradient checkpointing,
 with it if nothing fits or if speed still rises with the rows, and makes the plan of the better trial. With `table=True`
 it then tries every other setting of the levers. All that was timed is kept in the plan.
-
-A step of 250 rows in micro-batches of at most 30 takes nine of them, and 28 rows each do as well as 30: only 250/9,
-250/18, 250/36 … are worth timing. The largest is often not the fastest, because a CPU's caches prefer smaller ones and
-a full GPU gains nothing. So timing starts at half of the largest size and goes up only while speed does.
 """
 
 import itertools
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -30,6 +25,7 @@ from brimful.memory.layout import LAYOUTS, PACKED, PADDED, LayoutName
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
+from brimful.planning.choices import choices_of, levers_of, warnings_of
 from brimful.planning.exactness import (
     Exactness,
     NothingCounted,
@@ -38,20 +34,17 @@ from brimful.planning.exactness import (
     check_rows,
     rows_to_compare,
 )
-from brimful.planning.levers import FROZEN_ROWS, Lever, checkpointing, compiling, cudnn_attention, frozen_choice
-from brimful.planning.plan import Basis, Choice, HostPlan, Levers, Plan, Setting, Tried
+from brimful.planning.levers import FROZEN_ROWS, Lever, checkpointing, compiling, frozen_choice
+from brimful.planning.plan import Choice, HostPlan, Plan, Setting, Tried
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.plan_time import FINISH, PlanTime, now
 from brimful.planning.probe import Mode, Prober, Progress, mean_row, row_lengths, task_errors
+from brimful.planning.speed import Speed, Timing, find_fastest, micro_rows
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
 from brimful.task import Dataset, Shape, Task
 from brimful.units import MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
-SAME_SPEED = 0.02
-"""Speeds this close count as equal."""
-STILL_RISING = 1.25
-"""More rows would clearly pay, noise aside, if the largest size is this much faster than half of it."""
 WORTH_CHANGING = 1.03
 """Another setting of a lever, such as checkpointing where the step fits without it, must be this much faster."""
 CHALLENGE_AT = 0.95
@@ -71,89 +64,6 @@ ROWS_TO_COMPARE = 8
 """Rows used by the exactness check."""
 STEADY_CPU_BYTES = 512 * MiB
 """What the rows of a micro-batch may take in a deterministic plan on a CPU, which gains nothing from more of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One way to split the step, timed."""
-
-    rows: int
-    accumulation: int
-    rows_per_s: float
-    seconds: float
-    """Of one micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """The chosen split among all that were timed, largest first."""
-
-    chosen: Timing
-    timed: tuple[Timing, ...]
-
-    @property
-    def rising(self) -> bool:
-        """Whether a micro-batch larger than the largest would still be faster."""
-        if len(self.timed) < 2:
-            return True  # nothing smaller to compare with
-        return self.timed[0].rows_per_s > STILL_RISING * self.timed[1].rows_per_s
-
-    @property
-    def reason(self) -> str:
-        others = [timing for timing in self.timed if timing is not self.chosen]
-        rate = f"{show_rate(self.chosen.rows_per_s)} rows/s"
-        if not others:
-            return f"{rate}, the only size to choose from"
-        fastest = self.chosen.rows_per_s == max(timing.rows_per_s for timing in self.timed)
-        verdict = "fastest" if fastest else f"within {SAME_SPEED:.0%} of the fastest, with less memory"
-        compared = ", ".join(f"{show_rate(timing.rows_per_s)} with {show_rows(timing.rows)}" for timing in others)
-        return f"{verdict}: {rate} ({compared})"
-
-
-def micro_rows(step_rows: int, accumulation: int) -> int:
-    """Rows of the largest of this many equal micro-batches."""
-    return -(-step_rows // accumulation)
-
-
-def find_fastest(
-    step_rows: int, largest: int, seconds: Callable[[int], float], once_s: float, *, least: int = 1, only: bool = False,
-    in_time: Callable[[int], bool] = lambda rows: True,
-) -> Speed:  # fmt: skip
-    """Time half of the largest size, go up while speed grows, and look below if it does not.
-
-    `seconds(rows)` times one micro-batch and `once_s` is the optimizer's time. No size below `least` is tried, and
-    after the first none that `in_time` refuses; `only` times the largest alone.
-    """
-
-    def timing(rows: int, accumulation: int) -> Timing:
-        took = seconds(rows)
-        return Timing(rows, accumulation, step_rows / (accumulation * took + once_s), took)
-
-    fewest = micro_rows(step_rows, largest)
-    if only:
-        single = timing(largest, fewest)
-        return Speed(single, (single,))
-    splits = [(micro_rows(step_rows, fewest), fewest)]
-    while micro_rows(step_rows, accumulation := 2 * splits[-1][1]) >= least and splits[-1][0] > 1:
-        splits.append((micro_rows(step_rows, accumulation), accumulation))
-    at = min(1, len(splits) - 1)
-    timed = {at: timing(*splits[at])}
-    for direction in (-1, +1):
-        while _is_faster(timed, at) and 0 <= at + direction < len(splits) and in_time(splits[at + direction][0]):
-            at += direction
-            timed[at] = timing(*splits[at])
-        if len(timed) > 2:
-            break
-        at = max(timed)
-    best = max(t.rows_per_s for t in timed.values())
-    chosen = min((t for t in timed.values() if t.rows_per_s >= (1 - SAME_SPEED) * best), key=lambda t: t.rows)
-    return Speed(chosen, tuple(timed[index] for index in sorted(timed)))
-
-
-def _is_faster(timed: dict[int, Timing], at: int) -> bool:
-    """Whether the size timed last beats all others by more than noise."""
-    others = [t.rows_per_s for index, t in timed.items() if index != at]
-    return all(timed[at].rows_per_s > (1 + SAME_SPEED) * other for other in others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +162,7 @@ class Search:
                 f"{self.target.name}{self.target.other_users}. Try: again, when nothing else takes memory there.",
                 needed_bytes=0,
             )
-        choices = [*self._choices(trial, reason), *([frozen] if frozen else [])]
+        choices = [*choices_of(self, trial, reason), *([frozen] if frozen else [])]
         return self._assemble(trial, verified, overhead, choices, key)
 
     def _warm_up(self) -> None:
@@ -539,7 +449,7 @@ class Search:
             if trial.speed is None or not searched or not self._allows(trial.setting):
                 return False
             alike = self.rows is None or trial.data_rows_per_s or trial.setting.layout == chosen.setting.layout
-            return bool(alike) and (trial.speed.chosen.accumulation <= most or not self._few_splits)
+            return bool(alike) and (trial.speed.chosen.accumulation <= most or not self.few_splits)
 
         assert chosen.speed is not None
         most = chosen.speed.chosen.accumulation
@@ -663,7 +573,7 @@ class Search:
     def _budget_bytes(self) -> int:
         """What to plan for. A deterministic plan cannot time how few rows keep a CPU busy, so their bytes are bounded."""
         budget = self.target.budget_bytes
-        if not self.options.deterministic or self.target.device.type != "cpu" or self._few_splits:
+        if not self.options.deterministic or self.target.device.type != "cpu" or self.few_splits:
             return budget
         return min(budget, self.prober.fixed_bytes + self.prober.gradient_bytes + STEADY_CPU_BYTES)
 
@@ -679,14 +589,14 @@ class Search:
         return self.exactness.looks_across_rows and not self.options.allow_inexact
 
     @property
-    def _few_splits(self) -> bool:
+    def few_splits(self) -> bool:
         """Where splitting changes the result, few micro-batches matter more than speed."""
         return not self.exactness.exact and not self.options.allow_inexact
 
     @property
     def _largest_wins(self) -> bool:
         """The largest that fits is used, whether or not a smaller one is faster."""
-        return self._few_splits or self.options.deterministic
+        return self.few_splits or self.options.deterministic
 
     def _even(self, rows: int) -> int:
         """Rows of the largest micro-batch when the step is split evenly into micro-batches of at most this many."""
@@ -804,7 +714,7 @@ class Search:
         None if rows have no lengths to pad, if splits should be few, or if time does not grow with the rows. A
         deterministic plan takes what is usual on such a device.
         """
-        if self._few_splits or not self.shape or self.context.layout is PACKED:
+        if self.few_splits or not self.shape or self.context.layout is PACKED:
             return None
         if self.options.deterministic:
             return OVERHEAD.get(self.target.device.type, OTHER_OVERHEAD)
@@ -817,108 +727,6 @@ class Search:
         if per_work_s <= 0:
             return None
         return max(small_s - per_work_s * little, LEAST_OVERHEAD * small_s) / per_work_s
-
-    def _choices(self, trial: Trial, checkpointing_reason: str) -> list[Choice]:
-        """Every choice with its reason, in the order a reader wants to know them."""
-        options, target, timing = self.options, self.target, trial.speed.chosen  # type: ignore[union-attr]
-        source = "the task's value" if options.global_batch is None else "as requested"
-        dealt = f"{source}, dealt {'+'.join(map(str, self.deal))}" if len(self.deal) > 1 else source
-        split = "one micro-batch" if timing.accumulation == 1 else f"in micro-batches of at most {timing.rows}"
-        checkpointed = [one.setting.checkpointing == "on" for one in self.trials]
-        basis: Basis = "measured" if any(checkpointed) and not self.lever.already_on else "predicted"
-        levers, reasons = self._levers(trial)
-        choices = [
-            Choice.of("device", _unless_auto(options.device), str(target.device), target.name, "measured"),
-            Choice.of("memory_limit", options.memory_limit_bytes, target.limit_bytes, target.limit_reason, "measured"),
-            Choice.of("global_batch", options.global_batch, sum(self.deal), dealt, "asked"),
-            Choice.of("layout", _unless_auto(options.layout), self.context.layout.name, self.layout_reason, "measured"),
-            self._micro_batch(trial),
-            Choice.of("accumulation", None, timing.accumulation, f"{show_rows(self.most)}, {split}", "measured"),
-            Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason, basis),
-            Choice.of("compile", _unless_auto(options.compile), levers.compile, self.compile_reason, "measured"),
-            Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked"),
-            self._exactness(timing),
-            *self._how_it_was_planned(),
-        ]  # fmt: skip
-        if target.device.type == "cuda":
-            wanted = _unless_auto(options.cudnn_attention)
-            reason = reasons["cudnn_attention"]
-            choices += [Choice.of("cudnn_attention", wanted, levers.cudnn_attention, reason, "predicted"), _allocator()]
-        return choices
-
-    def _how_it_was_planned(self) -> list[Choice]:
-        """What is not usual about it: nothing timed decided, or time ended the search."""
-        if self.options.deterministic:
-            reason = "plan and split follow from the inputs, not from times; torch uses deterministic algorithms where it has them"
-            return [Choice.of("deterministic", True, True, reason, "asked")]
-        wanted, skipped = self.options.plan_seconds, self.time.skipped
-        if wanted is None and not skipped:
-            return []
-        took, limit = show_seconds(self.time.elapsed_s), self.time.limit_s
-        reason = (
-            f"time ended the search after {took}; not tried: {', '.join(skipped)}" if skipped else f"{took} were enough"
-        )
-        return [Choice.of("plan_seconds", wanted, limit, reason, "measured")]
-
-    def _micro_batch(self, trial: Trial) -> Choice:
-        assert trial.speed is not None
-        wanted, timing = self.options.micro_batch, trial.speed.chosen
-        if wanted == "auto" and self._few_splits:
-            reason = f"the fewest splits, since a split changes the result: {show_rate(timing.rows_per_s)} rows/s"
-            return Choice.of("micro_batch", None, timing.rows, reason, "measured")
-        if wanted == "auto" and self.options.deterministic:
-            reason = f"deterministic: the largest that fits, in equal parts of the step: {show_rate(timing.rows_per_s)} rows/s"
-            return Choice.of("micro_batch", None, timing.rows, reason, "measured")
-        if wanted == "auto":
-            return Choice.of("micro_batch", None, timing.rows, trial.speed.reason, "measured")
-        reason = "as requested" if wanted == timing.rows else f"the step has only {show_rows(self.most)} in a process"
-        reason += f"; the largest within {self.target.fill:.0%} of the limit is {trial.largest}"
-        return Choice.of("micro_batch", wanted, timing.rows, reason, "measured")
-
-    def _exactness(self, timing: Timing) -> Choice:
-        exactness, whole = self.exactness, timing.accumulation == 1 and len(self.deal) == 1
-        effective = "exact" if exactness.exact else "whole step" if timing.accumulation == 1 else "inexact"
-        if exactness.random:
-            effective = "same in distribution"
-        if not exactness.comparable and not exactness.batch_norm and not whole:
-            effective = "not known"
-        if exactness.unequal_rows and not whole:
-            effective = "weighted by rows"
-        requested = "inexact allowed" if self.options.allow_inexact else None
-        return Choice.of("exactness", requested, effective, exactness.reason, "measured")
-
-    def _warnings(self, trial: Trial, timing: Timing) -> list[str]:
-        exactness, split = self.exactness, timing.accumulation > 1 or len(self.deal) > 1
-        warnings = []
-        if exactness.batch_norm or (exactness.depends_on_split and split):
-            warnings.append(f"{exactness.reason}; results depend on the micro-batch, here {show_rows(timing.rows)}")
-        if exactness.looks_across_rows and split:
-            warnings.append(f"{exactness.reason}; inexact splits are allowed, so a micro-batch sees only its own rows")
-        if not exactness.comparable and split:
-            warnings.append(
-                f"{exactness.reason}; draw random numbers with torch and keep no state in loss() to have it checked"
-            )
-        if exactness.unequal_rows and split:
-            warnings.append(f"{exactness.reason}; return (mean, count) from loss() to make the split exact")
-        return warnings + ([trial.survey.shape_note] if trial.survey.shape_note else [])
-
-    def _levers(self, trial: Trial) -> tuple[Levers, dict[str, str]]:
-        """How the levers are set, and the reasons for those that the search does not try."""
-        options, name = self.options, self.target.name
-        wanted, setting = options.precision or self.task.precision, trial.setting
-        reason = "as requested" if options.precision else "the task's value"
-        if wanted == "auto":
-            reason = (
-                f"{name} computes faster in bf16" if setting.precision == "bf16" else f"{name} gains nothing from bf16"
-            )
-        cudnn, cudnn_reason = cudnn_attention(options.cudnn_attention, self.target.device, self.shape)
-        packed = setting.layout == "packed"
-        levers = Levers(
-            checkpointing=setting.checkpointing, compile=setting.compile,
-            chunked_loss="on" if packed and self.task.chunked_loss else "off",
-            precision=setting.precision, cudnn_attention=cudnn,
-        )  # fmt: skip
-        return levers, {"precision": reason, "cudnn_attention": cudnn_reason}
 
     def _assemble(self, trial: Trial, verified: Probe, overhead: float | None, choices: list[Choice], key: str) -> Plan:
         assert trial.speed is not None
@@ -935,9 +743,9 @@ class Search:
             largest_measured_peak_bytes=at_largest.peak_bytes,
             one_more_predicted_peak_bytes=survey.predicted(largest + 1) if largest < self.most else None,
             rows_per_s=timing.rows_per_s, overhead=overhead, ooms=self.prober.ooms, probes=self.prober.probes,
-            plan_s=now() - self.started, deterministic=self.options.deterministic, levers=self._levers(trial)[0],
+            plan_s=now() - self.started, deterministic=self.options.deterministic, levers=levers_of(self, trial)[0],
             host=HostPlan(limit_bytes=self.target.host_limit_bytes), choices=tuple(choices),
-            warnings=tuple(self._warnings(trial, timing)), tried=self._tried_rows(trial), table=self.options.table, not_tried=tuple(self.not_tried),
+            warnings=tuple(warnings_of(self, trial, timing)), tried=self._tried_rows(trial), table=self.options.table, not_tried=tuple(self.not_tried),
             data_rows=None if self.rows is None else len(self.rows), key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
@@ -957,16 +765,3 @@ def _has_kernels(device: torch.device) -> bool:
     return (
         device.type == "cuda" and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     )
-
-
-def _unless_auto(value: str) -> str | None:
-    return None if value == "auto" else value
-
-
-def _allocator() -> Choice:
-    """How torch's allocator is set, because it decides what is reserved for the same tensors."""
-    setting = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    reason = "PYTORCH_ALLOC_CONF=expandable_segments:True would reserve less"
-    if setting and "expandable_segments:True" in setting:
-        reason = "segments that can grow are not fragmented by varying shapes"
-    return Choice.of("allocator", None, setting or "torch's default", reason, "asked")

@@ -1,5 +1,9 @@
 """Tests run on the CPU, with a cache of their own and the same hypothesis examples every time."""
 
+import ctypes
+import gc
+from contextlib import suppress
+
 import pytest
 
 
@@ -16,6 +20,15 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIMFUL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_process():
+    """Give back what a module used. Commands that run in this process would count it against their memory limit."""
+    yield
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def pytest_collection_modifyitems(config, items):

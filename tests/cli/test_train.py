@@ -176,7 +176,7 @@ def test_gradients_that_are_not_numbers_end_in_one_message(tmp_path, plan):
         ([TASK, "rows", "--time-limit", "soon"], "--time-limit"),
         ([TASK, "rows", "--recipe", "soup"], "Try: demo, fast, low-memory, pretrain, small"),
         ([TASK, "rows", "--plan", "no.json"], "--plan no.json"),
-        ([TASK, "rows", "--valid", "no.jsonl"], "--valid no.jsonl does not exist"),
+        (["chatlm-sft", "rows", "--valid", "no.jsonl"], "--valid no.jsonl does not exist"),
         ([TASK, "rows", "--demo-data"], "--demo-data cannot be combined with rows"),
         (["chatlm-sft", "rows", "--wrong", "1"], "--wrong"),
         ([TASK, "a.jsonl", "b.jsonl", "c.jsonl"], "b.jsonl c.jsonl came after a.jsonl. Try: a folder"),
@@ -236,6 +236,14 @@ def test_notes_name_flags(tmp_path, plan, capsys):
     run_request(words)
     note = next(line for line in capsys.readouterr().err.splitlines() if "is lowered" in line)
     assert note.startswith("--warmup 1024 is lowered to 2") and note.endswith("such as --warmup 3%")
+
+
+def test_data_that_are_no_file_reach_a_users_task_as_they_were_typed_on_a_resume_too(tmp_path):
+    (tmp_path / "deep.py").write_text(DEEP)
+    words = {"micro_batch": 8, "max_steps": 1, "device": "cpu", "valid": "4"}
+    run_request(request(tmp_path / "run", f"{tmp_path}/deep.py:Deep", "3", **words))
+    resumed = request(tmp_path / "run", resume=True)
+    assert (resumed.data, resumed.options["valid"]) == ("3", "4")
 
 
 @pytest.fixture

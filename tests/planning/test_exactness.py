@@ -601,3 +601,12 @@ def test_the_plan_says_on_what_it_was_checked():
     assert reason == "8 dummy rows, all equally long, and their two halves give the same gradients"
     reason = small_plan(Texts(), data=texts(*range(2, 30))).choice("exactness").reason
     assert reason == "8 rows of the data (lengths 2 to 15) and their two halves give the same gradients"
+
+
+def test_rows_of_several_lengths_are_described_by_all_of_them():
+    class Images(Texts):
+        def shape(self, row):
+            return (len(row), 16)
+
+    reason = check_rows(context_of(Images()), texts(*range(2, 30)), 8).reason
+    assert reason.startswith("8 rows of the data (lengths 2+16 to 15+16) ")

@@ -230,7 +230,7 @@ def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> N
             f"plan= cannot be combined with {', '.join(both)}, which the plan has decided. Try: leave them out."
         )
     valid = options.get("valid")
-    if valid and is_missing(valid):
+    if valid and ":" not in request.task and is_missing(valid):  # a user's task may take a name, as for DATA
         problems.append(f"valid={valid!r} does not exist. Try: a file of rows.")
     if not valid and (useless := [f"{name}=" for name in EVALUATION if name in flags]):
         problems.append(f"{', '.join(useless)} needs rows to evaluate on. Try: valid=.")

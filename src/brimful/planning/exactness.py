@@ -122,7 +122,7 @@ def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
     """The same for real rows of different lengths. The shorter ones are collated apart from the longer ones."""
     task, some = context.task, rows_to_compare(context.task, rows, count)
     count = len(some)
-    lengths = [sum(task.shape(row)) for row in (some[0], some[-1])] if task.has_shape else []
+    lengths = ["+".join(map(str, task.shape(row))) for row in (some[0], some[-1])] if task.has_shape else []
     name = f"{count} rows of the data" + (f" (lengths {lengths[0]} to {lengths[1]})" if any(lengths) else "")
     whole, half = task.collate(some), count // 2
     if not all(map(torch.equal, tensors_of(whole), tensors_of(task.collate(some)))):

@@ -681,9 +681,12 @@ def _with_schedule(plan: Plan, effective: str, reason: str) -> Plan:
 
 
 def _place(run: Path, data: str | None) -> str | None:
-    """Relative to the run if it is inside: a run may be moved, and the raw files may be gone."""
+    """Relative to the run if it is inside: a run may be moved, and the raw files may be gone.
+
+    None for what is no file, such as a name that only the task knows: a resumed run is given that again.
+    """
     if data is None or not os.path.exists(data):  # noqa: PTH110 - Path's fails on what is no path
-        return data
+        return None
     path = Path(data).absolute()
     return str(path.relative_to(run.absolute())) if path.is_relative_to(run.absolute()) else str(path)
 

@@ -445,8 +445,9 @@ def check_case(model: str, optimizer: str, seed: int, faults: int, figures: Figu
     disturbed = train(task, optimizer, seed, due=due)
     case = f"{model} with {optimizer}, seed {seed}: {due}"
     assert disturbed.injector.fired.total() == faults, f"only {disturbed.injector.fired} were raised; {case}"
-    checks = disturbed.injector.fired["check"]
-    assert disturbed.ooms + checks == faults, f"{disturbed.ooms} errors were counted; {case}"
+    # The check goes on in another precision, and buffers are copied to the host: neither repeats a step.
+    unrepeated = disturbed.injector.fired["check"] + disturbed.injector.fired["before"]
+    assert disturbed.ooms + unrepeated == faults, f"{disturbed.ooms} errors were counted; {case}"
     replayed = train(task, optimizer, seed, groups=disturbed.groups)
     assert replayed.ooms == 0 and replayed.groups == disturbed.groups
     assert disturbed.same_bits(replayed), f"off by {disturbed.deviation(replayed):.1e}; {case}"

@@ -31,6 +31,18 @@ def _small_process():
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _library_sized_process():
+    """Where `data tokenize` runs in the process of the tests, what earlier tests left there does not count."""
+    from brimful.data import tokenize
+    from brimful.units import MiB
+
+    real = tokenize.piece_size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize, "piece_size", lambda limit, start: real(limit, min(start, 256 * MiB)))
+        yield
+
+
 def pytest_collection_modifyitems(config, items):
     """GPU tests are left out where there is no GPU."""
     if not any("gpu" in item.keywords for item in items):

@@ -270,7 +270,7 @@ def _labels(share: Share, rows: list[int]) -> list[torch.Tensor]:
 
 
 def _spread(items: Sequence[int], count: int) -> list[int]:
-    """So many of the items, evenly, the first and the last among them."""
+    """`count` of the items, evenly spaced, with the first and the last."""
     count = min(count, len(items))
     return [items[place * (len(items) - 1) // max(1, count - 1)] for place in range(count)]
 

@@ -115,13 +115,48 @@ def test_memory_that_comes_back_is_used_again(
 ) -> None:
     for name, value in (("BEFORE", 4), ("AFTER", 14), ("MEDIAN_OVER", 3)):
         monkeypatch.setattr(bench, name, value)
-    bench.main([*TINY, "--recover", "--give-back-after", "4", "--json", str(tmp_path / "out.json")])
+    limit = ["--memory-limit", "32MiB", "--take", "45%", "--micro-batch", "16"]
+    bench.main([*TINY, *limit, "--recover", "--give-back-after", "4", "--json", str(tmp_path / "out.json")])
     found = json.loads((tmp_path / "out.json").read_text())["recovery"]
     events = [(event["event"], event["step"]) for event in found["events"]]
     assert events[0][0] == "oom" and 5 <= events[0][1] <= 8
     assert events[-1][0] == "grow" and events[-1][1] > 8
-    assert found["steps_done"] == found["steps_requested"] == 22 and found["steps_per_s"]["during"] > 0
+    result = found["results"][0]
+    assert result["steps_done"] == result["steps_requested"] == 22 and found["rows_per_s"]["during"] > 0
+    assert (result["rows_lost"], result["rows_repeated"]) == (0, 0)
     assert "steps' time lost by each" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def packed(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Packed rows in float64, where the order of sums hardly matters. Memory is gone in the second of 12 steps."""
+    out = tmp_path_factory.mktemp("packed") / "out.json"
+    flags = ["--device", "cpu", "--layout", "packed", "--precision", "fp64", "--lengths", "24,24"]
+    limit = ["--memory-limit", "50MiB", "--take", "22%", "--global-batch", "8"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("BEFORE", 1), ("AFTER", 10), ("MEDIAN_OVER", 1)):
+            patch.setattr(bench, name, value)
+        assert bench.main([*flags, *limit, "--recover", "--give-back-after", "1", "--json", str(out)]) == 0
+    told: dict[str, Any] = json.loads(out.read_text())
+    return told
+
+
+def test_packed_rows_survive_and_are_split_as_before_once_memory_is_back(packed: dict[str, Any]) -> None:
+    events = [(event["event"], event["step"]) for event in packed["recovery"]["events"]]
+    assert packed["levers"]["chunked_loss"] == "on" and packed["layout"] == "packed"
+    assert ("oom", 2) in events and events[-1][0] == "grow" and packed["recovery"]["ooms"] >= 1
+
+
+def test_packed_rows_train_what_was_asked_when_memory_goes(packed: dict[str, Any]) -> None:
+    row = packed["recovery"]["results"][0]
+    assert (row["steps_done"], row["global_batches"], row["died"]) == (12, [8], "")
+    assert (row["rows_lost"], row["rows_repeated"]) == (0, 0)
+    assert row["distance"] < 1e-5 and packed["recovery"]["loss_apart"]["brimful"] < 1e-6
+
+
+def test_a_planned_run_is_compared_with_one_that_is_split_finer(bench: ModuleType, packed: dict[str, Any]) -> None:
+    finer = packed["recovery"]["results"][1]
+    assert (finer["contestant"], finer["ooms"]) == (bench.FINER, 0) and 0 < finer["distance"] < 1e-5
 
 
 def test_it_needs_nothing_of_the_command_line() -> None:
@@ -135,6 +170,11 @@ def test_it_needs_nothing_of_the_command_line() -> None:
         (["--take", "150%"], "--take 150% must be more than 0 and less than the limit of 24 MiB"),
         (["--micro-batch", "5"], "--global-batch 16 must be a multiple of --micro-batch 5"),
         (["--take-at", "9"], "--take-at 9 comes after the last of 8 steps"),
+        (
+            ["--layout", "packed", "--contestants", "trainer"],
+            "--layout packed is for --contestants brimful, not trainer",
+        ),
+        (["--layout", "packed", "--overhead"], "--overhead compares with a loop over padded rows"),
         (["--memory-limit", "9MiB", "--contestants", "brimful"], "brimful does not run even undisturbed"),
     ],
 )

@@ -1,6 +1,7 @@
 """The comparison of trainers, at tiny scale on the CPU: every entry has a line, and the line says what happened."""
 
 import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+import brimful
 
 BENCH = Path(__file__).parents[2] / "bench"
 STEPS = 4
@@ -51,12 +54,13 @@ def ran(
 ) -> dict[str, Any]:
     """One dry run, with an entry that cannot work among the others: the lines by entry, and what was printed."""
     output = tmp_path_factory.mktemp("train") / "out.jsonl"
-    job = {"case": "causal", "cap_bytes": None, "seed": 0, "steps": STEPS, "seconds": 60.0, "tiny": True,
-           "device": "cpu", "workers": 0, "folder": str(folder), "output": str(output)}  # fmt: skip
+    job = {"case": "causal", "cap_bytes": None, "seed": 0, "steps": STEPS, "seconds": 60.0,
+           "warm_seconds": None, "tiny": True, "device": "cpu", "workers": 0, "folder": str(folder), "output": str(output)}  # fmt: skip
     entries = {
         "hf-32": ("hf", {"batch": 32}),
         "broken": ("brimful", {"no_such_option": 1}),
         "brimful-padded": ("brimful", {"micro_batch": 2, "checkpointing": "off", "workers": 0}),
+        "brimful-packed": ("brimful", {"layout": "packed", "micro_batch": 7, "workers": 0, "memory_limit": "200MiB"}),
     }
     jobs = [{**job, "entry": name, "trainer": trainer, "options": options} for name, (trainer, options) in entries.items()]  # fmt: skip
     assert modules["train"]._run_process(jobs, None) == ""
@@ -69,6 +73,7 @@ def test_every_entry_has_a_line_and_a_failure_is_one(ran: dict[str, Any]) -> Non
         "hf-32": "ok",
         "broken": "error",
         "brimful-padded": "ok",
+        "brimful-packed": "ok",
     }
     assert "no_such_option" in ran["lines"]["broken"]["error"]
 
@@ -81,13 +86,38 @@ def test_all_train_the_same_rows_from_the_same_weights(ran: dict[str, Any]) -> N
 
 
 def test_a_line_has_all_figures(ran: dict[str, Any]) -> None:
-    for name in ("hf-32", "brimful-padded"):
+    for name in ("hf-32", "brimful-padded", "brimful-packed"):
         line = ran["lines"][name]
         assert line["steps"] == len(line["step_s"]) == len(line["loss"]) == STEPS
         assert line["rows_per_step"] == line["global_batch"] == 16
         assert line["rows_per_s"] > 0 and line["run_s"] >= line["start_s"] + sum(line["step_s"]) - 0.01
         assert 0 < line["padding"] < 1 and 0 < line["useful_share"] < line["computed_share"]
         assert not line["run_s_extrapolated"]
+
+
+def test_the_fill_of_packed_rows_is_their_padding(ran: dict[str, Any]) -> None:
+    padded, packed = (ran["lines"][name] for name in ("brimful-padded", "brimful-packed"))
+    assert packed["real_tokens"] == padded["real_tokens"]
+    assert packed["computed_tokens"] % 64 == 0 and packed["computed_tokens"] > packed["real_tokens"]
+    assert packed["padding"] == pytest.approx(1 - packed["real_tokens"] / packed["computed_tokens"])
+
+
+def test_the_peak_of_the_steps_is_compared_with_its_prediction(ran: dict[str, Any]) -> None:
+    line = ran["lines"]["brimful-packed"]
+    assert line["prediction_error"] == line["predicted_peak_bytes"] / line["step_peak_bytes"] - 1
+    assert abs(line["prediction_error"]) < 0.1 and line["ooms"] == 0 and line["plan_s"] > 0
+    assert f"{line['prediction_error']:+.1%}" in ran["table"]
+
+
+def test_compiling_is_timed_apart(modules: dict[str, ModuleType]) -> None:
+    before = modules["train"]._compile_seconds()
+    torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(3))
+    assert modules["train"]._compile_seconds() > before
+
+
+def test_the_options_of_brimfuls_entries_are_those_of_train(modules: dict[str, ModuleType]) -> None:
+    known = inspect.signature(brimful.train).parameters
+    assert all(name in known for _, options in modules["train"].BRIMFUL.values() for name in options)
 
 
 def test_the_table_names_the_best_of_hugging_face(ran: dict[str, Any]) -> None:
@@ -97,11 +127,38 @@ def test_the_table_names_the_best_of_hugging_face(ran: dict[str, Any]) -> None:
 
 def test_plots_are_svg_with_every_entry(modules: dict[str, ModuleType], ran: dict[str, Any], tmp_path: Path) -> None:
     paths = modules["train_plots"].draw(list(ran["lines"].values()), tmp_path)
-    assert [path.name for path in paths] == ["train-causal-uncapped.svg", "train-loss-causal-uncapped.svg"]
-    speeds, losses = (" ".join(ElementTree.parse(path).getroot().itertext()) for path in paths)
+    assert [path.name for path in paths] == [
+        "train-causal-uncapped.svg",
+        "train-time-causal-uncapped.svg",
+        "train-loss-causal-uncapped.svg",
+    ]
+    speeds, times, losses = (" ".join(ElementTree.parse(path).getroot().itertext()) for path in paths)
     assert "hf-32" in speeds and "broken" in speeds and "error" in speeds
-    assert "brimful-padded" in losses and "broken" not in losses
+    assert all("brimful-padded" in chart and "broken" not in chart for chart in (times, losses))
     assert all("prefers-color-scheme:dark" in path.read_text() for path in paths)
+
+
+def test_bars_of_brimful_say_how_many_times_the_best_of_hugging_face_they_are(modules: dict[str, ModuleType]) -> None:
+    speeds = (
+        ("hf-8", "hf", 10.0),
+        ("hf-16", "hf", 20.0),
+        ("lightning", "lightning", 40.0),
+        ("brimful", "brimful", 50.0),
+    )
+    results = [{"entry": entry, "trainer": trainer, "rows_per_s": speed} for entry, trainer, speed in speeds]
+    chart = modules["train_plots"].speed_chart("title", results)
+    assert "50 (2.5×)" in chart and "× hf-16, the best of Hugging Face" in chart
+
+
+def test_packed_losses_are_drawn_as_a_band_of_seeds_around_the_padded_ones(modules: dict[str, ModuleType]) -> None:
+    about = {"trainer": "brimful", "options": {}, "rows_per_s": 1.0}
+    results = [
+        {**about, "entry": entry, "loss": [5.0 + 0.1 * seed - 0.01 * step for step in range(40)]}
+        for entry in ("brimful-padded", "brimful-packed")
+        for seed in range(3)
+    ]
+    chart = modules["train_plots"].loss_chart("title", results)
+    assert chart.count("fill-opacity") == 4 and "loss − mean of brimful-padded" in chart  # two entries, above and below
 
 
 def test_flops_are_those_that_torch_counts(modules: dict[str, ModuleType], folder: Path) -> None:
@@ -114,7 +171,7 @@ def test_flops_are_those_that_torch_counts(modules: dict[str, ModuleType], folde
         counted, how = FlopModel.measure(task, task.model(), torch.device("cpu"), shape)
         assert counted is not None, how
         shapes = case.store.shapes(range(5))
-        assert case.flops(shapes) == pytest.approx(counted.count(map(tuple, shapes.tolist())), rel=1e-9), name
+        assert case.flops(shapes) == pytest.approx(counted.count(shapes), rel=1e-9), name
 
 
 def test_rows_of_the_full_cases_are_all_as_long_as_the_model_takes(
@@ -142,11 +199,21 @@ def test_a_clock_ends_a_training_at_its_time_and_extrapolates(modules: dict[str,
     clock = peers.Clock(device=torch.device("cpu"), steps=10, seconds=0.0)
     clock.begin()
     clock.rows([[8], [4]])
-    clock.computed(16, (2, (8,)))
+    clock.computed([(2, (8,))])
+    time.sleep(0.01)
     assert clock.step(1.5)
     figures = clock.figures(case, None)
     assert figures["run_s_extrapolated"] and figures["run_s"] > 9 * figures["step_s"][0]
     assert figures["padding"] == pytest.approx(0.25) and figures["loss"] == [1.5]
+
+
+def test_warm_seconds_begin_with_the_end_of_the_first_step(modules: dict[str, ModuleType]) -> None:
+    clock = modules["train_peers"].Clock(device=torch.device("cpu"), steps=10, seconds=60.0, warm_seconds=0.05)
+    clock.begin()
+    time.sleep(0.1)  # a slow compiler
+    assert not clock.step(1.0)
+    time.sleep(0.1)
+    assert clock.step(1.0)
 
 
 def test_steps_before_a_trainer_starts_over_do_not_count(modules: dict[str, ModuleType]) -> None:
@@ -195,7 +262,7 @@ def test_a_training_that_fails_or_never_ends_is_a_result(
     monkeypatch.setitem(modules["train_peers"].TRAINERS, "hf", train)
     monkeypatch.setattr(modules["train"], "GRACE_S", 0)
     job = {"case": "causal", "trainer": "hf", "options": {}, "cap_bytes": None, "seed": 0, "steps": 2, "seconds": 0.2,
-           "tiny": True, "device": "cpu", "workers": 0, "folder": str(folder)}  # fmt: skip
+           "warm_seconds": None, "tiny": True, "device": "cpu", "workers": 0, "folder": str(folder)}  # fmt: skip
     result = modules["train"].run_job(job)
     assert (result["status"], result["steps"]) == (status, 0) and result["error"]
 

@@ -62,9 +62,40 @@ def test_the_flags_of_plan_are_frozen(capsys):
     assert flags == {
         "--size", "--from", "--freeze", "--random-weights", "--label-smoothing", "--tokenizer", "--columns", "--max-tokens",
         "--global-batch", "--micro-batch", "--memory-limit", "--host-limit", "--fill", "--device", "--processes",
-        "--layout", "--compile", "--checkpointing", "--precision", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
+        "--layout", "--compile", "--checkpointing", "--precision", "--weights", "--optimizer", "--cuda-graphs", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
         "--allow-inexact", "--deterministic", "--plan-seconds", "--table", "--traceback", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",
     }  # fmt: skip
+
+
+def plan_json(*arguments, capsys):
+    code, out, _ = run("plan", TASK, *LIMIT, "--no-cache", "--json", *arguments, capsys=capsys)
+    assert code == 0
+    return json.loads(out)
+
+
+def choice(plan, name):
+    return next(one for one in plan["choices"] if one["name"] == name)
+
+
+def test_a_plan_counts_the_state_of_the_optimizer_requested(capsys):
+    fixed = {}
+    for name in ("adamw", "adafactor"):
+        plan = plan_json("--optimizer", name, "--micro-batch", "1", capsys=capsys)
+        assert choice(plan, "optimizer")["requested"] == name
+        fixed[name] = plan["measured_peak_bytes"]
+    weights = 4 * (100 * 64 + 2 * (64 * 64 + 64) + 64 * 100 + 100)
+    assert fixed["adamw"] - fixed["adafactor"] > 1.5 * weights  # of 2, which adamw keeps
+
+
+def test_a_plan_follows_the_optimizer_of_a_config_file(tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text('optimizer = "adafactor"')
+    plan = plan_json("--config", str(tmp_path / "mine.toml"), capsys=capsys)
+    assert choice(plan, "optimizer")["effective"] == "adafactor at 0.0001"
+
+
+def test_bf16_weights_from_the_command_line(capsys):
+    plan = plan_json("--weights", "bf16", capsys=capsys)
+    assert (plan["levers"]["weights"], plan["levers"]["precision"]) == ("bf16", "bf16")
 
 
 def test_plan_prints_one_json_object(capsys):

@@ -35,7 +35,7 @@ class Options:
     '''Dropout.'''
     wide: bool = False
     '''Use more units.'''
-    weights: str | None = field(default=None, metadata={"path": True})
+    start: str | None = field(default=None, metadata={"path": True})
     '''A file to start from.'''
 
 class Mine(Task):
@@ -108,7 +108,7 @@ def test_the_options_of_a_file_come_from_a_process_of_its_own(mine):
     found = {one.name: one for one in task_option_fields(mine)}
     assert done.stdout.splitlines() == [repr(one) for one in found.values()]
     assert (found["depth"].type, found["depth"].default, found["depth"].help) == (int, 2, "Layers of the network.")
-    assert (found["rate"].type, found["weights"].path, found["wide"].default) == (float | None, True, False)
+    assert (found["rate"].type, found["start"].path, found["wide"].default) == (float | None, True, False)
     assert "printed while it is imported" in done.stderr
 
 
@@ -253,8 +253,8 @@ def request(mine, tmp_path, config=None, **flags):
 def test_only_what_was_given_is_in_the_request(mine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").touch()
-    found = request(mine, tmp_path, lr=0.1, depth=3, weights="weights")
-    assert (found.options, found.task_options) == ({"lr": 0.1}, {"depth": 3, "weights": str(tmp_path / "weights")})
+    found = request(mine, tmp_path, lr=0.1, depth=3, start="weights")
+    assert (found.options, found.task_options) == ({"lr": 0.1}, {"depth": 3, "start": str(tmp_path / "weights")})
     assert json.loads(json.dumps(found.to_json()))["task_options"]["depth"] == 3
     assert request(mine, tmp_path).task_options == {}
 
@@ -303,10 +303,10 @@ def test_a_value_of_the_wrong_type_in_a_file_is_refused(mine, tmp_path, config):
 def test_the_generic_options_are_frozen():
     """A name that a script relies on does not change by accident, and none belongs to a particular task."""
     assert sorted(generic_names()) == [
-        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "compile", "cudnn_attention", "decay",
+        "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "compile", "cuda_graphs", "cudnn_attention", "decay",
         "deterministic", "device", "ema",
         "epochs", "eval_every", "eval_rows", "fill", "generate_rows", "global_batch", "host_limit", "keep", "layout", "lengths", "lr",
         "max_steps", "memory_limit", "micro_batch", "min_lr", "mix", "optimizer", "pin_memory", "plan", "plan_seconds", "precision",
         "prefetch", "processes", "resume", "run", "save_every", "schedule", "seed", "skip_oversized", "table", "time_limit",
-        "trackers", "valid", "warmup", "weight_decay", "workers",
+        "trackers", "valid", "warmup", "weight_decay", "weights", "workers",
     ]  # fmt: skip

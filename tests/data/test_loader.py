@@ -17,7 +17,8 @@ import torch
 from brimful.data import loader as module
 from brimful.data.batches import Stream
 from brimful.data.loader import SETTLE_CHECKS, Loader, Watchdog, exit_cause, held_bytes
-from brimful.errors import BadOption, TaskError
+from brimful.errors import BadOption, StoppedWaiting, TaskError
+from brimful.memory.layout import PADDED
 from brimful.task import Task
 
 GIB = 2**30
@@ -82,7 +83,7 @@ def in_threes(shapes):
     return [sorted(order[start : start + 3]) for start in range(0, len(order), 3)]
 
 
-PLAN = SimpleNamespace(split=in_threes, layout="padded", global_batch=12, host=None)
+PLAN = SimpleNamespace(split=in_threes, row_layout=PADDED, global_batch=12, host=None)
 """As much of a plan as a loader needs."""
 
 
@@ -123,6 +124,84 @@ def test_what_was_read_ahead_does_not_count():
     loader = made(workers=2, prefetch=4)
     some(loader, 3)
     assert loader.samples == 36 and loader.state_dict()["samples"] == 36
+
+
+def indices(steps, count):
+    return [next(steps).indices.tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_step_read_ahead_is_the_next_one_and_counts_when_it_is_taken(workers):
+    loader = made(workers=workers)
+    steps = iter(loader)
+    seen = []
+    for number in range(1, 5):
+        seen += indices(steps, 1)
+        loader.read_ahead()
+        assert (loader.samples, loader.state_dict()["samples"]) == (12 * number, 12 * number)
+    assert seen == [step.indices.tolist() for step in some(made(), 4)]
+    steps.close()
+
+
+def test_reading_ahead_reads_the_rows_at_once():
+    class Counted(Rows):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return super().__getitem__(index)
+
+    rows = Counted()
+    loader = made(rows)
+    steps = iter(loader)
+    next(steps)
+    loader.read_ahead()
+    loader.read_ahead()
+    assert rows.reads == 24
+    next(steps)
+    assert rows.reads == 24
+    steps.close()
+
+
+def test_an_error_in_reading_ahead_is_raised_when_the_step_is_taken():
+    bad = stream(12, 12)[0]
+    loader = made(Rows(fail_at=bad))
+    steps = iter(loader)
+    next(steps)
+    loader.read_ahead()
+    with pytest.raises(TaskError, match=f"row {bad} of the dataset cannot be read"):
+        next(steps)
+
+
+def test_a_wait_for_a_step_ahead_that_is_given_up_loses_nothing():
+    class Waits(Rows):
+        stopped = False
+
+        def __getitem__(self, index):
+            if index == stream(12, 12)[5] and not self.stopped:
+                self.stopped = True
+                raise StoppedWaiting
+            return super().__getitem__(index)
+
+    loader = made(Waits())
+    steps = iter(loader)
+    first = indices(steps, 1)
+    with pytest.raises(StoppedWaiting):
+        loader.read_ahead()
+    assert loader.samples == 12
+    assert first + indices(steps, 2) == [step.indices.tolist() for step in some(made(), 3)]
+    steps.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_step_read_ahead_is_read_again_if_rows_are_dealt_otherwise(workers):
+    loader = made(rank=0, speeds=[1.0, 1.0], workers=workers)
+    steps = iter(loader)
+    next(steps)
+    loader.read_ahead()
+    loader.deal_by([1.0, 5.0])
+    assert len(next(steps)) == 2 and loader.samples == 24
+    steps.close()
 
 
 def test_random_rows_are_the_same_with_any_workers_and_processes():

@@ -13,6 +13,7 @@ from brimful.cli.app import main
 from brimful.data.loader import Loader
 from brimful.data.store import Store
 from brimful.errors import BadData
+from brimful.memory.layout import PADDED
 from brimful.step.stepper import Stepper
 from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
 
@@ -57,7 +58,7 @@ def test_a_stored_row_reads_as_it_was_written(made):
 
 
 PLAN = SimpleNamespace(
-    split=lambda shapes: [list(range(0, 12, 2)), list(range(1, 12, 2))], layout="padded", global_batch=12, host=None
+    split=lambda shapes: [list(range(0, 12, 2)), list(range(1, 12, 2))], row_layout=PADDED, global_batch=12, host=None
 )
 """As much of a plan as a loader needs."""
 

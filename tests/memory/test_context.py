@@ -224,6 +224,20 @@ def test_holding_gradients_leaves_those_that_are_there():
     assert all(torch.equal(p.grad, grad) for p, grad in zip(rig.model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("dtypes", [[torch.float64] * 4, [torch.float32, torch.float64] * 2, [torch.bfloat16] * 4])
+def test_a_factor_on_the_device_scales_as_the_same_number_does(dtypes):
+    scaled = []
+    for factor in (0.3, torch.tensor(0.3, dtype=torch.float64)):
+        step = tagger()
+        torch.manual_seed(1)
+        for param, dtype in zip(step.params, dtypes, strict=True):
+            param.data = param.data.to(dtype)
+            param.grad = torch.randn_like(param)
+        step.scale_gradients(factor)
+        scaled.append([param.grad for param in step.params])
+    assert all(map(torch.equal, *scaled))
+
+
 def test_gradients_can_be_dropped():
     rig = tagger()
     rig.run_micro_batch(Tagger().dummy(), ROWS)

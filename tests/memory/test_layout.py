@@ -2,7 +2,9 @@ import random
 
 import pytest
 
-from brimful.memory.layout import LAYOUTS, PACKED, PADDED, packed_sizes
+from brimful.memory.graphs import signature
+from brimful.memory.layout import LAYOUTS, PACKED, PADDED, FixedSize, PackedLayout, packed_sizes
+from tests.packing.small import Lines, draw_rows
 
 
 def draw_shapes(seed, count=100):
@@ -64,3 +66,40 @@ def test_packed_sequences_have_few_sizes():
 def test_sizes_are_shown_as_a_reader_counts_them():
     assert PADDED.show(16, (20, 56)) == "16 rows of 20+56"
     assert PACKED.show(16, (20, 56)) == "16 rows with 320+896 tokens"
+
+
+# A fixed size, for CUDA graphs
+
+
+def test_micro_batches_of_a_fixed_size_have_the_same_tensors():
+    layout, task = PackedLayout(FixedSize((512,), 20)), Lines()
+    batches = [layout.collate(task, draw_rows(count, seed=count)) for count in (3, 7, 12)]
+    assert len({signature(batch) for batch in batches}) == 1
+
+
+def test_added_rows_and_tiles_change_nothing():
+    task, rows = Lines(), draw_rows(7)
+    model = task.model().double().eval()
+    plain, fixed = (layout.collate(task, rows) for layout in (PACKED, PackedLayout(FixedSize((512,), 20))))
+    sums = [float(task.loss(model, batch).sum) for batch in (plain, fixed)]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-12)
+
+
+def test_rows_beyond_the_fixed_size_have_their_own():
+    layout, task = PackedLayout(FixedSize((64,), 3)), Lines()
+    few, many = draw_rows(3), draw_rows(4)
+    assert layout.fixed.holds([(len(row),) for row in few]) and not layout.fixed.holds([(1,)] * 4)
+    assert signature(layout.collate(task, many)) == signature(PACKED.collate(task, many))
+
+
+def test_a_step_beyond_the_fixed_size_is_split():
+    shapes = [(30,)] * 10
+    cheap = lambda rows, shape, *, whole=False: 0.0  # noqa: E731
+    assert PACKED.split(shapes, cheap, 1.0) == [list(range(10))]
+    groups = PackedLayout(FixedSize((192,), 20)).split(shapes, cheap, 1.0)
+    assert sorted(map(len, groups)) == [5, 5]
+
+
+def test_a_row_beyond_the_fixed_size_comes_alone():
+    groups = PackedLayout(FixedSize((192,), 20)).split([(30,), (500,), (30,)], lambda *_, whole=False: 0.0, 1.0)
+    assert sorted(groups) == [[0, 2], [1]]

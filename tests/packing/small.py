@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
 from brimful.packing import causal
 from brimful.packing.sequence import boundaries
@@ -82,16 +82,18 @@ class Leaky(Lines):
         return super().loss(model, batch)
 
 
-class Capped(Lines):
-    """Gemma 2, whose attention caps its scores and sees a window only."""
+class Sinks(Lines):
+    """GPT-OSS, whose attention has sinks."""
 
-    name = "capped"
+    name = "sinks"
 
     def model(self):
         torch.manual_seed(1)
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
         more = {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
-        return Gemma2ForCausalLM(Gemma2Config(**sizes, **more, use_cache=False))
+        return GptOssForCausalLM(
+            GptOssConfig(**sizes, **more, num_local_experts=2, num_experts_per_tok=1, use_cache=False)
+        )
 
 
 def draw_rows(count, seed=0):

@@ -27,11 +27,17 @@ def on_gpu(lengths, size):
 
 
 @pytest.mark.parametrize(
-    "keys, causal, has_bias, heads, kv_heads, dim",
-    [(None, False, True, 4, 4, 64), (None, True, True, 4, 4, 64), ([64, 3, 20, 9, 200], False, False, 4, 4, 64), (None, True, False, 8, 2, 128)],
-    ids=["encoder", "decoder", "cross", "grouped"],
-)  # fmt: skip
-def test_kernels_compute_attention_and_its_gradients(keys, causal, has_bias, heads, kv_heads, dim):
+    "keys, has_bias, heads, kv_heads, dim, options",
+    [
+        (None, True, 4, 4, 64, {}),
+        (None, True, 4, 4, 64, {"causal": True}),
+        ([64, 3, 20, 9, 200], False, 4, 4, 64, {}),
+        (None, False, 8, 2, 128, {"causal": True}),
+        (None, False, 4, 2, 64, {"causal": True, "window": 50, "softcap": 2.0}),
+    ],
+    ids=["encoder", "decoder", "cross", "grouped", "window and softcap"],
+)
+def test_kernels_compute_attention_and_its_gradients(keys, has_bias, heads, kv_heads, dim, options):
     torch.manual_seed(0)
     size, other = sum(ROWS) + 37, sum(keys or ROWS) + 37
     queries, others = on_gpu(ROWS, size), on_gpu(keys or ROWS, other)
@@ -44,7 +50,7 @@ def test_kernels_compute_attention_and_its_gradients(keys, causal, has_bias, hea
     def run(dtype=None):
         leaves = [one.to(dtype or one.dtype).requires_grad_() for one in inputs]
         bias = leaves[3] if has_bias else None
-        out = attention(*leaves[:3], queries, others, scale=dim**-0.5, causal=causal, bias=bias)
+        out = attention(*leaves[:3], queries, others, scale=dim**-0.5, bias=bias, **options)
         return [out, *torch.autograd.grad((out * weight).sum(), leaves)]
 
     for kernel, reference in zip(run(), run(torch.float64), strict=True):
@@ -76,20 +82,21 @@ def test_the_kernel_computes_the_loss_and_its_gradients(options):
     labels = torch.randint(0, 5003, (1000,), device="cuda")
     labels[::7] = -100
 
-    def run(dtype):
+    def run(dtype, plain=True):
         leaves = [one.to(dtype).requires_grad_() for one in (hidden, weight)]
-        if dtype == torch.bfloat16:
+        if not plain:
             total = linear_cross_entropy(*leaves, labels, chunk=300, **options)
         else:
-            logits = F.linear(*leaves) * options.get("logit_scale", 1.0)
+            logits = F.linear(*leaves).to(torch.promote_types(dtype, torch.float32)) * options.get("logit_scale", 1.0)
             cap = options.get("softcap")
             logits = cap * torch.tanh(logits / cap) if cap else logits
             smoothing = options.get("label_smoothing", 0.0)
             total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
         return [total, *torch.autograd.grad(total, leaves)]
 
-    for kernel, reference in zip(run(torch.bfloat16), run(torch.float64), strict=True):
-        assert distance(kernel, reference) < 1e-2
+    kernel, same_precision, exact = run(torch.bfloat16, plain=False), run(torch.bfloat16), run(torch.float64)
+    for one, other, reference in zip(kernel, same_precision, exact, strict=True):
+        assert distance(one, reference) < 1.2 * distance(other, reference) + 1e-4
 
 
 def test_compiled_blocks_compute_what_plain_ones_do():

@@ -6,6 +6,7 @@ import torch
 
 from brimful.memory.layout import PACKED, PADDED
 from brimful.packing.t5 import compile_blocks
+from brimful.planning.levers import checkpointing
 from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
 
 
@@ -88,6 +89,22 @@ def test_gradient_checkpointing_changes_nothing(task, model):
             part.p = rate
         for part, rate in weights:
             part.dropout = rate
+        model.eval()
+
+
+@pytest.mark.parametrize("layout", [PACKED, PADDED])
+@pytest.mark.parametrize("every", [2, 3])
+def test_some_checkpointed_blocks_repeat_their_dropout(task, model, layout, every):
+    rows = [layout.collate(task, draw_rows(2))]
+    lever = checkpointing(task, model)
+    try:
+        model.train()
+        torch.manual_seed(0)
+        plain = gradients(task, model, rows)
+        torch.manual_seed(0)
+        with lever.set(every):
+            assert_same(gradients(task, model, rows), plain)
+    finally:
         model.eval()
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from brimful.errors import BadOption
-from brimful.planning import micro_batch
 from brimful.planning.levers import checkpointing, compiling
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.planner import find_plan
+from brimful.planning.target import Target, find_target
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
 from tests.packing.small import Lines
@@ -46,7 +48,7 @@ def broken(monkeypatch):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """`auto` packs and compiles."""
-    monkeypatch.setattr(micro_batch, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(Target, "has_kernels", True)
     monkeypatch.setattr(Lines, "precision", "bf16")
 
 
@@ -107,7 +109,8 @@ def test_no_repeated_blocks_says_why():
     assert small_plan(Plain()).choice("compile").reason == reason
     with pytest.raises(BadOption) as refusal:
         small_plan(Plain(), compile="on")
-    assert str(refusal.value) == f'compile="on" is not possible: {reason}. Try: compile="auto".'
+    why = reason.removeprefix("not available: ")
+    assert str(refusal.value) == f'compile="on" is not possible: {why}. Try: compile="auto".'
 
 
 def test_on_a_cpu_nothing_is_compiled_unasked(compiled):
@@ -121,7 +124,7 @@ def test_a_plan_that_compiles_says_what_it_gained_and_a_step_follows_it(compiled
     plan = small_plan(task, compile="on", memory_limit="64MiB", global_batch=8)
     choice = plan.choice("compile")
     assert (choice.requested, choice.effective, plan.levers.compile) == ("on", "on", "on")
-    assert choice.reason.startswith("8 rows in ") and "; compiling took " in choice.reason
+    assert choice.reason.startswith("8 rows in ") and "; took " in choice.reason
     model, notes = task.model(), []
     Stepper(model, task.optimizer(model), task, plan, on_event=lambda event: notes.append(event.sentence))
     assert "blocks are compiled, as planned (over 2 repeated blocks)" in notes
@@ -132,6 +135,26 @@ def test_packed_rows_are_compiled_where_there_are_kernels(as_on_a_gpu, monkeypat
     monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *args, **kwargs: function(*args, **kwargs))
     plan = small_plan(Lines(), memory_limit="64MiB")
     assert (plan.layout, plan.levers.compile, plan.choice("compile").requested) == ("packed", "on", None)
+
+
+@pytest.fixture
+def plan_of_a_run(as_on_a_gpu, monkeypatch):
+    """A function from a number of steps to the plan of such a run. Its compiler changes nothing."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *args, **kwargs: function(*args, **kwargs))
+    options = PlanOptions(memory_limit="64MiB", cache=False, device="cpu")
+    return lambda steps: find_plan(Lines(), options, find_target(options), None, steps=steps)
+
+
+def test_a_short_run_is_not_compiled(plan_of_a_run):
+    choice = plan_of_a_run(1).choice("compile")
+    assert choice.effective == "off"
+    assert choice.reason.startswith("the run takes about ") and choice.reason.endswith(
+        " without it, and compiling 30 s"
+    )
+
+
+def test_a_long_run_is_compiled(plan_of_a_run):
+    assert plan_of_a_run(10**7).levers.compile == "on"
 
 
 def test_a_compiler_that_fails_leaves_the_plan_without_it(broken, as_on_a_gpu):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from brimful.data.reader import StepRows
 from brimful.errors import DoesNotFit
 from brimful.machine.host import tree_bytes
 from brimful.planning import host_memory as host_module
@@ -136,6 +137,16 @@ def test_no_workers_where_none_are_requested_even_if_reading_is_slow(plan):
 def test_pinned_memory_is_not_used_without_a_gpu_even_if_requested_and_says_so(plan):
     choice = host_plan(plan, Data(), step_s=100.0, pin_memory="on").choice("pin_memory")
     assert (choice.requested, choice.effective) == (True, False) and "reads host memory directly" in choice.reason
+
+
+@pytest.mark.parametrize(("requested", "pinned"), [("auto", True), ("off", False)])
+def test_a_small_step_is_pinned_for_a_gpu_unless_that_is_switched_off(plan, monkeypatch, requested, pinned):
+    monkeypatch.setattr(host_module, "_copy_s", lambda rows, device: 1e-6)
+    monkeypatch.setattr(StepRows, "pin_memory", lambda rows: rows)
+    options = replace(OPTIONS, pin_memory=requested)
+    gpu = replace(find_target(options), device=torch.device("cuda"))
+    choice = with_host(plan, Texts(), Data(), gpu, options, lambda phrase: None).choice("pin_memory")
+    assert choice.effective is pinned
 
 
 @pytest.mark.torture

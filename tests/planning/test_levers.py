@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -40,6 +41,67 @@ def test_checkpointing_inside_compilation_leaves_it_on():
             assert model.body[0].forward is not before
         assert model.body[0].forward is before
     assert not any("forward" in vars(block) for block in model.body)
+
+
+class Deep(Tagger):
+    """Five blocks with dropout."""
+
+    name = "deep"
+
+    def model(self):
+        model = super().model()
+        blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.3)) for _ in range(5))
+        model.body = nn.ModuleList(blocks)
+        return model
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_the_gradient_of_some_checkpointed_blocks_is_the_same_to_the_bit(every):
+    task = Deep()
+    model = task.model().double()
+    assert all(map(torch.equal, gradients(task, model, 0), gradients(task, model, every)))
+    assert not any("forward" in vars(block) for block in model.body)
+
+
+@pytest.mark.parametrize(("every", "again"), [(0, 0), (3, 2), (2, 3), (1, 5)])
+def test_every_nth_block_runs_again(every, again):
+    task = Deep()
+    model, calls = task.model(), []
+    for block in model.body:
+        block[0].register_forward_hook(lambda *_: calls.append(1))
+    gradients(task, model, every)
+    assert len(calls) == 5 + again
+
+
+@pytest.mark.parametrize(("every", "again"), [(3, 2), (2, 2), (1, 4)])
+def test_every_nth_block_of_a_hugging_face_model_runs_again(every, again):
+    model, calls = t5(), []
+    for block in (*model.encoder.block, *model.decoder.block):
+        block.layer[0].register_forward_hook(lambda *_: calls.append(1))
+    with checkpointing(Task(), model).set(every):
+        peak(model)
+    assert len(calls) == 4 + again
+    assert not model.is_gradient_checkpointing
+
+
+def test_in_between_settings_need_blocks_that_are_switched_one_by_one():
+    class Hooked(Deep):
+        def checkpointing(self, model, on):
+            return True
+
+    assert checkpointing(Deep(), Deep().model()).settings == ("off", "every-3", "every-2", "on")
+    assert checkpointing(Tagger(), Tagger().model()).settings == ("off", "on")
+    assert checkpointing(Hooked(), Hooked().model()).settings == ("off", "on")
+    assert checkpointing(Task(), t5()).settings == ("off", "every-3", "every-2", "on")
+
+
+def test_a_step_follows_a_plan_with_every_second_block():
+    task, notes = Deep(), []
+    plan = small_plan(task, memory_limit="64MiB", global_batch=4, checkpointing="every-2")
+    model = task.model()
+    Stepper(model, task.optimizer(model), task, plan, on_event=lambda event: notes.append(event.sentence))
+    assert ["forward" in vars(block) for block in model.body] == [True, False, True, False, True]
+    assert "gradient checkpointing is every-2, as planned (over 5 repeated blocks)" in notes
 
 
 def test_repeated_blocks_of_a_module_list_are_found():

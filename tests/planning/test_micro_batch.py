@@ -69,6 +69,103 @@ def test_checkpointing_fits_more_rows():
     assert on.largest_micro_batch > off.largest_micro_batch
 
 
+class Deep(Tagger):
+    """Twelve blocks, whose activations are most of the memory."""
+
+    name = "deep"
+
+    def model(self):
+        model = super().model()
+        model.body = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.GELU()) for _ in range(12))
+        return model
+
+
+def test_fewer_checkpointed_blocks_fit_fewer_rows():
+    settings = "off", "every-3", "every-2", "on"
+    plans = [small_plan(Deep(), checkpointing=value, global_batch=500, memory_limit="8MiB") for value in settings]
+    largest = [plan.largest_micro_batch for plan in plans]
+    assert largest == sorted(set(largest))
+    assert [plan.levers.checkpointing for plan in plans] == list(settings)
+    assert all(plan.choice("checkpointing").basis == "asked" for plan in plans)
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """Rows/s by setting of checkpointing, which the number of wrapped blocks of `Deep` tells."""
+
+    def use(**rates):
+        def fastest(step_rows, largest, seconds, *_, **__):
+            blocks = seconds.__self__.prober.context.model.body
+            wrapped = sum("forward" in vars(block) for block in blocks)
+            rate = rates[{0: "off", 4: "every_3", 6: "every_2", 12: "on"}[wrapped]]
+            timing = Timing(largest, -(-step_rows // largest), rate, 0.1)
+            return Speed(timing, (timing,))
+
+        monkeypatch.setattr("brimful.planning.micro_batch.find_fastest", fastest)
+
+    return use
+
+
+def limit_for(share):
+    """The limit whose budget fits this share of a step of 16 rows of `Deep` without checkpointing."""
+    return round(share * small_plan(Deep(), global_batch=16, memory_limit="64MiB").measured_peak_bytes / 0.85)
+
+
+def test_the_fewest_blocks_that_save_a_micro_batch_are_tried(speeds):
+    speeds(off=100.0, every_3=150.0, on=120.0)
+    plan = small_plan(Deep(), global_batch=16, memory_limit=limit_for(0.9))
+    assert (plan.levers.checkpointing, plan.accumulation) == ("every-3", 1)
+    choice = plan.choice("checkpointing")
+    assert choice.reason.startswith("120 rows/s with it at 16 rows, 150 rows/s with every-3 at 16 rows, 100 without")
+    assert (choice.requested, choice.basis) == (None, "measured")
+
+
+def test_more_blocks_are_taken_where_a_third_of_them_is_not_enough(speeds):
+    speeds(off=100.0, every_2=150.0, on=120.0)
+    plan = small_plan(Deep(), global_batch=16, memory_limit=limit_for(0.8))
+    assert {str(one.setting) for one in plan.tried} == {
+        "padded fp32", "padded fp32 checkpointed", "padded fp32 checkpointed every-2",
+    }  # fmt: skip
+
+
+def test_fewer_blocks_that_are_slower_are_not_chosen(speeds):
+    speeds(off=100.0, every_3=90.0, on=80.0)
+    plan = small_plan(Deep(), global_batch=16, memory_limit=limit_for(0.9))
+    assert plan.levers.checkpointing == "off"
+    assert plan.choice("checkpointing").reason.endswith("90 rows/s with every-3 at 16 rows, 100 without")
+
+
+def test_a_micro_batch_that_needs_checkpointing_has_it_on_as_few_blocks_as_it_needs(speeds):
+    speeds(off=100.0, every_2=90.0, on=70.0)
+    plan = small_plan(Deep(), global_batch=16, micro_batch=16, memory_limit=limit_for(0.8))
+    assert plan.levers.checkpointing == "every-2"
+    assert plan.choice("checkpointing").reason.startswith("without it at most ")
+
+
+def test_a_deterministic_plan_checkpoints_all_blocks_or_none():
+    plan = small_plan(Deep(), global_batch=16, micro_batch=16, memory_limit=limit_for(0.8), deterministic=True)
+    assert plan.levers.checkpointing == "on"
+
+
+def test_too_few_blocks_to_leave_some_out_are_refused():
+    with pytest.raises(BadOption, match='checkpointing="every-2" is not possible: the model has only 2 blocks. Try: '):
+        small_plan(checkpointing="every-2")
+
+
+def test_a_hook_of_the_task_switches_all_blocks():
+    class Hooked(Tagger):
+        def checkpointing(self, model, on):
+            return True
+
+    with pytest.raises(BadOption, match="it is switched by the task's own hook, for all blocks or none. Try: "):
+        small_plan(Hooked(), checkpointing="every-3")
+
+
+def test_a_table_has_every_setting_of_checkpointing():
+    plan = small_plan(Deep(), global_batch=16, memory_limit="64MiB", table=True, plan_seconds=1000)
+    assert {one.setting.checkpointing for one in plan.tried} == {"off", "every-3", "every-2", "on"}
+
+
 def test_checkpointing_that_was_never_run_is_not_called_measured():
     choice = small_plan(memory_limit="64MiB").choice("checkpointing")
     assert (choice.reason, choice.basis) == ("the whole step fits without it", "predicted")

@@ -1,15 +1,17 @@
 """Plans of packed rows: what they say, how well they predict, and which models are refused or trained padded."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from brimful.errors import BadOption
-from brimful.planning import micro_batch
+from brimful.planning.choices import _too_long
 from brimful.planning.plan import Plan
+from brimful.planning.target import Target
 from brimful.task import Task
 from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
-from tests.packing.small import Capped, Leaky, Lines, PaddedLines, draw_rows
+from tests.packing.small import Leaky, Lines, PaddedLines, Sinks, draw_rows
 from tests.planning.small import small_plan
 
 ROWS = draw_rows(100)
@@ -23,7 +25,7 @@ def packed():
 @pytest.fixture
 def with_kernels(monkeypatch):
     """As on a GPU that has kernels for packed rows, which need bf16."""
-    monkeypatch.setattr(micro_batch, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(Target, "has_kernels", True)
     monkeypatch.setattr(Lines, "precision", "bf16")
 
 
@@ -137,7 +139,7 @@ def test_padded_stays_padded(with_kernels):
 REFUSED = {
     "the task has no pack()": PaddedLines,
     "packed rows see each other: 8 of them and the same rows alone differ by": Leaky,
-    "Gemma2Attention cannot attend to packed rows: it uses sliding_window and softcap": Capped,
+    "GptOssAttention cannot attend to packed rows: it uses s_aux": Sinks,
 }
 
 
@@ -193,3 +195,13 @@ def test_few_rows_are_compared_once_each(with_kernels, count):
     rows = draw_rows(count, seed=4)
     reason = small_plan(Lines(), data=rows, workers=0, compile="off").choice("layout").reason
     assert reason.startswith(f"loss and gradient of {count} row{'s' * (count > 1)} are the same")
+
+
+@pytest.mark.parametrize("limit, warned", [(100, True), (200, False)])
+def test_a_longest_row_that_does_not_fit_alone_is_a_warning(packed, limit, warned):
+    model = SimpleNamespace(peak_bytes=lambda rows, shape: 150)
+    trial = SimpleNamespace(setting=packed.tried[0].setting, survey=SimpleNamespace(model=model))
+    search = SimpleNamespace(longest=(900,), target=SimpleNamespace(limit_bytes=limit))
+    warning = _too_long(search, trial)
+    expected = "the longest row (900) needs about 150 B alone, more than the limit of 100 B: a run stops there unless"
+    assert warning.startswith(expected) if warned else warning == ""

@@ -19,7 +19,12 @@ from brimful.planning.plan_options import PlanOptions
         ({"fill": "high"}, "fill='high'"),
         ({"memory_limit": "lots"}, "memory_limit='lots' must be a positive size"),
         ({"host_limit": "0GiB"}, "host_limit='0GiB'"),
-        ({"checkpointing": "maybe"}, "checkpointing='maybe' must be one of auto, on, off"),
+        ({"weights": "fp8"}, "weights='fp8' must be one of fp32, bf16"),
+        (
+            {"weights": "bf16", "precision": "fp32"},
+            "weights='bf16' cannot be combined with precision='fp32'. Try: precision='bf16'",
+        ),
+        ({"checkpointing": "maybe"}, "checkpointing='maybe' must be one of auto, off, every-3, every-2, on"),
         ({"precision": "int4"}, "precision='int4'"),
         ({"lengths": (0, 5)}, "lengths=(0, 5)"),
         ({"lengths": 32}, "lengths=32 must be a tuple"),

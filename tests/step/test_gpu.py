@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -168,3 +169,23 @@ def test_new_shapes_cost_no_host_memory():
         stepper.step(task.dummy(8, shape))
     assert process_bytes(os.getpid()) - before < 30 * MiB
     assert any("cuDNN" in event.sentence for event in stepper.events)
+
+
+@pytest.mark.parametrize("count", [len, lambda batch: (batch[:, 0] > -1e9).sum()], ids=["on the host", "on the card"])
+def test_a_step_waits_for_the_card_once(count):
+    model = nn.Linear(8, 1).to(CARD)
+
+    def loss(model, batch):
+        return Loss(model(batch).square().sum(), count(batch), log={"mean": batch.mean()})
+
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch=4, clip_norm=1.0)
+    rows = torch.randn(12, 8)
+    stepper.step(rows)  # also compares a few rows with their halves
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            stepper.step(rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([one for one in seen if "synchroniz" in str(one.message)]) == 1

@@ -24,7 +24,9 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 @pytest.fixture(scope="module")
 def plan():
-    return make_plan(Lines(torch.float64), layout="packed", memory_limit=LIMIT, device="cpu", cache=False)
+    """Of the whole step: what is timed decides nothing."""
+    task = Lines(torch.float64)
+    return make_plan(task, layout="packed", memory_limit=LIMIT, device="cpu", cache=False, deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,31 @@ def test_a_loader_splits_by_tokens_and_the_step_is_the_same(plan, workers):
         assert stepper.step(step).micro_batches == len(step.groups) > 1
         taken.append([rows[index] for index in step.indices])
     assert distance(plain_loop(Lines(torch.float64), taken, ADAMW), stepper.model) < 1e-10
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_packs_so_the_step_need_not(plan, workers, monkeypatch):
+    small = replace(plan, micro_batch=3, accumulation=8)
+    stepper = stepper_of(small)
+    loader = Loader(draw_rows(48, seed=0), Lines(), small, workers=workers)
+    steps = iter(loader)
+    stepper.step(next(steps))
+    rows = next(steps)
+    monkeypatch.setattr(Lines, "pack", lambda *_: pytest.fail("packed in the step"))
+    assert stepper.step(rows).applied
+    steps.close()
+
+
+def test_micro_batches_of_the_loader_that_are_split_further_are_packed_again(plan):
+    rows = draw_rows(24, seed=0)
+    small = replace(plan, micro_batch=3, accumulation=8)
+    stepper = stepper_of(small, micro_batch=2)
+    steps = iter(Loader(rows, Lines(), small))
+    step = next(steps)
+    assert stepper.step(step).micro_batches == sum(-(-len(group) // 2) for group in step.groups)
+    steps.close()
+    taken = [rows[index] for index in step.indices]
+    assert distance(plain_loop(Lines(torch.float64), [taken], ADAMW), stepper.model) < 1e-10
 
 
 def test_a_batch_is_refused_in_one_message(plan):

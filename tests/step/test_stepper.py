@@ -515,6 +515,8 @@ def linear(loss, **options):
         (lambda x: Loss(x.sum().detach(), len(x)), r"depends on trainable weights"),
         (lambda x: Loss(x.sum() * 0, 0), r"counted 0 over the whole step"),
         (lambda x: Loss(x.sum(), float("nan")), r"counted nan over the whole step"),
+        (lambda x: Loss(x.sum() * 0, torch.tensor(0)), r"counted 0 over the whole step"),
+        (lambda x: Loss(x.sum(), torch.tensor(float("nan"))), r"counted nan over the whole step"),
         (lambda x: {"a": Loss(x.sum(), 1), "b": Loss(x.sum(), 1)}, r"several terms \(a, b\).*define counts\(batch\)"),
     ],
 )
@@ -1058,3 +1060,80 @@ def test_an_oom_while_buffers_are_copied_is_survived(monkeypatch):
             torch.Tensor, "clone", lambda tensor, **kw: out_of_memory() if tensor.ndim == 1 else clone(tensor, **kw)
         )
         assert stepper.step(STEPS[0]).applied
+
+
+# One wait for the device.
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Every time a tensor's value is asked for: on a GPU a wait."""
+    seen = []
+    for name in ("tolist", "item", "__float__", "__bool__", "__int__"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, real=real, name=name: [seen.append(name), real(self)][1])
+    return seen
+
+
+@pytest.mark.parametrize("count", [len, lambda batch: torch.tensor(len(batch))], ids=["number", "tensor"])
+@pytest.mark.parametrize("rows", [8, 3])
+def test_a_step_reads_from_the_device_once(reads, count, rows):
+    def loss(model, batch):
+        return Loss(model(batch).square().sum(), count(batch), log={"mean": batch.mean()})
+
+    model = nn.Linear(4, 1)
+    stepper = Stepper(model, SGD(model.parameters()), loss, micro_batch=rows, clip_norm=1.0)
+    stepper.step(torch.randn(8, 4))  # also compares a few rows with their halves
+    reads.clear()
+    stepper.step(torch.randn(8, 4))
+    assert reads == ["tolist"]
+
+
+def test_a_count_on_the_device_gives_the_weights_of_a_count_on_the_host():
+    weights = []
+    for count in (float, torch.tensor):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+
+        def loss(model, batch, count=count):
+            return Loss(model(batch).square().sum(), count((batch[:, 0] > 0).sum().item()))
+
+        stepper = Stepper(model, SGD(model.parameters()), loss, micro_batch=4)
+        for rows in torch.randn(5, 8, 4):
+            stepper.step(rows)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_a_step_that_counted_nothing_leaves_the_scaler_ready_for_the_next():
+    model = nn.Linear(4, 1)
+    stepper = Stepper(
+        model,
+        SGD(model.parameters()),
+        lambda model, batch: Loss(model(batch).sum(), (batch[:, 0] > 0).sum()),
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0),
+    )
+    with pytest.raises(TaskError, match="counted 0 over the whole step"):
+        stepper.step(torch.full((3, 4), -1.0))
+    assert stepper.step(torch.ones(3, 4)).applied
+
+
+def test_meanwhile_runs_once_when_the_gradients_are_made_and_nothing_is_read(reads):
+    model, stepper = linear(lambda model, batch: Loss(model(batch).square().sum(), len(batch)))
+    stepper.step(torch.randn(3, 4))
+    before, seen = model.weight.detach().clone(), []
+    reads.clear()
+    stepper.step(torch.randn(3, 4), lambda: seen.append((list(reads), model.weight.grad is not None)))
+    assert seen == [([], True)] and not torch.equal(before, model.weight)
+
+
+def test_what_meanwhile_raises_changes_no_weight():
+    model, stepper = linear(lambda model, batch: Loss(model(batch).square().sum(), len(batch)))
+    before = model.weight.detach().clone()
+
+    def fails():
+        raise KeyError("rows")
+
+    with pytest.raises(KeyError):
+        stepper.step(torch.randn(3, 4), fails)
+    assert torch.equal(before, model.weight) and model.weight.grad is None

@@ -11,7 +11,7 @@ from torch import nn
 
 from brimful.errors import MissingExtra
 from brimful.task import Task
-from brimful.training.optimizer import NamedOptimizer, Schedule, optimizer_name, with_optimizer
+from brimful.training.optimizer import NamedOptimizer, Schedule, optimizer_choice, with_optimizer
 from brimful.training.options import TrainOptions
 
 
@@ -159,7 +159,8 @@ def test_a_tasks_own_optimizer_is_kept_unless_another_is_named():
     assert type(with_optimizer(Own(), TrainOptions()).optimizer(net())) is torch.optim.SGD
     named = with_optimizer(Own(), TrainOptions(optimizer="adamw"))
     assert type(named.optimizer(net())) is torch.optim.AdamW
-    assert (optimizer_name(named), optimizer_name(Own())) == ("adamw at 0.0001", "the task's")
+    shown = [optimizer_choice(task, TrainOptions()).effective for task in (named, Own())]
+    assert shown == ["adamw at 0.0001", "the task's"]
 
 
 CURVES = ("constant", "linear", "cosine", "wsd")

@@ -282,6 +282,8 @@ def test_options_given_now_win_over_those_of_the_run():
 def test_the_seed_and_the_tasks_own_options_cannot_change():
     with pytest.raises(BadOption, match=r"cannot change seed=5 \(it was 0\)"):
         merge(before(), {"seed": 5}, {})
+    with pytest.raises(BadOption, match=r"weights=bf16 \(it was not given\)"):
+        merge(before(), {"weights": "bf16"}, {})
     with pytest.raises(BadOption, match=r"cannot change depth=4 \(it was 3\)"):
         merge(before(task_options={"depth": 3}), {}, {"depth": 4})
     with pytest.raises(BadOption, match=r"cannot change depth=4 \(it was not given\)"):

@@ -10,11 +10,11 @@ from typing import ClassVar, get_type_hints
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import brimful
-from brimful.errors import BadOption, BadRun, TaskError
+from brimful.errors import BadCheckpoint, BadOption, BadRun, TaskError
 from brimful.planning.plan import Plan
 from brimful.planning.plan_options import PlanOptions
 from brimful.training import metrics
@@ -126,6 +126,44 @@ def test_a_resumed_run_needs_the_tasks_own_options(tmp_path):
     with pytest.raises(BadOption, match="task options"):
         train(tmp_path / "run", Regression(), max_steps=2, resume=True)
     assert train(tmp_path / "run", task, max_steps=2, resume=True).step == 2
+
+
+def saved_weights(run):
+    return load_file(run / "model" / "model.safetensors")
+
+
+def test_bf16_weights_are_saved_as_such(tmp_path):
+    train(tmp_path / "run", weights="bf16")
+    assert {tensor.dtype for tensor in saved_weights(tmp_path / "run").values()} == {torch.bfloat16}
+    assert Plan.load(tmp_path / "run" / "plan.json").levers.weights == "bf16"
+
+
+def test_bf16_weights_resume_to_the_bit(tmp_path):
+    options = {"weights": "bf16", "schedule": "constant", "warmup": 0}
+    train(tmp_path / "whole", max_steps=6, **options)
+    train(tmp_path / "run", max_steps=3, **options)
+    train(tmp_path / "run", max_steps=6, resume=True, **options)
+    whole, resumed = (saved_weights(tmp_path / name) for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("began", "now"), [("bf16", None), (None, "bf16")])
+def test_a_resumed_run_keeps_the_dtype_of_its_weights(tmp_path, began, now):
+    train(tmp_path / "run", weights=began)
+    with pytest.raises(BadCheckpoint, match="Try: the weights= that the run began with, or a new run"):
+        train(tmp_path / "run", weights=now, max_steps=6, resume=True)
+
+
+def test_a_plan_from_a_file_brings_its_weights(tmp_path):
+    train(tmp_path / "first", weights="bf16")
+    train(tmp_path / "run", plan=tmp_path / "first" / "plan.json", micro_batch="auto")
+    assert {tensor.dtype for tensor in saved_weights(tmp_path / "run").values()} == {torch.bfloat16}
+
+
+def test_a_plan_for_other_weights_is_refused(tmp_path):
+    train(tmp_path / "first")
+    with pytest.raises(BadRun, match="has unconverted weights, not bf16. Try: a new plan"):
+        train(tmp_path / "run", plan=tmp_path / "first" / "plan.json", micro_batch="auto", weights="bf16")
 
 
 def test_one_call_begins_a_run_and_resumes_it(tmp_path):
@@ -424,6 +462,49 @@ def test_a_loss_that_fails_in_the_middle_of_a_run_is_one_message(tmp_path):
     with pytest.raises(TaskError, match=r"loss\(\) failed at .*test_session.py:\d+: RuntimeError: late\."):
         train(tmp_path, Late(), hooks=[Count()])
     assert len(done) == 1
+
+
+class Reads(Rows):
+    """Counts the rows that were read."""
+
+    count = 0
+
+    def __getitem__(self, index):
+        self.count += 1
+        return super().__getitem__(index)
+
+
+def test_the_next_rows_are_read_within_a_step_and_do_not_count_as_trained_on(tmp_path):
+    rows, seen = Reads(), []
+
+    class Look(brimful.Hook):
+        def before(self, loop):
+            rows.count = 0  # without what was read to plan
+
+        def after_step(self, loop, result):
+            seen.append((rows.count // result.rows, loop.loader.samples // result.rows))
+
+    train(tmp_path, data=rows, hooks=[Look()], workers=0)
+    assert seen == [(2, 1), (3, 2), (3, 3)], "steps read and steps trained on; after the last nothing is read"
+
+
+def test_rows_that_cannot_be_read_ahead_end_the_run_after_the_step_that_was_running(tmp_path):
+    done = []
+
+    class Breaks(Reads):
+        def __getitem__(self, index):
+            if done:
+                raise KeyError("x")
+            return super().__getitem__(index)
+
+    class Look(brimful.Hook):
+        def after_step(self, loop, result):
+            done.append(loop.step)
+
+    with pytest.raises(TaskError, match=r"row \d+ of the dataset cannot be read"):
+        train(tmp_path, data=Breaks(), hooks=[Look()], workers=0)
+    newest = max((tmp_path / "checkpoints").glob("step-*"))
+    assert done == [1, 2] and newest.name == "step-00000002"
 
 
 def test_resuming_a_finished_run_says_that_it_is_finished(tmp_path):

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +14,18 @@ from brimful.cli.output import naming_files, prefer_growing_segments, progress, 
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
 from brimful.tasks.option_fields import OptionField, option_fields
+from brimful.training.options import TrainOptions
 from brimful.training.run import pick
+
+STATE = ("optimizer", "lr", "weight_decay", "ema")
+"""Options of training that decide what the optimizer keeps; all but the first come from a config file."""
 
 
 def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]:
     """The command, with flags for the options of one task."""
+    optimizer = [one for one in option_fields(TrainOptions) if one.name == "optimizer"]  # its state takes memory
     flags_type = make_flags(
-        {"Memory and speed": option_fields(PlanOptions), TASK_TITLE: task_fields}, types={"lengths": str}
+        {"Memory and speed": [*option_fields(PlanOptions), *optimizer], TASK_TITLE: task_fields}, types={"lengths": str}
     )
 
     def plan(
@@ -53,19 +59,22 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         options = collect("plan", flags, config=config, task=lambda: task)
         with naming_files(options.origins, options.values):
             PlanOptions(**pick(options.generic, PlanOptions))  # mistakes come before the task's own imports
+            train_options = TrainOptions(**{name: options.generic[name] for name in STATE if name in options.generic})
             check_request_options(task, options.task, None)
         prefer_growing_segments()
         from brimful.planning.planner import plan as make_plan
         from brimful.report.tables import plan_table
         from brimful.tasks.load import load_task
+        from brimful.training.optimizer import optimizer_choice, with_optimizer
 
         with (
             redirect_stdout(sys.stderr),
             naming_files(options.origins, options.values),
         ):  # a task's prints are no result
-            loaded = load_task(task, options.task)
+            loaded = with_optimizer(load_task(task, options.task), train_options)
             with progress(f"plan {loaded.name}") as update:
                 result = make_plan(loaded, data=data, progress=update, **pick(options.generic, PlanOptions))
+        result = replace(result, choices=(*result.choices, optimizer_choice(loaded, train_options)))
         show(plan_table(result), result.to_json(), as_json=json)
 
     return plan

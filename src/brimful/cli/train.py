@@ -35,7 +35,7 @@ from brimful.training.run import (
 )
 
 PLANNED = (
-    "micro_batch", "checkpointing", "precision", "cudnn_attention", "fill", "lengths", "workers", "prefetch", "pin_memory",
+    "micro_batch", "layout", "compile", "checkpointing", "precision", "weights", "cuda_graphs", "cudnn_attention", "fill", "lengths", "workers", "prefetch", "pin_memory",
     "allow_inexact", "plan_seconds", "table",
 )  # fmt: skip
 """Options that a plan has decided."""

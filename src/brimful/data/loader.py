@@ -32,7 +32,7 @@ from brimful.data.reader import PackedStep, ReadError, StepReader, StepRows, Wor
 from brimful.errors import BadOption, StoppedWaiting, TaskError, in_one_line
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host, Space, tree_bytes
-from brimful.memory.layout import LAYOUTS, PADDED
+from brimful.memory.layout import PADDED
 from brimful.memory.meter import trim_heap
 from brimful.memory.snapshot import RandomState
 from brimful.task import Task
@@ -146,11 +146,15 @@ class Loader:
         )  # fmt: skip
         self._reader = StepReader(
             dataset, task, plan.split if plan else None, lengths, step_rows=global_batch, seed=seed,
-            layout=LAYOUTS[plan.layout] if plan else PADDED,
+            layout=plan.row_layout if plan else PADDED,
         )  # fmt: skip
         self._limit_bytes = _first(host_limit_bytes, host.limit_bytes if host else None)
         self._note, self._samples, self._changed = note or _log, 0, False
         self._iterator: Any = None
+        self._reading: Iterator[StepRows] = iter(())
+        """Reads steps, from the position at which the iteration began or something changed."""
+        self._ahead: StepRows | Exception | None = None
+        """The next step, or what was raised instead of it."""
         self._lost_at: int | None = None
         self._waiting_since: float | None = None
         self._stall_noted = False
@@ -207,20 +211,42 @@ class Loader:
             stopped = False
             try:
                 while True:
-                    self._changed, self._waiting_since = False, time.monotonic()
-                    for rows in self._steps():
-                        self._samples, self._waiting_since = rows.start + rows.step_rows, None
+                    self._changed, self._ahead, self._reading = False, None, self._steps()
+                    while not self._changed and (rows := self._next()) is not None:
+                        self._samples = rows.start + rows.step_rows
                         yield rows
-                        self._waiting_since = time.monotonic()
-                        if self._changed:
-                            break
             except StoppedWaiting:
                 stopped = True  # a stuck worker takes seconds to end, and the training has something to save first
                 raise
             finally:
-                self._waiting_since = None
+                self._ahead, self._reading = None, iter(())
                 if not stopped:
                     self.close()
+
+    def read_ahead(self) -> None:
+        """Read the next step now, so that `next` returns it at once: for the time in which a training waits for its device.
+
+        The position stays where it is, and an error is raised by `next`.
+        """
+        if self._ahead is None and not self._changed:
+            try:
+                self._ahead = self._next()
+            except Exception as error:
+                self._ahead = error
+            except StoppedWaiting:
+                self._changed = True  # the step may just have come, and would be missing
+                raise
+
+    def _next(self) -> StepRows | None:
+        """The next step; None if there is no more to read from here."""
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        self._waiting_since = time.monotonic()
+        try:
+            return next(self._reading, None) if ahead is None else ahead
+        finally:
+            self._waiting_since = None
 
     def close(self) -> None:
         """End the workers. torch waits 5 s for each that is still reading; what these read is not needed any more."""

@@ -52,15 +52,23 @@ class StepRows:
     parts: list[Any]
     """By group, the collated batch; the list of its rows where a batch could not be sliced."""
     collated: bool
+    packed: list[Any] | None = None
+    """By group, its rows in one packed batch, which cannot be sliced: `parts` still has them as rows."""
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def batches(self) -> list[Any]:
+        """What goes to the device, if no group is split further."""
+        return self.parts if self.packed is None else self.packed
 
     def pin_memory(self) -> "StepRows":
         """The same in page-locked memory, which a GPU copies from while it computes. torch's pinning thread calls it."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return replace(self, parts=[pin_memory(part) for part in self.parts])
+        batches = [pin_memory(batch) for batch in self.batches]
+        return replace(self, parts=batches) if self.packed is None else replace(self, packed=batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +213,16 @@ class StepReader:
             return ReadError(message, traceback.format_exc(), is_exhausted(error))
 
     def collate(self, rows: StepRows) -> StepRows:
-        """As batches if those can be sliced later, else as lists of rows. Without a plan to split by, the step decides."""
-        if self._sliceable is False or self._split is None or self._layout is not PADDED:
+        """As batches if those can be sliced later, else as lists of rows. Without a plan to split by, the step decides.
+
+        Packed batches come beside the rows, so that nothing but a step short of memory packs again.
+        """
+        if self._sliceable is False or self._split is None:
             return rows
         seed_all(self._seed, rows.start)  # for a collate that masks at random
-        batches = [self.task.collate(part) for part in rows.parts]
+        batches = [self._layout.collate(self.task, part) for part in rows.parts]
+        if self._layout is not PADDED:
+            return replace(rows, packed=batches)
         if self._sliceable is None and batches:
             self._sliceable = _has_rows(batches[0], len(rows.parts[0]))
         return replace(rows, parts=batches, collated=True) if self._sliceable else rows

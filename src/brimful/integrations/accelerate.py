@@ -126,10 +126,10 @@ class AcceleratedStepper(Stepper):
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
-    def step(self, rows: Any) -> StepResult:
+    def step(self, rows: Any, meanwhile: Callable[[], object] | None = None) -> StepResult:
         """One optimizer step over this process's batch, together with the other processes."""
         self._refuse_accumulation()
-        return self._step(rows)
+        return self._step(rows, meanwhile)
 
     def backward(self, rows: Any) -> StepResult:
         """The exact gradients alone, for loops that clip and step themselves. Replaces `accelerator.backward`."""
@@ -151,8 +151,8 @@ class AcceleratedStepper(Stepper):
         if batches:
             yield self._step(self._join(batches))
 
-    def _step(self, rows: Any) -> StepResult:
-        result = super().step(rows)
+    def _step(self, rows: Any, meanwhile: Callable[[], object] | None = None) -> StepResult:
+        result = super().step(rows, meanwhile)
         self._prepared_optimizer._is_overflow = not result.applied  # the prepared scheduler looks at it before it moves
         return result
 

@@ -6,6 +6,7 @@ meter     the peak of each phase, from the device's allocator or from the ledger
 model     peak bytes as a function of rows and lengths, fitted to such readings
 split     divides the rows of a step so that each micro-batch fits, and deals rows to ranks
 layout    rows padded side by side or packed end to end
+graphs    the launches of a micro-batch, recorded once and replayed
 oom       recognises out-of-memory errors and cleans up after them
 forward   evaluation and generation in batches that fit
 snapshot  weights, buffers, optimizer state and random state, restored bit for bit

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import TaskError
+from brimful.memory.graphs import Graphs
 from brimful.memory.layout import PADDED, Layout
 from brimful.task import Loss, Task, loss_terms, map_tensors
 
@@ -64,6 +65,8 @@ class StepContext:
     """False keeps attention off cuDNN's kernels, forward and backward: see `forward_context`."""
     scaler: "torch.amp.GradScaler | None" = None
     """Created here for fp16 unless one is passed."""
+    graphs: Graphs | None = None
+    """Replays micro-batches of one size instead of launching them."""
     phase: Phase = field(init=False, default=Phase.IDLE)
     """What the step is doing now. It stays when an error is raised, so it tells where memory ran out."""
     params: list[nn.Parameter] = field(init=False)
@@ -113,6 +116,15 @@ class StepContext:
 
         The sum of each term is divided by `divisor` first: any number, an estimate of the count, or each term's count.
         """
+        if self.graphs is not None and mark is None and self.scaler is None:
+            self.phase = Phase.FORWARD
+            return self.graphs.run(self, batch, divisor, lambda: self.forward_backward(batch, divisor))
+        return self.forward_backward(batch, divisor, mark, prefix)
+
+    def forward_backward(
+        self, batch: Any, divisor: "Divisor | torch.Tensor", mark: Mark | None = None, prefix: str = ""
+    ) -> dict[str, Loss]:
+        """As `run_micro_batch`, without a graph."""
         if mark:
             mark(f"{prefix}forward")
         self.phase = Phase.TO_DEVICE
@@ -140,10 +152,23 @@ class StepContext:
         self.apply()
         self.drop_gradients()
 
-    def scale_gradients(self, scale: float) -> None:
+    def scale_gradients(self, scale: torch.Tensor | float) -> None:
+        """In place. A factor on the device stays there, so that nothing waits for it.
+
+        Half precision is the exception: the factor would be rounded to it, and be off by up to 0.4 %.
+        """
         self._with_gradient = [param for param in self.params if param.grad is not None]
-        if self._with_gradient and scale != 1.0:
-            torch._foreach_mul_([param.grad for param in self._with_gradient if param.grad is not None], scale)
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for param in self._with_gradient:
+            assert param.grad is not None
+            groups.setdefault((param.grad.device, param.grad.dtype), []).append(param.grad)
+        if any(dtype.itemsize < 4 for _, dtype in groups):
+            scale = float(scale)
+        for (device, dtype), gradients in groups.items():
+            if isinstance(scale, torch.Tensor):
+                torch._foreach_mul_(gradients, scale.to(device, dtype))
+            elif scale != 1.0:
+                torch._foreach_mul_(gradients, scale)
 
     def apply(self) -> None:
         """The optimizer's step, through the scaler if there is one."""
@@ -190,9 +215,18 @@ class CountEstimate:
                 self._value = factor * float(count) if count > 0 else float(self._rows)
         return self._value
 
-    def read(self) -> float:
-        """Waits for the device."""
-        return 1.0 if self._value is None else float(self._value)
+    def before_forward(self, batch: Any) -> torch.Tensor | float:
+        """The estimate where it cannot wait for the loss: from the batch's own `count`, else the rows."""
+        if self._value is None:
+            count = batch.get("count") if isinstance(batch, Mapping) else None
+            known = float(count) if isinstance(count, torch.Tensor) and count.device.type == "cpu" else 0.0
+            self._value = self._rows / self._first_rows * known if known > 0 else float(self._rows)
+        return self._value
+
+    @property
+    def value(self) -> torch.Tensor | float:
+        """1 if nothing was divided."""
+        return 1.0 if self._value is None else self._value
 
 
 Divisor = float | CountEstimate | Mapping[str, float]
@@ -246,7 +280,7 @@ def split_batch(batch: Any, at: int) -> tuple[Any, Any]:
     return map_tensors(batch, lambda t: t[:at] if t.ndim else t), map_tensors(batch, lambda t: t[at:] if t.ndim else t)
 
 
-def _scaled_sum(task: Task, terms: Mapping[str, Loss], divisor: Divisor) -> torch.Tensor:
+def _scaled_sum(task: Task, terms: Mapping[str, Loss], divisor: Divisor | torch.Tensor) -> torch.Tensor:
     if isinstance(divisor, Mapping) and set(divisor) != set(terms):
         raise TaskError(
             f"task {task.name}: loss() has the terms {sorted(terms)} and counts() has {sorted(divisor)}. "

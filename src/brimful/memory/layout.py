@@ -13,11 +13,14 @@ Packing needs a task that defines `Task.pack` and a model that keeps rows apart,
 """
 
 import heapq
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from brimful.memory.split import Cost, padded_shape, split_by_memory
+from brimful.packing.sequence import Boundaries
 from brimful.task import Shape, Task
 from brimful.units import show_rows
 
@@ -53,6 +56,10 @@ class Layout(ABC):
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
         """A batch of `rows` rows of this shape, for probing."""
 
+    def example(self, task: Task, rows: int, shape: Shape) -> Any:
+        """A batch with the tensors of a usual one: `dummy`, of fewer rows if these do not fit a fixed size."""
+        return self.dummy(task, rows, shape)
+
     @abstractmethod
     def show(self, rows: int, shape: Shape) -> str:
         """The size of a micro-batch, for messages."""
@@ -82,10 +89,27 @@ class PaddedLayout(Layout):
         return show_rows(rows) + (f" of {'+'.join(map(str, shape))}" if shape else "")
 
 
+@dataclass(frozen=True)
+class FixedSize:
+    """A size that packed micro-batches are filled up to, so that all have the same tensors (`graphs.py`)."""
+
+    tokens: Shape
+    rows: int
+    """At most."""
+
+    def holds(self, shapes: Sequence[Shape]) -> bool:
+        totals = (sum(lengths) for lengths in zip(*shapes, strict=True))
+        return len(shapes) <= self.rows and all(map(int.__le__, totals, self.tokens))
+
+
 class PackedLayout(Layout):
     """Rows end to end. Any rows share a micro-batch, so micro-batches are few and equally full."""
 
     name: LayoutName = "packed"
+
+    def __init__(self, fixed: FixedSize | None = None) -> None:
+        self.fixed = fixed
+        """The size of every micro-batch that fits into it. A larger one has its own."""
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         """The mean row, with its share of the fill; rounded up."""
@@ -98,7 +122,10 @@ class PackedLayout(Layout):
         every, most = list(range(len(shapes))), len(shapes) if max_rows is None else max_rows
 
         def price(rows: Sequence[int], *, whole: bool = False) -> float:
-            return cost(len(rows), self.shape([shapes[row] for row in rows]), whole=whole)
+            chosen = [shapes[row] for row in rows]
+            if self.fixed is not None and not self.fixed.holds(chosen):
+                return math.inf
+            return cost(len(rows), self.shape(chosen), whole=whole)
 
         if not every or (len(every) <= most and price(every, whole=True) <= budget):
             return [every] if every else []
@@ -112,11 +139,28 @@ class PackedLayout(Layout):
         return sorted([*groups, *([row] for row in alone)], key=lambda group: -price(group))
 
     def collate(self, task: Task, rows: Sequence[Any]) -> Any:
-        return task.pack(rows, packed_sizes([tuple(task.shape(row)) for row in rows]))
+        shapes = [tuple(task.shape(row)) for row in rows]
+        return self._pack(task, rows, shapes, packed_sizes(shapes))
 
     def dummy(self, task: Task, rows: int, shape: Shape) -> Any:
-        """Without fill, so that a probe measures exactly these tokens."""
-        return task.pack([task.dummy_row(shape)] * rows, tuple(rows * length for length in shape))
+        """Without fill unless the size is fixed, so that a probe measures exactly these tokens."""
+        tokens = tuple(rows * length for length in shape)
+        return self._pack(task, [task.dummy_row(shape)] * rows, [shape] * rows, tokens)
+
+    def example(self, task: Task, rows: int, shape: Shape) -> Any:
+        if self.fixed is not None:
+            fits = (size // length for size, length in zip(self.fixed.tokens, shape, strict=True) if length)
+            rows = min(rows, self.fixed.rows, *fits)
+        return self.dummy(task, rows, shape)
+
+    def _pack(self, task: Task, rows: Sequence[Any], shapes: Sequence[Shape], tokens: Shape) -> Any:
+        if self.fixed is None or not self.fixed.holds(shapes):
+            return task.pack(rows, tokens)
+        batch = task.pack(rows, self.fixed.tokens)
+        if isinstance(batch, Mapping):
+            room = self.fixed.rows
+            batch = {k: v.with_room(room) if isinstance(v, Boundaries) else v for k, v in batch.items()}
+        return batch
 
     def show(self, rows: int, shape: Shape) -> str:
         """`16 rows with 320+896 tokens`."""

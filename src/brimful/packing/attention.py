@@ -4,8 +4,8 @@
     out = attention(q, k, v, target, source, scale=1.0)                       # cross-attention
     out = attention(q, k, v, rows, bias=table, scale=1.0, dropout=0.1)        # T5's encoder
 
-On a GPU and in bf16 or fp16 this runs the kernels of `triton_kernels.py`. Elsewhere a plain implementation pads the rows; it
-is what tests compare the kernels with.
+On a GPU and in bf16 or fp16 this runs the kernels of `triton_kernels.py`. Elsewhere a plain implementation serves; it is
+what tests compare the kernels with.
 """
 
 from importlib.util import find_spec
@@ -31,6 +31,8 @@ def attention(
     *,
     scale: float,
     causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
     bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -44,8 +46,10 @@ def attention(
         keys: Where the rows of `k` and `v` do. Default: as in `q`.
         scale: Factor of the scores.
         causal: A token sees only itself and those before it in its row.
-        bias: Added to the scores by distance, [head, 2 * radius - 1], from -(radius - 1) to radius - 1. No row may be
-            longer than the radius.
+        window: Of those, only the last `window`, itself included. Needs `causal`.
+        softcap: Scores become `softcap * tanh(scores / softcap)`, before the bias.
+        bias: Added to the scores by distance, [head, 2 * radius - 1], from -(radius - 1) to radius - 1. Tokens farther
+            apart have the outermost value.
         dropout: Share of attention weights to drop.
 
     Returns:
@@ -55,40 +59,54 @@ def attention(
     if q.is_cuda and q.dtype in HALF:
         seed = torch.randint(2**31, (1,), device=q.device) if dropout else None
         out, _ = packed_attention(
-            q, k, v, bias, seed, queries.starts, queries.tiles, keys.starts, keys.tiles, scale, causal, dropout
-        )
+            q, k, v, bias, seed, queries.starts, queries.tiles, keys.starts, keys.tiles,
+            scale, causal, window or 0, softcap or 0.0, dropout,
+        )  # fmt: skip
         return out
-    return _reference(q, k, v, queries, keys, scale, causal, bias, dropout)
+    return _reference(q, k, v, queries, keys, scale, causal, window, softcap, bias, dropout)
 
 
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, queries: Boundaries, keys: Boundaries,
-    scale: float, causal: bool, bias: Tensor | None, dropout: float,
+    scale: float, causal: bool, window: int | None, softcap: float | None, bias: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """Pads the rows, [row, head, token, dim], and takes the tokens out again."""
-    at_q, seen_q = _padded_index(queries, q.shape[0])
-    at_k, seen_k = _padded_index(keys, k.shape[0])
-    group = q.shape[1] // k.shape[1]
-    wide_q = q[at_q].transpose(1, 2)
-    wide_k, wide_v = (t[at_k].transpose(1, 2).repeat_interleave(group, dim=1) for t in (k, v))
-    scores = wide_q @ wide_k.mT * scale
-    distance = torch.arange(at_k.shape[1], device=q.device) - torch.arange(at_q.shape[1], device=q.device)[:, None]
+    """Rows of equal lengths side by side, [row, head, token, dim]: nothing is padded, so a long row costs only itself."""
+    starts_q, starts_k = queries.starts.tolist(), keys.starts.tolist()
+    alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for begin_q, end_q, begin_k, end_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        if end_q > begin_q and end_k > begin_k:
+            alike.setdefault((end_q - begin_q, end_k - begin_k), []).append((begin_q, begin_k))
+    places, parts = [], []
+    for (length_q, length_k), begins in alike.items():
+        first = torch.tensor(begins, device=q.device)
+        at_q = first[:, :1] + torch.arange(length_q, device=q.device)
+        at_k = first[:, 1:] + torch.arange(length_k, device=q.device)
+        wide_q, wide_k, wide_v = (side[at].transpose(1, 2) for side, at in ((q, at_q), (k, at_k), (v, at_k)))
+        out = _attend_side_by_side(wide_q, wide_k, wide_v, scale, causal, window, softcap, bias, dropout)
+        places.append(at_q.flatten())
+        parts.append(out.transpose(1, 2).flatten(0, 1).to(q.dtype))
+    packed = torch.zeros((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
+    return packed.index_put((torch.cat(places),), torch.cat(parts)) if parts else packed
+
+
+def _attend_side_by_side(
+    q: Tensor, k: Tensor, v: Tensor,
+    scale: float, causal: bool, window: int | None, softcap: float | None, bias: Tensor | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    """Of rows of one length, [row, head, token, dim]."""
+    k, v = (side.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for side in (k, v))
+    distance = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
+    seen = (distance <= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        seen = seen & (distance > -window)
+    if bias is None and softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, scale=scale)
+    scores = q @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         radius = (bias.shape[1] + 1) // 2
-        scores = scores + bias[:, (distance + radius - 1).clamp(0, 2 * radius - 2)].to(scores.dtype)
-    seen = seen_k[:, None, None, :]
-    if causal:
-        seen = seen & (distance <= 0)
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)  # not -inf, since rows without tokens see nothing
+        scores = scores + bias[:, distance.clamp(1 - radius, radius - 1) + radius - 1].to(scores.dtype)
+    scores = scores.masked_fill(~seen, -torch.inf)
     weights = F.dropout(scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)), dropout)
-    out = (weights.to(v.dtype) @ wide_v).transpose(1, 2)
-    packed = torch.zeros((q.shape[0], *out.shape[2:]), dtype=q.dtype, device=q.device)
-    return packed.index_put((at_q[seen_q],), out[seen_q].to(q.dtype))
-
-
-def _padded_index(rows: Boundaries, size: int) -> tuple[Tensor, Tensor]:
-    """For [row, place]: the token there, and whether there is one."""
-    starts = rows.starts.long()
-    lengths = starts.diff()
-    place = torch.arange(int(lengths.max()), device=starts.device)
-    return (starts[:-1, None] + place).clamp(max=size - 1), place < lengths[:, None]
+    return weights.to(v.dtype) @ v

@@ -59,7 +59,7 @@ def pack(
         "labels": targets,
         "position_ids": end_to_end([np.arange(length) for length in lengths], tokens[0], 0),
         "packed_rows": packed_rows,
-        "count": int((targets != IGNORED).sum()),
+        "count": (targets != IGNORED).sum(),
     }
 
 
@@ -131,10 +131,11 @@ def _register() -> None:
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    dropout: float = 0.0, packed_rows: Boundaries | None = None, **kwargs: Any,
+    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+    packed_rows: Boundaries | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers hands over [1, head, token, dim] and wants [1, token, head, dim]."""
-    unknown = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
     if packed_rows is None or unknown:
         lacking = f"it uses {' and '.join(unknown)}" if unknown else "it does not pass on where rows begin"
         raise TaskError(f"{type(module).__name__} cannot attend to packed rows: {lacking}. Try: layout='padded'.")
@@ -146,6 +147,8 @@ def _attend(
         packed_rows,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         causal=True,
+        window=sliding_window,
+        softcap=softcap,
         dropout=dropout,
     )
     return out[None], None

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 512 * 2**20
-"""Logits of one chunk, in bytes."""
+CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024
+"""Logits of one chunk, in bytes, unless that would be fewer tokens than this: the sum of the head's gradients is read and
+written for every chunk. Small chunks also make memory grow in a straight line from few tokens on."""
 ALIGNED = 8
 """For the kernel the vocabulary is filled up to a multiple of this: products with 29,298 columns run at half the speed of 29,304."""
 
@@ -42,13 +43,13 @@ def linear_cross_entropy(
         label_smoothing: Share of each label spread over the vocabulary.
         logit_scale: Factor of the logits.
         softcap: Logits become `softcap * tanh(logits / softcap)`.
-        chunk: Tokens per chunk. Default: as many as have `CHUNK_BYTES` of logits.
+        chunk: Tokens per chunk. Default: as many as have 128 MiB of logits, at least 1,024.
     """
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rule = _Rule(ignore_index, float(label_smoothing), float(logit_scale), softcap)
-    chunk = chunk or max(1, CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
+    chunk = chunk or max(CHUNK_TOKENS, CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, rule, chunk)
     return total
 

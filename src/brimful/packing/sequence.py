@@ -35,6 +35,13 @@ class Boundaries(NamedTuple):
     def rows(self) -> int:
         return len(self.starts) - 1
 
+    def with_room(self, rows: int) -> "Boundaries":
+        """The same in tensors of a size that depends only on the sequence and `rows`: empty rows and tiles are added."""
+        size = int(self.tiles[-1, 1])
+        starts = self.starts[-1:].expand(rows - self.rows)
+        tiles = self.tiles[-1:].expand(size // BLOCK + rows + 2 - len(self.tiles), 2)
+        return Boundaries(torch.cat([self.starts, starts]), torch.cat([self.tiles, tiles]))
+
 
 def boundaries(lengths: Sequence[int], size: int) -> Boundaries:
     """The boundaries of rows of these lengths in a sequence of `size` tokens.

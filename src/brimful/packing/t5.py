@@ -45,14 +45,8 @@ def pack(
         "labels": labels,
         "source_rows": source_rows,
         "target_rows": target_rows,
-        "radius": (_radius(source), _radius(target)),
-        "count": sum(target),
+        "count": torch.tensor(sum(target)),
     }
-
-
-def _radius(lengths: Sequence[int]) -> int:
-    """The longest row, rounded up to a power of two, since compiled code is made again for every new one."""
-    return 1 << max(6, (max(lengths) - 1).bit_length())
 
 
 def loss_sum(model: Any, batch: Mapping[str, Any], *, label_smoothing: float = 0.0) -> Tensor:
@@ -64,10 +58,8 @@ def loss_sum(model: Any, batch: Mapping[str, Any], *, label_smoothing: float = 0
     frozen = not any(param.requires_grad for param in encoder)
     source, target = batch["source_rows"], batch["target_rows"]
     with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-        encoded = _stack(model, model.encoder, batch["source"], source, batch["radius"][0], causal=False)
-    hidden = _stack(
-        model, model.decoder, batch["target"], target, batch["radius"][1], causal=True, encoded=encoded, source=source
-    )
+        encoded = _stack(model, model.encoder, batch["source"], source, causal=False)
+    hidden = _stack(model, model.decoder, batch["target"], target, causal=True, encoded=encoded, source=source)
     scale = model.model_dim**-0.5 if model.config.scale_decoder_outputs else 1.0
     return linear_cross_entropy(
         hidden, model.lm_head.weight, batch["labels"], label_smoothing=label_smoothing, logit_scale=scale
@@ -122,12 +114,12 @@ def _attend(
 
 
 def _stack(
-    model: Any, stack: Any, tokens: Tensor, rows: Boundaries, radius: int, *, causal: bool,
+    model: Any, stack: Any, tokens: Tensor, rows: Boundaries, *, causal: bool,
     encoded: Tensor | None = None, source: Boundaries | None = None,
 ) -> Tensor:  # fmt: skip
     run = model.__dict__.get("packed_block", block_forward)
     hidden = stack.dropout(stack.embed_tokens(tokens))
-    bias = bias_table(stack.block[0].layer[0].SelfAttention, radius, bidirectional=not causal)
+    bias = bias_table(stack.block[0].layer[0].SelfAttention, bidirectional=not causal)
     for block in stack.block:
         arguments = (block, hidden, rows, bias, causal, encoded, source)
         if getattr(block, "gradient_checkpointing", False) and block.training and torch.is_grad_enabled():
@@ -138,9 +130,9 @@ def _stack(
     return out
 
 
-def bias_table(module: Any, radius: int, bidirectional: bool) -> Tensor:
-    """The position bias by distance, [head, 2 * radius - 1]."""
-    weight = module.relative_attention_bias.weight
+def bias_table(module: Any, bidirectional: bool) -> Tensor:
+    """The position bias by distance, [head, 2 * radius - 1]. Beyond the radius it does not change."""
+    weight, radius = module.relative_attention_bias.weight, module.relative_attention_max_distance + 1
     distance = torch.arange(1 - radius, radius, device=weight.device)
     bucket = module._relative_position_bucket(
         distance,
@@ -149,4 +141,5 @@ def bias_table(module: Any, radius: int, bidirectional: bool) -> Tensor:
         max_distance=module.relative_attention_max_distance,
     )
     table: Tensor = weight[bucket].t().contiguous()
+    torch._dynamo.mark_static(table)  # its size is compiled into the kernels
     return table

@@ -10,6 +10,8 @@ levers         gradient checkpointing, compiled blocks and other switches of a m
 survey         small probes, the memory model, and the largest micro-batch that fits
 micro_batch    the search: layout, levers and the size of a micro-batch are decided here
 speed          the fastest split among the sizes that fit
+compile_trial  whether blocks are compiled
+graph_trial    whether its micro-batches are replayed as a CUDA graph
 choices        every choice of the search with its reason
 host_memory    loader workers, prefetch, pinned memory and the host RAM they take
 plan           the result: every choice with its reason

@@ -3,10 +3,10 @@
 import os
 from typing import TYPE_CHECKING
 
-from brimful.planning.levers import cudnn_attention
+from brimful.planning.levers import cudnn_attention, weights_choice
 from brimful.planning.plan import Basis, Choice, Levers
 from brimful.planning.speed import Timing
-from brimful.units import show_rate, show_rows, show_seconds
+from brimful.units import show_bytes, show_rate, show_rows, show_seconds
 
 if TYPE_CHECKING:
     from brimful.planning.micro_batch import Search, Trial
@@ -18,7 +18,7 @@ def choices_of(search: "Search", trial: "Trial", checkpointing_reason: str) -> l
     source = "the task's value" if options.global_batch is None else "as requested"
     dealt = f"{source}, dealt {'+'.join(map(str, search.deal))}" if len(search.deal) > 1 else source
     split = "one micro-batch" if timing.accumulation == 1 else f"in micro-batches of at most {timing.rows}"
-    checkpointed = [one.setting.checkpointing == "on" for one in search.trials]
+    checkpointed = [one.setting.checkpointing != "off" for one in search.trials]
     basis: Basis = "measured" if any(checkpointed) and not search.lever.already_on else "predicted"
     levers, reasons = levers_of(search, trial)
     choices = [
@@ -31,6 +31,7 @@ def choices_of(search: "Search", trial: "Trial", checkpointing_reason: str) -> l
         Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason, basis),
         Choice.of("compile", _unless_auto(options.compile), levers.compile, search.compile_reason, "measured"),
         Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked"),
+        *([weights_choice(search.context, options.weights)] if options.weights else []),
         _exactness(search, timing),
         *_how_it_was_planned(search),
     ]  # fmt: skip
@@ -90,6 +91,10 @@ def _exactness(search: "Search", timing: Timing) -> Choice:
 def warnings_of(search: "Search", trial: "Trial", timing: Timing) -> list[str]:
     exactness, split = search.exactness, timing.accumulation > 1 or len(search.deal) > 1
     warnings = []
+    if search.options.weights == "bf16":
+        warnings.append(
+            "weights are bf16: an update below 0.2% of a weight is rounded away, and gradients of micro-batches are summed in bf16"
+        )
     if exactness.batch_norm or (exactness.depends_on_split and split):
         warnings.append(f"{exactness.reason}; results depend on the micro-batch, here {show_rows(timing.rows)}")
     if exactness.looks_across_rows and split:
@@ -100,14 +105,31 @@ def warnings_of(search: "Search", trial: "Trial", timing: Timing) -> list[str]:
         )
     if exactness.unequal_rows and split:
         warnings.append(f"{exactness.reason}; return (mean, count) from loss() to make the split exact")
+    warnings += [too_long] if (too_long := _too_long(search, trial)) else []
     return warnings + ([trial.survey.shape_note] if trial.survey.shape_note else [])
+
+
+def _too_long(search: "Search", trial: "Trial") -> str:
+    """A packed plan is made for the mean row, and the longest may not fit even alone."""
+    longest = search.longest
+    if trial.setting.layout != "packed" or not longest:
+        return ""
+    needed, limit = trial.survey.model.peak_bytes(1, longest), search.target.limit_bytes
+    if needed <= limit:
+        return ""
+    return (
+        f"the longest row ({'+'.join(map(str, longest))}) needs about {show_bytes(needed)} alone, more than the limit of "
+        f"{show_bytes(limit)}: a run stops there unless such rows are skipped (skip_oversized) or shortened (lengths)"
+    )
 
 
 def levers_of(search: "Search", trial: "Trial") -> tuple[Levers, dict[str, str]]:
     """How the levers are set, and the reasons for those that the search does not try."""
     options, name = search.options, search.target.name
-    wanted, setting = options.precision or search.task.precision, trial.setting
+    wanted, setting = options.precision_for(search.task), trial.setting
     reason = "as requested" if options.precision else "the task's value"
+    if options.weights == "bf16" and options.precision != "bf16":
+        reason = "that of the weights"
     if wanted == "auto":
         reason = f"{name} computes faster in bf16" if setting.precision == "bf16" else f"{name} gains nothing from bf16"
     cudnn, cudnn_reason = cudnn_attention(options.cudnn_attention, search.target.device, search.shape)
@@ -115,7 +137,7 @@ def levers_of(search: "Search", trial: "Trial") -> tuple[Levers, dict[str, str]]
     levers = Levers(
         checkpointing=setting.checkpointing, compile=setting.compile,
         chunked_loss="on" if packed and search.task.chunked_loss else "off",
-        precision=setting.precision, cudnn_attention=cudnn,
+        precision=setting.precision, weights=options.weights, cudnn_attention=cudnn,
     )  # fmt: skip
     return levers, {"precision": reason, "cudnn_attention": cudnn_reason}
 

@@ -166,11 +166,15 @@ def check_dummy(context: StepContext, batch: Any) -> Exactness:
 def check_packing(context: StepContext, rows: Sequence[Any]) -> str:
     """Why these rows must not be packed; empty if packed they have the loss and the gradient that each has alone.
 
-    Runs in the precision of the weights and without dropout. In full precision that is attention without the kernels, so
-    the proof is of task and model.
+    Runs in the precision of the weights, at least fp32, and without dropout. In full precision that is attention without the
+    kernels, so the proof is of task and model.
     """
     task, model = context.task, context.model
-    with _put_back(context), _mode(model, [], training=False), attention_kernels(cudnn=False):
+    half = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
+    widened = (
+        _copied_weights(context, torch.float32) if half else nullcontext()
+    )  # bf16 differs by 1 % after rounding alone
+    with _put_back(context), widened, _mode(model, [], training=False), attention_kernels(cudnn=False):
         packed = _sum_and_gradient(context, [PACKED.collate(task, rows)])
         alone = _sum_and_gradient(context, (task.collate([row]) for row in rows))
     if packed.count != alone.count:

@@ -28,7 +28,7 @@ from brimful.planning.plan_time import now
 from brimful.planning.probe import Progress
 from brimful.planning.target import Target
 from brimful.task import Dataset, Task
-from brimful.units import flag_bytes, show_bytes, show_count, show_seconds
+from brimful.units import MiB, flag_bytes, show_bytes, show_count, show_seconds
 
 NEGLIGIBLE = 0.02
 """Reading that takes no more than this share of a step needs no worker."""
@@ -36,6 +36,9 @@ HEADROOM = 1.25
 """Workers are planned to read this much faster than the step trains, because disks and neighbours vary."""
 WORTH_PINNING = 0.01
 """Pinned memory must save this share of the step."""
+ALWAYS_PINNED = 16 * MiB
+"""A step of no more than this is pinned without timing a copy, which would not show what matters: on a GPU that is busy, a
+copy from plain memory holds up the host until the GPU gets to it, and then the GPU waits for the host."""
 CPU_BOUND = 0.5
 """Reading that computes for more than this share of its time competes with training on the CPU."""
 FILL_HOST = 0.90
@@ -185,7 +188,7 @@ class HostPlanner:
 
     @property
     def _read_bytes(self) -> int:
-        return 0 if self.here is None else sum(tensor.nbytes for tensor in tensors_of(self.here.rows.parts))
+        return 0 if self.here is None else sum(tensor.nbytes for tensor in tensors_of(self.here.rows.batches))
 
     def _bytes(self, workers: int, prefetch: int) -> int:
         """Host RAM of the job: that of this process now for each process, and that of their workers."""
@@ -240,6 +243,10 @@ class HostPlanner:
             return Choice.of("pin_memory", wanted, wanted, "unknown: without data no copy could be timed", "asked")
         if wanted is None and self.options.deterministic:
             return Choice.of("pin_memory", None, True, "deterministic: on wherever there is a GPU", "predicted")
+        if wanted is None and self._step_bytes <= ALWAYS_PINNED:
+            size = show_bytes(self._step_bytes)
+            reason = f"a step is {size}; from plain memory each copy would hold up the host until the GPU gets to it"
+            return Choice.of("pin_memory", None, True, reason, "predicted")
         plain, pinned = self.here.rows, self.here.rows.pin_memory()
         slow, fast = (self.scale * _copy_s(rows, device) for rows in (plain, pinned))
         worth = slow - fast > WORTH_PINNING * self.trains_s
@@ -255,7 +262,7 @@ def _copy_s(rows: StepRows, device: torch.device) -> float:
     for _ in range(COPIES):
         torch.accelerator.synchronize(device)
         started = now()
-        to_device(rows.parts, device)
+        to_device(rows.batches, device)
         torch.accelerator.synchronize(device)
         times.append(now() - started)
     return statistics.median(times)

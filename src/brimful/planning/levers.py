@@ -2,20 +2,24 @@
 
 Gradient checkpointing keeps the input of a block instead of its activations and runs the block again in backward: on T5
 it saves two thirds of the memory for roughly half the speed at equal rows. It is switched by the task's own hook, else
-by the model's own method (every Hugging Face model), else over repeated blocks of a ModuleList or Sequential.
+by the model's own method (every Hugging Face model), else over repeated blocks of a ModuleList or Sequential. The latter two
+can also leave out blocks: every second one saves about half as much and costs about half as much.
 
 Compiled blocks run the many small operations of a block as a few large ones, and keep less for backward: a packed step of
-256 chat rows took 15 GiB with T5 base, where plain blocks ran out of 20. Compiling took 20 s; its result is kept on disk.
+256 chat rows took 15 GiB with T5 base, where plain blocks ran out of 20. The result is kept on disk.
 
 cuDNN's attention is off where rows have lengths, because it prepares every new shape (see `memory.context`). What
 frozen weights save is one more choice of the plan: gradients and optimizer state are counted, activations measured.
+
+bf16 weights, which only the user can choose, halve weights, gradients and the state of AdamW: 8 bytes per weight instead of 16.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -26,10 +30,14 @@ from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import Buffers, RandomState
 from brimful.packing.compiled import compiled
 from brimful.planning.plan import Choice
-from brimful.planning.plan_options import AutoOnOff
+from brimful.planning.plan_options import AutoOnOff, Checkpointed, Weights
 from brimful.task import Shape, Task
 from brimful.units import show_bytes
 
+EVERY: dict[Checkpointed, int] = {"off": 0, "every-3": 3, "every-2": 2, "on": 1}
+"""How a lever is set for each setting of checkpointing, from the least to the most blocks."""
+DTYPES: dict[Weights, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FROZEN_ROWS = 2
 """Rows with which the activations of frozen weights are measured, and twice as many. BatchNorm refuses a single row."""
@@ -39,50 +47,66 @@ FROZEN_ROWS = 2
 class Lever:
     """A switch, or the reason why there is none."""
 
-    switch: Callable[[bool], Any] | None
+    switch: Callable[[int], Any] | None
+    """Called with 0 for off, 1 for on, n for every n-th block."""
     reason: str
     """What switches it, or why nothing does."""
     already_on: bool = False
     """The model came with it on. It stays so."""
+    blocks: int = 0
+    """Blocks that can be switched one by one; 0 if all or none are."""
 
     @property
     def available(self) -> bool:
         return self.switch is not None
 
+    @property
+    def settings(self) -> tuple[Checkpointed, ...]:
+        """Those possible, from the least to the most blocks. In between there are at least two blocks that run again."""
+        if not self.available:
+            return ("on",) if self.already_on else ("off",)
+        return tuple(one for one in get_args(Checkpointed) if EVERY[one] < max(2, self.blocks))
+
+    def share(self, setting: Checkpointed) -> float:
+        """Of the blocks, how many run again."""
+        every = EVERY[setting]
+        return len(range(0, self.blocks, every)) / self.blocks if every > 1 else float(every)
+
     @contextmanager
-    def set(self, on: bool) -> Iterator[None]:
-        """On in the block if wanted, off after it."""
-        if not on or self.switch is None:
+    def set(self, every: int) -> Iterator[None]:
+        """On in the block if wanted (of every n-th block), off after it."""
+        if not every or self.switch is None:
             yield
             return
-        self.switch(True)
+        self.switch(every)
         try:
             yield
         finally:
-            self.switch(False)
+            self.switch(0)
 
 
 def checkpointing(task: Task, model: nn.Module) -> Lever:
     """How gradient checkpointing is switched on this model."""
     if type(task).checkpointing is not Task.checkpointing and task.checkpointing(model, False):
-        return Lever(lambda on: task.checkpointing(model, on), "by the task's own hook")
+        return Lever(lambda every: task.checkpointing(model, bool(every)), "by the task's own hook")
     if getattr(model, "is_gradient_checkpointing", False):
         return Lever(None, "the model came with it on", already_on=True)
     if getattr(model, "supports_gradient_checkpointing", False):
-        return Lever(functools.partial(_switch_hugging_face, model), "by the model's own method")
+        switch = functools.partial(_switch_hugging_face, model)
+        return Lever(switch, "by the model's own method", blocks=len(_hugging_face_blocks(model)))
     blocks = repeated_blocks(model)
     if not blocks:
         reason = "the model has no method for it and no repeated blocks in a ModuleList or Sequential"
         return Lever(None, f"not available: {reason}")
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
         return Lever(None, "not available: its blocks hold BatchNorm, whose running statistics would be updated twice")
-    return Lever(_Forwards(blocks, _checkpointed), f"over {len(blocks)} repeated blocks")
+    return Lever(_Forwards(blocks, _checkpointed), f"over {len(blocks)} repeated blocks", blocks=len(blocks))
 
 
 def compiling(task: Task, model: nn.Module) -> Lever:
     """How the repeated blocks of this model are compiled."""
     if type(task).compiling is not Task.compiling and task.compiling(model, False):
-        return Lever(lambda on: task.compiling(model, on), "by the task's own hook")
+        return Lever(lambda every: task.compiling(model, bool(every)), "by the task's own hook")
     blocks = repeated_blocks(model)
     if not blocks:
         return Lever(None, "not available: the model has no repeated blocks in a ModuleList or Sequential")
@@ -105,14 +129,25 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _switch_hugging_face(model: Any, on: bool) -> None:
+def _hugging_face_blocks(model: Any) -> list[Any]:
+    """Blocks that read a flag of their own. Other models, whose code is older, read one flag for all."""
+
+    def reads_flag(part: nn.Module) -> bool:
+        return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(part).__mro__)
+
+    return [part for part in model.modules() if reads_flag(part)]
+
+
+def _switch_hugging_face(model: Any, every: int) -> None:
     """The model's method also makes the output of its embeddings require gradients, and leaves that on when off again.
 
     Only re-entrant checkpointing needs that. It would make a frozen encoder keep its activations (+26 % on T5 tiny).
     """
-    if on:
+    if every:
         before = getattr(model, "_require_grads_hooks", None)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for number, block in enumerate(_hugging_face_blocks(model)):
+            block.gradient_checkpointing = number % every == 0
         if not before:
             model.disable_input_require_grads()
     else:
@@ -126,15 +161,15 @@ class _Forwards:
         self, blocks: list[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         self._blocks, self._wrap = blocks, wrap
-        self._before: list[Callable[..., Any] | None] = []
+        self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
-    def __call__(self, on: bool) -> None:
-        if on:
-            self._before = [vars(block).get("forward") for block in self._blocks]
-            for block in self._blocks:
+    def __call__(self, every: int) -> None:
+        if every:
+            self._before = [(block, vars(block).get("forward")) for block in self._blocks[::every]]
+            for block, _ in self._before:
                 block.forward = self._wrap(block, block.forward)
             return
-        for block, before in zip(self._blocks, self._before, strict=True):
+        for block, before in self._before:
             del block.forward  # the method of the class is back
             if before is not None:
                 block.forward = before
@@ -162,6 +197,55 @@ def cudnn_attention(requested: AutoOnOff, device: torch.device, shape: Shape) ->
     if not shape:
         return "on", "left to torch: all rows have one shape"
     return "off", "rows differ in length, and it takes about 0.1 s and 5 MB of host RAM for every new shape"
+
+
+def with_weights(task: Task, weights: Weights | None) -> Task:
+    """A copy of the task whose models have weights of this dtype. The caller's task is not changed."""
+    if weights is None:
+        return task
+    changed = copy.copy(task)
+    changed.model = _Converted(task.model, DTYPES[weights])  # type: ignore[method-assign]
+    changed.initial_model = _Converted(task.initial_model, DTYPES[weights])  # type: ignore[method-assign]
+    return changed
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """Makes a model with weights of another dtype. Buffers stay, since tables such as rotary frequencies need theirs; so do
+    weights that transformers keeps in float32, and those of a quantized model."""
+
+    make: Callable[[], nn.Module]
+    dtype: torch.dtype
+
+    def __call__(self) -> nn.Module:
+        model = self.make()
+        if not isinstance(model, nn.Module):
+            return model
+        kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        for name, param in model.named_parameters():
+            if param.dtype in CONVERTED and not kept & set(name.split(".")):
+                param.data = param.data.to(self.dtype)
+        return model
+
+
+def weights_choice(context: StepContext, weights: Weights) -> Choice:
+    """What the dtype of the weights saves. The optimizer has stepped, so its state can be counted."""
+    tensors: dict[str, list[torch.Tensor]] = {
+        "weights": list(context.model.parameters()),
+        "gradients": [param for param in context.model.parameters() if param.requires_grad],
+        "optimizer state": [
+            value
+            for one in context.optimizer.state.values()
+            for value in one.values()
+            if isinstance(value, torch.Tensor)
+        ],
+    }
+    saved = {
+        name: sum(2 * one.numel() for one in group if one.dtype == torch.bfloat16) for name, group in tensors.items()
+    }
+    parts = ", ".join(f"{show_bytes(count)} of {name}" for name, count in saved.items())
+    reason = f"as requested; against fp32 it saves {parts} (counted)" if weights == "bf16" else "as requested"
+    return Choice.of("weights", weights, weights, reason, "asked")
 
 
 def frozen_choice(context: StepContext, shape: Shape, micro_batch: int) -> Choice | None:

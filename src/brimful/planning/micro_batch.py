@@ -1,8 +1,9 @@
 """Where the size of a micro-batch is decided: the fastest split of a step among the sizes that fit.
 
 `find_fastest` (`speed.py`) times the splits, `Search` decides which may be timed: it tries the step without gradient checkpointing,
-with it if nothing fits or if speed still rises with the rows, and makes the plan of the better trial. With `table=True`
-it then tries every other setting of the levers. All that was timed is kept in the plan.
+with it if nothing fits or if speed still rises with the rows, then with the fewest checkpointed blocks that make a larger
+micro-batch possible, and makes the plan of the best trial. With `table=True` it then tries every other setting of the
+levers. All that was timed is kept in the plan.
 """
 
 import itertools
@@ -12,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
 from brimful.planning.choices import choices_of, levers_of, warnings_of
+from brimful.planning.compile_trial import wants_compiled
 from brimful.planning.exactness import (
     Exactness,
     NothingCounted,
@@ -34,16 +35,17 @@ from brimful.planning.exactness import (
     check_rows,
     rows_to_compare,
 )
-from brimful.planning.levers import FROZEN_ROWS, Lever, checkpointing, compiling, frozen_choice
+from brimful.planning.graph_trial import with_graph
+from brimful.planning.levers import EVERY, FROZEN_ROWS, checkpointing, compiling, frozen_choice
 from brimful.planning.plan import Choice, HostPlan, Plan, Setting, Tried
-from brimful.planning.plan_options import PlanOptions
+from brimful.planning.plan_options import Checkpointed, PlanOptions
 from brimful.planning.plan_time import FINISH, PlanTime, now
 from brimful.planning.probe import Mode, Prober, Progress, mean_row, row_lengths, task_errors
 from brimful.planning.speed import Speed, Timing, find_fastest, micro_rows
 from brimful.planning.survey import PROVEN_REACH, Survey
 from brimful.planning.target import Target, autocast_dtype
 from brimful.task import Dataset, Shape, Task
-from brimful.units import MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
+from brimful.units import MiB, flag_bytes, show_bytes, show_rate, show_rows
 
 WORTH_CHANGING = 1.03
 """Another setting of a lever, such as checkpointing where the step fits without it, must be this much faster."""
@@ -58,8 +60,6 @@ TRIAL_PASSES = 2 * FINISH
 """Passes of the largest size that there must be time for before another setting of the levers is tried."""
 PRECISIONS: dict[Literal["fp32", "bf16", "fp16"], torch.dtype | None]
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPILED_ROWS = 32
-"""Rows of the mean length with which blocks are compiled and timed."""
 ROWS_TO_COMPARE = 8
 """Rows used by the exactness check."""
 STEADY_CPU_BYTES = 512 * MiB
@@ -90,10 +90,13 @@ class Search:
 
     def __init__(
         self, context: StepContext, target: Target, options: PlanOptions, shape: Shape, time: PlanTime,
-        progress: Progress, rows: Dataset | None = None,
+        progress: Progress, rows: Dataset | None = None, steps: int | None = None,
     ) -> None:  # fmt: skip
+        """`steps`: of the run that the plan is for, if that is known."""
         self.context, self.target, self.options, self.shape, self.time = context, target, options, shape, time
-        self.task, self.rows = context.task, rows
+        self.task, self.rows, self.steps = context.task, rows, steps
+        self.longest = shape
+        """The longest row, whatever the layout plans for."""
         self.started = now()
         self.prober = Prober(context, target, time, progress)
         self.lever = checkpointing(self.task, context.model)
@@ -120,7 +123,8 @@ class Search:
         self._warm_up()
         self._check_requested_split()
         self._choose_layout()
-        if self._wants_compiled():
+        compiled, self.compile_reason = wants_compiled(self)
+        if compiled:
             self.setting = replace(self.setting, compile="on")
         self.time.start()
         trial, reason = self._choose()
@@ -138,7 +142,7 @@ class Search:
         context.scaler = context.scaler if context.autocast is before[1] else None
         self.shape, self.short = self._sizes[setting.layout]
         try:
-            with self.compiler.set(setting.compile == "on"), self.lever.set(setting.checkpointing == "on"):
+            with self.compiler.set(setting.compile == "on"), self.lever.set(EVERY[setting.checkpointing]):
                 yield
         finally:
             context.layout, context.autocast, context.scaler = before
@@ -163,16 +167,17 @@ class Search:
                 needed_bytes=0,
             )
         choices = [*choices_of(self, trial, reason), *([frozen] if frozen else [])]
-        return self._assemble(trial, verified, overhead, choices, key)
+        return with_graph(self, self._assemble(trial, verified, overhead, choices, key), chosen.seconds)
 
     def _warm_up(self) -> None:
         """The first step, and whether a step may be split."""
         wanted = self.options.checkpointing
-        available = self.lever.available or self.lever.already_on
-        if (wanted == "on" and not available) or (wanted == "off" and self.lever.already_on):
-            raise BadOption(
-                f'checkpointing="{wanted}" is not possible: {self.lever.reason}. Try: checkpointing="auto".'
-            )
+        if wanted != "auto" and wanted not in self.lever.settings:
+            reason = self.lever.reason
+            if self.lever.available:
+                few = f"the model has only {self.lever.blocks} blocks"
+                reason = few if self.lever.blocks else f"it is switched {reason}, for all blocks or none"
+            raise BadOption(f'checkpointing="{wanted}" is not possible: {reason}. Try: checkpointing="auto".')
         short = self.prober.available(tuple(max(1, min(length // 4, WARM_UP_LENGTH)) for length in self.shape))
         rows = min(2, self.most)  # BatchNorm refuses a single row
         try:
@@ -226,6 +231,8 @@ class Search:
         self.context.layout = PACKED
         self.setting = replace(self.setting, layout="packed")
         self.shape, self.short = self._sizes["packed"] = self._packed_sizes(mean)
+        if self.shape != mean:
+            self.layout_reason += f"; probed with copies of a real row of {'+'.join(map(str, self.shape))}"
 
     def _mean_row(self) -> Shape:
         if self.rows is None:
@@ -243,10 +250,8 @@ class Search:
             return "the task has no pack()"
         if not self.task.has_dummy_row:
             return "the task has no dummy_row()"
-        if self.options.layout == "auto" and not slow and not _has_kernels(self.target.device):
+        if self.options.layout == "auto" and not slow and not self.target.has_kernels:
             return f"{self.target.name} has no kernels for packed rows"
-        if self.options.layout == "auto" and not slow and self.target.device.type == "cuda":
-            return "only on request, until its plans have been measured on a GPU"
         if self.options.layout == "auto" and not slow and self.context.autocast is None:
             return "the kernels for packed rows need bf16 or fp16"
         if not self.exactness.exact:
@@ -278,46 +283,8 @@ class Search:
         ]
         return [self.task.dummy_row(shape) for shape in lengths]
 
-    def _wants_compiled(self) -> bool:
-        """Compile if that is wanted and works. What it took is not counted as planning."""
-        requested, compiler = self.options.compile, self.compiler
-        if requested == "on" and not compiler.available:
-            raise BadOption(f'compile="on" is not possible: {compiler.reason}. Try: compile="auto".')
-        if requested == "off" or not compiler.available:
-            self.compile_reason = "as requested" if requested == "off" else compiler.reason
-        elif requested == "auto" and not (self.context.layout is PACKED and _has_kernels(self.target.device)):
-            self.compile_reason = "only packed steps on a GPU are compiled unless requested"
-        else:
-            return self._compile(compiler)
-        return False
-
-    def _compile(self, compiler: Lever) -> bool:
-        rows, started = min(COMPILED_ROWS, self.most), now()
-        plain, compiled = self.setting, replace(self.setting, compile="on")
-        plain_s = self._seconds(rows, plain)
-        self.prober.show(f"compile blocks ({compiler.reason})")
-        try:
-            with compiler.set(True):
-                failure = self._seconds(max(1, rows // 2), compiled) is None  # a second size, so that sizes stay open
-                compiled_s = self._seconds(rows, compiled)
-        except Exception as error:
-            if self.options.compile == "on":
-                raise BadOption(f'compile="on" failed: {in_one_line(error)}. Try: compile="off".') from error
-            self.compile_reason = f"failed: {in_one_line(error)}"
-            return False
-        finally:
-            took = now() - started
-            self.started += took  # not counted as planning
-        if failure or compiled_s is None:
-            self.compile_reason = "ran out of memory"
-            return False
-        self.compile_reason = f"took {show_seconds(took)}; {compiler.reason}"
-        if plain_s is not None:
-            gain = f"{show_rows(rows)} in {1000 * compiled_s:.0f} ms instead of {1000 * plain_s:.0f}"
-            self.compile_reason = f"{gain}; compiling took {show_seconds(took)}"
-        return True
-
-    def _seconds(self, rows: int, setting: Setting) -> float | None:
+    def timed(self, rows: int, setting: Setting) -> float | None:
+        """Seconds of a micro-batch with the levers as they are, which the plan keeps; None if it ran out of memory."""
         timed = self.prober.time(rows, self.shape, whole=True, reserved=False)
         if isinstance(timed, OutOfMemory):
             return None
@@ -329,19 +296,21 @@ class Search:
 
     def _choose(self) -> tuple[Trial, str]:
         """The trial to use, and the reason for its setting of checkpointing."""
-        checkpointed = replace(self.setting, checkpointing="on")
+        wanted = self.options.checkpointing
         if self.lever.already_on:
             return self._or_raise(self._try(self.setting)), self.lever.reason
-        if self.options.checkpointing == "on":
-            return self._or_raise(self._try(checkpointed)), f"as requested, {self.lever.reason}"
+        if wanted != "auto" and wanted != "off":
+            requested = replace(self.setting, checkpointing=wanted)
+            return self._or_raise(self._try(requested)), f"as requested, {self.lever.reason}"
         plain = self._try(self.setting)
-        if self.options.checkpointing == "off":
+        if wanted == "off":
             return self._or_raise(plain), "as requested"
         if not self.lever.available:
             return self._or_raise(plain), self.lever.reason
         if plain.speed is None:
             fits = f"at most {show_rows(plain.largest)} fit" if plain.largest else "not even one row fits"
-            return self._or_raise(self._try(checkpointed)), f"without it {fits}; {self.lever.reason}"
+            checkpointed = self._or_raise(self._try(replace(self.setting, checkpointing="on")))
+            return self._lightest_that_fits(plain, checkpointed), f"without it {fits}; {self.lever.reason}"
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
         if self.options.deterministic:
@@ -354,37 +323,68 @@ class Search:
             return plain, "there was no time left to try it"
         return self._challenge(plain)
 
+    def _lightest_that_fits(self, plain: Trial, checkpointed: Trial) -> Trial:
+        """The rows that fit with checkpointing, with as few checkpointed blocks as they need. A plan that may not look at
+        times keeps them all."""
+        assert checkpointed.speed is not None
+        rows = checkpointed.speed.chosen.rows
+        setting = None if self.options.deterministic else self._lightest_for(rows, plain, checkpointed)
+        if setting is None or not self.time.allows(rows, self.shape, TRIAL_PASSES, str(setting)):
+            return checkpointed
+        trial = self._try(setting)
+        return trial if trial.rows_per_s > WORTH_CHANGING * checkpointed.rows_per_s else checkpointed
+
+    def _lightest_for(self, rows: int, plain: Trial, checkpointed: Trial) -> Setting | None:
+        """The setting with the fewest checkpointed blocks that is predicted to fit this many rows, where there is one between
+        none and all. Each block is taken to save as much as any other."""
+        if not (plain.survey.probes and checkpointed.survey.probes):
+            return None
+        off, on = (trial.survey.predicted(rows) for trial in (plain, checkpointed))
+        for between in self.lever.settings[1:-1]:
+            if off + self.lever.share(between) * (on - off) <= CHALLENGE_AT * self.target.budget_bytes:
+                return replace(plain.setting, checkpointing=between)
+        return None
+
     def _challenge(self, plain: Trial) -> tuple[Trial, str]:
-        """Checkpointing against a trial that fits without it, timed at the largest size that it makes possible."""
+        """Checkpointing against a trial that fits without it: of all blocks, and of the fewest that save a micro-batch."""
         assert plain.speed is not None
-        off, setting = plain.speed.chosen.rows_per_s, replace(plain.setting, checkpointing="on")
-
-        def reject(largest: int, speed: Speed | None, reason: str = "") -> tuple[Trial, str]:
-            self.trials.append(Trial(setting, survey, largest, speed))
-            if speed is not None:
-                on = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it at {show_rows(speed.chosen.rows)}"
-                reason = f"{on}, {show_rate(off)} without"
+        off = plain.speed.chosen.rows_per_s
+        trials = [checkpointed := self._challenger(plain, "on")]
+        splits = micro_rows(self.most, plain.largest)
+        lighter = self._lightest_for(micro_rows(self.most, splits - 1), plain, checkpointed)
+        if lighter and self.time.allows(PROVEN_REACH * plain.largest, self.shape, 2 + FINISH, str(lighter)):
+            trials.append(self._challenger(plain, lighter.checkpointing))
+        timed = [(trial, trial.speed.chosen) for trial in trials if trial.speed]
+        if not timed:
+            return plain, "even sizes that fit without it are over the budget with it"
+        rates = [f"{show_rate(timing.rows_per_s)} rows/s with {_name(trial)} at {show_rows(timing.rows)}" for trial, timing in timed]  # fmt: skip
+        reason = f"{', '.join(rates)}, {show_rate(off)} without"
+        searched = [trial for trial, timing in timed if trial.largest and timing.rows_per_s > WORTH_CHANGING * off]
+        if not searched:
             return plain, reason
+        return max(searched, key=lambda trial: trial.rows_per_s), f"{reason}; {self.lever.reason}"
 
+    def _challenger(self, plain: Trial, between: Checkpointed) -> Trial:
+        """Timed at the largest size that it seems to make possible. Only if it is faster there, the largest is looked for."""
+        assert plain.speed is not None
+        setting, off = replace(plain.setting, checkpointing=between), plain.speed.chosen.rows_per_s
         with self._set(setting):
             survey = Survey(self.prober, self.shape, self.most, least=self._least)
             survey.explore_near(plain.largest)
-            if not survey.probed_worst:
-                return reject(0, None, "even sizes that fit without it ran out of memory with it")
-            most = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
-            rows = self._even(max(1, min(most, PROVEN_REACH * plain.largest)))
-            first = find_fastest(self.most, rows, survey.time, self.once_s, only=True)
-            if first.chosen.rows_per_s <= WORTH_CHANGING * off:
-                return reject(0, first)
-            largest = survey.largest(self.target.budget_bytes)
-            if largest == 0:
-                return reject(0, None, "even sizes that fit without it are over the budget with it")
-            speed = find_fastest(self.most, largest, survey.time, self.once_s, least=self._least, in_time=self._in_time)
-        if speed.chosen.rows_per_s <= WORTH_CHANGING * off:  # fewer rows fit than were timed first
-            return reject(largest, speed)
-        reason = f"{show_rate(speed.chosen.rows_per_s)} rows/s with it, {show_rate(off)} without; {self.lever.reason}"
+            largest, speed = 0, None
+            if survey.probed_worst:
+                most = survey.model.largest(self.shape, CHALLENGE_AT * self.target.budget_bytes, self.most)
+                rows = self._even(max(1, min(most, PROVEN_REACH * plain.largest)))
+                speed = find_fastest(self.most, rows, survey.time, self.once_s, only=True)
+            if speed and speed.chosen.rows_per_s > WORTH_CHANGING * off:
+                largest = survey.largest(self.target.budget_bytes)
+                speed = None
+                if largest:
+                    speed = find_fastest(
+                        self.most, largest, survey.time, self.once_s, least=self._least, in_time=self._in_time
+                    )
         self.trials.append(Trial(setting, survey, largest, speed))
-        return self.trials[-1], reason
+        return self.trials[-1]
 
     def _try(self, setting: Setting) -> Trial:
         with self._set(setting):
@@ -458,12 +458,13 @@ class Search:
     def _other_settings(self, chosen: Setting) -> list[Setting]:
         """Those that are possible and were not tried, the fewest changes first. Only what was compiled is compiled."""
         base, device = self.setting, self.target.device
-        precisions = [base.precision, *(("fp32", "bf16") if autocast_dtype("auto", device) is torch.bfloat16 else ())]
+        fast_bf16 = autocast_dtype("auto", device) is torch.bfloat16 and self.options.weights != "bf16"
+        precisions = [base.precision, *(("fp32", "bf16") if fast_bf16 else ())]
         settings = [
             Setting(layout=layout, precision=precision, compile=compiled, checkpointing=checkpointed)
             for layout, precision, compiled, checkpointed in itertools.product(
                 self._layouts(), dict.fromkeys(precisions), dict.fromkeys((base.compile, "off")),
-                ("off", "on") if self.lever.available else (base.checkpointing,),
+                self.lever.settings,
             )
             if compiled == "off" or (layout, precision) == (base.layout, base.precision)
         ]  # fmt: skip
@@ -663,7 +664,7 @@ class Search:
         tips = [f'memory_limit="{needed}"' if target.requested else f"free {needed} on {target.name}"]
         if 1.01 * peak <= target.limit_bytes:
             tips.append(f"fill={peak / target.limit_bytes + 0.01:.2f}")
-        if self.lever.available and trial.setting.checkpointing == "off":
+        if self.lever.available and trial.setting.checkpointing != "on":
             tips.append('checkpointing="auto"')
         if self.shape:
             tips.append("shorter lengths=")
@@ -688,9 +689,10 @@ class Search:
 
     def _smallest_step_bytes(self) -> int | None:
         """What a step in micro-batches of one row takes, of two if one is refused; None if it cannot be counted."""
+        wanted = self.options.checkpointing
         for rows in (1, 2):
             try:
-                with self.lever.set(self.options.checkpointing != "off" and self.lever.available):
+                with self.lever.set(EVERY["on" if wanted == "auto" else wanted]):
                     probe = self.prober.run_without_limit(rows, self.shape, "whole" if rows == self.most else "full")
                 return None if probe is None else probe.peak_bytes
             except TaskError:  # BatchNorm refuses a single row
@@ -761,7 +763,7 @@ def _deal(task: Task, options: PlanOptions) -> tuple[int, ...]:
     return deal(rows, options.processes)
 
 
-def _has_kernels(device: torch.device) -> bool:
-    return (
-        device.type == "cuda" and find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+def _name(trial: Trial) -> str:
+    """How a reason names the setting of checkpointing, which it is about."""
+    checkpointed = trial.setting.checkpointing
+    return "it" if checkpointed == "on" else checkpointed

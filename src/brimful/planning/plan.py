@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brimful.files import parse_object, read_json, write_atomic
-from brimful.memory.layout import LAYOUTS, PACKED, LayoutName
+from brimful.memory.layout import LAYOUTS, PACKED, FixedSize, Layout, LayoutName, PackedLayout
 from brimful.memory.model import MemoryModel
 from brimful.memory.split import without_single_rows
+from brimful.planning.plan_options import Checkpointed, Weights
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rate, show_rows
 
@@ -57,12 +58,15 @@ COLUMNS = ("choice", "requested", "effective", "basis", "reason")
 class Levers:
     """What trades time for memory, and how it is set."""
 
-    checkpointing: Literal["on", "off"]
+    checkpointing: Checkpointed
     compile: Literal["on", "off"] = "off"
     chunked_loss: Literal["on", "off"] = "off"
     precision: Literal["fp32", "bf16", "fp16"]
+    weights: Weights | None = None
+    """None: as the task makes them."""
     cudnn_attention: Literal["on", "off"]
     """`on` leaves the choice of kernels to torch."""
+    cuda_graphs: Literal["on", "off"] = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +76,13 @@ class Setting:
     layout: LayoutName
     precision: Literal["fp32", "bf16", "fp16"]
     compile: Literal["on", "off"]
-    checkpointing: Literal["on", "off"]
+    checkpointing: Checkpointed
 
     def __str__(self) -> str:
-        """`packed bf16 compiled checkpointed`."""
-        switched_on = {"compiled": self.compile, "checkpointed": self.checkpointing}
-        return " ".join((self.layout, self.precision, *(word for word, value in switched_on.items() if value == "on")))
+        """`packed bf16 compiled checkpointed every-2`."""
+        words = {"compiled": self.compile, "checkpointed": self.checkpointing}
+        switched_on = (word if value == "on" else f"{word} {value}" for word, value in words.items() if value != "off")
+        return " ".join((self.layout, self.precision, *switched_on))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +169,10 @@ class Plan:
     """The lengths planned for. Every number below is for rows of this shape."""
     layout: LayoutName = "padded"
     """`packed`: rows end to end in one sequence, and `shape` is the mean row of a long step."""
+    fixed_tokens: Shape | None = None
+    """By length, the tokens that every packed micro-batch is filled up to, for CUDA graphs; None: as many as its rows need."""
+    fixed_rows: int = 0
+    """The most rows of such a micro-batch."""
     global_batch: int
     micro_batch: int
     """Rows per forward and backward, at most."""
@@ -226,6 +235,13 @@ class Plan:
         return tuple(self.micro_batch * length for length in self.shape)
 
     @property
+    def row_layout(self) -> Layout:
+        """How the rows of a micro-batch are laid out."""
+        if self.fixed_tokens is not None:
+            return PackedLayout(FixedSize(tuple(self.fixed_tokens), self.fixed_rows))
+        return LAYOUTS[self.layout]
+
+    @property
     def zone(self) -> Zone:
         return "safe" if self.used <= EDGE else "edge" if self.used <= DANGER else "danger"
 
@@ -248,7 +264,7 @@ class Plan:
     def split(self, shapes: list[Shape]) -> list[list[int]]:
         """Rows of these lengths as micro-batches, by index. The loader proposes this split to the step."""
         most, together = self.choice("micro_batch").requested, self.choice("exactness").effective
-        groups = LAYOUTS[self.layout].split(
+        groups = self.row_layout.split(
             shapes, self.memory_model.rising_cost, self.micro_limit, max_rows=most, overhead=self.overhead
         )
         return without_single_rows(groups) if together in ("inexact", "whole step") else groups
@@ -294,6 +310,7 @@ class Plan:
             "tokens": list(self.tokens),
             "shape": list(self.shape),
             "deal": list(self.deal),
+            "fixed_tokens": None if self.fixed_tokens is None else list(self.fixed_tokens),
             "memory_model": self.memory_model.to_json(),
             "levers": _as_dict(self.levers),
             "host": _as_dict(self.host),

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from brimful.errors import BadOption
-from brimful.task import Precision, Shape
+from brimful.task import Precision, Shape, Task
 from brimful.units import is_number, is_whole, parse_bytes
 
 AutoOnOff = Literal["auto", "on", "off"]
+Checkpointed = Literal["off", "every-3", "every-2", "on"]
+"""The blocks that run again in backward: none, every third, every second, or all."""
+AutoCheckpointed = Literal["auto", "on", "every-2", "every-3", "off"]
+Weights = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +38,19 @@ class PlanOptions:
     processes: int = 1
     """Processes that share the global batch."""
     layout: Literal["auto", "padded", "packed"] = "auto"
-    """Rows of a micro-batch padded side by side, or packed end to end. `auto` pads, for now; `packed` is meant for GPUs."""
+    """Rows of a micro-batch padded side by side, or packed end to end. `auto` packs where the task and the GPU can."""
     compile: AutoOnOff = "auto"
     """Compiled blocks. `auto` compiles packed steps on CUDA."""
-    checkpointing: AutoOnOff = "auto"
-    """Gradient checkpointing. `auto` uses it if it is faster or if nothing else fits."""
+    checkpointing: AutoCheckpointed = "auto"
+    """Gradient checkpointing of every block, of every second or third, or of none. `auto` uses it if it is faster or if nothing
+    else fits."""
     precision: Precision | None = None
     """The precision of autocast. Default: the task's value."""
+    weights: Weights | None = None
+    """The dtype of the weights, and so of gradients and most optimizer states. bf16 halves them, and rounds small updates away.
+    Default: as the task makes them."""
+    cuda_graphs: AutoOnOff = "auto"
+    """Micro-batches of one size replayed as a CUDA graph. `auto` uses it where that is faster."""
     cudnn_attention: AutoOnOff = "auto"
     """cuDNN's attention kernels on CUDA. `auto` uses them only where all rows have one shape."""
     workers: int | Literal["auto"] = "auto"
@@ -73,6 +83,10 @@ class PlanOptions:
     def memory_limit_bytes(self) -> int | None:
         return None if self.memory_limit is None else parse_bytes(self.memory_limit)
 
+    def precision_for(self, task: Task) -> Precision:
+        """bf16 weights compute in bf16: without autocast, they cannot be multiplied with rows of fp32."""
+        return "bf16" if self.weights == "bf16" else self.precision or task.precision
+
     @property
     def host_limit_bytes(self) -> int | None:
         return None if self.host_limit is None else parse_bytes(self.host_limit)
@@ -82,10 +96,12 @@ _LEAST = {"global_batch": 1, "processes": 1, "micro_batch": 1, "workers": 0, "pr
 _WORDS = {
     "layout": ("auto", "padded", "packed"),
     "compile": get_args(AutoOnOff),
-    "checkpointing": get_args(AutoOnOff),
+    "checkpointing": ("auto", *get_args(Checkpointed)),
+    "cuda_graphs": get_args(AutoOnOff),
     "cudnn_attention": get_args(AutoOnOff),
     "pin_memory": get_args(AutoOnOff),
     "precision": (None, *get_args(Precision)),
+    "weights": (None, *get_args(Weights)),
 }
 
 
@@ -106,6 +122,8 @@ def _problems(options: PlanOptions) -> Iterator[str]:
         value = getattr(options, name)
         if value not in words:
             yield f"{name}={value!r} must be one of {', '.join(filter(None, words))}."
+    if options.weights == "bf16" and options.precision in ("fp32", "fp16"):
+        yield f"weights='bf16' cannot be combined with precision={options.precision!r}. Try: precision='bf16'."
     lengths = options.lengths
     if lengths is not None and not (
         isinstance(lengths, (tuple, list)) and all(is_whole(length, 1) for length in lengths)

@@ -43,9 +43,10 @@ from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.planning.host_memory import with_host
 from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
+from brimful.planning.levers import with_weights
 from brimful.planning.micro_batch import Search
 from brimful.planning.plan import Choice, Plan
-from brimful.planning.plan_options import AutoOnOff, PlanOptions
+from brimful.planning.plan_options import AutoCheckpointed, AutoOnOff, PlanOptions, Weights
 from brimful.planning.plan_time import PlanTime
 from brimful.planning.probe import (
     Progress,
@@ -82,8 +83,10 @@ def plan(
     processes: int = 1,
     layout: Literal["auto", "padded", "packed"] = "auto",
     compile: AutoOnOff = "auto",
-    checkpointing: AutoOnOff = "auto",
+    checkpointing: AutoCheckpointed = "auto",
     precision: Precision | None = None,
+    weights: Weights | None = None,
+    cuda_graphs: AutoOnOff = "auto",
     cudnn_attention: AutoOnOff = "auto",
     workers: int | Literal["auto"] = "auto",
     prefetch: int | Literal["auto"] = "auto",
@@ -127,10 +130,14 @@ def plan(
         device: "cpu", "cuda", "cuda:1", "mps" or "xpu". Default: that of `model`, else the first accelerator.
         processes: Processes that share the global batch.
         layout: "padded" side by side, or "packed" end to end without padding, which is meant for GPUs and refused unless
-            packed rows have the loss and gradient that they have alone. "auto" pads, for now.
+            packed rows have the loss and gradient that they have alone. "auto" packs where the task and the GPU can.
         compile: Compiled blocks. "auto" compiles packed steps on CUDA.
-        checkpointing: Gradient checkpointing. "auto" uses it if it is faster or if nothing else fits.
+        checkpointing: Gradient checkpointing: "on" for every block, "every-2" or "every-3" for every second or third, "off".
+            "auto" uses it if it is faster or if nothing else fits.
         precision: The precision of autocast. Default: the task's value.
+        weights: The dtype of the weights, "fp32" or "bf16". bf16 halves weights, gradients and most optimizer states, and rounds
+            small updates away. Default: as the task makes them.
+        cuda_graphs: Micro-batches of one size replayed as a CUDA graph. "auto" uses it where that is faster.
         cudnn_attention: cuDNN's attention on CUDA. "auto" uses it only where all rows have one shape.
         workers: Loader workers per process; 0 reads in the training process.
         prefetch: Steps that each worker reads ahead.
@@ -160,12 +167,16 @@ def plan(
         raise TaskError(f"plan() was called with {kind_of(task)}. Try: a brimful.Task.")
     if model is None and optimizer is not None:
         raise BadOption("optimizer= needs its model. Try: also pass model=.")
+    if model is not None and weights is not None:
+        raise BadOption(
+            f"weights={weights!r} cannot be combined with model=, which is yours. Try: convert it before you plan."
+        )
     if model is not None and device == "auto":
         device = str(next(model.parameters()).device)
     options = PlanOptions(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
         device=device, processes=processes, layout=layout, compile=compile, checkpointing=checkpointing, precision=precision,
-        cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
+        weights=weights, cuda_graphs=cuda_graphs, cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
         allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, table=table, cache=cache,
         seed=seed,
     )  # fmt: skip
@@ -190,25 +201,33 @@ def find_plan(
     *,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
+    steps: int | None = None,
     progress: Progress = lambda phrase: None,
 ) -> Plan:
-    """The plan for a target that was found and rows that were read already; the saved one if its key matches."""
+    """The plan for a target that was found and rows that were read already; the saved one if its key matches.
+
+    `steps`: of the run, if it is known. Compiling is weighed against them.
+    """
+    if options.cuda_graphs == "on" and target.device.type != "cuda":
+        raise BadOption(
+            f'cuda_graphs="on" is not possible on {target.name}. Try: cuda_graphs="auto", or an NVIDIA GPU.'
+        )
     time = PlanTime.of(options.plan_seconds, target.device, deterministic=options.deterministic)
     if rows is not None:
         random_state = RandomState(target.device)
         check_collate(task, rows)
         random_state.restore()
-    task = with_dummy(task, rows, progress, steady=options.deterministic)
+    task = with_weights(with_dummy(task, rows, progress, steady=options.deterministic), options.weights)
     shape, sampled = _planned_shape(task, rows, options, progress)
     description = model if model is not None else _describe(task)
     check_weights(description)
-    key = _key(task, description, shape, options, target, rows)
+    key = _key(task, description, shape, options, target, rows, steps)
     saved = _load(key, options, target) if options.cache else None
     if saved is not None:
         return saved
     if _weights_and_gradients(description) > target.limit_bytes:
         raise _model_too_large(description, target)
-    result = _search(task, description, model, optimizer, target, options, shape, key, time, progress, rows)
+    result = _search(task, description, model, optimizer, target, options, shape, key, time, progress, rows, steps)
     if isinstance(result, UserError):
         raise result
     if sampled:
@@ -288,6 +307,7 @@ def _weights_and_gradients(model: nn.Module) -> int:
 def _search(
     task: Task, description: nn.Module, model: nn.Module | None, optimizer: Optimizer | None, target: Target,
     options: PlanOptions, shape: Shape, key: str, time: PlanTime, progress: Progress, rows: Dataset | None,
+    steps: int | None,
 ) -> Plan | UserError:  # fmt: skip
     """Make the plan and put everything back: random state, the allocator's cap, the user's model, device memory.
 
@@ -296,14 +316,14 @@ def _search(
     """
     random_state = RandomState(target.device)
     torch.manual_seed(options.seed)
-    autocast = autocast_dtype(options.precision or task.precision, target.device)
+    autocast = autocast_dtype(options.precision_for(task), target.device)
     cudnn = decide_cudnn_attention(options.cudnn_attention, target.device, shape)[0] == "on"
     try:
         with target.enforce(simulate=False), deterministic_algorithms(options.deterministic):
             ready = model if model is not None else _build(task, description, target)
             context = make_context(task, ready, optimizer, target, autocast, cudnn_attention=cudnn)
             with _put_back(context, model):
-                return Search(context, target, options, shape, time, progress, rows).plan(key)
+                return Search(context, target, options, shape, time, progress, rows, steps).plan(key)
     except UserError as error:
         if isinstance(error, TaskError):  # its author wants to see where it came from
             raise
@@ -344,7 +364,7 @@ def _put_back(context: StepContext, model: nn.Module | None) -> Iterator[None]:
 
 
 def _key(
-    task: Task, model: nn.Module, shape: Shape, options: PlanOptions, target: Target, rows: Dataset | None
+    task: Task, model: nn.Module, shape: Shape, options: PlanOptions, target: Target, rows: Dataset | None, steps: int | None
 ) -> str:  # fmt: skip
     """`model` may be on the meta device: only its description is read. Limits enter as bytes: 1GiB is 1024MiB."""
     own = {name: value for name, value in vars(task).items() if name != "dummy"}
@@ -359,6 +379,7 @@ def _key(
         "shape": shape,
         "rows": None if rows is None else [type(rows).__name__, getattr(rows, "fingerprint", len(rows))],
         "options": {name: value for name, value in asdict(options).items() if name not in by_bytes},
+        "steps": steps if options.compile == "auto" and target.device.type != "cpu" else None,
         "limits": [options.memory_limit_bytes, options.host_limit_bytes],
         "device": [target.device.type, target.name],
         "versions": [brimful.__version__, torch.__version__, str(torch.version.cuda), platform.python_version()],

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -47,6 +48,13 @@ class Target:
     def budget_bytes(self) -> int:
         """What to plan for: `fill` of the limit."""
         return int(self.limit_bytes * self.fill)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the kernels for packed rows run there."""
+        if self.device.type != "cuda" or find_spec("triton") is None:
+            return False
+        return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     @contextmanager
     def enforce(self, adopt: Iterable[torch.Tensor] = (), *, simulate: bool = True) -> Iterator[Ledger | None]:

@@ -76,8 +76,11 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
     if plan.one_more_predicted_peak_bytes is None:
         largest += "; the global batch has no more"
     else:
-        one_more = show_bytes(plan.one_more_predicted_peak_bytes)
-        largest += f"; one more would need {one_more} (predicted), above the budget of {show_bytes(plan.budget_bytes)}"
+        above = plan.one_more_predicted_peak_bytes > plan.budget_bytes
+        largest += f"; one more would need {show_bytes(plan.one_more_predicted_peak_bytes)} (predicted), "
+        largest += (
+            f"above the budget of {show_bytes(plan.budget_bytes)}" if above else "and there was no time to try it"
+        )
     planned = f"in {show_seconds(plan.plan_s)} with {plan.probes} probes and {_ooms(plan.ooms)}"
     if plan.cached:
         planned = f"reused from {plan.created}; --no-cache plans again"

@@ -55,8 +55,8 @@ class SingleProcess:
 
     rank, size = 0, 1
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank, in order of rank."""
+    def gather(self, values: Sequence[Any]) -> list[list[Any]]:
+        """The numbers of every rank, in order of rank. Those of a single process may still be on the device."""
         return [list(values)]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -88,7 +88,7 @@ class ProcessGroup(SingleProcess):
                     _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
                 self.broadcast([*model.parameters(), *model.buffers()])
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
+    def gather(self, values: Sequence[Any]) -> list[list[Any]]:
         table = torch.zeros(self.size, len(values), dtype=torch.float64)
         table[self.rank] = torch.tensor(values, dtype=torch.float64)
         with self._names_lost_peers():

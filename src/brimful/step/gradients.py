@@ -2,7 +2,12 @@
 
     split the rows ─► collate, to device, forward, backward for each micro-batch ─► all ranks agree that they are done
         ▲                          │ out of memory                                            │
-        └──────── recovery ◄───────┴───────────────────── `finish` ◄──────── scale, then reduce over ranks, once
+        └──────── recovery ◄───────┴──────────────── `finish` ◄──────────── scale, then reduce over ranks, once
+                                                         │
+                                                     `meanwhile`, then read losses, counts and norm from the device
+
+After a wait for the device it is idle until there is new work. So all numbers of a step are read by one transfer, when
+everything up to clipping has been launched. Several ranks read theirs before the reduce as well, to exchange the counts.
 
 Nothing here changes a weight. Only the rank that ran out of memory repeats its micro-batches; the others wait with their
 gradients. What fails after the reduce is repeated by all ranks. Backward runs on `sum / estimated count` (`CountEstimate`),
@@ -17,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,10 +33,12 @@ from brimful.memory.split import without_single_rows
 from brimful.step import checks
 from brimful.step.checks import ShapeCounter, SplitCheck
 from brimful.step.distributed import Share, SingleProcess, checksum
-from brimful.step.recovery import MicroBatch, Recovery, StepState
+from brimful.step.recovery import MicroBatch, Number, Recovery, StepState
 from brimful.task import Loss, Task, term_counts
 
 SumAndCount = tuple[float, float]
+Terms = Mapping[str, tuple[Number, Number]]
+"""Sums and counts by name, which may still be on the device."""
 TotalCounts = dict[str, float]
 """The count of each term over the step, if the task can tell before the forward."""
 
@@ -57,7 +65,7 @@ class StepGradients:
     ooms_of_all: int
     """Out-of-memory errors of all ranks in this step."""
     norm: float | None
-    """What `finish` returned."""
+    """What `finish` returned, read from the device."""
 
 
 class Gradients:
@@ -86,8 +94,17 @@ class Gradients:
     def gradient_bytes(self) -> int:
         return sum(param.grad.nbytes for param in self._params if param.grad is not None)
 
-    def make(self, step: int, share: Share, finish: Callable[[], float | None]) -> StepGradients:
-        """All gradients of the step, scaled. `finish` is what else may run out of memory before the optimizer's step."""
+    def make(
+        self,
+        step: int,
+        share: Share,
+        finish: Callable[[], Number | None],
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> StepGradients:
+        """All gradients of the step, scaled. `finish` is what else may run out of memory before the optimizer's step.
+
+        `meanwhile` is called once, while the device computes, before its numbers are waited for.
+        """
         state = StepState(step, share, list(share.indices))
         self._context.drop_gradients()
         self._params = [param for param in self._context.params if param.requires_grad]  # a run may unfreeze some
@@ -105,24 +122,31 @@ class Gradients:
                     counts, counted_rows = self._total_counts(state)
                     continue
                 terms = self._total_terms(reports, counts)
-                if counts is None:  # in place, so that nothing is allocated here, as in the reduce
-                    self._context.scale_gradients(state.divisor / terms["loss"][1])
+                if counts is None and not self._recovery.run(state, partial(self._scale, state, terms["loss"][1])):
+                    continue  # a factor on the device takes memory; several ranks have theirs on the host
                 self._group.reduce([param.grad for param in self.params if param.grad is not None])
-                norm = self._finish(state, finish)
+                readout = self._finish(state, terms, finish)
                 if all(status == Status.DONE for status, *_ in self._exchange(state, [])):
                     break
                 self._start_over(state)  # gradients hold the sum over ranks, and some rank has to start again
+            meanwhile()
+            numbers, log, norm = readout.read()
+            self._check_count(numbers, counts)
         except BaseException:
-            self._context.drop_gradients()
+            self._recovery.drop_gradients()
             raise
         return StepGradients(
             state=state,
-            terms=terms,
-            log=self._total_log(state, reports),
+            terms=numbers,
+            log=self._total_log(log, reports),
             rows=rows,
             ooms_of_all=int(sum(report[3] for report in reports)),
             norm=norm,
         )
+
+    def _scale(self, state: StepState, count: Number) -> None:
+        """To the mean over what all ranks counted. In place, so that nothing is allocated, as in the reduce."""
+        self._context.scale_gradients(state.divisor / count)
 
     def _start_over(self, state: StepState) -> None:
         self._recovery.drop_gradients()
@@ -154,7 +178,7 @@ class Gradients:
             counts.update(term_counts(task, task.counts(state.share.rows.batch(group))))
         state.counts = dict(counts)
 
-    def _accumulate_on_all_ranks(self, state: StepState, counts: TotalCounts | None) -> list[list[float]]:
+    def _accumulate_on_all_ranks(self, state: StepState, counts: TotalCounts | None) -> list[list[Any]]:
         """Run the micro-batches until every rank has all its gradients. Returns the reports of all ranks."""
         expected: list[bool] = []
         while True:
@@ -190,8 +214,10 @@ class Gradients:
                 checks.check_after_backward(self._context.model, self._context.optimizer, self._versions)
                 self._versions = None
         self._add_zero_gradients(expected)
-        state.terms, state.log = totals.read()
-        state.divisor = estimate.read()
+        if self._group.size > 1:  # the others need the numbers before the reduce
+            (state.terms, state.log), state.divisor = totals.read(), float(estimate.value)
+        else:
+            (state.terms, state.log), state.divisor = totals.add_up(), estimate.value
         state.busy_s = time.perf_counter() - started
 
     def _add_zero_gradients(self, expected: Sequence[bool]) -> None:
@@ -223,7 +249,7 @@ class Gradients:
         groups = [[indices[position] for position in group] for group in groups]
         return without_single_rows(groups) if self._recovery.least_rows > 1 else groups
 
-    def _report(self, state: StepState, counts: TotalCounts | None, has_gradient: Sequence[bool]) -> list[float]:
+    def _report(self, state: StepState, counts: TotalCounts | None, has_gradient: Sequence[bool]) -> list[Number]:
         """After the status: which gradients, rows, errors, whether there is a log, then sum and count of each term."""
         if counts is not None:
             terms = [state.terms.get(name, (0.0, 0.0)) for name in counts]
@@ -234,10 +260,15 @@ class Gradients:
             )
         else:
             terms = list(state.terms.values()) or [(0.0, 0.0)]
-        numbers = [checksum(bytes(has_gradient)), float(len(state.rows)), float(state.ooms), float(bool(state.log))]
+        numbers: list[Number] = [
+            checksum(bytes(has_gradient)),
+            float(len(state.rows)),
+            float(state.ooms),
+            float(bool(state.log)),
+        ]
         return numbers + [number for term in terms for number in term]
 
-    def _exchange(self, state: StepState, numbers: list[float]) -> list[list[float]]:
+    def _exchange(self, state: StepState, numbers: Sequence[Number]) -> list[list[Any]]:
         """The status and these numbers of every rank. Raises if any rank has to stop."""
         status = Status.STOP if state.stop else Status.DONE if state.done else Status.RETRY
         reports = self._group.gather([float(status), *numbers])
@@ -248,39 +279,44 @@ class Gradients:
             raise ProcessLost(f"rank {stopped} of {self._group.size} stopped. Try: fix what its own message names.")
         return reports
 
-    def _total_terms(self, reports: list[list[float]], counts: TotalCounts | None) -> dict[str, SumAndCount]:
+    def _total_terms(self, reports: list[list[Any]], counts: TotalCounts | None) -> Terms:
         names = ["loss"] if counts is None else list(counts)
-        columns = [math.fsum(report[5 + place] for report in reports) for place in range(2 * len(names))]
+        columns = [_total([report[5 + place] for report in reports]) for place in range(2 * len(names))]
         terms = {name: (columns[2 * place], columns[2 * place + 1]) for place, name in enumerate(names)}
-        if counts is None and not terms["loss"][1] > 0:
-            raise self._nothing_counted(terms["loss"][1])
+        self._check_count(terms, counts)
         return terms
 
-    def _total_log(self, state: StepState, reports: list[list[float]]) -> dict[str, SumAndCount]:
+    def _check_count(self, terms: Terms, counts: TotalCounts | None) -> None:
+        """Raises if the step counted nothing, as soon as that is known on the host."""
+        count = 1.0 if counts is not None else terms["loss"][1]
+        if not isinstance(count, torch.Tensor) and not count > 0:
+            raise self._nothing_counted(count)
+
+    def _total_log(self, own: dict[str, SumAndCount], reports: list[list[Any]]) -> dict[str, SumAndCount]:
         if not any(report[4] for report in reports):
             return {}
         sums: Counter[str] = Counter()
         weights: Counter[str] = Counter()
-        for log in self._group.gather_objects(state.log):
+        for log in self._group.gather_objects(own):
             for name, (total, weight) in log.items():
                 sums[name] += total
                 weights[name] += weight
         return {name: (sums[name], weights[name]) for name in sums}
 
-    def _finish(self, state: StepState, finish: Callable[[], float | None]) -> float | None:
+    def _finish(self, state: StepState, terms: Terms, finish: Callable[[], Number | None]) -> "Readout":
         """What else comes before the optimizer's step."""
         largest = max(state.groups, key=len, default=[])
         shape = state.share.shape(largest) if largest else ()
         state.micro_batch = MicroBatch(0, len(state.groups), largest, shape)
-        norm: float | None = None
+        readout = Readout({}, {})
 
         def work() -> None:
-            nonlocal norm
-            norm = finish()
+            nonlocal readout
+            readout = Readout(terms, state.log, finish())
 
         if not self._recovery.run(state, work):
             state.finish_failures += 1
-        return norm
+        return readout
 
     def _nothing_counted(self, count: float = 0.0) -> TaskError:
         return TaskError(
@@ -290,15 +326,12 @@ class Gradients:
 
 
 class LossTotals:
-    """Adds up the losses of micro-batches on the device.
-
-    A number read after every micro-batch would leave the device idle, so all are read at once at the end.
-    """
+    """Adds up the losses of micro-batches where they are, so that no micro-batch waits for the device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[torch.Tensor]] = {}
-        self._counts: dict[str, list[torch.Tensor | float]] = {}
-        self._log: dict[str, list[tuple[torch.Tensor | float, torch.Tensor | float]]] = {}
+        self._counts: dict[str, list[Number]] = {}
+        self._log: dict[str, list[tuple[Number, Number]]] = {}
 
     def add(self, terms: Mapping[str, Loss]) -> None:
         for name, term in terms.items():
@@ -314,30 +347,65 @@ class LossTotals:
             for key, value in term.log.items():
                 self._log.setdefault(key, []).append((value, count))
 
-    def read(self) -> tuple[dict[str, SumAndCount], dict[str, SumAndCount]]:
-        """Sum and count of each term, and weighted sum and weight of each logged value. Waits for the device once."""
-        if not self._sums:
-            return {}, {}
-        first = next(iter(self._sums.values()))[0]
-        widest = torch.float32 if first.device.type == "mps" else torch.float64
-        numbers = [torch.stack([one.reshape(()) for one in sums]).sum(dtype=widest) for sums in self._sums.values()]
-        on_host = [
-            float(sum(one for one in counts if not isinstance(one, torch.Tensor))) for counts in self._counts.values()
-        ]
-        for counts in self._counts.values():
-            tensors = [one.detach().reshape(()) for one in counts if isinstance(one, torch.Tensor)]
-            numbers.append(torch.stack(tensors).to(numbers[0]).sum() if tensors else torch.zeros_like(numbers[0]))
-        for entries in self._log.values():
+    def add_up(self) -> tuple[Terms, Terms]:
+        """Sum and count of each term, and weighted sum and weight of each logged value. Nothing is read."""
+        terms = {name: (_sum(sums), _sum(self._counts[name])) for name, sums in self._sums.items()}
+        log: dict[str, tuple[Number, Number]] = {}
+        for name, entries in self._log.items():
+            like = next(iter(self._sums.values()))[0]
             values, weights = (
-                torch.stack([torch.as_tensor(one).detach().to(numbers[0]).reshape(()) for one in column])
-                for column in zip(*entries, strict=True)
+                torch.stack([_as_tensor(one, like) for one in column]) for column in zip(*entries, strict=True)
             )
-            numbers += [torch.where(weights > 0, values * weights, 0.0).sum(), weights.sum()]
-        read = torch.stack(numbers).tolist()
-        size = len(self._sums)
-        terms = {
-            name: (total, count + host)
-            for name, total, count, host in zip(self._sums, read[:size], read[size : 2 * size], on_host, strict=True)
-        }
-        logged = iter(read[2 * size :])
-        return terms, {name: (next(logged), next(logged)) for name in self._log}
+            log[name] = torch.where(weights > 0, values * weights, 0.0).sum(), weights.sum()
+        return terms, log
+
+    def read(self) -> tuple[dict[str, SumAndCount], dict[str, SumAndCount]]:
+        """The same as plain numbers. Waits for the device once."""
+        return Readout(*self.add_up()).read()[:2]
+
+
+class Readout:
+    """Numbers of a step that are read from the device by one transfer."""
+
+    def __init__(self, terms: Terms, log: Terms, norm: Number | None = None) -> None:
+        """Launches the transfer's preparation, which takes a little memory on the device."""
+        self._names, self._log_names, self._has_norm = list(terms), list(log), norm is not None
+        pairs = (*terms.values(), *log.values())
+        self._numbers = [number for pair in pairs for number in pair] + ([] if norm is None else [norm])
+        tensors = [one for one in self._numbers if isinstance(one, torch.Tensor)]
+        self._tensors = torch.stack([_as_tensor(one, tensors[0]) for one in tensors]) if tensors else None
+
+    def read(self) -> tuple[dict[str, SumAndCount], dict[str, SumAndCount], float | None]:
+        """Terms, log and norm. Waits for the device, if any number is there."""
+        read = iter([] if self._tensors is None else self._tensors.tolist())
+        numbers = iter([next(read) if isinstance(one, torch.Tensor) else one for one in self._numbers])
+        terms, log = (
+            {name: (next(numbers), next(numbers)) for name in names} for names in (self._names, self._log_names)
+        )
+        return terms, log, next(numbers) if self._has_norm else None
+
+
+def _as_tensor(number: Number, like: torch.Tensor) -> torch.Tensor:
+    """On the device of `like`. A number of the host is filled in, since copying it would wait for the device."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(like.device, _widest(like)).reshape(())
+    return torch.full((), float(number), dtype=_widest(like), device=like.device)
+
+
+def _sum(numbers: Sequence[Number]) -> Number:
+    """On the device if any of them is there."""
+    tensors = [one.detach().reshape(()) for one in numbers if isinstance(one, torch.Tensor)]
+    on_host = float(sum(one for one in numbers if not isinstance(one, torch.Tensor)))
+    if not tensors:
+        return on_host
+    total = torch.stack(tensors).sum(dtype=_widest(tensors[0]))
+    return total + on_host if on_host else total
+
+
+def _widest(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _total(numbers: Sequence[Any]) -> Any:
+    """Over all ranks. A single one's is taken as it is, since it may be on the device."""
+    return numbers[0] if len(numbers) == 1 else math.fsum(numbers)

@@ -17,15 +17,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from brimful.errors import DoesNotFit, UserError
 from brimful.memory.context import Phase, StepContext
-from brimful.memory.layout import LAYOUTS, PADDED, Layout
+from brimful.memory.layout import PADDED, Layout
 from brimful.memory.ledger import count_existing
 from brimful.memory.meter import AvailableMemory, allocated_bytes, allocator_retries
 from brimful.memory.model import MemoryModel, work
@@ -64,6 +65,8 @@ BLIND_WAIT = 8
 """Without a memory model and without more room, the limit is raised this many times less often."""
 ENOUGH_ROOM = 0.98
 """Room for this share of a limit is enough: what libraries allocate for themselves varies a little."""
+Number = torch.Tensor | float
+"""A number that may still be on the device."""
 _STATE = ("correction", "measured", "may_run_whole", "clean_steps", "wait", "just_grown")
 
 
@@ -96,13 +99,13 @@ class StepState:
     micro_batch: MicroBatch = MicroBatch(0, 0, [], ())
     done: bool = False
     """Whether the last attempt succeeded."""
-    terms: dict[str, tuple[float, float]] = field(default_factory=dict)
+    terms: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
     """Sum and count of each term of the loss."""
-    log: dict[str, tuple[float, float]] = field(default_factory=dict)
+    log: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
     """Weighted sum and weight of each value in `Loss.log`."""
     counts: dict[str, float] = field(default_factory=dict)
     """What the terms of these rows count, if the task can tell before the forward."""
-    divisor: float = 1.0
+    divisor: Number = 1.0
     """What sums were divided by before backward, unless each term has its own total."""
     busy_s: float = 0.0
     largest_cost: float = 0.0
@@ -160,12 +163,18 @@ class Recovery:
 
     def run(self, state: StepState, work: Callable[[], None]) -> bool:
         """Run a part of the step. False: memory ran out, everything is as before the step, and it has to be run again."""
-        outcome = attempt(work, self._context.device, clean=self.drop_gradients, thorough=state.ooms > 0)
+        outcome = attempt(work, self._context.device, clean=self._free, thorough=state.ooms > 0)
         state.done = not isinstance(outcome, OutOfMemory)
         if isinstance(outcome, OutOfMemory):
             self.restore()
             self._respond(state, outcome.message)
         return state.done
+
+    def _free(self) -> None:
+        """After an out-of-memory error."""
+        self.drop_gradients()
+        if self._context.graphs is not None:
+            self._context.graphs.drop(out_of_memory=True)
 
     def drop_gradients(self) -> None:
         self._context.drop_gradients()
@@ -278,10 +287,12 @@ class Recovery:
         random_state, buffers = RandomState(context.device), Buffers(context.model)
 
         def trial() -> None:
-            for _ in range(1 if whole else 2):  # the second time with gradients held
-                context.run_micro_batch(context.layout.dummy(context.task, rows, shape), rows)
+            for _ in range(
+                1 if whole and context.graphs is None else 2
+            ):  # the second with gradients held, or as a graph
+                context.run_micro_batch(context.layout.example(context.task, rows, shape), rows)
 
-        outcome = attempt(trial, context.device, clean=context.drop_gradients)
+        outcome = attempt(trial, context.device, clean=self._free)
         context.drop_gradients()
         buffers.restore()
         random_state.restore()
@@ -394,7 +405,7 @@ class MicroBatchLimit:
         fixed = [size for size in (micro_batch, plan.choice("micro_batch").requested) if size is not None]
         return cls(
             model=plan.memory_model,
-            layout=LAYOUTS[plan.layout],
+            layout=plan.row_layout,
             value=plan.micro_limit,
             budget=float(plan.budget_bytes),
             max_rows=min(fixed, default=None),

@@ -69,6 +69,8 @@ class StepResult:
     seconds: float
     peak_bytes: int | None
     """Peak bytes allocated during the step. None if the device does not count them."""
+    meanwhile_s: float = 0.0
+    """Seconds that `meanwhile` took, not in `seconds`; 0 if the device was still computing when it returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ class LoadedRows:
             BatchRows(part, task, shape) if step.collated else ListedRows(part, task, shape, layout)
             for part, shape in zip(step.parts, step.shapes, strict=True)
         ]
+        self._packed = {} if step.packed is None else dict(zip(map(tuple, step.groups), step.packed, strict=True))
         self._position = dict[int, tuple[int, int]]()
         """By row, the number of its part and its index there."""
         for number, (group, part) in enumerate(zip(step.groups, self._parts, strict=True)):
@@ -74,6 +75,8 @@ class LoadedRows:
         return len(self.shapes)
 
     def batch(self, indices: Sequence[int]) -> Any:
+        if (packed := self._packed.get(tuple(indices))) is not None:
+            return packed
         numbers = {self._position[index][0] for index in indices}
         assert len(numbers) == 1, "rows of two micro-batches cannot be joined"
         return self._parts[numbers.pop()].batch([self._position[index][1] for index in indices])

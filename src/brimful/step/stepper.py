@@ -32,18 +32,21 @@ from torch.optim import Optimizer
 
 from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, UserError, in_one_line, kind_of
 from brimful.memory.context import Phase, StepContext
-from brimful.memory.layout import LAYOUTS, PADDED
+from brimful.memory.graphs import Graphs, signature
+from brimful.memory.layout import PADDED
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics
-from brimful.planning.levers import checkpointing, compiling, cudnn_attention
+from brimful.memory.snapshot import RandomState
+from brimful.planning.levers import DTYPES, EVERY, checkpointing, compiling, cudnn_attention
 from brimful.planning.plan import Plan
+from brimful.planning.plan_options import Checkpointed, Weights
 from brimful.planning.target import autocast_dtype
 from brimful.step import checks
 from brimful.step.checks import ShapeCounter, SplitCheck
 from brimful.step.distributed import Dealer, RowsAre, Share, SingleProcess, join
 from brimful.step.gradients import Gradients, StepGradients
 from brimful.step.optimizer_memory import OptimizerMemory
-from brimful.step.recovery import GROW_AFTER, MicroBatchLimit, Recovery
+from brimful.step.recovery import GROW_AFTER, MicroBatchLimit, Number, Recovery
 from brimful.step.result import Event, Events, StepResult
 from brimful.step.rows import as_rows
 from brimful.task import Precision, Task
@@ -131,7 +134,7 @@ class Stepper:
             optimizer=optimizer,
             device=device,
             autocast=autocast_dtype(precision, device),
-            layout=LAYOUTS[plan.layout] if plan else PADDED,
+            layout=plan.row_layout if plan else PADDED,
             cudnn_attention=cudnn == "on",
             scaler=scaler,
         )
@@ -151,6 +154,9 @@ class Stepper:
         self._optimizer_memory = OptimizerMemory(optimizer, device, self._note)
         self._unapplied = _UnappliedGradients(optimizer)
         self._mode_checked = False
+        self._graph_problem_noted = False
+        self._graph_bytes = 0
+        """What a CUDA graph has reserved at the beginning of the step."""
         self.steps = 0
         """Steps begun, skipped ones included."""
         self._nonfinite_steps = 0
@@ -164,10 +170,14 @@ class Stepper:
             self._note("micro_batch=1 becomes 2: BatchNorm cannot average over a single row")
         if cudnn == "off":
             self._note(f"cuDNN's attention is off: {cudnn_reason}")
+        if plan is not None and plan.levers.weights is not None:
+            self._note_other_weights(plan.levers.weights)
         if plan is not None and plan.levers.compile == "on":
             self._switch_compiled_blocks_on(task)
+        if plan is not None and plan.levers.cuda_graphs == "on" and device.type == "cuda" and task.has_dummy:
+            self._switch_graphs_on(plan)
         if plan is not None and plan.levers.checkpointing != "off":
-            self._switch_checkpointing_on(task)
+            self._switch_checkpointing_on(task, plan.levers.checkpointing)
 
     @property
     def model(self) -> nn.Module:
@@ -207,14 +217,26 @@ class Stepper:
         """Of rows with these lengths, (row, rank) where the row does not fit the rank's memory even alone."""
         return self._dealer.excluded([tuple(row) for row in lengths.tolist()])
 
-    def step(self, rows: Any) -> StepResult:
-        """One optimizer step over these rows."""
-        started = self._begin()
-        share, gradients = self._make_gradients(rows, self._clip_and_reserve)
+    def step(self, rows: Any, meanwhile: Callable[[], object] | None = None) -> StepResult:
+        """One optimizer step over these rows.
+
+        `meanwhile` is called once in it, while the device computes and nothing is left to do here but to wait: for work
+        on the host, such as reading the next rows. What it raises ends the step before any weight has changed.
+        """
+        started, meanwhile_s = self._begin(), 0.0
+
+        def run_meanwhile() -> None:
+            nonlocal meanwhile_s
+            if meanwhile is not None:
+                begun = time.perf_counter()
+                meanwhile()
+                meanwhile_s = 0.0 if self._device_computes() else time.perf_counter() - begun
+
+        share, gradients = self._make_gradients(rows, self._clip_and_reserve, run_meanwhile)
         assert gradients.norm is not None
         applied = self._apply(gradients.norm)
         self._context.drop_gradients()
-        return self._finish(share, gradients, started, applied)
+        return self._finish(share, gradients, started, applied, meanwhile_s)
 
     def backward(self, rows: Any) -> StepResult:
         """Everything but clipping and the optimizer: leaves the exact gradients of these rows on the parameters.
@@ -236,6 +258,11 @@ class Stepper:
         if self.plan is None or not self._context.task.has_dummy:
             return True
         return self._recovery.rehearse(self.plan)
+
+    def free_memory(self) -> None:
+        """Give back what is kept between steps to be faster, before something else needs the device: a CUDA graph's memory."""
+        if self._context.graphs is not None:
+            self._context.graphs.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """What the next steps depend on besides model and optimizer. Put it into your checkpoint."""
@@ -260,6 +287,10 @@ class Stepper:
         if self._context.scaler is not None and state["scaler"] is not None:
             self._context.scaler.load_state_dict(state["scaler"])
 
+    def _device_computes(self) -> bool:
+        device = self._context.device
+        return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+
     def _begin(self) -> float:
         self._unapplied.check(self._gradients.params)
         if self._context.follow_optimizer():
@@ -269,6 +300,7 @@ class Stepper:
             self._note("the model is in evaluation mode; call model.train() to train with dropout and BatchNorm")
         self._mode_checked = True
         self._context.drop_gradients()
+        self._graph_bytes = 0 if self._context.graphs is None else self._context.graphs.pool_bytes
         if has_peak_statistics(self._context.device):
             torch.accelerator.reset_peak_memory_stats(self._context.device)
         else:
@@ -286,13 +318,16 @@ class Stepper:
         if missing := checks.not_stepped(self.model, self._context.optimizer):
             self._note(f"the optimizer does not step {missing}; freeze what is not meant to learn")
 
-    def _make_gradients(self, value: Any, finish: Callable[[], float | None]) -> tuple[Share, StepGradients]:
+    def _make_gradients(
+        self, value: Any, finish: Callable[[], Number | None], meanwhile: Callable[[], object] = lambda: None
+    ) -> tuple[Share, StepGradients]:
         shape = self.plan.shape if self.plan else ()
         rows = as_rows(value, self._context.task, shape, list_is_rows=self._list_is_rows, layout=self._context.layout)
         share = self._dealer.share(rows, value)
-        return share, self._gradients.make(self.steps, share, finish)
+        return share, self._gradients.make(self.steps, share, finish, meanwhile)
 
-    def _clip_and_reserve(self) -> float:
+    def _clip_and_reserve(self) -> Number:
+        """The norm before clipping, on the device."""
         self._context.phase = Phase.CLIP
         if self._context.scaler:
             self._context.scaler.unscale_(self._context.optimizer)
@@ -301,7 +336,7 @@ class Stepper:
         if self._clip_norm is not None:
             clip_grads_with_norm_(params, self._clip_norm, norm)
         self._reserve()
-        return float(norm)
+        return norm
 
     def _reserve(self) -> None:
         self._context.phase = Phase.RESERVE
@@ -357,7 +392,9 @@ class Stepper:
         except Exception:
             return None
 
-    def _finish(self, share: Share, gradients: StepGradients, started: float, applied: bool) -> StepResult:
+    def _finish(
+        self, share: Share, gradients: StepGradients, started: float, applied: bool, meanwhile_s: float = 0.0
+    ) -> StepResult:
         state = gradients.state
         counts_peaks = has_peak_statistics(self._context.device)
         peak = torch.accelerator.max_memory_allocated(self._context.device) if counts_peaks else active_peak_bytes()
@@ -366,6 +403,13 @@ class Stepper:
             self._record_time(share.work, state.busy_s)
         if self.plan is not None and self.steps == 1 and gradients.rows != self.plan.global_batch:
             self._note(f"the step has {gradients.rows} rows, but the plan was made for {self.plan.global_batch}")
+        if self._context.graphs is not None:
+            if self._context.graphs.pool_bytes == self._graph_bytes:  # else one was recorded, after a plain run
+                peak = (peak or 0) + self._graph_bytes
+            if self._context.graphs.problem and not self._graph_problem_noted:
+                self._graph_problem_noted = True
+                self._note(f"micro-batches are launched again, without a CUDA graph: {self._context.graphs.problem}")
+            counts_peaks = False  # a graph holds gradients that the memory model does not count in a whole step
         self._recovery.after_step(state, peak if counts_peaks else None, self._gradients.gradient_bytes)
         means = {name: _mean(*term) for name, term in gradients.terms.items()}
         return StepResult(
@@ -382,8 +426,9 @@ class Stepper:
             ooms=state.ooms,
             ooms_of_all=gradients.ooms_of_all,
             set_aside=tuple(state.set_aside),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - started - meanwhile_s,
             peak_bytes=peak,
+            meanwhile_s=meanwhile_s,
         )
 
     def _record_time(self, work: float, seconds: float) -> None:
@@ -402,11 +447,25 @@ class Stepper:
             lever.switch(True)
             self._note(f"blocks are compiled, as planned ({lever.reason})")
 
-    def _switch_checkpointing_on(self, task: Task) -> None:
+    def _switch_graphs_on(self, plan: Plan) -> None:
+        random_state = RandomState(self._context.device)
+        batch = self._context.layout.example(self._context.task, plan.micro_batch, plan.shape)
+        random_state.restore()
+        self._context.graphs = Graphs(signature(batch))
+        self._note("micro-batches are replayed as a CUDA graph, as planned")
+
+    def _switch_checkpointing_on(self, task: Task, setting: Checkpointed) -> None:
         lever = checkpointing(task, self.model)
         if lever.switch is not None:
-            lever.switch(True)
-            self._note(f"gradient checkpointing is on, as planned ({lever.reason})")
+            lever.switch(EVERY[setting])
+            self._note(f"gradient checkpointing is {setting}, as planned ({lever.reason})")
+
+    def _note_other_weights(self, planned: Weights) -> None:
+        """The model is the caller's, so it is not converted here."""
+        if not any(param.dtype is DTYPES[planned] for param in self.model.parameters()):
+            self._note(
+                f"the model has no {planned} weights, for which the plan was made: a step may take more than planned"
+            )
 
     def _note(self, sentence: str) -> None:
         self._events.add("note", self.steps, sentence)

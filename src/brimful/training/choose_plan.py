@@ -38,6 +38,8 @@ class PlanChoice:
     run: RunFolder
     file: str | None
     """`--plan`."""
+    steps: int | None = None
+    """Of the whole run."""
     averages: bool = False
     """Whether an average of the weights (`--ema`) takes memory as well."""
     made_before_for: dict[str, Any] | None
@@ -81,6 +83,8 @@ class PlanChoice:
             problems.append(f"is for {plan.processes} processes, not {self.group.size}")
         if self.options.global_batch not in (None, plan.global_batch):
             problems.append(f"has a global batch of {plan.global_batch}, not {self.options.global_batch}")
+        if self.options.weights not in (None, plan.levers.weights):
+            problems.append(f"has {plan.levers.weights or 'unconverted'} weights, not {self.options.weights}")
         if problems:
             raise BadRun(f"plan={self.file!r} {' and '.join(problems)}. Try: a new plan, without plan=.")
         name = Path(self.file).name
@@ -116,7 +120,7 @@ class PlanChoice:
         return None if changed else plan
 
     def _new(self) -> Plan:
-        return find_plan(self.task, self.options, self.target, self.rows, progress=self.progress)
+        return find_plan(self.task, self.options, self.target, self.rows, steps=self.steps, progress=self.progress)
 
 
 def _plain(value: Any) -> Any:

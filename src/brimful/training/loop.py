@@ -7,7 +7,8 @@
     │ rows         from the loader, exactly `global_batch` of them │
     │ agree        whether to stop or to save, on all ranks        │
     │ rate         the learning rate of this step                  │
-    │ step         forward, backward, optimizer: `step.Stepper`    │ ── Hook.after_step(loop, result)       "step"
+    │ step         forward, backward, optimizer: `step.Stepper`;   │ ── Hook.after_step(loop, result)       "step"
+    │              the next rows are read while the GPU computes   │
     │ evaluate     if it is due; is it the best so far?            │ ── Hook.after_evaluation(loop, result) "eval"
     │ save         if it is due, or if it is the best              │ ── Hook.after_save(loop, folder)       "checkpoint"
     └──────────────────────────────────────────────────────────────┘
@@ -26,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -129,6 +131,8 @@ class Loop:
     best: Best | None = None
     loss: float | None = None
     _rates: list[float] | None = None
+    _ahead_s: float = 0.0
+    """What reading the next rows ahead has cost in time."""
     _saved_step: int = -1
     _saved_time: float = 0.0
     _save_took_s: float = 0.0
@@ -136,6 +140,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._settings = state.group_settings(self.optimizer)
+        self._data = rows_fingerprint(self.rows)  # once, since a store hashes its list of files for it
 
     def run(self) -> Ending:
         """Train until all steps are done or a stop is requested; saved in either case."""
@@ -157,7 +162,7 @@ class Loop:
                         break
                     if due:
                         self.save()
-                    self._train_on(rows, waited_s)
+                    self._train_on(rows, waited_s, interrupts)
                     self._evaluate_and_save()
                 if self._saved_step != self.step:
                     self.save(last=True)
@@ -177,13 +182,20 @@ class Loop:
         interrupts.save_s = self._save_took_s
         with suppress(StoppedWaiting), interrupts.waiting():
             rows = next(steps)
-        return rows, time.perf_counter() - start
+        return rows, time.perf_counter() - start + self._ahead_s
 
-    def _train_on(self, rows: StepRows, waited_s: float) -> None:
+    def _read_ahead(self, interrupts: Interrupts) -> None:
+        """Within a step. If it is interrupted or fails, the step is completed first."""
+        with suppress(StoppedWaiting), interrupts.waiting():
+            self.loader.read_ahead()
+
+    def _train_on(self, rows: StepRows, waited_s: float, interrupts: Interrupts) -> None:
         self._set_rate()
         rate, speeds = self.optimizer.param_groups[0]["lr"], self.stepper.speeds
-        result = self.stepper.step(rows)
+        is_last = self.step + 1 == self.schedule.steps
+        result = self.stepper.step(rows, None if is_last else partial(self._read_ahead, interrupts))
         self.step += 1
+        self._ahead_s = result.meanwhile_s
         self.loss = result.loss
         if self.average is not None and result.applied:
             self.average.update()
@@ -244,6 +256,7 @@ class Loop:
     def evaluate(self) -> bool:
         """Whether this is the best evaluation so far."""
         assert self.evaluator is not None
+        self.stepper.free_memory()
         try:
             with nullcontext() if self.average is None else self.average.applied():
                 result = self.evaluator.run()
@@ -342,7 +355,7 @@ class Loop:
             loader=self.loader.state_dict(),
             ranks=(own,),
             best=self.best,
-            data=rows_fingerprint(self.rows),
+            data=self._data,
             optimizer=type(self.optimizer).__name__,
             settings=self._settings,
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),

@@ -15,7 +15,7 @@ gradients of their own. As usual only matrix products, convolutions and attentio
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -76,7 +77,7 @@ class Speedometer:
 
     def figures(self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int) -> dict[str, Any]:
         lengths = self._lengths(rows)
-        own = [float(sum(map(sum, lengths))), 0.0 if self._flops is None else self._flops.count(lengths)]
+        own = [float(lengths.sum()), 0.0 if self._flops is None else self._flops.count(lengths)]
         length, flops = (sum(column) for column in zip(*self._group.gather(own), strict=True))
         tokens = length if result.count > result.rows else 0  # lengths of images, or of rows scored as one, are none
         now = time.perf_counter()
@@ -94,11 +95,11 @@ class Speedometer:
             "eta_s": steps_left * median(self._step_s),
         }
 
-    def _lengths(self, rows: StepRows) -> list[tuple[int, ...]]:
-        """The dataset's own if it knows them; else as long as their micro-batch."""
-        padded = [tuple(shape) for group, shape in zip(rows.groups, rows.shapes, strict=True) for _ in group]
-        own = np.asarray(self._shapes(rows.indices)) if padded and callable(self._shapes) else None
-        return padded if own is None or own.shape != np.shape(padded) else [tuple(one) for one in own.tolist()]
+    def _lengths(self, rows: StepRows) -> NDArray[Any]:
+        """One line per row: the dataset's own if it knows them; else as long as their micro-batch."""
+        padded = np.repeat(np.array(rows.shapes, dtype=np.int64), [len(group) for group in rows.groups], axis=0)
+        own = np.asarray(self._shapes(rows.indices)) if len(padded) and callable(self._shapes) else padded
+        return own if own.shape == padded.shape else padded
 
 
 def utilization(flops: float, seconds: float, peak_flops_per_s: float | None, processes: int = 1) -> float | None:
@@ -141,9 +142,9 @@ class FlopModel:
         formula, how = outcome
         return (None if formula is None else cls(polynomial=formula)), how
 
-    def count(self, shapes: Iterable[Shape]) -> float:
+    def count(self, shapes: Sequence[Shape] | NDArray[Any]) -> float:
         """FLOPs of training once on rows of these lengths, without padding."""
-        lengths = np.array(list(shapes), dtype=float)
+        lengths = np.asarray(shapes, dtype=float)
         if not len(lengths):
             return 0.0
         terms = self.polynomial.terms.items()

@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import MissingExtra
+from brimful.planning.plan import Choice
 from brimful.task import Task
 from brimful.training.average import add_average
 from brimful.training.options import Curve, OptimizerName, TrainOptions
@@ -56,10 +57,13 @@ def _chosen(task: Task, options: TrainOptions) -> Callable[[nn.Module], Optimize
     return NamedOptimizer(name=options.optimizer or "adamw", lr=rate, weight_decay=options.weight_decay)
 
 
-def optimizer_name(task: Task) -> str:
+def optimizer_choice(task: Task, options: TrainOptions) -> Choice:
     """How the plan shows the optimizer of a task that came from `with_optimizer`."""
     optimizer = task.optimizer.make if isinstance(task.optimizer, _WithAverage) else task.optimizer
-    return f"{optimizer.name} at {optimizer.lr:g}" if isinstance(optimizer, NamedOptimizer) else "the task's"
+    name = f"{optimizer.name} at {optimizer.lr:g}" if isinstance(optimizer, NamedOptimizer) else "the task's"
+    origin = "the task's" if options.optimizer is None else "as requested"
+    rate = "" if options.lr is None else ", with the learning rate requested"
+    return Choice.of("optimizer", options.optimizer, name, origin + rate, "asked")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -316,10 +316,14 @@ def merge(
 ) -> Request:  # fmt: skip
     """The request of a resumed run: options given now win, except those that would make it another run.
 
-    Those are the seed and the task's own options: with others, weights, rows or random numbers would not be the run's.
+    Those are the seed, the dtype of the weights and the task's own options: with others, weights, rows or random numbers would
+    not be the run's.
     """
-    seed_before = before.options.get("seed", PlanOptions.seed)
-    changed = [("seed", seed_before, options["seed"])] if options.get("seed", seed_before) != seed_before else []
+    changed = []
+    for name in ("seed", "weights"):
+        was = before.options.get(name, getattr(PlanOptions, name))
+        if options.get(name, was) != was:
+            changed.append((name, "not given" if was is None else was, options[name]))
     for name, value in task_options.items():
         if not _same(before.task_options.get(name), value):
             changed.append((name, before.task_options.get(name, "not given"), value))

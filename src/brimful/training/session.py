@@ -29,8 +29,9 @@ from brimful.data.loader import Loader
 from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError, kind_of
 from brimful.memory.meter import trim_heap
 from brimful.memory.oom import empty_cache
+from brimful.planning.levers import with_weights
 from brimful.planning.plan import Choice, Plan
-from brimful.planning.plan_options import AutoOnOff, PlanOptions
+from brimful.planning.plan_options import AutoCheckpointed, AutoOnOff, PlanOptions, Weights
 from brimful.planning.probe import build_model, read_rows, task_errors, with_dummy
 from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
 from brimful.show import open_view
@@ -47,7 +48,7 @@ from brimful.training.evaluate import Evaluator
 from brimful.training.events import Journal, Listener
 from brimful.training.loop import Ending, Hook, Loop, rows_fingerprint
 from brimful.training.metrics import FlopModel, Speedometer, peak_flops
-from brimful.training.optimizer import Schedule, optimizer_name, with_optimizer
+from brimful.training.optimizer import Schedule, optimizer_choice, with_optimizer
 from brimful.training.options import SAVE_S, Backend, Curve, OptimizerName, TrainOptions
 from brimful.training.run import Request, RunFolder, RunLock, absolute, new_run, open_run
 from brimful.training.stop import TimeLimit
@@ -100,8 +101,10 @@ def train(
     processes: int = 1,
     layout: Literal["auto", "padded", "packed"] = "auto",
     compile: AutoOnOff = "auto",
-    checkpointing: AutoOnOff = "auto",
+    checkpointing: AutoCheckpointed = "auto",
     precision: Precision | None = None,
+    weights: Weights | None = None,
+    cuda_graphs: AutoOnOff = "auto",
     cudnn_attention: AutoOnOff = "auto",
     workers: int | Literal["auto"] = "auto",
     prefetch: int | Literal["auto"] = "auto",
@@ -174,8 +177,10 @@ def train(
         processes: Processes of the job. A call trains in its own process; torchrun starts several.
         layout: "padded" or "packed".
         compile: Compiled blocks.
-        checkpointing: Gradient checkpointing.
+        checkpointing: Gradient checkpointing of every block ("on"), of every second or third ("every-2"), or of none.
         precision: The precision of autocast.
+        weights: The dtype of the weights, "fp32" or "bf16". A resumed run keeps it.
+        cuda_graphs: Micro-batches replayed as a CUDA graph.
         cudnn_attention: cuDNN's attention on CUDA.
         workers: Loader workers per process.
         prefetch: Steps that each worker reads ahead.
@@ -210,7 +215,7 @@ def train(
     plan_options = PlanOptions(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
         device=device, processes=processes, layout=layout, compile=compile, checkpointing=checkpointing, precision=precision,
-        cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
+        weights=weights, cuda_graphs=cuda_graphs, cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
         allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, table=table, cache=cache,
         seed=seed,
     )  # fmt: skip
@@ -356,11 +361,12 @@ class Session:
         valid_data, valid = (None, None) if self.valid is None else self._read(self.valid, like=rows)
         choice = PlanChoice(
             task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,
-            file=self.options.plan, averages=self.options.ema is not None,
+            file=self.options.plan, steps=self._steps(self.plan_options.global_batch or self.task.global_batch, rows), averages=self.options.ema is not None,
             made_before_for=dict(self.request.plan_for) if self.request.resume and self.request.plan_for else None,
             progress=self.progress, note=self._note,
         )  # fmt: skip
         plan = self._with_choices(choice.plan(), rows)
+        self.task = with_weights(self.task, plan.levers.weights)
         if self.plan_options.deterministic:  # also if the plan is from a file and was made with times
             plan = replace(plan, deterministic=True)
         prepared = {"data": _place(self.folder.root, data), "valid": _place(self.folder.root, valid_data)}
@@ -421,15 +427,13 @@ class Session:
 
     def _with_choices(self, plan: Plan, rows: Dataset) -> Plan:
         """The plan with the choices that training adds."""
-        options, steps = self.options, self._steps(plan, rows)
+        options, steps = self.options, self._steps(plan.global_batch, rows)
         passes = steps * plan.global_batch / len(rows)
         every = None if options.save_every is None else f"every {show_count(options.save_every, 'step')}"
-        origin = "the task's" if options.optimizer is None else "as requested"
-        rate = "" if options.lr is None else ", with the learning rate requested"
         added = (
             *(Choice.of(*one, "asked") for one in self.task.remarks(rows)),
             Choice.of("steps", options.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step", "measured"),
-            Choice.of("optimizer", options.optimizer, optimizer_name(self.task), origin + rate, "asked"),
+            optimizer_choice(self.task, options),
             Choice.of("schedule", self.request.options.get("schedule"), options.schedule, "", "asked"),
             self._warmup(steps),
             *self._ema(steps),
@@ -473,8 +477,8 @@ class Session:
         reason = f"the average of about {show_count(averaged, 'step')} is evaluated and saved"
         yield Choice.of("ema", decay, decay, reason, "asked")
 
-    def _steps(self, plan: Plan, rows: Dataset) -> int:
-        return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / plan.global_batch))
+    def _steps(self, global_batch: int, rows: Dataset) -> int:
+        return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / global_batch))
 
     def _build(
         self,
@@ -486,7 +490,7 @@ class Session:
         prepared: dict[str, str | None],
     ) -> Loop:
         """The loop with all its parts, continued from the checkpoint if there is one."""
-        options, steps = self.options, self._steps(plan, rows)
+        options, steps = self.options, self._steps(plan.global_batch, rows)
         position = None if checkpoint is None else self._position(checkpoint, rows, steps)
         _seed(self.plan_options.seed)
         model = self._model(checkpoint)

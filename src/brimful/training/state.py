@@ -139,9 +139,7 @@ def _holds_weights(file: Path, model: nn.Module) -> bool:
     """
     expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     try:
-        with safetensors.safe_open(file, "pt") as saved:
-            slices = {name: saved.get_slice(name) for name in saved.keys()}  # noqa: SIM118 - not a mapping
-            found = {name: (one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+        found = _shapes_and_dtypes(file)
     except (SafetensorError, OSError):
         return False
     fits = all(
@@ -151,6 +149,12 @@ def _holds_weights(file: Path, model: nn.Module) -> bool:
         for name, (shape, dtype) in found.items()
     )
     return fits and {_address(expected, name) for name in found} == {_address(expected, name) for name in expected}
+
+
+def _shapes_and_dtypes(file: Path) -> dict[str, tuple[list[int], str]]:
+    with safetensors.safe_open(file, "pt") as saved:
+        slices = {name: saved.get_slice(name) for name in saved.keys()}  # noqa: SIM118 - not a mapping
+        return {name: (one.get_shape(), one.get_dtype()) for name, one in slices.items()}
 
 
 def _address(tensors: Mapping[str, torch.Tensor], name: str) -> object:
@@ -240,15 +244,28 @@ def read_position(folder: Path) -> Position:
 
 
 def load_model(folder: Path, model: nn.Module) -> None:
-    """Its weights, strictly: all of them, and no other; and its buffers, persistent or not."""
+    """Its weights, strictly: all of them, no other, and none of another dtype; and its buffers, persistent or not."""
     file = folder / OWN_WEIGHTS if (folder / OWN_WEIGHTS).is_file() else folder / WEIGHTS
     try:
+        _check_dtypes(file, model)
         safetensors.torch.load_model(model, file, strict=True, device=str(next(model.parameters()).device))
     except (RuntimeError, SafetensorError, OSError) as error:
         details = " ".join(str(error).split())  # the tensors are named below the first line
         raise BadCheckpoint(f"{file} does not fit the model ({details[:300]}). Try: the same task options.") from None
     if (folder / BUFFERS).is_file():
         _load_buffers(folder / BUFFERS, model)
+
+
+def _check_dtypes(file: Path, model: nn.Module) -> None:
+    """torch would round the weights of a checkpoint to the model's dtype, and say nothing."""
+    saved = {name: dtype for name, (_, dtype) in _shapes_and_dtypes(file).items()}
+    for name, param in model.named_parameters():
+        own = DTYPE_NAMES.get(param.dtype)
+        if own and saved.get(name, own) != own:
+            raise BadCheckpoint(
+                f"{file} has {name} in {saved[name]}, and the model has it in {own}. "
+                "Try: the weights= that the run began with, or a new run."
+            )
 
 
 def _non_persistent(model: nn.Module) -> dict[str, torch.Tensor]:

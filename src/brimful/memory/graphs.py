@@ -1,0 +1,169 @@
+"""CUDA graphs: the launches of a micro-batch recorded once, then replayed as one.
+
+A micro-batch of T5 base is two thousand kernels, which take the host 60 ms to launch. On a fast card, or with a small model or
+a small micro-batch, that is longer than they run. A replay takes the host one call.
+
+A graph is bound to addresses, so it serves micro-batches of one size: tasks whose rows have one shape, and packed rows in
+sequences of a fixed size (`layout.FixedSize`). Their tensors are copied into the recorded ones. Gradients are added up in
+tensors that stay. What the graph computes in between stays reserved for it, so all of it is given back before anything else
+of that size runs: a micro-batch that does not fit the graph, an evaluation, a retry after an out-of-memory error.
+
+Python code of the loss runs only while recording. A number that it computes from a batch outside of tensors would be that of
+the first batch for ever; planning compares a replay with the plain run of another batch, and leaves graphs alone if they differ.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from brimful.errors import in_one_line
+from brimful.memory.oom import is_oom
+from brimful.task import Loss, map_tensors
+
+if TYPE_CHECKING:
+    from brimful.memory.context import Divisor, StepContext
+
+Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+MOST_OOMS = 2
+"""Out-of-memory errors with a graph in place, after which none is recorded any more."""
+
+
+def signature(batch: Any) -> Signature:
+    """Shapes and dtypes of a batch's tensors: what a graph is bound to."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tensors(batch))
+
+
+Recorder = Callable[[Callable[[], Loss], torch.device], tuple[Loss, Callable[[], object], int]]
+"""Records work without running it. Returns what it will have computed, what runs it, and the bytes that it keeps."""
+
+
+def record_launches(work: Callable[[], Loss], device: torch.device) -> tuple[Loss, Callable[[], object], int]:
+    """A `Recorder` for CUDA."""
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, graph = torch.cuda.memory_reserved(device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = work()
+    return result, graph.replay, max(0, torch.cuda.memory_reserved(device) - before)
+
+
+@dataclass
+class _Recorded:
+    """A recorded micro-batch: what to copy into, what to run, and where its results are."""
+
+    replay: Callable[[], object]
+    inputs: list[Tensor]
+    divisor: Tensor
+    loss: Loss
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    pool_bytes: int
+
+
+class Graphs:
+    """Runs micro-batches of one signature as a graph. The first of them runs plainly, the second is recorded."""
+
+    def __init__(self, wanted: Signature, record: Recorder = record_launches) -> None:
+        self._wanted, self._recorder = wanted, record
+        self._recorded: _Recorded | None = None
+        self._trained: list[nn.Parameter] = []
+        """Parameters that the plain run gave a gradient."""
+        self._model_state: tuple[Any, ...] = ()
+        """Of the model in that run: a graph keeps computing what was trained then."""
+        self._recording = False
+        self._ooms = 0
+        self.problem = ""
+        """Why there is no graph, once that is certain."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """What is reserved for the graph. A replay uses it, but torch does not count it as allocated then."""
+        return 0 if self._recorded is None else self._recorded.pool_bytes
+
+    def run(self, context: "StepContext", batch: Any, divisor: "Divisor", plain: Callable[[], Any]) -> dict[str, Loss]:
+        """Forward and backward of a micro-batch, by the graph if it serves, else by `plain()`."""
+        if self.problem or isinstance(divisor, Mapping) or signature(batch) != self._wanted:
+            self.drop()
+            return plain()  # type: ignore[no-any-return]
+        model_state = (context.model.training, *((id(param), param.requires_grad) for param in context.params))
+        if model_state != self._model_state:  # weights were frozen, unfrozen or replaced, or the mode changed
+            self.drop()
+            self._trained, self._model_state = [], model_state
+        if self._recorded is None and not self._trained:
+            terms: dict[str, Loss] = plain()
+            self._trained = [param for param in context.params if param.grad is not None]
+            if len(terms) != 1 or next(iter(terms.values())).log:
+                self.problem = "its loss has several terms or logs values"
+            return terms
+        if self._recorded is None:
+            self._record(context, batch)
+            if self._recorded is None:
+                return plain()  # type: ignore[no-any-return]
+        return {"loss": self._replay(self._recorded, batch, divisor)}
+
+    def drop(self, *, out_of_memory: bool = False) -> None:
+        """Give everything back. The next micro-batch that fits is recorded again."""
+        if self._recorded is None and not self._recording:
+            return
+        self._recorded, self._trained, self._recording = None, [], False
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._ooms += out_of_memory
+        if self._ooms >= MOST_OOMS:
+            self.problem = f"memory ran out {MOST_OOMS} times with a graph in place"
+
+    def _record(self, context: "StepContext", batch: Any) -> None:
+        """The launches of this micro-batch. Nothing runs, and gradients stay as they are."""
+        for param in self._trained:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        static = map_tensors(batch, lambda tensor: tensor.to(context.device, copy=True))
+        divisor = torch.ones((), device=context.device)
+
+        def work() -> Loss:
+            (loss,) = context.forward_backward(static, divisor).values()
+            return Loss(sum=loss.sum.detach(), count=_detached(loss.count))
+
+        try:
+            self._recording = True
+            loss, replay, pool_bytes = self._recorder(work, context.device)
+            self._recording = False
+        except Exception as error:
+            if is_oom(error):
+                raise
+            self._recording = False
+            self.problem = f"recording failed: {in_one_line(error)}"
+            return
+        gradients = [(param, param.grad) for param in self._trained if param.grad is not None]
+        self._recorded = _Recorded(replay, _tensors(static), divisor, loss, gradients, pool_bytes)
+
+    def _replay(self, recorded: _Recorded, batch: Any, divisor: Any) -> Loss:
+        missing = [held for param, held in recorded.gradients if param.grad is None]
+        if missing:
+            torch._foreach_zero_(missing)
+        for param, held in recorded.gradients:
+            if param.grad is not held:
+                if param.grad is not None:
+                    held.copy_(param.grad)
+                param.grad = held
+        for static, tensor in zip(recorded.inputs, _tensors(batch), strict=True):
+            static.copy_(tensor, non_blocking=True)
+        value = divisor if isinstance(divisor, (int, float)) else divisor.before_forward(batch)
+        recorded.divisor.copy_(value) if isinstance(value, Tensor) else recorded.divisor.fill_(value)
+        recorded.replay()
+        count = recorded.loss.count
+        return Loss(sum=recorded.loss.sum.clone(), count=count.clone() if isinstance(count, Tensor) else count)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(batch, found.append)
+    return found

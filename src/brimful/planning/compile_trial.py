@@ -1,0 +1,65 @@
+"""Whether the blocks of a model are compiled: what it costs, what it gains, and whether the run is long enough for it."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from brimful.errors import BadOption, in_one_line
+from brimful.memory.layout import PACKED
+from brimful.planning.plan_time import now
+from brimful.units import show_rows, show_seconds
+
+if TYPE_CHECKING:
+    from brimful.planning.micro_batch import Search
+
+COMPILED_ROWS = 64
+"""Rows of the mean length with which blocks are compiled and timed."""
+COMPILE_S, COMPILE_SAVES = 30.0, 0.3
+"""What compiling takes on an H200 when nothing of it is on disk yet, and the least share of the time that it saves there.
+Runs too short to win that back are not compiled unless requested."""
+
+
+def wants_compiled(search: "Search") -> tuple[bool, str]:
+    """Whether blocks are compiled, and why. They are by then, if so."""
+    requested, compiler = search.options.compile, search.compiler
+    if requested == "on" and not compiler.available:
+        why = compiler.reason.removeprefix("not available: ")
+        raise BadOption(f'compile="on" is not possible: {why}. Try: compile="auto".')
+    if requested == "off" or not compiler.available:
+        return False, "as requested" if requested == "off" else compiler.reason
+    if requested == "auto" and not (search.context.layout is PACKED and search.target.has_kernels):
+        return False, "only packed steps on a GPU are compiled unless requested"
+    started = now()
+    try:
+        return _try(search)
+    finally:
+        search.started += now() - started  # not counted as planning
+
+
+def _try(search: "Search") -> tuple[bool, str]:
+    requested, compiler, started = search.options.compile, search.compiler, now()
+    rows = min(COMPILED_ROWS, search.most)
+    micro_batches = None if search.steps is None else search.steps * search.most / rows
+    plain_s = search.timed(rows, search.setting)
+    if requested == "auto" and plain_s is not None and micro_batches is not None:
+        run_s = micro_batches * plain_s
+        if COMPILE_SAVES * run_s < COMPILE_S:
+            return False, f"the run takes about {show_seconds(run_s)} without it, and compiling {COMPILE_S:.0f} s"
+    search.prober.show(f"compile blocks ({compiler.reason})")
+    setting = replace(search.setting, compile="on")
+    try:
+        with compiler.set(True):
+            first_s = search.timed(max(1, rows // 2), setting)  # a second size, so that sizes stay open
+            compiled_s = search.timed(rows, setting)
+    except Exception as error:
+        if requested == "on":
+            raise BadOption(f'compile="on" failed: {in_one_line(error)}. Try: compile="off".') from error
+        return False, f"failed: {in_one_line(error)}"
+    if first_s is None or compiled_s is None:
+        return False, "ran out of memory"
+    took = f"took {show_seconds(now() - started)}"
+    if plain_s is None:
+        return True, f"{took}; {compiler.reason}"
+    saved_s = 0.0 if micro_batches is None else micro_batches * (plain_s - compiled_s)
+    saves = f", saves about {show_seconds(saved_s)}" if saved_s > 0 else ""
+    gain = f"{show_rows(rows)} in {1000 * compiled_s:.0f} ms instead of {1000 * plain_s:.0f}"
+    return True, f"{gain}; {took}{saves}"

@@ -81,7 +81,7 @@ class Result:
     ran: bool | None = None
     """Whether the finder itself ran full steps of at least this many rows."""
     predicted_peak_bytes: int | None = None
-    checkpointed: bool = False
+    checkpointed: int = 0
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     rows_per_s: float | None = None

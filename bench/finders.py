@@ -52,7 +52,7 @@ import brimful
 from brimful.errors import BadOption, UserError
 from brimful.memory.layout import PADDED
 from brimful.memory.oom import OutOfMemory, attempt
-from brimful.planning.levers import checkpointing
+from brimful.planning.levers import EVERY, checkpointing
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.target import autocast_dtype, find_target
 from brimful.task import Shape
@@ -76,7 +76,7 @@ def find_with_brimful(contest: Contest) -> list[Result]:
     )  # fmt: skip
     plan, seconds = contest.clock(make_plan)
     details = {key: value for key, value in plan.to_json().items() if key not in ("memory_model", "choices", "host")}
-    on = plan.levers.checkpointing == "on"
+    on = EVERY[plan.levers.checkpointing]
     result = functools.partial(Result, ooms=plan.ooms, seconds=seconds, ran=True, checkpointed=on, details=details)
     predicted, measured = plan.largest_predicted_peak_bytes, plan.largest_measured_peak_bytes
     return [
@@ -174,7 +174,7 @@ def measure_all(contest: Contest, results: list[Result]) -> list[Result]:
     return measured
 
 
-def _try_to_measure(contest: Contest, rows: int, checkpointed: bool) -> dict[str, Any]:
+def _try_to_measure(contest: Contest, rows: int, checkpointed: int) -> dict[str, Any]:
     try:
         result = attempt(lambda: _measure(contest, rows, checkpointed), contest.device)
     except Exception as error:
@@ -185,7 +185,7 @@ def _try_to_measure(contest: Contest, rows: int, checkpointed: bool) -> dict[str
     return result
 
 
-def _measure(contest: Contest, rows: int, checkpointed: bool) -> dict[str, Any]:
+def _measure(contest: Contest, rows: int, checkpointed: int) -> dict[str, Any]:
     context, batch = contest.build(), contest.batch(rows)
     with checkpointing(contest.task, context.model).set(checkpointed):
         with contest.meter(context) as metered:

@@ -5,7 +5,7 @@
 **accelerate**  `find_executable_batch_size` around the whole training, model and optimizer built inside and accumulation
                 set to global batch // batch size, as in its example `automatic_gradient_accumulation.py`.
 **lightning**   `Trainer.fit` with `accumulate_grad_batches`. Its `BatchSizeFinder` works before training only.
-**brimful**     `Stepper.step` over each step's rows.
+**brimful**     `Stepper.step` over each step's rows, padded, or packed as planned.
 
 All start from the same weights, with the same micro-batch, optimizer and clipping, and get the rows in the same order.
 What went into the weights is observed from outside: a row counts once its backward is done and `optimizer.step()` has been
@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -166,13 +166,15 @@ class Chat(Sft):
     precision = "fp32"
     recorder: Recorder | None = None
 
-    def __init__(self, size: str, lengths: Shape | None, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self, size: str, lengths: Shape | None, autocast: torch.dtype | None, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(ChatOptions(size=size))
         self.worst_shape = lengths or self.worst_shape
-        self.autocast = autocast
+        self.autocast, self.dtype = autocast, dtype
 
     def model(self) -> nn.Module:
-        model = super().model()
+        model = super().model().to(self.dtype)
         for part in model.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
@@ -208,8 +210,13 @@ class Chat(Sft):
             "labels": pad([row["labels"] for row in rows], padding_value=IGNORED),
         }
 
-    def dummy(self, rows: int, shape: Shape) -> Row:
-        return {"row": list(range(rows)), **super().dummy(rows, shape)}
+    def pack(self, rows: Any, tokens: Shape) -> Row:
+        chat = [{"prompt": row["input_ids"].numpy(), "response": row["labels"].numpy()} for row in rows]
+        return {"row": [row["row"] for row in rows], **super().pack(chat, tokens)}
+
+    def dummy_row(self, shape: Shape) -> Row:
+        row = super().dummy_row(shape)
+        return {"row": 0, "input_ids": torch.from_numpy(row["prompt"]), "labels": torch.from_numpy(row["response"])}
 
 
 def read_rows(file: str, task: Chat, count: int) -> list[Row]:
@@ -251,6 +258,8 @@ class Training:
     device: torch.device
     plan: Plan | None = None
     """Used by Brimful alone."""
+    most_rows: int | None = None
+    """In Brimful's micro-batches. Default: `micro_batch`, or as planned."""
 
     @property
     def accumulation(self) -> int:
@@ -266,11 +275,16 @@ class Training:
 
     def stepper(self, model: nn.Module, optimizer: Optimizer) -> brimful.Stepper:
         """Split as planned; without a plan, with everybody's micro-batch."""
-        most = self.micro_batch if self.plan is None else None
+        most = self.most_rows or (self.micro_batch if self.plan is None else None)
         return brimful.Stepper(model, optimizer, self.task, self.plan, micro_batch=most, clip_norm=CLIP)
 
     def loader(self, batch_size: int) -> Any:
         return DataLoader(self.rows, batch_size=batch_size, collate_fn=self.task.collate)  # type: ignore[arg-type]
+
+    def split_finer(self) -> "Training":
+        """The same for Brimful in micro-batches of half the size."""
+        rows = self.micro_batch if self.plan is None else self.plan.micro_batch
+        return replace(self, most_rows=max(1, rows // 2))
 
     def rows_of(self, step: int) -> list[Row]:
         """The rows of a step, counted from 0. After the last row the first follows."""

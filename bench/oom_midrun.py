@@ -3,6 +3,7 @@
     python bench/oom_midrun.py                                    one CUDA GPU capped to 20 GiB, 12 GiB of it taken
     python bench/oom_midrun.py --device cpu                       the CPU under a simulated limit that drops
     python bench/oom_midrun.py --recover --give-back-after 30     the cost of an out-of-memory error, and the recovery
+    python bench/oom_midrun.py --recover --layout packed          the same with packed rows, on a GPU in compiled blocks
     python bench/oom_midrun.py --overhead                         the cost of the stepper without an error
 
 Hugging Face's Trainer with `auto_find_batch_size`, accelerate's `find_executable_batch_size` around the loop, Lightning,
@@ -21,8 +22,11 @@ step, so in float32 two splits of the same training drift apart by themselves.
 **Seconds** start after one warm-up step of each. On the CPU they are processor time, since such machines are shared, and
 include the ledger that simulates the limit (4–90 % of a step), so compare them roughly. `--overhead` runs without limit
 and ledger, the two loops step by step in turn. Its plain loop is what one would write by hand: collate, forward, backward
-on sum / rows for each micro-batch of the same split, then one read of the counts, scale, clip, step, zero_grad. `--recover`
-compares medians over 20 steps.
+on sum / rows for each micro-batch of the same split, then one read of the counts, scale, clip, step, zero_grad.
+
+`--recover` trains Brimful alone, also once undisturbed and once disturbed. Its **speeds** are medians over 20 steps with the
+same rows before, while and after memory is gone. **loss apart** is the largest difference between the losses of a step in
+the two runs. With `--layout packed` Brimful packs rows as it plans; its kernels need bf16, the default there on a GPU.
 """
 
 import argparse
@@ -34,11 +38,12 @@ import sys
 import textwrap
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -62,6 +67,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
              "global_batch": 64, "micro_batch": 16, "precision": "tf32"},
 }  # fmt: skip
 """Defaults of the flags, by kind of device."""
+PACKED_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"global_batch": 32},
+    "cuda": {"global_batch": 256, "precision": "bf16", "take": "75%"},
+}
+"""Those that differ for packed rows: more of them fit, and the limit must be what splits a step."""
 MEDIAN_OVER = 20
 """Steps behind each speed that is compared."""
 BEFORE, AFTER = 25, 45
@@ -118,9 +128,8 @@ def compete(training: Training, memory: Callable[[], Memory], names: list[str], 
         rough = run(training, Recorder(memory(), **disturbance))
         results.append(compare(name, training, calm, rough))
         _say(f"{name}: {results[-1].died or 'done'}")
-        if name == "brimful" and training.plan is None and training.micro_batch > 1:
-            finer = run(replace(training, micro_batch=training.micro_batch // 2), Recorder(memory()))
-            results.append(compare(FINER, training, calm, finer))
+        if name == "brimful":
+            results.append(compare(FINER, training, calm, run(training.split_finer(), Recorder(memory()))))
     return results
 
 
@@ -149,15 +158,16 @@ def _trained(model: nn.Module) -> list[torch.Tensor]:
 
 
 def compare(name: str, training: Training, calm: Outcome, rough: Outcome) -> Result:
-    used = [row for update in rough.updates for row in update]
+    requested = Counter(row["row"] for step in range(training.steps) for row in training.rows_of(step))
+    used = Counter(row for update in rough.updates for row in update)
     return Result(
         contestant=name,
         steps_requested=training.steps,
         steps_done=len(rough.updates),
         steps_discarded=rough.discarded,
         global_batches=list(dict.fromkeys(len(update) for update in rough.updates)),
-        rows_lost=training.steps * training.global_batch - len(set(used)),
-        rows_repeated=len(used) - len(set(used)),
+        rows_lost=(requested - used).total(),
+        rows_repeated=(used - requested).total(),
         distance=None if calm.weights is None or rough.weights is None else distance(calm.weights, rough.weights),
         ooms=rough.ooms,
         calm_s=calm.seconds,
@@ -244,46 +254,98 @@ def show_overhead(result: dict[str, Any]) -> str:
     )
 
 
-def measure_recovery(training: Training, memory: Memory, before: int, during: int) -> dict[str, Any]:
-    """Memory is taken after `before` steps and returned `during` steps later: how fast are the steps around that?"""
-    recorder = Recorder(memory, take_at=before + 1, give_back_after=during)
-    training.task.recorder, ran = recorder, []
-    with quiet(), memory.limited():
-        stepper = training.stepper(*training.build(recorder))
+@dataclass(frozen=True, kw_only=True)
+class TimedRun:
+    """A run of Brimful, step by step."""
+
+    outcome: Outcome
+    seconds: list[float]
+    losses: list[float]
+    ooms: list[int]
+    events: list[dict[str, Any]]
+
+
+def run_timed(training: Training, recorder: Recorder) -> TimedRun:
+    results: list[tuple[float, float, int]] = []
+    events: list[dict[str, Any]] = []
+
+    def train(training: Training, recorder: Recorder) -> nn.Module:
+        model, optimizer = training.build(recorder)
+        stepper = training.stepper(model, optimizer)
         for step in range(training.steps):
-            rows = training.rows_of(step % MEDIAN_OVER)  # the speeds compared are over the same rows
-            ooms, took = stepper.ooms, _clock(training.device, functools.partial(stepper.step, rows))
-            ran.append((took, stepper.ooms - ooms))
-    training.task.recorder = None
-    phases = {"before": ran[:before], "during": ran[before : before + during], "after": ran[before + during :]}
-    clean = {name: [took for took, ooms in steps if not ooms] for name, steps in phases.items()}
-    medians = {name: statistics.median(times[-MEDIAN_OVER:]) for name, times in clean.items()}
-    lost = sum(took - medians[name] for name, steps in phases.items() for took, ooms in steps if ooms)
-    ooms = stepper.ooms
+            rows, start = training.rows_of(step), _now(training.device)
+            result = stepper.step(rows)
+            results.append((_now(training.device) - start, result.loss, result.ooms))
+        events.extend(event.to_json() for event in stepper.events)
+        return model
+
+    outcome = run_once(train, training, recorder)
+    if outcome.died:
+        raise BadOption(f"brimful {outcome.died}. Try: a higher --memory-limit or a smaller --take.")
+    seconds, losses, ooms = (list(column) for column in zip(*results, strict=True))
+    return TimedRun(outcome=outcome, seconds=seconds, losses=losses, ooms=ooms, events=events)
+
+
+def measure_recovery(training: Training, memory: Callable[[], Memory], before: int, during: int) -> dict[str, Any]:
+    """Memory is taken after `before` steps and returned `during` steps later: how fast are the steps around that, and are
+    losses and weights those of the undisturbed run?"""
+    run_timed(replace(training, steps=1), Recorder(memory()))
+    calm = run_timed(training, Recorder(memory()))
+    rough = run_timed(training, Recorder(memory(), take_at=before + 1, give_back_after=during))
+    finer = run_timed(training.split_finer(), Recorder(memory()))
+    phases = {"before": slice(before), "during": slice(before, before + during), "after": slice(before + during, None)}
+    medians = {name: _median_step(rough, steps) for name, steps in phases.items()}
+    lost = sum(
+        took - medians[name]
+        for name, steps in phases.items()
+        for took, ooms in zip(rough.seconds[steps], rough.ooms[steps], strict=True)
+        if ooms
+    )
+    ooms = sum(rough.ooms)
+    runs = (("brimful", rough), (FINER, finer))
     return {
-        "steps_per_s": {name: 1 / median for name, median in medians.items()},
-        "steps": {name: len(steps) for name, steps in phases.items()},
+        "results": [asdict(compare(name, training, calm.outcome, run.outcome)) for name, run in runs],
+        "loss_apart": {name: _apart(calm.losses, run.losses) for name, run in runs},
+        "rows_per_s": {name: training.global_batch / median for name, median in medians.items()},
+        "calm_rows_per_s": {
+            name: training.global_batch / _median_step(calm, steps) for name, steps in phases.items()
+        },
+        "after_over_before": medians["before"] / medians["after"],
+        "steps": {name: len(rough.seconds[steps]) for name, steps in phases.items()},
         "ooms": ooms,
         "lost_per_oom_steps": lost / ooms / medians["before"] if ooms else 0.0,
-        "after_over_before": medians["before"] / medians["after"],
-        "steps_requested": training.steps,
-        "steps_done": len(recorder.updates),
-        "events": [event.to_json() for event in stepper.events],
-    }
+        "losses": {"calm": calm.losses, "disturbed": rough.losses},
+        "events": rough.events,
+    }  # fmt: skip
+
+
+def _median_step(run: TimedRun, steps: slice) -> float:
+    """Seconds of a step without an error, by the last steps of a phase."""
+    clean = [took for took, ooms in zip(run.seconds[steps], run.ooms[steps], strict=True) if not ooms]
+    return statistics.median((clean or run.seconds[steps])[-MEDIAN_OVER:])
+
+
+def _apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def show_recovery(result: dict[str, Any]) -> str:
-    table = [("", "steps", "steps/s (median)", "× before")]
-    calm = result["steps_per_s"]["before"]
+    rates, calm = result["rows_per_s"], result["calm_rows_per_s"]
+    table = [("", "steps", "rows/s", "× before", "rows/s undisturbed")]
     table += [
-        (name, str(result["steps"][name]), f"{rate:.3g}", f"{rate / calm:.3f}")
-        for name, rate in result["steps_per_s"].items()
+        (name, str(result["steps"][name]), f"{rate:.4g}", f"{rate / rates['before']:.3f}", f"{calm[name]:.4g}")
+        for name, rate in rates.items()
     ]
+    results = [Result(**one) for one in result["results"]]
+    compared = [(*HEAD, "loss apart")]
+    compared += [(*_cells(one), f"{result['loss_apart'][one.contestant]:.1e}") for one in results]
     events = [f"step {event['step']}, {event['event']}: {event['sentence']}" for event in result["events"]]
-    return (
-        f"{_markdown(table)}\n\n{result['steps_done']} of {result['steps_requested']} steps, {result['ooms']} OOMs, "
-        f"{result['lost_per_oom_steps']:.2f} steps' time lost by each\n" + "\n".join(events)
-    )
+    return "\n\n".join((
+        _markdown(compared),
+        _markdown(table),
+        f"{result['ooms']} OOMs, {result['lost_per_oom_steps']:.2f} steps' time lost by each",
+        "\n".join(events),
+    ))  # fmt: skip
 
 
 def _markdown(table: Sequence[tuple[str, ...]]) -> str:
@@ -322,9 +384,13 @@ def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
     device = find_target(PlanOptions(device=args.device)).device
     if device.type not in DEFAULTS:
         raise BadOption(f"--device {args.device} is {device.type}. Try: cpu or cuda.")
-    for name, value in DEFAULTS[device.type].items():
+    packed = args.layout == "packed"
+    defaults = {**DEFAULTS[device.type], **(PACKED_DEFAULTS[device.type] if packed else {})}
+    for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    args.plan = args.plan or packed
+    args.contestants = args.contestants or (["brimful"] if packed else list(CONTESTANTS))
     if args.recover:
         args.give_back_after = args.give_back_after or MEDIAN_OVER + 10
         args.steps = BEFORE + args.give_back_after + AFTER
@@ -332,8 +398,15 @@ def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
     target = find_target(PlanOptions(device=str(device), memory_limit=args.memory_limit))
     _check(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    task = Chat(args.size, args.lengths, torch.bfloat16 if args.precision == "bf16" else None)
-    count = args.steps * args.global_batch
+    task = Chat(
+        args.size,
+        args.lengths,
+        torch.bfloat16 if args.precision == "bf16" and not packed else None,
+        torch.float64 if args.precision == "fp64" else torch.float32,
+    )
+    if packed and args.precision == "bf16":
+        task.precision = "bf16"  # autocast of Brimful's, so that it proves in full precision that packing is exact
+    count = (min(args.steps, MEDIAN_OVER) if args.recover else args.steps) * args.global_batch
     rows = read_rows(args.data, task, count) if args.data else generate_rows(task, count, SIZES[args.size].vocab)
     training = Training(task=task, rows=rows, steps=args.steps, global_batch=args.global_batch,
                         micro_batch=args.micro_batch, device=device)  # fmt: skip
@@ -346,6 +419,10 @@ def _check(args: argparse.Namespace) -> None:
         wrong.append(f"--global-batch {args.global_batch} must be a multiple of --micro-batch {args.micro_batch}")
     if args.take_at > args.steps:
         wrong.append(f"--take-at {args.take_at} comes after the last of {args.steps} steps")
+    if args.layout == "packed" and args.contestants != ["brimful"]:
+        wrong.append(f"--layout packed is for --contestants brimful, not {','.join(args.contestants)}")
+    if args.layout == "packed" and args.overhead:
+        wrong.append("--overhead compares with a loop over padded rows and cannot be combined with --layout packed")
     if wrong:
         raise BadOption("; ".join(wrong))
 
@@ -358,11 +435,16 @@ def _bytes_to_take(text: str, limit_bytes: int) -> int:
     return taken
 
 
-def with_plan(training: Training, target: Target) -> Training:
-    """Brimful splits by predicted bytes, as after `brimful plan`."""
+def with_plan(training: Training, target: Target, layout: Literal["padded", "packed"]) -> Training:
+    """Brimful splits by predicted bytes, as after `brimful plan`.
+
+    On the CPU nothing timed decides: there small micro-batches may be the fastest, and never run out of memory.
+    """
     model, optimizer = training.build()
-    plan = brimful.plan(training.task, model=model, optimizer=optimizer, memory_limit=target.limit_bytes,
-                       global_batch=training.global_batch, lengths=training.task.worst_shape, cache=False)  # fmt: skip
+    plan = brimful.plan(
+        training.task, data=training.rows, model=model, optimizer=optimizer, memory_limit=target.limit_bytes,
+        global_batch=training.global_batch, layout=layout, deterministic=training.device.type == "cpu", cache=False,
+    )  # fmt: skip
     return replace(training, plan=plan)
 
 
@@ -389,16 +471,20 @@ def _measure(
     """The figures, and how they are shown."""
     memory = functools.partial(Memory, training.device, target.limit_bytes, take_bytes)
     if args.plan:
-        training = with_plan(training, target)
+        training = with_plan(training, target, args.layout)
     if args.overhead:
         overhead = measure_overhead(training, max(MEDIAN_OVER, args.steps))
         return {"overhead": overhead}, show_overhead(overhead)
     if args.recover:
-        recovery = measure_recovery(training, memory(), BEFORE, args.give_back_after)
-        return {"recovery": recovery}, show_recovery(recovery)
+        recovery = measure_recovery(training, memory, BEFORE, args.give_back_after)
+        return {"recovery": recovery, **_planned(training)}, show_recovery(recovery)
     _import_peers(args.contestants)
     results = compete(training, memory, args.contestants, take_at=args.take_at, give_back_after=args.give_back_after)
-    return {"results": [asdict(result) for result in results]}, show_results(results)
+    return {"results": [asdict(result) for result in results], **_planned(training)}, show_results(results)
+
+
+def _planned(training: Training) -> dict[str, Any]:
+    return {} if training.plan is None else {"plan": training.plan.headline, "levers": asdict(training.plan.levers)}
 
 
 def _import_peers(names: list[str]) -> None:
@@ -433,6 +519,7 @@ def facts(args: argparse.Namespace, training: Training, target: Target, take_byt
         "global_batch": training.global_batch,
         "micro_batch": training.micro_batch,
         "planned": args.plan,
+        "layout": args.layout,
         "mode": "overhead" if args.overhead else "recover" if args.recover else "compete",
     }
 
@@ -447,8 +534,8 @@ def _title(about: dict[str, Any]) -> str:
         f"{about['date']}, {about['device_name']} ({about['device']}, {about['threads']} CPU threads)"
         + ("; seconds are processor time" if about["device"] == "cpu" else ""),
         f"chatlm-sft {about['size']}, {about['data']} rows up to {'+'.join(map(str, about['lengths']))}, {about['precision']}, "
-        f"{about['steps']} steps of {about['global_batch']} rows, micro-batches of {about['micro_batch']}"
-        + (", Brimful by its plan" if about["planned"] else ""),
+        f"{about['steps']} steps of {about['global_batch']} rows, "
+        + (f"{about['layout']}, Brimful by its plan" if about["planned"] else f"micro-batches of {about['micro_batch']}"),
         "no limit" if about["mode"] == "overhead" else limit,
         ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
     ))  # fmt: skip
@@ -463,17 +550,24 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--data", metavar="FILE", help="a parquet file with prompt and response, read as bytes (generated)"
     )
     parser.add_argument(
-        "--precision", choices=("fp32", "tf32", "bf16"), help="precision of the forward (tf32 on cuda, fp32 on the CPU)"
+        "--precision",
+        choices=("fp64", "fp32", "tf32", "bf16"),
+        help="precision of the forward (tf32 on cuda, bf16 if packed, fp32 on the CPU)",
     )
     parser.add_argument("--steps", type=_count, help="optimizer steps (20 on cuda, 8 on the CPU)")
-    parser.add_argument("--global-batch", type=_count, help="rows per step (64 on cuda, 16 on the CPU)")
+    parser.add_argument(
+        "--global-batch", type=_count, help="rows per step (64 on cuda, 16 on the CPU; packed 256 and 32)"
+    )
     parser.add_argument("--micro-batch", type=_count, help="rows of the first micro-batches (16 on cuda, 8 on the CPU)")
     parser.add_argument("--memory-limit", help="limit for all contestants (20GiB on cuda, 40MiB on the CPU)")
-    parser.add_argument("--take", help="share of the limit to take: 40%% or 8GiB (60%% on cuda, 40%% on the CPU)")
+    parser.add_argument(
+        "--take", help="share of the limit to take: 40%% or 8GiB (60%% on cuda, 75%% if packed, 40%% on the CPU)"
+    )
     parser.add_argument("--take-at", type=_count, help="step at which it is taken (half of them)")
     parser.add_argument("--give-back-after", type=_count, help="steps until it is returned (never; 30 with --recover)")
+    parser.add_argument("--contestants", type=_contestants, help="names, separated by commas (all; brimful if packed)")
     parser.add_argument(
-        "--contestants", type=_contestants, default=list(CONTESTANTS), help="names, separated by commas (all)"
+        "--layout", choices=("padded", "packed"), default="padded", help="Brimful's; packed plans first (%(default)s)"
     )
     parser.add_argument("--plan", action="store_true", help="plan first, and let Brimful split by the plan")
     what = parser.add_mutually_exclusive_group()

@@ -7,15 +7,17 @@
     python bench/train_plots.py train.jsonl --folder docs                  plots of what was measured
 
 `train_cases.py` says what is trained, `train_peers.py` how each trainer is driven. Every entry runs in a process of its own
-(`--per-process` puts several into one, to spare imports) and ends after `--steps` steps or `--seconds-per-entry`, whichever
-comes first. Its result is one line of JSON in `--output` as soon as it has ended; a failure is a result too. A table for each
+(`--per-process` puts several into one, to spare imports) and ends after `--steps` steps, `--seconds-per-entry`, or
+`--warm-seconds` after its first step, whichever comes first. Its result is one line of JSON in `--output` as soon as it has ended; a failure is a result too. A table for each
 case and cap follows at the end. Lines are appended, so several calls may share a file, and `--table FILE` prints its tables.
 
 **rows/s** is the median over the second half of the steps, without the first three if there are more. A step is timed by
 events on the GPU, without waiting for them. **run** is what `--steps` steps take from the built process: model, plan, compilation and warm-up are
-in it, imports are not; `~` marks runs that were ended early and continued at the median step. Compiled code is not reused
+in it, imports are not; `~` marks runs that were ended early and continued at the median step. **plan** is the time for
+Brimful's plan without what it compiles, **compile** all that torch.compile took, before the first step or later. Compiled code is not reused
 from earlier processes unless `--compile-cache` names a folder. **peak** and **reserved** are the most during training steps,
-without planning. **padding** is the share of computed tokens that are not real. **useful** is the FLOP/s of the real rows
+without planning. **predicted** is how far the peak that Brimful's plan predicts for these steps is from theirs, and **OOMs**
+are those that it survived in them. **padding** is the share of computed tokens that are not real. **useful** is the FLOP/s of the real rows
 over the best matrix product that the same process measured; **computed** includes padding. All is in bf16 autocast on a
 GPU. **loss** is the mean per token over the last ten steps that all entries of the table have, ± its standard deviation over the
 seeds; the file has it for every step.
@@ -47,7 +49,8 @@ Entry = tuple[str, dict[str, Any]]
 TUNED: dict[str, Any] = {"group_by_length": True, "cudnn_attention": False, "logging_nan_inf_filter": False}
 """What an expert adds: similar lengths together, no kernels that are prepared for every new shape, no wait per micro-batch."""
 
-# The options of `brimful` entries are keywords of `brimful.train`: each line adds a lever.
+# The options of `brimful` entries are keywords of `brimful.train`. Each line adds a lever: rows alike in length in one step,
+# then packed rows, for which their order does not matter any more, then compiled blocks. That is the default on a GPU.
 BRIMFUL: dict[str, Entry] = {
     "brimful-padded": ("brimful", {"layout": "padded"}),
     "brimful-window": ("brimful", {"layout": "padded", "mix": "window:50"}),
@@ -61,6 +64,7 @@ CHAT: dict[str, Entry] = {
     "hf-compile": ("hf", {"batch": 32, "torch_compile": True}),
     "lightning": ("lightning", {"batch": 32}),
     "hf-grouped-no-cudnn": ("hf", {"batch": 32, "group_by_length": True, "cudnn_attention": False}),
+    "hf-tuned-32": ("hf", {"batch": 32, **TUNED}),
     "hf-tuned": ("hf", {"batch": 64, **TUNED}),
     "old-2": ("hf", {"batch": 2}),
     **BRIMFUL,
@@ -76,6 +80,8 @@ CAUSAL: dict[str, Entry] = {
     "hf-compile-16": ("hf", {"batch": 16, "torch_compile": True}),
     "hf-tuned-8": ("hf", {"batch": 8, **TUNED}),
     "hf-tuned-16": ("hf", {"batch": 16, **TUNED}),
+    "hf-tuned-32": ("hf", {"batch": 32, **TUNED}),
+    "hf-tuned-compile-32": ("hf", {"batch": 32, **TUNED, "torch_compile": True}),
     "hf-grouped-compile-16": ("hf", {"batch": 16, "group_by_length": True, "torch_compile": True}),
     **BRIMFUL,
 }
@@ -118,8 +124,8 @@ def _jobs(args: argparse.Namespace, folder: Path, output: Path) -> list[dict[str
     """Seeds outermost: if time runs out, every entry has been measured as often as the others."""
     return [
         {"case": case, "entry": entry, "trainer": ENTRIES[case][entry][0], "options": ENTRIES[case][entry][1],
-         "cap_bytes": cap, "seed": seed, "steps": args.steps, "seconds": args.seconds_per_entry, "tiny": args.tiny,
-         "device": args.device, "workers": args.workers, "folder": str(folder), "output": str(output)}
+         "cap_bytes": cap, "seed": seed, "steps": args.steps, "seconds": args.seconds_per_entry,
+         "warm_seconds": args.warm_seconds, "tiny": args.tiny, "device": args.device, "workers": args.workers, "folder": str(folder), "output": str(output)}
         for seed in args.seeds for case in args.cases for cap in args.cap for entry in ENTRIES[case]
         if args.only is None or entry in args.only
     ]  # fmt: skip
@@ -222,7 +228,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     _cap(device, job["cap_bytes"])
     _import(job["trainer"])
     ceiling, how = peak_flops(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    clock = Clock(device=device, steps=job["steps"], seconds=job["seconds"])
+    compiled_s = _compile_seconds()
+    clock = Clock(device=device, steps=job["steps"], seconds=job["seconds"], warm_seconds=job["warm_seconds"])
     training = Training(
         case=case, options=job["options"], clock=clock, seed=job["seed"], workers=_workers(job["workers"], device),
         cap_bytes=job["cap_bytes"] if device.type == "cuda" else None,
@@ -239,9 +246,19 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     if status == "ok" and not clock.done:
         status, error = "error", "it ended without a step"
     return {
-        "status": status, "error": error, **figures, **training.notes, "ceiling_flops_per_s": ceiling, "ceiling": how,
+        "status": status, "error": error, **figures, **training.notes,
+        "compile_s": (_compile_seconds() - compiled_s) or None, "ceiling_flops_per_s": ceiling, "ceiling": how,
         "global_batch": case.global_batch, "device_name": _device_name(device), "versions": _versions(),
     }  # fmt: skip
+
+
+def _compile_seconds() -> float:
+    """What torch.compile has taken in this process, forward and backward."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent()["total_wall_time"]
 
 
 def _cap(device: Any, cap_bytes: int | None) -> None:
@@ -339,7 +356,7 @@ def show_tables(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
-HEAD = ("", "rows/s", "× best HF", "tokens/s", "run", "first step", "peak", "reserved", "padding", "micro-batches", "useful", "computed", "loss", "seeds", "steps")  # fmt: skip
+HEAD = ("", "rows/s", "× best HF", "tokens/s", "run", "plan", "compile", "first step", "peak", "predicted", "reserved", "OOMs", "padding", "micro-batches", "useful", "computed", "loss", "seeds", "steps")  # fmt: skip
 
 
 def show_table(results: list[dict[str, Any]]) -> str:
@@ -375,9 +392,13 @@ def _cells(entry: str, runs: list[dict[str, Any]], best: float | None, last: int
         "–" if best is None else f"{speed / best:.2f}",
         show("tokens_per_s", "{:,.0f}"),
         early + show("run_s", "{:.1f} s"),
+        show("plan_s", "{:.1f} s"),
+        show("compile_s", "{:.1f} s"),
         show("first_step_s", "{:.1f} s"),
         show("peak_bytes", "{:.2f} GiB", 2**-30),
+        show("prediction_error", "{:+.1%}"),
         show("reserved_bytes", "{:.2f} GiB", 2**-30),
+        show("ooms", "{:g}"),
         show("padding", "{:.1%}"),
         show("micro_batches", "{:g}"),
         show("useful_share", "{:.1%}"),
@@ -418,6 +439,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         default=60.0,
         help="after which an entry begins no further step (%(default)s)",
     )
+    parser.add_argument("--warm-seconds", type=float, help="after which, from its first step on, it begins none either")
     parser.add_argument("--total-seconds", type=float, help="after which no further process is started")
     parser.add_argument("--per-process", type=int, default=1, help="entries that share a process (%(default)s)")
     parser.add_argument("--workers", type=int, help="loader workers of the peers (4 on a GPU, 0 on a CPU)")

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 import brimful
+from brimful.memory.layout import packed_sizes
 from brimful.tasks.chatlm import IGNORED
 from peers import _import_lightning
 from train_cases import Case, Stream
@@ -52,9 +53,8 @@ class StepRecord:
     """A CUDA event, or seconds."""
     lengths: list[Any] = field(default_factory=list)
     """By micro-batch, the real lengths of its rows, one line per row."""
-    padded: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """By micro-batch, its rows and the lengths they are padded to. Empty if rows are not padded."""
-    computed_tokens: int = 0
+    computed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Rows as the model computes them, padding included: how many of which lengths."""
     micro_batches: int = 0
     loss_sums: list[Any] = field(default_factory=list)
     counts: list[Any] = field(default_factory=list)
@@ -72,6 +72,8 @@ class Clock:
     """Steps of the whole training."""
     seconds: float
     """From here on, counted from `created`, no further step is begun."""
+    warm_seconds: float | None = None
+    """The same, counted from the end of the first step, so that slow compilers and quick ones are measured for as long."""
     created: float = field(default_factory=time.perf_counter)
     peak_bytes: int = 0
     reserved_bytes: int = 0
@@ -80,6 +82,7 @@ class Clock:
     _current: StepRecord = field(default_factory=StepRecord)
     _begin: Any = None
     _begin_s: float = 0.0
+    _warm_s: float = 0.0
 
     def begin(self) -> None:
         """The first step comes next. A trainer that starts over calls it again, and its steps so far do not count."""
@@ -97,7 +100,7 @@ class Clock:
         target = None if causal else (batch["labels"] != IGNORED).sum(1)
         shape = (batch["input_ids"].shape[1], *(() if causal else (batch["labels"].shape[1],)))
         self.rows(source[:, None] if target is None else torch.stack((source, target), 1))
-        self.computed(len(source) * sum(shape), (len(source), shape))
+        self.computed([(len(source), shape)])
         self._current.loss_sums.append(loss_sum.detach())
         self._current.counts.append(count)
 
@@ -105,12 +108,10 @@ class Clock:
         """Rows that are part of this step, by their real lengths."""
         self._current.lengths.append(lengths)
 
-    def computed(self, tokens: int, padded: tuple[int, tuple[int, ...]] | None) -> None:
-        """A micro-batch with this many tokens, padding included."""
-        self._current.computed_tokens += tokens
+    def computed(self, rows: list[tuple[int, tuple[int, ...]]]) -> None:
+        """A micro-batch as the model computes it, padding included: how many rows of which lengths."""
+        self._current.computed += rows
         self._current.micro_batches += 1
-        if padded is not None:
-            self._current.padded.append(padded)
 
     def step(self, loss: float | None = None) -> bool:
         """A step has ended. True if the training should end as well."""
@@ -123,7 +124,13 @@ class Clock:
             found = torch.cuda.memory_stats(self.device)
             self.peak_bytes = max(self.peak_bytes, found["allocated_bytes.all.peak"])
             self.reserved_bytes = max(self.reserved_bytes, found["reserved_bytes.all.peak"])
-        return len(self.done) >= self.steps or time.perf_counter() - self.created > self.seconds
+        if len(self.done) == 1:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the host may be ahead; the first step is never a warm one
+            self._warm_s = time.perf_counter()
+        now = time.perf_counter()
+        warm = self.warm_seconds is not None and now - self._warm_s > self.warm_seconds
+        return len(self.done) >= self.steps or now - self.created > self.seconds or warm
 
     def figures(self, case: Case, ceiling: float | None) -> dict[str, Any]:
         """Everything about the steps that were done; there must be one."""
@@ -132,11 +139,12 @@ class Clock:
         lengths = [_stacked(record.lengths) for record in self.done]
         rows, tokens = np.array([len(one) for one in lengths]), np.array([int(one.sum()) for one in lengths])
         useful = np.array([case.flops(one) for one in lengths])
-        computed = [sum(n * case.flops(np.array([shape])) for n, shape in record.padded) for record in self.done]
+        counts, shapes = zip(*(_counts_and_shapes(record) for record in self.done), strict=True)
+        computed = [case.flops(np.repeat(shape, count, axis=0)) for count, shape in zip(counts, shapes, strict=True)]
+        computed_tokens = sum(int(count @ shape.sum(axis=1)) for count, shape in zip(counts, shapes, strict=True))
         warm = slice(min(len(ends) - 1, max(WARMUP_STEPS, len(ends) // 2)), None)
         rate = lambda amount: float(np.median((np.asarray(amount) / step_s)[warm]))  # noqa: E731
         share = lambda flops: rate(flops) / ceiling if ceiling and all(flops) else None  # noqa: E731
-        computed_tokens = sum(record.computed_tokens for record in self.done)
         start_s = self._begin_s - self.created
         missing = max(0, self.steps - len(ends))
         return {
@@ -183,6 +191,11 @@ def _stacked(parts: list[Any]) -> np.ndarray:
     return np.concatenate(
         [part.cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part) for part in parts]
     )
+
+
+def _counts_and_shapes(record: StepRecord) -> tuple[np.ndarray, np.ndarray]:
+    counts, shapes = zip(*record.computed, strict=True)
+    return np.array(counts), np.array(shapes)
 
 
 def _mean_loss(record: StepRecord) -> float:
@@ -332,11 +345,12 @@ def train_with_lightning(training: Training) -> None:
 
 def train_with_brimful(training: Training) -> None:
     case, clock, events = training.case, training.clock, []
+    ticks = _Ticks(clock, case)
     request: dict[str, Any] = {
         "max_steps": clock.steps, "lr": LEARNING_RATE, "weight_decay": 0.0, "schedule": "constant", "warmup": 0,
         "clip_norm": CLIP, "global_batch": case.global_batch, "memory_limit": training.cap_bytes,
         "precision": "bf16" if training.on_gpu else "fp32", "device": str(training.device), "seed": training.seed,
-        "cache": False, "quiet": True, "hooks": [_Ticks(clock, case)], "listeners": [events.append],
+        "cache": False, "quiet": True, "hooks": [ticks], "listeners": [events.append],
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
         try:
@@ -344,48 +358,65 @@ def train_with_brimful(training: Training) -> None:
         except Enough:
             pass
         finally:
-            training.notes.update(_planned(events))
+            training.notes.update(_planned(events), **ticks.peaks)
 
 
 class _Ticks(brimful.Hook):
     def __init__(self, clock: Clock, case: Case) -> None:
         self.clock, self.case, self.rows = clock, case, None
+        self._predicted_bytes = self._measured_bytes = 0
 
     def before(self, loop: Any) -> None:
         step = loop.stepper.step
 
         @functools.wraps(step)
-        def noted(rows: Any) -> Any:
+        def noted(rows: Any, *more: Any) -> Any:
             self.rows = rows
-            return step(rows)
+            return step(rows, *more)
 
         loop.stepper.step = noted
         self.clock.begin()
 
     def after_step(self, loop: Any, result: Any) -> None:
         """Counts what the loader proposed; a step that was split further after an OOM was padded a little less."""
-        rows: Any = self.rows
-        self.clock.rows(self.case.store.shapes(rows.indices))
-        for group, shape, part in zip(rows.groups, rows.shapes, rows.parts, strict=True):
-            padded = len(group) * sum(shape)
-            tokens = _tokens(part, self.case, padded)
-            self.clock.computed(tokens, (len(group), tuple(shape)) if tokens == padded else None)
+        rows, plan = self.rows, loop.stepper.plan
+        assert rows is not None
+        lengths, whole = self.case.store.shapes(rows.indices), len(rows.groups) == 1
+        self.clock.rows(lengths)
+        for group, shape in zip(rows.groups, rows.shapes, strict=True):
+            packed = plan.layout == "packed"
+            self.clock.computed(_packed_rows(lengths[group]) if packed else [(len(group), tuple(shape))])
+            if result.peak_bytes and not result.ooms:
+                predicted = plan.memory_model.peak_bytes(len(group), tuple(shape), whole=whole)
+                self._predicted_bytes = max(self._predicted_bytes, predicted)
+        if not result.ooms:
+            self._measured_bytes = max(self._measured_bytes, result.peak_bytes or 0)
         if self.clock.step(result.loss):
             raise Enough
 
+    @property
+    def peaks(self) -> dict[str, Any]:
+        """The highest peak of the steps without an error: predicted by the plan's model for their rows, and measured."""
+        measured, predicted = self._measured_bytes or None, self._predicted_bytes or None
+        error = predicted / measured - 1 if measured and predicted else None
+        return {"predicted_peak_bytes": predicted, "step_peak_bytes": measured, "prediction_error": error}
 
-def _tokens(part: Any, case: Case, otherwise: int) -> int:
-    """Positions that the model computes for a collated micro-batch, padded or packed."""
-    names = ("input_ids",) if case.causal else ("input_ids", "labels")
-    known = hasattr(part, "keys") and all(isinstance(part.get(name), torch.Tensor) for name in names)
-    return sum(part[name].numel() for name in names) if known else otherwise
+
+def _packed_rows(lengths: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
+    """The rows of a packed micro-batch and its fill, which attends to nothing: it counts as rows of one token."""
+    fill = np.array(packed_sizes([tuple(row) for row in lengths.tolist()])) - lengths.sum(axis=0)
+    single_tokens = np.eye(len(fill), dtype=int).tolist()
+    rows = [(1, tuple(row)) for row in lengths.tolist()]
+    return rows + [(int(count), tuple(one)) for count, one in zip(fill, single_tokens, strict=True)]
 
 
 def _planned(events: list[dict[str, Any]]) -> dict[str, Any]:
     plan = next((event for event in events if event["event"] == "plan"), None)
-    names = ("layout", "tokens", "micro_batch", "accumulation", "predicted_peak_bytes", "measured_peak_bytes", "plan_s", "probes", "ooms", "levers")  # fmt: skip
+    names = ("layout", "tokens", "micro_batch", "accumulation", "predicted_peak_bytes", "measured_peak_bytes", "probes", "ooms", "levers")  # fmt: skip
     ooms = sum(event["event"] == "oom" for event in events)
-    return {"ooms": ooms, "plan": None if plan is None else {name: plan.get(name) for name in names}}
+    if plan is None:
+        return {"ooms": ooms}
+    return {"ooms": ooms, "plan_s": plan["plan_s"], "plan": {name: plan.get(name) for name in names}}
 
 
 TRAINERS: dict[str, Callable[[Training], None]] = {

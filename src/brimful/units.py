@@ -6,8 +6,13 @@ Inside the package everything is in bytes and seconds; GiB appears only here and
 
 import math
 import re
+from typing import Literal
 
 from brimful.errors import BadOption
+
+Zone = Literal["safe", "edge", "danger"]
+EDGE, DANGER = 0.85, 0.90
+"""Up to 85 % of a memory limit is safe, up to 90 % on the edge, above that in danger."""
 
 NOTHING = "(nothing)"
 """How an empty text is shown."""
@@ -78,6 +83,11 @@ def show_rate(value: float | None) -> str:
     if value is None:
         return "unknown"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def zone(used: float) -> Zone:
+    """Of this share of a memory limit, by reserved bytes where they are known, else by allocated ones."""
+    return "safe" if used <= EDGE else "edge" if used <= DANGER else "danger"
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -15,13 +15,9 @@ from brimful.memory.model import MemoryModel
 from brimful.memory.split import without_single_rows
 from brimful.planning.plan_options import Checkpointed, Weights
 from brimful.task import Shape
-from brimful.units import show_bytes, show_rate, show_rows
+from brimful.units import Zone, show_bytes, show_rate, show_rows, zone
 
 Basis = Literal["measured", "predicted", "asked"]
-Zone = Literal["safe", "edge", "danger"]
-
-EDGE, DANGER = 0.85, 0.90
-"""Peaks up to 85 % of the limit are safe, up to 90 % on the edge, above that in danger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +239,7 @@ class Plan:
 
     @property
     def zone(self) -> Zone:
-        return "safe" if self.used <= EDGE else "edge" if self.used <= DANGER else "danger"
+        return zone(self.used)
 
     @property
     def micro_limit(self) -> float:

@@ -1,6 +1,8 @@
-"""What people look at in a terminal.
+"""What people look at: in a terminal, and as a page. Everything about a run is read from its folder alone.
 
+run_record   a run folder, read fast and without torch
 tables       plans, evaluations and the machine
 data_tables  the reports of the data commands
 progress     a run while it trains
+diagnosis    what went wrong, and what helps
 """

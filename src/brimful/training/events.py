@@ -37,6 +37,8 @@ from typing import Any
 from brimful.errors import BadRun, in_one_line
 from brimful.files import read_json
 
+FORMAT = 2
+"""Of events.jsonl, in its `begin` events. Readers refuse a newer one."""
 WAITING_LINES = 10_000
 """Lines that wait for a disk with space; the oldest are dropped first, and counted."""
 
@@ -151,7 +153,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as lines:
             for line in lines:
-                event = _decoded(line) if line.endswith(b"\n") else None
+                event = decode_event(line)
                 if event is not None:
                     yield event
     except FileNotFoundError:
@@ -200,7 +202,10 @@ def _encoded(line: dict[str, Any]) -> bytes:
     return (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
 
 
-def _decoded(line: bytes) -> dict[str, Any] | None:
+def decode_event(line: bytes) -> dict[str, Any] | None:
+    """The event of a complete line; None for a partial line and for what is no event."""
+    if not line.endswith(b"\n"):
+        return None
     try:
         event = read_json(line)
     except ValueError:

@@ -3,7 +3,9 @@
     RUN/
     ├── run.json        the request: task, data, every option; a resume needs nothing else
     ├── plan.json       the plan it trains with (plan-1.json, … for ranks on other devices)
+    ├── plans/          0001.json, …: every plan it has trained with
     ├── events.jsonl    what happened, only appended to
+    ├── log.txt         the same for people, with warnings and tracebacks
     ├── checkpoints/    step-00000200/, …; best.json
     ├── data/           token stores and a tokenizer, if raw files were given
     ├── model, best     links to the newest and the best checkpoint's model
@@ -155,6 +157,14 @@ class RunFolder:
     def own_plan(self, rank: int) -> Path:
         return self.root / ("plan.json" if rank == 0 else f"plan-{rank}.json")
 
+    def kept_plans(self) -> list[Path]:
+        """plans/0001.json, …: every plan that the run has trained with, the oldest first."""
+        return sorted((self.root / "plans").glob("[0-9]*.json"))
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
     @property
     def has_run(self) -> bool:
         """Whether something was trained or saved here. A run that failed before its first step left nothing to lose."""
@@ -298,7 +308,7 @@ def open_run(
 def _wait_for_former_workers(run: Path, note: Callable[[str], object]) -> None:
     """Training processes whose parent was killed save and leave. A run whose parent is alive is not waited for."""
     lock, end, noted = run / "lock", time.monotonic() + _SAVE_S, False
-    while (holder := _read_holder(lock)) is not None and holder.has_ended and time.monotonic() < end:
+    while (holder := lock_holder(lock)) is not None and holder.has_ended and time.monotonic() < end:
         try:
             FileLock(lock).close()
             return
@@ -390,7 +400,7 @@ class RunLock(FileLock):
 
 
 @dataclass(frozen=True, slots=True)
-class _Holder:
+class LockHolder:
     """Who signed a lock."""
 
     pid: int
@@ -411,10 +421,11 @@ class _Holder:
         return False
 
 
-def _read_holder(lock: Path) -> _Holder | None:
+def lock_holder(lock: Path) -> LockHolder | None:
+    """Who has signed this lock file last; None if it does not say. The lock itself may have been released since."""
     try:
         holder = read_json(lock.read_text())
-        return _Holder(pid=int(holder["pid"]), host=str(holder["host"]), since=str(holder["since"]))
+        return LockHolder(pid=int(holder["pid"]), host=str(holder["host"]), since=str(holder["since"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -424,7 +435,7 @@ def _describe_holder(lock: Path) -> str:
     end = time.monotonic() + _SIGN_S
     while not lock.read_text() and time.monotonic() < end:
         time.sleep(0.02)
-    holder = _read_holder(lock)
+    holder = lock_holder(lock)
     if holder is None:
         return ""
     if holder.has_ended:

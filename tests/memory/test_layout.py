@@ -52,6 +52,20 @@ def test_rows_times_the_shape_is_what_is_computed():
     assert PACKED.shape(shapes) == (-(-128 // 3), -(-64 // 3))
 
 
+def test_padded_positions_are_those_of_rows_as_long_as_the_longest():
+    assert PADDED.positions([(4, 2), (100, 2), (4, 30)]) == 3 * (100 + 30)
+
+
+def test_packed_positions_are_the_tokens_and_the_fill():
+    assert PACKED.positions([(4, 2), (100, 2), (4, 30)]) == 128 + 64
+
+
+@pytest.mark.parametrize(("rows", "positions"), [(2, 256 + 512), (20, 128 + 2048)], ids=["fits", "too many rows"])
+def test_a_fixed_size_is_computed_whole_by_what_fits_into_it(rows, positions):
+    layout = PackedLayout(FixedSize(tokens=(256, 512), rows=8))
+    assert layout.positions([(4, 100)] * rows) == positions
+
+
 def test_a_packed_sequence_is_filled_up_by_little():
     for tokens in range(1, 40_000, 37):
         (size,) = packed_sizes([(tokens,)])

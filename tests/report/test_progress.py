@@ -11,35 +11,12 @@ import pytest
 from rich.console import Console
 
 from brimful.report import progress as module
-from brimful.report.progress import UNKNOWN, Progress, RunPanel, RunSummary, event_line
+from brimful.report.progress import Progress, RunPanel
 from brimful.step.result import Events
 from brimful.units import GiB
+from tests.training.shown import EVALUATION, step, summary_of
 
 log = logging.getLogger("brimful")
-
-
-def step(number, **changes):
-    values = {
-        "loss": 2.0, "lr": 1e-4, "epoch": 0.5, "rows_per_s": 700.0, "tokens_per_s": 70000.0, "mfu": 0.123,
-        "data_wait_s": 0.01, "seconds": 0.99, "peak_bytes": 15 * GiB, "limit_bytes": 20 * GiB, "eta_s": 75.0, "ooms": 0,
-    }  # fmt: skip
-    return {"event": "step", "step": number, "steps": 100, **values, **changes}
-
-
-EVALUATION = {
-    "event": "eval", "step": 50, "loss": 2.5, "perplexity": 12.182, "bleu": None, "rows": 1000, "seconds": 3.0, "best": True,
-}  # fmt: skip
-
-
-def summary_of(*events):
-    summary = RunSummary()
-    for event in events:
-        summary.add(event)
-    return summary
-
-
-def items_of(*events):
-    return dict(summary_of(*events).items())
 
 
 def lines_of(events, every_s=10.0):
@@ -62,84 +39,6 @@ def clock(monkeypatch):
             yield event
 
     return ticking
-
-
-def test_a_step_is_one_line_with_every_metric():
-    assert summary_of(step(7)).line() == (
-        "step 7/100  loss 2.0000  lr 1.00e-04  epoch 0.50  700 rows/s  70,000 tokens/s  MFU 12.3%  data wait 1.0%  "
-        "checkpoint –  memory 15 GiB of 20 GiB, 75%  ETA 1 min 15 s"
-    )
-
-
-def test_what_a_loss_logs_is_shown_beside_it():
-    line = summary_of(step(7, log={"accuracy": 0.75, "margin": None, "margin_is": "nan"})).line()
-    assert "loss 2.0000  accuracy 0.7500  margin nan  lr" in line
-
-
-def test_tokens_are_not_mentioned_where_there_are_none():
-    assert "tokens/s" not in summary_of(step(7, tokens_per_s=None)).line()
-
-
-def test_what_is_not_known_is_a_dash():
-    unknown = step(7, **dict.fromkeys(("mfu", "tokens_per_s", "peak_bytes", "eta_s", "grad_norm", "epoch")))
-    summary = summary_of(unknown)
-    assert {name for name, value in summary.items() if value == UNKNOWN} == {"MFU", "epoch", "checkpoint"}
-    assert (summary.memory, summary.eta) == (UNKNOWN, UNKNOWN)
-
-
-def test_the_loss_is_the_last_one_and_the_mean_of_the_recent_ones():
-    losses = [100.0] + [1.0, 3.0] * 10
-    assert items_of(*(step(i, loss=loss) for i, loss in enumerate(losses)))["loss"] == "3.0000 (mean 2.0000)"
-
-
-def test_a_loss_that_is_not_finite_is_shown_and_left_out_of_the_mean():
-    assert items_of(step(1), step(2, loss=4.0), step(3, loss=None, loss_is="nan"))["loss"] == "nan (mean 3.0000)"
-
-
-def test_a_rate_is_the_median_of_the_recent_steps():
-    rates = [9.0] * 20 + [50.0] * 11 + [1.0] * 9
-    assert items_of(*(step(i, rows_per_s=rate) for i, rate in enumerate(rates)))["rows/s"] == "50"
-
-
-def test_data_wait_is_a_share_of_the_recent_time():
-    assert (
-        items_of(step(1, data_wait_s=0.0, seconds=2.0), step(2, data_wait_s=1.0, seconds=1.0))["data wait"] == "25.0%"
-    )
-
-
-def test_memory_is_the_highest_recent_peak_and_the_ooms_survived():
-    summary = summary_of(step(1, peak_bytes=18 * GiB), step(2, ooms=2), step(3))
-    assert summary.memory == "18 GiB of 20 GiB, 90%, 2 OOMs survived"
-
-
-def test_the_best_evaluation_and_the_last_checkpoint_stay():
-    summary = summary_of(
-        EVALUATION,
-        {**EVALUATION, "step": 60, "best": False},
-        {"event": "checkpoint", "step": 60, "saved": True},
-        {"event": "checkpoint", "step": 70, "saved": False},
-    )
-    assert summary.best["step"] == 50
-    assert dict(summary.items())["checkpoint"] == "step 60"
-
-
-@pytest.mark.parametrize(
-    ("event", "line"),
-    [
-        (EVALUATION, "step 50: evaluation on 1,000 rows in 3.0 s: loss 2.5000, perplexity 12.18, best so far"),
-        ({"event": "oom", "step": 1231, "sentence": "out of memory"}, "step 1,231: out of memory"),
-        ({"event": "note", "step": 0, "sentence": "a remark"}, "a remark"),
-        ({"event": "note", "step": None, "sentence": "a remark"}, "a remark"),
-        ({"event": "grow", "step": 3, "sentence": "more"}, ""),
-        ({"event": "plan"}, ""),
-        ({"event": "checkpoint", "step": 5, "saved": True, "size_bytes": 2 * GiB, "seconds": 1.5, "path": "r/c"}, "step 5: saved r/c (2 GiB in 1.5 s)"),
-        ({"event": "checkpoint", "step": 5, "saved": False, "sentence": "the disk is full"}, "step 5: checkpoint not saved: the disk is full"),
-        ({"event": "begin", "step": 0, "run": "r", "steps": 5000, "processes": 2}, "training in r: 5,000 steps on 2 processes"),
-        ({"event": "end", "step": 9, "reason": "finished", "sentence": "all 9 steps are done"}, ""),  # printed by the parent process
-    ],
-)  # fmt: skip
-def test_an_event_is_one_line(event, line):
-    assert event_line(event) == line
 
 
 def test_without_a_terminal_steps_are_printed_at_intervals_and_always_the_first_and_the_last(clock):
@@ -242,6 +141,24 @@ def test_the_memory_bar_is_the_peak_of_the_limit(peak, full):
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(RunPanel(summary_of(step(50, peak_bytes=peak * GiB))))
     assert (console.file.getvalue().count("█"), console.file.getvalue().count("░")) == (full, 18 - full)
+
+
+@pytest.mark.parametrize(
+    ("peak", "reserved", "colour"),
+    [(18.5, 17.0, 32), (1, 17.1, 33), (1, 18.0, 33), (1, 18.1, 31), (17.1, None, 33)],
+    ids=["safe", "edge", "still edge", "danger", "allocated"],
+)
+def test_the_memory_bar_has_the_colour_of_the_zone_of_reserved_bytes(peak, reserved, colour):
+    """Green up to 85 % of the limit, yellow up to 90 %, then red."""
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
+    figures = {"peak_bytes": peak * GiB, "reserved_bytes": None if reserved is None else reserved * GiB}
+    console.print(RunPanel(summary_of(step(50, **figures))))
+    assert f"\x1b[{colour}m█" in console.file.getvalue()
+
+
+def test_a_note_that_warns_is_yellow():
+    note = {"event": "note", "step": 0, "sentence": "the card is shared"}
+    assert [module.event_style(one) for one in (note, {**note, "level": "warning"})] == ["", "yellow"]
 
 
 class Screen:

@@ -108,4 +108,6 @@ def _train(
         "logs": [result.log for result in results],
         "rows": [result.rows for result in results],
         "micro_batches": [result.micro_batches for result in results],
+        "seconds": [result.seconds for result in results],
+        "communication_s": [result.communication_s for result in results],
     }

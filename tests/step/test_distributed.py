@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from brimful.errors import BadOption
 from brimful.memory.model import MemoryModel, Polynomial
-from brimful.step.distributed import TIMED_STEPS, Dealer, Share, SingleProcess
+from brimful.step import distributed
+from brimful.step.distributed import TIMED_STEPS, CommunicationClock, Dealer, Share, SingleProcess
 from brimful.step.rows import as_rows
 from brimful.task import Task
 from tests.step.fleet import Fleet
@@ -112,6 +113,64 @@ def shares(given: list, plans: list, limits: list[float] | None = None) -> list[
 
 
 # Who takes what
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that stands still, and a CUDA device whose events are at `now[1]` seconds when they are recorded."""
+    now = [0.0, 0.0, True]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[1]
+
+        def query(self):
+            return now[2]
+
+        def elapsed_time(self, other):
+            return 1000 * (other.at - self.at)
+
+    monkeypatch.setattr(distributed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return now
+
+
+def collective(clock, now, *, on_host_s, on_device_s=0.0, is_launched=False):
+    with clock.running(is_launched=is_launched):
+        now[0] += on_host_s
+        now[1] += on_device_s
+
+
+def test_collectives_on_the_host_are_timed_there(now):
+    clock = CommunicationClock(CPU)
+    collective(clock, now, on_host_s=2.0)
+    now[0] += 100.0
+    collective(clock, now, on_host_s=0.5, is_launched=True)
+    assert clock.read_s() == 2.5
+
+
+def test_a_reduce_that_is_only_launched_is_timed_by_the_device(now):
+    clock = CommunicationClock(torch.device("cuda:0"))
+    collective(clock, now, on_host_s=0.1, on_device_s=3.0, is_launched=True)
+    assert clock.read_s() == pytest.approx(3.0)
+    assert clock.read_s() == pytest.approx(3.0)
+
+
+def test_a_device_that_is_not_there_yet_is_not_waited_for(now):
+    clock, now[2] = CommunicationClock(torch.device("cuda:0")), False
+    collective(clock, now, on_host_s=0.1, on_device_s=3.0, is_launched=True)
+    assert clock.read_s() == pytest.approx(0.1)
+
+
+def test_a_collective_that_fails_is_timed_too(now):
+    clock = CommunicationClock(torch.device("cuda:0"))
+    with pytest.raises(RuntimeError), clock.running(is_launched=True):
+        now[0] += 1.0
+        raise RuntimeError
+    assert clock.read_s() == 1.0
 
 
 def test_one_process_takes_all_rows():
@@ -447,6 +506,12 @@ def test_every_rank_returns_the_loss_the_rows_and_the_log_of_the_whole_step(flee
     assert all(answer["losses"] == answers[0]["losses"] for answer in answers)
     assert all(answer["rows"] == [12] * STEPS for answer in answers)
     assert all(answer["logs"] == answers[0]["logs"] for answer in answers)
+
+
+def test_a_step_tells_how_long_its_collectives_took(fleet):
+    for answer in fleet.train():
+        times = zip(answer["communication_s"], answer["seconds"], strict=True)
+        assert all(0 < communication_s < seconds for communication_s, seconds in times)
 
 
 def test_what_a_loss_logs_is_averaged_over_all_ranks(fleet):

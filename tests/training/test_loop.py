@@ -1,6 +1,7 @@
 """Decisions of the loop that need no training: which evaluation is the best one, and which checkpoint may go."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,7 @@ def saving(folder, monkeypatch, hook) -> Loop:
     loop = at(0)
     loop.checkpoints, loop.hooks, loop.journal = Checkpoints(folder, keep=2, note=pytest.fail), (hook,), Journal(None)
     loop.stepper, loop.task = SimpleNamespace(group=SingleProcess(), model=None), SimpleNamespace(name="none")
+    loop.speedometer = SimpleNamespace(paused=nullcontext)
     loop.optimizer = loop.rows = loop.loss = None
     return loop
 

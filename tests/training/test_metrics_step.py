@@ -1,5 +1,8 @@
 """The figures of a step: what counts is the rows as they are; and the peak that a CPU's ledger gives to a step."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -42,9 +45,32 @@ def result(**changes):
     return StepResult(**{**facts, **changes})
 
 
-def meter(rows=None, group=None, flops=None, peak_flops=None, limit_bytes=None):
+def meter(rows=None, group=None, flops=None, peak_flops=None, limit_bytes=None, host_memory=None):
     rows = Rows() if rows is None else rows
-    return Speedometer(rows, group or SingleProcess(), flops=flops, peak_flops=peak_flops, limit_bytes=limit_bytes)
+    return Speedometer(
+        rows, group or SingleProcess(), flops=flops, peak_flops=peak_flops, limit_bytes=limit_bytes, host_memory=host_memory
+    )  # fmt: skip
+
+
+class Two(SingleProcess):
+    """The other rank did the same."""
+
+    size = 2
+
+    def gather(self, values):
+        return [list(values), list(values)]
+
+
+def _of_rank(own, **changes):
+    """The numbers of another rank: this one's but for a few."""
+    return [*own._replace(**changes)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
 
 
 FLOPS = FlopModel(polynomial=Polynomial({(1, 0): 10.0, (0, 1): 100.0}))
@@ -80,13 +106,11 @@ def test_mfu_is_never_above_everything():
 
 
 def test_figures_are_those_of_all_processes():
-    class Two(SingleProcess):
-        size = 2
-
+    class Other(Two):
         def gather(self, values):
-            return [list(values), [78.0, 150.0]]
+            return [list(values), _of_rank(values, length=78.0, flops=150.0)]
 
-    found = meter(group=Two(), flops=FLOPS, peak_flops=10_000.0).figures(ROWS, result(), 0.5, steps_left=1)
+    found = meter(group=Other(), flops=FLOPS, peak_flops=10_000.0).figures(ROWS, result(), 0.5, steps_left=1)
     assert (found["tokens"], found["tokens_per_s"]) == (100, 100.0)
     assert found["mfu"] == pytest.approx((850 + 150) / 0.5 / 20_000)
 
@@ -115,17 +139,146 @@ def test_rows_without_lengths_have_no_tokens():
     assert (found["tokens"], found["tokens_per_s"]) == (None, None)
 
 
-def test_the_time_left_is_told_from_the_median_of_the_last_steps(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+def test_the_time_left_is_told_from_the_median_of_the_last_steps(clock):
     found, watch = [], meter()
     for took in [100.0, 1.0, 2.0, *[50.0] * 30, *[3.0] * module.ETA_STEPS]:
-        now[0] += took
+        clock[0] += took
         found.append(watch.figures(ROWS, result(), 0.0, steps_left=10)["eta_s"])
     assert found[:3] == [1000.0, 505.0, 20.0]
     assert found[-1] == 30.0
-    now[0] += 5.0
+    clock[0] += 5.0
     assert watch.figures(ROWS, result(), 0.0, steps_left=0)["eta_s"] == 0.0
+
+
+def test_the_time_left_leaves_out_what_came_before_the_first_step_and_what_is_no_step(clock):
+    watch = meter()
+    clock[0] += 1000.0  # a plan, the first evaluation
+    watch.begin()
+    clock[0] += 3.0
+    assert watch.figures(ROWS, result(), 0.0, steps_left=10)["eta_s"] == 30.0
+    with watch.paused():
+        clock[0] += 400.0
+        with watch.paused():  # a hook saves after an evaluation
+            clock[0] += 200.0
+    clock[0] += 3.0
+    assert watch.figures(ROWS, result(), 0.0, steps_left=10)["eta_s"] == 30.0
+
+
+def test_a_pause_ends_with_an_error_in_it(clock):
+    watch = meter()
+    with pytest.raises(ValueError), watch.paused():
+        clock[0] += 50.0
+        raise ValueError
+    clock[0] += 2.0
+    assert watch.figures(ROWS, result(), 0.0, steps_left=1)["eta_s"] == 2.0
+
+
+def test_the_parts_of_the_time_add_up_to_the_step_and_what_came_before_it(clock):
+    watch = meter(group=Two())
+    with watch.paused():
+        clock[0] += 30.0
+    clock[0] += 7.0
+    facts = result(seconds=4.0, communication_s=1.0, meanwhile_s=0.25)
+    times = watch.figures(ROWS, facts, 0.5, steps_left=1, agreed_s=0.125)["times"]
+    assert times == {"compute_s": 3.0, "data_s": 0.75, "communication_s": 1.125, "other_s": 2.125}
+    assert sum(times.values()) == 7.0
+
+
+def test_the_exchange_of_the_figures_is_communication(clock):
+    class Slow(Two):
+        def gather(self, values):
+            clock[0] += 0.5
+            return super().gather(values)
+
+    watch = meter(group=Slow())
+    clock[0] += 1.0
+    times = watch.figures(ROWS, result(seconds=1.0), 0.0, steps_left=1)["times"]
+    assert times == {"compute_s": 1.0, "data_s": 0.0, "communication_s": 0.5, "other_s": 0.0}
+
+
+def test_one_process_does_not_communicate(clock):
+    assert meter().figures(ROWS, result(), 0.0, steps_left=1, agreed_s=1.0)["times"]["communication_s"] == 0.0
+
+
+def test_the_parts_are_never_negative(clock):
+    """A device may still have computed while the next rows were read, and then both count."""
+    times = meter().figures(ROWS, result(seconds=4.0, meanwhile_s=2.0), 1.0, steps_left=1)["times"]
+    assert times["other_s"] == 0.0
+
+
+def test_rows_read_ahead_are_waited_for_by_the_step_that_trains_on_them():
+    watch = meter()
+    waits = [watch.figures(ROWS, result(meanwhile_s=s), 0.5, steps_left=1)["data_wait_s"] for s in (2.0, 0.0)]
+    assert waits == [0.5, 2.5]
+
+
+def test_memory_is_told_of_every_rank_and_the_highest_of_all():
+    class Larger(Two):
+        def gather(self, values):
+            return [
+                list(values),
+                _of_rank(values, peak_bytes=30.0, reserved_bytes=50.0, limit_bytes=100.0, busy_s=0.25),
+            ]
+
+    facts = result(peak_bytes=20, reserved_bytes=None, communication_s=0.125, micro_batches=3)
+    found = meter(group=Larger(), limit_bytes=99).figures(ROWS, facts, 0.0, steps_left=1)
+    assert (found["peak_bytes"], found["reserved_bytes"], found["limit_bytes"]) == (30, 50, 99)
+    assert found["ranks"] == [
+        {"rank": 0, "peak_bytes": 20, "reserved_bytes": None, "limit_bytes": 99, "micro_batches": 3, "busy_s": 0.375},
+        {"rank": 1, "peak_bytes": 30, "reserved_bytes": 50, "limit_bytes": 100, "micro_batches": 3, "busy_s": 0.25},
+    ]
+
+
+def test_memory_that_no_device_counts_is_unknown():
+    found = meter().figures(ROWS, result(peak_bytes=None), 0.0, steps_left=1)
+    assert (found["peak_bytes"], found["reserved_bytes"]) == (None, None)
+
+
+def test_padding_is_the_share_of_all_positions_that_no_row_needs():
+    class Other(Two):
+        def gather(self, values):
+            return [list(values), _of_rank(values, real_positions=70.0, positions=80.0)]
+
+    rows = replace(ROWS, real_positions=20, positions=40)
+    assert meter(group=Other()).figures(rows, result(), 0.0, steps_left=1)["padding"] == pytest.approx(1 - 90 / 120)
+
+
+@pytest.mark.parametrize(
+    ("real", "positions"),
+    [(None, 40), (None, None), (0, 0)],
+    ids=["no lengths", "no rows read here", "rows of one size"],
+)
+def test_padding_is_unknown_where_lengths_are(real, positions):
+    rows = replace(ROWS, real_positions=real, positions=positions)
+    assert meter().figures(rows, result(), 0.0, steps_left=1)["padding"] is None
+
+
+def test_tokens_are_the_rows_own_if_the_task_tells_their_lengths():
+    rows = replace(ROWS, real_positions=20, positions=40)
+    assert meter(rows=[]).figures(rows, result(), 0.0, steps_left=1)["tokens"] == 20
+
+
+def test_the_hosts_memory_is_that_of_the_last_sample():
+    watch = meter()
+    assert watch.figures(ROWS, result(), 0.0, steps_left=1)["host_bytes"] is None
+    watch = meter(host_memory=SimpleNamespace(host_bytes=5, machine_bytes=7))
+    found = watch.figures(ROWS, result(), 0.0, steps_left=1)
+    assert (found["host_bytes"], found["machine_bytes"]) == (5, 7)
+
+
+def test_all_figures_take_one_exchange():
+    class Counting(Two):
+        exchanges = 0
+
+        def gather(self, values):
+            Counting.exchanges += 1
+            return super().gather(values)
+
+        def gather_objects(self, value):
+            pytest.fail("a second exchange")
+
+    meter(group=Counting(), flops=FLOPS, peak_flops=1e4).figures(ROWS, result(), 0.0, steps_left=1)
+    assert Counting.exchanges == 1
 
 
 def test_outside_of_a_limit_there_is_no_peak():

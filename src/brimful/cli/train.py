@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
-from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show
+from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show, with_flags
 from brimful.errors import BadOption, BadRun
 from brimful.tasks.load import check_request_options, check_spec, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
@@ -33,6 +33,7 @@ from brimful.training.run import (
     open_run,
     same_task,
 )
+from brimful.training.run_log import RunLog
 
 PLANNED = (
     "micro_batch", "layout", "compile", "checkpointing", "precision", "weights", "cuda_graphs", "cudnn_attention", "fill", "lengths", "workers", "prefetch", "pin_memory",
@@ -251,13 +252,17 @@ def _supervise(request: Request, folder: RunFolder) -> Outcome:
         RunLock(folder.root, flag="--run") as lock,
         folder.job_folder() as reports,
     ):
-        return supervise(
+        outcome = supervise(
             [sys.executable, "-m", "brimful.cli.train_process"],
             processes=request.plan_options.processes,
             environment={**os.environ, "BRIMFUL_REQUEST": json_.dumps(request.to_json())},
             reports=reports,
             lock_file=lock.fd,
         )
+        if outcome.message is not None:  # a process that was killed could not write it
+            with RunLog(folder.root) as run_log:
+                run_log.line(with_flags(outcome.message))
+        return outcome
 
 
 def _with_advice(outcome: Outcome, folder: RunFolder) -> str:

@@ -30,18 +30,23 @@ def run_request(request: Request) -> None:
     """Train as requested, in this process."""
     from brimful.report.progress import Progress
     from brimful.tasks.load import load_task
+    from brimful.training.run_log import RunLog
     from brimful.training.session import Session
 
     root, first = Path(request.run), os.environ.get("RANK", "0") == "0"
     assert request.data is not None
+
+    def wording(line: str) -> str:
+        return with_flags(name_files(line, request.origins, request.values))
+
     with redirect_stdout(sys.stderr):  # what a task prints is not part of the result
-        task = load_task(request.task, request.task_options, resumed_run=root if request.resume else None)
         lock = RunLock(root, flag="--run") if first and not has_parent() else nullcontext()  # a parent has locked it
-
-        def wording(line: str) -> str:
-            return with_flags(name_files(line, request.origins, request.values))
-
-        with lock, Progress.open(sys.stderr, wording=wording) as progress:
+        with (
+            lock,
+            RunLog(root, wording=wording) as run_log,
+            Progress.open(sys.stderr, wording=wording) as progress,
+        ):
+            task = load_task(request.task, request.task_options, resumed_run=root if request.resume else None)
             Session(
                 task=task,
                 data=request.data,
@@ -49,6 +54,7 @@ def run_request(request: Request) -> None:
                 request=request,
                 listeners=(progress,) if first else (),
                 progress=progress.status if first else lambda phrase: None,
+                run_log=run_log,
             ).train()
 
 

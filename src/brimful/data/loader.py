@@ -36,14 +36,14 @@ from brimful.memory.layout import PADDED
 from brimful.memory.meter import trim_heap
 from brimful.memory.snapshot import RandomState
 from brimful.task import Task
-from brimful.units import is_whole, show_bytes, show_count, show_seconds
+from brimful.units import DANGER, is_whole, show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
     from brimful.planning.plan import Plan
 
 PREFETCH = 2
 """Steps that each worker reads ahead."""
-WARN_AT = 0.90
+WARN_AT = DANGER
 """Share of the host limit from which on the watchdog acts."""
 CHECK_S = 2.0
 """Between two checks of host RAM; one takes some milliseconds."""

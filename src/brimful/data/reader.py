@@ -54,6 +54,10 @@ class StepRows:
     collated: bool
     packed: list[Any] | None = None
     """By group, its rows in one packed batch, which cannot be sliced: `parts` still has them as rows."""
+    real_positions: int | None = None
+    """The rows' own lengths, added up; None if neither dataset nor task tells them."""
+    positions: int | None = None
+    """What the model computes for them in these groups, padding or fill included."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -235,14 +239,18 @@ class StepReader:
             rows = [self._row(int(n), step.start + int(place)) for n, place in zip(indices, step.mine, strict=True)]
         shapes = self._shapes(indices, rows)
         groups = self._split(shapes) if self._split is not None and rows else [list(range(len(rows)))] if rows else []
+        by_group = [[shapes[place] for place in group] for group in groups]
+        known = self._lengths is not None or self.task.has_shape
         return StepRows(
             start=step.start,
             step_rows=self._step_rows,
             indices=indices,
             groups=groups,
-            shapes=[self._layout.shape([shapes[place] for place in group]) for group in groups],
+            shapes=[self._layout.shape(group) for group in by_group],
             parts=[[rows[place] for place in group] for group in groups],
             collated=False,
+            real_positions=sum(map(sum, shapes)) if known else None,
+            positions=sum(self._layout.positions(group) for group in by_group),
         )
 
     def _row(self, index: int, sample: int) -> Any:

@@ -177,13 +177,21 @@ class Nvml:
         torch gives the UUID without its prefix, so both are tried. MIG slices have their own UUIDs.
         """
         unknown, notes_before = f"who uses GPU {index} is unknown", len(self.notes)
+        found = self.find(uuid, total_bytes, unknown=unknown)
+        if found is not None:
+            full, handle, free = found
+            return GpuUse(uuid=full, free_bytes=free, processes=self.processes(handle, unknown))
+        if self.module is not None and len(self.notes) == notes_before:
+            self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")
+        return None
+
+    def find(self, uuid: str, total_bytes: int, *, unknown: str = "") -> tuple[str, Any, int] | None:
+        """The full UUID, NVML's handle and the free bytes of the GPU that torch knows by this UUID and size."""
         for full in (f"MIG-{uuid}", f"GPU-{uuid}"):
             handle = self.query("nvmlDeviceGetHandleByUUID", full)
             memory = self.query("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
             if memory is not None and total_bytes >= _WHOLE_CARD * memory.total:
-                return GpuUse(uuid=full, free_bytes=int(memory.free), processes=self._processes(handle, unknown))
-        if self.module is not None and len(self.notes) == notes_before:
-            self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")
+                return full, handle, int(memory.free)
         return None
 
     def process_name(self, pid: int) -> str | None:
@@ -191,12 +199,12 @@ class Nvml:
         path = _text(self.query("nvmlSystemGetProcessName", pid))
         return path.split(" ")[0].rpartition("/")[2] or None if path else None
 
-    def _processes(self, handle: Any, unknown: str) -> dict[int, int | None] | None:
+    def processes(self, handle: Any, unknown: str = "") -> dict[int, int | None] | None:
         """One entry for each pid: a process that computes and draws is in both lists, with the same memory."""
         used: dict[int, int | None] = {}
         for function, consequence in zip(_PROCESS_LISTS, (unknown, ""), strict=True):
             processes = self.query(function, handle, unknown=consequence)
-            if processes is None and consequence:
+            if processes is None and function == _PROCESS_LISTS[0]:
                 return None
             for process in processes or ():
                 used[process.pid] = used.get(process.pid) or process.usedGpuMemory

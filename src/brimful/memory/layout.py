@@ -43,6 +43,10 @@ class Layout(ABC):
         """The one shape that describes a micro-batch of rows of these shapes."""
 
     @abstractmethod
+    def positions(self, shapes: Sequence[Shape]) -> int:
+        """What the model computes for a micro-batch of rows of these shapes: their lengths, with padding or fill."""
+
+    @abstractmethod
     def split(
         self, shapes: Sequence[Shape], cost: Cost, budget: float, *, max_rows: int | None = None, overhead: float | None = None
     ) -> list[list[int]]:  # fmt: skip
@@ -72,6 +76,9 @@ class PaddedLayout(Layout):
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return padded_shape(shapes)
+
+    def positions(self, shapes: Sequence[Shape]) -> int:
+        return len(shapes) * sum(padded_shape(shapes))
 
     def split(
         self, shapes: Sequence[Shape], cost: Cost, budget: float, *, max_rows: int | None = None, overhead: float | None = None
@@ -114,6 +121,9 @@ class PackedLayout(Layout):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         """The mean row, with its share of the fill; rounded up."""
         return tuple(-(-size // len(shapes)) for size in packed_sizes(shapes))
+
+    def positions(self, shapes: Sequence[Shape]) -> int:
+        return sum(self.fixed.tokens if self.fixed is not None and self.fixed.holds(shapes) else packed_sizes(shapes))
 
     def split(
         self, shapes: Sequence[Shape], cost: Cost, budget: float, *, max_rows: int | None = None, overhead: float | None = None

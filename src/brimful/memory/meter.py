@@ -54,6 +54,12 @@ def has_peak_statistics(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
+def memory_peaks(device: torch.device) -> tuple[int, int]:
+    """The most bytes allocated and reserved since the statistics were reset, by one query."""
+    statistics = torch.accelerator.memory_stats(device)
+    return statistics.get("allocated_bytes.all.peak", 0), statistics.get("reserved_bytes.all.peak", 0)
+
+
 class _AllocatorMeter:
     def __init__(self, device: torch.device, reserved: bool) -> None:
         self._device, self._reserved = device, reserved

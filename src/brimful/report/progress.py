@@ -14,9 +14,7 @@ import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean, median
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
@@ -27,22 +25,25 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.show import show_with
-from brimful.training.events import number
-from brimful.units import show_bytes, show_count, show_rate, show_seconds
+from brimful.training.run_log import (
+    LINE_S,
+    PRINTED,
+    UNKNOWN,
+    WARNINGS,
+    LinePace,
+    RunSummary,
+    event_line,
+    metrics_of,
+)
+from brimful.units import Zone, zone
 
-RATE_STEPS = 20
-"""Rates are medians over this many steps, so one slow step does not disturb them."""
-LINE_S, DRAW_S = 10.0, 0.25
-"""Seconds between two plain lines of steps, and between two drawings."""
+DRAW_S = 0.25
+"""Seconds between two drawings."""
 CELL_COLUMNS = 26
 """Terminal columns of one metric with its name: three fit side by side in 80 columns, four in 120."""
 BAR_COLUMNS = 18
 """Terminal columns of the memory bar."""
-UNKNOWN = "–"
-WARNING_STYLES = {"oom": "yellow", "thrash": "yellow", "oversized": "yellow", "skip": "yellow", "failed": "red"}
-PRINTED = frozenset(("resume", "note", *WARNING_STYLES))
-"""Events that are printed with their own message. `grow`, `model` and `deal` are for the event log only."""
-NOT_METRICS = frozenset(("event", "time", "step", "rows", "seconds", "best", "ooms"))
+ZONE_STYLE: dict[Zone, str] = {"safe": "green", "edge": "yellow", "danger": "red"}
 
 log = logging.getLogger("brimful")
 
@@ -117,130 +118,10 @@ def show_progress() -> None:
     show_with(lambda: Progress.open(sys.stderr))
 
 
-class RunSummary:
-    """The current numbers of a run, as text."""
-
-    def __init__(self) -> None:
-        self.last: Mapping[str, Any] = {}
-        self.best: Mapping[str, Any] | None = None
-        self.saved: Mapping[str, Any] | None = None
-        self.ooms = 0
-        self._steps: deque[Mapping[str, Any]] = deque(maxlen=RATE_STEPS)
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        match event:
-            case {"event": "step"}:
-                self.last = event
-                self._steps.append(event)
-                self.ooms += event.get("ooms") or 0
-            case {"event": "eval", "best": True}:
-                self.best = event
-            case {"event": "checkpoint", "saved": True} | {"event": "resume"}:
-                self.saved = event
-
-    @property
-    def step(self) -> int:
-        return self.last.get("step") or 0
-
-    @property
-    def steps(self) -> int:
-        """Steps of the whole run; 0 if unknown."""
-        return self.last.get("steps") or 0
-
-    @property
-    def peak_bytes(self) -> float | None:
-        """The highest peak of the recent steps."""
-        return max(self._recent("peak_bytes"), default=None)
-
-    @property
-    def used(self) -> float | None:
-        """That peak as a share of the limit."""
-        peak, limit = self.peak_bytes, self.last.get("limit_bytes")
-        return None if peak is None or not limit else peak / limit
-
-    @property
-    def eta(self) -> str:
-        return _show(number(self.last, "eta_s"), show_seconds)
-
-    @property
-    def memory(self) -> str:
-        survived = f", {show_count(self.ooms, 'OOM')} survived" if self.ooms else ""
-        if self.used is None:
-            return f"{_show(self.peak_bytes, show_bytes)}{survived}"
-        return f"{show_bytes(self.peak_bytes)} of {show_bytes(self.last['limit_bytes'])}, {self.used:.0%}{survived}"
-
-    def items(self) -> list[tuple[str, str]]:
-        """Name and value of each metric, in display order."""
-        losses = [loss for loss in self._recent("loss") if math.isfinite(loss)]
-        mean = f" (mean {show_metric(fmean(losses))})" if len(losses) > 1 else ""
-        log = self.last.get("log") or {}
-        logged = {name: value for name in log if (value := number(log, name)) is not None}
-        waited, worked = sum(self._recent("data_wait_s")), sum(self._recent("seconds"))
-        return [
-            ("loss", _show(number(self.last, "loss"), show_metric) + mean),
-            *((name, show_metric(value)) for name, value in logged.items()),
-            ("lr", _show(number(self.last, "lr"), "{:.2e}".format)),
-            ("epoch", _show(number(self.last, "epoch"), "{:.2f}".format)),
-            ("rows/s", self._median("rows_per_s", show_rate)),
-            *([("tokens/s", self._median("tokens_per_s", show_rate))] if self._recent("tokens_per_s") else []),
-            ("MFU", self._median("mfu", "{:.1%}".format)),
-            ("data wait", _show(waited / (waited + worked) if worked else None, "{:.1%}".format)),
-            ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),
-        ]
-
-    def line(self) -> str:
-        """The last step as one plain line."""
-        values = [f"{value} {name}" if name.endswith("/s") else f"{name} {value}" for name, value in self.items()]
-        step = f"step {self.step}/{self.steps or UNKNOWN}"
-        return "  ".join([step, *values, f"memory {self.memory}", f"ETA {self.eta}"])
-
-    def _recent(self, name: str) -> list[float]:
-        return [value for step in self._steps if (value := number(step, name)) is not None]
-
-    def _median(self, name: str, show: Callable[[float], str]) -> str:
-        values = self._recent(name)
-        return _show(median(values) if values else None, show)
-
-
-def event_line(event: Mapping[str, Any]) -> str:
-    """An event as one line with its step; empty if it is not printed."""
-    kind, step = event["event"], event.get("step")
-    prefix = f"step {step:,}: " if step else ""
-    if kind == "eval":
-        best = ", best so far" if event.get("best") else ""
-        rows, seconds = show_count(event["rows"], "row"), show_seconds(event["seconds"])
-        return f"{prefix}evaluation on {rows} in {seconds}: {metrics_of(event)}{best}"
-    if kind == "checkpoint" and event["saved"]:
-        size, seconds = show_bytes(event["size_bytes"]), show_seconds(event["seconds"])
-        return f"{prefix}saved {event['path']} ({size} in {seconds})"
-    if kind == "checkpoint":
-        return f"{prefix}checkpoint not saved: {event['sentence']}"
-    if kind == "begin":
-        processes = f"{event['processes']} process{'es' * (event['processes'] != 1)}"
-        return f"training in {event['run']}: {show_count(event['steps'], 'step')} on {processes}"
-    return f"{prefix}{event['sentence']}" if kind in PRINTED else ""
-
-
 def event_style(event: Mapping[str, Any]) -> str:
-    failed = event.get("saved") is False or event.get("reason") == "failed"
-    return WARNING_STYLES.get("failed" if failed else event["event"], "")
-
-
-def metrics_of(event: Mapping[str, Any]) -> str:
-    """The metrics of an `eval` event: `loss 2.5000, bleu 31.24`."""
-    metrics = {name: number(event, name) for name in event if name not in NOT_METRICS}
-    return ", ".join(f"{name} {show_metric(value)}" for name, value in metrics.items() if value is not None)
-
-
-def show_metric(value: float) -> str:
-    """With as many decimals as matter."""
-    if not math.isfinite(value) or not value or 1e-3 <= abs(value) < 10:
-        return f"{value:.4f}"
-    return f"{value:.2f}" if 10 <= abs(value) < 1e4 else f"{value:.3g}"
-
-
-def _show(value: float | None, show: Callable[[float], str]) -> str:
-    return UNKNOWN if value is None else show(value)
+    if event.get("saved") is False or event.get("reason") == "failed":
+        return "red"
+    return "yellow" if event["event"] in WARNINGS or event.get("level") == "warning" else ""
 
 
 def _plan_table(event: Mapping[str, Any]) -> RenderableType:
@@ -268,16 +149,13 @@ class _LineView:
     """Plain lines, for files and pipes."""
 
     def __init__(self, stream: TextIO, every_s: float) -> None:
-        self._stream, self._every_s = stream, every_s
-        self._step_due = self._status_due = -math.inf
-        self._last_step = 0
+        self._stream, self._pace = stream, LinePace(every_s)
 
     def start(self) -> None:
         pass
 
     def status(self, phrase: str) -> None:
-        if time.monotonic() >= self._status_due:
-            self._status_due = time.monotonic() + self._every_s
+        if self._pace.status_due():
             self._write(phrase)
 
     def line(self, line: str, style: str) -> None:
@@ -289,20 +167,15 @@ class _LineView:
         self._write(console.file.getvalue().rstrip())  # type: ignore[attr-defined]
 
     def step(self, summary: RunSummary) -> None:
-        if time.monotonic() >= self._step_due or summary.step == summary.steps:
-            self._step_due = time.monotonic() + self._every_s
-            self._write_step(summary)
+        if self._pace.step_due(summary):
+            self._write(summary.line())
 
     def flush(self, summary: RunSummary) -> None:
-        if summary.step != self._last_step:
-            self._write_step(summary)
+        if self._pace.step_left(summary):
+            self._write(summary.line())
 
     def stop(self) -> None:
         pass
-
-    def _write_step(self, summary: RunSummary) -> None:
-        self._last_step = summary.step
-        self._write(summary.line())
 
     def _write(self, line: str) -> None:
         """In one write, so that lines of several processes do not mix."""
@@ -392,7 +265,7 @@ def _memory_bar(summary: RunSummary) -> Text:
     used = summary.used
     if used is None:
         return Text.assemble(("memory ", "dim"), summary.memory)
-    style = "green" if used <= 0.9 else "yellow" if used <= 0.97 else "red"
+    style = ZONE_STYLE[zone(used)]
     bar = ("█" * round(min(used, 1.0) * BAR_COLUMNS)).ljust(BAR_COLUMNS, "░")
     return Text.assemble(("memory ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis")
 

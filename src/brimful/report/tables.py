@@ -14,10 +14,10 @@ from brimful.machine.gpu import Gpu, describe_holders
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
 from brimful.planning.plan import COLUMNS, Plan, Setting, Tried
+from brimful.report.progress import ZONE_STYLE
 from brimful.units import NOTHING, GiB, show_bytes, show_rate, show_rows, show_seconds
 
 WARNING = "yellow"
-ZONE_STYLE = {"safe": "green", "edge": "yellow", "danger": "red"}
 BAR_WIDTH = 40
 SAMPLES = 3
 """Answers in the table of an evaluation."""

@@ -9,11 +9,16 @@
 A rank that retries may be minutes late, so agreements have a group of their own with a timeout of a day. A peer that died
 closes its gloo connection, so the others raise `ProcessLost` at their next agreement instead of waiting. Gradients go
 through the job's own backend (NCCL or gloo).
+
+`communication_s` of a group counts the seconds in all of this, waits for slower ranks included. Agreements and gloo are
+timed on the host. An NCCL reduce is only launched there, so CUDA events are recorded around it and read later: nothing ever
+waits for them. If the device has not reached them when they are read, only the launch counts.
 """
 
 import functools
 import os
 import statistics
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +60,11 @@ class SingleProcess:
 
     rank, size = 0, 1
 
+    @property
+    def communication_s(self) -> float:
+        """Seconds in collectives so far, as the module's docstring counts them."""
+        return 0.0
+
     def gather(self, values: Sequence[Any]) -> list[list[Any]]:
         """The numbers of every rank, in order of rank. Those of a single process may still be on the device."""
         return [list(values)]
@@ -80,45 +90,52 @@ class ProcessGroup(SingleProcess):
     def __init__(self, device: torch.device, model: nn.Module | None = None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._buckets: dict[torch.dtype, list[torch.Tensor]] = {}
-        with self._names_lost_peers():
+        self._clock = CommunicationClock(device)
+        with self._collective():
             self._agreements = _agreement_group(dist.group.WORLD)
             if model is not None:
                 self._buckets = _allocate_buckets(model, device)
                 for buckets in self._buckets.values():  # NCCL allocates at its first use: now, not on a full GPU
                     _reduce([torch.zeros_like(bucket) for bucket in buckets], buckets)
-                self.broadcast([*model.parameters(), *model.buffers()])
+        if model is not None:
+            self.broadcast([*model.parameters(), *model.buffers()])
+
+    @property
+    def communication_s(self) -> float:
+        return self._clock.read_s()
 
     def gather(self, values: Sequence[Any]) -> list[list[Any]]:
         table = torch.zeros(self.size, len(values), dtype=torch.float64)
         table[self.rank] = torch.tensor(values, dtype=torch.float64)
-        with self._names_lost_peers():
+        with self._collective():
             dist.all_reduce(table, group=self._agreements)
         return [[float(value) for value in row] for row in table.tolist()]
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        with self._names_lost_peers():
+        with self._collective():
             dist.all_gather_object(values, value, group=self._agreements)
         return values
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         assert all(grad.dtype in self._buckets for grad in gradients), "a gradient of a dtype that no weight has"
-        with self._names_lost_peers():
+        with self._collective(is_launched=True):
             for dtype, buckets in self._buckets.items():
                 _reduce([grad for grad in gradients if grad.dtype == dtype], buckets)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        with self._names_lost_peers(), torch.no_grad():
+        with self._collective(), torch.no_grad():
             for tensor in tensors:
                 flat = tensor.detach().contiguous()  # the tensor itself, except for channels_last weights
                 dist.broadcast(flat, src=0)
                 tensor.copy_(flat)
 
     @contextmanager
-    def _names_lost_peers(self) -> Iterator[None]:
-        """A collective that fails has lost a peer, which its own message does not say."""
+    def _collective(self, *, is_launched: bool = False) -> Iterator[None]:
+        """Timed. One that fails has lost a peer, which its own message does not say."""
         try:
-            yield
+            with self._clock.running(is_launched=is_launched):
+                yield
         except (dist.DistError, RuntimeError) as error:
             if is_oom(error):
                 raise
@@ -127,6 +144,43 @@ class ProcessGroup(SingleProcess):
                 f"rank {self.rank} of {self.size} lost another process of the job: {first_line}. "
                 "Try: look at what the other processes printed."
             ) from error
+
+
+class CommunicationClock:
+    """Adds up the seconds in collectives; the module's docstring says how they are measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda, self._seconds = device.type == "cuda", 0.0
+        self._launched: list[tuple[Any, Any, float]] = []
+        """Events on the device around what was only launched, and the seconds that this took on the host."""
+
+    @contextmanager
+    def running(self, *, is_launched: bool = False) -> Iterator[None]:
+        """A collective runs in here; `is_launched` if a GPU completes it later."""
+        begin, started = self._event() if is_launched else None, time.perf_counter()
+        try:
+            yield
+        finally:
+            on_host_s = time.perf_counter() - started
+            self._seconds += on_host_s
+        if begin is not None:
+            self._launched.append((begin, self._event(), on_host_s))
+
+    def read_s(self) -> float:
+        """Seconds so far. Waits for nothing: what the device has not completed counts with its launch only."""
+        for begin, end, on_host_s in self._launched:
+            if end.query():
+                self._seconds += max(0.0, begin.elapsed_time(end) / 1000 - on_host_s)
+        self._launched.clear()
+        return self._seconds
+
+    def _event(self) -> Any:
+        """Marks where the device's work stands now; None where the host sees a collective end."""
+        if not self._on_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def join(device: torch.device, model: nn.Module | None = None, *, backend: str = "auto") -> SingleProcess:

@@ -71,6 +71,10 @@ class StepResult:
     """Peak bytes allocated during the step. None if the device does not count them."""
     meanwhile_s: float = 0.0
     """Seconds that `meanwhile` took, not in `seconds`; 0 if the device was still computing when it returned."""
+    reserved_bytes: int | None = None
+    """Peak bytes that the allocator had taken from the device during the step. None if the device does not count them."""
+    communication_s: float = 0.0
+    """Seconds of `seconds` in collectives, waits for slower ranks included (`distributed.py` says how they are timed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from brimful.memory.context import Phase, StepContext
 from brimful.memory.graphs import Graphs, signature
 from brimful.memory.layout import PADDED
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
-from brimful.memory.meter import has_peak_statistics
+from brimful.memory.meter import has_peak_statistics, memory_peaks
 from brimful.memory.snapshot import RandomState
 from brimful.planning.levers import DTYPES, EVERY, checkpointing, compiling, cudnn_attention
 from brimful.planning.plan import Plan
@@ -157,6 +157,8 @@ class Stepper:
         self._graph_problem_noted = False
         self._graph_bytes = 0
         """What a CUDA graph has reserved at the beginning of the step."""
+        self._communication_s = 0.0
+        """What the group had counted at the beginning of the step."""
         self.steps = 0
         """Steps begun, skipped ones included."""
         self._nonfinite_steps = 0
@@ -305,6 +307,7 @@ class Stepper:
             torch.accelerator.reset_peak_memory_stats(self._context.device)
         else:
             reset_active_peak()
+        self._communication_s = self._group.communication_s
         return time.perf_counter()
 
     def _follow_model(self) -> None:
@@ -397,7 +400,7 @@ class Stepper:
     ) -> StepResult:
         state = gradients.state
         counts_peaks = has_peak_statistics(self._context.device)
-        peak = torch.accelerator.max_memory_allocated(self._context.device) if counts_peaks else active_peak_bytes()
+        peak, reserved = memory_peaks(self._context.device) if counts_peaks else (active_peak_bytes(), None)
         self._broadcast_batch_norm()
         if self._dealer.measuring and not gradients.ooms_of_all:
             self._record_time(share.work, state.busy_s)
@@ -412,6 +415,7 @@ class Stepper:
             counts_peaks = False  # a graph holds gradients that the memory model does not count in a whole step
         self._recovery.after_step(state, peak if counts_peaks else None, self._gradients.gradient_bytes)
         means = {name: _mean(*term) for name, term in gradients.terms.items()}
+        seconds = time.perf_counter() - started - meanwhile_s
         return StepResult(
             step=self.steps,
             loss=math.fsum(mean for mean in means.values() if mean == mean or len(means) == 1),
@@ -426,9 +430,11 @@ class Stepper:
             ooms=state.ooms,
             ooms_of_all=gradients.ooms_of_all,
             set_aside=tuple(state.set_aside),
-            seconds=time.perf_counter() - started - meanwhile_s,
+            seconds=seconds,
             peak_bytes=peak,
+            reserved_bytes=reserved,
             meanwhile_s=meanwhile_s,
+            communication_s=min(seconds, self._group.communication_s - self._communication_s),
         )
 
     def _record_time(self, work: float, seconds: float) -> None:

@@ -11,7 +11,9 @@
     state         what is in a checkpoint
     run           the run's folder and the request it keeps
     events        events.jsonl: what happened, line by line
-    metrics       speed, memory and MFU of a step
+    metrics       speed, memory, padding, times and MFU of a step
+    monitor       what GPU and host do meanwhile, every few seconds
+    run_log       events as lines for people, and log.txt
     trackers      TensorBoard, Weights & Biases, MLflow, Trackio
     stop          signals and the time limit
     launch        the processes of `brimful train`, and how they end

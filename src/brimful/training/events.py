@@ -5,17 +5,33 @@ at any moment leaves complete lines and at most one partial line, at the end, wh
 Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a power cut the last few seconds.
 
     event        its fields besides `event`, `time` and `step` (the optimizer step it belongs to, from 1)
-    begin        run, steps, processes, resumed, request (task, data and options, as in run.json)
+    begin        run, steps, processes, resumed, request (task, data and options, as in run.json), format (of this file), version
+                 (Brimful's), host (its name), pid, gpus ({index, name, total_bytes} of each in use), cores, ram_limit_bytes
     flops        how the arithmetic of a row and the device's peak were found, for `mfu`
     plan         the plan, as in plan.json
     resume       samples, processes_before, sentence; `step` is the checkpoint's: lines of later steps above it do not count
     step         steps (in all), loss, terms (if there are several), log (values of `Loss.log`), rows, tokens, seconds,
-                 peak_bytes, limit_bytes, micro_batches, lr, grad_norm, applied, ooms, data_wait_s, rows_per_s, tokens_per_s,
-                 mfu, epoch, eta_s
+                 micro_batches, lr, grad_norm, applied, ooms, data_wait_s, rows_per_s, tokens_per_s, mfu, epoch, eta_s, and
+      peak_bytes, reserved_bytes   the highest peak of a rank in this step, as allocated by tensors and as taken from the device
+      limit_bytes                  what the plan may use, on rank 0
+      padding                      share of the positions computed that are padding or fill, over all ranks, 0 to 1
+      times                        compute_s, data_s, communication_s, other_s of rank 0 (`metrics.py` says what is in each); together
+                                   the time since the step before ended, without evaluations and saves
+      host_bytes, machine_bytes    memory of the run's processes on rank 0's machine, and RAM in use there under the limit that binds;
+                                   both as last sampled
+      ranks                        a list of rank, peak_bytes, reserved_bytes, limit_bytes, micro_batches and busy_s, the seconds of the
+                                   step in which the rank was in no collective
+    sample       about every 5 s, from a thread (`monitor.py`): rank, and
+      gpu                          index, name, utilization (0 to 1), temperature_c, power_w, used_bytes, total_bytes, others_bytes
+                                   (held by processes that are not the run's); null from a rank without a GPU of its own
+      host                         tree_bytes (as host_bytes above), machine_bytes, limit_bytes, limited_by, swap_used_bytes,
+                                   swap_total_bytes, workers (of all loaders), cpu (of the run's processes, 0 to 1 of the allowed
+                                   cores), read_bytes_per_s (from disks); from rank 0 only
     eval         loss, perplexity and the task's own scores, rows, seconds, best (whether it is the best so far), ooms
     checkpoint   saved; path, size_bytes and seconds, or the sentence of a failure
     oom grow thrash model skip oversized deal note
-                 sentence, and figures of their own: see `step.result`; a note of this file's own has no step
+                 sentence, and figures of their own: see `step.result`; a note of this file's own has no step, and one with
+                 `"level": "warning"` is a warning
     end          reason (finished, interrupted, time-limit, failed), sentence, loss, checkpoint
 
 An unknown figure is null. One that is not a number is null too, for JSON has no word for it, and says so beside itself:
@@ -42,6 +58,7 @@ FORMAT = 2
 WAITING_LINES = 10_000
 """Lines that wait for a disk with space; the oldest are dropped first, and counted."""
 
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 Listener = Callable[[dict[str, Any]], object]
 log = logging.getLogger("brimful")
 
@@ -53,77 +70,53 @@ class Journal:
     """
 
     def __init__(self, path: Path | None, listeners: Sequence[Listener] = ()) -> None:
-        self._path, self._file = path, -1
+        self._file = None if path is None else LineFile(path)
         self._listeners = {f"listener {index}, {_name(one)}": one for index, one in enumerate(listeners, 1)}
-        self._waiting: deque[bytes] = deque()
-        self._dropped = 0
         self._failing: set[str] = set()
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
 
     def write(self, event: str, **fields: Any) -> None:
         """One event. Values may be NumPy's or torch's, or paths; what JSON does not know is written as text."""
+        line = self.append(event, **fields)
+        if line is not None:
+            for name, listener in self._listeners.items():
+                self._pass(name, listener, line)
+
+    def append(self, event: str, **fields: Any) -> dict[str, Any] | None:
+        """One event, to the file alone: for other threads than the training's, which is the one that listeners expect."""
         try:
             now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-            line = _plain({"event": event, "time": now, **fields})
+            line: dict[str, Any] = _plain({"event": event, "time": now, **fields})
         except Exception as error:  # a value whose text cannot be made
             self._failed(f"event {event!r}", error, "it is skipped")
-            return
+            return None
         with self._lock:
-            if self._path is not None:
-                self._queue(line)
-                self._flush(self._path)
-        for name, listener in self._listeners.items():
-            self._pass(name, listener, line)
+            if self._file is not None:
+                self._file.add(_encoded(line))
+                self._flush(self._file)
+        return line
 
     def close(self) -> None:
         """Try once more to write what could not be written. A write after this opens the file again."""
         with self._lock:
-            if self._path is not None and self._waiting:
-                self._flush(self._path)
-            self._close_file()
+            if self._file is not None:
+                if self._file.waiting:
+                    self._flush(self._file)
+                self._file.close()
 
-    def _queue(self, line: dict[str, Any]) -> None:
-        self._waiting.append(_encoded(line))
-        if len(self._waiting) > WAITING_LINES:
-            self._waiting.popleft()
-            self._dropped += 1
-
-    def _flush(self, path: Path) -> None:
-        """The lines that wait, in order, each by one write; stops at the first that fails."""
-        waiting = len(self._waiting)
-        try:
-            self._open(path)
-            while self._waiting:
-                line = self._waiting[0]
-                if os.write(self._file, line) < len(line):
-                    raise OSError("only part of a line was written")
-                self._waiting.popleft()
-        except OSError as error:
-            self._close_file()  # opening it again finds the partial line and ends it
-            self._failed(str(path), error, f"up to {WAITING_LINES:,} lines are kept until it can be written")
+    def _flush(self, file: "LineFile") -> None:
+        waiting, error = file.waiting, file.flush()
+        if error is not None:
+            self._failed(str(file.path), error, f"up to {WAITING_LINES:,} lines are kept until it can be written")
             return
-        dropped, self._dropped = self._dropped, 0
-        self._works(str(path), f"{waiting} waiting lines were written, {dropped} are lost")
+        dropped, file.dropped = file.dropped, 0
+        self._works(str(file.path), f"{waiting} waiting lines were written, {dropped} are lost")
         if dropped:
-            self.write(
+            self.append(
                 "note",
                 step=None,
                 sentence=f"{dropped} earlier lines are lost because this file could not be written for long",
             )
-
-    def _open(self, path: Path) -> None:
-        """Always at the start of a line: a process killed while it wrote left one without an end."""
-        if self._file >= 0:
-            return
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")
-
-    def _close_file(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
 
     def _pass(self, name: str, listener: Listener, line: dict[str, Any]) -> None:
         try:
@@ -142,6 +135,56 @@ class Journal:
         if what in self._failing:
             self._failing.discard(what)
             log.warning("%s works again: %s", what, consequence)
+
+
+class LineFile:
+    """A file that complete lines are appended to, each by one write. What cannot be written waits for a disk with space."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dropped = 0
+        """Lines that are lost because too many waited."""
+        self._waiting: deque[bytes] = deque()
+        self._file = -1
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, line: bytes) -> None:
+        """Behind those that wait."""
+        self._waiting.append(line)
+        if len(self._waiting) > WAITING_LINES:
+            self._waiting.popleft()
+            self.dropped += 1
+
+    def flush(self) -> OSError | None:
+        """Write the lines that wait, in order; stops at the first that fails, and returns why."""
+        try:
+            self._open()
+            while self._waiting:
+                line = self._waiting[0]
+                if os.write(self._file, line) < len(line):
+                    raise OSError("only part of a line was written")
+                self._waiting.popleft()
+        except OSError as error:
+            self.close()  # opening it again finds the partial line and ends it
+            return error
+        return None
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _open(self) -> None:
+        """Always at the start of a line: a process killed while it wrote left one without an end."""
+        if self._file >= 0:
+            return
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
@@ -183,6 +226,8 @@ def number(event: Mapping[str, Any], name: str) -> float | None:
 
 def _plain(value: Any) -> Any:
     """The same in JSON's types."""
+    if type(value) in _PLAIN:  # nearly all are, and to ask whether one is a Mapping takes longer than the rest
+        return value
     if isinstance(value, Mapping):
         plain = {}
         for key, part in value.items():
@@ -192,7 +237,7 @@ def _plain(value: Any) -> Any:
         return plain
     if isinstance(value, (list, tuple, set, frozenset)):
         return [None if isinstance(one, float) and not math.isfinite(one) else one for one in map(_plain, value)]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (int, float, str)):  # of a type of its own
         return value
     return _plain(value.item()) if getattr(value, "ndim", None) == 0 else str(value)
 

@@ -131,8 +131,6 @@ class Loop:
     best: Best | None = None
     loss: float | None = None
     _rates: list[float] | None = None
-    _ahead_s: float = 0.0
-    """What reading the next rows ahead has cost in time."""
     _saved_step: int = -1
     _saved_time: float = 0.0
     _save_took_s: float = 0.0
@@ -153,16 +151,19 @@ class Loop:
             self.evaluate()
         reason: Reason = "finished"
         steps = iter(self.loader)
+        self.speedometer.begin()
         try:
             with Interrupts(self.time_limit) as interrupts:
                 while self.step < self.schedule.steps:
                     rows, waited_s = self._next(steps, interrupts)
+                    started = time.perf_counter()
                     reason, due = self._agree(interrupts, stopped=rows is None)
+                    agreed_s = time.perf_counter() - started
                     if rows is None or reason != "finished":
                         break
                     if due:
                         self.save()
-                    self._train_on(rows, waited_s, interrupts)
+                    self._train_on(rows, waited_s, agreed_s, interrupts)
                     self._evaluate_and_save()
                 if self._saved_step != self.step:
                     self.save(last=True)
@@ -182,20 +183,19 @@ class Loop:
         interrupts.save_s = self._save_took_s
         with suppress(StoppedWaiting), interrupts.waiting():
             rows = next(steps)
-        return rows, time.perf_counter() - start + self._ahead_s
+        return rows, time.perf_counter() - start
 
     def _read_ahead(self, interrupts: Interrupts) -> None:
         """Within a step. If it is interrupted or fails, the step is completed first."""
         with suppress(StoppedWaiting), interrupts.waiting():
             self.loader.read_ahead()
 
-    def _train_on(self, rows: StepRows, waited_s: float, interrupts: Interrupts) -> None:
+    def _train_on(self, rows: StepRows, waited_s: float, agreed_s: float, interrupts: Interrupts) -> None:
         self._set_rate()
         rate, speeds = self.optimizer.param_groups[0]["lr"], self.stepper.speeds
         is_last = self.step + 1 == self.schedule.steps
         result = self.stepper.step(rows, None if is_last else partial(self._read_ahead, interrupts))
         self.step += 1
-        self._ahead_s = result.meanwhile_s
         self.loss = result.loss
         if self.average is not None and result.applied:
             self.average.update()
@@ -203,7 +203,8 @@ class Loop:
             self.scheduler.step()
         if self.stepper.speeds != speeds:
             self.loader.deal_by(self.stepper.speeds, self.stepper.excluded)
-        figures = self.speedometer.figures(rows, result, waited_s, steps_left=self.schedule.steps - self.step)
+        steps_left = self.schedule.steps - self.step
+        figures = self.speedometer.figures(rows, result, waited_s, steps_left=steps_left, agreed_s=agreed_s)
         self.journal.write(
             "step",
             step=self.step,
@@ -255,6 +256,10 @@ class Loop:
 
     def evaluate(self) -> bool:
         """Whether this is the best evaluation so far."""
+        with self.speedometer.paused():
+            return self._evaluate()
+
+    def _evaluate(self) -> bool:
         assert self.evaluator is not None
         self.stepper.free_memory()
         try:
@@ -288,6 +293,10 @@ class Loop:
 
     def save(self, *, last: bool = False) -> None:
         """Write a checkpoint on rank 0. A failed save leaves earlier ones intact, and only the last one of a run raises."""
+        with self.speedometer.paused():
+            self._save(last=last)
+
+    def _save(self, *, last: bool) -> None:
         assert self._position is not None
         group, position, start = self.stepper.group, self._position, time.monotonic()
         position = replace(position, ranks=tuple(group.gather_objects(position.ranks[0])))

@@ -1,4 +1,16 @@
-"""How fast a step was: rows, tokens, time waited for data, and model FLOPs utilization (MFU).
+"""What a step did on all ranks: speed, memory, padding, where its time went, and model FLOPs utilization (MFU).
+
+**Where the time went**, on rank 0, since the step before ended. The parts add up to that time, which leaves out evaluations and
+saves:
+
+    compute         the step itself without its collectives: micro-batches, clipping, optimizer, and the wait for the device
+    data            waiting for rows, and reading ahead as far as the device had nothing to do meanwhile
+    communication   collectives of the step and of the loop; waits for slower ranks are in them (`step.distributed` has the how)
+    other           the rest: the journal, hooks, the schedule, Python
+
+A GPU computes while the host goes on, and a step waits for it once, before the optimizer, so what the optimizer launches
+last counts for the next step. What each rank did is gathered in one exchange
+of nine numbers.
 
     MFU of a step = FLOPs of its real rows / seconds / (peak FLOP/s × processes)
 
@@ -13,14 +25,16 @@ kernels that recompute their scores, a step repeated after an out-of-memory erro
 gradients of their own. As usual only matrix products, convolutions and attention are counted.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -57,8 +71,17 @@ HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
 
+class HostMemory(Protocol):
+    """What is known of the host's memory: `monitor.Monitor`."""
+
+    @property
+    def host_bytes(self) -> int | None: ...
+    @property
+    def machine_bytes(self) -> int | None: ...
+
+
 class Speedometer:
-    """Makes the figures of a `step` event."""
+    """Makes the figures of a `step` event, with one exchange between the ranks."""
 
     def __init__(
         self,
@@ -68,31 +91,82 @@ class Speedometer:
         flops: "FlopModel | None",
         peak_flops: float | None,
         limit_bytes: int | None,
+        host_memory: HostMemory | None = None,
     ) -> None:
         self._shapes = getattr(rows, "shapes", None)
         self._group, self._flops, self._limit_bytes = group, flops, limit_bytes
-        self._peak = peak_flops
+        self._peak, self._host_memory = peak_flops, host_memory
         self._step_s: deque[float] = deque(maxlen=ETA_STEPS)
-        self._last = time.perf_counter()
+        self._ahead_s = 0.0
+        """What reading the next rows ahead has cost in time."""
+        self._paused_s, self._is_paused = 0.0, False
+        self.begin()
 
-    def figures(self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int) -> dict[str, Any]:
-        lengths = self._lengths(rows)
-        own = [float(lengths.sum()), 0.0 if self._flops is None else self._flops.count(lengths)]
-        length, flops = (sum(column) for column in zip(*self._group.gather(own), strict=True))
-        tokens = length if result.count > result.rows else 0  # lengths of images, or of rows scored as one, are none
+    def begin(self) -> None:
+        """The first step begins now."""
+        self._last, self._paused_s = time.perf_counter(), 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here, an evaluation or a save, belongs to no step."""
+        if self._is_paused:
+            yield
+            return
+        self._is_paused, started = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._paused_s += time.perf_counter() - started
+
+    def figures(
+        self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int, agreed_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Of the step that has just ended. `waited_s`: for its rows; `agreed_s`: on whether to go on, before it."""
+        lengths, begun = self._lengths(rows), time.perf_counter()
+        own = _RankFigures(
+            length=float(lengths.sum() if rows.real_positions is None else rows.real_positions),
+            flops=0.0 if self._flops is None else self._flops.count(lengths),
+            real_positions=_or_nan(rows.real_positions),
+            positions=_or_nan(rows.positions),
+            peak_bytes=_or_nan(result.peak_bytes),
+            reserved_bytes=_or_nan(result.reserved_bytes),
+            limit_bytes=_or_nan(self._limit_bytes),
+            micro_batches=float(result.micro_batches),
+            busy_s=result.seconds - result.communication_s,
+        )
+        ranks = [_RankFigures(*numbers) for numbers in self._group.gather(own)]
         now = time.perf_counter()
-        step_s, self._last = now - self._last, now
+        length, flops = sum(rank.length for rank in ranks), sum(rank.flops for rank in ranks)
+        tokens = length if result.count > result.rows else 0  # lengths of images, or of rows scored as one, are none
+        step_s, self._last, self._paused_s = now - self._last - self._paused_s, now, 0.0
         self._step_s.append(step_s)
+        communication_s = result.communication_s + (agreed_s + now - begun if self._group.size > 1 else 0.0)
+        data_s = waited_s + result.meanwhile_s
+        times = {
+            "compute_s": own.busy_s,
+            "data_s": data_s,
+            "communication_s": communication_s,
+            "other_s": max(0.0, step_s - own.busy_s - data_s - communication_s),
+        }
+        data_wait_s, self._ahead_s = waited_s + self._ahead_s, result.meanwhile_s
+        host = self._host_memory
         return {
             "tokens": int(tokens) or None,
             "seconds": result.seconds,
-            "data_wait_s": waited_s,
-            "peak_bytes": result.peak_bytes,
+            "data_wait_s": data_wait_s,
+            "peak_bytes": _highest(rank.peak_bytes for rank in ranks),
+            "reserved_bytes": _highest(rank.reserved_bytes for rank in ranks),
             "limit_bytes": self._limit_bytes,
-            "rows_per_s": result.rows / (result.seconds + waited_s),
-            "tokens_per_s": tokens / (result.seconds + waited_s) if tokens else None,
+            "rows_per_s": result.rows / (result.seconds + data_wait_s),
+            "tokens_per_s": tokens / (result.seconds + data_wait_s) if tokens else None,
             "mfu": utilization(flops, result.seconds, self._peak, self._group.size),
             "eta_s": steps_left * median(self._step_s),
+            "padding": _padding(ranks),
+            "times": {name: round(value, 6) for name, value in times.items()},
+            "host_bytes": None if host is None else host.host_bytes,
+            "machine_bytes": None if host is None else host.machine_bytes,
+            "ranks": [figures.to_event(rank) for rank, figures in enumerate(ranks)],
         }
 
     def _lengths(self, rows: StepRows) -> NDArray[Any]:
@@ -100,6 +174,52 @@ class Speedometer:
         padded = np.repeat(np.array(rows.shapes, dtype=np.int64), [len(group) for group in rows.groups], axis=0)
         own = np.asarray(self._shapes(rows.indices)) if len(padded) and callable(self._shapes) else padded
         return own if own.shape == padded.shape else padded
+
+
+class _RankFigures(NamedTuple):
+    """What a rank tells the others of its step. NaN is unknown: only numbers can be gathered."""
+
+    length: float
+    """Lengths of its rows, added up."""
+    flops: float
+    real_positions: float
+    positions: float
+    peak_bytes: float
+    reserved_bytes: float
+    limit_bytes: float
+    micro_batches: float
+    busy_s: float
+    """Seconds of the step in which it was in no collective."""
+
+    def to_event(self, rank: int) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "peak_bytes": _whole(self.peak_bytes),
+            "reserved_bytes": _whole(self.reserved_bytes),
+            "limit_bytes": _whole(self.limit_bytes),
+            "micro_batches": _whole(self.micro_batches),
+            "busy_s": round(self.busy_s, 6),
+        }
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _whole(value: float) -> int | None:
+    """NaN is unknown."""
+    return int(value) if value == value else None
+
+
+def _highest(values: Iterable[float]) -> int | None:
+    """Of those that are known."""
+    return _whole(max((value for value in values if value == value), default=math.nan))
+
+
+def _padding(ranks: Sequence[_RankFigures]) -> float | None:
+    """The share of all positions that no row needs; None if one rank does not know it, or if rows have no lengths."""
+    real, computed = sum(rank.real_positions for rank in ranks), sum(rank.positions for rank in ranks)
+    return 1 - real / computed if computed > 0 and real == real else None
 
 
 def utilization(flops: float, seconds: float, peak_flops_per_s: float | None, processes: int = 1) -> float | None:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.data.loader import Loader
-from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError, kind_of
+from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError, in_one_line, kind_of
 from brimful.memory.meter import trim_heap
 from brimful.memory.oom import empty_cache
 from brimful.planning.levers import with_weights
@@ -48,9 +48,11 @@ from brimful.training.evaluate import Evaluator
 from brimful.training.events import Journal, Listener
 from brimful.training.loop import Ending, Hook, Loop, rows_fingerprint
 from brimful.training.metrics import FlopModel, Speedometer, peak_flops
+from brimful.training.monitor import Monitor, begin_figures, gather_places
 from brimful.training.optimizer import Schedule, optimizer_choice, with_optimizer
 from brimful.training.options import SAVE_S, Backend, Curve, OptimizerName, TrainOptions
 from brimful.training.run import Request, RunFolder, RunLock, absolute, new_run, open_run
+from brimful.training.run_log import RunLog
 from brimful.training.stop import TimeLimit
 from brimful.training.trackers import Tracker, open_trackers
 from brimful.units import show_count
@@ -234,6 +236,7 @@ def train(
     with (
         folder.removed_if_not_begun() if is_first else nullcontext(),
         RunLock(root) if is_first else nullcontext(),
+        RunLog(root) as run_log,
         open_view(quiet=quiet or not is_first) as view,
     ):
 
@@ -249,6 +252,7 @@ def train(
             hooks=hooks,
             listeners=(view, *listeners),
             progress=status,
+            run_log=run_log,
         ).train()
 
 
@@ -317,15 +321,17 @@ class Session:
         hooks: Sequence[Hook] = (),
         listeners: Sequence[Listener] = (),
         progress: Callable[[str], object] = lambda phrase: None,
+        run_log: RunLog | None = None,
     ) -> None:
-        """`listeners` are called with every line of events.jsonl, on rank 0."""
+        """`listeners` are called with every line of events.jsonl but samples, on rank 0; `run_log` on every rank."""
         self.request, self.options = request, request.train_options
         self.time_limit = TimeLimit(self.options.time_limit_s)  # preparing data and planning count
         self.target = find_target(request.plan_options)
         self.group = _connect(self.target, self.options, request.plan_options)
         self.folder = RunFolder(Path(request.run))
         on_rank_zero(self.group, self.folder.create)
-        self.data, self.valid, self.hooks, self.progress = data, valid, hooks, progress
+        self.data, self.valid, self.hooks = data, valid, hooks
+        self._show_progress, self._run_log = progress, run_log
         self.plan_options = replace(
             request.plan_options, device=str(self.target.device), processes=self.group.size
         )  # what was requested as `auto` is known now
@@ -336,7 +342,16 @@ class Session:
         self.trained = 0
         """Steps that this session has trained; those before a resume do not count."""
         self.trackers: Sequence[Tracker] = ()
-        self.journal = Journal(self.folder.events, (*listeners, self._track) if self.first else ())
+        own_listeners = () if run_log is None else (run_log,)
+        self.journal = Journal(self.folder.events, (*own_listeners, *((*listeners, self._track) if self.first else ())))
+        self.places = gather_places(self.group, self.target.device)
+        self.monitor = Monitor(
+            self.places,
+            self.group.rank,
+            write=self.journal.append,
+            step=lambda: 0 if self.loop is None else self.loop.step,
+            workers=lambda: 0 if self.loop is None else self.loop.loader.workers,
+        )
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep=self.options.keep, note=self._note)
 
     def train(self) -> Ending:
@@ -344,8 +359,9 @@ class Session:
         try:
             with task_errors(self.task):
                 return self._end(self._run())
-        except BrimfulError as error:
-            self._write("end", reason="failed", sentence=str(error))
+        except Exception as error:
+            sentence = str(error) if isinstance(error, BrimfulError) else in_one_line(error)
+            self._write("end", reason="failed", sentence=sentence)
             raise
         finally:
             for tracker in self.trackers:
@@ -373,9 +389,16 @@ class Session:
         with self.target.enforce(), deterministic_algorithms(plan.deterministic):
             self.loop = self._build(plan, rows, valid, checkpoint, choice, prepared)
             first_step = self.loop.step
-            ending = self.loop.run()
+            with self.monitor:
+                ending = self.loop.run()
             self.trained = ending.step - first_step
             return ending
+
+    def progress(self, phrase: str) -> None:
+        """What is being prepared."""
+        self._show_progress(phrase)
+        if self._run_log is not None and self.first:
+            self._run_log.status(phrase)
 
     def _free_memory(self) -> None:
         """The process may continue: give back what the run took, on the device and on the host."""
@@ -585,7 +608,9 @@ class Session:
         flops, how = FlopModel.measure(self.task, model, self.target.device, plan.shape, autocast=autocast)
         peak, peak_how = peak_flops(self.target.device, autocast or next(model.parameters()).dtype)
         self._write("flops", sentence=f"MFU: {how}; peak of the device: {peak_how}")
-        return Speedometer(rows, self.group, flops=flops, peak_flops=peak, limit_bytes=plan.limit_bytes)
+        return Speedometer(
+            rows, self.group, flops=flops, peak_flops=peak, limit_bytes=plan.limit_bytes, host_memory=self.monitor
+        )
 
     def _evaluator(self, plan: Plan, model: nn.Module, valid: Dataset) -> Evaluator:
         return Evaluator(
@@ -614,6 +639,7 @@ class Session:
             processes=self.group.size,
             resumed=position is not None,
             request=self.request.to_json(),
+            **begin_figures(self.places),
         )
         self._write("plan", **plan.to_json())
         if position is not None:

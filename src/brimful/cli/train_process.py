@@ -6,12 +6,13 @@ Below the parent a user's mistake is reported to it, and it prints the message o
 import json
 import os
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any
 
-from brimful.cli.output import name_files, prefer_growing_segments, with_flags
+from brimful.cli.output import name_files, prefer_growing_segments, show, with_flags
 from brimful.training.launch import has_parent, worker
-from brimful.training.run import Request, RunLock
+from brimful.training.run import Request, RunFolder, RunLock
 
 
 def main() -> None:
@@ -27,29 +28,44 @@ def main() -> None:
 
 
 def run_request(request: Request) -> None:
-    """Train as requested, in this process."""
+    """Train as requested, in this process; or print the plan with which it would."""
     from brimful.report.progress import Progress
     from brimful.tasks.load import load_task
     from brimful.training.session import Session
 
     root, first = Path(request.run), os.environ.get("RANK", "0") == "0"
+
+    def wording(line: str) -> str:
+        return with_flags(name_files(line, request.origins, request.values))
+
     assert request.data is not None
     with redirect_stdout(sys.stderr):  # what a task prints is not part of the result
         task = load_task(request.task, request.task_options, resumed_run=root if request.resume else None)
-        lock = RunLock(root, flag="--run") if first and not has_parent() else nullcontext()  # a parent has locked it
 
-        def wording(line: str) -> str:
-            return with_flags(name_files(line, request.origins, request.values))
+        def lock() -> AbstractContextManager[Any]:
+            return (
+                RunLock(root, flag="--run") if first and not has_parent() else nullcontext()
+            )  # a parent has locked it
 
-        with lock, Progress.open(sys.stderr, wording=wording) as progress:
-            Session(
+        not_begun = request.dry_run and first and not has_parent()  # a parent removes what is left
+        folder = RunFolder(root).removed_if_not_begun() if not_begun else nullcontext()
+        with folder, lock(), Progress.open(sys.stderr, wording=wording) as progress:
+            session = Session(
                 task=task,
                 data=request.data,
                 valid=request.train_options.valid,
                 request=request,
                 listeners=(progress,) if first else (),
                 progress=progress.status if first else lambda phrase: None,
-            ).train()
+            )
+            if not request.dry_run:
+                session.train()
+                return
+            plan = session.dry_run()
+    if first:
+        from brimful.report.tables import recorded_plan
+
+        show(recorded_plan(plan, wording), plan, as_json=request.dry_run == "json")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,9 @@ def test_plan_prints_one_json_object(capsys):
     } <= set(plan)  # fmt: skip
     assert {"checkpointing", "precision", "cudnn_attention"} <= set(plan["levers"])
     assert set(plan["host"]) == {"workers", "prefetch", "pin_memory", "predicted_bytes", "limit_bytes"}
-    assert all(set(choice) == {"name", "requested", "effective", "reason", "basis"} for choice in plan["choices"])
+    assert all(
+        set(choice) == {"name", "requested", "effective", "reason", "basis", "source"} for choice in plan["choices"]
+    )
 
 
 def test_plan_compares_what_it_tried_in_a_table(capsys):

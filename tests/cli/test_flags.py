@@ -307,6 +307,6 @@ def test_the_generic_options_are_frozen():
         "deterministic", "device", "ema",
         "epochs", "eval_every", "eval_rows", "fill", "generate_rows", "global_batch", "host_limit", "keep", "layout", "lengths", "lr",
         "max_steps", "memory_limit", "micro_batch", "min_lr", "mix", "optimizer", "pin_memory", "plan", "plan_seconds", "precision",
-        "prefetch", "processes", "resume", "run", "save_every", "schedule", "seed", "skip_oversized", "table", "time_limit",
+        "prefetch", "processes", "resume", "rollback", "run", "save_every", "schedule", "seed", "skip_oversized", "table", "time_limit",
         "trackers", "valid", "warmup", "weight_decay", "weights", "workers",
     ]  # fmt: skip

@@ -20,13 +20,14 @@ from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.option_fields import option_fields
 from brimful.training.events import last_steps, read_events
 from brimful.training.options import TrainOptions
+from brimful.training.plan_history import KeptPlan, PlanHistory
 from brimful.training.run import Request, RunFolder, RunLock
 from tests.training import runs
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{ROOT / 'tests' / 'training' / 'runs.py'}:Run"
 DEVICE = ["--device", "cpu"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
 DEEP = """
 from dataclasses import dataclass
@@ -108,6 +109,107 @@ def test_a_resume_needs_only_the_folder(trained):
     assert len(names) == len(set(names)) and {"steps", "schedule", "micro_batch"} <= set(names)
 
 
+DRY = ["--micro-batch", 8, "--max-steps", 3, "--no-cache", *DEVICE]
+
+
+@pytest.fixture
+def deep(tmp_path):
+    (tmp_path / "deep.py").write_text(DEEP)
+    return f"{tmp_path}/deep.py:Deep"
+
+
+def test_a_dry_run_prints_the_whole_plan_and_leaves_nothing(deep, tmp_path):
+    done = brimful("train", deep, "rows", "--run", tmp_path / "runs" / "a", *DRY, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for part in ("micro batch", "optimizer", "schedule", "steps", "host RAM", "time", "3 steps, 3 per epoch; "):
+        assert part in done.stdout
+    assert "warning: the run has only 3 updates" in done.stdout and "--max-steps" in done.stdout
+    assert done.stderr.splitlines()[-1] == "brimful: nothing was trained (--dry-run)"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_prints_the_plan_as_json_and_nothing_else(deep, tmp_path):
+    done = brimful("train", deep, "rows", "--run", tmp_path / "run", *DRY, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["time"]["steps"] == 3 and plan["number"] is None and plan["experiment"] == "new"
+
+
+def test_data_that_a_dry_run_has_prepared_stay_for_the_run(deep, tmp_path):
+    prepare = """
+    def prepare(self, data, folder, progress, like=None, name="train"):
+        folder.mkdir(exist_ok=True)
+        with (folder / "made").open("a") as made:
+            made.write("once")
+        return data
+"""
+    (tmp_path / "deep.py").write_text(DEEP + prepare)
+    run = tmp_path / "run"
+    done = brimful("train", deep, "rows", "--run", run, *DRY, "--dry-run")
+    assert (
+        f"nothing was trained (--dry-run). The prepared data stay in {run}/data; --run {run} uses them" in done.stderr
+    )
+    assert {path.name for path in run.iterdir()} == {"data", "lock"}
+    assert brimful("train", deep, "rows", "--run", run, *DRY).returncode == 0
+    assert (run / "data" / "made").read_text() == "onceonce"
+
+
+def test_a_dry_run_that_cannot_work_is_one_message_and_leaves_nothing(deep, tmp_path):
+    done = brimful("train", deep, "rows", "--run", tmp_path / "run", *DRY, "--dry-run", "--memory-limit", "1KiB")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines()[-1].startswith("brimful: error: 1 row needs ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_can_run_dry(tmp_path):
+    plan = runs.plan_file(tmp_path, 2)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "brimful"]
+    words = ["train", TASK, "rows", "--run-dir", tmp_path / "run", "--plan", plan, "--max-steps", 3, *DEVICE]
+    done = brimful(*words, "--dry-run", "--json", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["processes"] == 2
+    assert not (tmp_path / "run").exists()
+
+
+def plans_of(run):
+    events = [event for event in read_events(run / "events.jsonl") if event["event"] == "plan"]
+    return [(event["number"], event["global_batch"], event["micro_batch"]) for event in events]
+
+
+def test_a_run_goes_back_to_its_plan_before(deep, tmp_path):
+    run = tmp_path / "run"
+    assert brimful("train", deep, "rows", "--run", run, *DRY).returncode == 0
+    words = ["--global-batch", 6, "--micro-batch", 3, "--max-steps", 4]
+    done = brimful("train", "--run", run, "--resume", *words)
+    assert "  global batch  8 → 6" in done.stderr
+    assert "another experiment from here on: a step has 6 rows instead of 8" in done.stderr
+    assert f"To go back: brimful train --run {run} --rollback 1" in done.stderr
+    done = brimful("train", "--run", run, "--rollback", "--max-steps", 5)
+    assert done.returncode == 0, done.stderr
+    assert plans_of(run) == [(1, 8, 8), (2, 6, 3), (1, 8, 8)]
+    assert "making a new plan" not in done.stderr
+    assert RunFolder(run).last_step() == 5
+    options = json.loads((run / "run.json").read_text())["options"]
+    assert options == {"micro_batch": 8, "max_steps": 5, "device": "cpu", "cache": False}
+
+
+def test_a_flag_wins_over_the_plan_that_a_run_goes_back_to(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    folder.write_request(Request(task=TASK, data="rows", run=str(tmp_path), options={"lr": 0.3, "micro_batch": 3}))
+    for number in (1, 2):
+        options = {"lr": number / 10, "micro_batch": number}
+        kept = KeptPlan(
+            number=number, plan={"choices": []}, options=options, origins={"lr": "recipe x"}, plan_for={"a": number}
+        )
+        PlanHistory(folder).keep(kept)
+    back = request(tmp_path, rollback=True, micro_batch=7)
+    assert (back.rollback, back.resume, back.plan_for) == (1, True, {"a": 1})
+    assert (back.options, back.origins) == ({"lr": 0.1, "micro_batch": 7}, {"lr": "recipe x"})
+    with pytest.raises(BadOption, match="rollback= cannot be combined with plan="):
+        request(tmp_path, rollback=2, plan=str(tmp_path / "run.json"))
+
+
 def test_a_users_task_has_options_of_its_own_and_a_resume_keeps_them(tmp_path, capsys):
     (tmp_path / "deep.py").write_text(DEEP)
     run, words = tmp_path / "run", ["--micro-batch", 8, *DEVICE]
@@ -166,6 +268,11 @@ def test_gradients_that_are_not_numbers_end_in_one_message(tmp_path, plan):
         (["--resume", "--run", "nowhere"], "nowhere has nothing to resume"),
         ([TASK, "--resume", "--run", "nowhere"], "nowhere has nothing to resume"),
         ([TASK, "rows", "--resume"], "runs/ has no run of"),
+        (["--rollback", "--run", "nowhere"], "nowhere has no plan to go back to: there is no such folder. Try: --run"),
+        ([TASK, "rows", "--rollback", "2", "--run", "nowhere"], "nowhere has no plan to go back to"),
+        (["--rollback"], "runs/ has no run to resume"),
+        (["--rollback", "0", "--run", "nowhere"], "--rollback 0 must be the number of a plan"),
+        (["--rollback=some", "--run", "nowhere"], "--rollback some must be a whole number"),
         (["chatlm-stf", "rows"], "Try: chatlm-sft"),
         ([TASK, "rows", "--max-steps", "0"], "--max-steps 0"),
         ([TASK, "rows", "--epochs", "-1", "--global-batch", "-4"], "--epochs -1"),

@@ -208,6 +208,50 @@ def test_of_a_huge_step_only_the_first_rows_are_read_and_the_rest_is_in_proporti
     planner = HostPlanner(huge, Texts(), rows, find_target(OPTIONS), OPTIONS, lambda phrase: None)
     assert rows.read <= 9 * host_module.ROWS
     assert planner.trains_s > 100 * host_module.ROWS / plan.rows_per_s / 64
-    result = planner.plan_host()
-    assert result.warnings[-1].startswith("a step of 1,000,000 rows goes through the 400 rows of the data 2,500 times")
-    assert not host_plan(plan, Data()).warnings
+
+
+@pytest.mark.parametrize(("batch", "often"), [(401, "once or twice"), (1000, "2 or 3 times"), (2000, "5 times")])
+def test_a_global_batch_of_more_rows_than_there_are_is_a_warning(plan, batch, often):
+    result = host_plan(replace(plan, global_batch=batch, deal=(batch,)), Data())
+    assert result.warnings == (
+        f"the global batch of {batch:,} rows exceeds the 400 rows of the data, so a step has each row {often}. "
+        "Try: a smaller global_batch=",
+    )
+
+
+def test_a_global_batch_of_all_rows_is_none(plan):
+    assert not host_plan(replace(plan, global_batch=400, deal=(400,)), Data()).warnings
+
+
+def test_a_host_limit_is_shown_as_requested(plan):
+    choice = host_plan(plan, Data(), host_limit="1GiB").choice("host_limit")
+    assert (choice.requested, choice.effective, choice.source) == (GiB, GiB, "you")
+
+
+def test_a_host_limit_above_what_there_is_is_lowered_in_sight(plan):
+    result = host_plan(plan, Data(), host_limit="1000TiB")
+    choice = result.choice("host_limit")
+    assert choice.cells[1] == "1000 TiB" and choice.effective == result.host.limit_bytes == HOST.ram_limit_bytes
+    assert choice.source == "measured" and HOST.ram_limited_by in choice.reason
+    (warning,) = result.warnings
+    assert warning.startswith("host_limit= is 1000 TiB, and there are ")
+
+
+def test_without_a_host_limit_there_is_no_such_choice(plan):
+    assert "host_limit" not in {choice.name for choice in host_plan(plan, Data()).choices}
+
+
+def test_the_time_of_a_step_is_that_of_its_real_rows_and_of_reading_them(plan):
+    """Rows of 32.5 on average, of the 64 that were timed."""
+    result = host_plan(plan, Data(), step_s=10.0)
+    assert 2.5 < result.step_s < 10.0
+
+
+def test_slow_rows_make_a_step_slow_unless_workers_read_them(plan):
+    alone = host_plan(plan, Data(0.005), step_s=1e-3, workers=0)
+    helped = host_plan(plan, Data(0.005), step_s=1e-3, workers=4)
+    assert alone.step_s > 16 * 0.005 > helped.step_s
+
+
+def test_without_data_the_time_of_a_step_is_unknown(plan):
+    assert plan.step_s is None

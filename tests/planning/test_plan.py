@@ -1,10 +1,12 @@
 """A plan survives its JSON and reads well as text."""
 
 import json
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from brimful.planning.plan import COLUMNS, Plan
+from brimful.planning.plan import COLUMNS, Choice, Plan, RunTime, Source
 from brimful.task import Shape
 
 
@@ -48,6 +50,35 @@ def test_every_choice_has_a_reason_and_a_basis(tagger_plan):
         "precision",
     }
     assert all(choice.reason and choice.basis in ("measured", "predicted", "asked") for choice in tagger_plan.choices)
+
+
+def test_every_choice_has_a_source(tagger_plan):
+    sources = {choice.name: choice.source for choice in tagger_plan.choices}
+    assert (
+        sources["memory_limit"] == "you" and sources["global_batch"] == "task" and sources["micro_batch"] == "measured"
+    )
+    assert all(source in get_args(Source) for source in sources.values())
+
+
+@pytest.mark.parametrize(
+    ("requested", "effective", "basis", "source"),
+    [
+        (None, 1, "measured", "measured"),
+        (None, 1, "predicted", "predicted"),
+        (None, 1, "asked", "default"),
+        (1, 1, "measured", "you"),
+        (2, 1, "measured", "measured"),
+        ("adamw", "adamw at 0.1", "asked", "you"),
+    ],
+)
+def test_the_source_of_a_choice_follows_from_its_request_and_its_basis(requested, effective, basis, source):
+    assert Choice.of("x", requested, effective, "", basis).source == source
+
+
+def test_a_plan_of_a_run_survives_its_json(tagger_plan):
+    time = RunTime(steps=3, steps_per_epoch=2, step_s=0.1, epoch_s=None, total_s=0.3, ends="2026-01-31T09:02:00Z")
+    plan = replace(tagger_plan, time=time, number=2, step_s=0.1)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_printed_it_is_a_table_of_the_choices(tagger_plan):

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from brimful.errors import BadOption, DeviceBusy
+from brimful.machine.host import Host
 from brimful.memory.ledger import simulated_memory
 from brimful.planning import target
 from brimful.planning.plan_options import PlanOptions
-from brimful.planning.target import find_target
+from brimful.planning.target import find_target, idle_gpus
 from brimful.units import GiB, MiB
 
 
@@ -35,6 +36,31 @@ def test_a_simulated_memory_block_is_the_limit_inside_it():
 
 def test_on_the_cpu_the_host_limit_is_the_limit():
     assert find_target(PlanOptions(device="cpu", host_limit="2GiB")).limit_bytes == 2 * GiB
+
+
+def test_a_host_limit_above_what_there_is_means_all_of_it():
+    found = find_target(PlanOptions(device="cpu", host_limit="1000TiB"))
+    assert found.host_limit_bytes == found.limit_bytes == Host.detect().ram_limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "warnings"),
+    [
+        ("auto", 1, ["2 of 3 GPUs stand idle, because there is only work for 1 process. Try: processes=3"]),
+        ("cuda", 2, ["1 of 3 GPUs stands idle, because there is only work for 2 processes. Try: processes=3"]),
+        ("auto", 3, []),
+        ("cuda:0", 1, []),
+    ],
+)
+def test_gpus_that_stand_idle_are_a_warning_unless_one_was_chosen(gpu, device, processes, warnings):
+    gpu.setattr(torch, "accelerator", SimpleNamespace(device_count=lambda: 3))
+    options = PlanOptions(device=device)
+    assert idle_gpus(options, find_target(options), processes) == warnings
+
+
+def test_on_the_cpu_nothing_stands_idle():
+    options = PlanOptions(device="cpu")
+    assert not idle_gpus(options, find_target(options), 1)
 
 
 def test_the_budget_is_fill_of_the_limit():

@@ -6,6 +6,7 @@ import os
 import pty
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,7 @@ from brimful.report import progress as module
 from brimful.report.progress import Progress, RunPanel
 from brimful.step.result import Events
 from brimful.units import GiB
+from tests.planning.small import small_plan
 from tests.training.shown import EVALUATION, step, summary_of
 
 log = logging.getLogger("brimful")
@@ -39,6 +41,44 @@ def clock(monkeypatch):
             yield event
 
     return ticking
+
+
+def plan_event(tagger_plan, **values):
+    event = {"event": "plan", "step": 0, **replace(tagger_plan, warnings=("too few",)).to_json()}
+    return {**event, "changes": [], "experiment": "new", "experiment_reasons": [], "number_before": None, **values}
+
+
+WARNING = {"event": "note", "step": 0, "level": "warning", "sentence": "too few"}
+
+
+@pytest.fixture(scope="module")
+def tagger_plan():
+    return small_plan()
+
+
+def begin(resumed):
+    return {"event": "begin", "step": 0, "run": "runs/a b", "steps": 9, "processes": 1, "resumed": resumed}
+
+
+def test_a_warning_of_the_plan_is_printed_once(tagger_plan):
+    lines = lines_of([begin(False), plan_event(tagger_plan), WARNING])
+    assert [line for line in lines if "too few" in line] == ["warning: too few"]
+
+
+def test_of_a_resumed_run_only_what_changed_is_printed(tagger_plan):
+    changes = [{"name": "micro_batch", "old": 8, "new": 4}]
+    event = plan_event(tagger_plan, number=2, number_before=1, changes=changes, experiment="other")
+    assert [line.rstrip() for line in lines_of([begin(True), event, WARNING])] == [
+        "training in runs/a b: 9 steps on 1 process",
+        "plan 2, with these changes:",
+        "  micro batch  8 → 4",
+        "another experiment from here on",
+        "To go back: brimful train --run 'runs/a b' --rollback 1",
+        "warning: too few",
+    ]
+    same = plan_event(tagger_plan, number=2, number_before=1, changes=changes, experiment="same")
+    assert not any("go back" in line for line in lines_of([begin(True), same]))
+    assert len(lines_of([begin(True), plan_event(tagger_plan, experiment="same")])) == 1
 
 
 def test_without_a_terminal_steps_are_printed_at_intervals_and_always_the_first_and_the_last(clock):

@@ -1,6 +1,7 @@
 """Tables for the terminal: a plan, an evaluation, the machine."""
 
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from io import StringIO
 
 import pytest
@@ -9,9 +10,9 @@ from rich.console import Console
 from brimful.machine.gpu import Gpu, GpuProcess
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine, Software
-from brimful.planning.plan import Setting, Tried
+from brimful.planning.plan import HostPlan, RunTime, Setting, Tried
 from brimful.planning.planner import plan as make_plan
-from brimful.report.tables import eval_table, machine_table, plan_table, tried_table
+from brimful.report.tables import eval_table, machine_table, plan_changes, plan_table, show_clock, tried_table
 from brimful.units import GiB, MiB
 from tests.planning.small import Normed, Tagger
 
@@ -39,6 +40,94 @@ def test_the_headline_is_what_to_run(plan):
 def test_every_choice_is_a_row(plan):
     for choice in plan.choices:
         assert choice.name.replace("_", " ") in plan_text(plan)
+
+
+def test_the_source_of_a_value_is_in_its_row(plan):
+    rows = {line[:15].strip(): line.split() for line in plan_text(plan).splitlines()}
+    assert rows["memory limit"][6] == "you"
+    assert rows["global batch"][4] == "task"
+    assert rows["micro batch"][4] == "measured"
+
+
+@pytest.mark.parametrize("source", ["config file", "recipe", "you", "default", "predicted"])
+def test_no_source_makes_the_table_wider_than_a_prediction(plan, source):
+    choices = tuple(replace(choice, source=source) for choice in plan.choices)
+    header = next(
+        line for line in render(plan_table(replace(plan, choices=choices)), 80).splitlines() if "source" in line
+    )
+    assert header.index("reason") - header.index("source") <= len("predicted  ")
+
+
+def test_a_plan_fits_80_columns(plan):
+    assert max(map(len, render(plan_table(with_time(plan)), 80).splitlines())) <= 80
+
+
+def with_time(plan, **values):
+    values = {"steps": 300, "steps_per_epoch": 12, "step_s": 0.381, "epoch_s": 4.6, "total_s": 114.0, **values}
+    ends = values.pop("ends", datetime.now().astimezone().replace(hour=9, minute=2).isoformat())
+    return replace(
+        plan, time=RunTime(**values, ends=ends), host=HostPlan(predicted_bytes=3 * GiB, limit_bytes=16 * GiB)
+    )
+
+
+def facts(plan):
+    """The lines below the choices, by their label."""
+    lines = plan_text(plan).split("\npeak")[1].splitlines()
+    return {
+        label: " ".join(value) for label, *value in (line.replace("host RAM", "host-RAM").split() for line in lines)
+    }
+
+
+def test_the_predicted_time_and_host_ram_of_a_run_are_shown(plan):
+    shown = facts(with_time(plan))
+    assert shown["time"] == "300 steps, 12 per epoch; 0.38 s each, 1 min 54 s in all, until 09:02 (predicted)"
+    assert shown["host-RAM"] == "3 GiB of 16 GiB (predicted)"
+
+
+def test_a_time_that_is_unknown_is_called_so(plan):
+    shown = facts(with_time(plan, step_s=None, epoch_s=None, total_s=None, ends=None))
+    assert shown["time"] == "300 steps, 12 per epoch; how long they take is unknown"
+
+
+def test_short_steps_are_in_milliseconds(plan):
+    assert "; 18 ms each, " in facts(with_time(plan, step_s=0.0184))["time"]
+
+
+def test_a_plan_that_is_of_no_run_shows_no_time(plan):
+    assert "time" not in facts(plan)
+
+
+def test_a_clock_shows_the_date_unless_it_is_today():
+    now = datetime(2026, 1, 31, 23, 30, tzinfo=timezone(timedelta(hours=8)))
+    assert show_clock("2026-01-31T15:45:00Z", now) == "23:45"
+    assert show_clock("2026-01-31T16:45:00Z", now) == "2026-02-01 00:45"
+
+
+CHANGED = {
+    "number": 2, "experiment": "other", "experiment_reasons": ["a step has 144 rows instead of 192"],
+    "changes": [{"name": "global_batch", "old": 192, "new": 144}, {"name": "memory_limit", "old": None, "new": 20 * GiB}],
+}  # fmt: skip
+
+
+def changes(**values):
+    return [line.rstrip() for line in render(plan_changes({**CHANGED, **values}), 80).splitlines()]
+
+
+def test_what_changed_is_shown_old_and_new_with_the_verdict():
+    assert changes() == [
+        "plan 2, with these changes:",
+        "  global batch  192 → 144",
+        "  memory limit  all that is free → 20 GiB",
+        "another experiment from here on: a step has 144 rows instead of 192",
+    ]
+
+
+def test_a_change_that_makes_no_new_plan_has_no_number():
+    assert changes(number_before=2)[0] == "changed since the run stopped:"
+
+
+def test_the_same_experiment_is_called_so():
+    assert changes(experiment="same", experiment_reasons=[])[-1] == "the same experiment"
 
 
 def test_a_prediction_is_called_one(plan):

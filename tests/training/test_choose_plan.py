@@ -14,7 +14,7 @@ from brimful.planning.target import Target
 from brimful.step.distributed import SingleProcess, gather_results, on_rank_zero
 from brimful.training import choose_plan as module
 from brimful.training.choose_plan import PlanChoice
-from brimful.training.run import RunFolder
+from brimful.training.run import Request, RunFolder
 from brimful.units import GiB, MiB
 from tests.planning.small import Tagger
 from tests.training.test_evaluate import Team
@@ -44,21 +44,33 @@ class Desk:
     def __init__(self, tmp_path):
         self.run, self.notes = RunFolder(tmp_path), []
 
-    def choice(self, *, name="the CPU", device="cpu", limit=4 * MiB, group=None, file=None, resumed=None, **options):
+    def choice(
+        self,
+        *,
+        name="the CPU",
+        device="cpu",
+        limit=4 * MiB,
+        group=None,
+        file=None,
+        resumed=None,
+        number=None,
+        **options,
+    ):
         target = Target(
             device=torch.device(device), name=name, limit_bytes=limit, limit_reason="", fill=0.85, host_limit_bytes=GiB
         )
         return PlanChoice(
             task=Tagger(), rows=[], options=PlanOptions(**options), target=target, group=group or SingleProcess(), run=self.run,
-            file=None if file is None else str(file), made_before_for=resumed, progress=print, note=self.notes.append,
+            file=None if file is None else str(file), made_before_for=resumed, number=number, progress=print,
+            note=self.notes.append,
         )  # fmt: skip
 
     def planned(self, **how):
         """The plan, kept in the run's folder as a session keeps it."""
         choice = self.choice(**how)
         plan = choice.plan()
-        choice.save(plan)
-        return plan
+        request = Request(task="tagger", data=None, run=str(self.run.root))
+        return choice.save(plan, choice.kept(plan, request), new_run=how.get("resumed") is None)
 
     def made_for(self, **options):
         """What a run that was planned with these keeps in run.json."""
@@ -72,7 +84,7 @@ def desk(tmp_path):
 
 def test_a_new_run_is_fitted_and_keeps_its_plan(desk, fits):
     found = desk.planned(global_batch=7, memory_limit="4MiB")
-    assert found.key == "new"
+    assert (found.key, found.number) == ("new", 1)
     assert Plan.load(desk.run.plan()) == found
     [options] = fits
     assert (options.global_batch, options.memory_limit) == (7, "4MiB")
@@ -82,7 +94,7 @@ def test_a_given_plan_is_taken_and_kept(desk, fits, plan, tmp_path):
     plan.save(tmp_path / "given.json")
     found = desk.planned(file=tmp_path / "given.json")
     origin, *others = found.choices
-    assert replace(found, choices=tuple(others)) == plan
+    assert replace(found, choices=tuple(others), number=None) == plan
     assert (origin.name, origin.requested, origin.reason) == (
         "plan",
         "given.json",
@@ -93,7 +105,7 @@ def test_a_given_plan_is_taken_and_kept(desk, fits, plan, tmp_path):
 
 
 def test_a_given_plan_keeps_to_the_limit_asked_for_now(desk, fits, plan, tmp_path):
-    limit = Choice(name="memory_limit", requested=None, effective=4 * MiB, reason="what is free", basis="measured")
+    limit = Choice.of("memory_limit", None, 4 * MiB, "what is free", "measured")
     replace(plan, choices=(limit,)).save(tmp_path / "given.json")
     found = desk.planned(file=tmp_path / "given.json", memory_limit="3MiB")
     told = found.choice("memory_limit")
@@ -203,7 +215,94 @@ def test_processes_on_unlike_devices_have_a_plan_each(desk, fits):
     names = ["a large card", "a small card", "a large card"]
     Team(3).run(lambda rank, group: desk.planned(group=group, name=names[rank]))
     assert len(fits) == 2
-    assert sorted(path.name for path in desk.run.root.iterdir()) == ["plan-1.json", "plan.json"]
+    assert sorted(path.name for path in desk.run.root.glob("*.json")) == ["plan-1.json", "plan.json"]
+    assert sorted(path.name for path in desk.run.plans.iterdir()) == ["0001.json", "rank-1-0001.json"]
+
+
+def saved(desk, plan, *, new_run=False, rank_plans=None, **changes):
+    """The number under which a plan with these changes is kept, the same on every rank."""
+
+    def save(rank, group):
+        mine = replace(plan, **changes, **(rank_plans[rank] if rank_plans else {}))
+        choice = desk.choice(group=group)
+        request = Request(task="tagger", data=None, run=str(desk.run.root))
+        return choice.save(mine, choice.kept(mine, request), new_run=new_run).number
+
+    numbers = Team(len(rank_plans) if rank_plans else 1).run(save)
+    assert len(set(numbers)) == 1
+    return numbers[0]
+
+
+def kept_names(desk):
+    return sorted(path.name for path in desk.run.plans.iterdir())
+
+
+def other(plan, name, effective, requested=None):
+    """The choices of a plan with one more."""
+    return (*plan.choices, Choice.of(name, requested, effective, "", "measured"))
+
+
+def test_a_plan_that_was_only_made_again_keeps_its_number(desk, plan):
+    assert saved(desk, plan, new_run=True) == 1
+    again = {"plan_s": 99.0, "created": "later", "rows_per_s": 1.0, "warnings": ("late",), "cached": True}
+    assert saved(desk, plan, **again) == 1
+    assert kept_names(desk) == ["0001.json"]
+
+
+def test_a_plan_that_differs_has_the_next_number_and_the_former_stays(desk, plan):
+    saved(desk, plan, new_run=True)
+    assert saved(desk, plan, choices=other(plan, "micro_batch", 7)) == 2
+    assert saved(desk, plan, choices=other(plan, "micro_batch", 6)) == 3
+    assert kept_names(desk) == ["0001.json", "0002.json", "0003.json"]
+    assert [Plan.load(path).number for path in desk.run.kept_plans()] == [1, 2, 3]
+    assert Plan.load(desk.run.plan()).choice("micro_batch").effective == 6
+
+
+def test_a_plan_that_the_run_had_before_has_its_former_number(desk, plan):
+    saved(desk, plan, new_run=True)
+    saved(desk, plan, choices=other(plan, "micro_batch", 7))
+    assert saved(desk, plan) == 1
+    assert Plan.load(desk.run.plan()).number == 1
+    assert kept_names(desk) == ["0001.json", "0002.json"]
+
+
+def test_a_ceiling_of_the_same_size_is_another_plan(desk, plan):
+    """Rows of other lengths are split by it."""
+    saved(desk, plan, new_run=True, choices=other(plan, "micro_batch", 7))
+    assert saved(desk, plan, choices=other(plan, "micro_batch", 7, requested=7)) == 2
+
+
+def test_what_happens_to_be_free_is_no_difference(desk, plan):
+    saved(desk, plan, new_run=True, choices=other(plan, "memory_limit", 4 * MiB))
+    assert saved(desk, plan, choices=other(plan, "memory_limit", 5 * MiB)) == 1
+    assert saved(desk, plan, choices=other(plan, "memory_limit", 5 * MiB, requested=5 * MiB)) == 2
+
+
+def test_a_new_run_forgets_the_plans_of_one_that_never_trained(desk, plan):
+    saved(desk, plan, new_run=True)
+    saved(desk, plan, choices=other(plan, "micro_batch", 7))
+    assert saved(desk, plan, new_run=True, choices=other(plan, "micro_batch", 5)) == 1
+    assert kept_names(desk) == ["0001.json"]
+
+
+def test_a_change_on_one_of_unlike_devices_is_a_new_plan_for_all(desk, plan):
+    ranks = [{"key": "large"}, {"key": "small"}]
+    assert saved(desk, plan, new_run=True, rank_plans=ranks) == 1
+    assert saved(desk, plan, rank_plans=ranks) == 1
+    assert saved(desk, plan, rank_plans=[ranks[0], {**ranks[1], "choices": other(plan, "micro_batch", 7)}]) == 2
+    assert kept_names(desk) == ["0001.json", "0002.json", "rank-1-0001.json", "rank-1-0002.json"]
+
+
+def test_a_run_goes_back_to_a_kept_plan(desk, fits, plan):
+    saved(desk, plan, new_run=True)
+    saved(desk, plan, choices=other(plan, "micro_batch", 7))
+    assert desk.choice(resumed=desk.made_for(), number=1).plan() == replace(plan, number=1)
+    assert not fits and not desk.notes
+
+
+def test_going_back_with_other_options_makes_a_new_plan(desk, fits, plan):
+    saved(desk, plan, new_run=True)
+    assert desk.choice(resumed=desk.made_for(), number=1, global_batch=7).plan().key == "new"
 
 
 def test_each_process_knows_what_all_found():

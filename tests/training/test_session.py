@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import shutil
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -538,6 +539,166 @@ def test_the_plan_says_which_file_an_option_comes_from(tmp_path):
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.choice("steps").reason.startswith("set in recipe small; ")
     assert "set in" not in plan.choice("micro_batch").reason
+
+
+def plan_events(folder):
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "plan"]
+
+
+def warnings(folder):
+    events = read_events(folder / "events.jsonl")
+    return [event["sentence"] for event in events if event["event"] == "note" and event.get("level") == "warning"]
+
+
+def test_a_run_keeps_its_plan_with_its_predicted_time(whole):
+    (event,) = plan_events(whole)
+    assert (event["number"], event["experiment"], event["changes"]) == (1, "new", [])
+    assert event["time"]["steps"] == 4 and event["time"]["steps_per_epoch"] == 3
+    assert event["time"]["total_s"] == pytest.approx(4 * event["time"]["step_s"])
+    assert Plan.load(whole / "plan.json") == Plan.load(whole / "plans" / "0001.json") == Plan.from_json(event)
+
+
+def test_warnings_of_a_plan_are_notes_too(whole):
+    assert warnings(whole) == list(Plan.load(whole / "plan.json").warnings)
+    assert warnings(whole)[0].startswith("the run has only 4 updates")
+
+
+def test_a_global_batch_that_exceeds_the_rows_is_a_warning_of_the_run(tmp_path):
+    train(tmp_path / "run", global_batch=25)
+    assert "the global batch of 25 rows exceeds the 24 rows of the data" in warnings(tmp_path / "run")[0]
+
+
+def test_a_host_limit_that_was_lowered_is_a_warning_of_the_run(tmp_path):
+    train(tmp_path / "run", host_limit="1000TiB", memory_limit="64MiB")
+    assert warnings(tmp_path / "run")[0].startswith("host_limit= is 1000 TiB, and there are ")
+    choice = Plan.load(tmp_path / "run" / "plan.json").choice("host_limit")
+    assert choice.requested > choice.effective
+
+
+CONSTANT = {"schedule": "constant", "warmup": 0}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """A run with three plans: one, then smaller micro-batches, then another global batch and rate."""
+    folder = tmp_path_factory.mktemp("plans") / "run"
+    train(folder, max_steps=2, **CONSTANT)
+    train(folder, max_steps=2, micro_batch=4, resume=True, **CONSTANT)
+    train(folder, max_steps=4, micro_batch=4, global_batch=12, lr=0.01, resume=True, **CONSTANT)
+    return folder
+
+
+def test_a_resumed_run_records_what_changed_and_whether_it_is_another_experiment(changed):
+    first, second, third = plan_events(changed)
+    assert [one["number"] for one in (first, second, third)] == [1, 2, 3]
+    assert second["changes"] == [
+        {"name": "micro_batch", "old": 8, "new": 4},
+        {"name": "accumulation", "old": 1, "new": 2},
+    ]
+    assert second["experiment"] == "same" and "up to rounding" in second["experiment_reasons"][0]
+    assert third["experiment"] == "other" and third["number_before"] == 2
+    assert third["experiment_reasons"] == [
+        "a step has 12 rows instead of 8",
+        "the optimizer is adamw at 0.01 instead of adamw at 0.0001",
+    ]
+
+
+def test_a_run_that_is_resumed_as_it_was_keeps_its_plan_and_repeats_no_warning(tmp_path):
+    for steps in (2, 3):
+        train(tmp_path / "run", max_steps=steps, resume=steps > 2, **CONSTANT)
+    train(tmp_path / "run", max_steps=3, resume=True, **CONSTANT)
+    assert [(one["number"], one["experiment"], len(one["changes"])) for one in plan_events(tmp_path / "run")] == [
+        (1, "new", 0),
+        (1, "same", 1),
+        (1, "same", 0),
+    ]
+    assert len(warnings(tmp_path / "run")) == 2
+
+
+def test_a_longer_cosine_is_another_experiment(tmp_path):
+    for steps in (2, 4):
+        train(tmp_path / "run", max_steps=steps, resume=steps > 2)
+    assert plan_events(tmp_path / "run")[1]["experiment_reasons"] == [
+        "so far the learning rate followed another curve (steps)"
+    ]
+
+
+def test_a_run_goes_back_to_an_earlier_plan_and_its_options(changed, tmp_path):
+    shutil.copytree(changed, tmp_path / "run")
+    same = {"micro_batch": 4, "global_batch": 12, "lr": 0.01, **CONSTANT}
+    train(tmp_path / "run", max_steps=5, rollback=True, **same)
+    event = plan_events(tmp_path / "run")[-1]
+    assert (event["global_batch"], event["micro_batch"], event["experiment"]) == (8, 4, "other")
+    request = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "lr" not in request["options"] and request["options"]["max_steps"] == 5
+    assert "rollback" not in request
+    steps = last_steps(read_events(tmp_path / "run" / "events.jsonl"))
+    assert [(step["rows"], step["lr"]) for step in steps[-2:]] == [(12, 0.01), (8, 1e-4)]
+
+
+def test_a_run_goes_back_by_number(changed, tmp_path):
+    shutil.copytree(changed, tmp_path / "run")
+    train(tmp_path / "run", max_steps=4, micro_batch=4, global_batch=12, lr=0.01, rollback=2, **CONSTANT)
+    event = plan_events(tmp_path / "run")[-1]
+    assert (event["number_before"], event["micro_batch"], event["global_batch"]) == (3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("rollback", "message"),
+    [
+        (9, r"has no plan 9. Try: rollback=1, 2 or 3"),
+        (0, "rollback=0 must be the number"),
+        ("x", "rollback='x' must be"),
+    ],
+)
+def test_a_plan_that_is_not_there_cannot_be_gone_back_to(changed, rollback, message):
+    with pytest.raises((BadRun, BadOption), match=message):
+        train(changed, rollback=rollback)
+
+
+def test_without_a_run_there_is_no_plan_to_go_back_to(tmp_path):
+    with pytest.raises(BadRun, match="has no plan to go back to: there is no such folder. Try: run="):
+        train(tmp_path / "run", rollback=True)
+    assert not list(tmp_path.iterdir())
+
+
+def dry_run(folder, task=None, data=ROWS, **options):
+    options = {"max_steps": 3, "device": "cpu", "micro_batch": 8, "cache": False, **options}
+    request = Request(task="regression", data=None, run=str(folder), options=options, dry_run="json")
+    return Session(task=task or Regression(), data=data, request=request).dry_run()
+
+
+def test_a_dry_run_gives_the_plan_that_training_would_begin_with(tmp_path, whole):
+    found, event = dry_run(tmp_path / "run", max_steps=4), plan_events(whole)[0]
+    assert [one["name"] for one in found["choices"]] == [one["name"] for one in event["choices"]]
+    assert found["time"]["steps"] == 4 and found["host"]["predicted_bytes"] and found["experiment"] == "new"
+    assert found["warnings"] == event["warnings"]
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    dry_run(tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_dry_run_finds_what_training_would_fail_with(tmp_path):
+    class NoWeights(Regression):
+        def initial_model(self):
+            raise FileNotFoundError("weights.pt")
+
+    with pytest.raises(TaskError, match=r"initial_model\(\) failed .*weights.pt"):
+        dry_run(tmp_path / "run", NoWeights())
+
+
+def test_a_dry_run_leaves_a_run_as_it_is(changed):
+    def content():
+        return {path: path.read_bytes() for path in changed.rglob("*") if path.is_file() and path.name != "lock"}
+
+    before = content()
+    options = {"max_steps": 8, "device": "cpu", "micro_batch": 4, "cache": False, "global_batch": 6, **CONSTANT}
+    request = Request(task="regression", data=None, run=str(changed), resume=True, options=options, dry_run="table")
+    found = Session(task=Regression(), data=ROWS, request=request).dry_run()
+    assert found["experiment"] == "other" and {"name": "global_batch", "old": 12, "new": 6} in found["changes"]
+    assert content() == before
 
 
 class Prepared(Regression):

@@ -32,7 +32,7 @@ TABLES = ("plan", "train")
 """Commands that read a config file."""
 TITLES: dict[str, type] = {"Training": TrainOptions, "Memory and speed": PlanOptions}
 TASK_TITLE = "Options of the task"
-OTHER_FLAGS = {"help", "h", "json", "config", "recipe", "demo-data", "run-dir", "version"}
+OTHER_FLAGS = {"help", "h", "json", "config", "recipe", "demo-data", "dry-run", "run-dir", "version"}
 FILE_TASK = re.compile(r".+\.py:\w+")
 
 
@@ -109,7 +109,7 @@ def _task_of(tokens: Sequence[str]) -> str | None:
         if flag in ("--run", "--run-dir"):
             run = value if equals else next(iter(tokens[index + 1 :]), None)
     with suppress(UserError):
-        if run is not None or "--resume" in tokens:
+        if run is not None or {"--resume", "--rollback"} & {token.partition("=")[0] for token in tokens}:
             return RunFolder(Path(run) if run is not None else newest_run(None)).read_request().task
     return None
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from brimful.cli.flags import TASK_TITLE, collect, make_flags
-from brimful.cli.output import naming_files, prefer_growing_segments, progress, show
+from brimful.cli.output import naming_files, prefer_growing_segments, progress, show, with_flags
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
 from brimful.tasks.option_fields import OptionField, option_fields
@@ -66,6 +66,7 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         from brimful.report.tables import plan_table
         from brimful.tasks.load import load_task
         from brimful.training.optimizer import optimizer_choice, with_optimizer
+        from brimful.training.run_plan import with_sources
 
         with (
             redirect_stdout(sys.stderr),
@@ -75,6 +76,7 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
             with progress(f"plan {loaded.name}") as update:
                 result = make_plan(loaded, data=data, progress=update, **pick(options.generic, PlanOptions))
         result = replace(result, choices=(*result.choices, optimizer_choice(loaded, train_options)))
-        show(plan_table(result), result.to_json(), as_json=json)
+        result = with_sources(result, options.origins, options.values)
+        show(plan_table(result, wording=with_flags), result.to_json(), as_json=json)
 
     return plan

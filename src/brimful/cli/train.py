@@ -21,7 +21,10 @@ from brimful.errors import BadOption, BadRun
 from brimful.tasks.load import check_request_options, check_spec, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.launch import Outcome, supervise
+from brimful.training.options import TrainOptions
+from brimful.training.plan_history import PlanHistory, rolled_back
 from brimful.training.run import (
+    RUN_OPTIONS,
     Request,
     RunFolder,
     RunLock,
@@ -65,6 +68,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         recipe: str | None = None,
         config: Path | None = None,
         demo_data: Annotated[bool, Parameter(negative="")] = False,
+        dry_run: Annotated[bool, Parameter(negative="")] = False,
         json: Annotated[bool, Parameter(negative="")] = False,
         flags: flags_type = flags_type(),  # type: ignore[valid-type]  # noqa: B008 - frozen
     ) -> None:
@@ -85,14 +89,18 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
             A TOML file with any of these options. It wins over the recipe, and flags win over it.
         demo_data
             Train on the small Chinese question-answer set that comes with Brimful.
+        dry_run
+            Prepare the data, make the whole plan, print it and stop before anything is trained.
         json
-            Print how the run ended as one JSON object.
+            Print how the run ended, or the plan of a dry run, as one JSON object.
         """
         if more:
             raise BadOption(
                 f"DATA must be one name, and {' '.join(more)} came after {data}. Try: a folder with these files."
             )
         request = build_request(task, data, flags, recipe=recipe, config=config, demo_data=demo_data)
+        if dry_run:
+            request = replace(request, dry_run="json" if json else "table")
         prefer_growing_segments()
         folder = RunFolder(Path(request.run))
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher's process
@@ -101,17 +109,17 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
             with naming_files(request.origins, request.values):
                 run_request(request)
             if os.environ["RANK"] == "0":
-                _print_ending(folder, json=json)
+                _print_ending(folder, json=json) if not dry_run else _note(_left_by_dry_run(folder))
             return
         before = folder.ending()
         outcome = _supervise(request, folder)
         saved = folder.ending() not in (None, before)
-        if outcome.code == 0 and not saved:
+        if outcome.code == 0 and not saved and not dry_run:
             outcome = Outcome(code=1, message="the training process left without finishing", resumable=True)
         if outcome.code and not (outcome.code > 128 and saved):  # one that had saved may be stopped on its way out
             print_error(name_files(_with_advice(outcome, folder), request.origins, request.values))
             raise SystemExit(outcome.code)
-        _print_ending(folder, json=json)
+        _print_ending(folder, json=json) if not dry_run else _note(_left_by_dry_run(folder))
 
     return train
 
@@ -120,10 +128,13 @@ def build_request(
     task: str | None, data: str | None, flags: Any, *, recipe: str | None, config: Path | None, demo_data: bool
 ) -> Request:
     """What to do, from flags, files and, for a resumed run, from its own folder. Mistakes are found here."""
+    rollback = set_flags(flags).get("rollback", False)
+    TrainOptions(rollback=rollback)
     root, resume = _run_folder(task, set_flags(flags))
     has_all = task is not None and (data is not None or demo_data)
-    folder, resume = open_run(root, resume=resume, may_begin=has_all, note=_note)
+    folder, resume = open_run(root, resume=resume, rollback=rollback, may_begin=has_all, note=_note)
     before = _request_before(folder, task, data) if resume else None
+    kept = PlanHistory(folder).earlier(rollback) if rollback else None
     spec = task or (before.task if before else None)
     if spec is None:
         raise BadOption("TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run.")
@@ -132,15 +143,17 @@ def build_request(
     options = collect("train", flags, config=config, recipe=recipe, task=lambda: spec)
     if options.generic.get("plan"):
         options = _without_planned(options)
-    generic = {name: value for name, value in options.generic.items() if name not in ("run", "resume")}
+    generic = {name: value for name, value in options.generic.items() if name not in RUN_OPTIONS}
     with naming_files(options.origins, options.values):
         own = _with_absolute_paths(options, spec) if options.task else {}
         if before is None:
             request = Request(
                 task=spec, data=data, run=str(root), resume=resume, options=generic, task_options=own, origins=options.origins
             )  # fmt: skip
+            request = request if kept is None else rolled_back(request, None, kept)
         else:
-            merged = merge(before, generic, own, options.origins)
+            former = before if kept is None else rolled_back(before, before, kept)
+            merged = merge(former, generic, own, options.origins)
             request = replace(merged, task=spec, run=str(root), resume=True)
         request = _with_data(request, data, before, demo_data)
     with naming_files(request.origins, request.values):
@@ -159,7 +172,7 @@ def _without_planned(options: UserOptions) -> UserOptions:
 
 
 def _run_folder(task: str | None, flags: dict[str, Any]) -> tuple[Path, bool]:
-    resume = bool(flags.get("resume"))
+    resume = bool(flags.get("resume") or flags.get("rollback"))
     if flags.get("run"):
         return Path(flags["run"]), resume
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -230,6 +243,8 @@ def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> N
         problems.append(
             f"plan= cannot be combined with {', '.join(both)}, which the plan has decided. Try: leave them out."
         )
+    if request.rollback and options.get("plan"):
+        problems.append("rollback= cannot be combined with plan=. Try: one of the two.")
     valid = options.get("valid")
     if valid and ":" not in request.task and is_missing(valid):  # a user's task may take a name, as for DATA
         problems.append(f"valid={valid!r} does not exist. Try: a file of rows.")
@@ -287,6 +302,12 @@ def _print_ending(folder: RunFolder, *, json: bool) -> None:
     elif folder.has_run:
         lines.append(f"To continue: {folder.resume_command}")
     show("\n".join(lines), result, as_json=json)
+
+
+def _left_by_dry_run(folder: RunFolder) -> str:
+    if folder.has_run or not folder.data.exists():
+        return "nothing was trained (--dry-run)"
+    return f"nothing was trained (--dry-run). The prepared data stay in {folder.data}; --run {folder.root} uses them"
 
 
 def _note(message: str) -> None:

@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from brimful.planning.levers import cudnn_attention, weights_choice
-from brimful.planning.plan import Basis, Choice, Levers
+from brimful.planning.plan import Basis, Choice, Levers, Source
 from brimful.planning.speed import Timing
 from brimful.units import show_bytes, show_rate, show_rows, show_seconds
 
@@ -24,13 +24,13 @@ def choices_of(search: "Search", trial: "Trial", checkpointing_reason: str) -> l
     choices = [
         Choice.of("device", _unless_auto(options.device), str(target.device), target.name, "measured"),
         Choice.of("memory_limit", options.memory_limit_bytes, target.limit_bytes, target.limit_reason, "measured"),
-        Choice.of("global_batch", options.global_batch, sum(search.deal), dealt, "asked"),
+        Choice.of("global_batch", options.global_batch, sum(search.deal), dealt, "asked", "task"),
         Choice.of("layout", _unless_auto(options.layout), search.context.layout.name, search.layout_reason, "measured"),
         _micro_batch(search, trial),
         Choice.of("accumulation", None, timing.accumulation, f"{show_rows(search.most)}, {split}", "measured"),
         Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason, basis),
         Choice.of("compile", _unless_auto(options.compile), levers.compile, search.compile_reason, "measured"),
-        Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked"),
+        Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked", _precision_from(search)),
         *([weights_choice(search.context, options.weights)] if options.weights else []),
         _exactness(search, timing),
         *_how_it_was_planned(search),
@@ -140,6 +140,13 @@ def levers_of(search: "Search", trial: "Trial") -> tuple[Levers, dict[str, str]]
         precision=setting.precision, weights=options.weights, cudnn_attention=cudnn,
     )  # fmt: skip
     return levers, {"precision": reason, "cudnn_attention": cudnn_reason}
+
+
+def _precision_from(search: "Search") -> Source:
+    """Of a precision that is not what was requested: `auto` leaves it to the device."""
+    if search.options.weights == "bf16":
+        return "you"
+    return "default" if search.options.precision_for(search.task) == "auto" else "task"
 
 
 def _unless_auto(value: str) -> str | None:

@@ -3,7 +3,8 @@
 Everything is measured. A few steps of the real data are read, split and collated in this process. If that takes less
 than 2 % of the time of a step, a worker would only cost RAM. Otherwise one worker is started, timed and weighed, and as
 many are planned as keep up with the step within the cores, the host limit and /dev/shm. Pinned memory is on if it saves
-more than 1 % of the step when a step's micro-batches are copied to the GPU.
+more than 1 % of the step when a step's micro-batches are copied to the GPU. What the steps hold also gives the time of a step
+of real rows, which are shorter than those that were timed.
 """
 
 import math
@@ -47,8 +48,6 @@ STEPS, SECONDS = 8, 0.5
 """This many steps are timed, or as many as come in this many seconds."""
 ROWS = 4096
 """A larger step is not read whole: times and bytes of its first rows are scaled."""
-PASSES = 10
-"""A step that goes through the data more often than this gets a warning."""
 COPIES = 5
 """Copies to the GPU that are timed."""
 
@@ -71,6 +70,10 @@ class Timed:
     """The share of that time in which this process computed or waited for a core."""
     worker_bytes: int
     """Anonymous and shared memory that a worker adds; 0 without one."""
+    work: float
+    """Rows × padded lengths of a step in one process, on average; scaled as the seconds are."""
+    micro_batches: float
+    """On average."""
 
 
 class HostPlanner:
@@ -98,15 +101,45 @@ class HostPlanner:
             predicted_bytes=self._bytes(workers.effective or 0, prefetch.effective or 0),
             limit_bytes=self.target.host_limit_bytes,
         )
-        others = (choice for choice in self.plan.choices if choice.name not in ("workers", "prefetch", "pin_memory"))
-        plan = replace(self.plan, host=host, choices=(*others, workers, prefetch, pinned))
-        passes = 0.0 if self.rows is None else plan.global_batch / len(self.rows)
-        if self.rows is None or passes <= PASSES:
-            return plan
-        return plan.with_warning(
-            f"a step of {plan.global_batch:,} rows goes through the {len(self.rows):,} rows of the data {passes:,.0f} "
-            "times. Try: a smaller global_batch="
+        limit = [] if self.options.host_limit is None else [self._limit()]
+        named = ("workers", "prefetch", "pin_memory", "host_limit")
+        others = (choice for choice in self.plan.choices if choice.name not in named)
+        plan = replace(
+            self.plan, host=host, step_s=self._step_s(host), choices=(*others, workers, prefetch, pinned, *limit)
         )
+        return plan.with_warning(*self._warnings())
+
+    def _limit(self) -> Choice:
+        requested, usable = self.options.host_limit_bytes, self.target.host_limit_bytes
+        reason = "as requested" if requested == usable else f"all there is: {self.host.ram_limited_by}"
+        return Choice.of("host_limit", requested, usable, reason, "measured")
+
+    def _warnings(self) -> Iterator[str]:
+        requested, usable = self.options.host_limit_bytes, self.target.host_limit_bytes
+        if requested is not None and requested > usable:
+            yield (
+                f"host_limit= is {show_bytes(requested)}, and there are {show_bytes(usable)} ({self.host.ram_limited_by}), "
+                "which the plan is for"
+            )
+        if self.rows is not None and self.plan.global_batch > len(self.rows):
+            batch, count = self.plan.global_batch, len(self.rows)
+            yield (
+                f"the global batch of {batch:,} rows exceeds the {count:,} rows of the data, so a step has each row "
+                f"{_times(batch / count)}. Try: a smaller global_batch="
+            )
+
+    def _step_s(self, host: HostPlan) -> float | None:
+        """The time of a step of the data's rows. A GPU computes while the next rows are read; a CPU does one after the other."""
+        if self.here is None:
+            return None
+        trains_s = self.trains_s
+        on_data = next((one.data_rows_per_s for one in self.plan.tried if one.chosen), None)
+        if on_data:
+            trains_s = max(self.plan.deal) / on_data
+        if host.workers:
+            reads_s = (self.worker or self.here).seconds / host.workers
+            return max(trains_s, reads_s)
+        return trains_s + self.here.seconds if self.target.device.type == "cpu" else max(trains_s, self.here.seconds)
 
     def read(self, workers: int) -> Timed:
         """Time a few steps, after one that opens files and fills caches."""
@@ -119,28 +152,33 @@ class HostPlanner:
         alone = tree_bytes()
         steps = iter(loader)
         first = next(steps)
+        work, micro_batches = [_work(first)], [len(first.groups)]
         seconds, computing, began = [], 0.0, now()
         for _ in _until(STEPS, SECONDS):
             started, busy = now(), _busy_s()
-            next(steps)
+            rows = next(steps)
             seconds.append(now() - started)
             computing += _busy_s() - busy
+            work.append(_work(rows))
+            micro_batches.append(len(rows.groups))
+            del rows  # which would count as the worker's
         total_s = now() - began
         # A forked worker shares pages with its parent, and each counts half of them: only the sum of all is right. It is
         # taken before the worker ends, because its pages then count as unshared for a while (300 MiB).
         held = max(0, tree_bytes() - alone) // workers if workers else 0
         loader.close()
         each = total_s / len(seconds) if workers else statistics.median(seconds)  # steps read ahead come at once
-        return Timed(first, self.scale * each, computing / total_s, held)
+        mean_work, mean_count = (self.scale * statistics.fmean(values) for values in (work, micro_batches))
+        return Timed(first, self.scale * each, computing / total_s, held, mean_work, mean_count)
 
     @property
     def trains_s(self) -> float:
         """Seconds that a step of such rows trains, predicted from the rows/s at the planned lengths."""
         assert self.here is not None
-        per_work = 1 / (self.plan.rows_per_s * max(1, sum(self.plan.shape)))
-        rows = self.here.rows
-        work = sum(len(group) * max(1, sum(shape)) for group, shape in zip(rows.groups, rows.shapes, strict=True))
-        return self.scale * per_work * work
+        plan, overhead = self.plan, self.plan.overhead or 0.0
+        planned_work = max(plan.deal) * max(1, sum(plan.shape)) + plan.accumulation * overhead
+        per_work_s = max(plan.deal) / plan.rows_per_s / planned_work
+        return per_work_s * (self.here.work + self.here.micro_batches * overhead)
 
     def _workers(self) -> Choice:
         wanted = None if self.options.workers == "auto" else self.options.workers
@@ -255,6 +293,18 @@ class HostPlanner:
             f"{_ms(slow)} from plain; the step is predicted to take {_ms(self.trains_s)}"
         )
         return Choice.of("pin_memory", wanted, worth if wanted is None else wanted, reason, "measured")
+
+
+def _work(rows: StepRows) -> int:
+    return sum(len(group) * max(1, sum(shape)) for group, shape in zip(rows.groups, rows.shapes, strict=True))
+
+
+def _times(passes: float) -> str:
+    """How often a step has each row of data that it exceeds: `once or twice`, `2 or 3 times`, `2,500 times`."""
+    least, most = math.floor(passes), math.ceil(passes)
+    if most <= 2:
+        return "twice" if least == most else "once or twice"
+    return f"{least:,} times" if least == most else f"{least:,} or {most:,} times"
 
 
 def _copy_s(rows: StepRows, device: torch.device) -> float:

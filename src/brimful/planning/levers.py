@@ -267,7 +267,7 @@ def frozen_choice(context: StepContext, shape: Shape, micro_batch: int) -> Choic
         probed = f"{FROZEN_ROWS} and {2 * FROZEN_ROWS}"
         reason += f", and {show_bytes(row_bytes * micro_batch)} of activations at {size} (predicted from {probed})"
     share = f"{count / sum(param.numel() for param in every):.0%} of the weights"
-    return Choice(name="frozen", requested=None, effective=share, reason=reason, basis="measured")
+    return Choice.of("frozen", None, share, reason, "measured")
 
 
 def _activations_saved(context: StepContext, frozen: list[nn.Parameter], shape: Shape) -> float | None:

@@ -1,10 +1,11 @@
 """The plan: how a step is split and what it costs, with every choice and its reason.
 
-Each choice has a basis: `measured` if it ran, `predicted` if the memory model says so, `asked` if the user or the task
-set it. A plan is saved as JSON and loaded again bit for bit.
+Each choice has a basis: `measured` if it ran, `predicted` if the memory model says so, `asked` if somebody set it; and a
+source, which says who did. A plan is saved as JSON and loaded again bit for bit.
 """
 
 import json
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,10 @@ from brimful.task import Shape
 from brimful.units import Zone, show_bytes, show_rate, show_rows, zone
 
 Basis = Literal["measured", "predicted", "asked"]
+Source = Literal["you", "config file", "recipe", "task", "default", "measured", "predicted"]
+"""Where a value comes from."""
+SET_BY_USER = ("you", "config file", "recipe")
+_SET_IN = re.compile(r"set in [^;]*(; |$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,24 +35,43 @@ class Choice:
     effective: Any
     reason: str
     basis: Basis
+    source: Source
 
     @classmethod
-    def of(cls, name: str, requested: Any, effective: Any, reason: str, basis: Basis) -> "Choice":
-        """A choice with this basis, or `asked` where it is what the user requested."""
-        kept = requested is not None and requested == effective
-        return cls(name=name, requested=requested, effective=effective, reason=reason, basis="asked" if kept else basis)
+    def of(
+        cls, name: str, requested: Any, effective: Any, reason: str, basis: Basis, source: Source | None = None
+    ) -> "Choice":
+        """A choice with this basis and source, or `asked` and `you` where it is what the user requested.
+
+        By default the source is the basis, and of what was asked for the user, or the default if there is no request.
+        """
+        if requested is not None and requested == effective:
+            basis, source = "asked", "you"
+        elif source is None:
+            source = basis if basis != "asked" else "default" if requested is None else "you"
+        return cls(name=name, requested=requested, effective=effective, reason=reason, basis=basis, source=source)
+
+    def set_in(self, file: str | None) -> "Choice":
+        """The same choice of a user who made it in a recipe (`recipe small`) or a config file; None: with a flag or an argument."""
+        reason = _SET_IN.sub("", self.reason)
+        if file is None:
+            return replace(self, source="you", reason=reason)
+        reason = f"set in {file}; {reason}" if reason else f"set in {file}"
+        return replace(self, source="recipe" if file.startswith("recipe ") else "config file", reason=reason)
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """The choice as a row of a table: name, requested, effective, basis, reason."""
+        """The choice as a row of a table: name, requested, effective, source, reason."""
         requested, effective = (
-            "–" if value is None else show_bytes(value) if self.name == "memory_limit" else str(value)
+            "–" if value is None else show_bytes(value) if self.name in LIMITS else str(value)
             for value in (self.requested, self.effective)
         )
-        return self.name.replace("_", " "), requested, effective, self.basis, self.reason
+        return self.name.replace("_", " "), requested, effective, self.source.split()[0], self.reason
 
 
-COLUMNS = ("choice", "requested", "effective", "basis", "reason")
+COLUMNS = ("choice", "requested", "effective", "source", "reason")
+LIMITS = ("memory_limit", "host_limit")
+"""Choices of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +161,22 @@ class HostPlan:
     limit_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTime:
+    """What a run is predicted to take, from the measured speed. Evaluations and checkpoints come on top of it."""
+
+    steps: int
+    """Of the whole run."""
+    steps_per_epoch: int
+    """Rounded up: a step may take rows of two passes."""
+    step_s: float | None
+    """None if nothing measured it, as all that follows."""
+    epoch_s: float | None
+    total_s: float | None
+    ends: str | None
+    """When the steps that are left have been trained: `2026-01-31T09:02:00Z`."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The fastest configuration found that fits, with every choice and its reason.
@@ -191,6 +231,9 @@ class Plan:
     one_more_predicted_peak_bytes: int | None
     """What one row more than the largest would cost; None if the step has no more rows."""
     rows_per_s: float
+    step_s: float | None = None
+    """Seconds of a step of the data's own rows, predicted from the measured speeds of computing and reading; None without
+    data."""
     overhead: float | None = None
     """Cost of a further micro-batch in rows × padded lengths, measured unless the plan is deterministic; None if unknown
     or if splits should be few."""
@@ -211,6 +254,10 @@ class Plan:
     """Settings that `table=True` left out, each with the reason."""
     data_rows: int | None = None
     """Rows of the data; None without data."""
+    time: RunTime | None = None
+    """Only the plan of a run has it."""
+    number: int | None = None
+    """In the folder of a run, where plans/0001.json is the first; None elsewhere."""
     key: str
     created: str
     cached: bool = False
@@ -269,8 +316,8 @@ class Plan:
         """The choice of this name: `plan.choice("micro_batch").reason`."""
         return next(choice for choice in self.choices if choice.name == name)
 
-    def with_warning(self, warning: str) -> "Plan":
-        return replace(self, warnings=(*self.warnings, warning))
+    def with_warning(self, *warnings: str) -> "Plan":
+        return replace(self, warnings=(*self.warnings, *warnings))
 
     @property
     def headline(self) -> str:
@@ -310,6 +357,7 @@ class Plan:
             "memory_model": self.memory_model.to_json(),
             "levers": _as_dict(self.levers),
             "host": _as_dict(self.host),
+            "time": None if self.time is None else _as_dict(self.time),
             "choices": [_as_dict(choice) for choice in self.choices],
             "warnings": list(self.warnings),
             "tried": [one.to_json() for one in self.tried],

@@ -59,7 +59,7 @@ from brimful.planning.probe import (
     task_errors,
     with_dummy,
 )
-from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
+from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target, idle_gpus
 from brimful.show import open_view
 from brimful.task import Dataset, Precision, Shape, Task, check_weights
 from brimful.units import flag_bytes, show_bytes, show_count
@@ -189,6 +189,7 @@ def plan(
             progress(phrase)
 
         result = find_plan(task, options, target, rows, model=model, optimizer=optimizer, progress=status)
+        result = result.with_warning(*idle_gpus(options, target, options.processes))
         view({"event": "plan", **result.to_json()})
     return result
 
@@ -373,7 +374,7 @@ def _key(
     classes: set[type] = {type(task), *{type(part) for part in model.modules()}}
     facts = {
         "task": [task.name, task.precision, task.global_batch, re.sub(r"0x[0-9a-f]+", "", repr(sorted(own.items())))],
-        "sources": sorted({_source(cls) for cls in classes if not cls.__module__.startswith("torch.")}),
+        "sources": sorted({source_hash(cls) for cls in classes if not cls.__module__.startswith("torch.")}),
         "model": repr(model),
         "tensors": [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors],
         "shape": shape,
@@ -389,7 +390,7 @@ def _key(
 
 
 @lru_cache
-def _source(cls: type) -> str:
+def source_hash(cls: type) -> str:
     """A hash of the file that a class comes from, or of its compiled methods if there is no file."""
     try:
         text = Path(inspect.getfile(cls)).read_bytes()

@@ -125,6 +125,18 @@ def find_target(options: PlanOptions) -> Target:
     )
 
 
+def idle_gpus(options: PlanOptions, target: Target, processes: int) -> list[str]:
+    """A warning if torch sees more GPUs than this many processes use on this machine; none if the user chose the GPU."""
+    if target.device.type in ("cpu", "mps") or ":" in options.device:
+        return []
+    count = torch.accelerator.device_count()
+    if count <= processes:
+        return []
+    idle, work = count - processes, f"{processes} process{'es' * (processes > 1)}"
+    stands = "stands" if idle == 1 else "stand"
+    return [f"{idle} of {count} GPUs {stands} idle, because there is only work for {work}. Try: processes={count}"]
+
+
 @contextmanager
 def deterministic_algorithms(on: bool) -> Iterator[None]:
     """torch's deterministic algorithms in the block if wanted. An operation that has none warns and runs."""
@@ -196,7 +208,8 @@ def _host_free(options: PlanOptions, host: Host, device: torch.device) -> tuple[
     if simulated is not None:
         return simulated, "the simulated_memory block around this call"
     if options.host_limit_bytes is not None:
-        return options.host_limit_bytes, "the host limit, since the CPU has no memory of its own"
+        limit = min(options.host_limit_bytes, host.ram_limit_bytes)
+        return limit, "the host limit, since the CPU has no memory of its own"
     return host.ram_available_bytes, "the host memory available now"
 
 
@@ -204,7 +217,8 @@ def _steady_bytes(options: PlanOptions, host: Host, device: torch.device) -> int
     """What a deterministic plan is for: a limit around this call, else a fixed share of all memory."""
     if device.type in ("cpu", "mps"):
         simulated = active_limit_bytes() if device.type == "cpu" else None
-        return simulated or options.host_limit_bytes or int(STEADY * host.ram_limit_bytes)
+        limit = options.host_limit_bytes and min(options.host_limit_bytes, host.ram_limit_bytes)
+        return simulated or limit or int(STEADY * host.ram_limit_bytes)
     total = torch.accelerator.get_memory_info(device)[1]
     return min(process_limit_bytes(device, total), int(STEADY * total))
 

@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from brimful.languages import tr
 from brimful.show import show_with
 from brimful.training.run_log import (
     LINE_S,
@@ -59,7 +61,9 @@ class Progress:
         self._view: View | None = view
         self._wording = wording
         self._summary = RunSummary()
-        self._resumed = False
+        self._resumed, self._run = False, ""
+        self._warned: Sequence[str] = ()
+        """Warnings that the table of the plan shows, so that their notes are not printed again."""
         self._handler = _LogHandler(lambda line: self._safely(lambda view: view.line(wording(line), "yellow")))
 
     @classmethod
@@ -97,9 +101,16 @@ class Progress:
         if event["event"] == "end":
             view.flush(self._summary)
         if event["event"] == "begin":
-            self._resumed = bool(event.get("resumed"))
+            self._resumed, self._run = bool(event.get("resumed")), event["run"]
         if event["event"] == "plan" and not self._resumed:
-            view.table(_plan_table(event))
+            view.table(_plan_table(event, self._wording))
+            self._warned = event.get("warnings", ())
+        elif event["event"] == "plan" and (event.get("changes") or event.get("experiment_reasons")):
+            view.table(_plan_changes(event))
+            if back := _way_back(event, self._run):
+                view.line(tr("To go back: {command}", command=back), "")
+        if event["event"] == "note" and event["sentence"] in self._warned:
+            return
         if line := event_line(event):
             view.line(self._wording(line) if event["event"] in PRINTED else line, event_style(event))
 
@@ -124,11 +135,25 @@ def event_style(event: Mapping[str, Any]) -> str:
     return "yellow" if event["event"] in WARNINGS or event.get("level") == "warning" else ""
 
 
-def _plan_table(event: Mapping[str, Any]) -> RenderableType:
+def _plan_table(event: Mapping[str, Any], wording: Callable[[str], str]) -> RenderableType:
     from brimful.planning.plan import Plan
     from brimful.report.tables import plan_table
 
-    return plan_table(Plan.from_json(dict(event)))
+    return plan_table(Plan.from_json(dict(event)), wording=wording)
+
+
+def _plan_changes(event: Mapping[str, Any]) -> RenderableType:
+    from brimful.report.tables import plan_changes
+
+    return plan_changes(event)
+
+
+def _way_back(event: Mapping[str, Any], run: str) -> str:
+    """The command that goes back to the plan before, if this one makes another experiment; a line of its own, to be copied."""
+    number, before = event.get("number"), event.get("number_before")
+    if event.get("experiment") != "other" or before in (None, number):
+        return ""
+    return f"brimful train --run {shlex.quote(run)} --rollback {before}"
 
 
 class View(Protocol):

@@ -3,19 +3,22 @@
 Whatever will end a training (a full GPU, a tiny /dev/shm, a torch without CUDA) is yellow and says what to do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from brimful.languages import tr, translate
 from brimful.machine.gpu import Gpu, describe_holders
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
 from brimful.planning.plan import COLUMNS, Plan, Setting, Tried
 from brimful.report.progress import ZONE_STYLE
-from brimful.units import NOTHING, GiB, show_bytes, show_rate, show_rows, show_seconds
+from brimful.training.plan_history import show_value
+from brimful.units import NOTHING, GiB, show_bytes, show_count, show_rate, show_rows, show_seconds
 
 WARNING = "yellow"
 BAR_WIDTH = 40
@@ -30,23 +33,26 @@ SMALL_SHM_BYTES = GiB
 # ---- A plan ----------------------------------------------------------------------------------------------------------
 
 
-def plan_table(plan: Plan) -> RenderableType:
-    """The headline, the memory, every choice with its reason, how the plan was found, and warnings."""
+def plan_table(plan: Plan, *, wording: Callable[[str], str] = str) -> RenderableType:
+    """The headline, the memory, every choice with its reason, how the plan was found, and warnings.
+
+    `wording` turns the arguments that warnings name into what the user typed.
+    """
     choices = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for column in COLUMNS[:-1]:
         choices.add_column(column, no_wrap=True)
     choices.add_column(COLUMNS[-1], overflow="fold")
     for choice in plan.choices:
-        name, requested, effective, basis, reason = choice.cells
+        name, requested, effective, source, reason = choice.cells
         changed = choice.requested is not None and choice.requested != choice.effective
         choices.add_row(
             name,
             Text(requested, style=WARNING if changed else "dim"),
             Text(effective, style="bold"),
-            Text(basis, style="dim"),
+            Text(source, style="dim"),
             Text(reason),
         )
-    warnings = [Text(f"warning: {warning}", style=WARNING) for warning in plan.warnings]
+    warnings = [Text(f"warning: {wording(warning)}", style=WARNING) for warning in plan.warnings]
     facts = _facts_grid(_plan_facts(plan).items())
     tried = [tried_table(plan)] if plan.table else []
     return Group(
@@ -84,7 +90,62 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
     planned = f"in {show_seconds(plan.plan_s)} with {plan.probes} probes and {_ooms(plan.ooms)}"
     if plan.cached:
         planned = f"reused from {plan.created}; --no-cache plans again"
-    return {"peak": peak, "largest": largest, "planned": planned}
+    return {"peak": peak, "largest": largest, **_run_facts(plan), "planned": planned}
+
+
+def _run_facts(plan: Plan) -> dict[str, str]:
+    """What a run is predicted to take of host RAM and of time, as far as that is known."""
+    facts, host, time = {}, plan.host, plan.time
+    if host.predicted_bytes is not None:
+        predicted, limit = show_bytes(host.predicted_bytes), show_bytes(host.limit_bytes)
+        facts["host RAM"] = tr("{predicted} of {limit} (predicted)", predicted=predicted, limit=limit)
+    if time is not None:
+        steps = tr(
+            "{steps}, {per_epoch:,} per epoch", steps=show_count(time.steps, "step"), per_epoch=time.steps_per_epoch
+        )
+        short = time.step_s is not None and time.step_s < 0.1
+        each = f"{1000 * time.step_s:.2g} ms" if short else show_seconds(time.step_s)  # type: ignore[operator]
+        total = show_seconds(time.total_s)
+        until = "" if time.ends is None else tr(", until {clock}", clock=show_clock(time.ends))
+        unknown = tr("; how long they take is unknown")
+        known = tr("; {each} each, {total} in all{until} (predicted)", each=each, total=total, until=until)
+        facts["time"] = steps + (unknown if time.step_s is None else known)
+    return facts
+
+
+def show_clock(time: str, now: datetime | None = None) -> str:
+    """A time of an event as a clock shows it here: `09:02`, with the date unless it is today."""
+    now = datetime.now().astimezone() if now is None else now
+    then = datetime.fromisoformat(time).astimezone(now.tzinfo)
+    return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M}"
+
+
+def recorded_plan(event: Mapping[str, Any], wording: Callable[[str], str] = str) -> RenderableType:
+    """A `plan` event: the plan, after what it changes."""
+    table = plan_table(Plan.from_json(dict(event)), wording=wording)
+    changed = event.get("changes") or event.get("experiment_reasons")
+    return Group(plan_changes(event), Text(), table) if changed else table
+
+
+def plan_changes(event: Mapping[str, Any]) -> RenderableType:
+    """What a resumed run changes, old → new, and whether it is another experiment."""
+    number, experiment, reasons = event.get("number"), event.get("experiment"), event.get("experiment_reasons", ())
+    is_new = number not in (None, event.get("number_before"))
+    heading = (
+        tr("plan {number}, with these changes:", number=number) if is_new else tr("changed since the run stopped:")
+    )
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for change in event["changes"]:
+        name = change["name"]
+        old, new = (translate(show_value(name, change[side])) for side in ("old", "new"))
+        grid.add_row(f"  {translate(name.replace('_', ' '))}", Text.assemble((old, "dim"), " → ", (new, "bold")))
+    lines: list[RenderableType] = [Text(heading, style="bold"), grid] if event["changes"] else []
+    is_other = experiment == "other"
+    verdict = tr("another experiment from here on") if is_other else tr("the same experiment")
+    if experiment in ("same", "other"):
+        sentence = ": ".join([verdict, *(["; ".join(map(translate, reasons))] if reasons else [])])
+        lines.append(Text(sentence, style=WARNING if is_other else ""))
+    return Group(*lines)
 
 
 def tried_table(plan: Plan) -> RenderableType:

@@ -2,7 +2,7 @@
 
 Ranks on equal devices share a plan: the first of each kind makes it while the others wait, and on two GPUs of different
 size both are made at once. A resumed run keeps its plan as long as it was made for the same options and device, because the
-plan decides how steps are split and so the last bits of the result.
+plan decides how steps are split and so the last bits of the result. One that goes back to an earlier plan takes that instead.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,12 @@ from typing import Any
 from brimful.errors import BadRun
 from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import PlanOptions
-from brimful.planning.planner import SHRUNK, find_plan
+from brimful.planning.planner import SHRUNK, find_plan, source_hash
 from brimful.planning.target import Target
 from brimful.step.distributed import SingleProcess, gather_results
 from brimful.task import Dataset, Task
-from brimful.training.run import RunFolder
+from brimful.training.plan_history import RESTORED, KeptPlan, PlanHistory
+from brimful.training.run import Request, RunFolder
 from brimful.units import show_bytes
 
 NOT_COMPARED = ("cache", "device", "plan_seconds", "table")
@@ -44,6 +45,8 @@ class PlanChoice:
     """Whether an average of the weights (`--ema`) takes memory as well."""
     made_before_for: dict[str, Any] | None
     """The options that the plan in the run's folder was made for; None in a new run."""
+    number: int | None = None
+    """Of the kept plan to go back to."""
     progress: Callable[[str], object]
     note: Callable[[str], object]
 
@@ -55,11 +58,43 @@ class PlanChoice:
         assert plan is not None
         return plan
 
-    def save(self, plan: Plan) -> None:
-        """In the run's folder, by rank 0, and by others that have a plan of their own."""
+    def kept(self, plan: Plan, request: Request) -> KeptPlan:
+        """The plan as it is kept, before it has a number."""
+        task_class: type = type(self.task)
+        options, origins = (
+            {name: value for name, value in values.items() if name in RESTORED}
+            for values in (request.options, request.origins)
+        )
+        return KeptPlan(
+            number=0,
+            plan=plan.to_json(),
+            options=options,
+            origins=origins,
+            plan_for=self.made_for,
+            code=source_hash(task_class),
+        )
+
+    def save(self, plan: Plan, kept: KeptPlan, *, new_run: bool) -> Plan:
+        """In the run's folder, by rank 0 and by others that have a plan of their own. Returns the plan with its number: that of
+        a kept plan if it equals one, else the next.
+        """
+        rank, history = self.group.rank, PlanHistory(self.run, self.group.rank)
+        if rank == 0 and new_run:
+            history.clear()
         keys = self.group.gather_objects(plan.key + plan.created)
-        if keys.index(keys[self.group.rank]) == self.group.rank:
-            plan.save(self.run.own_plan(self.group.rank))
+        is_own = keys.index(keys[rank]) == rank
+        before, newest = history.current(), max((one.number for one in history.all()), default=0)
+        answers = self.group.gather_objects(
+            (history.numbers_of(kept) if is_own else None, before and before.number, newest)
+        )
+        equal = set.intersection(*(set(numbers) for numbers, _, _ in answers if numbers is not None))
+        _, current, newest = answers[0]
+        number = current if current in equal else max(equal, default=newest + 1)
+        plan = replace(plan, number=number)
+        if is_own:
+            history.keep(replace(kept, number=number, plan=plan.to_json()))
+            plan.save(self.run.own_plan(rank))
+        return plan
 
     @property
     def made_for(self) -> dict[str, Any]:
@@ -88,7 +123,7 @@ class PlanChoice:
         if problems:
             raise BadRun(f"plan={self.file!r} {' and '.join(problems)}. Try: a new plan, without plan=.")
         name = Path(self.file).name
-        origin = Choice(name="plan", requested=name, effective=name, reason=f"made {plan.created}", basis="asked")
+        origin = Choice.of("plan", name, name, f"made {plan.created}", "asked")
         limit = self.options.memory_limit_bytes
         if limit is None or limit == plan.limit_bytes:
             return replace(plan, choices=(origin, *plan.choices))
@@ -101,7 +136,7 @@ class PlanChoice:
 
     def _from_run(self) -> Plan | None:
         """The run's own plan, if it still holds."""
-        path = self.run.plan(self.group.rank)
+        path = self.run.plan(self.group.rank) if self.number is None else self._path_of(self.number)
         if self.made_before_for is None or not path.is_file():
             return None
         before, now = self.made_before_for, self.made_for
@@ -118,6 +153,10 @@ class PlanChoice:
         if changed:
             self.note(f"making a new plan because this changed since the run began: {', '.join(changed)}")
         return None if changed else plan
+
+    def _path_of(self, number: int) -> Path:
+        own = self.run.kept_plan(number, self.group.rank)
+        return own if own.is_file() else self.run.kept_plan(number)
 
     def _new(self) -> Plan:
         return find_plan(self.task, self.options, self.target, self.rows, steps=self.steps, progress=self.progress)

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import MissingExtra
-from brimful.planning.plan import Choice
+from brimful.planning.plan import Choice, Source
 from brimful.task import Task
 from brimful.training.average import add_average
 from brimful.training.options import Curve, OptimizerName, TrainOptions
@@ -60,10 +60,14 @@ def _chosen(task: Task, options: TrainOptions) -> Callable[[nn.Module], Optimize
 def optimizer_choice(task: Task, options: TrainOptions) -> Choice:
     """How the plan shows the optimizer of a task that came from `with_optimizer`."""
     optimizer = task.optimizer.make if isinstance(task.optimizer, _WithAverage) else task.optimizer
-    name = f"{optimizer.name} at {optimizer.lr:g}" if isinstance(optimizer, NamedOptimizer) else "the task's"
-    origin = "the task's" if options.optimizer is None else "as requested"
+    name: str = optimizer.name if isinstance(optimizer, NamedOptimizer) else "the task's"
+    if isinstance(optimizer, (NamedOptimizer, _WithRate)):
+        name += f" at {optimizer.lr:g}"
+    of_task = not isinstance(optimizer, NamedOptimizer) or hasattr(task, "learning_rate")
+    origin = "as requested" if options.optimizer else "the task's" if of_task else "the default"
     rate = "" if options.lr is None else ", with the learning rate requested"
-    return Choice.of("optimizer", options.optimizer, name, origin + rate, "asked")
+    source: Source = "you" if options.optimizer or rate else "task" if of_task else "default"
+    return Choice.of("optimizer", options.optimizer, name, origin + rate, "asked", source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +143,12 @@ class Schedule:
     """The share of the run in which `wsd` falls."""
     floor: float = 0.0
     """The share at the end."""
+
+    @classmethod
+    def of(cls, options: TrainOptions, steps: int) -> "Schedule":
+        return cls(
+            curve=options.schedule, steps=steps, warmup=options.warmup_steps(steps), decay=options.decay, floor=options.min_lr
+        )  # fmt: skip
 
     def describe(self, peak: float) -> str:
         """The learning rate of the first step, at its highest and of the last step."""

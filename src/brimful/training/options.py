@@ -32,6 +32,8 @@ class TrainOptions:
     """The run's folder. Default: runs/TASK-DATE-TIME."""
     resume: bool = False
     """Continue from the newest intact checkpoint of the run, with the options it was started with."""
+    rollback: int | bool = False
+    """Resume with the plan before the current one and its options, or with the plan of this number in RUN/plans."""
     max_steps: int | None = None
     """Optimizer steps in all. Default: as many as --epochs take."""
     epochs: float = 1.0
@@ -134,6 +136,11 @@ def _problems(options: TrainOptions) -> Iterator[str]:
     for name in ("resume", "skip_oversized"):
         if not isinstance(values[name], bool):
             yield f"{name}={values[name]!r} must be True or False."
+    rollback = options.rollback
+    if not isinstance(rollback, bool) and not is_whole(rollback, 1):
+        yield f"rollback={rollback!r} must be the number of a plan in RUN/plans, from 1 on."
+    if rollback and options.plan is not None:
+        yield "rollback= cannot be combined with plan=. Try: one of the two."
     if options.plan is not None and not Path(options.plan).is_file():
         yield f"plan={options.plan!r} is not a file. Try: a plan.json that `brimful plan` or a run wrote."
     try:

@@ -30,7 +30,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from brimful.errors import BadOption, BadRun
 from brimful.files import FileLock, parse_object, read_json, write_atomic
@@ -38,6 +38,8 @@ from brimful.planning.plan_options import PlanOptions
 from brimful.training.events import read_events
 from brimful.training.options import TrainOptions
 
+RUN_OPTIONS = ("run", "resume", "rollback")
+"""Options of training that a request has as fields of its own."""
 PATH_OPTIONS = ("valid", "plan")
 """Options of training that name a file. A task marks its own with `field(metadata={"path": True})`."""
 PAUSED = "time-limit"
@@ -72,6 +74,10 @@ class Request:
     """Where the rows ready for `Task.rows` are, relative to the run's folder if they are in it."""
     plan_for: Mapping[str, Any] | None = None
     """The options that the plan in the folder was made for."""
+    rollback: int | None = None
+    """The number of the kept plan to go back to. `options` and `plan_for` are those of that plan already."""
+    dry_run: Literal["", "table", "json"] = ""
+    """Make the plan, print it in this form, and train nothing."""
 
     @cached_property
     def train_options(self) -> TrainOptions:
@@ -112,8 +118,8 @@ class Request:
 
 
 def pick(values: Mapping[str, Any], owner: type) -> dict[str, Any]:
-    """Those of the values that are options of this class, except the run's folder and whether it is resumed."""
-    names = {one.name for one in fields(owner)} - {"run", "resume"}
+    """Those of the values that are options of this class, except those that say which run it is and how it goes on."""
+    names = {one.name for one in fields(owner)} - {*RUN_OPTIONS}
     return {name: value for name, value in values.items() if name in names}
 
 
@@ -157,9 +163,17 @@ class RunFolder:
     def own_plan(self, rank: int) -> Path:
         return self.root / ("plan.json" if rank == 0 else f"plan-{rank}.json")
 
+    @property
+    def plans(self) -> Path:
+        return self.root / "plans"
+
+    def kept_plan(self, number: int, rank: int = 0) -> Path:
+        """plans/0001.json; plans/rank-1-0001.json of a rank with a plan of its own."""
+        return self.plans / f"{'' if rank == 0 else f'rank-{rank}-'}{number:04}.json"
+
     def kept_plans(self) -> list[Path]:
         """plans/0001.json, …: every plan that the run has trained with, the oldest first."""
-        return sorted((self.root / "plans").glob("[0-9]*.json"))
+        return sorted(self.plans.glob("[0-9]*.json"))
 
     @property
     def lock(self) -> Path:
@@ -223,7 +237,8 @@ class RunFolder:
     def write_request(self, request: Request) -> None:
         """With absolute paths: a run may be resumed from any folder."""
         content = request.map_paths(absolute, lambda name, value: False).to_json()
-        del content["resume"]
+        for name in ("resume", "rollback", "dry_run"):  # of this call, not of the run
+            del content[name]
         content["run"] = str(self.root.absolute())
         write_atomic(self.request_file, json.dumps(content, indent=1, default=str) + "\n")
 
@@ -274,12 +289,14 @@ def newest_run(task: str | None) -> Path:
 
 
 def open_run(
-    root: Path, *, resume: bool, may_begin: bool = False, note: Callable[[str], object] = log.warning
-) -> tuple[RunFolder, bool]:
+    root: Path, *, resume: bool, rollback: bool | int = False, may_begin: bool = False, note: Callable[[str], object] = log.warning
+) -> tuple[RunFolder, bool]:  # fmt: skip
     """The folder, and whether its run continues: because that was requested, or because a time limit paused it.
 
-    With `may_begin`, a run that is to be resumed and was never begun begins now: one command serves every restart.
+    With `may_begin`, a run that is to be resumed and was never begun begins now: one command serves every restart. One that is
+    to go back to an earlier plan must have been begun.
     """
+    resume = resume or bool(rollback)
     folder, first = RunFolder(root), os.environ.get("RANK", "0") == "0"
     if file := next((path for path in (root, *root.parents) if path.is_file()), None):
         problem = "is a file" if file == root else f"is inside the file {file}"
@@ -288,6 +305,8 @@ def open_run(
         _wait_for_former_workers(root, note)
     if resume and not (folder.has_run or folder.request_file.is_file()):
         why = "no run was started in it" if root.exists() else "there is no such folder"
+        if rollback:
+            raise BadRun(f"{root} has no plan to go back to: {why}. Try: run= with the folder of a run.")
         if may_begin:
             if first:
                 note(f"{root} has nothing to resume ({why}), so a new run begins")

@@ -165,6 +165,7 @@ def event_line(event: Mapping[str, Any]) -> str:
     if kind == "begin":
         processes = f"{event['processes']} process{'es' * (event['processes'] != 1)}"
         return f"training in {event['run']}: {show_count(event['steps'], 'step')} on {processes}"
+    prefix = f"warning: {prefix}" if event.get("level") == "warning" else prefix
     return f"{prefix}{event['sentence']}" if kind in PRINTED else ""
 
 
@@ -260,7 +261,7 @@ class RunLog:
             self._flush_step()
             self.line(f"{event['reason']}: {event['sentence']}")
         elif line := event_line(event):
-            warning = "warning: " if kind in WARNINGS or event.get("level") == "warning" else ""
+            warning = "warning: " if kind in WARNINGS and event.get("level") != "warning" else ""
             self.line(f"{warning}{self._wording(line) if kind in PRINTED else line}")
 
     def status(self, phrase: str) -> None:

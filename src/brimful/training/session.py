@@ -1,6 +1,6 @@
 """A run put together from a request: data, plan, model, stepper, loader; then the loop.
 
-    connect ─► prepare data ─► plan ─► model, optimizer ─► [resume from a checkpoint] ─► loop ─► end
+    connect ─► prepare data ─► plan ─► model, optimizer ─► [resume from a checkpoint] ─► record the plan ─► loop ─► end
                rank 0 alone    one for                       weights strictly,
                                each kind of device           random state, position
 
@@ -9,13 +9,12 @@ calling process; the command line does so in processes of its own, below a paren
 """
 
 import gc
-import math
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import MISSING, fields, is_dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +29,10 @@ from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskErro
 from brimful.memory.meter import trim_heap
 from brimful.memory.oom import empty_cache
 from brimful.planning.levers import with_weights
-from brimful.planning.plan import Choice, Plan
+from brimful.planning.plan import Plan
 from brimful.planning.plan_options import AutoCheckpointed, AutoOnOff, PlanOptions, Weights
 from brimful.planning.probe import build_model, read_rows, task_errors, with_dummy
-from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target
+from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target, idle_gpus
 from brimful.show import open_view
 from brimful.step.distributed import SingleProcess, join, on_rank_zero
 from brimful.step.result import Event
@@ -49,10 +48,21 @@ from brimful.training.events import Journal, Listener
 from brimful.training.loop import Ending, Hook, Loop, rows_fingerprint
 from brimful.training.metrics import FlopModel, Speedometer, peak_flops
 from brimful.training.monitor import Monitor, begin_figures, gather_places
-from brimful.training.optimizer import Schedule, optimizer_choice, with_optimizer
+from brimful.training.optimizer import Schedule, with_optimizer
 from brimful.training.options import SAVE_S, Backend, Curve, OptimizerName, TrainOptions
-from brimful.training.run import Request, RunFolder, RunLock, absolute, new_run, open_run
+from brimful.training.plan_history import Comparison, PlanHistory, compare, rolled_back
+from brimful.training.run import RUN_OPTIONS, Request, RunFolder, RunLock, absolute, new_run, open_run
 from brimful.training.run_log import RunLog
+from brimful.training.run_plan import (
+    run_steps,
+    same_rates,
+    with_choices,
+    with_own_schedule,
+    with_run_warnings,
+    with_schedule,
+    with_sources,
+    with_time,
+)
 from brimful.training.stop import TimeLimit
 from brimful.training.trackers import Tracker, open_trackers
 from brimful.units import show_count
@@ -71,6 +81,7 @@ def train(
     valid: Data | None = None,
     run: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    rollback: int | bool = False,
     max_steps: int | None = None,
     epochs: float = 1.0,
     lr: float | None = None,
@@ -145,6 +156,8 @@ def train(
         run: The run's folder. Default: runs/TASK-DATE-TIME.
         resume: Continue from the newest intact checkpoint in `run`. Give the same task, data and options again.
             Where no run was begun yet, it begins.
+        rollback: Resume with the plan before the current one, or with the plan of this number in RUN/plans, and with the
+            options of that time. Options that differ from those of the last call win.
         max_steps: Optimizer steps in all. Default: as many as `epochs` take.
         epochs: Passes over the data, if `max_steps` is not given.
         lr: The peak learning rate. Default: the task's value.
@@ -208,7 +221,7 @@ def train(
     if not isinstance(task, Task):
         raise TaskError(f"train() was called with {kind_of(task)}. Try: a brimful.Task.")
     train_options = TrainOptions(
-        run=None if run is None else os.fspath(run), resume=resume, max_steps=max_steps, epochs=epochs, lr=lr,
+        run=None if run is None else os.fspath(run), resume=resume, rollback=rollback, max_steps=max_steps, epochs=epochs, lr=lr,
         optimizer=optimizer, weight_decay=weight_decay, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr,
         clip_norm=clip_norm, ema=ema, plan=None if plan is None else os.fspath(plan), mix=mix,
         skip_oversized=skip_oversized, valid=_as_path(valid), eval_every=eval_every, eval_rows=eval_rows, generate_rows=generate_rows, best=best,
@@ -223,13 +236,15 @@ def train(
     )  # fmt: skip
     _check_processes(processes)
     root = Path(run) if run is not None else new_run(task.name)
-    folder, resume = open_run(root, resume=resume, may_begin=True)
+    folder, resume = open_run(root, resume=resume, rollback=rollback, may_begin=True)
     before = folder.read_request() if resume and folder.request_file.is_file() else None
     request = Request(
         task=task.name, data=_as_path(data), run=str(root), resume=resume,
-        options={**_changed(train_options, without=("run", "resume")), **_changed(plan_options)},
+        options={**_changed(train_options, without=RUN_OPTIONS), **_changed(plan_options)},
         task_options=_task_options(task), plan_for=None if before is None else before.plan_for,
     )  # fmt: skip
+    if rollback:
+        request = rolled_back(request, before, PlanHistory(folder).earlier(rollback))
     if before is not None and before.task_options != request.task_options:
         raise BadOption("resume=True needs the task options the run began with. Try: a new run, in another folder.")
     is_first = os.environ.get("RANK", "0") == "0"
@@ -308,6 +323,19 @@ def _connect(target: Target, options: TrainOptions, plan_options: PlanOptions) -
     return join(device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """Rows and plan of a run, before there is a model."""
+
+    rows: Dataset
+    valid: Dataset | None
+    prepared: dict[str, str | None]
+    """Where the rows were read from."""
+    choice: PlanChoice
+    plan: Plan
+    steps: int
+
+
 class Session:
     """One run on one rank: it finds the device and the other ranks when it is made, and trains once."""
 
@@ -336,14 +364,15 @@ class Session:
             request.plan_options, device=str(self.target.device), processes=self.group.size
         )  # what was requested as `auto` is known now
         self.task = with_optimizer(task, self.options)
-        self.task.host_limit_bytes = request.plan_options.host_limit_bytes
+        self.task.host_limit_bytes = request.plan_options.host_limit_bytes and self.target.host_limit_bytes
         self.first = self.group.rank == 0
         self.loop: Loop | None = None
         self.trained = 0
         """Steps that this session has trained; those before a resume do not count."""
         self.trackers: Sequence[Tracker] = ()
+        events = None if request.dry_run else self.folder.events
         own_listeners = () if run_log is None else (run_log,)
-        self.journal = Journal(self.folder.events, (*own_listeners, *((*listeners, self._track) if self.first else ())))
+        self.journal = Journal(events, (*own_listeners, *((*listeners, self._track) if self.first else ())))
         self.places = gather_places(self.group, self.target.device)
         self.monitor = Monitor(
             self.places,
@@ -369,30 +398,60 @@ class Session:
             self.journal.close()
             self._free_memory()
 
+    def dry_run(self) -> dict[str, Any]:
+        """The `plan` event that training would begin with. Nothing is written but prepared data and the saved plan.
+
+        Weights are read, and a checkpoint is verified, as training would.
+        """
+        try:
+            with task_errors(self.task):
+                checkpoint = self._find_checkpoint() if self.request.resume else None
+                planned = self._plan()
+                with self.target.enforce(), deterministic_algorithms(planned.plan.deterministic):
+                    position = None if checkpoint is None else self._position(checkpoint, planned)
+                    model = self._model(checkpoint)
+                    optimizer = self.task.optimizer(model)
+                    self._check_space(planned, model, optimizer)
+                    plan, schedule, scheduler = self._schedule(planned, optimizer)
+                plan, comparison = self._record(plan, planned, None if scheduler else schedule, position)
+                return {**plan.to_json(), **comparison.to_json()}
+        finally:
+            self.journal.close()
+            self._free_memory()
+            with suppress(OSError):  # it has checkpoints, or another rank was faster
+                self.folder.checkpoints.rmdir()
+
     def _run(self) -> Ending:
         on_rank_zero(self.group, self._open_trackers)
         checkpoint = self._find_checkpoint() if self.request.resume else None
-        data, rows = self._read(self.data)
-        self.task = with_dummy(self.task, rows, self.progress, steady=self.plan_options.deterministic)
-        valid_data, valid = (None, None) if self.valid is None else self._read(self.valid, like=rows)
-        choice = PlanChoice(
-            task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,
-            file=self.options.plan, steps=self._steps(self.plan_options.global_batch or self.task.global_batch, rows), averages=self.options.ema is not None,
-            made_before_for=dict(self.request.plan_for) if self.request.resume and self.request.plan_for else None,
-            progress=self.progress, note=self._note,
-        )  # fmt: skip
-        plan = self._with_choices(choice.plan(), rows)
-        self.task = with_weights(self.task, plan.levers.weights)
-        if self.plan_options.deterministic:  # also if the plan is from a file and was made with times
-            plan = replace(plan, deterministic=True)
-        prepared = {"data": _place(self.folder.root, data), "valid": _place(self.folder.root, valid_data)}
-        with self.target.enforce(), deterministic_algorithms(plan.deterministic):
-            self.loop = self._build(plan, rows, valid, checkpoint, choice, prepared)
+        planned = self._plan()
+        with self.target.enforce(), deterministic_algorithms(planned.plan.deterministic):
+            self.loop = self._build(planned, checkpoint)
             first_step = self.loop.step
             with self.monitor:
                 ending = self.loop.run()
             self.trained = ending.step - first_step
             return ending
+
+    def _plan(self) -> _Planned:
+        """Rows that are ready, and the plan for them with the choices of training."""
+        data, rows = self._read(self.data)
+        self.task = with_dummy(self.task, rows, self.progress, steady=self.plan_options.deterministic)
+        valid_data, valid = (None, None) if self.valid is None else self._read(self.valid, like=rows)
+        choice = PlanChoice(
+            task=self.task, rows=rows, options=self.plan_options, target=self.target, group=self.group, run=self.folder,
+            file=self.options.plan, steps=run_steps(self.options, self.plan_options.global_batch or self.task.global_batch, rows),
+            averages=self.options.ema is not None, number=self.request.rollback,
+            made_before_for=dict(self.request.plan_for) if self.request.resume and self.request.plan_for else None,
+            progress=self.progress, note=self._note,
+        )  # fmt: skip
+        plan = with_choices(choice.plan(), rows, task=self.task, request=self.request, note=self._note)
+        self.task = with_weights(self.task, plan.levers.weights)
+        if self.plan_options.deterministic:  # also if the plan is from a file and was made with times
+            plan = replace(plan, deterministic=True)
+        prepared = {"data": _place(self.folder.root, data), "valid": _place(self.folder.root, valid_data)}
+        steps = run_steps(self.options, plan.global_batch, rows)
+        return _Planned(rows=rows, valid=valid, prepared=prepared, choice=choice, plan=plan, steps=steps)
 
     def progress(self, phrase: str) -> None:
         """What is being prepared."""
@@ -422,7 +481,7 @@ class Session:
         return None if path is None else Checkpoint.read(Path(path))
 
     def _newest_checkpoint(self) -> str | None:
-        for path in self.checkpoints.clean():
+        for path in () if self.request.dry_run else self.checkpoints.clean():
             self._note(f"removed {path.name}, which an interrupted save had left")
         newest = self.checkpoints.newest()
         for skipped in newest.skipped:
@@ -448,92 +507,17 @@ class Session:
         )
         return ready, read_rows(self.task, ready)
 
-    def _with_choices(self, plan: Plan, rows: Dataset) -> Plan:
-        """The plan with the choices that training adds."""
-        options, steps = self.options, self._steps(plan.global_batch, rows)
-        passes = steps * plan.global_batch / len(rows)
-        every = None if options.save_every is None else f"every {show_count(options.save_every, 'step')}"
-        added = (
-            *(Choice.of(*one, "asked") for one in self.task.remarks(rows)),
-            Choice.of("steps", options.max_steps, steps, f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step", "measured"),
-            optimizer_choice(self.task, options),
-            Choice.of("schedule", self.request.options.get("schedule"), options.schedule, "", "asked"),
-            self._warmup(steps),
-            *self._ema(steps),
-            Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
-        )  # fmt: skip
-        planned = [
-            replace(one, requested=None) if one.name == "device" and self.request.plan_options.device == "auto" else one
-            for one in plan.choices
-            if one.name not in {new.name for new in added}  # the plan of a resumed run has them already
-        ]
-        return replace(plan, choices=(*planned, *added))
-
-    def _with_origin(self, choice: Choice) -> Choice:
-        """A request that comes from a recipe or a config file is shown with the file."""
-        origin = self.request.origins.get({"steps": "max_steps", "save": "save_every"}.get(choice.name, choice.name))
-        if origin is None or choice.requested is None or origin in choice.reason:
-            return choice
-        return replace(choice, reason=f"set in {origin}{'; ' * bool(choice.reason)}{choice.reason}")
-
-    def _warmup(self, steps: int) -> Choice:
-        requested, warmup = self.options.warmup, self.options.warmup_steps(steps)
-        if "%" not in str(requested) and warmup < int(requested):
-            reason = f"half of the run, which has only {show_count(steps, 'step')}"
-            self._note(
-                f"warmup={requested} is lowered to {warmup}: {reason}. Try: a share of the run, such as warmup='3%'"
-            )
-        else:
-            reason = f"of {show_count(steps, 'step')}"
-        return Choice.of("warmup", self.request.options.get("warmup"), show_count(warmup, "step"), reason, "asked")
-
-    def _ema(self, steps: int) -> Iterator[Choice]:
-        decay = self.options.ema
-        if decay is None:
-            return
-        averaged = round(1 / (1 - decay))
-        if averaged > steps:
-            self._note(
-                f"ema={decay} averages over about {show_count(averaged, 'step')}, and the run has {show_count(steps, 'step')}. "
-                f"Try: a lower one, such as ema={1 - 10 / max(20, steps):.2g}"
-            )
-        reason = f"the average of about {show_count(averaged, 'step')} is evaluated and saved"
-        yield Choice.of("ema", decay, decay, reason, "asked")
-
-    def _steps(self, global_batch: int, rows: Dataset) -> int:
-        return self.options.max_steps or max(1, math.ceil(self.options.epochs * len(rows) / global_batch))
-
-    def _build(
-        self,
-        plan: Plan,
-        rows: Dataset,
-        valid: Dataset | None,
-        checkpoint: Checkpoint | None,
-        choice: PlanChoice,
-        prepared: dict[str, str | None],
-    ) -> Loop:
+    def _build(self, planned: _Planned, checkpoint: Checkpoint | None) -> Loop:
         """The loop with all its parts, continued from the checkpoint if there is one."""
-        options, steps = self.options, self._steps(plan.global_batch, rows)
-        position = None if checkpoint is None else self._position(checkpoint, rows, steps)
+        options, steps, rows, valid = self.options, planned.steps, planned.rows, planned.valid
+        position = None if checkpoint is None else self._position(checkpoint, planned)
         _seed(self.plan_options.seed)
         model = self._model(checkpoint)
-        speedometer = self._speedometer(plan, model, rows)  # before checkpointing makes the model count twice
+        speedometer = self._speedometer(planned.plan, model, rows)  # before checkpointing makes the model count twice
         optimizer = self.task.optimizer(model)
         _seed(self.plan_options.seed + self.group.rank)  # dropout differs between ranks
-        stepper = self._stepper(plan, model, optimizer)
-        schedule = Schedule(
-            curve=options.schedule, steps=steps, warmup=options.warmup_steps(steps), decay=options.decay, floor=options.min_lr
-        )  # fmt: skip
-        scheduler = self.task.schedule(optimizer, steps)
-        if scheduler is not None:
-            if not isinstance(scheduler, LRScheduler):
-                raise TaskError(
-                    f"task {self.task.name}: schedule() returned {kind_of(scheduler)}. Try: return a torch LRScheduler, or None."
-                )
-            plan = _with_schedule(plan, "the task's own", f"{type(scheduler).__name__}, from Task.schedule")
-            plan = replace(plan, choices=tuple(one for one in plan.choices if one.name != "warmup"))
-        else:
-            plan = _with_schedule(plan, schedule.curve, schedule.describe(float(optimizer.param_groups[0]["lr"])))
+        stepper = self._stepper(planned.plan, model, optimizer)
+        plan, schedule, scheduler = self._schedule(planned, optimizer)
         loop = Loop(
             task=self.task,
             rows=rows,
@@ -554,19 +538,35 @@ class Session:
             save_s=SAVE_S,
             hooks=(_Links(self.folder, self._note), *self.hooks) if self.first else self.hooks,
         )  # fmt: skip
-        at_once = options.keep + 1 + (valid is not None)
-        needed = state.needed_bytes(model, optimizer)
-        on_rank_zero(self.group, lambda: self.checkpoints.check_space(needed, saves=at_once))
+        self._check_space(planned, model, optimizer)
         if checkpoint is not None and position is not None:
             loop.resume(checkpoint.path, position)
-        self._begin(plan, steps, position, choice, prepared)
+        plan, comparison = self._record(plan, planned, None if scheduler else schedule, position)
+        self._begin(plan, comparison, position, planned)
         if self.target.device.type != "cpu" or self.plan_options.memory_limit is not None:
             stepper.rehearse()
         return loop
 
-    def _position(self, checkpoint: Checkpoint, rows: Dataset, steps: int) -> state.Position:
-        position = state.read_position(checkpoint.path)
-        if position.data and position.data != rows_fingerprint(rows):
+    def _schedule(self, planned: _Planned, optimizer: Optimizer) -> tuple[Plan, Schedule, LRScheduler | None]:
+        """The learning rate over the run, the task's own scheduler if there is one, and the plan with what they say."""
+        schedule, scheduler = Schedule.of(self.options, planned.steps), self.task.schedule(optimizer, planned.steps)
+        if scheduler is None:
+            return with_schedule(planned.plan, schedule, float(optimizer.param_groups[0]["lr"])), schedule, None
+        if not isinstance(scheduler, LRScheduler):
+            raise TaskError(
+                f"task {self.task.name}: schedule() returned {kind_of(scheduler)}. Try: return a torch LRScheduler, or None."
+            )
+        return with_own_schedule(planned.plan, scheduler), schedule, scheduler
+
+    def _check_space(self, planned: _Planned, model: nn.Module, optimizer: Optimizer) -> None:
+        """On the disk, for the checkpoints that there may be at once."""
+        at_once = self.options.keep + 1 + (planned.valid is not None)
+        needed = state.needed_bytes(model, optimizer)
+        on_rank_zero(self.group, lambda: self.checkpoints.check_space(needed, saves=at_once))
+
+    def _position(self, checkpoint: Checkpoint, planned: _Planned) -> state.Position:
+        position, steps = state.read_position(checkpoint.path), planned.steps
+        if position.data and position.data != rows_fingerprint(planned.rows):
             raise BadRun("the data are not those the run was trained on so far. Try: the same data, or a new run.")
         if position.step > steps:
             raise BadOption(
@@ -619,19 +619,29 @@ class Session:
             generate_rows=self.options.generate_rows, seed=self.plan_options.seed, group=self.group, note=self._note,
         )  # fmt: skip
 
-    def _begin(
-        self,
-        plan: Plan,
-        steps: int,
-        position: state.Position | None,
-        choice: PlanChoice,
-        prepared: dict[str, str | None],
-    ) -> None:
+    def _record(
+        self, plan: Plan, planned: _Planned, schedule: Schedule | None, position: state.Position | None
+    ) -> tuple[Plan, Comparison]:
+        """The plan as the run keeps it, and what it changes. Saved only now, when everything requested has proved to work."""
+        done, steps, choice = 0 if position is None else position.step, planned.steps, planned.choice
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.group.size))
+        plan = with_sources(plan, self.request.origins, self.request.values)
+        plan = with_time(plan, planned.rows, steps=steps, done=done)
+        idle = idle_gpus(self.request.plan_options, self.target, local)
+        plan = with_run_warnings(plan, self.options, steps=steps, more=idle)
+        before = PlanHistory(self.folder).current() if self.request.resume else None
+        kept = choice.kept(plan, self.request)
+        comparison = compare(before, kept, steps_done=done, same_rates=same_rates(before, schedule, done=done))
+        if self.request.dry_run:
+            return replace(plan, number=None), comparison
+        return choice.save(plan, kept, new_run=not self.request.resume), comparison
+
+    def _begin(self, plan: Plan, comparison: Comparison, position: state.Position | None, planned: _Planned) -> None:
         """Only now, when everything requested has proved to work, does the run's folder keep it."""
-        plan = replace(plan, choices=tuple(map(self._with_origin, plan.choices)))
-        choice.save(plan)
+        steps = planned.steps
         if self.first:
-            self.folder.write_request(replace(self.request, prepared=prepared, plan_for=choice.made_for))
+            request = replace(self.request, prepared=planned.prepared, plan_for=planned.choice.made_for)
+            self.folder.write_request(request)
         self._write(
             "begin",
             run=str(self.folder.root),
@@ -641,7 +651,10 @@ class Session:
             request=self.request.to_json(),
             **begin_figures(self.places),
         )
-        self._write("plan", **plan.to_json())
+        self._write("plan", **plan.to_json(), **comparison.to_json())
+        if position is None or comparison.changes:
+            for warning in plan.warnings:
+                self._write("note", level="warning", sentence=warning)
         if position is not None:
             self._write(
                 "resume",
@@ -700,14 +713,6 @@ class _Links(Hook):
 
     def _link(self, name: str, checkpoint: Path) -> None:
         link(self._folder.root / name, checkpoint / "model", note=self._note)
-
-
-def _with_schedule(plan: Plan, effective: str, reason: str) -> Plan:
-    """The plan with the schedule in effect, which is known once there is an optimizer."""
-    choices = (
-        replace(one, effective=effective, reason=reason) if one.name == "schedule" else one for one in plan.choices
-    )
-    return replace(plan, choices=tuple(choices))
 
 
 def _place(run: Path, data: str | None) -> str | None:

@@ -17,11 +17,11 @@ CATALOGUE = {
 @pytest.fixture(autouse=True)
 def _chinese(monkeypatch):
     monkeypatch.setattr(languages, "_catalogue", lambda: CATALOGUE)
-    languages._patterns.cache_clear()
+    languages._templates.cache_clear()
     set_language("zh")
     yield
     set_language(None)
-    languages._patterns.cache_clear()
+    languages._templates.cache_clear()
 
 
 def test_a_template_is_filled_in():

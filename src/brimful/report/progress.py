@@ -26,6 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from brimful.languages import tr, translate
 from brimful.show import show_with
 from brimful.training.events import number
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
@@ -59,7 +60,9 @@ class Progress:
         self._wording = wording
         self._summary = RunSummary()
         self._resumed = False
-        self._handler = _LogHandler(lambda line: self._safely(lambda view: view.line(wording(line), "yellow")))
+        self._handler = _LogHandler(
+            lambda line: self._safely(lambda view: view.line(wording(translate(line)), "yellow"))
+        )
 
     @classmethod
     def open(cls, stream: TextIO, every_s: float = LINE_S, wording: Callable[[str], str] = str) -> Self:
@@ -86,7 +89,7 @@ class Progress:
 
     def status(self, phrase: str) -> None:
         """What is being prepared before the first step."""
-        self._safely(lambda view: view.status(phrase))
+        self._safely(lambda view: view.status(translate(phrase)))
 
     def _show(self, view: "View", event: Mapping[str, Any]) -> None:
         self._summary.add(event)
@@ -164,15 +167,16 @@ class RunSummary:
 
     @property
     def memory(self) -> str:
-        survived = f", {show_count(self.ooms, 'OOM')} survived" if self.ooms else ""
+        survived = tr(", {ooms} survived", ooms=show_count(self.ooms, "OOM")) if self.ooms else ""
         if self.used is None:
             return f"{_show(self.peak_bytes, show_bytes)}{survived}"
-        return f"{show_bytes(self.peak_bytes)} of {show_bytes(self.last['limit_bytes'])}, {self.used:.0%}{survived}"
+        peak, limit = show_bytes(self.peak_bytes), show_bytes(self.last["limit_bytes"])
+        return tr("{peak} of {limit}, ", peak=peak, limit=limit) + f"{self.used:.0%}{survived}"
 
     def items(self) -> list[tuple[str, str]]:
         """Name and value of each metric, in display order."""
         losses = [loss for loss in self._recent("loss") if math.isfinite(loss)]
-        mean = f" (mean {show_metric(fmean(losses))})" if len(losses) > 1 else ""
+        mean = tr(" (mean {loss})", loss=show_metric(fmean(losses))) if len(losses) > 1 else ""
         log = self.last.get("log") or {}
         logged = {name: value for name in log if (value := number(log, name)) is not None}
         waited, worked = sum(self._recent("data_wait_s")), sum(self._recent("seconds"))
@@ -185,14 +189,16 @@ class RunSummary:
             *([("tokens/s", self._median("tokens_per_s", show_rate))] if self._recent("tokens_per_s") else []),
             ("MFU", self._median("mfu", "{:.1%}".format)),
             ("data wait", _show(waited / (waited + worked) if worked else None, "{:.1%}".format)),
-            ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),
+            ("checkpoint", UNKNOWN if self.saved is None else tr("step {step:,}", step=self.saved["step"])),
         ]
 
     def line(self) -> str:
         """The last step as one plain line."""
-        values = [f"{value} {name}" if name.endswith("/s") else f"{name} {value}" for name, value in self.items()]
-        step = f"step {self.step}/{self.steps or UNKNOWN}"
-        return "  ".join([step, *values, f"memory {self.memory}", f"ETA {self.eta}"])
+        values = [
+            f"{value} {tr(name)}" if name.endswith("/s") else f"{tr(name)} {value}" for name, value in self.items()
+        ]
+        step = tr("step {step}", step=f"{self.step}/{self.steps or UNKNOWN}")
+        return "  ".join([step, *values, f"{tr('memory')} {self.memory}", f"{tr('ETA')} {self.eta}"])
 
     def _recent(self, name: str) -> list[float]:
         return [value for step in self._steps if (value := number(step, name)) is not None]
@@ -203,22 +209,24 @@ class RunSummary:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """An event as one line with its step; empty if it is not printed."""
+    """An event as one line with its step, in the user's language; empty if it is not printed."""
     kind, step = event["event"], event.get("step")
-    prefix = f"step {step:,}: " if step else ""
+    prefix = tr("step {step:,}: ", step=step) if step else ""
     if kind == "eval":
-        best = ", best so far" if event.get("best") else ""
+        best = tr(", best so far") if event.get("best") else ""
         rows, seconds = show_count(event["rows"], "row"), show_seconds(event["seconds"])
-        return f"{prefix}evaluation on {rows} in {seconds}: {metrics_of(event)}{best}"
+        done = tr("evaluation on {rows} in {seconds}: {metrics}", rows=rows, seconds=seconds, metrics=metrics_of(event))
+        return f"{prefix}{done}{best}"
     if kind == "checkpoint" and event["saved"]:
         size, seconds = show_bytes(event["size_bytes"]), show_seconds(event["seconds"])
-        return f"{prefix}saved {event['path']} ({size} in {seconds})"
+        return prefix + tr("saved {path} ({size} in {seconds})", path=event["path"], size=size, seconds=seconds)
     if kind == "checkpoint":
-        return f"{prefix}checkpoint not saved: {event['sentence']}"
+        return prefix + tr("checkpoint not saved: {sentence}", sentence=translate(event["sentence"]))
     if kind == "begin":
         processes = f"{event['processes']} process{'es' * (event['processes'] != 1)}"
-        return f"training in {event['run']}: {show_count(event['steps'], 'step')} on {processes}"
-    return f"{prefix}{event['sentence']}" if kind in PRINTED else ""
+        steps = show_count(event["steps"], "step")
+        return tr("training in {run}: {steps} on {processes}", run=event["run"], steps=steps, processes=processes)
+    return f"{prefix}{translate(event['sentence'])}" if kind in PRINTED else ""
 
 
 def event_style(event: Mapping[str, Any]) -> str:
@@ -362,14 +370,14 @@ class RunPanel:
         head.add_column(no_wrap=True)
         share = f"{step / steps:.0%}" if steps else UNKNOWN
         head.add_row(
-            Text(f"step {step:,}/{steps:,}" if steps else f"step {step:,}", style="bold"),
+            Text(tr("step {step}", step=f"{step:,}/{steps:,}" if steps else f"{step:,}"), style="bold"),
             ProgressBar(total=steps or None, completed=step, complete_style="green", finished_style="green"),
-            Text.assemble((share, "bold"), "  ", ("ETA ", "dim"), summary.eta),
+            Text.assemble((share, "bold"), "  ", (f"{tr('ETA')} ", "dim"), summary.eta),
         )
         parts: list[RenderableType] = [head, _cells(summary.items(), options.max_width), _memory_bar(summary)]
         if summary.best is not None:
-            best = f"{metrics_of(summary.best)} at step {summary.best['step']:,}"
-            parts.append(Text.assemble(("best ", "dim"), best, no_wrap=True, overflow="ellipsis"))
+            best = tr("{metrics} at step {step:,}", metrics=metrics_of(summary.best), step=summary.best["step"])
+            parts.append(Text.assemble((f"{tr('best')} ", "dim"), best, no_wrap=True, overflow="ellipsis"))
         yield Group(*parts)
 
 
@@ -382,7 +390,7 @@ def _cells(items: Sequence[tuple[str, str]], width: int) -> Table:
     cells = []
     for name, value in items:
         style = "red" if value.startswith(("nan", "inf", "-inf")) else "dim" if value == UNKNOWN else "bold"
-        cells.append(Text.assemble((f"{name} ", "dim"), (value, style)))
+        cells.append(Text.assemble((f"{tr(name)} ", "dim"), (value, style)))
     for first in range(0, len(cells), columns):
         grid.add_row(*cells[first : first + columns])
     return grid
@@ -391,10 +399,12 @@ def _cells(items: Sequence[tuple[str, str]], width: int) -> Table:
 def _memory_bar(summary: RunSummary) -> Text:
     used = summary.used
     if used is None:
-        return Text.assemble(("memory ", "dim"), summary.memory)
+        return Text.assemble((f"{tr('memory')} ", "dim"), summary.memory)
     style = "green" if used <= 0.9 else "yellow" if used <= 0.97 else "red"
     bar = ("█" * round(min(used, 1.0) * BAR_COLUMNS)).ljust(BAR_COLUMNS, "░")
-    return Text.assemble(("memory ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(
+        (f"{tr('memory')} ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis"
+    )
 
 
 class _LogHandler(logging.Handler):

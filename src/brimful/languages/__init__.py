@@ -7,11 +7,12 @@ translated, at the moment it is shown:
     translate("the whole step fits without it")  a finished sentence, such as a plan's reason or a line of events.jsonl
 
 Both use one catalogue, the TOML files in `zh/`: `"English template" = "中文模板"`. For `translate`, each template also serves as a
-pattern: `{reason}` matches any text, which is translated in turn; `{path!s}` matches any text and keeps it as it is; `{name!r}`
-does so for one word, and `{count:,}` for a figure such as `1,024`, `85%`, `256+256` or `3 min 20 s`. A sentence that no template
-matches is taken apart at its punctuation. What the catalogue lacks stays English.
+pattern: `{reason}` matches a text, which is translated in turn; `{path!s}` matches a text and keeps it as it is, `{error!a}` even
+one of several sentences, `{name!r}` only one word, and `{count:,}` a figure such as `1,024`, `85%`, `256+256` or `3 min 20 s`. A
+sentence that no template matches is taken apart at its punctuation. What the catalogue lacks stays English.
 """
 
+import itertools
 import os
 import re
 import tomllib
@@ -28,24 +29,26 @@ VARIABLE = "BRIMFUL_LANG"
 _VARIABLES = (VARIABLE, "LC_ALL", "LC_MESSAGES", "LANG")
 _PLACEHOLDER = re.compile(r"\{(\w+)([:!][^}]*)?\}")
 _UNIT = r"(?:[KMGT]?i?B|ms|s|min|h)"
-_FIGURE = rf"[-+≥]?\d[\d.,+%e-]*(?: {_UNIT}(?: \d+ {_UNIT})?)?"
-_MATCHES = {None: r"(?:(?!; ).)+?", "!s": r".+?", "!r": r"\S+"}
+_FIGURE = rf"[-+≥]?\d[\d.,+%e-]*(?: ?{_UNIT}(?: \d+ {_UNIT})?)?"
+_STOP = r"\. (?=[A-Z]|[a-z_]+=)"
+_MATCHES = {None: rf"(?:(?!; |{_STOP}).)+?", "!s": rf"(?:(?!{_STOP}).)+?", "!a": r".+?", "!r": r"\S+"}
 """What a placeholder stands for, by its conversion."""
 _BLANK = re.compile(r"(?<=[\u4e00-\u9fff])\0(?=[A-Za-z0-9'\"./-])|(?<=[A-Za-z0-9%'\"./)-])\0(?=[\u4e00-\u9fff])")
-"""Chinese is set with a blank between its own characters and others."""
-_BREAKS = (
-    (re.compile(r"\n"), "\n"),
-    (re.compile(r"; "), "；"),
-    (re.compile(r"\. (?=[A-Z])"), "。"),
-    (re.compile(r": "), "："),
-    (re.compile(r", or "), "，或 "),
-    (re.compile(r", but "), "，但"),
-    (re.compile(r", (?:and )?"), "，"),
+_IDEOGRAM = re.compile(r"[\u4e00-\u9fff]")
+_STRONG_BREAKS = ((re.compile(r"\n"), "\n"), (re.compile("; "), "；"), (re.compile(_STOP), "。"))
+"""Between them, parts are translated or not, each for itself. Each break comes with what stands for it in Chinese."""
+_WEAK_BREAKS = (
+    (re.compile(": "), "："),
+    (re.compile(", or "), "，或"),
+    (re.compile(", but "), "，但"),
+    (re.compile(", (?:and )?"), "，"),
     (re.compile(r" (?=\()"), ""),
-    (re.compile(r" and "), "和"),
+    (re.compile(" and "), "和"),
+    (re.compile(" or "), "或"),
 )
-"""Where a sentence that matches no template is taken apart, the strongest break first, and what joins the parts again."""
-_PARENTHESES = re.compile(r"\([^()]*\)")
+"""Between them, all parts are translated or none: half a sentence in English is harder to read than a whole one."""
+_ENGLISH = re.compile(r"\b[a-z']+ [a-z']+ [a-z']+\b")
+"""Three words: not a name or a unit."""
 _MOST_NESTED = 12
 
 _chosen: Language | None = None
@@ -94,31 +97,61 @@ def _translated(sentence: str, depth: int) -> str:
         pattern, translated = _pattern(template)
         if match := pattern.fullmatch(sentence):
             parts = match.groupdict()
-            return _fill_in(
-                _catalogue()[template], parts | {name: _translated(parts[name], depth - 1) for name in translated}
-            )
+            parts |= {name: _translated(parts[name], depth - 1) for name in translated}
+            if not any(_ENGLISH.search(parts[name]) for name in translated):
+                return _fill_in(_catalogue()[template], parts)
     return _translated_in_parts(sentence, depth - 1)
 
 
 def _translated_in_parts(sentence: str, depth: int) -> str:
-    """Taken apart at the first kind of break after which some part is known; the sentence itself if none is."""
+    """Taken apart at the first kind of break where that helps; the sentence itself if none does."""
     for last, chinese in ((".", "。"), (":", "："), (",", "，")):
         if sentence.endswith(last) and (changed := _translated(sentence[:-1], depth)) != sentence[:-1]:
-            return changed + chinese
+            return changed + (last if _ENGLISH.search(changed.rpartition("。")[2]) else chinese)
     if sentence.startswith("(") and sentence.endswith(")"):
         inner = _translated(sentence[1:-1], depth)
         return f"（{inner}）" if inner != sentence[1:-1] else sentence
-    outside = _PARENTHESES.sub(lambda inner: "(" + "\0" * (len(inner[0]) - 2) + ")", sentence)
-    for mark, chinese in _BREAKS:
-        ends = [0, *(place for match in mark.finditer(outside) for place in match.span()), len(sentence)]
-        parts = [sentence[start:end] for start, end in zip(ends[::2], ends[1::2], strict=True)]
-        if len(parts) > 1 and (changed_parts := [_translated(part, depth) for part in parts]) != parts:
-            return chinese.join(changed_parts)
+    outside = _without_parentheses(sentence)
+    for mark, chinese in _STRONG_BREAKS:
+        parts, breaks = _split(sentence, outside, mark)
+        translated = [_translated(part, depth) for part in parts]
+        if translated != parts:
+            ends = [chinese if _IDEOGRAM.search(part) else end for part, end in zip(translated, breaks, strict=True)]
+            return "".join(itertools.chain(*zip(translated, (*ends[:-1], ""), strict=True)))
+    for mark, chinese in _WEAK_BREAKS:
+        parts, _ = _split(sentence, outside, mark)
+        translated = [_translated(part, depth) for part in parts]
+        connects = len(parts) > 1 and _IDEOGRAM.search(chinese)  # an English word, which goes even if the parts stay
+        if (translated != parts or connects) and not any(map(_ENGLISH.search, translated)):
+            return _with_blanks(f"\0{chinese}\0".join(translated))
     return sentence
 
 
+def _split(sentence: str, outside: str, mark: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """The parts between the marks, and what stands after each; none if there is no mark."""
+    places = [place for match in mark.finditer(outside) for place in match.span()]
+    if not places:
+        return [], []
+    parts = [sentence[start:end] for start, end in itertools.pairwise([0, *places, len(sentence), len(sentence)])]
+    return parts[::2], parts[1::2]
+
+
+def _without_parentheses(sentence: str) -> str:
+    """Of the same length, with what stands in parentheses blotted out: a break in there is not one of the sentence."""
+    depth, text = 0, ""
+    for character in sentence:
+        depth -= character == ")"
+        text += "\0" if depth > 0 else character
+        depth += character == "("
+    return text
+
+
 def _fill_in(template: str, values: dict[str, str]) -> str:
-    marked = _PLACEHOLDER.sub(lambda place: f"\0{values.get(place[1], place[0])}\0", template)
+    return _with_blanks(_PLACEHOLDER.sub(lambda place: f"\0{values.get(place[1], place[0])}\0", template))
+
+
+def _with_blanks(marked: str) -> str:
+    """Chinese is set with a blank between its own characters and others. `\\0` marks where one may be needed."""
     return _BLANK.sub(" ", marked).replace("\0", "")
 
 

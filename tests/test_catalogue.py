@@ -19,6 +19,8 @@ FILES = sorted(
     key=lambda file: file.name,
 )
 COMPOSED = {
+    "processes outside this container hold {bytes:,}",
+    "processes that are not visible from here hold {bytes:,}",
     "{method!r} failed on a probe batch of {size} at {file!r}:{line:,}: {error!s}",
     "{count:,} of {rows:,} responses",
     "{count:,} loader worker reads rows {rows!s}",

@@ -28,7 +28,8 @@ def test_the_flags_are_frozen(capsys):
         "--host-limit",
         "--max-bad",
         "--json",
-        "--traceback", "--lang",
+        "--traceback",
+        "--lang",
     }
 
 

@@ -31,7 +31,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)([:!][^}]*)?\}")
 _UNIT = r"(?:[KMGT]?i?B|ms|s|min|h)"
 _FIGURE = rf"[-+≥]?\d[\d.,+%e-]*(?: ?{_UNIT}(?: \d+ {_UNIT})?)?"
 _STOP = r"\. (?=[A-Z]|[a-z_]+=)"
-_MATCHES = {None: rf"(?:(?!; |{_STOP}).)+?", "!s": rf"(?:(?!{_STOP}).)+?", "!a": r".+?", "!r": r"\S+"}
+_MATCHES = {None: rf"(?:(?!; |{_STOP}).)+?", "!s": rf"(?:(?!; |{_STOP}).)+?", "!a": r".+?", "!r": r"\S+"}
 """What a placeholder stands for, by its conversion."""
 _BLANK = re.compile(r"(?<=[\u4e00-\u9fff])\0(?=[A-Za-z0-9'\"./-])|(?<=[A-Za-z0-9%'\"./)-])\0(?=[\u4e00-\u9fff])")
 _IDEOGRAM = re.compile(r"[\u4e00-\u9fff]")
@@ -42,9 +42,9 @@ _WEAK_BREAKS = (
     (re.compile(", or "), "，或"),
     (re.compile(", but "), "，但"),
     (re.compile(", (?:and )?"), "，"),
-    (re.compile(r" (?=\()"), ""),
     (re.compile(" and "), "和"),
     (re.compile(" or "), "或"),
+    (re.compile(r" (?=\()"), ""),
 )
 """Between them, all parts are translated or none: half a sentence in English is harder to read than a whole one."""
 _ENGLISH = re.compile(r"\b[a-z']+ [a-z']+ [a-z']+\b")
@@ -107,7 +107,7 @@ def _translated_in_parts(sentence: str, depth: int) -> str:
     """Taken apart at the first kind of break where that helps; the sentence itself if none does."""
     for last, chinese in ((".", "。"), (":", "："), (",", "，")):
         if sentence.endswith(last) and (changed := _translated(sentence[:-1], depth)) != sentence[:-1]:
-            return changed + (last if _ENGLISH.search(changed.rpartition("。")[2]) else chinese)
+            return changed + (last if _ENGLISH.search(re.split(r"。|\. ", changed)[-1]) else chinese)
     if sentence.startswith("(") and sentence.endswith(")"):
         inner = _translated(sentence[1:-1], depth)
         return f"（{inner}）" if inner != sentence[1:-1] else sentence

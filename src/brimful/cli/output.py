@@ -140,14 +140,11 @@ def error_line(message: str, code: str | None) -> str:
         return tr("brimful: error: {message}", message=message)
     if language() == "en":
         return f"brimful: error {code}: {message}"
-    page = f"docs/zh/errors.md#{code.lower()}"
+    message += " " * (not message.endswith("。"))
     return tr(
-        "brimful: error {code} ({meaning}): {message} See {page}",
-        code=code,
-        meaning=tr(code),
-        message=message,
-        page=page,
-    )
+        "brimful: error {code} ({meaning}): {message}See {page}",
+        code=code, meaning=tr(code), message=message, page=f"docs/zh/errors.md#{code.lower()}",
+    )  # fmt: skip
 
 
 def fail(error: BaseException | str, *, code: str | None = None, status: int = 2) -> NoReturn:

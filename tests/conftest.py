@@ -22,6 +22,16 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BRIMFUL_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def _in_english(monkeypatch):
+    """Whatever language the developer reads, and whatever a test has set."""
+    from brimful.languages import VARIABLE, set_language
+
+    monkeypatch.setenv(VARIABLE, "en")
+    yield
+    set_language(None)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _small_process():
     """Give back what a module used. Commands that run in this process would count it against their memory limit."""

@@ -17,11 +17,11 @@ CATALOGUE = {
 @pytest.fixture(autouse=True)
 def _chinese(monkeypatch):
     monkeypatch.setattr(languages, "_catalogue", lambda: CATALOGUE)
-    languages._patterns.cache_clear()
+    languages._templates.cache_clear()
     set_language("zh")
     yield
     set_language(None)
-    languages._patterns.cache_clear()
+    languages._templates.cache_clear()
 
 
 def test_a_template_is_filled_in():
@@ -60,3 +60,56 @@ def test_the_environment_decides_unless_a_language_is_set(monkeypatch, variable,
 
 def test_the_catalogue_that_ships_can_be_read():
     assert dict(languages._entries())
+
+
+def translations(monkeypatch, **catalogue):
+    monkeypatch.setattr(languages, "_catalogue", lambda: catalogue)
+    languages._templates.cache_clear()
+
+
+def test_a_figure_matches_no_words(monkeypatch):
+    translations(monkeypatch, **{"{rows:,} rows": "{rows} 行"})
+    assert translate("1,024 rows") == "1,024 行"
+    assert translate("many rows") == "many rows"
+
+
+def test_a_figure_may_have_a_unit(monkeypatch):
+    translations(monkeypatch, **{"took {time:,}": "用时 {time}"})
+    assert translate("took 3 min 20 s") == "用时 3 min 20 s"
+
+
+def test_what_is_kept_is_not_translated(monkeypatch):
+    translations(monkeypatch, **{"read {path!s}": "已读{path}", "is {zone}": "为{zone}", "safe": "安全"})
+    assert translate("read safe") == "已读 safe"
+    assert translate("is safe") == "为安全"
+
+
+def test_chinese_and_other_characters_are_set_apart(monkeypatch):
+    translations(monkeypatch, **{"{device} is {zone!r}": "{device}是{zone}", "the CPU": "处理器"})
+    assert translate("cuda:0 is full") == "cuda:0 是 full"
+    assert translate("the CPU is full") == "处理器是 full"
+
+
+def test_half_a_sentence_is_not_translated(monkeypatch):
+    translations(monkeypatch, **{"because {reason}": "因为{reason}", "it fits": "放得下"})
+    assert translate("because it fits") == "因为放得下"
+    assert translate("because nobody has said so") == "because nobody has said so"
+
+
+def test_a_sentence_that_is_not_known_leaves_the_others_translated(monkeypatch):
+    translations(monkeypatch, **{"it fits": "放得下"})
+    assert translate("it fits. Nobody has said so. It fits") == "放得下。Nobody has said so. It fits"
+
+
+def test_a_comma_in_parentheses_is_not_one_of_the_sentence(monkeypatch):
+    translations(monkeypatch, **{"fast": "快", "{rate:,} with {rows:,} rows": "{rows} 行时 {rate}"})
+    assert translate("fast (9 with 2 rows, 8 with 1 rows)") == "快（2 行时 9，1 行时 8）"
+
+
+def test_a_count_that_is_filled_in_is_translated():
+    assert tr("{rows} rows per step", rows="256 rows") == "每步 256 rows 行"
+    assert tr("set in {origin}", origin="3 rows per step") == "来自 每步 3 行"
+
+
+def test_a_text_without_letters_is_returned_as_it_is():
+    assert translate("–") == "–" and translate("") == ""

@@ -1,6 +1,8 @@
 """Every error Brimful raises on purpose, in one tree: `UserError` and its kinds, and `InternalError`.
 
-The message of a `UserError` has two sentences at most: what is wrong with the value seen, then what to do.
+The message of a `UserError` has two sentences at most: what is wrong with the value seen, then what to do. Each kind has a code
+that never changes, by which `docs/errors.md` and `docs/zh/errors.md` explain it: B1xx a request, B2xx data, task or model, B3xx
+memory and devices, B4xx gradients and weights, B5xx processes, B6xx run folders and checkpoints, B900 Brimful itself.
 """
 
 import os
@@ -16,37 +18,54 @@ class BrimfulError(Exception):
     >>> try:
     ...     brimful.simulated_memory("lots")
     ... except brimful.BrimfulError as error:
-    ...     print(type(error).__name__)
-    BadOption
+    ...     print(type(error).__name__, error.code)
+    BadOption B101
     """
+
+    code = "B900"
+    """Stable from version to version; the command line shows it."""
 
 
 class UserError(BrimfulError):
     """A request that cannot work. The command line prints the message and exits with code 2."""
 
+    code = "B100"
+
 
 class BadOption(UserError):
     """A flag, a config value or an argument is out of range. Lists every problem at once."""
+
+    code = "B101"
 
 
 class UnknownTask(UserError):
     """There is no such built-in task, no such file, or no such name in the file."""
 
+    code = "B102"
+
 
 class BadData(UserError):
     """Rows, a token store or a tokenizer cannot be read. Names the file, and the line where there is one."""
+
+    code = "B201"
 
 
 class TaskError(UserError):
     """The task is at fault: a method is missing, its parts disagree, or its loss is not a number."""
 
+    code = "B202"
+
 
 class InexactSplit(UserError):
     """Splitting the batch would change the result, and `--allow-inexact` was not given."""
 
+    code = "B303"
+
 
 class DoesNotFit(UserError):
     """Not even the smallest step fits. `needed_bytes` is what it would take."""
+
+    code = "B301"
 
     def __init__(self, message: str, *, needed_bytes: int) -> None:
         super().__init__(message)
@@ -56,45 +75,67 @@ class DoesNotFit(UserError):
 class DeviceBusy(UserError):
     """The device does not exist, or other processes hold its memory."""
 
+    code = "B302"
+
 
 class UnsupportedModel(UserError):
     """A model, wrapper or optimizer whose step cannot be split and repeated. Names it, and what to use instead."""
+
+    code = "B204"
 
 
 class NonFiniteGradients(UserError):
     """The gradients were NaN or inf in more consecutive steps than allowed."""
 
+    code = "B401"
+
 
 class PartialUpdate(UserError):
     """The optimizer's step failed midway, so some weights may be updated and others not. Names the last checkpoint."""
+
+    code = "B402"
 
 
 class ProcessLost(UserError):
     """Another process of this job ended, or stopped with an error of its own."""
 
+    code = "B501"
+
 
 class ConnectionFailed(UserError):
     """The processes of a job cannot reach each other before training begins."""
+
+    code = "B502"
 
 
 class BadModel(UserError):
     """A model folder cannot be used: another architecture, damaged weights, or ids its tokenizer does not have."""
 
+    code = "B203"
+
 
 class BadRun(UserError):
     """A run folder cannot be used: another process trains in it, it is not writable, or there is nothing to resume."""
+
+    code = "B601"
 
 
 class BadCheckpoint(UserError):
     """A checkpoint is incomplete or damaged."""
 
+    code = "B602"
+
 
 class SaveFailed(UserError):
     """A checkpoint could not be written. Earlier checkpoints are intact."""
 
+    code = "B603"
+
 
 class MissingExtra(UserError):
     """An optional dependency is not installed."""
+
+    code = "B103"
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed. Try: pip install 'brimful[{extra}]'.")

@@ -92,5 +92,5 @@ def test_the_flags_are_frozen(capsys):
     flags = {word.strip("│ ,[];") for word in out.split() if word.startswith("--")}
     assert flags == {
         "--prompt", "--max-new-tokens", "--beams", "--temperature", "--top-p", "--repetition-penalty", "--seed", "--device",
-        "--json", "--traceback",
+        "--json", "--traceback", "--lang",
     }  # fmt: skip

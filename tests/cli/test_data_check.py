@@ -29,6 +29,7 @@ def test_the_flags_are_frozen(capsys):
         "--max-bad",
         "--json",
         "--traceback",
+        "--lang",
     }
 
 
@@ -96,7 +97,7 @@ def test_too_many_unusable_rows_are_exit_code_2_below_the_whole_report(rows, cap
     assert json.loads(out)["dropped"]["broken"] == 3
     message = err.strip().splitlines()[-1]
     assert message.startswith(
-        "brimful: error: 3 of 203 rows cannot be used (3 broken), more than --max-bad 0.01 allows. Try: repair them, starting with "
+        "brimful: error B201: 3 of 203 rows cannot be used (3 broken), more than --max-bad 0.01 allows. Try: repair them, starting with "
     )
     assert f"{rows}, line 201: not JSON" in message
     code, _, _ = run("data", "check", str(rows), "--max-bad", "0.02", capsys=capsys)

@@ -24,7 +24,7 @@ def test_the_flags_are_frozen(capsys):
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     assert flags == {
         "--output", "--columns", "--tokenizer", "--min-chars", "--max-chars", "--max-tokens", "--near", "--no-near",
-        "--valid", "--test", "--seed", "--host-limit", "--max-bad", "--overwrite", "--json", "--traceback",
+        "--valid", "--test", "--seed", "--host-limit", "--max-bad", "--overwrite", "--json", "--traceback", "--lang",
     }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_a_mistake_is_one_message_exit_code_2_and_no_output(data, tmp_path, caps
     code, text, err = run("data", "clean", str(data), "--output", str(tmp_path / "out"), *tokens, capsys=capsys)
     message = err.strip().splitlines()[-1]
     assert (code, text) == (2, "")
-    assert message.startswith("brimful: error: ") and message in message
+    assert message.startswith("brimful: error B") and message in message
     assert "Traceback" not in err
     assert not list(tmp_path.glob("out/*.*et"))
 

@@ -34,7 +34,7 @@ def test_the_flags_are_frozen(capsys):
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     assert flags == {
         "--output", "--vocab-size", "--kind", "--columns", "--host-limit", "--model", "--seed", "--max-bad", "--overwrite",
-        "--json", "--traceback",
+        "--json", "--traceback", "--lang",
     }  # fmt: skip
 
 

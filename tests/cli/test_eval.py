@@ -142,5 +142,5 @@ def test_the_flags_are_frozen(capsys):
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     assert flags == {
         "--rows", "--seed", "--metrics", "--max-new-tokens", "--beams", "--columns", "--max-tokens", "--output", "--device",
-        "--memory-limit", "--host-limit", "--fill", "--json", "--traceback",
+        "--memory-limit", "--host-limit", "--fill", "--json", "--traceback", "--lang",
     }  # fmt: skip

@@ -256,7 +256,7 @@ def test_gradients_that_are_not_numbers_end_in_one_message(tmp_path, plan):
     done = brimful("train", TASK, "rows", *words, *DEVICE)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("brimful: error: ") and "learning rate" in last and "--resume" not in last
+    assert last.startswith("brimful: error B401: ") and "learning rate" in last and "--resume" not in last
     assert "Traceback" not in done.stderr
 
 

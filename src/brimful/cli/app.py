@@ -1,5 +1,6 @@
 """The program `brimful` and its commands. A user's mistake ends in one message and exit code 2, Ctrl-C in exit code 130."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from brimful.cli.output import fail
 from brimful.cli.plan import plan_command
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train_command
-from brimful.errors import UserError
+from brimful.errors import BadOption, UserError
+from brimful.languages import LANGUAGES, VARIABLE, set_language
 
 
 def make_app(tokens: Sequence[str]) -> App:
@@ -27,7 +29,8 @@ def make_app(tokens: Sequence[str]) -> App:
     app = App(
         name="brimful",
         help="Train PyTorch models as fast as the available memory allows, without out-of-memory errors.",
-        help_epilogue="Add --traceback to any command, or set BRIMFUL_TRACEBACK=1, to see the full traceback of an error.",
+        help_epilogue="Add --lang zh to any command, or set LANG, to read it in Chinese. Add --traceback, or set "
+        "BRIMFUL_TRACEBACK=1, to see the full traceback of an error.",
         version=brimful.__version__,
         help_format="markdown",
         suppress_keyboard_interrupt=False,
@@ -47,22 +50,43 @@ def make_app(tokens: Sequence[str]) -> App:
 def main(tokens: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
     tokens = list(sys.argv[1:] if tokens is None else tokens)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show Chinese shows question marks
     if "--traceback" in tokens:
         tokens.remove("--traceback")
         os.environ["BRIMFUL_TRACEBACK"] = "1"  # the processes that train see it too
     try:
+        _choose_language(tokens)
         make_app(tokens)(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UserError as error:
         fail(error)
     except CoercionError as error:
-        fail(_wrong_type(error) or str(error))
+        fail(_wrong_type(error) or str(error), code=BadOption.code)
     except CycloptsError as error:
-        fail(" ".join(str(error).split()))
+        fail(" ".join(str(error).split()), code=BadOption.code)
     except KeyboardInterrupt:
-        fail("stopped by Ctrl-C", code=130)
+        fail("stopped by Ctrl-C", status=130)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _choose_language(tokens: list[str]) -> None:
+    """Take `--lang zh` or `--lang=zh` out of the tokens and use that language here and in the processes that train."""
+    at = next((at for at, token in enumerate(tokens) if token.partition("=")[0] == "--lang"), None)
+    if at is None:
+        return
+    flag, equals, name = tokens.pop(at).partition("=")
+    if not equals:
+        name = tokens.pop(at) if at < len(tokens) else ""
+    chosen = next((one for one in LANGUAGES if one == name.lower()), None)
+    if chosen is None:
+        raise BadOption(
+            f"{flag} {name}".strip() + f" is not a language of Brimful. Try: {flag} {' or '.join(LANGUAGES)}."
+        )
+    set_language(chosen)
+    os.environ[VARIABLE] = chosen
 
 
 def _wrong_type(error: CoercionError) -> str | None:

@@ -2,7 +2,8 @@
 
 An error ends in one message and exit code 2, in the words of the shell: the library names arguments in its messages
 (`memory_limit='20GB'`), here they become flags (`--memory-limit 20GB`), or lines of the file they come from
-(`memory_limit = "20GB" in my.toml`). With --traceback, or BRIMFUL_TRACEBACK=1, the traceback comes first, which helps with a
+(`memory_limit = "20GB" in my.toml`). The error's code stands before it, in Chinese also what the code means and where it is
+explained. With --traceback, or BRIMFUL_TRACEBACK=1, the traceback comes first, which helps with a
 bug in a task of one's own.
 """
 
@@ -19,11 +20,13 @@ from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 
-from brimful.errors import UserError, traceback_hint, wants_traceback, with_hint
+from brimful.errors import BrimfulError, UserError, traceback_hint, wants_traceback, with_hint
+from brimful.languages import language, tr, translate
 
 _ARGUMENT = re.compile(
     r"\b(?P<encoder>(?:ecfp|unimol)(?: [a-z_]+=\w+)+)|"
-    r"(?<![\w.=,('\"/-])(?P<name>[a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\((?P<numbers>[\d, ]*)\)|([^\s,;:()'\"]*[^\s,;:()'\".])?)"
+    r"(?<![\w.=,('\"/-])(?P<name>[a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\((?P<numbers>[\d, ]*)\)|([^\s,;:()'\"，；：（）。]*[^\s,;:()'\".，；：（）。])?)",
+    re.ASCII,
 )
 """`name=` with nothing, a quoted text, a tuple of numbers or a word behind it; but not in the name of an encoder, which shows
 its options: `ecfp bits=1024`."""
@@ -58,16 +61,17 @@ def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None
             if now - last < every_s or (work != phrase and now - counted.get(work, -math.inf) < COUNT_S):
                 return
             last = counted[work] = now
-            print(f"{title}: {phrase}", file=sys.stderr, flush=True)
+            print(f"{translate(title)}: {translate(phrase)}", file=sys.stderr, flush=True)
 
         yield line
         return
+    title = translate(title)
     with console.status(title) as status:
 
         def update(phrase: str) -> None:
             nonlocal count
             count += 1
-            status.update(f"{title}  [dim]{count:>2}[/]  {phrase}")
+            status.update(f"{title}  [dim]{count:>2}[/]  {translate(phrase)}")
 
         yield update
 
@@ -120,18 +124,33 @@ def naming_files(origins: Mapping[str, str], values: Mapping[str, Any]) -> Itera
         raise
 
 
-def print_error(error: BaseException | str) -> None:
-    """Write one message to stderr, after the traceback if BRIMFUL_TRACEBACK is set."""
+def print_error(error: BaseException | str, code: str | None = None) -> None:
+    """Write one message to stderr, after the traceback if BRIMFUL_TRACEBACK is set. `code`: of a message without its error."""
     if isinstance(error, BaseException) and wants_traceback():
         traceback.print_exception(error)
     message = with_hint(str(error), traceback_hint(error)) if isinstance(error, BaseException) else error
-    print(f"brimful: error: {with_flags(message)}", file=sys.stderr, flush=True)
+    code = error.code if isinstance(error, BrimfulError) else code
+    print(error_line(message, code), file=sys.stderr, flush=True)
 
 
-def fail(error: BaseException | str, *, code: int = 2) -> NoReturn:
+def error_line(message: str, code: str | None) -> str:
+    """`brimful: error B101: --fill 2 must be …`; in Chinese with what the code means and where it is explained."""
+    message = with_flags(translate(message))
+    if code is None:
+        return tr("brimful: error: {message}", message=message)
+    if language() == "en":
+        return f"brimful: error {code}: {message}"
+    message += " " * (not message.endswith("。"))
+    return tr(
+        "brimful: error {code} ({meaning}): {message}See {page}",
+        code=code, meaning=tr(code), message=message, page=f"docs/zh/errors.md#{code.lower()}",
+    )  # fmt: skip
+
+
+def fail(error: BaseException | str, *, code: str | None = None, status: int = 2) -> NoReturn:
     """Print the error and exit."""
-    print_error(error)
-    raise SystemExit(code)
+    print_error(error, code)
+    raise SystemExit(status)
 
 
 def prefer_growing_segments() -> None:

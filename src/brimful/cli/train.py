@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
 from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show, with_flags
 from brimful.errors import BadOption, BadRun
+from brimful.languages import tr, translate
 from brimful.tasks.load import check_request_options, check_spec, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.launch import Outcome, supervise
@@ -117,7 +118,8 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         if outcome.code == 0 and not saved and not dry_run:
             outcome = Outcome(code=1, message="the training process left without finishing", resumable=True)
         if outcome.code and not (outcome.code > 128 and saved):  # one that had saved may be stopped on its way out
-            print_error(name_files(_with_advice(outcome, folder), request.origins, request.values))
+            message = name_files(_with_advice(outcome, folder), request.origins, request.values)
+            print_error(message, outcome.error_code)
             raise SystemExit(outcome.code)
         _print_ending(folder, json=json) if not dry_run else _note(_left_by_dry_run(folder))
 
@@ -294,13 +296,13 @@ def _print_ending(folder: RunFolder, *, json: bool) -> None:
     """For a run that ended well."""
     end = folder.ending() or {}
     result = {"run": str(folder.root), **{key: end.get(key) for key in ("reason", "step", "loss", "checkpoint")}}
-    lines = [str(end.get("sentence", "done"))]
+    lines = [translate(str(end.get("sentence", "done")))]
     if end.get("reason") == "finished":
-        lines.append(f"Saved to {folder.root / 'model'}")
+        lines.append(tr("Saved to {path}", path=folder.root / "model"))
         if (folder.root / "best").exists():
-            lines.append(f"Best model: {folder.root / 'best'}")
+            lines.append(tr("Best model: {path}", path=folder.root / "best"))
     elif folder.has_run:
-        lines.append(f"To continue: {folder.resume_command}")
+        lines.append(tr("To continue: {command}", command=folder.resume_command))
     show("\n".join(lines), result, as_json=json)
 
 
@@ -311,4 +313,4 @@ def _left_by_dry_run(folder: RunFolder) -> str:
 
 
 def _note(message: str) -> None:
-    print(f"brimful: {message}", file=sys.stderr, flush=True)
+    print(f"brimful: {translate(message)}", file=sys.stderr, flush=True)

@@ -7,9 +7,12 @@ translated, at the moment it is shown:
     translate("the whole step fits without it")  a finished sentence, such as a plan's reason or a line of events.jsonl
 
 Both use one catalogue, the TOML files in `zh/`: `"English template" = "中文模板"`. For `translate`, each template also serves as a
-pattern, and what its placeholders matched is translated in turn. What the catalogue lacks stays English.
+pattern: `{reason}` matches a text, which is translated in turn; `{path!s}` matches a text and keeps it as it is, `{error!a}` even
+one of several sentences, `{name!r}` only one word, and `{count:,}` a figure such as `1,024`, `85%`, `256+256` or `3 min 20 s`. A
+sentence that no template matches is taken apart at its punctuation. What the catalogue lacks stays English.
 """
 
+import itertools
 import os
 import re
 import tomllib
@@ -21,12 +24,32 @@ from typing import Any, Literal, get_args
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = get_args(Language)
 
-_VARIABLES = ("BRIMFUL_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
-_PLACEHOLDER = re.compile(r"\{(\w+)(?:[:!][^}]*)?\}")
-_BREAKS = re.compile(r"(; |\. (?=[A-Z])|, (?=and |but )|\n)")
-"""Where a sentence that is not in the catalogue as a whole is taken apart."""
-_BREAKS_ZH = {"; ": "；", ". ": "。", "\n": "\n"}
-_MOST_NESTED = 3
+VARIABLE = "BRIMFUL_LANG"
+"""Set by `--lang`, so that the processes that train see it too."""
+_VARIABLES = (VARIABLE, "LC_ALL", "LC_MESSAGES", "LANG")
+_PLACEHOLDER = re.compile(r"\{(\w+)([:!][^}]*)?\}")
+_UNIT = r"(?:[KMGT]?i?B|ms|s|min|h)"
+_FIGURE = rf"[-+≥]?\d[\d.,+%e-]*(?: ?{_UNIT}(?: \d+ {_UNIT})?)?"
+_STOP = r"\. (?=[A-Z]|[a-z_]+=)"
+_MATCHES = {None: rf"(?:(?!; |{_STOP}).)+?", "!s": rf"(?:(?!; |{_STOP}).)+?", "!a": r".+?", "!r": r"\S+"}
+"""What a placeholder stands for, by its conversion."""
+_BLANK = re.compile(r"(?<=[\u4e00-\u9fff])\0(?=[A-Za-z0-9'\"./-])|(?<=[A-Za-z0-9%'\"./)-])\0(?=[\u4e00-\u9fff])")
+_IDEOGRAM = re.compile(r"[\u4e00-\u9fff]")
+_STRONG_BREAKS = ((re.compile(r"\n"), "\n"), (re.compile("; "), "；"), (re.compile(_STOP), "。"))
+"""Between them, parts are translated or not, each for itself. Each break comes with what stands for it in Chinese."""
+_WEAK_BREAKS = (
+    (re.compile(": "), "："),
+    (re.compile(", or "), "，或"),
+    (re.compile(", but "), "，但"),
+    (re.compile(", (?:and )?"), "，"),
+    (re.compile(" and "), "和"),
+    (re.compile(" or "), "或"),
+    (re.compile(r" (?=\()"), ""),
+)
+"""Between them, all parts are translated or none: half a sentence in English is harder to read than a whole one."""
+_ENGLISH = re.compile(r"\b[a-z']+ [a-z']+ [a-z']+\b")
+"""Three words: not a name or a unit."""
+_MOST_NESTED = 12
 
 _chosen: Language | None = None
 
@@ -46,9 +69,14 @@ def language() -> Language:
 
 
 def tr(template: str, **values: Any) -> str:
-    """The template in the user's language, with these values filled in."""
-    found = _catalogue().get(template, template) if language() == "zh" else template
-    return found.format(**values) if values else found
+    """The template in the user's language, with these values filled in. Counts among them (`8 rows`) are translated too."""
+    if language() == "en":
+        return template.format(**values) if values else template
+    found = _catalogue().get(template, template)
+    counts = {
+        name: translate(value) for name, value in values.items() if isinstance(value, str) and value[:1].isdigit()
+    }
+    return found.format(**{**values, **counts}) if values else found
 
 
 def translate(sentence: str) -> str:
@@ -57,24 +85,74 @@ def translate(sentence: str) -> str:
 
 
 def _translated(sentence: str, depth: int) -> str:
-    if not depth or not sentence:
+    if not depth or not any(map(str.isalpha, sentence)):
         return sentence
     known = _catalogue().get(sentence)
     if known is not None and "{" not in known:
         return known
-    for pattern, template in _patterns():
+    stopped = sentence.endswith(".")  # else the last placeholder of a template would take the full stop
+    for fixed, template in _templates():
+        if fixed not in sentence or (stopped and not template.endswith(".")):
+            continue
+        pattern, translated = _pattern(template)
         if match := pattern.fullmatch(sentence):
-            values = {name: _translated(text, depth - 1) for name, text in match.groupdict().items()}
-            return _fill_in(template, values)
-    parts = _BREAKS.split(sentence)
-    if len(parts) == 1:
-        return sentence
-    texts, breaks = parts[::2], [*(_BREAKS_ZH.get(part, part) for part in parts[1::2]), ""]
-    return "".join(_translated(text, depth - 1) + after for text, after in zip(texts, breaks, strict=True))
+            parts = match.groupdict()
+            parts |= {name: _translated(parts[name], depth - 1) for name in translated}
+            if not any(_ENGLISH.search(parts[name]) for name in translated):
+                return _fill_in(_catalogue()[template], parts)
+    return _translated_in_parts(sentence, depth - 1)
+
+
+def _translated_in_parts(sentence: str, depth: int) -> str:
+    """Taken apart at the first kind of break where that helps; the sentence itself if none does."""
+    for last, chinese in ((".", "。"), (":", "："), (",", "，")):
+        if sentence.endswith(last) and (changed := _translated(sentence[:-1], depth)) != sentence[:-1]:
+            return changed + (last if _ENGLISH.search(re.split(r"。|\. ", changed)[-1]) else chinese)
+    if sentence.startswith("(") and sentence.endswith(")"):
+        inner = _translated(sentence[1:-1], depth)
+        return f"（{inner}）" if inner != sentence[1:-1] else sentence
+    outside = _without_parentheses(sentence)
+    for mark, chinese in _STRONG_BREAKS:
+        parts, breaks = _split(sentence, outside, mark)
+        translated = [_translated(part, depth) for part in parts]
+        if translated != parts:
+            ends = [chinese if _IDEOGRAM.search(part) else end for part, end in zip(translated, breaks, strict=True)]
+            return "".join(itertools.chain(*zip(translated, (*ends[:-1], ""), strict=True)))
+    for mark, chinese in _WEAK_BREAKS:
+        parts, _ = _split(sentence, outside, mark)
+        translated = [_translated(part, depth) for part in parts]
+        connects = len(parts) > 1 and _IDEOGRAM.search(chinese)  # an English word, which goes even if the parts stay
+        if (translated != parts or connects) and not any(map(_ENGLISH.search, translated)):
+            return _with_blanks(f"\0{chinese}\0".join(translated))
+    return sentence
+
+
+def _split(sentence: str, outside: str, mark: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """The parts between the marks, and what stands after each; none if there is no mark."""
+    places = [place for match in mark.finditer(outside) for place in match.span()]
+    if not places:
+        return [], []
+    parts = [sentence[start:end] for start, end in itertools.pairwise([0, *places, len(sentence), len(sentence)])]
+    return parts[::2], parts[1::2]
+
+
+def _without_parentheses(sentence: str) -> str:
+    """Of the same length, with what stands in parentheses blotted out: a break in there is not one of the sentence."""
+    depth, text = 0, ""
+    for character in sentence:
+        depth -= character == ")"
+        text += "\0" if depth > 0 else character
+        depth += character == "("
+    return text
 
 
 def _fill_in(template: str, values: dict[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda place: values.get(place[1], place[0]), template)
+    return _with_blanks(_PLACEHOLDER.sub(lambda place: f"\0{values.get(place[1], place[0])}\0", template))
+
+
+def _with_blanks(marked: str) -> str:
+    """Chinese is set with a blank between its own characters and others. `\\0` marks where one may be needed."""
+    return _BLANK.sub(" ", marked).replace("\0", "")
 
 
 @cache
@@ -90,19 +168,21 @@ def _entries() -> Iterator[tuple[str, str]]:
 
 
 @cache
-def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Templates with placeholders as patterns, those with the most fixed text first."""
-    templates = [(english, chinese) for english, chinese in _catalogue().items() if _PLACEHOLDER.search(english)]
-    templates.sort(key=lambda pair: len(_PLACEHOLDER.sub("", pair[0])), reverse=True)
-    return [(_pattern(english), chinese) for english, chinese in templates]
+def _templates() -> list[tuple[str, str]]:
+    """The templates with placeholders and the longest fixed piece of each, those with the most fixed text first."""
+    pieces = {template: _PLACEHOLDER.split(template)[::3] for template in _catalogue()}
+    templates = [template for template, fixed in pieces.items() if len(fixed) > 1]
+    templates.sort(key=lambda template: sum(map(len, pieces[template])), reverse=True)
+    return [(max(pieces[template], key=len), template) for template in templates]
 
 
-def _pattern(template: str) -> re.Pattern[str]:
-    pieces, last, seen = [], 0, set[str]()
-    for place in _PLACEHOLDER.finditer(template):
-        name = place[1]
-        pieces.append(re.escape(template[last : place.start()]))
-        pieces.append(f"(?P={name})" if name in seen else f"(?P<{name}>(?:(?!; ).)+?)")
-        seen.add(name)
-        last = place.end()
-    return re.compile("".join([*pieces, re.escape(template[last:])]), re.DOTALL)
+@cache
+def _pattern(template: str) -> tuple[re.Pattern[str], frozenset[str]]:
+    """What the template matches, and its placeholders that are translated in turn."""
+    fixed, *rest = _PLACEHOLDER.split(template)
+    pattern, translated = re.escape(fixed), dict[str, bool]()
+    for name, kind, fixed in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        matches = _FIGURE if kind and kind[0] == ":" else _MATCHES[kind]
+        pattern += (f"(?P={name})" if name in translated else f"(?P<{name}>{matches})") + re.escape(fixed)
+        translated[name] = kind is None
+    return re.compile(pattern, re.DOTALL), frozenset(name for name in translated if translated[name])

@@ -247,6 +247,7 @@ def _child(place: int, content: bytes, messages: Any, stop: Any) -> None:
             messages.put((place, pickle.dumps(message)))
     except UserError as error:
         last = UserError(str(error))  # some errors have arguments that pickle does not keep
+        last.code = error.code
     except Exception as error:
         last = BrimfulError(f"on {share.device}: {in_one_line(error)}")
     messages.put((place, pickle.dumps(last)))

@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from brimful.languages import tr
+from brimful.languages import tr, translate
 from brimful.show import show_with
 from brimful.training.run_log import (
     LINE_S,
@@ -64,7 +64,9 @@ class Progress:
         self._resumed, self._run = False, ""
         self._warned: Sequence[str] = ()
         """Warnings that the table of the plan shows, so that their notes are not printed again."""
-        self._handler = _LogHandler(lambda line: self._safely(lambda view: view.line(wording(line), "yellow")))
+        self._handler = _LogHandler(
+            lambda line: self._safely(lambda view: view.line(wording(translate(line)), "yellow"))
+        )
 
     @classmethod
     def open(cls, stream: TextIO, every_s: float = LINE_S, wording: Callable[[str], str] = str) -> Self:
@@ -91,7 +93,7 @@ class Progress:
 
     def status(self, phrase: str) -> None:
         """What is being prepared before the first step."""
-        self._safely(lambda view: view.status(phrase))
+        self._safely(lambda view: view.status(translate(phrase)))
 
     def _show(self, view: "View", event: Mapping[str, Any]) -> None:
         self._summary.add(event)
@@ -260,14 +262,14 @@ class RunPanel:
         head.add_column(no_wrap=True)
         share = f"{step / steps:.0%}" if steps else UNKNOWN
         head.add_row(
-            Text(f"step {step:,}/{steps:,}" if steps else f"step {step:,}", style="bold"),
+            Text(tr("step {step}", step=f"{step:,}/{steps:,}" if steps else f"{step:,}"), style="bold"),
             ProgressBar(total=steps or None, completed=step, complete_style="green", finished_style="green"),
-            Text.assemble((share, "bold"), "  ", ("ETA ", "dim"), summary.eta),
+            Text.assemble((share, "bold"), "  ", (f"{tr('ETA')} ", "dim"), summary.eta),
         )
         parts: list[RenderableType] = [head, _cells(summary.items(), options.max_width), _memory_bar(summary)]
         if summary.best is not None:
-            best = f"{metrics_of(summary.best)} at step {summary.best['step']:,}"
-            parts.append(Text.assemble(("best ", "dim"), best, no_wrap=True, overflow="ellipsis"))
+            best = tr("{metrics} at step {step:,}", metrics=metrics_of(summary.best), step=summary.best["step"])
+            parts.append(Text.assemble((f"{tr('best')} ", "dim"), best, no_wrap=True, overflow="ellipsis"))
         yield Group(*parts)
 
 
@@ -280,7 +282,7 @@ def _cells(items: Sequence[tuple[str, str]], width: int) -> Table:
     cells = []
     for name, value in items:
         style = "red" if value.startswith(("nan", "inf", "-inf")) else "dim" if value == UNKNOWN else "bold"
-        cells.append(Text.assemble((f"{name} ", "dim"), (value, style)))
+        cells.append(Text.assemble((f"{tr(name)} ", "dim"), (value, style)))
     for first in range(0, len(cells), columns):
         grid.add_row(*cells[first : first + columns])
     return grid
@@ -289,10 +291,12 @@ def _cells(items: Sequence[tuple[str, str]], width: int) -> Table:
 def _memory_bar(summary: RunSummary) -> Text:
     used = summary.used
     if used is None:
-        return Text.assemble(("memory ", "dim"), summary.memory)
+        return Text.assemble((f"{tr('memory')} ", "dim"), summary.memory)
     style = ZONE_STYLE[zone(used)]
     bar = ("█" * round(min(used, 1.0) * BAR_COLUMNS)).ljust(BAR_COLUMNS, "░")
-    return Text.assemble(("memory ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(
+        (f"{tr('memory')} ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis"
+    )
 
 
 class _LogHandler(logging.Handler):

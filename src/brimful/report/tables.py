@@ -1,4 +1,4 @@
-"""Tables for the terminal: a plan, an evaluation and the machine, each readable at 80 columns.
+"""Tables for the terminal: a plan, an evaluation and the machine, each readable at 80 columns, in the user's language.
 
 Whatever will end a training (a full GPU, a tiny /dev/shm, a torch without CUDA) is yellow and says what to do.
 """
@@ -17,6 +17,7 @@ from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
 from brimful.planning.plan import COLUMNS, Plan, Setting, Tried
 from brimful.report.progress import ZONE_STYLE
+from brimful.report.wrapped_text import WrappedText
 from brimful.training.plan_history import show_value
 from brimful.units import NOTHING, GiB, show_bytes, show_count, show_rate, show_rows, show_seconds
 
@@ -40,23 +41,30 @@ def plan_table(plan: Plan, *, wording: Callable[[str], str] = str) -> Renderable
     """
     choices = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for column in COLUMNS[:-1]:
-        choices.add_column(column, no_wrap=True)
-    choices.add_column(COLUMNS[-1], overflow="fold")
+        choices.add_column(translate(column), no_wrap=True)
+    choices.add_column(translate(COLUMNS[-1]), overflow="fold")
     for choice in plan.choices:
-        name, requested, effective, source, reason = choice.cells
+        name, requested, effective, source, reason = map(translate, choice.cells)
         changed = choice.requested is not None and choice.requested != choice.effective
         choices.add_row(
             name,
             Text(requested, style=WARNING if changed else "dim"),
             Text(effective, style="bold"),
             Text(source, style="dim"),
-            Text(reason),
+            WrappedText(reason),
         )
-    warnings = [Text(f"warning: {wording(warning)}", style=WARNING) for warning in plan.warnings]
+    warnings = [WrappedText(wording(translate(f"warning: {warning}")), style=WARNING) for warning in plan.warnings]
     facts = _facts_grid(_plan_facts(plan).items())
     tried = [tried_table(plan)] if plan.table else []
     return Group(
-        Text(plan.headline, style="bold"), _plan_memory(plan), Text(), choices, Text(), facts, *warnings, *tried
+        WrappedText(translate(plan.headline), style="bold"),
+        _plan_memory(plan),
+        Text(),
+        choices,
+        Text(),
+        facts,
+        *warnings,
+        *tried,
     )
 
 
@@ -67,8 +75,9 @@ def _plan_memory(plan: Plan) -> Text:
     mark = min(BAR_WIDTH - 1, round(plan.fill * BAR_WIDTH))
     bar[mark] = "▏" if mark >= full else bar[mark]
     peak = max(plan.measured_peak_bytes, plan.reserved_peak_bytes or 0)
-    share = (f"{plan.used:.0%} {plan.zone}", style)
-    return Text.assemble(("".join(bar), style), f" {show_bytes(peak)} of {show_bytes(plan.limit_bytes)}, ", share)
+    share = (f"{plan.used:.0%} {translate(plan.zone)}", style)
+    taken = tr("{peak} of {limit}, ", peak=show_bytes(peak), limit=show_bytes(plan.limit_bytes))
+    return Text.assemble(("".join(bar), style), f" {taken}", share)
 
 
 def _plan_facts(plan: Plan) -> dict[str, str]:
@@ -157,9 +166,9 @@ def tried_table(plan: Plan) -> RenderableType:
     shown = [one for one in plan.tried if one is best[one.setting] or one.setting == chosen]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
-    table.add_column("setting")
+    table.add_column(tr("setting"))
     for column in ("micro-batch", "accum.", "peak", "rows/s", "1,000 steps", *([] if data_rows is None else ["epoch"])):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(tr(column), justify="right", no_wrap=True)
     bound, predicted, other = "≥", "*", "†"
     marks = set[str]()
     for one in filter(lambda one: one.fits, shown):
@@ -171,7 +180,7 @@ def tried_table(plan: Plan) -> RenderableType:
         peak, rate = f"{show_bytes(one.peak_bytes)}{basis}", f"{at_least}{show_rate(one.rate)}"
         style = "bold" if one.chosen else "" if one.allowed else "dim"
         table.add_row(
-            mark, str(one.setting), _size(one), str(one.accumulation), peak, rate, *map(show_seconds, seconds), style=style
+            mark, str(one.setting), translate(_size(one)), str(one.accumulation), peak, rate, *map(show_seconds, seconds), style=style
         )  # fmt: skip
         marks |= {mark, at_least, basis}
     notes = {"→": "chosen", predicted: "predicted", bound: "timed with the longest rows only; shorter ones are faster"}
@@ -247,7 +256,7 @@ def _eval_facts(report: Mapping[str, Any]) -> Table:
         facts.append((kind, f"{batches} (predicted {predicted}); budget {budget}, {plan['because']}"))
     peak = f"measured peak {show_bytes(report['peak_bytes'])}" if report["peak_bytes"] else "peak not measured here"
     memory = f"{peak}, limit {show_bytes(report['limit_bytes'])} ({report['limit_reason']}), {_ooms(report['ooms'])}"
-    facts.append(("memory", Text(memory, style=WARNING if report["ooms"] else "")))
+    facts.append(("memory", Text(translate(memory), style=WARNING if report["ooms"] else "")))
     facts.append(("time", f"{show_seconds(report['seconds'])} on {report['device_name']}"))
     if report["output"]:
         facts.append(("answers", f"Saved to {report['output']}"))
@@ -265,7 +274,7 @@ def machine_table(machine: Machine) -> RenderableType:
     facts += [("RAM", _ram(host)), ("swap", _swap(host)), ("cores", _cores(host))]
     facts += [("/dev/shm", _shm(machine.shm, in_container))] if machine.shm else []
     facts += [("disk", _disk(machine.disk)), ("limits", _limits(host)), ("software", _software(machine))]
-    facts += [("note", Text(note, style=WARNING)) for note in machine.notes]
+    facts += [("note", WrappedText(translate(note), style=WARNING)) for note in machine.notes]
     return _facts_grid(facts)
 
 
@@ -273,9 +282,11 @@ def _gpu(gpu: Gpu, in_container: bool) -> Text:
     """Yellow if others hold more than a tenth of the GPU: a plan for the empty GPU will not fit."""
     name = gpu.name + (f" (capability {gpu.capability})" if gpu.capability else "")
     free = "free unknown" if gpu.free_bytes is None else f"{show_bytes(gpu.free_bytes)} free"
-    text = Text(f"{name}: {free} of {show_bytes(gpu.total_bytes)}; ")
+    text = WrappedText(
+        tr("{name}: {free} of {total}; ", name=translate(name), free=translate(free), total=show_bytes(gpu.total_bytes))
+    )
     crowded = (gpu.used_by_others_bytes or 0) > (gpu.total_bytes or 0) / 10
-    return text.append(describe_holders(gpu, in_container=in_container), style=WARNING if crowded else "")
+    return text.append(translate(describe_holders(gpu, in_container=in_container)), style=WARNING if crowded else "")
 
 
 def _ram(host: Host) -> str:
@@ -300,12 +311,12 @@ def _cores(host: Host) -> str:
 
 def _shm(shm: Space, in_container: bool) -> Text:
     """If it is too small, a DataLoader worker dies of a `Bus error`, which does not mention /dev/shm."""
-    text = Text(f"{show_bytes(shm.total_bytes)}, {show_bytes(shm.free_bytes)} free")
+    text = WrappedText(translate(f"{show_bytes(shm.total_bytes)}, {show_bytes(shm.free_bytes)} free"))
     if min(shm.total_bytes, shm.free_bytes) >= SMALL_SHM_BYTES:
         return text
     fix = "start the container with --shm-size=8g or --ipc=host" if in_container else "remount it larger, or empty it"
     problem = "; DataLoader workers pass batches through it and die of a bus error when it is full."
-    return text.append(f"{problem} Try: {fix}.", style=WARNING)
+    return text.append(translate(f"{problem} Try: {fix}."), style=WARNING)
 
 
 def _disk(disk: Space | None) -> str:
@@ -343,7 +354,7 @@ def _facts_grid(facts: Iterable[tuple[str, str | Text]]) -> Table:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, fact in facts:
-        grid.add_row(name, Text(fact) if isinstance(fact, str) else fact)
+        grid.add_row(translate(name), WrappedText(translate(fact)) if isinstance(fact, str) else fact)
     return grid
 
 

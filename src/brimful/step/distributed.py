@@ -205,12 +205,15 @@ def gather_results(group: SingleProcess, work: Callable[[], T] | None) -> list[T
         if group.size == 1:
             raise
         error = raised
-    results = group.gather_objects((result, None if error is None else str(error)))
+    results = group.gather_objects((result, None if error is None else (str(error), error.code)))
     if error is not None:
         raise error
-    message = next((message for _, message in results if message is not None), None)
-    if message is not None:
-        raise UserError(message)
+    first = next((failure for _, failure in results if failure is not None), None)
+    if first is not None:
+        message, code = first
+        error = UserError(message)
+        error.code = code
+        raise error
     return [result for result, _ in results]
 
 

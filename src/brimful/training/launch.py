@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 from brimful.errors import UserError, in_one_line, traceback_hint, wants_traceback, with_hint
+from brimful.languages import translate
 from brimful.machine.cgroup import oom_kills
 from brimful.machine.host import Host
 from brimful.training.stop import STOP_SIGNALS
@@ -75,6 +76,8 @@ class Outcome:
     code: int
     """0 in good order, 2 a user's mistake, 1 any other failure, 128 + signal if it was stopped before it could save."""
     message: str | None = None
+    error_code: str | None = None
+    """Of the error that ended it (`BrimfulError.code`), if that was a user's mistake."""
     advice: str | None = None
     """What to change before resuming."""
     resumable: bool = False
@@ -282,11 +285,15 @@ class _Job:
             return Outcome(code=128 + self._stopped_by, message=f"stopped by {how} before there was anything to save")
         hint = max((one.report["hint"] for one in self.workers if one.report), default="")  # not all may have the cause
         if mistake and all((one.report or {}).get("message") == report["message"] for one in self.workers):
-            return Outcome(code=2, message=with_hint(report["message"].removeprefix("failed: "), hint))
+            message = with_hint(report["message"].removeprefix("failed: "), hint)
+            return Outcome(code=2, message=message, error_code=report.get("code"))
         why, advice = self._why_killed(first.message)
         others = "; the other processes were ended" if len(self.workers) > 1 else ""
         message = with_hint(f"{first.worker.name} {first.message.rstrip('.')}{why}{others}", hint)
-        return Outcome(code=2 if mistake else 1, message=message, advice=advice, resumable=not report)
+        code = report.get("code") if mistake else None
+        return Outcome(
+            code=2 if mistake else 1, message=message, error_code=code, advice=advice, resumable=not report
+        )  # fmt: skip
 
     def _why_killed(self, message: str) -> tuple[str, str | None]:
         """What is known about a kill from outside, and what to do."""
@@ -331,7 +338,7 @@ def _to_stderr(message: str) -> None:
     """In one write: a signal handler may interrupt another one."""
     with contextlib.suppress(OSError):
         new_line = "\n" if os.isatty(2) else ""  # after the ^C that the terminal shows
-        os.write(2, f"{new_line}brimful: {message}\n".encode())
+        os.write(2, f"{new_line}brimful: {translate(message)}\n".encode())
 
 
 def loopback_interface() -> str:
@@ -390,6 +397,7 @@ def _report(error: BaseException) -> None:
         "message": message,
         "blame": blame,
         "mistake": isinstance(error, UserError),
+        "code": getattr(error, "code", None) if isinstance(error, UserError) else None,
         "hint": traceback_hint(error),
         "at": time.monotonic(),
     }

@@ -1,0 +1,102 @@
+"""The Chinese catalogue keeps up with the English it translates."""
+
+import re
+import tomllib
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import brimful
+from brimful import languages
+from brimful.errors import BrimfulError
+from tests.source_templates import normalized, templates_in
+
+SOURCE = Path(brimful.__file__).parent
+FILES = sorted(
+    (file for file in resources.files("brimful.languages").joinpath("zh").iterdir() if file.name.endswith(".toml")),
+    key=lambda file: file.name,
+)
+COMPOSED = {
+    "processes outside this container hold {bytes:,}",
+    "processes that are not visible from here hold {bytes:,}",
+    "{method!r} failed on a probe batch of {size} at {file!r}:{line:,}: {error!s}",
+    "{count:,} of {rows:,} responses",
+    "{count:,} loader worker reads rows {rows!s}",
+    "{count:,} loader workers read rows {rows!s}",
+    "this process reads rows {rows!s}",
+}
+"""Made of parts that the source joins where `source_templates` does not see it."""
+PLACEHOLDER = re.compile(r"\{(\w+)(?:[:!][^}]*)?\}")
+
+
+def entries(file) -> dict[str, str]:
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {english: chinese for table in tables.values() for english, chinese in table.items()}
+
+
+def kinds(error: type[BrimfulError]) -> list[type[BrimfulError]]:
+    return [error, *(kind for below in error.__subclasses__() for kind in kinds(below))]
+
+
+by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+
+
+@by_file
+def test_every_english_template_is_in_the_source(file):
+    """Whoever changes an English sentence changes its key as well, or the sentence is no longer translated."""
+    texts = "\n".join(templates_in(SOURCE))
+    lost = [english for english in entries(file) if _fixed_text(english) not in texts and english not in COMPOSED]
+    assert not lost, f"{file.name} translates what the source no longer says: {lost}"
+
+
+def _fixed_text(template: str) -> str:
+    """Without placeholders at either end: they may stand for a whole sentence around a part."""
+    return normalized(template).removeprefix("{}").removesuffix("{}").strip()
+
+
+@by_file
+def test_both_sides_have_the_same_placeholders(file):
+    for english, chinese in entries(file).items():
+        assert set(PLACEHOLDER.findall(chinese)) == set(PLACEHOLDER.findall(english)), english
+
+
+@by_file
+def test_no_translation_is_empty(file):
+    assert all(chinese.strip() for chinese in entries(file).values())
+
+
+def test_an_english_template_has_one_translation():
+    """A second one in another file would replace the first everywhere."""
+    seen: dict[str, set[str]] = {}
+    for file in FILES:
+        for english, chinese in entries(file).items():
+            seen.setdefault(english, set()).add(chinese)
+    assert not {english: both for english, both in seen.items() if len(both) > 1}
+
+
+def test_every_code_has_a_meaning_in_chinese():
+    codes = {kind.code for kind in kinds(BrimfulError)}
+    assert codes <= set(languages._catalogue())
+
+
+def test_a_missing_sentence_is_noticed(tmp_path):
+    """The test above can fail: a sentence that was changed in the source is not found there."""
+    (tmp_path / "view.py").write_text("def show(rows):\n    return f\"{rows} row{'s' * (rows != 1)} fit\"\n")
+    texts = templates_in(tmp_path)
+    assert _fixed_text("{rows:,} rows fit") in "\n".join(texts)
+    assert _fixed_text("{rows:,} rows do fit") not in "\n".join(texts)
+
+
+def test_no_key_differs_from_another_by_its_placeholders_alone():
+    """Only one of them could ever match."""
+    shapes = Counter(
+        re.sub(r"\{\w+(:[^}]*|![^}]*)?\}", lambda place: f"{{{(place[1] or '')[:2]}}}", english)
+        for file in FILES
+        for english in entries(file)
+        if PLACEHOLDER.search(english)
+    )
+    twice = [shape for shape, count in shapes.items() if count > 1]
+    same_key = Counter(english for file in FILES for english in entries(file))
+    assert [shape for shape in twice if not any(count > 1 and shape in key for key, count in same_key.items())] == []

@@ -26,6 +26,7 @@ from brimful.errors import BadOption
 from brimful.tasks.load import BUILT_IN, task_option_fields
 
 _YAML_LINE = re.compile(r"([A-Za-z_]\w*):[ \t]+([^#\n]+?)[ \t]*(?:#.*)?")
+CHAT_TASK = "chatlm-sft"
 _TAKES_WORD = ("TASK", "DATA", "FILES")
 
 
@@ -124,7 +125,7 @@ class _Command:
         return Path(first) if first.endswith((".yaml", ".yml")) and Path(first).is_file() else None
 
     def _task_options(self) -> list[str]:
-        return [one.name for one in task_option_fields(self.task or "chatlm-sft")]
+        return [one.name for one in task_option_fields(self.task or CHAT_TASK)]
 
     def _is_accepted(self, flag: str) -> bool:
         """A task that is not named yet is taken for a chat task, as those of ChatLM and LLaMA-Factory are."""
@@ -235,7 +236,8 @@ class _Command:
         leading = list(_until_flag(kept))
         if "--resume" in options or "--resume" in kept:
             return kept
-        task = [word for word in front if word in BUILT_IN] or ["TASK"]
+        of_chat_tasks = any(_plain(flag) not in self.accepted for flag in options)
+        task = [word for word in front if word in BUILT_IN] or [CHAT_TASK if of_chat_tasks else "TASK"]
         data = leading or [word for word in front if word not in BUILT_IN] or ["DATA"]
         if "--demo-data" in kept:
             data = []

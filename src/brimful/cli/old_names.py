@@ -111,7 +111,7 @@ def only_true(value: str) -> str | None:
 
 
 OPTIMIZERS = words(
-    adamw_torch="adamw", adamw_torch_fused="adamw", adamw_hf="adamw", adamw="adamw", adam="adamw", adafactor="adafactor",
+    adamw_torch="adamw", adamw_torch_fused="adamw", adamw_hf="adamw", adamw="adamw", adafactor="adafactor",
     adamw_bnb_8bit="adamw8bit", adamw_8bit="adamw8bit", paged_adamw_8bit="adamw8bit", adamw_torch_8bit="adamw8bit",
 )  # fmt: skip
 SCHEDULES = words(
@@ -203,9 +203,8 @@ def _entries() -> Iterator[OldName]:
     yield from _now("--tokenizer", "tokenizer_name tokenizer_name_or_path", HF, "a folder", data="--tokenizer")
     yield from _now("--tokenizer", "tokenizer_dir", CHATLM, data="--tokenizer")
     yield from _missing("tokenizer_file", CHATLM, "--tokenizer takes a folder, such as `brimful data tokenizer` writes")
-    yield from _missing(
-        "config_name model_config_file", HF, "--size makes a new model, --from takes one with its config"
-    )
+    yield from _missing("config_name", HF, "--size makes a new model, --from takes one with its config")
+    yield from _missing("model_config_file", CHATLM, "--size makes a new model, --from takes one with its config")
     yield from _now("--resume", "resume_from_checkpoint", HF, "with --run; from other programs' checkpoints take the weights, with --from", convert=only_true, switch=True)  # fmt: skip
     yield from _missing(
         "overwrite_output_dir", HF, "a run is never overwritten; take another --run", switch=True, data="--overwrite"
@@ -225,7 +224,7 @@ def _entries() -> Iterator[OldName]:
     yield from _now("--lr", "learn_rate", CHATLM, "the peak; the old trainer's Adafactor ignored it")
     yield from _now("--optimizer", "optim", HF, convert=OPTIMIZERS)
     yield from _missing("optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon", HF, "a task of your own can return any optimizer")  # fmt: skip
-    yield from _now("--schedule", "lr_scheduler_type", HF, convert=SCHEDULES)
+    yield from _now("--schedule", "lr_scheduler_type", HF, "--min-lr 0 falls to zero as there", convert=SCHEDULES)
     yield from _missing("lr_scheduler_kwargs", HF, "--min-lr and --decay shape the schedule")
     yield from _missing("div_factor", CHATLM, "--lr is the peak, --warmup the way there, --min-lr the end")
     yield from _now("--warmup", "warmup_steps", HF, "steps, or a share such as 3%", convert=steps_or_share)
@@ -237,7 +236,12 @@ def _entries() -> Iterator[OldName]:
     yield from _needless("average_tokens_across_devices", HF, "the loss is always averaged over all tokens of a step", switch=True)  # fmt: skip
     # Precision, memory, speed.
     yield from _now(
-        "--precision bf16", "bf16", HF, "chosen by the card if left out", convert=if_true("bf16"), switch=True
+        "--precision bf16",
+        "bf16",
+        HF,
+        "the chat tasks use it by themselves where the card has it",
+        convert=if_true("bf16"),
+        switch=True,
     )
     yield from _now("--precision fp16", "fp16", HF, "bf16 needs no loss scaling, where the card has it", convert=if_true("fp16"), switch=True)  # fmt: skip
     yield from _now("--precision", "mixed_precision", LAUNCH, convert=PRECISIONS)
@@ -245,7 +249,7 @@ def _entries() -> Iterator[OldName]:
         "--weights bf16", "pure_bf16", LLAMA, "small updates are rounded away", convert=if_true("bf16"), switch=True
     )
     yield from _needless("bf16_full_eval fp16_full_eval", HF, "evaluation uses --precision too", switch=True)
-    yield from _missing("tf32", HF, "torch.set_float32_matmul_precision in a task of your own", switch=True)
+    yield from _missing("tf32", HF, "call torch.set_float32_matmul_precision in a task of your own", switch=True)
     yield from _now("--checkpointing", "gradient_checkpointing", HF, "auto uses it if it is faster or nothing else fits", convert=on_off, switch=True)  # fmt: skip
     yield from _now("--checkpointing off", "disable_gradient_checkpointing", LLAMA, convert=if_true("off"), switch=True)
     yield from _needless("gradient_checkpointing_kwargs", HF, "--checkpointing every-2 and every-3 cover fewer blocks")
@@ -273,15 +277,20 @@ def _entries() -> Iterator[OldName]:
     yield from _now("--workers", "num_workers", CHATLM, MEASURED)
     yield from _now("--pin-memory", "dataloader_pin_memory", HF, MEASURED, convert=on_off, switch=True)
     yield from _now("--prefetch", "dataloader_prefetch_factor", HF, MEASURED, convert=whole)
-    yield from _needless("dataloader_persistent_workers dataloader_drop_last dataloader_in_order remove_unused_columns streaming", HF, "every step has exactly --global-batch rows, read ahead", switch=True)  # fmt: skip
-    yield from _needless("dataloader_multiprocessing_context label_names", HF, "--columns names the columns")
+    yield from _needless("dataloader_persistent_workers dataloader_drop_last dataloader_in_order", HF, "every step has exactly --global-batch rows, read ahead", switch=True)  # fmt: skip
+    yield from _needless(
+        "dataloader_multiprocessing_context", HF, "every step has exactly --global-batch rows, read ahead"
+    )
+    yield from _needless("label_names", HF, "--columns names the columns")
+    yield from _needless("remove_unused_columns", HF, "--columns names the columns", switch=True)
+    yield from _needless("streaming", HF, "rows are memory-mapped", switch=True)
     yield from _needless("dataloader_buffer_size", CHATLM, "rows are memory-mapped")
     yield from _needless("buffer_size preprocessing_batch_size", LLAMA, "rows are memory-mapped")
     yield from _needless("preprocessing_num_workers", HF, "tokenizing uses all cores")
     yield from _needless(
         "overwrite_cache",
         HF,
-        "a store is made again when the data or the tokenizer have changed",
+        "every run tokenizes its raw files itself",
         switch=True,
         data="--overwrite",
     )
@@ -333,14 +342,16 @@ def _entries() -> Iterator[OldName]:
     yield from _missing("gpu_ids", LAUNCH, "CUDA_VISIBLE_DEVICES chooses the cards")
     yield from _missing("num_machines nnodes machine_rank node_rank main_process_ip main_process_port master_addr master_port", LAUNCH, "for several machines: torchrun … -m brimful train … --run-dir DIR")  # fmt: skip
     yield from _now("--backend", "ddp_backend", HF, convert=words(nccl="nccl", gloo="gloo"))
-    yield from _needless("ddp_timeout ddp_bucket_cap_mb local_rank", HF, "an OOM on one card makes the step slower, not the job hang")  # fmt: skip
+    yield from _needless("ddp_timeout", HF, "an OOM on one card makes the step slower, not the job hang")  # fmt: skip
+    yield from _needless("ddp_bucket_cap_mb", HF, "gradients are added up once per step")
     yield from _needless("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph", HF, "gradients are added up once per step", switch=True)  # fmt: skip
+    yield from _needless("local_rank", HF, "launchers set it as a variable")
     yield from _missing("deepspeed fsdp fsdp_config accelerator_config parallelism_config", HF, "weights are not split over cards; brimful.integrations works with a Trainer of your own")  # fmt: skip
     yield from _missing("use_deepspeed use_fsdp", LAUNCH, "weights are not split over cards", switch=True)
     yield from _needless("debug", HF, "--traceback shows where an error comes from")
     # What LLaMA-Factory and TRL train.
     yield from _now("TASK chatlm-sft", "stage", LLAMA, "the first word of the command; chatlm-pretrain for pt", convert=words(sft="chatlm-sft", pt="chatlm-pretrain"))  # fmt: skip
-    yield from _now("--freeze", "finetuning_type", LLAMA, "which has no LoRA", convert=words(full="none", freeze="encoder+embeddings"))  # fmt: skip
+    yield from _now("--freeze", "finetuning_type", LLAMA, "which knows no LoRA", convert=words(full="none"))  # fmt: skip
     yield from _now("--random-weights", "train_from_scratch", LLAMA, convert=only_true, switch=True)
     yield from _missing("template tool_format", LLAMA, "the chat tasks take prompt and response as they are; a template belongs into a task of your own")  # fmt: skip
     yield from _missing("val_size", LLAMA, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file", data="--valid")  # fmt: skip

@@ -24,7 +24,7 @@ HELD, FULL = 0.05, 0.9
 _NAMED = 3
 _TEMPERATURE_GPU = 0
 _UNCORRECTED, _VOLATILE = 1, 0
-_EXCLUSIVE, _PROHIBITED = 3, 2
+_PROHIBITED = 2
 _HOT = 0x20 | 0x40
 _POWER = 0x08 | 0x80
 """Bits of NVML's clock event reasons: thermal slowdown by software and hardware; hardware slowdown and power brake."""
@@ -183,7 +183,7 @@ def card_checks(gpu: Gpu, trial: Ended | None, torch: Torch, *, in_container: bo
         found.skip(name, text, **figures)
     elif not result or "error" in result:
         problem = _problem(trial, result)
-        found.fail(name, say("{name} does not compute: {problem}", name=gpu.name, problem=problem), _card_fix(problem, gpu, in_container), **figures)  # fmt: skip
+        found.fail(name, say("{name} does not compute: {problem}", name=gpu.name, problem=Foreign(problem)), _card_fix(problem, gpu), **figures)  # fmt: skip
     elif not (result["correct"] and result["bf16_correct"]):
         text = say("{name} computes wrong results", name=gpu.name)
         found.fail(name, text, say("use another card, and have this one tested or replaced"), **figures)
@@ -218,7 +218,7 @@ def _build_for(capability: str, torch: Torch) -> Sentence:
     return say("`{command}`", command=f"pip install --force-reinstall torch {OLDER_BUILD}")
 
 
-def _card_fix(problem: str, gpu: Gpu, in_container: bool) -> Sentence:
+def _card_fix(problem: str, gpu: Gpu) -> Sentence:
     lower = problem.lower()
     if "out of memory" in lower:
         return say("end the processes that hold it, or use another card: CUDA_VISIBLE_DEVICES")

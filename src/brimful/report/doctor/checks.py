@@ -99,17 +99,17 @@ class Findings(list[Check]):
         super().__init__()
         self.group: Group = group
 
-    def ok(self, name: str | Sentence, text: Sentence, **figures: Any) -> None:
+    def ok(self, name: str | Sentence, text: Sentence, /, **figures: Any) -> None:
         self.append(Check(group=self.group, name=name, status="ok", text=text, figures=figures))
 
-    def warn(self, name: str | Sentence, text: Sentence, fix: Sentence, **figures: Any) -> None:
+    def warn(self, name: str | Sentence, text: Sentence, fix: Sentence, /, **figures: Any) -> None:
         """It works, but slowly, or not for long."""
         self.append(Check(group=self.group, name=name, status="warning", text=text, fix=fix, figures=figures))
 
-    def fail(self, name: str | Sentence, text: Sentence, fix: Sentence, **figures: Any) -> None:
+    def fail(self, name: str | Sentence, text: Sentence, fix: Sentence, /, **figures: Any) -> None:
         """A training would not start, or would end."""
         self.append(Check(group=self.group, name=name, status="failed", text=text, fix=fix, figures=figures))
 
-    def skip(self, name: str | Sentence, text: Sentence, **figures: Any) -> None:
+    def skip(self, name: str | Sentence, text: Sentence, /, **figures: Any) -> None:
         """Not checked, and why."""
         self.append(Check(group=self.group, name=name, status="not checked", text=text, figures=figures))

@@ -25,6 +25,7 @@ SETTLE_S = 1.0
 KILL_S = 2.0
 """A killed process that is still there after this hangs in the kernel, and is left to it."""
 TAIL_CHARS = 2000
+PROGRAM = ("-m", "brimful.report.doctor.trial")
 PARENT, LIMIT = "BRIMFUL_DOCTOR_PARENT", "BRIMFUL_DOCTOR_LIMIT"
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Left over in a shell, they would make each child wait for others."""
@@ -97,7 +98,7 @@ def _start(words: Sequence[str], extra: Mapping[str, Any], timeout_s: float, fil
     answers = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
     errors = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     process = subprocess.Popen(
-        [sys.executable, "-m", "brimful.report.doctor.trial", *words],
+        [sys.executable, *PROGRAM, *words],
         env={**inherited, **{name: str(value) for name, value in own.items()}},
         stdin=subprocess.DEVNULL,
         stdout=answers,

@@ -45,7 +45,6 @@ _KNOWN = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_LOG_LEVEL", "ACCELERATE_CPU_AFFINITY",
 )  # fmt: skip
 """Names that are read by something: a name close to one of these, but not one of them, is misspelt."""
-_FAMILIES = tuple(sorted({name.split("_")[0] + "_" for name in _KNOWN}))
 _ALLOCATOR_OPTIONS = {
     "expandable_segments", "max_split_size_mb", "max_non_split_rounding_mb", "garbage_collection_threshold",
     "roundup_power2_divisions", "backend", "release_lock_on_cudamalloc", "pinned_use_cuda_host_register",
@@ -92,7 +91,7 @@ def environment_checks(here: Surrounding) -> Findings:
 
 
 def _misspelt(name: str, here: Surrounding) -> Finding:
-    if name in _KNOWN or not name.startswith(_FAMILIES):
+    if name in _KNOWN:
         return None
     close = [one for one in difflib.get_close_matches(name, _KNOWN, n=1, cutoff=_MISSPELT) if _typo(name, one)]
     if close:
@@ -153,7 +152,7 @@ def _unset(name: str) -> Sentence:
 def _threads(name: str, value: str, here: Surrounding) -> Finding:
     fix = say("`export {name}={cores}`", name=name, cores=here.cores)
     if not value.strip().isdigit() or int(value) < 1:
-        return "warning", say("{value} is not a number of threads", value=value or "(empty)"), fix
+        return "warning", say("{value} is not a number of threads", value=value or say("(empty)")), fix
     if int(value) == 1 and here.cores >= 4:
         return "warning", say("1 thread, although there are {cores} cores", cores=here.cores), fix
     if int(value) > here.cores:
@@ -215,7 +214,8 @@ def _launcher(name: str, value: str, here: Surrounding) -> Finding:
     if "TORCHELASTIC_RUN_ID" in here.variables or value.strip() in ("", "0", "1"):
         return None
     text = say("{value}, although no launcher runs: a training would wait for the other processes", value=value)
-    return "failed", text, say("`unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE`")
+    status: Status = "failed" if "RANK" in here.variables else "warning"
+    return status, text, say("`unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE`")
 
 
 def _library_path(name: str, value: str, here: Surrounding) -> Finding:

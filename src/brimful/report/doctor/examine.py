@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import UserError, in_one_line
+from brimful.languages import tr
 from brimful.machine.gpu import Gpu, GpuProcess
 from brimful.machine.host import Host, Space, container_sign
 from brimful.report.doctor.cards import (
@@ -43,6 +44,8 @@ from brimful.training.run import RunFolder
 
 HANG_S = 20.0
 """A folder that has not answered after this is on a mount that hangs."""
+LEAVE_S = 3.0
+"""Long enough for a thread to kill its children; one that hangs in the kernel is left behind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +111,11 @@ def _examine(run: Path | None, data: str | None, timeout_s: float, progress: Cal
     )
     checks += _guarded("Software", "compiler", lambda: compiler_checks(on_cuda=bool(torch and torch.cuda)))
 
-    progress("folders")
+    progress(tr("folders"))
     checks += _or_hangs(folders, "run folder")
     found, files = rows.result(HANG_S) or (_hangs("data"), [])
     checks += found
-    progress("disk speed, cards, all_reduce")
+    progress(tr("disk speed, cards, all_reduce"))
     speed = _Background(lambda: _guarded("Folders", "disk speed", lambda: speed_checks(folder, files)))
     checks += nvml_checks(nvidia, in_container=in_container, sees_gpu=bool(gpus))
     if torch is not None:
@@ -204,7 +207,6 @@ class _Background:
 
 
 def _wait_for_threads() -> None:
-    """Long enough to kill their children; a thread that hangs in the kernel is left behind."""
     for thread in _Background.threads:
-        thread.join(3.0)
+        thread.join(LEAVE_S)
     _Background.threads.clear()

@@ -17,7 +17,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from brimful.report.doctor.checks import Findings, Sentence, say
+from brimful.report.doctor.checks import Findings, Foreign, Sentence, say
 
 _PYPI_CUDA = 13
 """torch from PyPI is built for this major version of CUDA (torch 2.11 and newer, Linux); for older drivers there is `OLDER_BUILD`."""
@@ -123,8 +123,11 @@ def package_checks(needed: Sequence[Needed] | None) -> Findings:
         found.ok("extras", say("all are installed: {extras}", extras=", ".join(extras)))
     else:
         command = f"pip install 'brimful[{','.join(missing)}]'"
-        have = ", ".join(complete) or "none"
-        found.ok("extras", say("installed: {have}. For the others: `{command}`", have=have, command=command))
+        if complete:
+            text = say("installed: {have}. For the others: `{command}`", have=", ".join(complete), command=command)
+        else:
+            text = say("none installed. For all: `{command}`", command=command)
+        found.ok("extras", text, installed=complete, missing=missing)
     return found
 
 
@@ -172,7 +175,7 @@ def torch_checks(
     """The build against what NVML sees: `nvidia_names`, and the newest CUDA of the driver. `visible`: the cards torch sees."""
     found = Findings("Software")
     if torch is None:
-        text = say("it cannot be imported ({problem})", problem=problem)
+        text = say("it cannot be imported ({problem})", problem=Foreign(problem))
         found.fail("torch", text, say("`{command}`", command="pip install --force-reinstall torch"))
         return found
     if nvidia_names and not torch.cuda and not visible:

@@ -243,7 +243,7 @@ def _holders(gpu: Gpu, name: str, in_container: bool) -> Findings:
     if share > FULL:
         found.fail(say("{card} held", card=name), text, other, **figures)
     else:
-        fix = say("nothing, the plan uses what is free; or end them")
+        fix = say("end them, or leave them: the plan uses what is free")
         found.warn(say("{card} held", card=name), text, fix, **figures)
     return found
 

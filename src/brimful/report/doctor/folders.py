@@ -213,7 +213,7 @@ def data_checks(data: str | None) -> tuple[Findings, list[Path]]:
         found.fail("data", say("{path} is empty", path=data), say("another --data"))
         return found, []
     text = say("{path}: {size}, {count} files", path=data, size=show_bytes(total), count=len(files))
-    if path.is_file():
+    if len(files) == 1:
         text = say("{path}: {size}", path=data, size=show_bytes(total))
     found.ok("data", text, bytes=total, files=len(files))
     return found, sorted(files, key=lambda file: -file.stat().st_size)

@@ -119,9 +119,9 @@ def package_checks(needed: Sequence[Needed] | None) -> Findings:
     missing = [extra for extra in extras if extra not in complete]
     if old:
         found.warn("extras", say("{wrong}", wrong=[one.phrase for one in old]), _pip(old))
-    elif not missing:
+    elif extras and not missing:
         found.ok("extras", say("all are installed: {extras}", extras=", ".join(extras)))
-    else:
+    elif missing:
         command = f"pip install 'brimful[{','.join(missing)}]'"
         if complete:
             text = say("installed: {have}. For the others: `{command}`", have=", ".join(complete), command=command)

@@ -11,8 +11,10 @@ from cyclopts import App, CoercionError, CycloptsError
 
 import brimful
 from brimful.cli.chat import chat
+from brimful.cli.corrections import refuse_old_names
 from brimful.cli.data import data
 from brimful.cli.demo import demo
+from brimful.cli.doctor import doctor
 from brimful.cli.eval import evaluate
 from brimful.cli.flags import task_flags
 from brimful.cli.machine import machine
@@ -37,6 +39,7 @@ def make_app(tokens: Sequence[str]) -> App:
     )
     task_fields = task_flags(tokens)
     app.command(machine)
+    app.command(doctor)
     app.command(plan_command(task_fields), name="plan")
     app.command(train_command(task_fields), name="train")
     app.command(evaluate, name="eval")
@@ -58,7 +61,9 @@ def main(tokens: Sequence[str] | None = None) -> None:
         os.environ["BRIMFUL_TRACEBACK"] = "1"  # the processes that train see it too
     try:
         _choose_language(tokens)
-        make_app(tokens)(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        app = make_app(tokens)
+        refuse_old_names(app, tokens)
+        app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UserError as error:
         fail(error)
     except CoercionError as error:

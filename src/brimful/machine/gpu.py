@@ -87,8 +87,11 @@ class DetectedGpus:
     """What is unknown, and why."""
 
 
-def detect_gpus(only: int | None = None) -> DetectedGpus:
-    """Every accelerator torch sees, or the one of this number. Whatever goes wrong becomes a note."""
+def detect_gpus(only: int | None = None, *, may_create_context: bool = True) -> DetectedGpus:
+    """Every accelerator torch sees, or the one of this number. Whatever goes wrong becomes a note.
+
+    Where NVML does not answer, free memory stays unknown unless a CUDA context may be created to ask for it.
+    """
     import torch
 
     notes: list[str] = []
@@ -97,7 +100,11 @@ def detect_gpus(only: int | None = None) -> DetectedGpus:
             device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             count = torch.accelerator.device_count() if device else 0
             indices = [index for index in range(count) if only in (None, index)]
-            gpus = [_detect_one(device.type, index, nvml, notes) for index in indices] if device else []
+            gpus = (
+                [_detect_one(device.type, index, nvml, notes, may_create_context) for index in indices]
+                if device
+                else []
+            )
         notes += _why_others_unknown(device.type, nvml) if device else [_why_no_gpu(nvml)]
         return DetectedGpus(gpus=tuple(g for g in gpus if g), driver=nvml.driver(), notes=(*notes, *nvml.notes))
 
@@ -236,16 +243,16 @@ def _text(value: str | bytes | None) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _detect_one(kind: str, index: int, nvml: Nvml, notes: list[str]) -> Gpu | None:
+def _detect_one(kind: str, index: int, nvml: Nvml, notes: list[str], may_create_context: bool) -> Gpu | None:
     """One device; None and a note if torch cannot even read its properties (a GPU that fell off the bus)."""
     try:
-        return _cuda(index, nvml, notes) if kind == "cuda" else _other(kind, index, notes)
+        return _cuda(index, nvml, notes, may_create_context) if kind == "cuda" else _other(kind, index, notes)
     except (RuntimeError, AssertionError) as error:
         notes.append(f"torch cannot read {kind}:{index} ({_first_line(error)}), so it is ignored.")
         return None
 
 
-def _cuda(index: int, nvml: Nvml, notes: list[str]) -> Gpu:
+def _cuda(index: int, nvml: Nvml, notes: list[str], may_create_context: bool) -> Gpu:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
@@ -253,13 +260,14 @@ def _cuda(index: int, nvml: Nvml, notes: list[str]) -> Gpu:
     use = nvml.gpu(index, str(uuid), total) if uuid is not None else None
     own = _own_bytes(index, use, notes)
     used = total - use.free_bytes if use else None
+    free = use.free_bytes if use else _free_by_torch("cuda", index, notes) if may_create_context else None
     return Gpu(
         index=index,
         kind="cuda",
         name=properties.name,
         uuid=use.uuid if use else str(uuid) if uuid is not None else None,
         total_bytes=total,
-        free_bytes=use.free_bytes if use else _free_by_torch("cuda", index, notes),
+        free_bytes=free,
         used_by_others_bytes=None if used is None or own is None else max(0, used - own),
         own_bytes=own,
         other_processes=_others(index, use, nvml),

@@ -202,7 +202,7 @@ class _Job:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, the kernel discards exit codes
         shared = {
-            "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(),
+            "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
             REPORTS: reports.absolute(), PARENT: os.getpid(),
             **{name: loopback_interface() for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in environment},
         }  # fmt: skip
@@ -346,7 +346,8 @@ def loopback_interface() -> str:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

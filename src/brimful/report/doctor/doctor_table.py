@@ -1,0 +1,74 @@
+"""The examination in a terminal: a line for each check, and below a warning or a failure what to try."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from brimful.languages import language, tr
+from brimful.report.doctor.checks import GROUPS, Check, Status
+from brimful.report.doctor.examine import Examination
+from brimful.units import show_seconds
+
+SIGNS: dict[Status, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "warning": ("!", "yellow"),
+    "failed": ("✗", "bold red"),
+    "not checked": ("–", "dim"),
+}
+MIN_NAME, MAX_NAME = 16, 30
+"""Columns of a check's name: so that groups line up, and that a long variable leaves room for the text at 80 columns."""
+
+
+def doctor_table(examination: Examination) -> RenderableType:
+    """Grouped by what was looked at, with one line at the end that counts."""
+    parts: list[RenderableType] = []
+    for group in GROUPS:
+        rows = [check for check in examination.checks if check.group == group]
+        if rows:
+            parts += [Text(tr(group), style="bold"), _rows(rows), Text()]
+    return Group(*parts, _summary(examination))
+
+
+def _rows(checks: list[Check]) -> Table:
+    width = max(MIN_NAME, *(min(MAX_NAME, Text(check.title).cell_len) for check in checks), 0)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(width=1, no_wrap=True)
+    table.add_column(width=width, overflow="fold")
+    table.add_column(overflow="fold")
+    for check in checks:
+        sign, style = SIGNS[check.status]
+        name_style = style if check.status in ("warning", "failed") else ""
+        table.add_row(Text(sign, style=style), Text(check.title, style=name_style), _text(check, style))
+    return table
+
+
+def _text(check: Check, style: str) -> Text:
+    if check.status == "not checked":
+        return Text(tr("not checked: {reason}", reason=check.text.shown()), style="dim")
+    text = _with_commands(check.text.shown())
+    if check.fix is not None:
+        text.append("\n")
+        text.append(tr("Try: "), style=style)
+        text.append(_with_commands(check.fix.shown()))
+    return text
+
+
+def _with_commands(text: str) -> Text:
+    """What is in backquotes is something to type."""
+    return Text.assemble(*((part, "cyan" if place % 2 else "") for place, part in enumerate(text.split("`"))))
+
+
+def _summary(examination: Examination) -> Text:
+    failed, warnings = examination.count("failed"), examination.count("warning")
+    if failed:
+        verdict = tr("{failed} failed, {warnings} to look at", failed=failed, warnings=warnings)
+    elif warnings:
+        verdict = tr("Nothing failed, {warnings} to look at", warnings=warnings)
+    else:
+        verdict = tr("All is well")
+    rest = tr(
+        "{ok} ok, {unchecked} not checked, {time}",
+        ok=examination.count("ok"), unchecked=examination.count("not checked"), time=show_seconds(examination.seconds),
+    )  # fmt: skip
+    style = "bold red" if failed else "bold yellow" if warnings else "bold green"
+    return Text.assemble((verdict, style), "；" if language() == "zh" else "; ", rest)

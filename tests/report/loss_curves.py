@@ -133,7 +133,9 @@ def diverged(rng: random.Random) -> Curve:
     turn = rng.uniform(0.3, 0.7) * steps
     low = 0.5 * start
     levels = [
-        low + (start - low) * math.exp(-5 * step / turn) if step < turn else low + (step - turn) / (steps - turn) * start
+        low + (start - low) * math.exp(-5 * step / turn)
+        if step < turn
+        else low + (step - turn) / (steps - turn) * start
         for step in range(steps)
     ]
     return noisy(levels, rng, rng.choice((0.02, 0.1, 0.2))), cosine(steps, warmup=10)

@@ -18,8 +18,7 @@ from typing import Any
 from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
 from brimful.report.long_rows import longest_lengths
 from brimful.report.oom_checks import resource, row_place, shorter_rows
-from brimful.report.run_figures import RunFigures, in_parts, lengths, part, whole
-from brimful.training.events import number
+from brimful.report.run_figures import RunFigures, finite, in_parts, lengths, part, whole
 from brimful.units import MiB, show_bytes, show_count, zone
 
 LEAST_STEPS = 64
@@ -33,6 +32,8 @@ STILL_RISING = 0.5
 """The second half of a leak rises at least this much as fast as the first."""
 EQUAL_TOKENS = 0.10
 """Steps whose tokens are within this share of the median have equal shape."""
+EXPLAINED = 0.5
+"""If the tokens rise by this share of what memory rises by, they are the cause."""
 JUMP = 1.25
 """A peak this much above those of almost all other steps stands out."""
 ALMOST_ALL = 0.99
@@ -73,10 +74,13 @@ def _rise(run: RunFigures, name: str) -> Rise | None:
     steady = all(before < after for before, after in itertools.pairwise(levels))
     if not steady or rise < max(LEAST_BYTES[name], LEAST_SHARE * levels[0]):
         return None
+    tokens = [median(finite(step, "tokens") or 0.0 for step, _ in one) for one in (parts[0], parts[-1])]
+    if tokens[0] and tokens[1] / tokens[0] - 1 > EXPLAINED * rise / levels[0]:  # rows become longer
+        return None
     early, late = ((levels[b] - levels[a]) / (middles[b] - middles[a]) for a, b in ((0, half - 1), (half, PARTS - 1)))
     if late < STILL_RISING * early:
         return None
-    epochs = [number(points[at][0], "epoch") or 0.0 for at in (0, -1)]
+    epochs = [finite(points[at][0], "epoch") or 0.0 for at in (0, -1)]
     return Rise(
         first_bytes=levels[0], last_bytes=levels[-1], per_step=rise / (middles[-1] - middles[0]), steps=len(points),
         passes=max(0.0, epochs[1] - epochs[0]),
@@ -89,13 +93,13 @@ def _equal_steps(run: RunFigures, name: str) -> list[tuple[Mapping[str, Any], fl
     if not known:
         return []
     usual = Counter(whole(step, "micro_batches") for step, _ in known).most_common(1)[0][0]
-    tokens = [count for step, _ in known if (count := number(step, "tokens"))]
+    tokens = [count for step, _ in known if (count := finite(step, "tokens"))]
     middle = median(tokens) if tokens else None
     return [
         (step, value)
         for step, value in known
         if whole(step, "micro_batches") == usual
-        and (middle is None or abs((number(step, "tokens") or 0.0) / middle - 1) <= EQUAL_TOKENS)
+        and (middle is None or abs((finite(step, "tokens") or 0.0) / middle - 1) <= EQUAL_TOKENS)
     ]
 
 
@@ -226,8 +230,8 @@ def _long_row(run: RunFigures) -> Iterator[Finding]:
     place = row_place(run, step, shape)
     if place is not None:
         sentences.append(place)
-    tokens = [count for one in run.settled if (count := number(one, "tokens"))]
-    more_tokens = bool(tokens) and (number(step, "tokens") or 0.0) > 1.1 * median(tokens)
+    tokens = [count for one in run.settled if (count := finite(one, "tokens"))]
+    more_tokens = bool(tokens) and (finite(step, "tokens") or 0.0) > 1.1 * median(tokens)
     yield Finding(
         0.25,
         Diagnosis(

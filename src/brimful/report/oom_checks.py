@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
 from brimful.report.long_rows import LongRow, find_long_row, share_longer
-from brimful.report.run_figures import RunFigures, lengths, objects, part, show_lengths, step_seconds, whole
-from brimful.training.events import number
+from brimful.report.run_figures import RunFigures, finite, lengths, objects, part, show_lengths, step_seconds, whole
 from brimful.units import flag_bytes, show_bytes, show_rows
 
 FILL = 0.85
@@ -109,7 +108,7 @@ def _causes(run: RunFigures, error: Mapping[str, Any]) -> tuple[dict[str, Any], 
     needed, room = whole(error, "predicted_bytes"), whole(error, "available_bytes")
     if needed is None or room is None:
         return causes, "likely" if causes else "possible"
-    if needed <= (number(run.plan, "fill") or FILL) * room:
+    if needed <= (finite(run.plan, "fill") or FILL) * room:
         return {**causes, "prediction_too_low": True}, "likely"
     others = _others_bytes(run, error["step"] or 0)
     if others is not None:
@@ -205,7 +204,7 @@ def _lost_share(run: RunFigures) -> float | None:
 def _fixes(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, Any]) -> Iterator[Fix]:
     """The best first: what takes the cause away, then what saves memory at the least cost."""
     room = whole(error, "available_bytes") or run.limit_bytes
-    fill = number(run.plan, "fill") or FILL
+    fill = finite(run.plan, "fill") or FILL
     shape = lengths(error, "shape")
     if "others_bytes" in causes:
         yield Fix(
@@ -245,7 +244,7 @@ def _smaller_micro_batch(run: RunFigures, error: Mapping[str, Any], room: int | 
     if not rows or rows < 2 or shape is None or room is None or not before:
         return None
     factor = max(1.0, room / before) if corrected else 1.0
-    fewer = min(rows - 1, run.largest_micro_batch(shape, (number(run.plan, "fill") or FILL) * room / factor) or 0)
+    fewer = min(rows - 1, run.largest_micro_batch(shape, (finite(run.plan, "fill") or FILL) * room / factor) or 0)
     after = run.predicted_bytes(fewer, shape)
     if after is None:
         return None
@@ -268,13 +267,13 @@ def _more_memory(run: RunFigures, rows: int, shape: Sequence[int]) -> Iterator[F
     size = say("{rows} of {shape}", rows=show_rows(rows), shape=show_lengths(shape)) if shape else show_rows(rows)
     yield Fix(
         title=say("Give the run more memory: {size} are predicted to need {needed}", size=size, needed=show_bytes(needed)),
-        flags={"brimful": f"--memory-limit {flag_bytes(needed / (number(run.plan, 'fill') or FILL))}"}, basis="predicted",
+        flags={"brimful": f"--memory-limit {flag_bytes(needed / (finite(run.plan, 'fill') or FILL))}"}, basis="predicted",
     )  # fmt: skip
 
 
 def rate_of(tried: Mapping[str, Any]) -> float | None:
     """Rows/s of something that the plan has timed."""
-    return number(tried, "data_rows_per_s") or number(tried, "rows_per_s")
+    return finite(tried, "data_rows_per_s") or finite(tried, "rows_per_s")
 
 
 def chosen_of(run: RunFigures) -> Mapping[str, Any]:

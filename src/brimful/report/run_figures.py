@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from statistics import fmean, median, stdev
+from statistics import median, stdev
 from typing import TYPE_CHECKING, Any
 
 from brimful.report.run_record import RunRecord
 from brimful.training.events import number
+from brimful.units import is_number, is_whole
 
 if TYPE_CHECKING:
     from brimful.memory.model import MemoryModel
@@ -27,6 +28,8 @@ LEAST_STEPS = 5
 """Fewer steps have no typical value."""
 PARTS = 10
 """Parts of a run whose medians give the error of a typical value."""
+MOST = 2**60
+"""No count and no bytes are above this."""
 TIMES = ("compute_s", "data_s", "communication_s", "other_s")
 
 
@@ -76,10 +79,16 @@ def objects(value: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
 
+def finite(value: Mapping[str, Any], name: str) -> float | None:
+    """A number that is neither infinite nor NaN; None for anything else."""
+    found = number(value, name)
+    return found if found is not None and math.isfinite(found) else None
+
+
 def whole(value: Mapping[str, Any], name: str) -> int | None:
     """A whole number of at least 0, such as rows or bytes; None for anything else."""
-    found = number(value, name)
-    return int(found) if found is not None and math.isfinite(found) and found >= 0 else None
+    found = finite(value, name)
+    return int(found) if found is not None and 0 <= found <= MOST else None
 
 
 def lengths(value: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
@@ -106,11 +115,11 @@ def seconds_at(event: Mapping[str, Any]) -> float | None:
 def step_seconds(step: Mapping[str, Any]) -> float | None:
     """The wall time of a step, without evaluations and saves."""
     times = part(step, "times")
-    known = [value for name in TIMES if (value := number(times, name)) is not None and math.isfinite(value)]
+    known = [value for name in TIMES if (value := finite(times, name)) is not None]
     if known:
         return sum(known)
-    seconds = number(step, "seconds")
-    return None if seconds is None else seconds + (number(step, "data_wait_s") or 0.0)
+    seconds = finite(step, "seconds")
+    return None if seconds is None else seconds + (finite(step, "data_wait_s") or 0.0)
 
 
 class RunFigures:
@@ -215,7 +224,7 @@ class RunFigures:
     def rows_per_s(self) -> Typical | None:
         rates = []
         for step in self.settled:
-            rows, seconds = number(step, "rows"), step_seconds(step)
+            rows, seconds = finite(step, "rows"), step_seconds(step)
             rates.append(rows / seconds if rows and seconds else number(step, "rows_per_s"))
         return Typical.of(rates)
 
@@ -232,10 +241,10 @@ class RunFigures:
         for step in self.settled:
             times = part(step, "times")
             if times:
-                known = {name: number(times, name) or 0.0 for name in TIMES}
+                known = {name: finite(times, name) or 0.0 for name in TIMES}
             else:
-                known = {"compute_s": number(step, "seconds") or 0.0, "data_s": number(step, "data_wait_s") or 0.0}
-            if all(math.isfinite(value) and value >= 0 for value in known.values()):
+                known = {"compute_s": finite(step, "seconds") or 0.0, "data_s": finite(step, "data_wait_s") or 0.0}
+            if all(value >= 0 for value in known.values()):
                 for name, value in known.items():
                     totals[name] += value
         total = sum(totals.values())
@@ -249,8 +258,8 @@ class RunFigures:
 
     def mean(self, name: str) -> float | None:
         """The mean of a figure over the settled steps."""
-        known = [v for step in self.settled if (v := number(step, name)) is not None and math.isfinite(v)]
-        return fmean(known) if known else None
+        known = [value for step in self.settled if (value := finite(step, name)) is not None]
+        return sum(known) / len(known) if known else None
 
     @cached_property
     def utilization(self) -> float | None:
@@ -259,7 +268,7 @@ class RunFigures:
         known = [
             value
             for event, gpu in self.gpu_samples
-            if (value := number(gpu, "utilization")) is not None and (event.get("step") or 0) >= first
+            if (value := finite(gpu, "utilization")) is not None and (event.get("step") or 0) >= first
         ]
         return median(known) if len(known) >= 3 else None
 
@@ -291,9 +300,13 @@ class RunFigures:
 
         try:
             model = MemoryModel.from_json(dict(part(self.plan, "memory_model")))
-            return model if model.phases else None
+            factors = [model.margin, model.reserved_ratio]
+            terms = [term for phase in model.phases.values() for term in phase.terms.items()]
+            powers = [power for powers, _ in terms for power in powers]
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
+        numbers = all(is_number(value) for value in (*factors, *(value for _, value in terms)))
+        return model if terms and numbers and all(is_whole(power, 0) and power <= 2 for power in powers) else None
 
     def predicted_bytes(self, rows: int, shape: Sequence[int]) -> int | None:
         """What a micro-batch of these rows takes of the limit, by the plan's memory model."""

@@ -21,8 +21,7 @@ from typing import Any
 from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
 from brimful.report.long_rows import has_store
 from brimful.report.oom_checks import chosen_of, rate_of
-from brimful.report.run_figures import RunFigures, Typical, objects, part, step_seconds, whole
-from brimful.training.events import number
+from brimful.report.run_figures import RunFigures, Typical, finite, objects, part, step_seconds, whole
 from brimful.units import GiB, MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
 LEAST_STEPS = 20
@@ -94,7 +93,7 @@ def _clamped(run: RunFigures) -> Iterator[Finding]:
     requested, chosen, step_rows = run.requested("micro_batch"), whole(run.plan, "micro_batch"), run.rows_per_step
     if not isinstance(requested, int) or not chosen or not step_rows or chosen > requested or chosen >= step_rows:
         return
-    rate, faster = rate_of(chosen_of(run)) or number(run.plan, "rows_per_s"), _faster(run, chosen)
+    rate, faster = rate_of(chosen_of(run)) or finite(run.plan, "rows_per_s"), _faster(run, chosen)
     figures = {"micro_batch": chosen, "rows_per_s": rate, "largest_micro_batch": whole(run.plan, "largest_micro_batch")}
     asked = say("Micro-batches have at most {rows}, because --micro-batch {requested} was requested.", rows=show_rows(chosen), requested=requested)  # fmt: skip
     leave_out = Fix(
@@ -127,7 +126,7 @@ def _clamped(run: RunFigures) -> Iterator[Finding]:
 
 def _faster(run: RunFigures, chosen: int) -> Mapping[str, Any] | None:
     """The fastest larger micro-batch that any plan of this run has timed on the same device, if it is worth it."""
-    now = rate_of(chosen_of(run)) or number(run.plan, "rows_per_s")
+    now = rate_of(chosen_of(run)) or finite(run.plan, "rows_per_s")
     same = ("device_name", "shape", "global_batch", "processes")
     timed = [
         one
@@ -160,7 +159,7 @@ def _waiting(run: RunFigures) -> Iterator[Finding]:
 
 def _host_median(run: RunFigures, name: str) -> float | None:
     known = [
-        value for _, host in run.host_samples if (value := number(host, name)) is not None and math.isfinite(value)
+        value for _, host in run.host_samples if (value := finite(host, name)) is not None and math.isfinite(value)
     ]
     return median(known) if len(known) >= 2 else None
 
@@ -239,7 +238,7 @@ def _uneven_ranks(run: RunFigures) -> Iterator[Finding]:
     busy: dict[int, list[float]] = {}
     for step in run.settled:
         for one in objects(step, "ranks"):
-            rank, seconds = whole(one, "rank"), number(one, "busy_s")
+            rank, seconds = whole(one, "rank"), finite(one, "busy_s")
             if rank is not None and seconds is not None:
                 busy.setdefault(rank, []).append(seconds)
     if len(busy) < 2:
@@ -315,12 +314,14 @@ def _pauses(
 ) -> Iterator[Finding]:  # fmt: skip
     """What interrupts training. The first and the last are left out: every run has them, however short."""
     pauses = [
-        seconds for one in run.events(event) if 0 < one["step"] < run.last_step and (seconds := number(one, "seconds"))
+        seconds for one in run.events(event) if 0 < one["step"] < run.last_step and (seconds := finite(one, "seconds"))
     ]
     total, step_s = sum(pauses), run.step_s
     if len(pauses) < 2 or not run.wall_s or step_s is None or total < LEAST_LOST_S or total / run.wall_s < most:
         return
     share, each = min(1.0, total / run.wall_s), median(pauses)
+    if each > 1e6 * step_s.value:
+        return
     every = math.ceil(each / (0.05 * step_s.value))
     every = math.ceil(every / (10 ** max(0, len(str(every)) - 2))) * 10 ** max(0, len(str(every)) - 2)
     predicted = each / (each + every * step_s.value)
@@ -414,14 +415,14 @@ def _rates(run: RunFigures, label: Callable[[Mapping[str, Any]], str | None]) ->
     """Tokens/s, else rows/s, of the steps up to each sample of a card, by what the label says of the sample."""
     rates: dict[str, list[float | None]] = {}
     steps, place = run.settled, 0
-    name = "tokens_per_s" if any(number(step, "tokens_per_s") for step in steps[:5]) else "rows_per_s"
+    name = "tokens_per_s" if any(finite(step, "tokens_per_s") for step in steps[:5]) else "rows_per_s"
     for event, gpu in run.gpu_samples:
         at, found = event.get("step"), label(gpu)
         until = place
         while until < len(steps) and at is not None and steps[until]["step"] <= at:
             until += 1
         if found is not None:
-            rates.setdefault(found, []).extend(number(step, name) for step in steps[place:until])
+            rates.setdefault(found, []).extend(finite(step, name) for step in steps[place:until])
         place = until
     return {name: typical for name, values in rates.items() if (typical := Typical.of(values)) is not None}
 
@@ -459,7 +460,7 @@ def _others(run: RunFigures) -> Iterator[Finding]:
 
 def _heat(run: RunFigures) -> Iterator[Finding]:
     def label(gpu: Mapping[str, Any]) -> str | None:
-        temperature, used = number(gpu, "temperature_c"), number(gpu, "utilization")
+        temperature, used = finite(gpu, "temperature_c"), finite(gpu, "utilization")
         if temperature is None or used is None or used < 0.8:
             return None
         return "hot" if temperature >= HOT_C else "cool" if temperature < COOL_C else None
@@ -467,7 +468,7 @@ def _heat(run: RunFigures) -> Iterator[Finding]:
     slowed = _slowed(_rates(run, label), "hot", "cool")
     if slowed is None:
         return
-    hottest = max(number(gpu, "temperature_c") or 0.0 for _, gpu in run.gpu_samples)
+    hottest = max(finite(gpu, "temperature_c") or 0.0 for _, gpu in run.gpu_samples)
     yield _slow(
         "hot-card",
         [say("Steps are {ratio} × as fast while the card is at {hot} °C or more (up to {hottest} °C) as while it is cooler, so it may lower its clock.", ratio=f"{slowed:.2f}", hot=HOT_C, hottest=f"{hottest:.0f}")],

@@ -103,9 +103,9 @@ def test_others_that_had_left_before_are_not_blamed(tmp_path):
 def test_enough_room_means_that_the_prediction_was_too_low(tmp_path):
     diagnosis = diagnose(tmp_path, oom(needed=15.0, room=19.0))
     assert "too low or memory was fragmented" in diagnosis.cause
-    flags = [fix.flags.get("brimful") for fix in diagnosis.fixes]
+    flags = [flag for fix in diagnosis.fixes for flag in fix.flags.values()]
     assert "--fill 0.75" in flags
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in flags
+    assert "export PYTORCH_ALLOC_CONF=expandable_segments:True" in flags
 
 
 def test_rows_longer_than_planned_are_the_cause(tmp_path):

@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from brimful.report import run_checks
 from brimful.report.run_checks import check_run
 from brimful.report.run_record import RunRecord
 from brimful.units import GiB
@@ -73,7 +75,7 @@ def test_a_killed_run_with_free_ram_has_an_unknown_cause(tmp_path):
     diagnosis = first(write_run(tmp_path / "run", done=150, end=None, checkpoints=[100]))
     assert (diagnosis.kind, diagnosis.certainty) == ("run-killed", "possible")
     assert "6 GiB of 16 GiB" in diagnosis.cause
-    assert diagnosis.fixes[0].flags["brimful"].endswith("--resume")
+    assert diagnosis.fixes[0].flags["shell"].endswith("--resume")
 
 
 def test_a_killed_run_without_samples_claims_nothing_about_ram(tmp_path):
@@ -131,6 +133,15 @@ def test_speed_is_judged_by_the_newest_plan(tmp_path):
         more=[{"event": "resume", "step": 100, "sentence": "continuing after step 100"}],
     )  # fmt: skip
     assert kinds(run) == []
+
+
+def test_every_kind_has_a_title():
+    source = "".join(path.read_text() for path in Path(run_checks.__file__).parent.glob("*_checks.py"))
+    named = set(re.findall(r'kind="([a-z-]+)"', source)) | set(
+        re.findall(r'_(?:slow|finding)\(\s*(?:[\d.]+[^"]*)?"([a-z-]+)"', source)
+    )
+    assert named
+    assert named <= run_checks.TITLES.keys()
 
 
 def test_torch_is_not_imported(tmp_path):

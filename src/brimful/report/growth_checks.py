@@ -17,7 +17,7 @@ from typing import Any
 
 from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
 from brimful.report.long_rows import longest_lengths
-from brimful.report.oom_checks import resource, row_place, shorter_rows
+from brimful.report.oom_checks import row_place, shorter_rows
 from brimful.report.run_figures import RunFigures, finite, in_parts, lengths, part, whole
 from brimful.units import MiB, show_bytes, show_count, zone
 
@@ -145,7 +145,7 @@ def _leak_finding(
     return Finding(
         0.9 if in_time else 0.3,
         Diagnosis(
-            resource="host" if name == "host_bytes" else resource(run), kind=kind, cause=" ".join(sentences), certainty=certainty,
+            resource="none", kind=kind, cause=" ".join(sentences), certainty=certainty,
             figures={
                 "first_bytes": round(rise.first_bytes), "last_bytes": round(rise.last_bytes), "bytes_per_step": round(rise.per_step),
                 "steps": rise.steps, "limit_bytes": limit, "full_at_step": full,
@@ -159,7 +159,7 @@ def _restart(run: RunFigures) -> Fix:
     command = f"{run.record.folder.resume_command} --time-limit 4h"
     return Fix(
         title=say("Until then, let the run pause and continue before memory is full; a new process begins without the leak"),
-        costs=say("a restart each time"), flags={"brimful": command},
+        costs=say("a restart each time"), flags={"shell": command},
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _long_row(run: RunFigures) -> Iterator[Finding]:
     yield Finding(
         0.25,
         Diagnosis(
-            resource=resource(run), kind="long-row", cause=" ".join(sentences),
+            resource="none", kind="long-row", cause=" ".join(sentences),
             certainty="likely" if place is not None or more_tokens else "possible",
             figures={"step": at, "peak_bytes": peak, "usual_bytes": usual, "limit_bytes": run.limit_bytes},
             evidence=f"events.jsonl, step {at}", fixes=tuple(shorter_rows(run, whole(run.plan, "micro_batch") or 1, shape)),

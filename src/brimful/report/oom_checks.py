@@ -231,7 +231,7 @@ def _fixes(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, Any])
         if run.on_gpu and "expandable_segments:True" not in str(part(run.choices, "allocator").get("effective", "")):
             yield Fix(
                 title=say("Let the allocator's segments grow, which avoids fragmentation"), saves=say("up to a quarter of what is reserved"),
-                flags={"brimful": "PYTORCH_ALLOC_CONF=expandable_segments:True"},
+                flags={"shell": "export PYTORCH_ALLOC_CONF=expandable_segments:True"},
             )  # fmt: skip
     yield from _checkpointing(run, room)
 

@@ -26,6 +26,39 @@ from brimful.report.speed_checks import LEAST_STEPS, speed_findings
 from brimful.training.events import number
 from brimful.units import show_bytes, show_count
 
+TITLES = {
+    "run-failed": "The run failed",
+    "run-crashed": "The run crashed",
+    "run-killed": "The run was ended from outside",
+    "host-killed": "Host RAM ran out",
+    "save-failed": "A checkpoint was not saved",
+    "gpu-out-of-memory": "GPU memory ran out",
+    "cpu-out-of-memory": "The memory limit was reached",
+    "oversized-rows": "Rows too long to train on",
+    "device-memory-leak": "Memory leak",
+    "host-memory-leak": "Host RAM leak",
+    "long-row": "One long row",
+    "loss-not-finite": "NaN in the loss",
+    "loss-diverging": "The loss diverges",
+    "loss-swinging": "The loss swings",
+    "loss-flat": "The loss does not fall",
+    "learning-rate-not-applied": "The learning rate has no effect",
+    "few-updates": "Too few updates",
+    "batch-exceeds-data": "A batch larger than the data",
+    "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
+    "slow-data": "Slow: waiting for rows",
+    "slow-communication": "Slow: communication",
+    "slow-rank": "Slow: one rank",
+    "slow-padding": "Slow: padding",
+    "slow-saves": "Slow: saving checkpoints",
+    "slow-evaluations": "Slow: evaluating",
+    "launch-bound": "Slow: the card waits for launches",
+    "card-not-full": "One run does not fill the card",
+    "others-on-card": "Others use the card",
+    "hot-card": "The card is hot",
+    "host-swapping": "Host RAM is short",
+}
+"""How a view heads each kind of diagnosis."""
 NEARLY_FULL = 0.90
 """Host RAM in use in the last samples of a killed run, from which on the kernel's out-of-memory killer is likely."""
 LAST_S = 60.0
@@ -79,7 +112,7 @@ def _resume(run: RunFigures) -> Fix:
     title = (
         say("Continue from the checkpoint of step {step}", step=f"{saved[-1]:,}") if saved else say("Start it again")
     )
-    return Fix(title=title, flags={"brimful": run.record.folder.resume_command}, basis="measured" if saved else "range")
+    return Fix(title=title, flags={"shell": run.record.folder.resume_command}, basis="measured" if saved else "range")
 
 
 def _failed(run: RunFigures) -> Finding:
@@ -171,7 +204,7 @@ def _killed(run: RunFigures) -> Finding:
     other = say("A job scheduler, a shutdown or a kill by hand look the same.")
     kernel = Fix(
         title=say("Ask the kernel whether it has killed a process"),
-        flags={"brimful": "dmesg -T | grep -i 'killed process'"},
+        flags={"shell": "dmesg -T | grep -i 'killed process'"},
     )
     return Finding(
         1.0,
@@ -202,7 +235,7 @@ def _host_fixes(run: RunFigures, used: int, limit: int, tree: int | None) -> Ite
     if tree is not None and used - tree > 0.3 * limit:
         yield Fix(
             title=say("End other programs on this machine: they held {others}, and the run {own}", others=show_bytes(used - tree), own=show_bytes(tree)),
-            saves=show_bytes(used - tree), flags={"brimful": "brimful doctor"}, basis="measured",
+            saves=show_bytes(used - tree), flags={"shell": "brimful doctor"}, basis="measured",
         )  # fmt: skip
     host = part(run.plan, "host")
     workers, predicted = whole(host, "workers"), whole(host, "predicted_bytes")

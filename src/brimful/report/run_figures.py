@@ -130,13 +130,15 @@ class RunFigures:
         record: RunRecord,
         *,
         plan: Mapping[str, Any] | None = None,
+        request: Mapping[str, Any] | None = None,
         after_step: int | None = None,
         up_to_step: int | None = None,
     ) -> None:
-        """`after_step` and `up_to_step` bound the steps that count; `plan` is the one they were trained with."""
+        """`after_step` and `up_to_step` bound the steps that count; `plan` and `request` are those of these steps."""
         self.record = record
         self.plan: Mapping[str, Any] = record.plan if plan is None else plan
-        self.request = record.request or part(next(iter(record.of_kind("begin")), {}), "request")
+        begun = part(next(iter(record.of_kind("begin")), {}), "request")
+        self.request: Mapping[str, Any] = request or record.request or begun
         low = -1 if after_step is None else after_step
         high = math.inf if up_to_step is None else up_to_step
         self._bounds = (low, high)

@@ -173,7 +173,7 @@ def _data_cause(
     else:
         prepare = Fix(
             title=say("Prepare the rows once, before training, such as in a token store"),
-            flags={"brimful": "brimful data tokenize"},
+            flags={"shell": "brimful data tokenize"},
         )
     more = say("at most {ratio} the speed", ratio=_at_most(run.time_shares["data_s"]))
     if cpu is not None and cpu >= BUSY_CPU and run.on_gpu:
@@ -217,7 +217,7 @@ def _communication(run: RunFigures) -> Iterator[Finding]:
     fixes.append(
         Fix(
             title=say("Measure how fast the cards reach each other, and whether they do so directly"),
-            flags={"brimful": "brimful doctor"},
+            flags={"shell": "brimful doctor"},
         )
     )
     if (accumulation := whole(run.plan, "accumulation")) == 1:
@@ -229,7 +229,7 @@ def _communication(run: RunFigures) -> Iterator[Finding]:
         )  # fmt: skip
     yield _slow(
         "slow-communication", sentences, lost=share, certainty="likely", figures={"communication_share": share, "accumulation": accumulation},
-        evidence="events.jsonl, times.communication_s", fixes=fixes, resource="network",
+        evidence="events.jsonl, times.communication_s", fixes=fixes
     )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def _uneven_ranks(run: RunFigures) -> Iterator[Finding]:
         [say("Rank {rank} computes {seconds} in a step, the others {others}, and they wait for it.", rank=slowest, seconds=show_seconds(typical[slowest]), others=show_seconds(others))],
         lost=1 - others / typical[slowest], certainty="likely", figures={"rank": slowest, "busy_s": typical[slowest], "others_busy_s": others},
         evidence="events.jsonl, ranks.busy_s",
-        fixes=[Fix(title=say("Look at who else uses the card of rank {rank}, and at its temperature", rank=slowest), flags={"brimful": "brimful machine"})],
+        fixes=[Fix(title=say("Look at who else uses the card of rank {rank}, and at its temperature", rank=slowest), flags={"shell": "brimful machine"})],
     )  # fmt: skip
 
 
@@ -363,10 +363,9 @@ def _empty_card(run: RunFigures) -> Iterator[Finding]:
         lost=1 - used, certainty="likely", figures={"utilization": used, "peak_bytes": peak, "limit_bytes": limit, "runs_at_once": runs},
         evidence="events.jsonl, samples",
         fixes=[
-            Fix(title=say("Train seeds or settings of small heads together"), flags={"brimful": "brimful sweep"}),
+            Fix(title=say("Train seeds or settings of small heads together"), flags={"shell": "brimful sweep"}),
             Fix(title=say("Start {runs} runs at once, each with a part of the memory", runs=runs), flags={"brimful": f"--memory-limit {each}"}, basis="measured"),
         ],
-        resource="gpu",
     )  # fmt: skip
 
 
@@ -407,7 +406,7 @@ def _launches(run: RunFigures) -> Iterator[Finding]:
     )
     yield _slow(
         "launch-bound", known, lost=1 - used, certainty="possible" if mfu is None else "likely", figures={"utilization": used, "mfu": mfu},
-        evidence="events.jsonl, samples", fixes=fixes, resource="gpu",
+        evidence="events.jsonl, samples", fixes=fixes,
     )  # fmt: skip
 
 
@@ -453,8 +452,8 @@ def _others(run: RunFigures) -> Iterator[Finding]:
         sentences.append(say("Steps were {ratio} × as fast meanwhile.", ratio=f"{slowed:.2f}"))
     yield _slow(
         "others-on-card", sentences, lost=0.0 if slowed is None else 1 - slowed, certainty="certain" if slowed is None else "likely",
-        figures={"others_bytes": held, "samples": shared, "speed_ratio": slowed}, evidence="events.jsonl, samples", resource="gpu",
-        fixes=[Fix(title=say("See who they are, and end them or use another card"), saves=show_bytes(held), flags={"brimful": "brimful machine"}, basis="measured")],
+        figures={"others_bytes": held, "samples": shared, "speed_ratio": slowed}, evidence="events.jsonl, samples",
+        fixes=[Fix(title=say("See who they are, and end them or use another card"), saves=show_bytes(held), flags={"shell": "brimful machine"}, basis="measured")],
     )  # fmt: skip
 
 
@@ -472,8 +471,8 @@ def _heat(run: RunFigures) -> Iterator[Finding]:
     yield _slow(
         "hot-card",
         [say("Steps are {ratio} × as fast while the card is at {hot} °C or more (up to {hottest} °C) as while it is cooler, so it may lower its clock.", ratio=f"{slowed:.2f}", hot=HOT_C, hottest=f"{hottest:.0f}")],
-        lost=1 - slowed, certainty="possible", figures={"speed_ratio": slowed, "temperature_c": hottest}, evidence="events.jsonl, samples", resource="gpu",
-        fixes=[Fix(title=say("Look at its fans and the air around it"), flags={"brimful": "nvidia-smi -q -d PERFORMANCE"})],
+        lost=1 - slowed, certainty="possible", figures={"speed_ratio": slowed, "temperature_c": hottest}, evidence="events.jsonl, samples",
+        fixes=[Fix(title=say("Look at its fans and the air around it"), flags={"shell": "nvidia-smi -q -d PERFORMANCE"})],
     )  # fmt: skip
 
 
@@ -486,5 +485,5 @@ def _swapping(run: RunFigures) -> Iterator[Finding]:
     yield _slow(
         "host-swapping", [say("The machine moved {swap} of memory to disk during the run, because host RAM was short.", swap=show_bytes(max(swap) - swap[0]))],
         lost=0.3, certainty="certain", figures={"swap_bytes": max(swap) - swap[0]}, evidence="events.jsonl, samples", resource="host",
-        fixes=[*fixes, Fix(title=say("See who holds the RAM"), flags={"brimful": "brimful doctor"})],
+        fixes=[*fixes, Fix(title=say("See who holds the RAM"), flags={"shell": "brimful doctor"})],
     )  # fmt: skip

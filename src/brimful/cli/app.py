@@ -10,6 +10,7 @@ from cyclopts import App, CoercionError, CycloptsError
 
 import brimful
 from brimful.cli.chat import chat
+from brimful.cli.compare import compare
 from brimful.cli.data import data
 from brimful.cli.demo import demo
 from brimful.cli.eval import evaluate
@@ -38,6 +39,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(train_command(task_fields), name="train")
     app.command(evaluate, name="eval")
     app.command(chat)
+    app.command(compare)
     app.command(demo)
     app.command(data)
     app.command(sweep)

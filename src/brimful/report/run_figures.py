@@ -204,6 +204,11 @@ class RunFigures:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     @property
+    def updates(self) -> int:
+        """Steps done, those before this part of the run left out."""
+        return self.last_step - max(0, self._bounds[0]) if self.steps else 0
+
+    @property
     def steps_in_all(self) -> int | None:
         """The steps that the run is to have."""
         return whole(self.steps[-1], "steps") if self.steps else whole(self.begin, "steps")

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from brimful.errors import BadOption
 from brimful.languages import language, tr, translate
-from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, spread
+from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, spread, whole
 from brimful.report.run_record import RunRecord
 from brimful.report.run_settings import RATE, Difference, differences, same_setting, show_setting, train_command
 from brimful.training.events import number
@@ -324,7 +323,7 @@ class Comparison:
         first, last = self.sides[0], self.sides[-1]
         root = shlex.quote(str(last.run.record.root))
         if self.one_run:
-            numbers = [side.run.plan.get("number") for side in self.sides]
+            numbers = [whole(side.run.plan, "number") for side in self.sides]
             earlier = {
                 number: side
                 for side, number in zip(self.sides, numbers, strict=True)
@@ -344,14 +343,16 @@ class Comparison:
         return commands
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        content = {
             "verdict": self.verdict,
             "runs": [{"label": side.label, "run": side.title, **figures_of(side.run)} for side in self.sides],
             "against_first": [pair.to_json() for pair in self.pairs],
             "differences": [one.to_json() for one in self.differences],
-            "loss": [{"by": one.by, "at": one.at, "losses": [_finite(loss) for loss in one.losses]} for one in self.points],
+            "loss": [{"by": one.by, "at": one.at, "losses": one.losses} for one in self.points],
             "go_back": [command for _, command in self.go_back],
         }  # fmt: skip
+        plain: dict[str, Any] = _json(content)
+        return plain
 
 
 def compare_runs(paths: Sequence[Path | str]) -> Comparison:
@@ -402,7 +403,7 @@ def _parts(record: RunRecord) -> list[Side]:
     for place, (run, start) in enumerate(runs):
         which = phrase(
             "plan {number}, steps {first}–{last}",
-            number=run.plan.get("number") or place + 1, first=f"{run.steps[0]['step']:,}", last=f"{run.last_step:,}",
+            number=whole(run.plan, "number") or place + 1, first=f"{run.steps[0]['step']:,}", last=f"{run.last_step:,}",
         )  # fmt: skip
         sides.append(Side(label=LABELS[place], part=which, run=run, recorded=tuple(start["reasons"][before:])))
     return sides
@@ -463,8 +464,13 @@ def _scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _json(value: Any) -> Any:
+    """The same with None for what is no number, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {name: _json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def loss_points(sides: Sequence[Side]) -> list[LossPoint]:
@@ -513,7 +519,7 @@ def _by_rows(side: Side) -> list[tuple[int, float]]:
     """The loss of each step and the rows trained on up to it. Steps that were not read had as many rows as the next one."""
     curve, rows, before = [], 0.0, 0
     for step in side.run.steps:
-        rows += (step["step"] - before) * (number(step, "rows") or side.run.rows_per_step or 0)
+        rows += (step["step"] - before) * (whole(step, "rows") or side.run.rows_per_step or 0)
         before = step["step"]
         loss = number(step, "loss")
         if loss is not None:
@@ -523,4 +529,4 @@ def _by_rows(side: Side) -> list[tuple[int, float]]:
 
 def _mean(values: Sequence[float]) -> float:
     """NaN if one of them is."""
-    return fmean(values) if all(map(math.isfinite, values)) else math.nan
+    return sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan

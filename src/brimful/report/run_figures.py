@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from statistics import median, stdev
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from brimful.report.run_record import RunRecord
@@ -51,7 +51,7 @@ class Typical:
         error = 1.25 * spread(known) / math.sqrt(len(known))
         if len(known) >= 3 * PARTS:
             medians = [median(part) for part in in_parts(known, PARTS)]
-            error = max(error, stdev(medians) / math.sqrt(PARTS))
+            error = max(error, math.dist(medians, [sum(medians) / PARTS] * PARTS) / math.sqrt(PARTS * (PARTS - 1)))
         return cls(median(known), error, len(known))
 
 

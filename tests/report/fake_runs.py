@@ -79,6 +79,35 @@ def sample_event(
     return {"event": "sample", "step": step, "rank": rank, "gpu": {**card, **(gpu or {})}, "host": {**box, **(host or {})} if rank == 0 else None}  # fmt: skip
 
 
+def _at(number: int, values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The values of one step."""
+    return {name: value(number) if callable(value) else value for name, value in (values or {}).items()}
+
+
+def memory_model(
+    fixed: float = 2.6 * GiB, row: float = 0.3 * GiB / (228 + 256), reserved: float = 1.05
+) -> dict[str, Any]:
+    """As in a plan: a fixed part, and bytes for each row and token."""
+    terms = [
+        {"powers": [0, 0, 0], "bytes": fixed},
+        {"powers": [1, 1, 0], "bytes": row},
+        {"powers": [1, 0, 1], "bytes": row},
+    ]
+    return {"phases": {"first_forward": terms, "forward": terms}, "margin": 1.0, "reserved_ratio": reserved, "error": 0.004, "probes": []}  # fmt: skip
+
+
+def tried(
+    micro_batch: int, rows_per_s: float, peak_bytes: float, *, chosen: bool = False, **setting: str
+) -> dict[str, Any]:
+    """One line of a plan's `tried`."""
+    how = {"layout": "padded", "precision": "bf16", "compile": "off", "checkpointing": "off", **setting}
+    return {
+        "setting": how, "shape": [228, 256], "micro_batch": micro_batch, "tokens": None, "accumulation": -(-256 // micro_batch),
+        "peak_bytes": int(peak_bytes), "reserved_bytes": int(1.05 * peak_bytes), "basis": "measured", "fits": True, "rows_per_s": rows_per_s,
+        "step_s": 256 / rows_per_s, "data_rows_per_s": None, "allowed": True, "chosen": chosen,
+    }  # fmt: skip
+
+
 def write_run(
     folder: Path,
     *,
@@ -93,9 +122,11 @@ def write_run(
     plan_values: Mapping[str, Any] | None = None,
     step_values: Mapping[str, Any] | None = None,
     request: Mapping[str, Any] | None = None,
+    gpu: Mapping[str, Any] | None = None,
+    host: Mapping[str, Any] | None = None,
     more: Iterable[Mapping[str, Any]] = (),
 ) -> Path:
-    """A run of `steps` steps, `done` of them trained. `step_values` may hold functions of the step's number.
+    """A run of `steps` steps, `done` of them trained. `step_values`, `gpu` and `host` may hold functions of the step's number.
 
     `more` are further events, written after the step that they name. `running`: this process seems to train in it.
     """
@@ -121,8 +152,7 @@ def write_run(
     extra = [dict(event) for event in more]
     seconds, sampled, times = 10.0, -SAMPLE_EVERY_S, [0.0, 5.0]
     for number in range(1, done + 1):
-        values = {name: value(number) if callable(value) else value for name, value in (step_values or {}).items()}
-        event = step_event(number, steps=steps, ranks=ranks, **values)
+        event = {**step_event(number, steps=steps, ranks=ranks), **_at(number, step_values)}
         batch: list[dict[str, Any]] = []
         if number in ooms:
             sentence = "out of memory in the backward of 43 rows; micro-batches of at most 32 rows from here"
@@ -133,7 +163,8 @@ def write_run(
         batch.append(event)
         seconds += sum(event["times"].values())
         if seconds - sampled >= SAMPLE_EVERY_S:
-            batch += [sample_event(number, rank=rank) for rank in range(ranks)]
+            card, box = _at(number, gpu), _at(number, host)
+            batch += [sample_event(number, rank=rank, gpu=card, host=box) for rank in range(ranks)]
             sampled = seconds
         if number in evals:
             batch.append(

@@ -11,6 +11,7 @@ from cyclopts import App, CoercionError, CycloptsError
 
 import brimful
 from brimful.cli.chat import chat
+from brimful.cli.compare import compare
 from brimful.cli.corrections import refuse_old_names
 from brimful.cli.data import data
 from brimful.cli.demo import demo
@@ -44,6 +45,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(train_command(task_fields), name="train")
     app.command(evaluate, name="eval")
     app.command(chat)
+    app.command(compare)
     app.command(demo)
     app.command(data)
     app.command(sweep)

@@ -1,0 +1,532 @@
+"""Two or more runs side by side: `compare_runs` for `brimful compare`. The first is what the others are compared with.
+
+A verdict is only as sure as its figures. **Speed** is rows/s over the steps that both have, after the first few; two runs are `as
+fast` unless they differ by more than three standard errors and by 2 %, which is what a plan calls equal too. **Loss** at equal steps is
+the mean of step-by-step differences, because two runs of one seed see the same rows: the noise that they share does not count. **Equal
+to the bit** means every recorded loss of the steps that both have.
+
+One run is compared with itself if it was resumed: each part that was trained between two starts is a side.
+"""
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from brimful.errors import BadOption
+from brimful.languages import language, tr, translate
+from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, spread, whole
+from brimful.report.run_record import RunRecord
+from brimful.report.run_settings import RATE, Difference, differences, same_setting, show_setting, train_command
+from brimful.training.events import number
+from brimful.units import show_bytes
+
+LABELS = "ABCDEF"
+MOST_RUNS = len(LABELS)
+SURE = 3.0
+"""Standard errors by which speeds or losses must differ."""
+AS_FAST = 0.02
+"""Speeds that differ by less than this are equal, however exactly they are known."""
+NOISY = 0.05
+"""Three standard errors above this are worth mentioning beside `as fast`."""
+SAME_MEMORY, OF_LIMIT = 0.05, 0.02
+"""Peaks that differ by less than this share, or by less than this share of the limit, are not worth a word."""
+LOSS_STEPS = 50
+"""A loss at a step is the mean of at most this many steps up to it, and of at most a tenth of those there are."""
+SAME_LOSS = 0.01
+"""Losses that differ by less than this share are the same: another dropout mask or rounding makes as much of a difference."""
+CLOSE = 1e-3
+"""Losses that agree to this share everywhere are the same up to rounding."""
+
+Speed = Literal["faster", "slower", "as fast", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phrase:
+    """Words in English, and in the user's language when they are shown."""
+
+    template: str
+    values: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.template.format(**{name: str(value) for name, value in self.values.items()})
+
+    def shown(self) -> str:
+        if not self.values:
+            return translate(self.template)
+        values = {
+            name: value.shown() if isinstance(value, (Phrase, Phrases)) else value
+            for name, value in self.values.items()
+        }
+        return tr(self.template, **values)
+
+
+@dataclass(frozen=True, slots=True)
+class Phrases:
+    """Several phrases in a row."""
+
+    phrases: tuple[Phrase, ...]
+    gap: str = "; "
+
+    def __str__(self) -> str:
+        return self.gap.join(map(str, self.phrases))
+
+    def shown(self) -> str:
+        gap = {"; ": "；", ", ": "，"}[self.gap] if language() == "zh" else self.gap
+        return gap.join(one.shown() for one in self.phrases)
+
+
+def phrase(template: str, **values: Any) -> Phrase:
+    return Phrase(template, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One run of a comparison, or one part of it."""
+
+    label: str
+    """A, B, …"""
+    run: RunFigures
+    part: Phrase | None = None
+    """Which part of the run, if not all of it."""
+    recorded: tuple[str, ...] = ()
+    """Of a part of a run: why it is another experiment than the first part, as the run itself has recorded."""
+
+    @property
+    def title(self) -> str:
+        """Its folder, and which part of it."""
+        return f"{self.run.record.root}, {self.part}" if self.part else str(self.run.record.root)
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """By step, NaN and infinite ones included."""
+        return {step["step"]: loss for step in self.run.steps if (loss := number(step, "loss")) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossPoint:
+    """The loss of every run at one step, or after one number of rows."""
+
+    at: int
+    by: Literal["step", "rows"]
+    losses: tuple[float | None, ...]
+    errors: tuple[float | None, ...]
+    """Of the difference to the first run; None for the first, and where it is unknown."""
+
+    def differs(self, index: int) -> bool | None:
+        """Whether this run's loss is another than the first one's, beyond noise."""
+        first, loss, error = self.losses[0], self.losses[index], self.errors[index]
+        if first is None or loss is None or error is None or not (math.isfinite(first) and math.isfinite(loss)):
+            return None
+        return abs(loss - first) > max(SURE * error, SAME_LOSS * abs(first))
+
+
+class Pair:
+    """A run against the first one."""
+
+    def __init__(
+        self, first: Side, side: Side, found: Sequence[Difference], points: Sequence[LossPoint], index: int
+    ) -> None:
+        self.first, self.side, self._points, self._index = first, side, points, index
+        self.differences = [one for one in found if _differs(one, index)]
+
+    @property
+    def is_other(self) -> bool:
+        return bool(self.reasons)
+
+    @property
+    def reasons(self) -> list[Phrase]:
+        """What makes it another experiment."""
+        others = [one for one in self.differences if one.experiment]
+        found = [_reason(one, self._index) for one in others if one.name not in RATE]
+        rate = [_reason(one, self._index) for one in others if one.name in RATE]
+        if rate:
+            found.append(phrase("another learning rate ({what})", what=Phrases(tuple(rate), ", ")))
+        return found or [Phrase(sentence, {}) for sentence in self.side.recorded]
+
+    @cached_property
+    def common_steps(self) -> list[int]:
+        return sorted(self.first.losses.keys() & self.side.losses.keys())
+
+    @cached_property
+    def equal_up_to(self) -> int | None:
+        """The last step up to which all recorded losses are equal to the bit; None if the first one differs already."""
+        equal = None
+        for step in self.common_steps:
+            if self.first.losses[step] != self.side.losses[step]:
+                break
+            equal = step
+        return equal
+
+    @cached_property
+    def largest_difference(self) -> float | None:
+        """Of the losses at equal steps, relative; None if there are none."""
+        pairs = [(self.first.losses[step], self.side.losses[step]) for step in self.common_steps]
+        known = [
+            abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and (a or b)
+        ]
+        return max(known, default=None)
+
+    @cached_property
+    def rates(self) -> tuple[Typical | None, Typical | None]:
+        """Rows/s of both over the steps that both have, or over all if these are too few."""
+        last = min(self.first.run.last_step, self.side.run.last_step)
+        common = [RunFigures(one.run.record, plan=one.run.plan, request=one.run.request, up_to_step=last).rows_per_s for one in (self.first, self.side)]  # fmt: skip
+        if self.common_steps and all(rate is not None and rate.count >= 20 for rate in common):
+            return common[0], common[1]
+        return self.first.run.rows_per_s, self.side.run.rows_per_s
+
+    @property
+    def speed_ratio(self) -> float | None:
+        one, two = self.rates
+        return two.value / one.value if one is not None and two is not None and one.value > 0 else None
+
+    @property
+    def speed_error(self) -> float | None:
+        """One standard error of the ratio."""
+        (one, two), ratio = self.rates, self.speed_ratio
+        if ratio is None or one is None or two is None or not two.value:
+            return None
+        return ratio * math.hypot(one.error / one.value, two.error / two.value)
+
+    @property
+    def speed(self) -> Speed:
+        ratio, error = self.speed_ratio, self.speed_error
+        if ratio is None or error is None:
+            return "unknown"
+        if abs(ratio - 1) <= max(AS_FAST, SURE * error):
+            return "as fast"
+        return "faster" if ratio > 1 else "slower"
+
+    @cached_property
+    def verdict(self) -> Phrases:
+        """The experiment and the speed first, then whatever else a reader must know."""
+        return Phrases((*self._experiment(), *self._memory(), *self._loss(), *self._ending()))
+
+    def _speed_phrase(self) -> Phrase:
+        ratio, error = self.speed_ratio, self.speed_error
+        if ratio is None or error is None:
+            return phrase("speed not known yet")
+        if self.speed == "as fast":
+            if SURE * error > NOISY:
+                return phrase("as fast within the noise of {noise}", noise=f"{SURE * error:.0%}")
+            return phrase("as fast")
+        if ratio > 1:
+            return phrase("{ratio} × faster", ratio=show_ratio(ratio))
+        return phrase("{ratio} × slower", ratio=show_ratio(1 / ratio) if ratio else "∞")
+
+    def _experiment(self) -> Iterator[Phrase]:
+        speed = self._speed_phrase()
+        if self.is_other:
+            reasons = self.reasons
+            yield phrase("different experiment: {reason}", reason=reasons[0])
+            yield from reasons[1:3]
+            if len(reasons) > 3:
+                yield phrase("and {count} more", count=len(reasons) - 3)
+            yield phrase("{speed} in rows/s", speed=speed) if self.speed != "unknown" else speed
+            return
+        names = {one.name for one in self.differences}
+        if not names - {"steps"} and self.equal_up_to is not None and len(self.common_steps) > 1:
+            yield phrase("the same settings, losses equal to the bit up to step {step}", step=f"{self.equal_up_to:,}")
+            yield speed
+        elif "seed" in names:
+            yield phrase("same experiment with another seed, {speed}", speed=speed)
+        else:
+            yield phrase("same experiment, {speed}", speed=speed)
+
+    def _memory(self) -> Iterator[Phrase]:
+        runs = (self.first.run, self.side.run)
+        peaks = [peak_bytes(run) if len(run.steps) >= LEAST_STEPS else None for run in runs]
+        worth_it = OF_LIMIT * min(run.limit_bytes or 0 for run in runs)
+        if peaks[0] and peaks[1] and abs(peaks[1] - peaks[0]) > max(SAME_MEMORY * peaks[0], worth_it):
+            size = show_bytes(abs(peaks[1] - peaks[0]))
+            yield (
+                phrase("{size} less memory", size=size)
+                if peaks[1] < peaks[0]
+                else phrase("{size} more memory", size=size)
+            )
+
+    def _loss(self) -> Iterator[Phrase]:
+        not_finite = next((step for step, loss in self.side.losses.items() if not math.isfinite(loss)), None)
+        if not_finite is not None:
+            yield phrase("its loss is not a number in step {step}", step=f"{not_finite:,}")
+            return
+        by_rows = [point for point in self._points if point.by == "rows"]
+        point = (by_rows or list(self._points))[-1:]
+        equal = self.common_steps and self.equal_up_to == self.common_steps[-1]
+        if not point or (equal and not by_rows):
+            return
+        differs, at = point[0].differs(self._index), f"{point[0].at:,}"
+        if differs is None:
+            return
+        first, loss = (f"{point[0].losses[index]:.4g}" for index in (0, self._index))
+        place = phrase("after {rows} rows", rows=at) if point[0].by == "rows" else phrase("at step {step}", step=at)
+        if not differs:
+            if self.largest_difference is not None and self.largest_difference <= CLOSE and self.common_steps:
+                yield phrase("losses agree to {share}", share=f"{self.largest_difference:.0e}")
+            else:
+                yield phrase(
+                    "the same loss within noise {place} ({first} and {loss})", place=place, first=first, loss=loss
+                )
+        elif (point[0].losses[self._index] or 0.0) < (point[0].losses[0] or 0.0):
+            yield phrase("its loss is lower {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
+        else:
+            yield phrase("its loss is higher {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
+
+    def _ending(self) -> Iterator[Phrase]:
+        state = self.side.run.record.state
+        if self.side.run.record is self.first.run.record:
+            return
+        if state == "failed":
+            yield phrase("it failed after step {step}", step=f"{self.side.run.last_step:,}")
+        elif state == "killed":
+            yield phrase("it was ended from outside after step {step}", step=f"{self.side.run.last_step:,}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.side.title, "verdict": str(self.verdict), "experiment": "other" if self.is_other else "same",
+            "reasons": [str(one) for one in self.reasons], "speed": self.speed, "speed_ratio": self.speed_ratio, "speed_error": self.speed_error,
+            "common_steps": len(self.common_steps), "equal_to_the_bit_up_to_step": self.equal_up_to, "largest_relative_loss_difference": self.largest_difference,
+        }  # fmt: skip
+
+
+class Comparison:
+    """Runs side by side, the first of which is the one to compare with."""
+
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self.sides = list(sides)
+        runs = [side.run for side in self.sides]
+        self.differences = differences(runs)
+        self.points = loss_points(self.sides)
+        self.pairs = [
+            Pair(self.sides[0], side, self.differences, self.points, index)
+            for index, side in enumerate(self.sides[1:], 1)
+        ]
+
+    @property
+    def one_run(self) -> bool:
+        return len({side.run.record.root.resolve() for side in self.sides}) == 1
+
+    @property
+    def verdict(self) -> str:
+        """One line for each run but the first."""
+        if len(self.pairs) == 1:
+            return str(self.pairs[0].verdict)
+        return "\n".join(f"{pair.side.label}: {pair.verdict}" for pair in self.pairs)
+
+    @property
+    def go_back(self) -> list[tuple[Phrase, str]]:
+        """What to type to train as before: the earlier plan of a run, or the first run's settings."""
+        first, last = self.sides[0], self.sides[-1]
+        root = shlex.quote(str(last.run.record.root))
+        if self.one_run:
+            numbers = [whole(side.run.plan, "number") for side in self.sides]
+            earlier = {
+                number: side
+                for side, number in zip(self.sides, numbers, strict=True)
+                if number not in (None, numbers[-1])
+            }
+            return [
+                (phrase("go back to {label}", label=side.label), f"brimful train --run {root} --rollback {number}")
+                for number, side in earlier.items()
+            ]
+        commands = []
+        if len(last.run.record.plans) > 1:
+            commands.append((phrase("go back to the plan of {label} before this one", label=last.label), f"brimful train --run {root} --rollback"))  # fmt: skip
+        if first.run.record.state in ("finished", "running", "preparing"):
+            commands.append((phrase("train as {label} did", label=first.label), train_command(first.run)))
+        else:
+            commands.append((phrase("continue {label}", label=first.label), first.run.record.folder.resume_command))
+        return commands
+
+    def to_json(self) -> dict[str, Any]:
+        content = {
+            "verdict": self.verdict,
+            "runs": [{"label": side.label, "run": side.title, **figures_of(side.run)} for side in self.sides],
+            "against_first": [pair.to_json() for pair in self.pairs],
+            "differences": [one.to_json() for one in self.differences],
+            "loss": [{"by": one.by, "at": one.at, "losses": one.losses} for one in self.points],
+            "go_back": [command for _, command in self.go_back],
+        }  # fmt: skip
+        plain: dict[str, Any] = _json(content)
+        return plain
+
+
+def compare_runs(paths: Sequence[Path | str]) -> Comparison:
+    """These runs, or the parts of the one that is named. Raises `BadRun` and `BadOption` for what cannot be compared."""
+    if not paths:
+        raise BadOption("no run was named. Try: brimful compare runs/a runs/b.")
+    if len(paths) > MOST_RUNS:
+        raise BadOption(f"{len(paths)} runs are too many to show side by side. Try: at most {MOST_RUNS}.")
+    roots = [Path(path).resolve() for path in paths]
+    twice = next((path for number, path in enumerate(paths) if roots[number] in roots[:number]), None)
+    if twice is not None:
+        raise BadOption(f"{twice} was named twice. Try: two different runs, or one alone to compare its own plans.")
+    records = [RunRecord(path) for path in paths]
+    if len(records) == 1:
+        return Comparison(_parts(records[0]))
+    return Comparison(
+        [Side(label=label, run=RunFigures(record)) for label, record in zip(LABELS, records, strict=False)]
+    )
+
+
+def _parts(record: RunRecord) -> list[Side]:
+    """What one run trained between two starts."""
+    starts: list[dict[str, Any]] = []
+    request: Mapping[str, Any] = {}
+    for event in record.events:
+        if event["event"] == "begin":
+            request = part(event, "request")
+        elif event["event"] == "plan":
+            reasons = [*starts[-1]["reasons"]] if starts else []
+            if event.get("experiment") == "other" and isinstance(event.get("experiment_reasons"), list):
+                reasons += map(str, event["experiment_reasons"])
+            starts.append({"plan": event, "request": request, "after": 0, "reasons": reasons})
+        elif event["event"] == "resume" and starts and event.get("step") is not None:
+            starts[-1]["after"] = event["step"]
+    ends = [*(start["after"] for start in starts[1:]), None]
+    runs = [
+        (
+            RunFigures(record, plan=start["plan"], request=start["request"], after_step=start["after"], up_to_step=end),
+            start,
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    runs = [(run, start) for run, start in runs if run.steps][-MOST_RUNS:]
+    if len(runs) < 2:
+        raise BadOption(f"{record.root} was trained in one go, so there is nothing to compare. Try: a second run.")
+    before = len(runs[0][1]["reasons"])
+    sides = []
+    for place, (run, start) in enumerate(runs):
+        which = phrase(
+            "plan {number}, steps {first}–{last}",
+            number=whole(run.plan, "number") or place + 1, first=f"{run.steps[0]['step']:,}", last=f"{run.last_step:,}",
+        )  # fmt: skip
+        sides.append(Side(label=LABELS[place], part=which, run=run, recorded=tuple(start["reasons"][before:])))
+    return sides
+
+
+def _differs(difference: Difference, index: int) -> bool:
+    return not same_setting(difference.settings[0], difference.settings[index])
+
+
+def _reason(difference: Difference, index: int) -> Phrase:
+    values = [setting and setting.effective for setting in (difference.settings[0], difference.settings[index])]
+    old, new = (show_setting(difference.name, value) for value in values)
+    if old == new:  # two files of one name
+        old, new = map(str, values)
+    if difference.name == "global_batch":
+        return phrase("{old} → {new} rows a step", old=old, new=new)
+    return phrase("{name} {old} → {new}", name=Phrase(difference.name.replace("_", " "), {}), old=old, new=new)
+
+
+def show_ratio(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 9.95 else f"{ratio:.1f}" if ratio >= 1.095 else f"{ratio:.2f}"
+
+
+# ---- Figures -----------------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(run: RunFigures) -> int | None:
+    """Reserved bytes where they are known, else allocated ones."""
+    return run.highest("reserved_bytes") or run.highest("peak_bytes")
+
+
+def figures_of(run: RunFigures) -> dict[str, Any]:
+    """What a run did, for `--json` and for the table."""
+    evaluations = [event for event in run.events("eval") if event["step"]]
+    losses = [loss for event in evaluations if (loss := number(event, "loss")) is not None and math.isfinite(loss)]
+    step_s, rows_per_s, shares = run.step_s, run.rows_per_s, run.time_shares
+    return {
+        "state": run.record.state, "steps": run.updates, "steps_in_all": run.steps_in_all, "rows_per_step": run.rows_per_step,
+        "step_s": None if step_s is None else step_s.value, "step_s_error": None if step_s is None else step_s.error,
+        "rows_per_s": None if rows_per_s is None else rows_per_s.value, "rows_per_s_error": None if rows_per_s is None else rows_per_s.error,
+        "epoch_s": run.epoch_s, "data_share": shares.get("data_s"), "padding": run.mean("padding"), "mfu": run.mean("mfu"),
+        "peak_bytes": run.highest("peak_bytes"), "reserved_bytes": run.highest("reserved_bytes"), "limit_bytes": run.limit_bytes,
+        "host_bytes": run.host_bytes, "ooms": run.ooms, "evaluations": len(evaluations), "best_eval_loss": min(losses, default=None),
+        "last_eval_loss": losses[-1] if losses else None, "scores": _scores(evaluations),
+    }  # fmt: skip
+
+
+_NO_SCORE = frozenset(("event", "time", "step", "loss", "perplexity", "rows", "seconds", "best", "ooms"))
+
+
+def _scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The task's own scores in the last evaluation."""
+    last = evaluations[-1] if evaluations else {}
+    return {
+        name: value
+        for name in last
+        if name not in _NO_SCORE and (value := number(last, name)) is not None and not isinstance(last[name], bool)
+    }
+
+
+def _json(value: Any) -> Any:
+    """The same with None for what is no number, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {name: _json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def loss_points(sides: Sequence[Side]) -> list[LossPoint]:
+    """The loss at half of the steps that all runs have and at the last of them; where steps have other rows, at equal rows too."""
+    common = sorted(set.intersection(*(set(side.losses) for side in sides)))
+    places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
+    points = [_at_step(sides, common, step) for step in places]
+    if len({side.run.rows_per_step for side in sides}) > 1:
+        points += _at_equal_rows(sides)
+    return points
+
+
+def _at_step(sides: Sequence[Side], common: Sequence[int], step: int) -> LossPoint:
+    until = common[: common.index(step) + 1]
+    window = until[-max(1, min(LOSS_STEPS, len(until) // 10)) :]
+    columns = [[side.losses[one] for one in window] for side in sides]
+    errors: list[float | None] = [None]
+    for column in columns[1:]:
+        paired = [b - a for a, b in zip(columns[0], column, strict=True)]
+        errors.append(
+            1.25 * spread(paired) / math.sqrt(len(paired))
+            if len(paired) >= 5 and all(map(math.isfinite, paired))
+            else None
+        )
+    return LossPoint(at=step, by="step", losses=tuple(_mean(column) for column in columns), errors=tuple(errors))
+
+
+def _at_equal_rows(sides: Sequence[Side]) -> Iterator[LossPoint]:
+    curves = [_by_rows(side) for side in sides]
+    if not all(curves):
+        return
+    rows = min(curve[-1][0] for curve in curves)
+    windows = [[loss for at, loss in curve if 0.9 * rows < at <= rows] or [curve[0][1]] for curve in curves]
+    spreads = [
+        1.25 * spread(window) / math.sqrt(len(window)) if len(window) >= 5 and all(map(math.isfinite, window)) else None
+        for window in windows
+    ]
+    errors = [
+        None if index == 0 or spreads[0] is None or one is None else math.hypot(spreads[0], one)
+        for index, one in enumerate(spreads)
+    ]
+    yield LossPoint(at=rows, by="rows", losses=tuple(map(_mean, windows)), errors=tuple(errors))
+
+
+def _by_rows(side: Side) -> list[tuple[int, float]]:
+    """The loss of each step and the rows trained on up to it. Steps that were not read had as many rows as the next one."""
+    curve, rows, before = [], 0.0, 0
+    for step in side.run.steps:
+        rows += (step["step"] - before) * (whole(step, "rows") or side.run.rows_per_step or 0)
+        before = step["step"]
+        loss = number(step, "loss")
+        if loss is not None:
+            curve.append((round(rows), loss))
+    return curve
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN if one of them is."""
+    return sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan

@@ -1,0 +1,279 @@
+"""What is wrong with a run, from its folder alone: `check_run` for `brimful why RUN`.
+
+    how it ended     failed, killed by the kernel or by nobody knows whom, a checkpoint that could not be saved (here)
+    oom_checks       out-of-memory errors, survived or not
+    growth_checks    leaks, and the one long row
+    speed_checks     where the time went
+    loss_checks      loss curves and learning rates
+
+Each check returns nothing for a healthy run: thresholds are above what healthy runs show, and what is not known is not claimed.
+Memory and loss are judged over the whole run, speed over the part since the last resume, because its plan may be another one.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from brimful.report.diagnosis import Diagnosis, Finding, Fix, say
+from brimful.report.growth_checks import growth_findings
+from brimful.report.loss_checks import loss_findings
+from brimful.report.oom_checks import oom_findings, resource
+from brimful.report.run_figures import RunFigures, part, seconds_at, whole
+from brimful.report.run_record import RunRecord
+from brimful.report.speed_checks import LEAST_STEPS, speed_findings
+from brimful.training.events import number
+from brimful.units import show_bytes, show_count
+
+TITLES = {
+    "run-failed": "The run failed",
+    "run-crashed": "The run crashed",
+    "run-killed": "The run was ended from outside",
+    "host-killed": "Host RAM ran out",
+    "save-failed": "A checkpoint was not saved",
+    "gpu-out-of-memory": "GPU memory ran out",
+    "cpu-out-of-memory": "The memory limit was reached",
+    "oversized-rows": "Rows too long to train on",
+    "device-memory-leak": "Memory leak",
+    "host-memory-leak": "Host RAM leak",
+    "long-row": "One long row",
+    "loss-not-finite": "NaN in the loss",
+    "loss-diverging": "The loss diverges",
+    "loss-swinging": "The loss swings",
+    "loss-flat": "The loss does not fall",
+    "learning-rate-not-applied": "The learning rate has no effect",
+    "few-updates": "Too few updates",
+    "batch-exceeds-data": "A batch larger than the data",
+    "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
+    "slow-data": "Slow: waiting for rows",
+    "slow-communication": "Slow: communication",
+    "slow-rank": "Slow: one rank",
+    "slow-padding": "Slow: padding",
+    "slow-saves": "Slow: saving checkpoints",
+    "slow-evaluations": "Slow: evaluating",
+    "launch-bound": "Slow: the card waits for launches",
+    "card-not-full": "One run does not fill the card",
+    "others-on-card": "Others use the card",
+    "hot-card": "The card is hot",
+    "host-swapping": "Host RAM is short",
+}
+"""How a view heads each kind of diagnosis."""
+NEARLY_FULL = 0.90
+"""Host RAM in use in the last samples of a killed run, from which on the kernel's out-of-memory killer is likely."""
+LAST_S = 60.0
+"""Samples from this long before the end count as the last ones."""
+LOG_BYTES = 64 * 1024
+"""Of the end of log.txt."""
+_ERROR = re.compile(
+    r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\w*)(?::\s*(.*))?$"
+)
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|memory ran out|can't allocate memory|does not fit|cannot be split and needs", re.IGNORECASE
+)
+
+
+def check_run(record: RunRecord) -> list[Diagnosis]:
+    """Everything that is wrong with this run, the most important first; empty for a healthy one."""
+    run = RunFigures(record)
+    findings = [
+        *_ending(run),
+        *oom_findings(run),
+        *growth_findings(run),
+        *loss_findings(run),
+        *speed_findings(_newest_part(run)),
+    ]
+    findings.sort(key=lambda finding: -finding.importance)
+    return [finding.diagnosis for finding in findings]
+
+
+def _newest_part(run: RunFigures) -> RunFigures:
+    """The steps since the last resume, if they are enough to judge."""
+    resumed = [event["step"] for event in run.record.of_kind("resume") if event.get("step")]
+    newest = RunFigures(run.record, after_step=resumed[-1]) if resumed else run
+    return newest if len(newest.steps) >= LEAST_STEPS else run
+
+
+def _ending(run: RunFigures) -> Iterator[Finding]:
+    state = run.record.state
+    if state == "failed":
+        yield _failed(run)
+    elif state == "killed":
+        yield _crashed(run) or _killed(run)
+    saves = run.record.of_kind("checkpoint")
+    if saves and saves[-1].get("saved") is False:
+        yield _save_failed(run, saves)
+
+
+def _resume(run: RunFigures) -> Fix:
+    saved = [
+        event["step"] for event in run.record.of_kind("checkpoint") if event.get("saved") and event["step"] is not None
+    ]
+    title = (
+        say("Continue from the checkpoint of step {step}", step=f"{saved[-1]:,}") if saved else say("Start it again")
+    )
+    return Fix(title=title, flags={"shell": run.record.folder.resume_command}, basis="measured" if saved else "range")
+
+
+def _failed(run: RunFigures) -> Finding:
+    """An error that Brimful reported: its message says what to do."""
+    end = run.record.of_kind("end")[-1]
+    problem, _, advice = str(end.get("sentence") or "").partition(" Try: ")
+    memory = bool(_OUT_OF_MEMORY.search(problem))
+    sentences = [_after(run), _sentence(problem)] if problem else [_after(run)]
+    return Finding(
+        1.0,
+        Diagnosis(
+            resource=resource(run) if memory else "none", kind="run-failed", cause=" ".join(sentences), figures={"step": run.last_step},
+            evidence=f"events.jsonl, end: {end.get('sentence')}", fixes=(Fix(title=_sentence(advice, end="")), _resume(run)) if advice else (_resume(run),),
+        ),
+    )  # fmt: skip
+
+
+def _after(run: RunFigures) -> str:
+    if not run.steps:
+        return say("The run failed before its first step.")
+    return say("The run failed after step {step}.", step=f"{run.last_step:,}")
+
+
+def _sentence(text: str, end: str = ".") -> str:
+    """With a capital letter and a full stop, so that it stands by itself."""
+    text = " ".join(text.split()).rstrip(".")
+    return text[:1].upper() + text[1:] + end if text else ""
+
+
+def _crashed(run: RunFigures) -> Finding | None:
+    """A Python error that log.txt ends with: of a task, a hook or a library."""
+    found = _last_error(run.record.root / "log.txt")
+    if found is None:
+        return None
+    memory = bool(_OUT_OF_MEMORY.search(found))
+    return Finding(
+        1.0,
+        Diagnosis(
+            resource=resource(run) if memory else "none", kind="run-crashed",
+            cause=" ".join([_after(run), say("The last error in log.txt is {error}.", error=found.rstrip("."))]), figures={"step": run.last_step},
+            certainty="likely", evidence="log.txt", fixes=(Fix(title=say("Read the traceback at the end of log.txt, which names the line of code")), _resume(run)),
+        ),
+    )  # fmt: skip
+
+
+def _last_error(log: Path) -> str | None:
+    """The error of a traceback at the very end of the file; None if the file ends with something else."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if not starts:
+        return None
+    after = [line for line in lines[starts[-1] + 1 :] if line.strip()]
+    errors = [
+        (index, match)
+        for index, line in enumerate(after)
+        if (match := _ERROR.search(line)) and not line.startswith(" ")
+    ]
+    if not errors or len(after) - errors[-1][0] > 5:  # the run went on after it
+        return None
+    name, message = errors[-1][1].groups()
+    return f"{name}: {message[:300]}" if message else str(name)
+
+
+def _killed(run: RunFigures) -> Finding:
+    """The process ended without a word. The kernel's out-of-memory killer leaves none, so the last samples must tell."""
+    used, limit, tree = _host_at_end(run)
+    figures: dict[str, Any] = {"step": run.last_step, "machine_bytes": used, "limit_bytes": limit, "tree_bytes": tree}
+    began = say("The process ended without a word before its first step.") if not run.steps else say("The process ended without a word after step {step}.", step=f"{run.last_step:,}")  # fmt: skip
+    warned = [event for event in run.record.of_kind("note") if "kernel may end this run" in str(event.get("sentence"))]
+    if used is not None and limit and used >= NEARLY_FULL * limit:
+        sentence = say("Host RAM was at {used} of {limit} ({share}) shortly before, so the kernel's out-of-memory killer has probably ended it.", used=show_bytes(used), limit=show_bytes(limit), share=f"{used / limit:.0%}")  # fmt: skip
+        return Finding(
+            1.0,
+            Diagnosis(
+                resource="host", kind="host-killed", cause=f"{began} {sentence}", certainty="likely", figures=figures,
+                evidence=str(warned[-1].get("sentence")) if warned else "events.jsonl, the last samples of the host", fixes=tuple(_host_fixes(run, used, limit, tree)),
+            ),
+        )  # fmt: skip
+    if used is not None and limit:
+        sentence = say("Host RAM was at {used} of {limit} when it was last sampled, so a lack of it is not to be seen.", used=show_bytes(used), limit=show_bytes(limit))  # fmt: skip
+    else:
+        sentence = say("Host RAM was not sampled, so it is not known whether the kernel ended it.")
+    other = say("A job scheduler, a shutdown or a kill by hand look the same.")
+    kernel = Fix(
+        title=say("Ask the kernel whether it has killed a process"),
+        flags={"shell": "dmesg -T | grep -i 'killed process'"},
+    )
+    return Finding(
+        1.0,
+        Diagnosis(
+            resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="possible", figures=figures,
+            evidence="events.jsonl has no end event", fixes=(_resume(run), kernel),
+        ),
+    )  # fmt: skip
+
+
+def _host_at_end(run: RunFigures) -> tuple[int | None, int | None, int | None]:
+    """Host RAM in use in the last minute at its highest, the limit, and what the run itself held of it."""
+    times = [at for event in (run.record.steps[-1:] + run.record.samples[-1:]) if (at := seconds_at(event)) is not None]
+    end = max(times, default=None)
+    last = [
+        host
+        for event, host in run.host_samples[-20:]
+        if end is None or (at := seconds_at(event)) is None or at >= end - LAST_S
+    ]
+    if last:
+        top = max(last, key=lambda host: whole(host, "machine_bytes") or 0)
+        return whole(top, "machine_bytes"), whole(top, "limit_bytes"), whole(top, "tree_bytes")
+    step: Mapping[str, Any] = run.record.last
+    return whole(step, "machine_bytes"), whole(run.begin, "ram_limit_bytes"), whole(step, "host_bytes")
+
+
+def _host_fixes(run: RunFigures, used: int, limit: int, tree: int | None) -> Iterator[Fix]:
+    if tree is not None and used - tree > 0.3 * limit:
+        yield Fix(
+            title=say("End other programs on this machine: they held {others}, and the run {own}", others=show_bytes(used - tree), own=show_bytes(tree)),
+            saves=show_bytes(used - tree), flags={"shell": "brimful doctor"}, basis="measured",
+        )  # fmt: skip
+    host = part(run.plan, "host")
+    workers, predicted = whole(host, "workers"), whole(host, "predicted_bytes")
+    if workers:
+        yield Fix(
+            title=say("Use {workers} instead of {before}", workers=show_count(workers // 2, "worker"), before=workers),
+            costs=say("time to read rows, in each step"), flags={"brimful": f"--workers {workers // 2}"},
+        )  # fmt: skip
+    if tree is not None and predicted and tree > 1.25 * predicted:
+        yield Fix(
+            title=say("Look for what grows: the run held {own}, and the plan predicted {predicted}", own=show_bytes(tree), predicted=show_bytes(predicted)),
+            basis="measured",
+        )  # fmt: skip
+    yield Fix(
+        title=say("Give the run a limit below the machine's, so that it reduces its workers in time"),
+        flags={"brimful": f"--host-limit {math.floor(0.8 * limit / 2**30) or 1}GiB"},
+    )  # fmt: skip
+    yield _resume(run)
+
+
+def _save_failed(run: RunFigures, saves: list[dict[str, Any]]) -> Finding:
+    failed = [event for event in saves if event.get("saved") is False]
+    kept = [event["step"] for event in saves if event.get("saved")]
+    problem, _, advice = str(failed[-1].get("sentence") or "").partition(" Try: ")
+    sentences = [
+        say("The checkpoint of step {step} could not be saved.", step=f"{failed[-1]['step']:,}"),
+        _sentence(problem),
+    ]
+    if kept:
+        sentences.append(say("The newest one is that of step {step}.", step=f"{kept[-1]:,}"))
+    else:
+        sentences.append(say("There is none that the run could continue from."))
+    size = max((number(event, "size_bytes") or 0.0 for event in saves), default=0.0)
+    return Finding(
+        0.85,
+        Diagnosis(
+            resource="disk", kind="save-failed", cause=" ".join(filter(None, sentences)), figures={"failed": len(failed), "size_bytes": int(size) or None},
+            evidence=f"events.jsonl, checkpoint of step {failed[-1]['step']}",
+            fixes=(Fix(title=_sentence(advice, end="")),) if advice else (Fix(title=say("Make room on the disk of the run"), flags={"brimful": "--keep 1"}),),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,336 @@
+"""The figures of a run that `why` and `compare` judge by: typical values with their error, and where time and memory went.
+
+A figure of one step says little: steps of one run differ by 10 % and more, and the first ones choose kernels and compile. So a
+`Typical` is the median of the steps after those, and its error is taken from how much the medians of ten parts of the run differ,
+because a machine that is slow for a minute is slow for all steps of that minute.
+
+A run may be half written or from another version. Whatever is missing or is no number is None here, never an error.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from brimful.report.run_record import RunRecord
+from brimful.training.events import number
+from brimful.units import is_number, is_whole
+
+if TYPE_CHECKING:
+    from brimful.memory.model import MemoryModel
+
+UNSETTLED_STEPS = 10
+"""At most this many steps at the beginning are left out, and never more than a fifth of them."""
+LEAST_STEPS = 5
+"""Fewer steps have no typical value."""
+PARTS = 10
+"""Parts of a run whose medians give the error of a typical value."""
+MOST = 2**60
+"""No count and no bytes are above this."""
+TIMES = ("compute_s", "data_s", "communication_s", "other_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """The median of a figure over steps, and by how much it may be off."""
+
+    value: float
+    error: float
+    """About one standard error."""
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Typical | None":
+        """None for fewer than five finite values."""
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if len(known) < LEAST_STEPS:
+            return None
+        error = 1.25 * spread(known) / math.sqrt(len(known))
+        if len(known) >= 3 * PARTS:
+            medians = [median(part) for part in in_parts(known, PARTS)]
+            error = max(error, math.dist(medians, [sum(medians) / PARTS] * PARTS) / math.sqrt(PARTS * (PARTS - 1)))
+        return cls(median(known), error, len(known))
+
+
+def spread(values: Sequence[float]) -> float:
+    """What the standard deviation would be without outliers."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
+
+
+def in_parts(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """Consecutive parts of almost equal length, none empty."""
+    parts = max(1, min(parts, len(values)))
+    return [values[len(values) * i // parts : len(values) * (i + 1) // parts] for i in range(parts)]
+
+
+def part(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object of this name; empty if there is none."""
+    found = value.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def objects(value: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The objects in the list of this name."""
+    found = value.get(name)
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
+
+def finite(value: Mapping[str, Any], name: str) -> float | None:
+    """A number that is neither infinite nor NaN; None for anything else."""
+    found = number(value, name)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def whole(value: Mapping[str, Any], name: str) -> int | None:
+    """A whole number of at least 0, such as rows or bytes; None for anything else."""
+    found = finite(value, name)
+    return int(found) if found is not None and 0 <= found <= MOST else None
+
+
+def lengths(value: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """The lengths of rows in this list; None if it is none."""
+    found = value.get(name)
+    if not isinstance(found, (list, tuple)) or not all(isinstance(one, int) and one >= 0 for one in found):
+        return None
+    return tuple(found)
+
+
+def show_lengths(shape: Sequence[int]) -> str:
+    """`228+256`."""
+    return "+".join(map(str, shape))
+
+
+def seconds_at(event: Mapping[str, Any]) -> float | None:
+    """When an event was written, in seconds since 1970."""
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except ValueError:
+        return None
+
+
+def step_seconds(step: Mapping[str, Any]) -> float | None:
+    """The wall time of a step, without evaluations and saves."""
+    times = part(step, "times")
+    known = [value for name in TIMES if (value := finite(times, name)) is not None]
+    if known:
+        return sum(known)
+    seconds = finite(step, "seconds")
+    return None if seconds is None else seconds + (finite(step, "data_wait_s") or 0.0)
+
+
+class RunFigures:
+    """One run, or the part of it that was trained with one plan."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        *,
+        plan: Mapping[str, Any] | None = None,
+        request: Mapping[str, Any] | None = None,
+        after_step: int | None = None,
+        up_to_step: int | None = None,
+    ) -> None:
+        """`after_step` and `up_to_step` bound the steps that count; `plan` and `request` are those of these steps."""
+        self.record = record
+        self.plan: Mapping[str, Any] = record.plan if plan is None else plan
+        begun = part(next(iter(record.of_kind("begin")), {}), "request")
+        self.request: Mapping[str, Any] = request or record.request or begun
+        low = -1 if after_step is None else after_step
+        high = math.inf if up_to_step is None else up_to_step
+        self._bounds = (low, high)
+        self.steps = [step for step in record.steps if low < step["step"] <= high]
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Of these steps. Events of step 0 belong to the first part of a run."""
+        low, high = self._bounds
+        first = not low or low < 0
+        return [
+            event
+            for event in self.record.of_kind(*kinds)
+            if event.get("step") is not None and (low < event["step"] <= high or (first and not event["step"]))
+        ]
+
+    @cached_property
+    def settled(self) -> list[dict[str, Any]]:
+        """The steps without the first few."""
+        return self.steps[min(UNSETTLED_STEPS, len(self.steps) // 5) :]
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        low, high = self._bounds
+        return [one for one in self.record.samples if one.get("step") is None or low <= one["step"] <= high]
+
+    @cached_property
+    def gpu_samples(self) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """Samples of cards, of any rank, each with its event."""
+        return [(one, part(one, "gpu")) for one in self.samples if part(one, "gpu")]
+
+    @cached_property
+    def host_samples(self) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+        return [(one, part(one, "host")) for one in self.samples if part(one, "host")]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What the user set, of training and of the plan."""
+        return part(self.request, "options")
+
+    @property
+    def task_options(self) -> Mapping[str, Any]:
+        return part(self.request, "task_options")
+
+    @cached_property
+    def choices(self) -> dict[str, Mapping[str, Any]]:
+        """The plan's choices, by name."""
+        return {str(choice.get("name")): choice for choice in objects(self.plan, "choices")}
+
+    def requested(self, name: str) -> Any:
+        """What the user asked for; None if it was left open."""
+        return part(self.choices, name).get("requested")
+
+    @property
+    def begin(self) -> Mapping[str, Any]:
+        return next(iter(reversed(self.record.of_kind("begin"))), {})
+
+    @property
+    def on_gpu(self) -> bool:
+        return not str(self.plan.get("device", "cpu")).startswith("cpu")
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def updates(self) -> int:
+        """Steps done, those before this part of the run left out."""
+        return self.last_step - max(0, self._bounds[0]) if self.steps else 0
+
+    @property
+    def steps_in_all(self) -> int | None:
+        """The steps that the run is to have."""
+        return whole(self.steps[-1], "steps") if self.steps else whole(self.begin, "steps")
+
+    @property
+    def rows_per_step(self) -> int | None:
+        return whole(self.plan, "global_batch") or (whole(self.steps[-1], "rows") if self.steps else None)
+
+    @property
+    def data_rows(self) -> int | None:
+        return whole(self.plan, "data_rows") or None
+
+    # ---- Time ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_s(self) -> Typical | None:
+        return Typical.of(step_seconds(step) for step in self.settled)
+
+    @cached_property
+    def rows_per_s(self) -> Typical | None:
+        rates = []
+        for step in self.settled:
+            rows, seconds = finite(step, "rows"), step_seconds(step)
+            rates.append(rows / seconds if rows and seconds else number(step, "rows_per_s"))
+        return Typical.of(rates)
+
+    @property
+    def epoch_s(self) -> float | None:
+        """A pass over the data at the measured speed, without evaluations and saves."""
+        rate = self.rows_per_s
+        return self.data_rows / rate.value if self.data_rows and rate is not None and rate.value else None
+
+    @cached_property
+    def time_shares(self) -> dict[str, float]:
+        """Which share of the time of these steps went where; empty if it is unknown."""
+        totals = dict.fromkeys(TIMES, 0.0)
+        for step in self.settled:
+            times = part(step, "times")
+            if times:
+                known = {name: finite(times, name) or 0.0 for name in TIMES}
+            else:
+                known = {"compute_s": finite(step, "seconds") or 0.0, "data_s": finite(step, "data_wait_s") or 0.0}
+            if all(value >= 0 for value in known.values()):
+                for name, value in known.items():
+                    totals[name] += value
+        total = sum(totals.values())
+        return {name: value / total for name, value in totals.items()} if total else {}
+
+    @cached_property
+    def wall_s(self) -> float:
+        """From the first step to the last one, evaluations and saves included; 0 if unknown."""
+        times = [at for step in (self.steps[:1] + self.steps[-1:]) if (at := seconds_at(step)) is not None]
+        return max(0.0, times[-1] - times[0]) if len(times) == 2 else 0.0
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a figure over the settled steps."""
+        known = [value for step in self.settled if (value := finite(step, name)) is not None]
+        return sum(known) / len(known) if known else None
+
+    @cached_property
+    def utilization(self) -> float | None:
+        """Of the cards, the median over samples after the first steps."""
+        first = self.settled[0]["step"] if self.settled else 0
+        known = [
+            value
+            for event, gpu in self.gpu_samples
+            if (value := finite(gpu, "utilization")) is not None and (event.get("step") or 0) >= first
+        ]
+        return median(known) if len(known) >= 3 else None
+
+    # ---- Memory --------------------------------------------------------------------------------------------------------
+
+    def highest(self, name: str) -> int | None:
+        """The highest of a figure in bytes over all steps."""
+        return max((value for step in self.steps if (value := whole(step, name)) is not None), default=None)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return whole(self.plan, "limit_bytes") or (whole(self.steps[-1], "limit_bytes") if self.steps else None)
+
+    @property
+    def ooms(self) -> int:
+        """Out-of-memory errors that steps survived."""
+        return max(len(self.events("oom")), sum(whole(step, "ooms") or 0 for step in self.steps))
+
+    @cached_property
+    def host_bytes(self) -> int | None:
+        """The most host RAM that the processes of the run held."""
+        sampled = (whole(host, "tree_bytes") for _, host in self.host_samples)
+        return max((one for one in (self.highest("host_bytes"), *sampled) if one is not None), default=None)
+
+    @cached_property
+    def memory_model(self) -> "MemoryModel | None":
+        """The plan's, to predict with; None if the plan has none that can be read."""
+        from brimful.memory.model import MemoryModel  # numpy takes 50 ms
+
+        try:
+            model = MemoryModel.from_json(dict(part(self.plan, "memory_model")))
+            factors = [model.margin, model.reserved_ratio]
+            terms = [term for phase in model.phases.values() for term in phase.terms.items()]
+            powers = [power for powers, _ in terms for power in powers]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+        numbers = all(is_number(value) for value in (*factors, *(value for _, value in terms)))
+        return model if terms and numbers and all(is_whole(power, 0) and power <= 2 for power in powers) else None
+
+    def predicted_bytes(self, rows: int, shape: Sequence[int]) -> int | None:
+        """What a micro-batch of these rows takes of the limit, by the plan's memory model."""
+        model = self.memory_model
+        if model is None or rows < 1:
+            return None
+        try:
+            return model.cost_bytes(rows, tuple(shape), whole=rows >= (self.rows_per_step or math.inf))
+        except (TypeError, ValueError, OverflowError):  # a model of other lengths
+            return None
+
+    def largest_micro_batch(self, shape: Sequence[int], budget_bytes: float) -> int | None:
+        """The most rows of this shape that fit the budget, by the plan's memory model; None if that is unknown."""
+        model, rows = self.memory_model, self.rows_per_step
+        if model is None or rows is None:
+            return None
+        try:
+            return model.largest(tuple(shape), budget_bytes, rows)
+        except (TypeError, ValueError, OverflowError):
+            return None

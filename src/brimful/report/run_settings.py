@@ -1,0 +1,193 @@
+"""What a run was set to, and what two runs were set to differently: requested and effective, and whether it is another experiment.
+
+**The experiment** is what decides on the updates: task and its options, data and their order, rows per step, optimizer, rates,
+precision. Two runs that differ in nothing of it train the same thing, up to rounding and the seed. How a step is computed (micro-batch,
+layout, workers, memory limit, compilation, device, processes) is not part of it, unless the loss looks across rows and the
+user allowed to split it all the same.
+
+Of the learning rate, what was recorded counts, not what was requested: a run of another length has another cosine, and a constant
+rate is the same however many steps follow.
+"""
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from brimful.planning.plan_options import PlanOptions
+from brimful.report.run_figures import RunFigures, finite, part
+from brimful.training.options import TrainOptions
+from brimful.units import show_bytes
+
+EXPERIMENT = frozenset(
+    ("task", "data", "data_rows", "global_batch", "lr", "optimizer", "precision", "weights", "frozen", "tokenizer", "max_tokens", "mix",
+     "weight_decay", "clip_norm", "columns")
+)  # fmt: skip
+"""Settings with which the updates are others, besides the options of the task."""
+RATE = frozenset(("schedule", "warmup", "decay", "min_lr", "steps", "max_steps", "epochs"))
+"""Settings that act through the learning rate alone."""
+SPLIT = frozenset(("micro_batch", "accumulation", "layout", "processes"))
+INEXACT = ("inexact", "not known", "weighted by rows")
+"""A loss of this exactness depends on how a step is split."""
+_NO_SETTING = frozenset(
+    ("run", "resume", "rollback", "plan", "cache", "plan_seconds", "table", "rows", "save", "allocator", "max_steps", "epochs", "lengths",
+     "memory_limit", "micro_batch", "trackers", "time_limit", "keep", "device")
+)  # fmt: skip
+"""Options that say how a plan was made or where it is, or that a choice of the plan says better."""
+_SIZES = ("memory_limit", "host_limit")
+_RATES_AGREE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    effective: Any
+    requested: Any = None
+    """None if it was left open."""
+    identity: Any = None
+    """What two settings are compared by where both have it: the same rows in another place are the same data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A setting that is not the same in all runs."""
+
+    name: str
+    settings: tuple[Setting | None, ...]
+    """Of each run; None where the run does not have it."""
+    experiment: bool
+    """Whether it makes another experiment."""
+
+    def to_json(self) -> dict[str, Any]:
+        values = [
+            None if one is None else {"effective": one.effective, "requested": one.requested} for one in self.settings
+        ]
+        return {"name": self.name, "experiment": self.experiment, "values": values}
+
+
+def settings_of(run: RunFigures) -> dict[str, Setting]:
+    """Everything that was set or chosen, by name, in the order of the plan."""
+    settings = {
+        "task": Setting(run.request.get("task") or run.plan.get("task")),
+        "data": Setting(run.request.get("data"), identity=_fingerprint(run)),
+    }
+    if run.data_rows is not None:
+        settings["data_rows"] = Setting(run.data_rows)
+    settings |= {name: Setting(value) for name, value in run.task_options.items()}
+    skipped = ("plan", "plan_seconds", "allocator", "rows", "save")
+    settings |= {
+        name: Setting(choice.get("effective"), choice.get("requested"))
+        for name, choice in run.choices.items()
+        if name not in skipped
+    }
+    settings["device"] = Setting(run.plan.get("device_name"), run.requested("device"))
+    settings["processes"] = Setting(run.plan.get("processes"))
+    defaults = {one.name: one.default for owner in (TrainOptions, PlanOptions) for one in fields(owner)}
+    for name, value in {**defaults, **run.options}.items():
+        if name not in settings and name not in _NO_SETTING:
+            settings[name] = Setting(value)
+    if " at " in str(part(run.choices, "optimizer").get("effective")):  # it names the rate, requested or not
+        settings.pop("lr", None)
+    if run.begin.get("version") is not None:
+        settings["brimful"] = Setting(run.begin["version"])
+    return settings
+
+
+def _fingerprint(run: RunFigures) -> str | None:
+    """Of the token store that the run was trained on."""
+    path = part(run.record.request, "prepared").get("data")
+    if not isinstance(path, str) or "\0" in path or not (run.record.root / path / "store.json").is_file():
+        return None
+    try:
+        from brimful.data.store import StoreMeta
+
+        return StoreMeta.read(run.record.root / path).fingerprint
+    except Exception:  # damaged, or of another version
+        return None
+
+
+def differences(runs: Sequence[RunFigures]) -> list[Difference]:
+    """What is not the same in all runs, the experiment first."""
+    all_settings = [settings_of(run) for run in runs]
+    names = dict.fromkeys(name for settings in all_settings for name in settings)
+    task_options = {name for run in runs for name in run.task_options}
+    found = []
+    for name in names:
+        settings = tuple(one.get(name) for one in all_settings)
+        if all(same_setting(settings[0], one) for one in settings[1:]):
+            continue
+        pairs = [
+            (runs[0], run)
+            for run, one in zip(runs[1:], settings[1:], strict=True)
+            if not same_setting(settings[0], one)
+        ]
+        is_other = (name in EXPERIMENT or name in task_options or _splits_inexactly(name, runs) or (name in RATE and not all(same_rates(*pair) for pair in pairs)))  # fmt: skip
+        found.append(Difference(name=name, settings=settings, experiment=is_other))
+    return sorted(found, key=lambda one: not one.experiment)
+
+
+def same_setting(one: Setting | None, two: Setting | None) -> bool:
+    """What was requested and comes to the same is no difference."""
+    if one is not None and two is not None and one.identity is not None and two.identity is not None:
+        return bool(one.identity == two.identity)
+    return bool(_plain(one and one.effective) == _plain(two and two.effective))
+
+
+def _plain(value: Any) -> Any:
+    """As it comes from JSON: a tuple is a list, and a number may have come as text."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def _splits_inexactly(name: str, runs: Sequence[RunFigures]) -> bool:
+    return name in SPLIT and any(part(run.choices, "exactness").get("effective") in INEXACT for run in runs)
+
+
+def same_rates(one: RunFigures, two: RunFigures) -> bool:
+    """Whether both had the same learning rate in each step that both have; True if there is no such step."""
+    rates = [
+        {step["step"]: rate for step in run.steps if (rate := finite(step, "lr")) is not None} for run in (one, two)
+    ]
+    return all(
+        math.isclose(rates[0][step], rates[1][step], rel_tol=_RATES_AGREE) for step in rates[0].keys() & rates[1].keys()
+    )
+
+
+def show_setting(name: str, value: Any) -> str:
+    """For people: `20 GiB`, `on`, `256+256`, `–`."""
+    if value is None:
+        return "–"
+    if name in _SIZES and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return show_bytes(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return "+".join(str(one) for one in value)
+    return str(value)
+
+
+def train_command(run: RunFigures) -> str:
+    """The command that trains as this run did, with the plan it has now."""
+    words = ["brimful", "train", str(run.request.get("task") or run.plan.get("task") or "TASK")]
+    words += [str(run.request["data"])] if run.request.get("data") else []
+    words += ["--plan", str(run.record.root / "plan.json")]
+    for name, value in [*run.task_options.items(), *run.options.items()]:
+        if name not in ("run", "resume", "rollback", "plan"):
+            words += _flag(name, value)
+    return shlex.join(words)
+
+
+def _flag(name: str, value: Any) -> Iterator[str]:
+    flag = f"--{name.rstrip('_').replace('_', '-')}"
+    if value is None or value is False:
+        return
+    yield flag
+    if isinstance(value, (list, tuple)):
+        yield ",".join(map(str, value))
+    elif value is not True:
+        yield str(value)

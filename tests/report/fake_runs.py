@@ -122,7 +122,7 @@ def write_run(
     seconds, sampled, times = 10.0, -SAMPLE_EVERY_S, [0.0, 5.0]
     for number in range(1, done + 1):
         values = {name: value(number) if callable(value) else value for name, value in (step_values or {}).items()}
-        event = step_event(number, steps=steps, ranks=ranks, **values)
+        event = {**step_event(number, steps=steps, ranks=ranks), **values}
         batch: list[dict[str, Any]] = []
         if number in ooms:
             sentence = "out of memory in the backward of 43 rows; micro-batches of at most 32 rows from here"

@@ -139,6 +139,22 @@ class GpuUse:
     """Bytes by pid, None where NVML does not tell; None instead of the mapping if it does not list processes."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvmlCard:
+    """What NVML says of one whole GPU, whether torch sees it or not. None is unknown."""
+
+    index: int
+    """NVML's number, which CUDA_VISIBLE_DEVICES does not change."""
+    uuid: str | None
+    free_bytes: int
+    utilization: float | None
+    """Share of the last moment in which a kernel ran."""
+    temperature_c: float | None
+    power_w: float | None
+    processes: dict[int, int | None] | None
+    """As in `GpuUse`."""
+
+
 class Nvml:
     """A session with NVML, open or not. Failures that matter to the user are collected in `notes`."""
 
@@ -186,6 +202,29 @@ class Nvml:
             self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")
         return None
 
+    def cards(self) -> list[NvmlCard]:
+        """Every GPU of the machine as it is now, without torch. Takes about a millisecond for each."""
+        handles = [self.query("nvmlDeviceGetHandleByIndex", index) for index in range(self.query("nvmlDeviceGetCount") or 0)]
+        cards = [self._card(index, handle) for index, handle in enumerate(handles) if handle is not None]
+        return [card for card in cards if card is not None]
+
+    def _card(self, index: int, handle: Any) -> NvmlCard | None:
+        memory = self.query("nvmlDeviceGetMemoryInfo", handle)
+        if memory is None:
+            return None
+        busy = self.query("nvmlDeviceGetUtilizationRates", handle)
+        temperature = self.query("nvmlDeviceGetTemperature", handle, 0)  # 0: of the GPU itself
+        milliwatts = self.query("nvmlDeviceGetPowerUsage", handle)
+        return NvmlCard(
+            index=index,
+            uuid=_text(self.query("nvmlDeviceGetUUID", handle)),
+            free_bytes=int(memory.free),
+            utilization=None if busy is None else busy.gpu / 100,
+            temperature_c=None if temperature is None else float(temperature),
+            power_w=None if milliwatts is None else milliwatts / 1000,
+            processes=self._processes(handle, ""),
+        )
+
     def process_name(self, pid: int) -> str | None:
         """The name as NVML sees it. It knows some processes that psutil may not access."""
         path = _text(self.query("nvmlSystemGetProcessName", pid))
@@ -194,9 +233,10 @@ class Nvml:
     def _processes(self, handle: Any, unknown: str) -> dict[int, int | None] | None:
         """One entry for each pid: a process that computes and draws is in both lists, with the same memory."""
         used: dict[int, int | None] = {}
-        for function, consequence in zip(_PROCESS_LISTS, (unknown, ""), strict=True):
-            processes = self.query(function, handle, unknown=consequence)
-            if processes is None and consequence:
+        for function in _PROCESS_LISTS:
+            decides = function == _PROCESS_LISTS[0]
+            processes = self.query(function, handle, unknown=unknown if decides else "")
+            if processes is None and decides:
                 return None
             for process in processes or ():
                 used[process.pid] = used.get(process.pid) or process.usedGpuMemory

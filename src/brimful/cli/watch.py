@@ -27,15 +27,15 @@ from rich.text import Text
 
 from brimful.errors import BadOption
 from brimful.languages import set_language, tr
-from brimful.report.run_snapshot import Snapshot
-from brimful.report.sparklines import ASCII, Glyphs, glyphs_for
-from brimful.report.watch import Watcher
-from brimful.report.watch_screen import frame
+from brimful.report.watch.run_snapshot import Snapshot
+from brimful.report.watch.sparklines import ASCII, Glyphs, glyphs_for
+from brimful.report.watch.watch_screen import frame
+from brimful.report.watch.watcher import Watcher
 
 LEAST_S = 1.0
 """Seconds between two looks at a run, at least."""
 PAUSE_S = 3600.0
-PRINTED_SIZE = (80, 48)
+PRINTED_SIZE = (80, 36)
 """Columns and lines of a frame that goes to a file or a pipe."""
 _BEGIN, _END = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 """The second screen, the cursor and the wrapping of long lines: on and off."""
@@ -111,9 +111,9 @@ def _print(snapshot: Snapshot, console: Console, glyphs: Glyphs) -> None:
 
 def _last_words(snapshot: Snapshot) -> str:
     """What stays in the terminal after the view is closed."""
-    steps = f"{snapshot.step:,}/{snapshot.steps:,}" if snapshot.steps else f"{snapshot.step:,}"
-    line = f"{snapshot.run}: {tr(snapshot.state)}, {tr('step {step}', step=steps)}"
-    text = f"{line}\n{tr('Continue it:')} {snapshot.resume_command}" if snapshot.resume_command else line
+    line = f"{snapshot.run}: {tr(snapshot.state)}, {tr('step {step:,}', step=snapshot.step)}"
+    command = snapshot.resume_command
+    text = f"{line}\n{tr('To continue: {command}', command=command)}" if command else line
     encoding = sys.stdout.encoding or "ascii"
     return text.encode(encoding, "replace").decode(encoding)
 

@@ -204,7 +204,9 @@ class Nvml:
 
     def cards(self) -> list[NvmlCard]:
         """Every GPU of the machine as it is now, without torch. Takes about a millisecond for each."""
-        handles = [self.query("nvmlDeviceGetHandleByIndex", index) for index in range(self.query("nvmlDeviceGetCount") or 0)]
+        handles = [
+            self.query("nvmlDeviceGetHandleByIndex", index) for index in range(self.query("nvmlDeviceGetCount") or 0)
+        ]
         cards = [self._card(index, handle) for index, handle in enumerate(handles) if handle is not None]
         return [card for card in cards if card is not None]
 

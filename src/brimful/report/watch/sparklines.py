@@ -46,6 +46,7 @@ class Glyphs:
     box: str
     """Corners (top left, top right, bottom left, bottom right), horizontal and vertical."""
     bullet: str
+    ellipsis: str
     event: str
     evaluation: str
     """Marks in a chart."""
@@ -66,12 +67,12 @@ class Glyphs:
 
 UNICODE = Glyphs(
     full="█", other="▒", empty="░", mark="│", parts="█▓▒░", done="━", left="─", levels="▁▂▃▄▅▆▇█", line="", blank=" ", reference="┈",
-    box="╭╮╰╯─│", bullet="●", event="▼", evaluation="◆", replaced={},
+    box="╭╮╰╯─│", bullet="●", ellipsis="…", event="▼", evaluation="◆", replaced={},
 )  # fmt: skip
 ASCII = Glyphs(
     full="#", other="=", empty=".", mark="|", parts="#=-.", done="=", left="-", levels="_.-=+*%#", line="*", blank=" ", reference="-",
-    box="++++-|", bullet="*", event="v", evaluation="o",
-    replaced=str.maketrans({"·": "-", "–": "-", "…": "...", "°": " ", "→": "->", "×": "x", "“": '"', "”": '"', "’": "'", "▸": ">", "◂": "<"}),
+    box="++++-|", bullet="*", ellipsis="~", event="v", evaluation="o",
+    replaced=str.maketrans({"·": "-", "–": "-", "…": "...", "°": " ", "→": "->", "×": "x", "“": '"', "”": '"', "’": "'", "↑": "^", "，": ", ", "▸": ">", "◂": "<"}),
 )  # fmt: skip
 _NO_BLOCKS = ("linux", "vt100", "vt220", "dumb")
 """Terminals that have no font for braille."""

@@ -1,28 +1,36 @@
-"""What is known of a run at one moment: a frozen `Snapshot`, made from its folder alone. How it looks is `watch_screen`'s business.
+"""From a run's folder to a `Snapshot`.
 
-Every figure may be missing, in a run that has just begun, was killed while it wrote or is of an older version: what is unknown is
-None. Work and size are bounded however long the run is: curves have at most `SERIES_POINTS` points.
+Work and size are bounded however long the run is: `RunRecord` keeps some thousand steps, and curves get at most `SERIES_POINTS` points.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, cast
+from typing import Any
 
 from brimful.files import read_json
 from brimful.report.progress import NOT_METRICS, RATE_STEPS
-from brimful.report.run_record import RunRecord, State
+from brimful.report.run_record import RunRecord
+from brimful.report.watch.run_snapshot import (
+    ACTIVE,
+    TIME_PARTS,
+    Card,
+    Evaluation,
+    HostMemory,
+    Note,
+    Oom,
+    Saved,
+    Series,
+    Snapshot,
+    WatchState,
+)
 from brimful.training.events import number
 from brimful.training.run import LockHolder
-from brimful.units import Zone, zone
+from brimful.units import zone
 
-WatchState = Literal[State, "gone"]
-"""`gone`: the folder was removed."""
-ACTIVE: tuple[WatchState, ...] = ("preparing", "running")
 SERIES_POINTS = 500
 """Points of a curve: more than twice the columns of a wide terminal."""
 NOTES_KEPT = 40
@@ -33,224 +41,15 @@ SILENT_S = 60.0
 """A run that samples its machine every five seconds and has written nothing for this long may hang."""
 NOTED = ("note", "thrash", "skip", "oversized", "deal", "resume")
 WARNINGS = ("thrash", "skip", "oversized")
-TIME_PARTS = ("compute", "data", "communication", "other")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A device and the rank that trains on it."""
-
-    label: str
-    """`GPU 0`."""
-    rank: int
-    name: str | None = None
-    """`NVIDIA H200`."""
-    allocated_bytes: float | None = None
-    reserved_bytes: float | None = None
-    """Highest peaks of the recent steps."""
-    held_bytes: float | None = None
-    """What the run holds now, CUDA contexts included, as NVML counts it."""
-    others_bytes: float | None = None
-    """What other processes hold."""
-    limit_bytes: float | None = None
-    total_bytes: float | None = None
-    predicted_bytes: float | None = None
-    """The peak that the plan predicts."""
-    utilization: float | None = None
-    temperature_c: float | None = None
-    power_w: float | None = None
-    busy_s: float | None = None
-    """Seconds of a step that this rank computes, on average."""
-    slowest: bool = False
-    live: bool = False
-    """Whether NVML has just answered; else the figures are those that the run sampled last."""
-    used: float | None = None
-    """Share of the limit: of the reserved peak if it is known, else of the allocated one."""
-    zone: Zone | None = None
-
-    @property
-    def ours_bytes(self) -> float | None:
-        return next((one for one in (self.reserved_bytes, self.allocated_bytes, self.held_bytes) if one), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
-    """RAM under the limit that binds, a cgroup's or the machine's."""
-
-    tree_bytes: float | None = None
-    """Of the run's processes."""
-    machine_bytes: float | None = None
-    """All that counts against the limit."""
-    limit_bytes: float | None = None
-    limited_by: str | None = None
-    predicted_bytes: float | None = None
-    swap_used_bytes: float | None = None
-    swap_total_bytes: float | None = None
-    workers: int | None = None
-    cpu: float | None = None
-    read_bytes_per_s: float | None = None
-    used: float | None = None
-    zone: Zone | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """A curve over the steps, with at most `SERIES_POINTS` points."""
-
-    points: tuple[tuple[int, float], ...] = ()
-    last: float | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    not_finite: int = 0
-    """Points that are NaN or infinite."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    step: int
-    time: datetime | None
-    metrics: tuple[tuple[str, float], ...]
-    best: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A checkpoint, or a save that failed."""
-
-    step: int
-    time: datetime | None
-    size_bytes: float | None = None
-    seconds: float | None = None
-    failure: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Oom:
-    """An out-of-memory error and what became of it."""
-
-    step: int
-    time: datetime | None
-    rank: int
-    what: str
-    """What ran: `backward, micro-batch 2 of 6 (43 rows)`."""
-    change: str
-    restored_step: int | None = None
-    restored_time: datetime | None = None
-    restored: str | None = None
-    """How the micro-batch size went back up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    step: int | None
-    time: datetime | None
-    sentence: str
-    warning: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A run at one moment. Times have a time zone, sizes are in bytes, shares from 0 to 1."""
-
-    taken: datetime
-    run: str
-    name: str
-    state: WatchState
-    task: str | None = None
-    begun: datetime | None = None
-    """When the run was first started."""
-    since: datetime | None = None
-    """When it was started last."""
-    ended: datetime | None = None
-    host: str | None = None
-    pid: int | None = None
-    device_name: str | None = None
-    processes: int | None = None
-    sentence: str | None = None
-    """How it ended."""
-    resume_command: str | None = None
-    silent_s: float | None = None
-    """Seconds since its last event, if that is longer than usual."""
-    switched_from: str | None = None
-    """The run that was watched before this newer one began."""
-    also_running: tuple[str, ...] = ()
-    problem: str | None = None
-    """What could not be read."""
-    step: int = 0
-    steps: int | None = None
-    epoch: float | None = None
-    epochs: float | None = None
-    step_s: float | None = None
-    eta_s: float | None = None
-    ends: datetime | None = None
-    global_batch: int | None = None
-    micro_batch: int | None = None
-    micro_batches: int | None = None
-    """Of the last step."""
-    precision: str | None = None
-    layout: str | None = None
-    cards: tuple[Card, ...] = ()
-    ram: HostMemory | None = None
-    times: tuple[tuple[str, float], ...] = ()
-    """Seconds of a step by what they were spent on, in the order of `TIME_PARTS`."""
-    padding: float | None = None
-    mfu: float | None = None
-    tokens_per_s: float | None = None
-    lr: float | None = None
-    grad_norm: float | None = None
-    loss: Series = Series()
-    rows_per_s: Series = Series()
-    memory: Series = Series()
-    """Of the fullest card: reserved where it is known, else allocated."""
-    utilization: Series = Series()
-    """Of all cards, on average."""
-    rate: Series = Series()
-    """The learning rate."""
-    evaluation: Evaluation | None = None
-    evaluations: tuple[tuple[int, float], ...] = ()
-    """Step and loss of each."""
-    best: Evaluation | None = None
-    checkpoint: Saved | None = None
-    failed_save: Saved | None = None
-    """A save after the last checkpoint that failed."""
-    oom_count: int = 0
-    ooms: tuple[Oom, ...] = ()
-    """The latest, the oldest first."""
-    notes: tuple[Note, ...] = ()
-    """The latest, the oldest first."""
-
-    @property
-    def is_active(self) -> bool:
-        return self.state in ACTIVE
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values: unknown and not finite are null, times in ISO 8601."""
-        return cast("dict[str, Any]", _plain(self))
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {one.name: _plain_field(one.name, getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if isinstance(value, datetime):
-        return value.isoformat()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain_field(name: str, value: Any) -> Any:
-    if name in ("times", "metrics"):
-        return {key: _plain(one) for key, one in value}
-    return round(value) if name.endswith("_bytes") and isinstance(value, float) and math.isfinite(value) else _plain(value)
-
-
-# ---- From the folder -------------------------------------------------------------------------------------------------
+STOPS = "the run stops"
+"""What an out-of-memory error changes that is not survived."""
 
 
 def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: datetime) -> Snapshot:
     """The snapshot of a run that has begun, from its folder alone."""
     begins = record.of_kind("begin")
-    begin, plan, request, last = (begins[-1] if begins else {}), record.plan, record.request, record.last
+    begin, plan, last = (begins[-1] if begins else {}), record.plan, record.last
+    request = record.request or _dict(begin.get("request"))
     end: Mapping[str, Any] = next(iter(record.of_kind("end")[-1:]), {}) if state not in ACTIVE else {}
     recent = record.steps[-RATE_STEPS:]
     newest = _newest_time(record)
@@ -271,7 +70,6 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
     evaluations = [_evaluation(event) for event in record.of_kind("eval")]
     bests = [one for one in evaluations if one.best]
     ooms = _ooms(record)
-    request = request or _dict(begin.get("request"))
     return Snapshot(
         taken=now,
         run=str(record.root),
@@ -291,7 +89,7 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
         step=int(last.get("step") or 0),
         steps=steps,
         epoch=number(last, "epoch"),
-        epochs=_epochs(plan, last, steps),
+        epochs=_epochs(record, last, steps),
         step_s=_step_s(recent),
         eta_s=eta_s,
         ends=ends,
@@ -311,14 +109,16 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
         loss=_series((step["step"], number(step, "loss")) for step in record.steps),
         rows_per_s=_series((step["step"], number(step, "rows_per_s")) for step in record.steps),
         memory=_series(((step["step"], _peak(step)) for step in record.steps), max),
-        utilization=_series((_whole(one.get("step")) or 0, number(_dict(one.get("gpu")), "utilization")) for one in record.samples),
+        utilization=_series(
+            (_whole(one.get("step")) or 0, number(_dict(one.get("gpu")), "utilization")) for one in record.samples
+        ),
         rate=_series((step["step"], number(step, "lr")) for step in record.steps),
         evaluation=evaluations[-1] if evaluations else None,
         evaluations=tuple((one.step, dict(one.metrics)["loss"]) for one in evaluations if "loss" in dict(one.metrics)),
         best=bests[-1] if bests else None,
         checkpoint=_saved(saved[-1]) if saved else None,
         failed_save=_saved(failed[-1]) if failed and (not saved or failed[-1]["step"] > saved[-1]["step"]) else None,
-        oom_count=len(ooms),
+        ooms_survived=sum(oom.change != STOPS for oom in ooms),
         ooms=tuple(ooms[-OOMS_KEPT:]),
         notes=tuple(_notes(record))[-NOTES_KEPT:],
     )
@@ -346,7 +146,7 @@ def _cards(
     for rank, index in zip(ranks, indices, strict=True):
         steps, sample = by_rank.get(rank, []), samples.get(rank, {})
         gpu = gpus[rank] if rank < len(gpus) else {}
-        own_plan = _rank_plan(record, rank) or plan
+        own_plan = (_plan_file(record, rank) if rank else {}) or plan
         if index is None:
             index = _whole(gpu.get("index"))
         several = len(ranks) > 1
@@ -382,10 +182,10 @@ def _cards(
     return tuple(cards)
 
 
-def _rank_plan(record: RunRecord, rank: int) -> dict[str, Any]:
-    """That of a rank on a device of another kind; empty if it has rank 0's."""
+def _plan_file(record: RunRecord, rank: int) -> dict[str, Any]:
+    """The plan of its own that a rank has; empty if it has none. Ranks on devices of one kind share rank 0's."""
     with suppress(OSError, ValueError):
-        return read_json(record.folder.own_plan(rank).read_text(encoding="utf-8")) if rank else {}
+        return read_json(record.folder.own_plan(rank).read_text(encoding="utf-8"))
     return {}
 
 
@@ -428,9 +228,9 @@ def _step_s(recent: Sequence[Mapping[str, Any]]) -> float | None:
     return None if seconds is None else seconds + (_mean(recent, "data_wait_s") or 0.0)
 
 
-def _epochs(plan: Mapping[str, Any], last: Mapping[str, Any], steps: int | None) -> float | None:
+def _epochs(record: RunRecord, last: Mapping[str, Any], steps: int | None) -> float | None:
     """Of the whole run."""
-    per_epoch = number(_dict(plan.get("time")), "steps_per_epoch")
+    per_epoch = number(_dict(_plan_file(record, 0).get("time")), "steps_per_epoch")  # an event has a time of its own
     if steps and per_epoch:
         return steps / per_epoch
     epoch, step = number(last, "epoch"), last.get("step")
@@ -442,9 +242,7 @@ def _peak(step: Mapping[str, Any]) -> float | None:
     return number(step, "peak_bytes") if reserved is None else reserved
 
 
-def _series(
-    values: Iterable[tuple[int, float | None]], together: Callable[[Sequence[float]], float] = fmean
-) -> Series:
+def _series(values: Iterable[tuple[int, float | None]], together: Callable[[Sequence[float]], float] = fmean) -> Series:
     """`together` makes one point of neighbours, where there are too many."""
     points = [(step, value) for step, value in values if value is not None]
     finite = [value for _, value in points if math.isfinite(value)]
@@ -452,7 +250,7 @@ def _series(
         return Series()
     size = -(-len(points) // SERIES_POINTS)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
-    reduced = []
+    reduced: list[tuple[int, float]] = []
     for group in groups:
         good = [value for _, value in group if math.isfinite(value)]
         step = group[-1 if reduced else 0][0]  # the curve begins with the first and ends with the last
@@ -467,9 +265,8 @@ def _series(
 
 
 def _evaluation(event: Mapping[str, Any]) -> Evaluation:
-    metrics = ((name, number(event, name)) for name in event if name not in NOT_METRICS and not name.endswith("_is"))
-    if event.get("loss") is None and (loss := number(event, "loss")) is not None:
-        metrics = iter([("loss", loss), *((name, value) for name, value in metrics if name != "loss")])
+    names = [name for name in event if name not in NOT_METRICS and not name.endswith("_is")]
+    metrics = ((name, number(event, name)) for name in names)
     return Evaluation(
         step=event["step"],
         time=parse_time(event.get("time")),
@@ -494,7 +291,11 @@ def _ooms(record: RunRecord) -> list[Oom]:
     ooms: list[Oom] = []
     waiting: dict[int, list[int]] = {}
     for event in record.of_kind("oom", "grow"):
-        rank, step, time = _whole(event.get("process")) or 0, _whole(event.get("step")) or 0, parse_time(event.get("time"))
+        rank, step, time = (
+            _whole(event.get("process")) or 0,
+            _whole(event.get("step")) or 0,
+            parse_time(event.get("time")),
+        )
         sentence = _text(event.get("sentence")) or ""
         if event["event"] == "oom":
             what, _, change = sentence.removeprefix("out of memory in ").partition(": ")

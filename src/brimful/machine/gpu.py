@@ -146,9 +146,10 @@ class NvmlCard:
     index: int
     """NVML's number, which CUDA_VISIBLE_DEVICES does not change."""
     uuid: str | None
+    """With its prefix."""
     free_bytes: int
     utilization: float | None
-    """Share of the last moment in which a kernel ran."""
+    """Share of the last moments in which a kernel ran."""
     temperature_c: float | None
     power_w: float | None
     processes: dict[int, int | None] | None
@@ -193,21 +194,28 @@ class Nvml:
         torch gives the UUID without its prefix, so both are tried. MIG slices have their own UUIDs.
         """
         unknown, notes_before = f"who uses GPU {index} is unknown", len(self.notes)
-        for full in (f"MIG-{uuid}", f"GPU-{uuid}"):
-            handle = self.query("nvmlDeviceGetHandleByUUID", full)
-            memory = self.query("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
-            if memory is not None and total_bytes >= _WHOLE_CARD * memory.total:
-                return GpuUse(uuid=full, free_bytes=int(memory.free), processes=self._processes(handle, unknown))
+        found = self.find(uuid, total_bytes, unknown=unknown)
+        if found is not None:
+            full, handle, free = found
+            return GpuUse(uuid=full, free_bytes=free, processes=self.processes(handle, unknown))
         if self.module is not None and len(self.notes) == notes_before:
             self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")
         return None
 
+    def find(self, uuid: str, total_bytes: int, *, unknown: str = "") -> tuple[str, Any, int] | None:
+        """The full UUID, NVML's handle and the free bytes of the GPU that torch knows by this UUID and size."""
+        for full in (f"MIG-{uuid}", f"GPU-{uuid}"):
+            handle = self.query("nvmlDeviceGetHandleByUUID", full)
+            memory = self.query("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
+            if memory is not None and total_bytes >= _WHOLE_CARD * memory.total:
+                return full, handle, int(memory.free)
+        return None
+
     def cards(self) -> list[NvmlCard]:
         """Every GPU of the machine as it is now, without torch. Takes about a millisecond for each."""
-        handles = [
-            self.query("nvmlDeviceGetHandleByIndex", index) for index in range(self.query("nvmlDeviceGetCount") or 0)
-        ]
-        cards = [self._card(index, handle) for index, handle in enumerate(handles) if handle is not None]
+        count = self.query("nvmlDeviceGetCount") or 0
+        handles = [(index, self.query("nvmlDeviceGetHandleByIndex", index)) for index in range(count)]
+        cards = [self._card(index, handle) for index, handle in handles if handle is not None]
         return [card for card in cards if card is not None]
 
     def _card(self, index: int, handle: Any) -> NvmlCard | None:
@@ -224,7 +232,7 @@ class Nvml:
             utilization=None if busy is None else busy.gpu / 100,
             temperature_c=None if temperature is None else float(temperature),
             power_w=None if milliwatts is None else milliwatts / 1000,
-            processes=self._processes(handle, ""),
+            processes=self.processes(handle),
         )
 
     def process_name(self, pid: int) -> str | None:
@@ -232,13 +240,12 @@ class Nvml:
         path = _text(self.query("nvmlSystemGetProcessName", pid))
         return path.split(" ")[0].rpartition("/")[2] or None if path else None
 
-    def _processes(self, handle: Any, unknown: str) -> dict[int, int | None] | None:
+    def processes(self, handle: Any, unknown: str = "") -> dict[int, int | None] | None:
         """One entry for each pid: a process that computes and draws is in both lists, with the same memory."""
         used: dict[int, int | None] = {}
-        for function in _PROCESS_LISTS:
-            decides = function == _PROCESS_LISTS[0]
-            processes = self.query(function, handle, unknown=unknown if decides else "")
-            if processes is None and decides:
+        for function, consequence in zip(_PROCESS_LISTS, (unknown, ""), strict=True):
+            processes = self.query(function, handle, unknown=consequence)
+            if processes is None and function == _PROCESS_LISTS[0]:
                 return None
             for process in processes or ():
                 used[process.pid] = used.get(process.pid) or process.usedGpuMemory

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from brimful.languages import tr
-from brimful.report.progress import UNKNOWN
+from brimful.report.progress import UNKNOWN, show_metric
 from brimful.report.watch.run_snapshot import Snapshot
 from brimful.report.watch.sparklines import Glyphs
 from brimful.units import GiB, KiB, MiB, TiB, show_bytes
@@ -21,6 +21,8 @@ from brimful.units import GiB, KiB, MiB, TiB, show_bytes
 CUT_CELLS = 16
 """A fact in a line of several is not cut to less than this."""
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160)), " ")
+
+__all__ = ["UNKNOWN", "Canvas", "Lines", "Show", "align_right", "known", "show_age", "show_clock", "show_epoch", "show_learning_rate", "show_metric", "show_percent", "show_size", "show_step", "wrap"]  # fmt: skip
 
 Lines = list[Text]
 Show = Callable[[float], str]

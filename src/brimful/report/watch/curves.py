@@ -10,7 +10,6 @@ from typing import NamedTuple
 from rich.text import Text
 
 from brimful.languages import tr
-from brimful.report.progress import show_metric
 from brimful.report.watch.cells import (
     Canvas,
     Lines,
@@ -18,6 +17,7 @@ from brimful.report.watch.cells import (
     align_right,
     known,
     show_learning_rate,
+    show_metric,
     show_percent,
     show_size,
 )

@@ -11,8 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from brimful.languages import tr, translate
-from brimful.report.progress import UNKNOWN
-from brimful.report.watch.cells import Canvas, Lines, align_right, show_percent, show_size
+from brimful.report.watch.cells import UNKNOWN, Canvas, Lines, align_right, show_percent, show_size
 from brimful.report.watch.run_snapshot import Card, HostMemory
 from brimful.report.watch.sparklines import memory_bar
 from brimful.units import Zone, show_seconds

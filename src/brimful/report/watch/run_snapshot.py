@@ -27,6 +27,10 @@ class Card:
     rank: int
     name: str | None = None
     """`NVIDIA H200`."""
+    kind: str = ""
+    """torch's device type: `cuda`, `cpu`."""
+    uuid: str | None = None
+    """torch's, without a prefix."""
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     """Highest peaks of the recent steps."""

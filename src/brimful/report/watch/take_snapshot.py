@@ -155,13 +155,20 @@ def _cards(
         reserved, allocated = _max(steps, "reserved_bytes"), _max(steps, "peak_bytes")
         held, others = number(sample, "used_bytes"), number(sample, "others_bytes")
         held = held - others if held is not None and others is not None else held
-        limit = number(own_plan, "limit_bytes") or number(record.last, "limit_bytes") or number(plan, "limit_bytes")
+        limit = (
+            next(iter(_known(reversed(steps), "limit_bytes")), None)
+            or number(own_plan, "limit_bytes")
+            or number(record.last, "limit_bytes")
+            or number(plan, "limit_bytes")
+        )
         ours = reserved if reserved is not None else allocated if allocated is not None else held
         used = ours / limit if ours is not None and limit else None
         cards.append(
             Card(
                 label=label,
                 rank=rank,
+                kind=kind,
+                uuid=_text(sample.get("uuid")) or _text(gpu.get("uuid")),
                 name=_text(sample.get("name")) or _text(gpu.get("name")) or _text(plan.get("device_name")),
                 allocated_bytes=allocated,
                 reserved_bytes=reserved,

@@ -8,8 +8,8 @@ import math
 from rich.text import Text
 
 from brimful.languages import tr, translate
-from brimful.report.progress import UNKNOWN, show_metric
 from brimful.report.watch.cells import (
+    UNKNOWN,
     Canvas,
     Lines,
     align_right,
@@ -18,6 +18,7 @@ from brimful.report.watch.cells import (
     show_clock,
     show_epoch,
     show_learning_rate,
+    show_metric,
     show_percent,
     show_size,
     show_step,

@@ -25,6 +25,7 @@ from brimful.training.run import LockHolder, RunFolder, lock_holder
 
 TREE_S = 10.0
 """How long the pids of a run are remembered."""
+NOT_BEGUN = "it ended before its first step"
 
 
 class Watcher:
@@ -41,18 +42,23 @@ class Watcher:
         runs: Path = Path("runs"),
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """Raises `BadRun` if there is no such run."""
+        """Raises `BadRun` if there is no such run, or none in `runs`."""
         self._runs, self._now = runs, now
         self._follows = run is None
         self._stack = ExitStack()
         self._gpus: LiveGpus | None = None
         self._switched_from: str | None = None
+        self._unreadable: dict[Path, float] = {}
         self._problem: str | None = None
-        root = run if run is not None else _newest(runs)
-        if root is None:
-            raise BadRun(f"{runs}/ has no run. Try: name the folder of a run.")
-        self._open(root)
+        self._root = Path()
+        self._record: RunRecord | None = None
         self._last: Snapshot | None = None
+        if run is not None:
+            self._open(run)
+        else:
+            self._follow()
+            if self._record is None and self._root == Path():
+                raise BadRun(self._problem or f"{runs}/ has no run. Try: name the folder of a run.")
 
     def __enter__(self) -> Self:
         return self
@@ -62,13 +68,11 @@ class Watcher:
 
     def look(self) -> Snapshot:
         """The run now; the very same object if it has ended and nothing has changed."""
-        self._follow()
-        if self._record is None:
-            self._open(self._root)
-        changed = self._record is None or self._record.refresh()
-        state = self._state()
+        if self._follows:
+            self._follow()
+        state, changed = self._refresh()
         last = self._last
-        if last is not None and not changed and state == last.state and state not in ACTIVE and last.run == str(self._root):  # fmt: skip
+        if last is not None and state == last.state and state not in ACTIVE and not changed:
             return last
         snapshot = self._snapshot(state)
         if state in ACTIVE and snapshot.cards and self._is_here(snapshot):
@@ -76,51 +80,67 @@ class Watcher:
         self._last = snapshot
         return snapshot
 
-    def _open(self, root: Path) -> None:
-        """A folder that has nothing but a lock is a run that is being prepared."""
-        self._root, self._record = root, None
-        holder = lock_holder(RunFolder(root).lock)
-        prepared = any(path.is_file() for path in (RunFolder(root).events, RunFolder(root).request_file))
-        if prepared or holder is None or holder.has_ended:
-            self._record = RunRecord(root)
-
     def _follow(self) -> None:
-        newest = _newest(self._runs) if self._follows else None
-        if newest is None or newest == self._root:
+        """Go to the run that was begun last, of those that can be read."""
+        for root, begun in _begun(self._runs):
+            if root == self._root:
+                return
+            if self._unreadable.get(root) == begun:
+                continue
+            before = self._root
+            try:
+                self._open(root)
+            except BadRun as error:  # what can be read stays in view
+                self._unreadable[root] = begun
+                self._problem = self._problem or str(error)
+                continue
+            self._problem, self._last = None, None
+            self._switched_from = str(before) if before.exists() and before != Path() else None
             return
-        before, record = self._root, self._record
-        try:
-            self._open(newest)
-        except BadRun as error:  # what is readable stays in view
-            self._root, self._record, self._problem = before, record, str(error)
-            return
-        self._problem, self._switched_from = None, str(before)
 
-    def _state(self) -> WatchState:
+    def _open(self, root: Path) -> None:
+        """A folder that has nothing but a lock is a run that is being prepared. Raises `BadRun`."""
+        folder = RunFolder(root)
+        holder = lock_holder(folder.lock)
+        waiting = holder is not None and not holder.has_ended
+        record = None if waiting and not _has_begun(folder) else RunRecord(root)
+        self._root, self._record = root, record
+
+    def _refresh(self) -> tuple[WatchState, bool]:
+        """The state of the run, and whether anything was written."""
         if self._last is not None and not self._root.exists():
-            return "gone"
+            return "gone", False
         if self._record is None:
-            return "preparing"
-        state = self._record.state
-        holder = self._holder()
-        end = next(iter(self._record.of_kind("end")[-1:]), {})
-        if state not in ACTIVE and holder is not None and not holder.has_ended:
-            began, ended = parse_time(holder.since), parse_time(end.get("time"))
-            if began is not None and ended is not None and began > ended.replace(microsecond=0):
-                return "preparing"  # it is being resumed
-        return state
+            try:
+                self._open(self._root)
+            except BadRun:
+                return "failed", False
+            return ("preparing" if self._record is None else self._state(self._record)), True
+        changed = self._record.refresh()
+        return self._state(self._record), changed
+
+    def _state(self, record: RunRecord) -> WatchState:
+        state, holder = record.state, self._holder()
+        if state in ACTIVE or holder is None or holder.has_ended:
+            return state
+        began = parse_time(holder.since)
+        ended = parse_time(next((event.get("time") for event in reversed(record.of_kind("end"))), None))
+        is_resumed = began is not None and ended is not None and began > ended.replace(microsecond=0)
+        return "preparing" if is_resumed else state
 
     def _snapshot(self, state: WatchState) -> Snapshot:
-        also = _running_beside(self._runs, self._root) if self._follows and state != "gone" else ()
+        now, holder = self._now(), self._holder()
         if self._record is None or state == "gone":
-            holder = self._holder()
-            known = self._last or Snapshot(taken=self._now(), run=str(self._root), name=self._root.resolve().name, state=state)  # fmt: skip
-            since = parse_time(holder.since) if holder is not None else known.since
-            line = last_line(self._root / "log.txt") if self._record is None else None
-            note = (Note(step=None, time=None, sentence=line, warning=False),) if line else known.notes
-            snapshot = replace(known, taken=self._now(), state=state, since=since, notes=note)
+            empty = Snapshot(taken=now, run=str(self._root), name=self._root.resolve().name, state=state)
+            line = last_line(self._root / "log.txt")
+            notes = (Note(step=None, time=None, sentence=line, warning=False),) if line else ()
+            since = parse_time(holder.since) if holder is not None else None
+            snapshot = replace(self._last or replace(empty, since=since, notes=notes), taken=now, state=state)
+            if state == "failed":
+                snapshot = replace(snapshot, sentence=NOT_BEGUN)
         else:
-            snapshot = take(self._record, state, self._holder(), self._now())
+            snapshot = take(self._record, state, holder, now)
+        also = _running_beside(self._runs, self._root) if self._follows else ()
         return replace(snapshot, switched_from=self._switched_from, also_running=also, problem=self._problem)
 
     def _holder(self) -> LockHolder | None:
@@ -138,15 +158,19 @@ class Watcher:
         return self._gpus.update(snapshot.cards, pids)
 
 
-def _newest(runs: Path) -> Path | None:
-    """The run that was begun or resumed last: its lock is signed only then."""
-    begun = dict[Path, float]()
+def _has_begun(folder: RunFolder) -> bool:
+    return folder.events.is_file() or folder.request_file.is_file()
+
+
+def _begun(runs: Path) -> list[tuple[Path, float]]:
+    """Folders that may be runs and when they were begun or resumed, the last first: a lock is signed only then."""
+    begun = []
     with suppress(OSError):
         for entry in os.scandir(runs):
             time = _first_mtime(entry.path, ("lock", "events.jsonl", "run.json"))
             if time is not None:
-                begun[Path(entry.path)] = time
-    return max(begun, key=lambda path: (begun[path], path), default=None)
+                begun.append((Path(entry.path), time))
+    return sorted(begun, key=lambda one: (one[1], one[0]), reverse=True)
 
 
 def _first_mtime(folder: str, names: Iterable[str]) -> float | None:
@@ -196,18 +220,24 @@ class LiveGpus:
 
     def update(self, cards: tuple[Card, ...], pids: Sequence[int]) -> tuple[Card, ...]:
         """The cards with what NVML says; those that cannot be told apart as they are."""
-        states = self._nvml.cards()
+        states = self._nvml.cards() if all(card.kind == "cuda" for card in cards) else []
         if not states:
             return cards
         if self._now().timestamp() > self._pids_until:
             self._pids = {one for pid in pids for one in tree(pid)}
             self._pids_until = self._now().timestamp() + TREE_S
-        ours = [state for state in states if self._pids & set(state.processes or ())]
+        ours = self._match(cards, states)
+        return tuple(self._updated(card, state) for card, state in zip(cards, ours, strict=True)) if ours else cards
+
+    def _match(self, cards: Sequence[Card], states: Sequence[NvmlCard]) -> list[NvmlCard]:
+        """NVML's figures in the order of the cards; empty if it is not certain which are theirs."""
+        by_uuid = {(state.uuid or "").partition("-")[2]: state for state in states}
+        ours = [by_uuid[card.uuid] for card in cards if card.uuid in by_uuid]
         if len(ours) != len(cards):
-            if len(states) != 1 or len(cards) != 1:
-                return cards
-            ours = states
-        return tuple(self._updated(card, state) for card, state in zip(cards, ours, strict=True))
+            ours = [state for state in states if self._pids & set(state.processes or ())]
+        if len(ours) != len(cards):
+            ours = list(states)  # in a container pids are others', but a run on all cards is on all of them
+        return ours if len(ours) == len(cards) else []
 
     def _updated(self, card: Card, state: NvmlCard) -> Card:
         mine = [size for pid, size in (state.processes or {}).items() if pid in self._pids and size]

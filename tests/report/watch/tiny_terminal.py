@@ -4,6 +4,7 @@ It knows what `brimful watch` uses (cursor, erasing a line, the second screen, w
 sequence is a decision.
 """
 
+import codecs
 import fcntl
 import os
 import pty
@@ -130,6 +131,7 @@ class Terminal:
     ) -> None:
         self.screen = Screen(columns, lines)
         self.bytes_read = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._master, slave = pty.openpty()
         self.resize(columns, lines)
         self.mode_before = termios.tcgetattr(slave)
@@ -206,5 +208,5 @@ class Terminal:
             return False
         content = os.read(self._master, 65536)
         self.bytes_read += len(content)
-        self.screen.write(content.decode(errors="replace"))
+        self.screen.write(self._decoder.decode(content))
         return True

@@ -43,6 +43,15 @@ def test_an_ended_run_has_no_time_left(tmp_path):
     assert taken.eta_s is None and taken.ended is not None and taken.sentence == "trained 10 steps"
 
 
+def test_the_time_between_an_end_and_a_resume_does_not_count(tmp_path):
+    folder = write_run(tmp_path / "a", steps=20, done=10, end="interrupted")
+    trained = snapshot(folder, "interrupted").trained_s
+    later = [{"event": "begin", "step": 10, "time": "2026-02-03T12:00:00Z"}, {"event": "end", "step": 10, "reason": "finished", "time": "2026-02-03T12:01:00Z"}]  # fmt: skip
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in later)
+    assert snapshot(folder, "finished").trained_s == pytest.approx(trained + 60)
+
+
 def test_a_card_is_in_the_zone_of_its_reserved_bytes(tmp_path):
     values = {"ranks": [{"rank": 0, "peak_bytes": 15 * GiB, "reserved_bytes": 18.5 * GiB}]}
     (card,) = snapshot(write_run(tmp_path / "a", steps=5, step_values=values)).cards

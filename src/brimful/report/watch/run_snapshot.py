@@ -148,6 +148,8 @@ class Snapshot:
     since: datetime | None = None
     """When it was started last."""
     ended: datetime | None = None
+    trained_s: float | None = None
+    """From its beginning to its end, without the pauses before it was resumed."""
     host: str | None = None
     pid: int | None = None
     device_name: str | None = None

@@ -4,6 +4,7 @@ Work and size are bounded however long the run is: `RunRecord` keeps some thousa
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -79,6 +80,7 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
         begun=parse_time(begins[0].get("time")) if begins else None,
         since=since,
         ended=ended,
+        trained_s=_trained_s(record, ended or now),
         host=_text(begin.get("host")) or (holder.host if holder else None),
         pid=_whole(begin.get("pid")),
         device_name=_text(plan.get("device_name")),
@@ -225,6 +227,16 @@ def _times(recent: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]
     times = [_dict(step.get("times")) for step in recent]
     means = [(part, _mean(times, f"{part}_s")) for part in TIME_PARTS]
     return tuple((part, seconds or 0.0) for part, seconds in means) if any(seconds for _, seconds in means) else ()
+
+
+def _trained_s(record: RunRecord, end: datetime) -> float | None:
+    """A session ends with the last event before the next one begins."""
+    begins = [time for event in record.of_kind("begin") if (time := parse_time(event.get("time"))) is not None]
+    if len(begins) < 2:
+        return (end - begins[0]).total_seconds() if begins else None
+    written = sorted(time for event in (*record.events, *record.steps) if (time := parse_time(event.get("time"))) is not None)  # fmt: skip
+    ends = [written[max(0, bisect_left(written, begin) - 1)] for begin in begins[1:]]
+    return sum(max(0.0, (last - begin).total_seconds()) for begin, last in zip(begins, [*ends, end], strict=True))
 
 
 def _step_s(recent: Sequence[Mapping[str, Any]]) -> float | None:

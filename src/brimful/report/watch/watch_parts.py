@@ -94,8 +94,8 @@ def _time_left(canvas: Canvas) -> Text:
     if snapshot.eta_s is not None and snapshot.ends is not None:
         left = f"{show_age(snapshot.eta_s)}, {show_clock(snapshot.ends, snapshot.taken)}"
         return Text.assemble(canvas.text(f"{tr('ETA')} ", "dim"), canvas.text(left))
-    if snapshot.ended is not None and snapshot.begun is not None:
-        return canvas.text(f"{tr('took')} {show_age((snapshot.ended - snapshot.begun).total_seconds())}")
+    if snapshot.ended is not None and snapshot.trained_s is not None:
+        return canvas.text(f"{tr('took')} {show_age(snapshot.trained_s)}")
     return canvas.text(f"{tr('ETA')} {UNKNOWN}", "dim")
 
 

@@ -125,6 +125,7 @@ def write_run(
     gpu: Mapping[str, Any] | None = None,
     host: Mapping[str, Any] | None = None,
     more: Iterable[Mapping[str, Any]] = (),
+    start: datetime = START,
 ) -> Path:
     """A run of `steps` steps, `done` of them trained. `step_values`, `gpu` and `host` may hold functions of the step's number.
 
@@ -180,6 +181,7 @@ def write_run(
             )
         if number in checkpoints:
             path = str(folder / "checkpoints" / f"step-{number:08d}")
+            Path(path).mkdir(parents=True, exist_ok=True)
             batch.append(
                 {
                     "event": "checkpoint",
@@ -207,6 +209,6 @@ def write_run(
         times.append(seconds)
     with (folder / "events.jsonl").open("w", encoding="utf-8") as file:
         for event, at in zip(events, times, strict=True):
-            stamp = (START + timedelta(seconds=at)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            stamp = (start + timedelta(seconds=at)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
             file.write(json.dumps({"event": event.pop("event"), "time": stamp, **event}) + "\n")
     return folder

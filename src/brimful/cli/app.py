@@ -23,6 +23,7 @@ from brimful.cli.output import fail
 from brimful.cli.plan import plan_command
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train_command
+from brimful.cli.watch import watch
 from brimful.errors import BadOption, UserError
 from brimful.languages import LANGUAGES, VARIABLE, set_language
 
@@ -43,6 +44,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(doctor)
     app.command(plan_command(task_fields), name="plan")
     app.command(train_command(task_fields), name="train")
+    app.command(watch)
     app.command(evaluate, name="eval")
     app.command(chat)
     app.command(compare)

@@ -4,6 +4,7 @@ run_record   a run folder, read fast and without torch
 tables       plans, evaluations and the machine
 data_tables  the reports of the data commands
 progress     a run while it trains
+watch        a run in the terminal, from its folder alone
 diagnosis    what went wrong, and what helps
 doctor/      what on this machine would stop a training or slow it down
 """

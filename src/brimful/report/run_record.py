@@ -9,6 +9,7 @@ takes 0.2 s. Of the steps, which all look alike, `points` are read at evenly spa
 import os
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -146,9 +147,7 @@ class RunRecord:
         newest = size - NEWEST_BYTES
         file.seek(newest)
         newest += len(file.readline())
-        rare = list(self._rare(file, start, newest))
-        self._lines += ((place, event) for place, event in rare if event["event"] != "sample")
-        self._lines += _thinned([line for line in rare if line[1]["event"] == "sample"], self._points)
+        self._lines += self._rare(file, start, newest)
         for index in range(self._points):
             place = start + (newest - start) * index // self._points
             file.seek(place)
@@ -172,31 +171,33 @@ class RunRecord:
         return complete
 
     def _rare(self, file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Every event but steps; of samples about `points`."""
+        """Every event but steps; of samples, which are decoded last, about `points` at even distances."""
         file.seek(start)
-        place, rest, found = start, b"\n", 0
-        keep_every = 1
+        place, rest, found, every = start, b"\n", 0, 1
+        samples: list[tuple[int, bytes]] = []
         while place < end and (chunk := file.read(min(_CHUNK_BYTES, end - place))):
             first = place - len(rest)
             chunk, place = rest + chunk, place + len(chunk)
             for match in _RARE.finditer(chunk):
-                line = match[0][1:]
+                line = match[0][1:] + b"\n"
                 if line.startswith(b'{"event": "sample"'):
                     found += 1
-                    keep_every = 1 if found < 2 * self._points else found // self._points
-                    if found % keep_every:
-                        continue
-                event = decode_event(line + b"\n")
-                if event is not None:
+                    if found % every == 0:
+                        samples.append((first + match.start() + 1, line))
+                    if len(samples) > 2 * self._points:
+                        samples, every = samples[1::2], 2 * every
+                elif (event := decode_event(line)) is not None:
                     yield first + match.start() + 1, event
             rest = chunk[chunk.rfind(b"\n") :] if b"\n" in chunk else chunk
+        yield from ((at, event) for at, line in samples if (event := decode_event(line)) is not None)
 
     def _sort_out(self) -> None:
         """By kind and in order; steps after the checkpoint that a resume continued from are undone."""
         lines = dict(self._lines)  # evenly spaced places of a short piece may name one line twice
         self._lines = sorted(lines.items())
-        if sum(event["event"] == "step" for _, event in self._lines) > 4 * self._points:
-            self._thin_steps()
+        kinds = Counter(event["event"] for _, event in self._lines)
+        if any(kinds[kind] > 4 * self._points for kind in _FREQUENT):
+            self._thin()
         self.events, self.samples, self.steps = [], [], []
         numbers: list[int] = []
         for _, event in self._lines:
@@ -220,15 +221,16 @@ class RunRecord:
                 self.steps.append(event)
                 numbers.append(event["step"])
 
-    def _thin_steps(self) -> None:
+    def _thin(self) -> None:
         """While a run is watched for days, what is kept of it stays bounded."""
         steps = [line for line in self._lines if line[1]["event"] == "step"]
         newest = self._points // 4
         kept = _thinned(steps[:-newest], self._points) + steps[-newest:]
-        self.step_lines_skipped = True
+        self.step_lines_skipped |= len(kept) < len(steps)
         others = [line for line in self._lines if line[1]["event"] not in _FREQUENT]
         samples = [line for line in self._lines if line[1]["event"] == "sample"]
-        self._lines = sorted([*others, *_thinned(samples, 2 * self._points), *kept], key=lambda line: line[0])
+        samples = _thinned(samples[:-newest], 2 * self._points) + samples[-newest:]
+        self._lines = sorted([*others, *samples, *kept], key=lambda line: line[0])
 
     def _check_format(self) -> None:
         formats = [event.get("format") for _, event in self._lines if event["event"] == "begin"]

@@ -1,0 +1,243 @@
+"""The parts of the view that are lines of text: the run as a whole, where a step's time goes, scores, checkpoints, errors, notes.
+
+A part is a function of the canvas and of the lines it may use; it draws what matters most first.
+"""
+
+import math
+
+from rich.text import Text
+
+from brimful.languages import tr, translate
+from brimful.report.watch.cells import (
+    UNKNOWN,
+    Canvas,
+    Lines,
+    align_right,
+    known,
+    show_age,
+    show_clock,
+    show_epoch,
+    show_learning_rate,
+    show_metric,
+    show_percent,
+    show_size,
+    show_step,
+    wrap,
+)
+from brimful.report.watch.run_snapshot import Oom
+from brimful.report.watch.sparklines import progress_bar, stacked_bar
+from brimful.units import show_rate, show_seconds
+
+STATE_STYLES = {
+    "preparing": "cyan", "running": "green", "finished": "green", "interrupted": "yellow", "time-limit": "yellow",
+    "failed": "bold red", "killed": "bold red", "gone": "bold red",
+}  # fmt: skip
+PART_STYLES = ("green", "yellow", "magenta", "bright_black")
+"""Of compute, data, communication and other."""
+ETA_CELLS, SECONDS_CELLS = 25, 10
+NOTE_LINES = 12
+"""The most lines of notes that are of use."""
+WRAPPED_LINES = 3
+"""Lines of one long note, where there is space."""
+
+
+# ---- The run as a whole ----------------------------------------------------------------------------------------------
+
+
+def header(canvas: Canvas) -> Text:
+    """State, name and task; since when. Where it runs, if there is space."""
+    snapshot = canvas.snapshot
+    state = canvas.text(f"{canvas.glyphs.bullet} {tr(snapshot.state)}", STATE_STYLES[snapshot.state])
+    task = f"  {snapshot.task}" if snapshot.task and snapshot.task != snapshot.name else ""
+    left = Text.assemble(state, canvas.text(f"  {snapshot.name}", "bold"), canvas.text(task, "dim"))
+    several = f"{len(snapshot.cards)} × " if len(snapshot.cards) > 1 else ""
+    device = f"{several}{snapshot.device_name}" if snapshot.device_name else ""
+    places = (device, snapshot.host, f"pid {snapshot.pid}" if snapshot.pid else "")
+    where = canvas.text("  " + ", ".join(place for place in places if place), "dim")
+    when = _when(canvas)
+    if left.cell_len + where.cell_len + when.cell_len + 4 <= canvas.width:
+        left = Text.assemble(left, where)
+    return Text.assemble(canvas.pad(left, max(0, canvas.width - when.cell_len - 1)), " ", when)
+
+
+def _when(canvas: Canvas) -> Text:
+    snapshot, now = canvas.snapshot, canvas.snapshot.taken
+    if snapshot.silent_s is not None:
+        return canvas.text(tr("no news for {time!s}", time=show_age(snapshot.silent_s)), "yellow")
+    if snapshot.is_active and snapshot.since is not None:
+        lasted = show_age((now - snapshot.since).total_seconds())
+        return canvas.text(f"{tr('since')} {show_clock(snapshot.since, now)}, {lasted}")
+    return canvas.text(f"{tr('ended')} {show_clock(snapshot.ended, now)}" if snapshot.ended is not None else "")
+
+
+def progress(canvas: Canvas) -> Lines:
+    """Steps with the time left, then epochs and what a step is."""
+    snapshot = canvas.snapshot
+    share = min(1.0, snapshot.step / snapshot.steps) if snapshot.steps else None
+    total = f"{snapshot.steps:,}" if snapshot.steps else UNKNOWN
+    count = canvas.text(f"{snapshot.step:,}/{total}".rjust(2 * len(total) + 1), "bold")
+    done = canvas.text(f"{UNKNOWN if share is None else math.floor(100 * share)} %".rjust(6))
+    cells = max(0, canvas.text_cells - count.cell_len - done.cell_len - ETA_CELLS - 2)
+    bar = progress_bar(cells, share, STATE_STYLES[snapshot.state], canvas.glyphs)
+    steps = Text.assemble(count, " ", bar, done, " ", align_right(_time_left(canvas), ETA_CELLS))
+    facts = [f"{show_epoch(snapshot.epoch)}/{show_epoch(snapshot.epochs)}"]
+    facts += [f"{show_seconds(snapshot.step_s)}{tr('/step')}"] if snapshot.step_s is not None else []
+    if snapshot.global_batch and snapshot.micro_batches:
+        rows, count_of = snapshot.global_batch, snapshot.micro_batches
+        facts.append(tr("{rows:,} rows in {count:,} micro-batches", rows=rows, count=count_of))
+    facts += [translate(fact) for fact in (snapshot.precision, snapshot.layout) if fact]
+    return [canvas.row(tr("step"), steps), canvas.row(tr("epoch"), canvas.facts(facts))]
+
+
+def _time_left(canvas: Canvas) -> Text:
+    snapshot = canvas.snapshot
+    if snapshot.eta_s is not None and snapshot.ends is not None:
+        left = f"{show_age(snapshot.eta_s)}, {show_clock(snapshot.ends, snapshot.taken)}"
+        return Text.assemble(canvas.text(f"{tr('ETA')} ", "dim"), canvas.text(left))
+    if snapshot.ended is not None and snapshot.trained_s is not None:
+        return canvas.text(f"{tr('took')} {show_age(snapshot.trained_s)}")
+    return canvas.text(f"{tr('ETA')} {UNKNOWN}", "dim")
+
+
+def ending(canvas: Canvas) -> Lines:
+    """How the run ended, and the command that continues it. Before the first step: what is being waited for."""
+    snapshot, style = canvas.snapshot, STATE_STYLES[canvas.snapshot.state]
+    if snapshot.state == "running" or (snapshot.state == "preparing" and snapshot.step):
+        return []
+    sentences = {
+        "preparing": tr("The plan is made; the first step has not ended yet.") if snapshot.cards else tr("Data and plan are being prepared; the first step has not begun."),
+        "killed": tr("Its process has ended without a word: it was killed, or the machine went down."),
+        "gone": tr("The folder of this run was removed."),
+    }  # fmt: skip
+    sentence = " ".join(sentences.get(snapshot.state, translate(snapshot.sentence or "")).split())
+    lines = wrap(canvas.text(sentence, style), canvas.width)[:4] if sentence else []
+    if snapshot.resume_command:
+        lines.append(canvas.text(tr("To continue: {command}", command=snapshot.resume_command)))
+    return lines
+
+
+def footer(canvas: Canvas, keys: str | None) -> Text:
+    """What the keys do, news about other runs, and the time of the snapshot."""
+    snapshot = canvas.snapshot
+    clock = canvas.text(snapshot.taken.astimezone().strftime("%H:%M:%S"), "dim")
+    if snapshot.problem:
+        news = canvas.text(" ".join(snapshot.problem.split()), "yellow")
+    elif snapshot.switched_from:
+        news = canvas.text(tr("a newer run has begun; before it this was {run!s}", run=snapshot.switched_from), "cyan")
+    else:
+        runs = ", ".join(snapshot.also_running)
+        news = canvas.text(tr("also running: {runs!s}", runs=runs) if runs else "", "dim")
+    left = Text.assemble(canvas.text(f"{keys}  " if keys else "", "dim"), news)
+    return Text.assemble(canvas.pad(left, max(0, canvas.width - clock.cell_len - 1)), " ", clock)
+
+
+# ---- Speed -----------------------------------------------------------------------------------------------------------
+
+
+def step_time(canvas: Canvas) -> Lines:
+    """Where the time of a step goes, as one bar, and what its parts are."""
+    snapshot = canvas.snapshot
+    seconds = align_right(canvas.text(known(snapshot.step_s, show_seconds)), SECONDS_CELLS)
+    cells = max(0, canvas.text_cells - SECONDS_CELLS)
+    whole = sum(part for _, part in snapshot.times)
+    if not whole:
+        unknown = canvas.pad(canvas.text(tr("its parts are unknown"), "dim"), cells)
+        return [canvas.row(tr("time"), Text.assemble(unknown, seconds))]
+    shares = [part / whole for _, part in snapshot.times]
+    bar = stacked_bar(cells, shares, PART_STYLES, canvas.glyphs)
+    legend = [
+        Text.assemble((glyph, style), canvas.text(f" {tr(name)} "), (show_percent(share).rjust(5), "bold"))
+        for (name, _), share, glyph, style in zip(snapshot.times, shares, canvas.glyphs.parts, PART_STYLES, strict=True)
+        if share or name in ("compute", "data")
+    ]
+    return [canvas.row(tr("time"), Text.assemble(bar, seconds)), canvas.row("", canvas.side_by_side(legend, "  "))]
+
+
+def figures(canvas: Canvas) -> Text:
+    """Learning rate, gradient norm, padding, MFU, tokens per second."""
+    snapshot = canvas.snapshot
+    values = [
+        ("", known(snapshot.lr, show_learning_rate)),
+        (tr("gradient norm"), known(snapshot.grad_norm, show_metric)),
+        (tr("padding"), show_percent(snapshot.padding)),
+        ("MFU", show_percent(snapshot.mfu)),
+        (tr("tokens/s"), known(snapshot.tokens_per_s, show_rate)),
+    ]
+    cells = []
+    for name, value in values:
+        style = "dim" if value == UNKNOWN else "red" if "nan" in value or "inf" in value else ""
+        cells.append(Text.assemble(canvas.text(f"{name} " if name else "", "dim"), canvas.text(value.ljust(7), style)))
+    return canvas.row(tr("lr"), canvas.side_by_side(cells, "  "))
+
+
+# ---- Events ----------------------------------------------------------------------------------------------------------
+
+
+def scores(canvas: Canvas) -> Text:
+    """The last evaluation and the best one."""
+    last, best = canvas.snapshot.evaluation, canvas.snapshot.best
+    if last is None:
+        return canvas.row(tr("scores"), canvas.text(tr("no evaluation yet"), "dim"))
+    metrics = [f"{name} {show_metric(value)}" for name, value in last.metrics] or [UNKNOWN]
+    facts = [f"{show_step(last.step)}: {metrics[0]}", *metrics[1:2]]
+    if best is not None and best.step == last.step:
+        facts.append(tr("the best so far"))
+    elif best is not None and best.metrics:
+        name, value = best.metrics[0]
+        facts.append(tr("best {score!s} at step {step:,}", score=f"{name} {show_metric(value)}", step=best.step))
+    return canvas.row(tr("scores"), canvas.facts([*facts, *metrics[2:]]))
+
+
+def checkpoints(canvas: Canvas) -> Lines:
+    """The last one; before it a later save that failed."""
+    saved, failed = canvas.snapshot.checkpoint, canvas.snapshot.failed_save
+    lines = []
+    if failed is not None:
+        problem = " ".join(translate(failed.failure or "").split())
+        sentence = tr("step {step:,} could not be saved: {problem}", step=failed.step, problem=problem)
+        lines.append(canvas.row(tr("saved"), canvas.text(sentence, "red")))
+    if saved is None:
+        return [*lines, canvas.row(tr("saved"), canvas.text(tr("no checkpoint yet"), "dim"))]
+    facts = [show_step(saved.step), canvas.when(saved.time)]
+    facts += [show_size(saved.size_bytes)] if saved.size_bytes is not None else []
+    facts += [f"{tr('took')} {show_seconds(saved.seconds)}"] if saved.seconds is not None else []
+    return [*lines, canvas.row(tr("saved"), canvas.facts(facts))]
+
+
+def out_of_memory(canvas: Canvas, lines: int) -> Lines:
+    """In one line the last error; else how many there were and the latest of them, each with what changed and whether it was undone."""
+    snapshot = canvas.snapshot
+    if not snapshot.ooms:
+        return [canvas.row(tr("OOMs"), canvas.text(tr("none"), "dim"))]
+    count = tr("{count:,} survived", count=snapshot.ooms_survived)
+    if lines == 1:
+        return [canvas.row(tr("OOMs"), canvas.facts([count, *_oom(canvas, snapshot.ooms[-1])], "yellow"))]
+    restored = all(oom.restored_step is not None for oom in snapshot.ooms)
+    state = tr("micro-batch size restored") if restored else tr("micro-batch size not restored yet")
+    rows = [canvas.row(tr("OOMs"), canvas.facts([count, state], "yellow"))]
+    latest = snapshot.ooms[-(lines - 1) :]
+    return rows + [canvas.row("", canvas.facts([*_oom(canvas, oom), translate(oom.what)])) for oom in latest]
+
+
+def _oom(canvas: Canvas, oom: Oom) -> list[str]:
+    rank = f" {tr('rank {rank:,}', rank=oom.rank)}" if (canvas.snapshot.processes or 1) > 1 else ""
+    step = oom.restored_step
+    restored = tr("not restored yet") if step is None else tr("restored at step {step:,}", step=step)
+    return [f"{show_step(oom.step)}{rank}, {canvas.when(oom.time)}", restored, translate(oom.change)]
+
+
+def notes(canvas: Canvas, lines: int) -> Lines:
+    """The newest last. A long one takes several lines if there are enough."""
+    snapshot = canvas.snapshot
+    drawn: Lines = []
+    for note in reversed(snapshot.notes):
+        clock = show_clock(note.time, snapshot.taken) if note.time else ""
+        where = show_step(note.step) if note.step else ""
+        head = " ".join(word for word in (clock, where, "!" if note.warning else "") if word)
+        sentence = canvas.text(" ".join(translate(note.sentence).split()), "yellow" if note.warning else "")
+        text = Text.assemble(canvas.text(f"{head} " if head else "", "dim"), sentence)
+        wrapped = wrap(text, canvas.text_cells)[:WRAPPED_LINES] if lines > WRAPPED_LINES + 1 else [text]
+        if len(drawn) + len(wrapped) > lines:
+            break
+        drawn = [*wrapped, *drawn]
+    return [canvas.row("" if number else tr("notes"), line) for number, line in enumerate(drawn)]

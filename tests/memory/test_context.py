@@ -12,8 +12,6 @@ from torch import nn
 from brimful.errors import TaskError
 from brimful.memory import context
 from brimful.memory.context import (
-    FIRST_PHASES,
-    MICRO_PHASES,
     Phase,
     StepContext,
     attention_kernels,
@@ -21,6 +19,7 @@ from brimful.memory.context import (
     split_batch,
     to_device,
 )
+from brimful.memory.model import FIRST_PHASES, MICRO_PHASES
 from brimful.task import Loss, Task, rows_of
 
 CPU = torch.device("cpu")

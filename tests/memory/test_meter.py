@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.memory.context import FIRST_PHASES, MICRO_PHASES, StepContext
+from brimful.memory.context import StepContext
 from brimful.memory.ledger import Ledger, active_limit_bytes
 from brimful.memory.meter import (
     AvailableMemory,
@@ -22,6 +22,7 @@ from brimful.memory.meter import (
     process_limit_bytes,
     trim_heap,
 )
+from brimful.memory.model import FIRST_PHASES, MICRO_PHASES
 from brimful.task import Loss, Task
 from brimful.units import MiB
 

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brimful.memory.context import FIRST_PHASES, MICRO_PHASES
-from brimful.memory.model import MemoryModel, Polynomial, Probe, candidates, fit_polynomial
+from brimful.memory.model import (
+    FIRST_PHASES,
+    MICRO_PHASES,
+    MemoryModel,
+    Polynomial,
+    Probe,
+    candidates,
+    fit_polynomial,
+)
 
 # Measured on one H200: T5 of 187.7 M parameters, bf16 autocast, AdamW (foreach), 256+256 tokens a row. Bytes.
 H200 = {

@@ -25,8 +25,6 @@ from brimful.memory.graphs import Graphs
 from brimful.memory.layout import PADDED, Layout
 from brimful.task import Loss, Task, loss_terms, map_tensors
 
-MICRO_PHASES = ("forward", "head", "early", "late")
-FIRST_PHASES = tuple(f"first_{phase}" for phase in MICRO_PHASES)
 Mark = Callable[[str], None]
 """Called with the name of each phase of a metered step as it begins."""
 

@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from brimful.memory.context import FIRST_PHASES
 from brimful.task import Shape
 
 Powers = tuple[int, ...]
 """Exponents of (rows, length 1, length 2, …): (1, 2) is rows × length²."""
 
+MICRO_PHASES = ("forward", "head", "early", "late")
+FIRST_PHASES = tuple(f"first_{phase}" for phase in MICRO_PHASES)
+"""Of the first micro-batch of a step. They are defined here, because this module needs no torch: views predict with it too."""
 NEAR_THE_TOP = 0.5
 """Readings above this share of the highest one count for `margin` and for the reserved ratio."""
 DOMINANCE = 8

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from brimful.errors import TaskError
-from brimful.memory.context import FIRST_PHASES, MICRO_PHASES
 from brimful.memory.layout import PACKED
 from brimful.memory.meter import has_peak_statistics
-from brimful.memory.model import MemoryModel, Probe
+from brimful.memory.model import FIRST_PHASES, MICRO_PHASES, MemoryModel, Probe
 from brimful.memory.oom import OutOfMemory
 from brimful.planning.plan_time import FINISH
 from brimful.planning.probe import PASSES, Mode, Prober

@@ -8,6 +8,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +115,7 @@ def ticks(low: float, high: float, *, most: int) -> list[tuple[float, str]]:
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= rough * 0.999)
-    digits = max(0, -math.floor(math.log10(step) + 1e-9)) + (round(step / power, 1) == 2.5)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9)) + (round(step / power, 1) == 2.5 and power <= 1)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [(number * step, _tick(number * step, digits)) for number in range(first, last + 1)]
 
@@ -124,10 +125,12 @@ def log_ticks(low: float, high: float, *, most: int) -> list[tuple[float, str]]:
     for steps in ((1, 2, 5), (1,)):
         powers = range(math.floor(low) - 1, math.ceil(high) + 1)
         values = [step * 10.0**power for power in powers for step in steps]
-        found = [(math.log10(value), f"{value:g}") for value in values if low - 1e-9 <= math.log10(value) <= high + 1e-9]
+        found = [
+            (math.log10(value), f"{value:g}") for value in values if low - 1e-9 <= math.log10(value) <= high + 1e-9
+        ]
         if len(found) <= most:
             break
-    if len(found) < 2:  # less than a decade, and no round number in it
+    if len(found) < 3:  # less than a decade
         return [(math.log10(value), name) for value, name in ticks(10**low, 10**high, most=most) if value > 0]
     return found[:: -(-len(found) // most)]
 
@@ -165,7 +168,7 @@ def extremes(x: Floats, y: Floats, columns: int) -> npt.NDArray[np.int64]:
         return np.arange(len(x))
     edges = np.linspace(0, len(x), columns + 1).astype(np.int64)
     kept = {0, len(x) - 1}
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in pairwise(edges):
         piece = y[start:end]
         known = np.flatnonzero(np.isfinite(piece))
         if len(known):
@@ -177,7 +180,7 @@ def extremes(x: Floats, y: Floats, columns: int) -> npt.NDArray[np.int64]:
 
 def _path(x: Floats, y: Floats) -> str:
     """`M42 176l3.1-2.5…`: relative moves in tenths of a unit, without superfluous separators."""
-    points = np.rint(np.stack((x, y), axis=1) * 10).astype(np.int64)
+    points = np.rint(np.clip(np.stack((x, y), axis=1), -1e5, 1e5) * 10).astype(np.int64)  # far outside is outside
     moves = np.diff(points, axis=0)
     return f"M{_tenths(points[0])}" + ("l" + _tenths(moves.ravel()) if len(moves) else "h0")
 

@@ -7,18 +7,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from brimful.molecules.charts import (
-    Frame,
-    area,
-    axes,
-    curve_chart,
-    histogram_chart,
-    line,
-    roc_chart,
-    thinned,
-    ticks,
-    widened,
-)
+from brimful.charts import Frame, area, axes, line, thinned, ticks, widened
+from brimful.molecules.charts import curve_chart, histogram_chart, roc_chart
 from brimful.molecules.metrics import auroc, roc
 from brimful.molecules.page import sweep_page
 from brimful.molecules.results import conventions, summarise

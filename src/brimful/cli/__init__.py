@@ -1,7 +1,7 @@
 """The command line. Torch is imported only when a command needs it.
 
 app             the program and its list of commands
-plan, train, eval, chat, demo, data, sweep, machine
+plan, train, eval, chat, demo, data, sweep, machine, report
                 one command each
 train_process   one training process, which `train` starts
 flags           options as flags; config files and recipes

@@ -21,6 +21,7 @@ from brimful.cli.flags import task_flags
 from brimful.cli.machine import machine
 from brimful.cli.output import fail
 from brimful.cli.plan import plan_command
+from brimful.cli.report import report
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train_command
 from brimful.cli.watch import watch
@@ -51,6 +52,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(demo)
     app.command(data)
     app.command(sweep)
+    app.command(report)
     return app
 
 

@@ -13,7 +13,8 @@ from html import escape
 
 import numpy as np
 
-from brimful.molecules.charts import Run, Span, curve_chart, histogram_chart, roc_chart, strip, strip_header, widened
+from brimful.charts import Span, widened
+from brimful.molecules.charts import Run, curve_chart, histogram_chart, roc_chart, strip, strip_header
 from brimful.molecules.results import HEADERS, TRIVIAL, Row, Summary, by_dataset
 from brimful.units import show_count
 

@@ -7,4 +7,5 @@ progress     a run while it trains
 watch        a run in the terminal, from its folder alone
 diagnosis    what went wrong, and what helps
 doctor/      what on this machine would stop a training or slow it down
+page         `brimful report`: what a run did, on one page
 """

@@ -1,0 +1,510 @@
+"""The figures of a run, worked out once from its record: what the page, the Markdown and the JSON of `brimful report` show.
+
+Nothing here is a sentence, and nothing is guessed: a figure that the run did not record is None. Of a long run `RunRecord` has
+some thousand steps, so its highest peak is that of the steps which were read; counts of rare events are complete.
+"""
+
+import math
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from brimful.charts import Floats
+from brimful.errors import BadRun
+from brimful.report.run_record import RunRecord
+from brimful.training import events as journal
+from brimful.units import Zone, zone
+
+TIME_PARTS = ("compute_s", "data_s", "communication_s", "other_s")
+WARM_UP_STEPS = 3
+"""Steps left out of typical speeds where there are enough: the first ones compile, allocate and fill caches."""
+GPU_FIGURES = ("utilization", "temperature_c", "power_w", "used_bytes", "total_bytes", "others_bytes")
+HOST_FIGURES = ("tree_bytes", "machine_bytes", "limit_bytes", "swap_used_bytes", "workers", "cpu", "read_bytes_per_s")
+LARGEST = 1e39
+STEP_FIGURES = (
+    "loss", "lr", "grad_norm", "rows", "tokens", "rows_per_s", "tokens_per_s", "mfu", "padding", "micro_batches", "ooms", "seconds",
+    "peak_bytes", "reserved_bytes", "limit_bytes", "host_bytes", "machine_bytes", "epoch",
+)  # fmt: skip
+
+
+class Clock:
+    """Seconds that the run was at work, from its beginning. The time between two sessions does not count."""
+
+    def __init__(self, run: RunRecord) -> None:
+        seen = sorted(filter(None, (timestamp(event) for event in (*run.events, *run.steps, *run.samples))))
+        begins = sorted(filter(None, (timestamp(event) for event in run.of_kind("begin"))))
+        starts = begins or seen[:1]
+        self._starts, self._spans, self._before = [], [], []
+        """Of each session: when it began, how long it lasted, and the work before it."""
+        worked = 0.0
+        for place, start in enumerate(starts):
+            end = _last_before(seen, starts[place + 1] if place + 1 < len(starts) else math.inf)
+            self._starts.append(start)
+            self._spans.append(max(end - start, 0.0))
+            self._before.append(worked)
+            worked += self._spans[-1]
+        self.total_s = worked
+        self.first = starts[0] if starts else None
+        self.last = seen[-1] if seen else None
+
+    @property
+    def sessions(self) -> list[tuple[float, float]]:
+        """From and to, in seconds of work."""
+        return [(before, before + span) for before, span in zip(self._before, self._spans, strict=True)]
+
+    def seconds(self, event: Mapping[str, Any]) -> float:
+        """NaN for an event without a time."""
+        at = timestamp(event)
+        if at is None or not self._starts:
+            return math.nan
+        place = max(bisect_right(self._starts, at) - 1, 0)
+        return self._before[place] + min(max(at - self._starts[place], 0.0), self._spans[place])
+
+    def column(self, events: Iterable[Mapping[str, Any]]) -> Floats:
+        return np.array([self.seconds(event) for event in events], dtype=np.float64)
+
+
+def _last_before(seen: Sequence[float], end: float) -> float:
+    return seen[max(bisect_left(seen, end) - 1, 0)]
+
+
+def timestamp(event: Mapping[str, Any]) -> float | None:
+    """The time of an event, or of anything else that has one, in seconds since 1970."""
+    with suppress(TypeError, ValueError, OverflowError):
+        when = datetime.fromisoformat(str(event.get("time")))
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFigures:
+    """What one rank's GPU did over the run."""
+
+    rank: int
+    name: str | None
+    utilization: float | None
+    """The median of its samples, as is the power; of temperature and memory the highest."""
+    power_w: float | None
+    temperature_c: float | None
+    used_bytes: float | None
+    others_bytes: float | None
+    peak_bytes: float | None
+    reserved_bytes: float | None
+    busy: float | None
+    """The share of the steps' time in which this rank computed."""
+
+
+class ReportFigures:
+    """One run in numbers. Every attribute is worked out when it is first asked for, and kept."""
+
+    def __init__(self, run: RunRecord) -> None:
+        self.run = run
+        self.plan = run.plan
+        self.request = run.request
+        self.state = run.state
+        self.clock = Clock(run)
+        self.steps, self.samples = run.steps, run.samples
+        _refuse_a_sweep(run)
+
+    # ---- What it is ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def name(self) -> str:
+        return self.run.name
+
+    @cached_property
+    def begin(self) -> Mapping[str, Any]:
+        return next(reversed(self.run.of_kind("begin")), {})
+
+    @cached_property
+    def task(self) -> str | None:
+        return _text(self.request.get("task")) or _text(self.plan.get("task"))
+
+    @cached_property
+    def device_name(self) -> str | None:
+        return _text(self.plan.get("device_name"))
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        device = _text(self.plan.get("device")) or ""
+        return bool(self.cards) or device.split(":")[0] in ("cuda", "xpu", "mps", "hip")
+
+    @cached_property
+    def processes(self) -> int:
+        return int(number(self.begin, "processes") or number(self.plan, "processes") or 1)
+
+    @cached_property
+    def ending(self) -> str | None:
+        """The sentence of the last `end` event."""
+        return next((_text(event.get("sentence")) for event in reversed(self.run.of_kind("end"))), None)
+
+    # ---- How far it came -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step(self) -> int:
+        return int(self.step_numbers[-1]) if len(self.steps) else 0
+
+    @cached_property
+    def planned_steps(self) -> int | None:
+        steps = number(self.run.last, "steps") or number(self.begin, "steps") or number(self.predicted_time, "steps")
+        return None if steps is None else int(steps)
+
+    @cached_property
+    def epochs(self) -> float | None:
+        return last_known(self.column("epoch"))
+
+    @cached_property
+    def rows_so_far(self) -> Floats:
+        """Rows trained up to each step. Steps that were not read count as the one after them."""
+        rows, numbers = self.column("rows"), self.step_numbers
+        if not len(rows):
+            return rows
+        return np.cumsum(np.nan_to_num(rows) * np.diff(numbers, prepend=0))
+
+    @cached_property
+    def rows(self) -> int | None:
+        return int(self.rows_so_far[-1]) if len(self.rows_so_far) and self.rows_so_far[-1] > 0 else None
+
+    @cached_property
+    def predicted_time(self) -> Mapping[str, Any]:
+        return _mapping(self.plan.get("time"))
+
+    @cached_property
+    def seconds_per_epoch(self) -> float | None:
+        """Measured from the first step to the last, evaluations and saves included."""
+        epochs, times = self.column("epoch"), self.times
+        known = np.isfinite(epochs) & np.isfinite(times)
+        if known.sum() < 2:
+            return None
+        passed = epochs[known][-1] - epochs[known][0]
+        return float((times[known][-1] - times[known][0]) / passed) if passed > 0 else None
+
+    @cached_property
+    def left_s(self) -> float | None:
+        """Until it is done, as the newest step says; None unless it trains."""
+        return number(self.run.last, "eta_s") if self.state == "running" else None
+
+    # ---- How fast it was -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """The wall time of a typical step."""
+        return self.typical(np.where(self.part_sum > 0, self.part_sum, self.column("seconds")))
+
+    @cached_property
+    def rows_per_s(self) -> float | None:
+        return self.typical(self.column("rows_per_s"))
+
+    @cached_property
+    def tokens_per_s(self) -> float | None:
+        return self.typical(self.column("tokens_per_s"))
+
+    @cached_property
+    def mfu(self) -> float | None:
+        return self.typical(self.column("mfu"))
+
+    @cached_property
+    def padding(self) -> float | None:
+        values = self.column("padding")
+        return float(np.nanmean(values)) if np.isfinite(values).any() else None
+
+    @cached_property
+    def time_shares(self) -> dict[str, float]:
+        """Of the steps' wall time, by part; empty where the run did not record it."""
+        sums = {name: float(np.nansum(self.part(name))) for name in TIME_PARTS}
+        total = sum(sums.values())
+        return {name: value / total for name, value in sums.items()} if total > 0 else {}
+
+    # ---- Its memory ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def limit_bytes(self) -> float | None:
+        return last_known(self.column("limit_bytes")) or number(self.plan, "limit_bytes")
+
+    @cached_property
+    def predicted_bytes(self) -> float | None:
+        return number(self.plan, "predicted_peak_bytes")
+
+    @cached_property
+    def peak_bytes(self) -> float | None:
+        return highest(self.column("peak_bytes"))
+
+    @cached_property
+    def reserved_bytes(self) -> float | None:
+        return highest(self.column("reserved_bytes"))
+
+    @cached_property
+    def used_bytes(self) -> float | None:
+        """What counts against the limit: reserved bytes where they are known."""
+        return self.reserved_bytes or self.peak_bytes
+
+    @cached_property
+    def used(self) -> float | None:
+        """The share of the limit."""
+        return self.used_bytes / self.limit_bytes if self.used_bytes and self.limit_bytes else None
+
+    @cached_property
+    def zone(self) -> Zone | None:
+        return None if self.used is None else zone(self.used)
+
+    @cached_property
+    def others_bytes(self) -> float | None:
+        """The most that other processes held on a card."""
+        return highest(self.gpu_column("others_bytes"))
+
+    @cached_property
+    def host_bytes(self) -> float | None:
+        """The most that the run's processes held of the host's RAM."""
+        return highest(np.concatenate((self.host_column("tree_bytes"), self.column("host_bytes"))))
+
+    @cached_property
+    def machine_bytes(self) -> float | None:
+        return highest(np.concatenate((self.host_column("machine_bytes"), self.column("machine_bytes"))))
+
+    @cached_property
+    def host_limit_bytes(self) -> float | None:
+        return last_known(self.host_column("limit_bytes")) or number(self.begin, "ram_limit_bytes")
+
+    @cached_property
+    def host_predicted_bytes(self) -> float | None:
+        return number(_mapping(self.plan.get("host")), "predicted_bytes")
+
+    # ---- What happened ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def ooms(self) -> list[dict[str, Any]]:
+        return self.run.of_kind("oom")
+
+    @cached_property
+    def oom_count(self) -> int:
+        """Events, or what the steps counted where a step had several."""
+        return max(len(self.ooms), int(np.nansum(self.column("ooms"))))
+
+    @cached_property
+    def evals(self) -> list[dict[str, Any]]:
+        return self.run.of_kind("eval")
+
+    @cached_property
+    def best_eval(self) -> Mapping[str, Any] | None:
+        """The one that the run marked as its best, else the lowest loss."""
+        marked = [event for event in self.evals if event.get("best") is True]
+        known = [event for event in self.evals if is_number(event.get("loss"))]
+        return marked[-1] if marked else min(known, key=lambda event: event["loss"], default=None)
+
+    @cached_property
+    def best_loss(self) -> float | None:
+        """Of the best evaluation."""
+        return None if self.best_eval is None else number(self.best_eval, "loss")
+
+    @cached_property
+    def checkpoints(self) -> list[dict[str, Any]]:
+        return [event for event in self.run.of_kind("checkpoint") if event.get("saved") is not False]
+
+    @cached_property
+    def losses(self) -> tuple[float, float] | None:
+        """The first, and the mean of the last twentieth."""
+        known = self.column("loss")
+        known = known[np.isfinite(known)]
+        return (float(known[0]), float(known[-max(len(known) // 20, 1) :].mean())) if len(known) else None
+
+    @cached_property
+    def bad_losses(self) -> int:
+        """Steps whose loss was NaN or infinite."""
+        return sum(not math.isfinite(value) for event in self.steps if (value := any_number(event, "loss")) is not None)
+
+    @cached_property
+    def skipped_steps(self) -> int:
+        return sum(event.get("applied") is False for event in self.steps)
+
+    # ---- Its machine -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def cards(self) -> list[CardFigures]:
+        """One for each rank that has samples of a GPU."""
+        ranks = sorted(
+            {rank for event in self.samples if _mapping(event.get("gpu")) and (rank := _rank(event)) is not None}
+        )
+        return [self._card(rank) for rank in ranks]
+
+    def _card(self, rank: int) -> CardFigures:
+        samples = [event for event in self.samples if _rank(event) == rank]
+        own = [one for event in self.steps for one in mappings(event.get("ranks")) if one.get("rank") == rank]
+        names = (_text(_mapping(event.get("gpu")).get("name")) for event in samples)
+        busy, walls = _column(own, "busy_s"), self.part_sum
+        usable = len(busy) == len(walls) and np.nansum(walls) > 0 and np.isfinite(busy).any()
+        return CardFigures(
+            rank=rank, name=next(filter(None, names), None),
+            utilization=middle(self.gpu_column("utilization", rank)), power_w=middle(self.gpu_column("power_w", rank)),
+            temperature_c=highest(self.gpu_column("temperature_c", rank)), used_bytes=highest(self.gpu_column("used_bytes", rank)),
+            others_bytes=highest(self.gpu_column("others_bytes", rank)), peak_bytes=highest(_column(own, "peak_bytes")),
+            reserved_bytes=highest(_column(own, "reserved_bytes")),
+            busy=min(float(np.nansum(busy) / np.nansum(walls)), 1.0) if usable else None,
+        )  # fmt: skip
+
+    @cached_property
+    def utilization(self) -> float | None:
+        """The median over all samples of all cards."""
+        return middle(self.gpu_column("utilization"))
+
+    @cached_property
+    def energy_kwh(self) -> float | None:
+        """The mean power of its cards over its time; None without a reading."""
+        powers = [self.gpu_column("power_w", card.rank) for card in self.cards]
+        means = [float(np.nanmean(power)) for power in powers if np.isfinite(power).any()]
+        return sum(means) * self.clock.total_s / 3.6e6 if means and self.clock.total_s else None
+
+    # ---- Columns ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step_numbers(self) -> Floats:
+        return np.array([min(event["step"], 2**53) for event in self.steps], dtype=np.float64)
+
+    @cached_property
+    def times(self) -> Floats:
+        """Seconds of work at each step."""
+        return self.clock.column(self.steps)
+
+    @cached_property
+    def sample_times(self) -> Floats:
+        return self.clock.column(self.samples)
+
+    def column(self, name: str) -> Floats:
+        """One figure of every step; NaN where it is unknown."""
+        return _column(self.steps, name)
+
+    def part(self, name: str) -> Floats:
+        """One part of every step's time."""
+        return _column([_mapping(event.get("times")) for event in self.steps], name)
+
+    @cached_property
+    def part_sum(self) -> Floats:
+        return np.nansum([self.part(name) for name in TIME_PARTS], axis=0)
+
+    def gpu_column(self, name: str, rank: int | None = None) -> Floats:
+        """One figure of every sample of a GPU, or of one rank's; NaN in the samples of the others."""
+        return _column(
+            [_mapping(event.get("gpu")) if rank is None or _rank(event) == rank else {} for event in self.samples], name
+        )
+
+    def host_column(self, name: str) -> Floats:
+        return _column([_mapping(event.get("host")) for event in self.samples], name)
+
+    def typical(self, values: Floats) -> float | None:
+        """The median without the first steps."""
+        return middle(values[WARM_UP_STEPS:] if len(values) > 4 * WARM_UP_STEPS else values)
+
+    # ---- As JSON ---------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure and every series, in plain JSON without NaN. Sizes are bytes, times are seconds, shares are 0 … 1."""
+        time = self.predicted_time
+        return {
+            "name": self.name, "folder": os.fspath(self.run.root), "state": self.state, "task": self.task, "data": self.request.get("data"),
+            "device_name": self.device_name, "processes": self.processes, "started": iso(self.clock.first), "last_event": iso(self.clock.last),
+            "ending": self.ending, "steps": self.step, "planned_steps": self.planned_steps, "epochs": self.epochs, "rows": self.rows,
+            "seconds": self.clock.total_s, "sessions": len(self.clock.sessions), "seconds_left": self.left_s,
+            "seconds_per_epoch": self.seconds_per_epoch, "step_s": self.step_s, "rows_per_s": self.rows_per_s,
+            "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "padding": self.padding, "time_shares": self.time_shares,
+            "predicted_epoch_s": number(time, "epoch_s"), "predicted_total_s": number(time, "total_s"),
+            "memory": {
+                "limit_bytes": self.limit_bytes, "predicted_bytes": self.predicted_bytes, "peak_bytes": self.peak_bytes,
+                "reserved_bytes": self.reserved_bytes, "used": self.used, "zone": self.zone, "others_bytes": self.others_bytes,
+                "host_bytes": self.host_bytes, "machine_bytes": self.machine_bytes, "host_limit_bytes": self.host_limit_bytes,
+                "host_predicted_bytes": self.host_predicted_bytes,
+            },
+            "loss": {"first": self.losses and self.losses[0], "last": self.losses and self.losses[1], "best_eval": self.best_loss,
+                     "bad_steps": self.bad_losses, "skipped_steps": self.skipped_steps},
+            "ooms": self.oom_count, "checkpoints": len(self.checkpoints), "evaluations": len(self.evals),
+            "cards": [asdict(card) for card in self.cards], "utilization": self.utilization, "energy_kwh": self.energy_kwh,
+            "steps_thinned": self.run.step_lines_skipped, "plan": self.plan, "events": self.run.events, "series": self.series(),
+        }  # fmt: skip
+
+    def series(self) -> dict[str, dict[str, list[float | None]]]:
+        """What the charts are drawn from, by step and by sample."""
+        steps = {"step": self.step_numbers, "work_s": self.times, **{name: self.column(name) for name in STEP_FIGURES}}
+        steps |= {name: self.part(name) for name in TIME_PARTS}
+        numbers = _column(self.samples, "step")
+        samples = {"step": numbers, "work_s": self.sample_times, "rank": _column(self.samples, "rank")}
+        samples |= {f"gpu_{name}": self.gpu_column(name) for name in GPU_FIGURES}
+        samples |= {f"host_{name}": self.host_column(name) for name in HOST_FIGURES}
+        return {
+            kind: {name: [None if not math.isfinite(one) else one for one in values.tolist()] for name, values in columns.items() if np.isfinite(values).any()}
+            for kind, columns in (("steps", steps), ("samples", samples))
+        }  # fmt: skip
+
+
+# ---- Reading what may be missing or of another type ----------------------------------------------------------------------
+
+
+def _refuse_a_sweep(run: RunRecord) -> None:
+    """Its events look like a run's, and its own page has the name that this one would have."""
+    if any("heads" in event for event in run.of_kind("begin")):
+        raise BadRun(f"{run.root} is a sweep, whose page is {run.root / 'report.html'}. Try: a folder that `brimful train` wrote.")  # fmt: skip
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The objects of a list; none if it is no list."""
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
+def any_number(values: Mapping[str, Any], name: str) -> float | None:
+    """As `training.events.number`, NaN and infinities included; None for an integer of hundreds of digits."""
+    with suppress(OverflowError):
+        return journal.number(values, name)
+    return None
+
+
+def number(values: Mapping[str, Any], name: str) -> float | None:
+    """A number that can be drawn; None for anything else."""
+    value = any_number(values, name)
+    return value if is_number(value) else None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is finite, and no larger than a float32 can be."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _rank(event: Mapping[str, Any]) -> int | None:
+    rank = event.get("rank")
+    return rank if isinstance(rank, int) else None
+
+
+def _column(events: Sequence[Mapping[str, Any]], name: str) -> Floats:
+    values = (number(event, name) for event in events)
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def highest(values: npt.NDArray[np.float64]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.max()) if len(known) else None
+
+
+def middle(values: npt.NDArray[np.float64]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def last_known(values: npt.NDArray[np.float64]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def iso(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -19,6 +19,7 @@ from brimful.cli.output import fail
 from brimful.cli.plan import plan_command
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train_command
+from brimful.cli.why import why
 from brimful.errors import UserError
 
 
@@ -41,6 +42,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(demo)
     app.command(data)
     app.command(sweep)
+    app.command(why)
     return app
 
 

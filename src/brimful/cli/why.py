@@ -55,7 +55,9 @@ def _of_run(folder: Path) -> list[Diagnosis]:
         return measured or [_NOTHING]
     same = next((one for one in measured if one.kind == from_log.kind), None)
     if same is not None:  # the run's figures are measured, the log has the message
-        merged = replace(same, evidence=from_log.evidence, figures={**from_log.figures, **same.figures}, others=from_log.others)
+        merged = replace(
+            same, evidence=from_log.evidence, figures={**from_log.figures, **same.figures}, others=from_log.others
+        )
         return [merged if one is same else one for one in measured]
     failed = record.state in ("failed", "killed")
     return [from_log, *measured] if failed else [*measured, from_log]
@@ -76,4 +78,6 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_NOTHING = Diagnosis(resource="none", kind="unknown", cause="Nothing is wrong with this run that its figures show.", certainty="likely")
+_NOTHING = Diagnosis(
+    resource="none", kind="unknown", cause="Nothing is wrong with this run that its figures show.", certainty="likely"
+)

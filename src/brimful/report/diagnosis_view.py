@@ -139,6 +139,8 @@ def _memory(figures: Any) -> Iterator[RenderableType]:
         if size / total < 0.005:
             continue
         bar.append(sign * max(1, round(size / total * BAR_WIDTH)), style=style)
-        legend.append("  " if legend.plain else "").append(f"{sign} ", style=style).append(f"{tr(word)} {show_bytes(size)}")
+        legend.append("  " if legend.plain else "").append(f"{sign} ", style=style).append(
+            f"{tr(word)} {show_bytes(size)}"
+        )
     yield bar.append(f" {show_bytes(total)}")
     yield legend

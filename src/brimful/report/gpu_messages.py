@@ -34,6 +34,7 @@ _PHASES = (
     ("attention", re.compile(r"attn_weights|attention_scores|scaled_dot_product_attention|eager_attention_forward")),
     ("forward", re.compile(r"forward_call\(|\.forward\(|_call_impl")),
 )  # fmt: skip
+_FRAME = re.compile(r'^\s+File "[^"]+", line \d+', re.MULTILINE)
 PHASE_WORDS = {
     "loading": "while the model was loaded",
     "optimizer": "in the optimizer's step",
@@ -48,7 +49,9 @@ PHASE_WORDS = {
 
 def phase_of(place: Place) -> str | None:
     """By the frames of the traceback right before the message."""
-    trace = place.before[place.before.rfind("Traceback (most recent call last)") :] if "Traceback (" in place.before else ""
+    trace = place.before[max(0, place.before.rfind("Traceback (most recent call last)")) :]
+    if not _FRAME.search(trace[-2000:]):
+        return None
     deepest = "\n".join(trace.splitlines()[-14:])
     for name, pattern in _PHASES:
         if pattern.search(deepest if name in ("loss", "attention", "optimizer", "loading") else trace):
@@ -57,11 +60,13 @@ def phase_of(place: Place) -> str | None:
 
 
 _TOTAL = re.compile(rf"GPU (\d+) has a total capaci?ty of ({SIZE}) of which ({SIZE}) is free")
-_OLD = re.compile(rf"\(\w+\s+(\d+); ({SIZE}) total capacity; ({SIZE}) already allocated; (?:({SIZE}) free; )?({SIZE}) (reserved|cached)")
+_OLD = re.compile(
+    rf"\(\w+\s+(\d+); ({SIZE}) total capacity; ({SIZE}) already allocated; (?:({SIZE}) free; )?({SIZE}) (reserved|cached)"
+)
 _OWN = re.compile(rf"this process has ({SIZE}) memory in use")
 _PROCESS = re.compile(rf"Process (\d+) has ({SIZE}) memory in use")
 _TENSORS = re.compile(
-    rf"Of the allocated memory ({SIZE}) is allocated by PyTorch,(?: with ({SIZE}) allocated in private pools[^,]*,)? and ({SIZE}) is reserved"
+    rf"Of the allocated memory ({SIZE}) is allocated by PyTorch,(?: with ({SIZE}) allocated in private pools.*?,)? and ({SIZE}) is reserved"
 )
 _WRAPPED = re.compile(r"(\w+)\s+out\s+of\s+memory\.?\s*$")
 """A terminal may have broken the line before the size."""
@@ -77,12 +82,17 @@ _CARD = {"CUDA": "GPU", "HIP": "GPU", "XPU": "XPU", "NPU": "NPU", "MPS": "the Ma
 
 def torch_message(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     """torch's message, of 0.4 to 2.13, for CUDA, ROCm and XPU."""
-    start = match["_device"] or ((found := _WRAPPED.search(place.before[-200:])) and found[1])
+    start = match["_device"] or (
+        (found := _WRAPPED.search(place.before[-200:] + place.text[: match.start()])) and found[1]
+    )
     if not start:
         return None
     text = " ".join(place.text[match.start() :].split())[:MESSAGE_CHARS]
     text = text[: text.find("Tried to allocate", len(match[0])) if text.count("Tried to allocate") > 1 else None]
-    figures: dict[str, Any] = {"device": "xpu" if start == "platform" else start.lower(), "wanted_bytes": size_bytes(match["wanted_size"])}
+    figures: dict[str, Any] = {
+        "device": "xpu" if start == "platform" else start.lower(),
+        "wanted_bytes": size_bytes(match["wanted_size"]),
+    }
     if found := _TOTAL.search(text):
         figures |= {"gpu": int(found[1]), "total_bytes": size_bytes(found[2]), "free_bytes": size_bytes(found[3])}
     elif found := _OLD.search(text):
@@ -98,7 +108,12 @@ def torch_message(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     if found := _ALLOWED.search(text):
         figures["limit_bytes"] = size_bytes(found[1])
     figures |= _holders(text, figures)
-    return {"figures": figures, "wanted": match["wanted_size"], "phase": phase_of(place), "cause": _card_sentence(figures)}
+    return {
+        "figures": figures,
+        "wanted": match["wanted_size"],
+        "phase": phase_of(place),
+        "cause": _card_sentence(figures),
+    }
 
 
 def _holders(text: str, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +142,13 @@ def _holders(text: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def _card_sentence(figures: Mapping[str, Any]) -> str:
     kind = _CARD.get(str(figures.get("device", "")).upper(), "GPU")
-    card = f"{kind} {figures['gpu']}" if figures.get("gpu") is not None else kind if kind.startswith("the") else f"The {kind}"
+    card = (
+        f"{kind} {figures['gpu']}"
+        if figures.get("gpu") is not None
+        else kind
+        if kind.startswith("the")
+        else f"The {kind}"
+    )
     card = card[0].upper() + card[1:]
     wanted = show_bytes(figures["wanted_bytes"])
     total, free, limit = (figures.get(name) for name in ("total_bytes", "free_bytes", "limit_bytes"))
@@ -155,14 +176,20 @@ def async_message(match: re.Match[str], place: Place) -> dict[str, Any] | None:
 
 
 def mps_message(match: re.Match[str], place: Place) -> dict[str, Any]:
-    sizes = {name.removesuffix("_size"): size_bytes(text) for name, text in match.groupdict().items()}
-    figures: dict[str, Any] = {f"{name}_bytes": size for name, size in sizes.items()} | {"device": "mps"}
-    figures["free_bytes"] = max(0, figures["limit_bytes"] - figures["allocated_bytes"] - figures["other_bytes"])
-    figures["total_bytes"] = figures.pop("limit_bytes")
-    if figures["other_bytes"] > OTHERS_BYTES:
-        figures["others_bytes"] = figures["other_bytes"]
-    del figures["other_bytes"]
-    return {"figures": figures, "wanted": match["wanted_size"], "phase": phase_of(place), "cause": _card_sentence(figures)}
+    """torch's message on a Mac, where GPU and CPU share the memory."""
+    allocated, others, limit, wanted = (
+        size_bytes(match[name]) for name in ("_allocated", "_others", "_limit", "_wanted")
+    )
+    figures: dict[str, Any] = {
+        "device": "mps",
+        "wanted_bytes": wanted,
+        "allocated_bytes": allocated,
+        "total_bytes": limit,
+    }
+    figures["free_bytes"] = max(0, limit - allocated - others)
+    if others > OTHERS_BYTES:
+        figures["others_bytes"] = others
+    return {"figures": figures, "wanted": match["_wanted"], "phase": phase_of(place), "cause": _card_sentence(figures)}
 
 
 def plain_message(match: re.Match[str], place: Place) -> dict[str, Any]:
@@ -173,7 +200,17 @@ def plain_message(match: re.Match[str], place: Place) -> dict[str, Any]:
     return {"phase": phase_of(place)}
 
 
-_DTYPE_BYTES = {"float": 4, "float32": 4, "half": 2, "float16": 2, "bfloat16": 2, "double": 8, "int64": 8, "int32": 4, "bool": 1}
+_DTYPE_BYTES = {
+    "float": 4,
+    "float32": 4,
+    "half": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "double": 8,
+    "int64": 8,
+    "int32": 4,
+    "bool": 1,
+}
 
 
 def tensor_message(match: re.Match[str], place: Place) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def diagnose(log: str | bytes | Path, *, settings: Mapping[str, Any] | None = No
 def diagnose_stream(stream: BinaryIO, *, settings: Mapping[str, Any] | None = None) -> Diagnosis:
     """The same for bytes that come from anywhere, such as standard input."""
     gates = dict(literals())
-    gates[ANYWHERE] = (*gates.get(ANYWHERE, ()), TRACEBACK, BANNER)
+    gates[ANYWHERE] = (*gates.get(ANYWHERE, ()), BANNER)
+    gates[TRACEBACK] = (*gates.get(TRACEBACK, ()), TRACEBACK)
     result = scan(stream, gates)
     findings = sorted(_findings(result), key=lambda finding: finding.place.offset)
     if not findings:
@@ -208,9 +209,11 @@ def _cause(main: Finding, blocks: list[Block], consequences: list[Finding]) -> s
         else:
             sentences.append(f"The block may be {blocks[0].name} ({blocks[0]}) or {blocks[1].name} ({blocks[1]}).")
     if main.figures.get("allocated_bytes", 0) > main.figures.get("total_bytes", float("inf")):
-        sentences.append("More is allocated than the card has, so the driver has already moved some of it to host RAM, which is slow.")
+        sentences.append(
+            "More is allocated than the card has, so the driver has already moved some of it to host RAM, which is slow."
+        )
     if any(finding.kind.startswith("nccl-") for finding in consequences):
-        sentences.append("The NCCL errors of other ranks follow from it.")
+        sentences.append("The NCCL errors beside it follow from it.")
     elif any(finding.kind in ("host-killed", "stopped", "connection", "worker-lost") for finding in consequences):
         sentences.append("Other processes were stopped because of it.")
     return " ".join(sentences)
@@ -218,7 +221,9 @@ def _cause(main: Finding, blocks: list[Block], consequences: list[Finding]) -> s
 
 def _texts(main: Finding, result: Scan) -> list[tuple[int, str]]:
     """Where settings may stand: the beginning of the log, the Trainer's banners, and what is right before the message."""
-    banners = [(place.offset, place.text[:1500]) for place in result.places.get(BANNER, ()) if place.offset > len(result.head)]
+    banners = [
+        (place.offset, place.text[:1500]) for place in result.places.get(BANNER, ()) if place.offset > len(result.head)
+    ]
     place = main.place
     near = [(place.offset - len(place.before), place.before)] if place.offset > len(result.head) else []
     return [(0, result.head), *banners, *near]

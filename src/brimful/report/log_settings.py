@@ -18,7 +18,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "eval_batch": ("per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_batch_size", "val_batch_size"),
     "accumulation": (
         "gradient_accumulation_steps", "accumulate_grad_batches", "grad_accumulation_steps", "gradient_accumulation",
-        "accumulation_steps", "grad_accum_steps", "accumulation",
+        "accumulation_steps", "grad_accum_steps",
     ),
     "processes": ("num_processes", "world_size", "nproc_per_node", "num_gpus", "n_gpus", "n_gpu"),
     "global_batch": ("global_batch_size", "global_batch", "total_batch_size", "train_batch_size"),
@@ -33,16 +33,15 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "feed_forward": ("intermediate_size", "d_ff", "ffn_dim", "n_inner"),
     "parameters": ("num_parameters", "num_params", "n_params", "total_params", "trainable_params"),
     "workers": ("dataloader_num_workers", "num_workers"),
-    "image": ("image_size", "img_size", "imgsz", "input_size"),
+    "image": ("image_size", "img_size", "input_size"),
 }  # fmt: skip
 """By field of `Settings`, the most specific name first."""
 
 _FIELD_OF = {name: (field, rank) for field, names in _NAMES.items() for rank, name in enumerate(names)}
 _ASSIGNED = re.compile(
-    r"(?<![\w-])(?:--)?(" + "|".join(sorted((name.replace("_", "[_-]") for name in _FIELD_OF), key=len, reverse=True)) + r")"
-    r"""['"]?\s*(?::\s*int\s*)?(?:[=:,]\s*|\s+)['"]?(\d[\d,_]*)(?![\d.]*[a-zA-Z%])""",
-    re.IGNORECASE,
+    r"""(?<![\w-])(?:--)?([A-Za-z][\w-]*[_-]\w+)['"]?\s*(?::\s*int\s*)?(?:[=:,]\s*|\s+)['"]?(\d[\d,_]*)(?![\d.]*[a-zA-Z%])"""
 )
+"""Any `name = 12`. An alternation of all names would be tried at every character, which takes ten times as long."""
 _BANNER = {
     "micro_batch": re.compile(r"Instantaneous batch size per device = ([\d,]+)"),
     "global_batch": re.compile(r"Total train batch size \([^)]*\) = ([\d,]+)"),
@@ -69,10 +68,20 @@ _OPTIMIZER = re.compile(
     re.IGNORECASE,
 )
 _CHECKPOINTING = re.compile(r"gradient_checkpointing['\"]?(?:\s*[=:]\s*['\"]?|\s+)(?:True|true|on)|--gradient_checkpointing(?=['\"]?[\s,]*(?:['\"]?--|$))", re.MULTILINE)  # fmt: skip
-_GROWING = re.compile(r"(?<!setting )PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*[=:,]\s*['\"]?[^\s'\"]*expandable_segments:True")
+_GROWING = re.compile(
+    r"(?<!setting )PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*[=:,]\s*['\"]?[^\s'\"]*expandable_segments:True"
+)
 _LIGER = re.compile(r"use_liger_kernel['\"]?\s*[=:]\s*(?:True|true)|[Ll]iger kernel")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "16-mixed": "fp16", "16bit": "fp16", "no": "fp32", "float32": "fp32", "32": "fp32"}
+_PRECISIONS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "16-mixed": "fp16",
+    "16bit": "fp16",
+    "no": "fp32",
+    "float32": "fp32",
+    "32": "fp32",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +97,9 @@ class Settings:
     processes: int | None = None
     global_batch: int | None = None
     lengths: tuple[int, ...] = ()
-    """Every length the log mentions."""
+    """Every length the log names as one."""
+    sizes: tuple[int, ...] = ()
+    """Second dimensions of tensors whose shape the log prints: perhaps lengths."""
     vocab: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
     hidden: tuple[int, ...] = ()
@@ -117,7 +128,9 @@ class Settings:
     def updated(self, known: Mapping[str, Any]) -> "Settings":
         """With what is known from elsewhere, such as a run's plan."""
         names = {one.name for one in fields(self)}
-        return replace(self, **{name: value for name, value in known.items() if name in names and value not in (None, ())})
+        return replace(
+            self, **{name: value for name, value in known.items() if name in names and value not in (None, ())}
+        )
 
 
 def read_settings(texts: Iterable[tuple[int, str]], before: int | None = None) -> Settings:
@@ -127,8 +140,9 @@ def read_settings(texts: Iterable[tuple[int, str]], before: int | None = None) -
     values: dict[str, Any] = {}
     for start, text in texts:
         for match in _ASSIGNED.finditer(text):
-            field, rank = _FIELD_OF[match[1].lower().replace("-", "_")]
-            _add(found, field, match[2], start + match.start(), before, rank)
+            field, rank = _FIELD_OF.get(match[1].lower().replace("-", "_"), (None, 0))
+            if field is not None:
+                _add(found, field, match[2], start + match.start(), before, rank)
         for field, pattern in _BANNER.items():
             for match in pattern.finditer(text):
                 _add(found, field, match[1], start + match.start(), before, -1)
@@ -147,13 +161,17 @@ def read_settings(texts: Iterable[tuple[int, str]], before: int | None = None) -
         settings = replace(
             settings,
             batches=tuple(dict.fromkeys((*settings.batches, shape[0]))),
-            lengths=tuple(dict.fromkeys((*settings.lengths, *shape[1:2]))),
-            vocab=tuple(dict.fromkeys((*settings.vocab, *(shape[2:3] if len(shape) == 3 and shape[2] >= 4096 else ())))),
+            sizes=tuple(dict.fromkeys((*settings.sizes, *shape[1:2]))),
+            vocab=tuple(
+                dict.fromkeys((*settings.vocab, *(shape[2:3] if len(shape) == 3 and shape[2] >= 4096 else ())))
+            ),
         )
     return _completed(settings)
 
 
-def _add(found: dict[str, list[tuple[bool, int, int, int]]], field: str, text: str, at: int, before: int | None, rank: int) -> None:
+def _add(
+    found: dict[str, list[tuple[bool, int, int, int]]], field: str, text: str, at: int, before: int | None, rank: int
+) -> None:
     number = int(text.replace(",", "").replace("_", "") or 0)
     if 0 < number < 10**13:
         found.setdefault(field, []).append((before is None or at < before, rank, at, number))
@@ -175,7 +193,9 @@ def _parameters(text: str) -> dict[str, int]:
         elif match["peft"]:
             counts["trained"], counts["parameters"] = (int(match[name].replace(",", "")) for name in "bc")
         elif match["lightning"]:
-            counts["trained" if match["kind"] == "Trainable" else "parameters"] = int(float(match["d"]) * _UNITS[match["du"]])
+            counts["trained" if match["kind"] == "Trainable" else "parameters"] = int(
+                float(match["d"]) * _UNITS[match["du"]]
+            )
         else:
             counts["parameters"] = int(float(match["e"]) * _UNITS[match["eu"]])
     return counts

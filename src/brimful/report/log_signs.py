@@ -22,7 +22,7 @@ from brimful.report.gpu_messages import (
     tensor_message,
     torch_message,
 )
-from brimful.report.log_stream import ANYWHERE, Place
+from brimful.report.log_stream import ANYWHERE, TRACEBACK, Place
 from brimful.report.wanted_block import SIZE, size_bytes
 from brimful.units import KiB, show_bytes
 
@@ -71,7 +71,11 @@ class Sign:
 
     def find(self, place: Place) -> Finding | None:
         match = self.pattern.search(place.text)
-        if match is None or match.start() > len(place.first_line) or _is_quoted(place.text[: match.start()], place.first_line):
+        if (
+            match is None
+            or match.start() > len(place.first_line)
+            or _is_quoted(place.text[: match.start()], place.first_line)
+        ):
             return None
         figures = {**self.figures, **_figures(match)}
         shown = {name: show_bytes(value) if name.endswith("_bytes") else value for name, value in figures.items()}
@@ -80,7 +84,9 @@ class Sign:
             changes = self.read(match, place)
             if changes is None:
                 return None
-            more = {name: value for name, value in {**figures, **changes.get("figures", {})}.items() if value is not None}
+            more = {
+                name: value for name, value in {**figures, **changes.get("figures", {})}.items() if value is not None
+            }
             fields |= {**changes, "figures": more}
         if place.rank is not None:
             fields["figures"]["rank"] = place.rank
@@ -118,7 +124,16 @@ def _figures(match: re.Match[str]) -> dict[str, Any]:
 
 _CGROUP_LIMIT = re.compile(r"memory: usage (\d+)kB, limit (\d+)kB")
 _OF_GROUP = re.compile(r"CONSTRAINT_MEMCG|Memory cgroup out of memory|Task in /\S+ killed")
-_SIGNALS = {1: "SIGHUP", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+_SIGNALS = {
+    1: "SIGHUP",
+    4: "SIGILL",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    11: "SIGSEGV",
+    15: "SIGTERM",
+}
 
 
 def _kernel_kill(match: re.Match[str], place: Place) -> dict[str, Any]:
@@ -130,7 +145,7 @@ def _kernel_kill(match: re.Match[str], place: Place) -> dict[str, Any]:
     grouped = bool(_OF_GROUP.search(around))
     if grouped and limit:
         figures["limit_bytes"] = limit[-1]
-        where = f"its container or job may use {show_bytes(limit[-1])} of RAM"
+        where = f"its container or job may use no more than {show_bytes(limit[-1])} of RAM"
     else:
         where = "its container or job had reached its RAM limit" if grouped else "the machine had run out of RAM"
     holding = f", which held {size}," if size else ""
@@ -146,7 +161,8 @@ def _exit(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     signal = _SIGNALS.get(number)
     if signal is None:
         return None
-    figures = {"exit_code": code, "signal": signal}
+    rank = re.search(r"\brank\s+: (\d+)", place.before[-300:])  # torchrun's summary
+    figures = {"exit_code": code, "signal": signal, "rank": int(rank[1]) if rank else None}
     if signal == "SIGKILL":
         return {"figures": figures}
     if signal == "SIGBUS":
@@ -177,21 +193,38 @@ def _space(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     """Errno 28 means a full disk, a full /dev/shm, or no more inotify watches."""
     line, around = place.first_line, place.before[-1500:] + place.first_line
     if "inotify" in line:
-        return {"kind": "too-many-files", "resource": "files", "cause": "The limit on watched files (inotify) is reached. The disk is not full."}
+        return {
+            "kind": "too-many-files",
+            "resource": "files",
+            "cause": "The limit on watched files (inotify) is reached. The disk is not full.",
+        }
     if "NCCL WARN" in line:
-        return {"kind": "shm-full", "resource": "shm", "cause": "/dev/shm is full, and NCCL needs it for the processes of one machine."}
+        return {
+            "kind": "shm-full",
+            "resource": "shm",
+            "cause": "/dev/shm is full, and NCCL needs it for the processes of one machine.",
+        }
     if re.search(r"/dev/shm|</?torch_\d|SemLock|_share_f(?:d|ilename)", around):
-        return {"kind": "shm-full", "resource": "shm", "cause": "/dev/shm is full. Processes hand over batches and tensors in it."}
+        return {
+            "kind": "shm-full",
+            "resource": "shm",
+            "cause": "/dev/shm is full. Processes hand over batches and tensors in it.",
+        }
     found = re.search(r"No space left on device:? '([^']+)'", place.text[:2000])
-    saving = re.search(r"save_pretrained|torch\.save|save_file|_save_checkpoint|serializ|save_checkpoint|checkpoint", around)
-    what = "while a checkpoint was written" if saving else "when a file was written"
-    return {"figures": {"path": found[1]} if found else {}, "cause": f"The disk is full: writing failed {what}."}
+    saving = re.search(
+        r"save_pretrained|torch\.save|save_file|_save_checkpoint|serializ|save_checkpoint|checkpoint", around
+    )
+    what = "checkpoint" if saving else "file"
+    figures = {"writing": what, "path": found[1] if found else None}
+    return {"figures": figures, "cause": f"The disk is full: a {what} could not be written."}
 
 
 def _assertion(match: re.Match[str], place: Place) -> dict[str, Any]:
     text = place.before[-4000:] + place.text
     cause = "An assertion failed on the GPU (device-side assert)."
-    if re.search(r"srcIndex < srcSelectDimSize|ind >= 0 && ind < ind_dim_size|index out of bounds|vectorized_gather", text):
+    if re.search(
+        r"srcIndex < srcSelectDimSize|ind >= 0 && ind < ind_dim_size|index out of bounds|vectorized_gather", text
+    ):
         cause = "An index is out of range on the GPU: a token id beyond the embedding table, or a position beyond the longest allowed."
     elif re.search(r"t >= 0 && t < n_classes|cur_target >= 0 && cur_target < n_classes", text):
         cause = "A label is out of range on the GPU: a class or token id that the output layer does not have."
@@ -212,7 +245,7 @@ def _nan(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     return {"figures": figures}
 
 
-ERROR, MEMORY = b"rror", b"memory"
+ERROR, MEMORY, KILLED = b"rror", b"emory", b"illed"
 """Gates: most messages are in lines with one of these, and most pieces of a log have neither."""
 _S = re.compile
 SIGNS: tuple[Sign, ...] = (
@@ -224,17 +257,17 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"would exceed allowed memory",), gate=MEMORY, read=async_message, cause="",
          pattern=_S(r"Allocation on device (?P<gpu>\d+)? ?would exceed allowed memory")),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"MPS backend out of memory",), gate=MEMORY, read=mps_message, cause="",
-         pattern=_S(rf"MPS backend out of memory \(MPS allocated: (?P<allocated_size>{SIZE}), other allocations: (?P<other_size>{SIZE}), max allowed: (?P<limit_size>{SIZE})\)\.\s+Tried to allocate (?P<wanted_size>{SIZE})")),
+         pattern=_S(rf"MPS backend out of memory \(MPS allocated: (?P<_allocated>{SIZE}), other allocations: (?P<_others>{SIZE}), max allowed: (?P<_limit>{SIZE})\)\.\s+Tried to allocate (?P<_wanted>{SIZE})")),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"kIOGPUCommandBufferCallbackErrorOutOfMemory",), gate=ERROR, figures={"device": "mps"},
          pattern=_S("kIOGPUCommandBufferCallbackErrorOutOfMemory"), cause="The Mac's GPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"Invalid buffer size",), gate=ERROR, figures={"device": "mps"},
          pattern=_S(rf"Invalid buffer size: (?P<wanted_size>{SIZE})"), cause="The Mac's GPU cannot hold one block of {wanted_bytes}."),
-    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"OUT_OF_DEVICE_MEMORY", b"UR_RESULT_ERROR_OUT_OF_RESOURCES"), gate=b"OUT_OF_", figures={"device": "xpu"},
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"OUT_OF_DEVICE_MEMORY", b"UR_RESULT_ERROR_OUT_OF_RESOURCES"), gate=ERROR, figures={"device": "xpu"},
          pattern=_S(r"(?:UR|ZE|PI)_\w*OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"), cause="The XPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"out of memory",), gate=MEMORY, figures={"device": "cuda"}, read=plain_message,
          pattern=_S(r"(?:CUDA|HIP|cuda|cuda runtime|hip) (?:driver )?(?:error|failure)[: ]*(?:\(2\) ?: )?'?out of memory|Triton Error \[(?:CUDA|HIP)\]: out of memory|Cuda failure (?:\d+ )?'out of memory'"),
          cause="The GPU ran out of memory; the message has no figures."),
-    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"ERROR_OUT_OF_MEMORY",), gate=b"OUT_OF_", figures={"device": "cuda"}, read=plain_message,
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"ERROR_OUT_OF_MEMORY",), gate=ERROR, figures={"device": "cuda"}, read=plain_message,
          pattern=_S(r"(?<!from device: )(?:CUDA|HIP)_ERROR_OUT_OF_MEMORY"), cause="The GPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"OOM when allocating tensor",), gate=ERROR, read=tensor_message, cause="",
          pattern=_S(r"OOM when allocating tensor with shape\s?\[(?P<shape>[\d,]+)\] and type (?P<dtype>\w+)")),
@@ -247,10 +280,10 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"Failed to CUDA calloc", b"Failed to Cuda calloc"), gate=b"NCCL", figures={"device": "cuda"},
          pattern=_S(r"Failed to CUDA calloc (?:async )?(?P<wanted_bytes>\d+) bytes", re.IGNORECASE),
          cause="The GPU had no {wanted_bytes} left for NCCL, which allocates beside torch's pool."),
-    Sign(kind="gpu-library-out-of-memory", resource="gpu", hints=(b"CUBLAS_STATUS_", b"CUDNN_STATUS_"), level=VAGUE, certainty="likely", gate=ERROR,
+    Sign(kind="gpu-library-out-of-memory", resource="gpu", hints=(b"_STATUS_",), level=VAGUE, certainty="likely", gate=ERROR,
          pattern=_S(r"(?P<library>CUBLAS|CUDNN)_STATUS_(?P<status>ALLOC_FAILED|NOT_INITIALIZED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)"), figures={"device": "cuda"},
          cause="{library} could not allocate what it needs ({status}), as happens on a full GPU. The message has no figures."),
-    Sign(kind="gpu-library-out-of-memory", resource="gpu", hints=(b"CUDNN_STATUS_NOT_SUPPORTED", b"unable to find an engine"), level=VAGUE, certainty="possible", gate=ERROR,
+    Sign(kind="gpu-library-out-of-memory", resource="gpu", hints=(b"_STATUS_", b"nable to find an engine"), level=VAGUE, certainty="possible", gate=ERROR,
          pattern=_S(r"cuDNN error: (?P<status>CUDNN_STATUS_NOT_SUPPORTED)|(?:GET was )?[Uu]nable to find an engine to execute this computation"), figures={"device": "cuda"},
          cause="cuDNN found no algorithm for a convolution. Either no workspace fits on a full GPU, or this dtype or layout is not supported."),
     Sign(kind="no-batch-fits", resource="gpu", hints=(b"No executable batch size found",), level=VAGUE, gate=ERROR,
@@ -269,7 +302,7 @@ SIGNS: tuple[Sign, ...] = (
          cause="The host ran out of RAM: NumPy wanted {wanted_bytes} for an array of shape ({shape}) and type {dtype}."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"ArrowMemoryError",), gate=ERROR,
          pattern=_S(r"(?:malloc|realloc) of size (?P<wanted_bytes>\d+) failed"), cause="The host ran out of RAM: Arrow wanted {wanted_bytes}."),
-    Sign(kind="host-out-of-memory", resource="host", hints=(b"WinError 1455", b"WinError 8]"), gate=ERROR,
+    Sign(kind="host-out-of-memory", resource="host", hints=(b"WinError ",), gate=ERROR,
          pattern=_S(r"\[WinError (?:1455|8)\]"), cause="Windows could not commit more memory: RAM and paging file are full."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"MemoryError", b"Cannot allocate memory"), gate=ERROR, level=VAGUE,
          pattern=_S(r"^[\w.]*(?<!Arrow)(?<!Array)(?<!OutOf)MemoryError\b(?!: Unable to allocate)|\[Errno 12\] Cannot allocate memory", re.MULTILINE),
@@ -278,22 +311,22 @@ SIGNS: tuple[Sign, ...] = (
          pattern=_S(r"std::bad_alloc"), cause="The host ran out of RAM; the message has no figures."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"fork: Cannot allocate memory",), gate=MEMORY, level=VAGUE,
          pattern=_S(r"fork: Cannot allocate memory"), cause="The host ran out of RAM; the message has no figures."),
-    Sign(kind="host-out-of-memory", resource="host", hints=(b"OUT_OF_HOST_MEMORY",), gate=b"OUT_OF_", level=VAGUE,
+    Sign(kind="host-out-of-memory", resource="host", hints=(b"OUT_OF_HOST_MEMORY",), gate=ERROR, level=VAGUE,
          pattern=_S(r"OUT_OF_HOST_MEMORY"), cause="The host ran out of RAM; the message has no figures."),
-    Sign(kind="host-killed", resource="host", hints=(b"Killed process",), gate=b"illed", read=_kernel_kill, cause="",
+    Sign(kind="host-killed", resource="host", hints=(b"Killed process",), gate=KILLED, read=_kernel_kill, cause="",
          pattern=_S(r"\bKilled process (?P<pid>\d+),? \((?P<process>.+?)\)(?=[ ,]|$)(?:,? UID[: ]\d+,)?(?: total-vm:(?P<virtual_kb>[\d,]+)kB, anon-rss:(?P<process_kb>[\d,]+)kB)?")),
-    Sign(kind="host-killed", resource="host", hints=(b"oom_kill event", b"oom-kill event"), gate=b"oom",
+    Sign(kind="host-killed", resource="host", hints=(b"oom_kill event", b"oom-kill event"), gate=ERROR,
          pattern=_S(r"Detected \d+ oom[-_]kill event"), cause="Slurm's job used more RAM than it asked for, and the kernel killed a process of it."),
     Sign(kind="host-killed", resource="host", hints=(b"Out Of Memory",), gate=ERROR, pattern=_S(r"srun: error: \S+ tasks? [\d,-]+: Out Of Memory"),
          cause="Slurm's job used more RAM than it asked for, and the kernel killed a process of it."),
-    Sign(kind="host-killed", resource="host", hints=(b"xceeded job memory limit", b"exceeded memory limit"), gate=ERROR,
+    Sign(kind="host-killed", resource="host", hints=(b"xceeded",), gate=ERROR,
          pattern=_S(r"Exceeded job memory limit|exceeded memory limit \((?P<used>\d+) > (?P<limit>\d+)\)"),
          cause="Slurm's job used more RAM than it asked for, and Slurm killed it."),
-    Sign(kind="host-killed", resource="host", hints=(b"OOMKilled",), gate=b"illed", pattern=_S("OOMKilled"),
+    Sign(kind="host-killed", resource="host", hints=(b"OOMKilled",), gate=KILLED, pattern=_S("OOMKilled"),
          cause="The container used more RAM than its limit, and the kernel killed it (OOMKilled)."),
-    Sign(kind="host-killed", resource="host", hints=(b"systemd-oomd",), gate=b"oom", pattern=_S(r"systemd-oomd(?:\[\d+\]: Killed| killed)"),
+    Sign(kind="host-killed", resource="host", hints=(b"systemd-oomd",), gate=KILLED, pattern=_S(r"systemd-oomd(?:\[\d+\]: Killed| killed)"),
          cause="systemd-oomd killed the process, because RAM was under pressure for too long."),
-    Sign(kind="host-killed", resource="host", hints=(b"earlyoom",), gate=b"oom", pattern=_S(r"earlyoom.*sending SIG(?:TERM|KILL) to process (?P<pid>\d+).*?\"(?P<process>[^\"]+)\""),
+    Sign(kind="host-killed", resource="host", hints=(b"earlyoom",), gate=MEMORY, pattern=_S(r"earlyoom.*sending SIG(?:TERM|KILL) to process (?P<pid>\d+).*?\"(?P<process>[^\"]+)\""),
          cause="earlyoom killed process {pid} ({process}), because almost no RAM was left."),
     Sign(kind="host-killed", resource="host", hints=(b"running low on memory",), gate=MEMORY,
          pattern=_S(rf"due to the node running low on memory.*?was (?:running was )?(?P<used_size>{SIZE}) / (?P<total_size>{SIZE})", re.DOTALL),
@@ -310,7 +343,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="host-killed", resource="host", hints=(b"SIGKILL",), level=VAGUE, certainty="likely",
          pattern=_S(r"died with <Signals\.SIGKILL: 9>|Signal 9 \(SIGKILL\) received|terminated with signal SIGKILL|signal 9: SIGKILL|was killed by SIGKILL|terminated by signal SIGKILL"), figures={"signal": "SIGKILL"},
          cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
-    Sign(kind="host-killed", resource="host", hints=(b"Killed", b"killed "), gate=b"illed", level=VAGUE, certainty="likely",
+    Sign(kind="host-killed", resource="host", hints=(b"Killed", b"killed "), gate=KILLED, level=VAGUE, certainty="likely",
          pattern=_S(r"^(?:Killed|\S+\.sh: line \d+:\s+\d+ Killed\s.*|\[\d+\]\s+(?:\d+ |\+ )?[Kk]illed\s.*|/\S+: line \d+:\s+\d+ Killed\s.*)$", re.MULTILINE),
          figures={"signal": "SIGKILL"}, cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=("已杀死".encode(),), level=VAGUE, certainty="likely", figures={"signal": "SIGKILL"},
@@ -321,7 +354,7 @@ SIGNS: tuple[Sign, ...] = (
     # ---- Shared memory, files, disk
     Sign(kind="shm-full", resource="shm", hints=(b"insufficient shared memory",), gate=ERROR, pattern=_S(r"insufficient shared memory \(shm\)"),
          cause="A DataLoader worker got a bus error, because /dev/shm is full: workers hand over their batches in it."),
-    Sign(kind="shm-full", resource="shm", hints=(b"to file <", b"from file <", b"shared memory object <", b"resize file <"), gate=ERROR,
+    Sign(kind="shm-full", resource="shm", hints=(b"/torch_",), gate=ERROR,
          pattern=_S(r"unable to (?:write to|open|resize|mmap \d+ bytes from) (?:shared memory object|file) </?torch_[^>]*>(?P<_why>[^\n]*)"), cause="/dev/shm is full. Processes hand over batches and tensors in it.",
          read=lambda match, place: ({"kind": "too-many-files", "resource": "files", "cause": "Too many files are open: every tensor that a worker hands over takes one."}
                                     if "Too many open files" in match["_why"] else {"kind": "host-out-of-memory", "resource": "host", "certainty": "likely", "cause": "The host could not map more memory: RAM or the number of mappings of a process (vm.max_map_count) ran out."}
@@ -331,7 +364,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="too-many-files", resource="files", hints=(b"Too many open files", b"items of ancdata"), gate=ERROR,
          pattern=_S(r"Too many open files|received 0 items of ancdata"), cause="Too many files are open: every tensor that a worker hands over takes one."),
     Sign(kind="disk-full", resource="disk", hints=(b"No space left on device",), read=_space, cause="", pattern=_S("No space left on device")),
-    Sign(kind="disk-full", resource="disk", hints=(b"uota exceeded",), gate=ERROR, pattern=_S(r"Disk quota exceeded|\[Errno 122\]"),
+    Sign(kind="disk-full", resource="disk", hints=(b"xceeded",), gate=ERROR, pattern=_S(r"Disk quota exceeded|\[Errno 122\]"),
          cause="The disk quota of this user or folder is used up."),
     Sign(kind="disk-full", resource="disk", hints=(b"unexpected pos", b"PytorchStreamWriter failed"), gate=ERROR, level=VAGUE, certainty="likely",
          pattern=_S(r"unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing file"),
@@ -339,24 +372,27 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="disk-full", resource="disk", hints=(b"write(): fd",), gate=ERROR, level=VAGUE, certainty="possible", pattern=_S(r"write\(\): fd \d+ failed with"),
          cause="torch.save could not write all of a checkpoint, most likely because the disk or the quota is full. The file is damaged."),
     # ---- Not memory: GPU faults, drivers, hardware
-    Sign(kind="gpu-fault", resource="none", hints=(b"device-side assert",), read=_assertion, cause="", pattern=_S("device-side assert triggered"), gate=ERROR),
-    Sign(kind="gpu-fault", resource="none", hints=(b"illegal memory access", b"misaligned address", b"unspecified launch failure"), gate=ERROR,
+    Sign(kind="gpu-fault", resource="none", hints=(b"CUDA error", b"HIP error"), read=_assertion, cause="", pattern=_S("device-side assert triggered"), gate=ERROR),
+    Sign(kind="gpu-fault", resource="none", hints=(b"CUDA error", b"HIP error"), gate=ERROR,
          pattern=_S(r"(?P<what>illegal memory access|misaligned address|unspecified launch failure)"),
          cause="A kernel on the GPU touched memory it must not ({what}). This is a fault in code, not memory that ran out."),
-    Sign(kind="gpu-fault", resource="none", hints=(b"emory access fault by GPU",), pattern=_S(r"(?P<what>[Mm]emory access fault by GPU)"),
+    Sign(kind="gpu-fault", resource="none", hints=(b"emory access fault by GPU",), gate=MEMORY, pattern=_S(r"(?P<what>[Mm]emory access fault by GPU)"),
          cause="A kernel on the GPU touched memory it must not ({what}). This is a fault in code, not memory that ran out."),
-    Sign(kind="gpu-fault", resource="none", hints=(b"CUBLAS_STATUS_EXECUTION_FAILED", b"CUDNN_STATUS_EXECUTION_FAILED"), gate=ERROR, level=VAGUE, certainty="likely",
+    Sign(kind="gpu-fault", resource="none", hints=(b"_STATUS_",), gate=ERROR, level=VAGUE, certainty="likely",
          pattern=_S(r"(?P<what>CU(?:BLAS|DNN)_STATUS_EXECUTION_FAILED)"),
          cause="A kernel on the GPU failed ({what}), often after an index out of range. This is not memory that ran out."),
     Sign(kind="gpu-hardware", resource="none", hints=(b"NVRM: Xid",),
          pattern=_S(r"NVRM: Xid \([^)]*\): (?P<xid>(?!13\b|31\b|43\b|45\b)\d+)"),
          cause="The driver reports a fault of the GPU itself. This is not memory that ran out."),
-    Sign(kind="gpu-hardware", resource="none", hints=(b"uncorrectable ECC",), gate=ERROR, pattern=_S("uncorrectable ECC error"),
+    Sign(kind="gpu-hardware", resource="none", hints=(b"CUDA error", b"HIP error"), gate=ERROR, pattern=_S("uncorrectable ECC error"),
          cause="The driver reports a fault of the GPU itself. This is not memory that ran out."),
-    Sign(kind="driver", resource="none", hints=(b"driver version is insufficient", b"driver on your system is too old", b"Driver/library version mismatch"), gate=b"river",
-         pattern=_S(r"CUDA driver version is insufficient for CUDA runtime version|NVIDIA driver on your system is too old(?: \(found version (?P<found>\d+)\))?|Driver/library version mismatch"),
+    Sign(kind="driver", resource="none", hints=(b"CUDA error", b"CUDA driver version", b"Driver/library version mismatch"), gate=ERROR,
+         pattern=_S(r"CUDA driver version is insufficient for CUDA runtime version|Driver/library version mismatch"),
          cause="The NVIDIA driver does not match this build of torch. This is not about memory."),
-    Sign(kind="driver", resource="none", hints=(b"no kernel image is available", b"is not compatible with the current PyTorch"),
+    Sign(kind="driver", resource="none", hints=(b"driver on your system is too old",),
+         pattern=_S(r"NVIDIA driver on your system is too old(?: \(found version (?P<found>\d+)\))?"),
+         cause="The NVIDIA driver does not match this build of torch. This is not about memory."),
+    Sign(kind="driver", resource="none", hints=(b"CUDA error", b"HIP error", b"is not compatible with the current PyTorch"), gate=ERROR,
          pattern=_S(r"no kernel image is available for execution on the device|is not compatible with the current PyTorch installation"),
          cause="This build of torch has no code for this GPU. This is not about memory."),
     Sign(kind="driver", resource="none", hints=(b"not compiled with CUDA", b"no NVIDIA driver", b"No CUDA GPUs are available"), gate=ERROR,
@@ -369,24 +405,26 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="nccl-timeout", resource="network", hints=(b"Watchdog caught collective", b"operations have failed or timed out"), gate=b"NCCL", level=CONSEQUENCE,
          pattern=_S(r"Watchdog caught collective operation timeout: \w+\((?:[^)]*?OpType=(?P<operation>\w+))?[^)]*?Timeout\(ms\)=(?P<timeout_ms>\d+)|Some NCCL operations have failed or timed out"),
          cause="Ranks waited for each other until NCCL gave up. One rank is slower, has ended, or runs another collective."),
-    Sign(kind="nccl-peer-lost", resource="network", hints=(b"ncclRemoteError", b"Connection closed by peer", b"Connection reset by peer"), gate=ERROR, level=CONSEQUENCE,
+    Sign(kind="nccl-peer-lost", resource="network", hints=(b"ncclRemoteError", b" by peer"), gate=ERROR, level=CONSEQUENCE,
          pattern=_S(r"ncclRemoteError|\[[^\]]*gloo[^\]]*\] Connection (?:closed|reset) by peer|Connection reset by peer.*(?:TCPStore|ProcessGroup)|(?:TCPStore|ProcessGroup).*Connection reset by peer"),
          cause="A rank lost its connection to another one. That rank ended first, or the network failed."),
     Sign(kind="nccl-peer-lost", resource="network", hints=(b"Connection closed by remote peer",), gate=b"NCCL", level=CONSEQUENCE,
          pattern=_S(r"NCCL WARN.*Connection closed by remote peer"), cause="A rank lost its connection to another one. That rank ended first, or the network failed."),
-    Sign(kind="nccl-error", resource="network", hints=(b"ncclSystemError", b"ncclUnhandledSystemError", b"unhandled system error", b"ncclInternalError", b"ncclUnhandledCudaError", b"ncclInvalidUsage"), gate=ERROR, level=CONSEQUENCE, certainty="likely",
+    Sign(kind="nccl-error", resource="network", hints=(b"unhandled system error", b"ncclSystemError", b"ncclUnhandled", b"ncclInternalError", b"ncclInvalidUsage"), gate=b"NCCL", level=CONSEQUENCE, certainty="likely",
          pattern=_S(r"(?P<status>ncclSystemError|ncclUnhandledSystemError|unhandled system error|ncclInternalError|ncclUnhandledCudaError|ncclInvalidUsage)"),
          cause="NCCL failed ({status}). Its own log, with NCCL_DEBUG=INFO, names the system call."),
-    Sign(kind="connection", resource="network", hints=(b"EADDRINUSE", b"ddress already in use"), gate=ERROR,
-         pattern=_S(r"EADDRINUSE|[Aa]ddress already in use"), cause="The port for the processes to meet is taken, often by a run that has not ended."),
-    Sign(kind="connection", resource="network", hints=(b"client socket has timed out", b"client socket has failed to connect", b"RendezvousTimeoutError", b"RendezvousConnectionError"), gate=ERROR, level=VAGUE,
+    Sign(kind="connection", resource="network", hints=(b"ddress already in use",), gate=ERROR,
+         pattern=_S(r"[Aa]ddress already in use"), cause="The port for the processes to meet is taken, often by a run that has not ended."),
+    Sign(kind="connection", resource="network", hints=(b"client socket has ", b"Rendezvous"), gate=ERROR, level=VAGUE,
          pattern=_S(r"client socket has (?:timed out|failed to connect)|Rendezvous(?:Timeout|Connection)Error"),
          cause="The processes could not reach the one they meet at (MASTER_ADDR and MASTER_PORT)."),
     # ---- Stopped on purpose
     Sign(kind="time-limit", resource="none", hints=(b"DUE TO TIME LIMIT",), gate=ERROR, pattern=_S("DUE TO TIME LIMIT"),
          cause="Slurm ended the job at its time limit. This is not about memory."),
-    Sign(kind="stopped", resource="none", hints=(b"KeyboardInterrupt", b"DUE TO PREEMPTION", b"got signal: 15"), level=CONSEQUENCE, certainty="certain",
-         pattern=_S(r"^KeyboardInterrupt|DUE TO PREEMPTION|Process \d+ got signal: 15", re.MULTILINE),
+    Sign(kind="stopped", resource="none", hints=(b"KeyboardInterrupt", b"got signal: 15"), gate=TRACEBACK, level=CONSEQUENCE,
+         pattern=_S(r"^KeyboardInterrupt|Process \d+ got signal: 15", re.MULTILINE),
+         cause="The run was stopped: by Ctrl-C, by a scheduler, or by its launcher."),
+    Sign(kind="stopped", resource="none", hints=(b"DUE TO PREEMPTION",), gate=ERROR, level=CONSEQUENCE, pattern=_S("DUE TO PREEMPTION"),
          cause="The run was stopped: by Ctrl-C, by a scheduler, or by its launcher."),
     # ---- What is missing
     Sign(kind="missing-package", resource="none", hints=(b"bitsandbytes",), gate=ERROR, figures={"package": "bitsandbytes"},
@@ -398,7 +436,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="nan-loss", resource="none", hints=(b"nan", b"NaN"), level=SYMPTOM, read=_nan,
          pattern=_S(r"(?i:\b(?:train[_/ ]?|eval[_/ ]?|val[_/ ]?|total[_/ ]?)?loss\b['\"]?\s*(?:[:=]|is|was)?\s*(?:tensor\()?\s*nan\b|\bgrad_norm['\"]?\s*[:=]\s*nan\b|loss_is['\"]: ['\"]nan)"),
          cause="The loss or the gradient is NaN."),
-    Sign(kind="nan-loss", resource="none", hints=(b"loss scale",), level=SYMPTOM,
+    Sign(kind="nan-loss", resource="none", hints=(b"loss scale",), gate=TRACEBACK, level=SYMPTOM,
          pattern=_S(r"loss scale already at minimum|Minimum loss scale reached"), cause="The loss scale of fp16 fell to its minimum: every step overflowed, so the gradient is inf or NaN."),
 )  # fmt: skip
 
@@ -409,7 +447,10 @@ def _nccl_shm(match: re.Match[str]) -> dict[str, Any]:
     if size == 0 or match["_doing"] == "attaching to":
         cause = "NCCL could not use its shared memory, likely because of its probe for host memory (cuMem): /dev/shm need not be full."
         return {"kind": "nccl-shm", "certainty": "likely", "figures": figures, "cause": cause}
-    return {"figures": figures, "cause": f"NCCL got no {show_bytes(size)} in /dev/shm, which the processes of one machine share."}
+    return {
+        "figures": figures,
+        "cause": f"NCCL got no {show_bytes(size)} in /dev/shm, which the processes of one machine share.",
+    }
 
 
 LOOKED_FOR = (

@@ -3,7 +3,7 @@
 Only numbers that the log or the run names are multiplied; a product that comes out right is likely the tensor, never certainly.
 A message rounds twice: torch asks the driver for multiples of 2 MiB (anything up to 1 MiB becomes 2, up to 10 MiB becomes 20),
 and prints two decimals. So a product may be off by 0.005 of the unit and by 2 MiB. Five numbers give about twenty products, and
-one of them is within 0.4 % of a given size by chance about once in thirty logs.
+one of them has a given size by chance about once in sixty logs (simulated).
 """
 
 import re
@@ -22,6 +22,7 @@ SIZE = r"\d+(?:\.\d+)?\s*(?:[KMGT]i?B|[Bb]ytes?|B)\b"
 SMALL_BLOCKS = (2 * MiB, 20 * MiB)
 """What torch asks for when less is wanted: these sizes say nothing."""
 ROUNDED_TO = 2 * MiB
+_ARTICLE = {"fp32": "an", "bf16 or fp16": "a"}
 MOST = 3
 """Blocks named at most."""
 
@@ -51,7 +52,12 @@ class Block:
         return " × ".join(f"{factor:,}" for factor in (*self.factors, self.element_bytes)) + " bytes"
 
     def to_json(self) -> dict[str, object]:
-        return {"name": self.name, "factors": list(self.factors), "element_bytes": self.element_bytes, "bytes": self.bytes}
+        return {
+            "name": self.name,
+            "factors": list(self.factors),
+            "element_bytes": self.element_bytes,
+            "bytes": self.bytes,
+        }
 
 
 def bounds(shown: str, *, allocator: bool) -> tuple[int, int] | None:
@@ -73,7 +79,10 @@ def likely_blocks(limits: tuple[int, int] | None, settings: Settings, phase: str
     if limits is None or limits[1] < ROUNDED_TO:
         return []
     low, high = limits
-    found = {(block.kind, block.factors): block for block in _candidates(settings, phase) if low <= block.bytes <= high}
+    found: dict[str, Block] = {}
+    for block in _candidates(settings, phase):
+        if low <= block.bytes <= high:
+            found.setdefault(block.kind, block)
     favoured = {"optimizer": ("weights", "embedding"), "loss": ("logits",), "attention": ("attention",), "loading": ("weights", "embedding")}.get(phase or "", ())  # fmt: skip
     return sorted(found.values(), key=lambda block: block.kind not in favoured)[:MOST]
 
@@ -82,17 +91,23 @@ def _candidates(settings: Settings, phase: str | None) -> Iterator[Block]:
     batches = settings.batches or ((settings.micro_batch,) if settings.micro_batch else ())
     if phase == "evaluation" and settings.eval_batch:
         batches = (settings.eval_batch, *batches)
+    named = tuple(dict.fromkeys((*settings.lengths, *settings.sizes)))
     # A causal model compares each token with the next, so its loss sees one token less.
-    lengths = tuple(dict.fromkeys(one for length in settings.lengths for one in (length, length - 1) if one > 1))
+    lengths = tuple(dict.fromkeys(one for length in named for one in (length, length - 1) if one > 1))
     halves = ((4, "fp32"), (2, "bf16 or fp16"))
     for (size, dtype), rows in product(halves, batches):
         for length, vocab in product(lengths, settings.vocab):
             yield Block(f"the {dtype} logits", "logits", (rows, length, vocab), size)
-        for heads, (first, second) in product(settings.heads, product(settings.lengths, repeat=2)):
+        for heads, (first, second) in product(settings.heads, product(named, repeat=2)):
             yield Block(f"the {dtype} attention scores of a layer", "attention", (rows, heads, first, second), size)
-        for length, width in product(settings.lengths, settings.feed_forward):
-            yield Block(f"a {dtype} activation of a feed-forward layer", "activations", (rows, length, width), size)
-        for length, width in product(settings.lengths, settings.hidden):
+        for length, width in product(named, settings.feed_forward):
+            yield Block(
+                f"{_ARTICLE[dtype]} {dtype} activation of a feed-forward layer",
+                "activations",
+                (rows, length, width),
+                size,
+            )
+        for length, width in product(named, settings.hidden):
             yield Block(f"{dtype} hidden states", "activations", (rows, length, width), size)
         if settings.image:
             yield Block(f"a batch of {dtype} images", "images", (rows, 3, settings.image, settings.image), size)
@@ -102,7 +117,9 @@ def _candidates(settings: Settings, phase: str | None) -> Iterator[Block]:
             yield Block(name, "embedding", (vocab, width), size)
         for count in {settings.parameters, settings.trained} - {None}:
             assert count is not None
-            yield Block(f"all weights in {dtype} in one piece, or their gradients or optimizer state", "weights", (count,), size)
+            yield Block(
+                f"all weights in {dtype} in one piece, or their gradients or optimizer state", "weights", (count,), size
+            )
             if settings.processes and settings.processes > 1:
                 share = -(-count // settings.processes)
                 yield Block(f"one rank's share of all weights in {dtype}, or of their gradients or optimizer state", "weights", (share,), size)  # fmt: skip

@@ -123,7 +123,7 @@ def _chinese():
 def shown(*diagnoses, width=80):
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(diagnoses_view(diagnoses))
-    return console.file.getvalue()
+    return console.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda log: log.stem)

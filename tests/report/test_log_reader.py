@@ -40,7 +40,7 @@ def test_a_log_has_its_diagnosis(name):
     diagnosis = brimful.diagnose(LOGS / f"{name}.log")
     assert (diagnosis.resource, diagnosis.kind) == (expected["resource"], expected["kind"])
     assert diagnosis.certainty == expected.get("certainty", "certain")
-    assert expected.get("cause", "") in diagnosis.cause
+    assert expected.get("cause", "") in diagnosis.cause and expected.get("evidence", "") in (diagnosis.evidence or "")
     for figure, value in expected.get("figures", {}).items():
         assert matches(diagnosis.figures.get(figure), value), (figure, diagnosis.figures.get(figure))
     titles = [fix.title for fix in diagnosis.fixes]

@@ -9,11 +9,16 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from brimful.cli.output import show
-from brimful.errors import BadData
+from brimful.errors import BadData, BadOption
 from brimful.report.diagnosis import Diagnosis
 
 
-def why(log: str | None = None, /, *, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+def why(
+    log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
     """Explain why a training failed, is slow or does not learn, with fixes ranked by what they are worth.
 
     Parameters
@@ -33,6 +38,8 @@ def why(log: str | None = None, /, *, json: Annotated[bool, Parameter(negative="
         path = newest_run_folder() if log is None else Path(log)
         if path.name in ("events.jsonl", "run.json", "plan.json") and path.is_file():
             path = path.parent
+        if str(path).startswith("--"):
+            raise BadOption(f"brimful why has no option {path}. Try: brimful why --help.")
         if not path.exists():
             raise BadData(f"{path} does not exist. Try: a log, or a folder that `brimful train` wrote.")
         diagnoses = _of_run(path) if path.is_dir() else [diagnose(path)]

@@ -63,7 +63,7 @@ class Diagnosis:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [in_language(self.cause)]
+        lines = [in_language(self.cause), *([f"> {self.evidence}"] if self.evidence else [])]
         for number, fix in enumerate(self.fixes, 1):
             lines.append(f"{number}. {in_language(fix.title)}")
             if fix.saves:

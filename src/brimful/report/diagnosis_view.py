@@ -48,7 +48,7 @@ BAR_WIDTH = 40
 PARTS = (
     ("allocated_bytes", "█", "red", "tensors"),
     ("unallocated_bytes", "▓", "yellow", "reserved, unused"),
-    ("context_bytes", "▒", "blue", "CUDA context"),
+    ("context_bytes", "▒", "blue", "outside torch"),
     ("others_bytes", "▚", "magenta", "other processes"),
     ("free_bytes", "░", "green", "free"),
 )
@@ -76,7 +76,8 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield Text(in_language(diagnosis.cause))
     yield from _memory(diagnosis.figures)
     if diagnosis.evidence:
-        yield Text(diagnosis.evidence, style="dim")
+        place, colon, line = diagnosis.evidence.partition(": ")
+        yield Text(translate(place) + colon + line if place.startswith("line ") else diagnosis.evidence, style="dim")
     if looked_for := diagnosis.figures.get("looked_for"):
         yield Text(tr("Looked for:"), style="dim")
         yield from (Text(f"  {in_language(what)}", style="dim") for what in looked_for)
@@ -103,7 +104,7 @@ def _fix(number: int, fix: Fix) -> Iterator[RenderableType]:
     for name, value in _facts(fix):
         table.add_row(name, Text(value))
     for setting, names in _by_setting(fix).items():
-        table.add_row("\n".join(names), Text(translate(setting), style="green"))
+        table.add_row("\n".join(names), Text(translate(setting) if setting.startswith("(") else setting, style="green"))
     if table.row_count:
         yield Padding(table, (0, 0, 0, 3))
 
@@ -139,8 +140,7 @@ def _memory(figures: Any) -> Iterator[RenderableType]:
         if size / total < 0.005:
             continue
         bar.append(sign * max(1, round(size / total * BAR_WIDTH)), style=style)
-        legend.append("  " if legend.plain else "").append(f"{sign} ", style=style).append(
-            f"{tr(word)} {show_bytes(size)}"
-        )
+        entry = f" {tr(word)} {show_bytes(size)}".replace(" ", "\N{NO-BREAK SPACE}")
+        legend.append("  " if legend.plain else "").append(sign, style=style).append(entry)
     yield bar.append(f" {show_bytes(total)}")
     yield legend

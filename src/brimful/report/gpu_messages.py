@@ -61,7 +61,7 @@ def phase_of(place: Place) -> str | None:
 
 _TOTAL = re.compile(rf"GPU (\d+) has a total capaci?ty of ({SIZE}) of which ({SIZE}) is free")
 _OLD = re.compile(
-    rf"\(\w+\s+(\d+); ({SIZE}) total capacity; ({SIZE}) already allocated; (?:({SIZE}) free; )?({SIZE}) (reserved|cached)"
+    rf"\(\w+\s+(\d+); ({SIZE}) total capacity; ({SIZE}) already allocated; (?:{SIZE} current active; )?(?:({SIZE}) free; )?({SIZE}) (reserved|cached)"
 )
 _OWN = re.compile(rf"this process has ({SIZE}) memory in use")
 _PROCESS = re.compile(rf"Process (\d+) has ({SIZE}) memory in use")

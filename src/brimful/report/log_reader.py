@@ -183,6 +183,9 @@ def _diagnosis(
     if main.level != SYMPTOM and _goes_on(incident[-1], result):
         certainty = _weaker(certainty)
         cause += " The log goes on after it, so it did not end the run, or the log only quotes it."
+    if result.format != "text":
+        certainty = "possible"
+        cause += " The file is not text, so this may be no message at all."
     place = main.place
     line = re.sub(r"\s+", " ", place.first_line).strip()
     evidence = f"line {place.line:,}: {line[:EVIDENCE_CHARS]}{'…' * (len(line) > EVIDENCE_CHARS)}"
@@ -263,7 +266,7 @@ def _unknown(result: Scan) -> Diagnosis:
     error = result.last_error
     cause = f"Nothing was recognised in {show_count(result.lines, 'line')}."
     if error:
-        cause += f" The last error is: {error}"
+        cause += " The last error is below."
     elif _FINISHED.search(result.tail):
         cause += " The run seems to have ended in good order."
     fixes = () if error or _FINISHED.search(result.tail) else (_ASK_THE_KERNEL,)

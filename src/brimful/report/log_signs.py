@@ -97,12 +97,16 @@ _DATA = re.compile(r"""['"](?:prompt|text|instruction|input|question|content|res
 _SOURCE = re.compile(
     r"\s*(?:raise\b|except\b|if\b|elif\b|assert\b|return\b(?! code)|print\(|log(?:ger|ging)?\.|warnings?\.|#|//|\d+\s*[│|]|[│❱>\s]*\d+ [│|])"
 )
+_VALUE = re.compile(r"""(?:[:=] ?|Error\(|Exception\()["'`]$""")
+"""A quote that opens the value of a key, or the message in the `repr` of an error."""
 _SEARCH = re.compile(r"\b(?:grep|egrep|rg|re\.search)\b|\bin str\(|\.message\b.* in ")
 
 
 def _is_quoted(before: str, line: str) -> bool:
     """Whether the match is a row of the data or a line of source, not something that happened."""
-    return bool(_DATA.search(before) or _SOURCE.match(line) or _SEARCH.search(line))
+    quote = before[-1:]
+    literal = quote in ("'", '"', "`") and before.count(quote) % 2 == 1 and not _VALUE.search(before)
+    return bool(literal or _DATA.search(before) or _SOURCE.match(line) or _SEARCH.search(line))
 
 
 def _figures(match: re.Match[str]) -> dict[str, Any]:
@@ -265,8 +269,12 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"OUT_OF_DEVICE_MEMORY", b"UR_RESULT_ERROR_OUT_OF_RESOURCES"), gate=ERROR, figures={"device": "xpu"},
          pattern=_S(r"(?:UR|ZE|PI)_\w*OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"), cause="The XPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"out of memory",), gate=MEMORY, figures={"device": "cuda"}, read=plain_message,
-         pattern=_S(r"(?:CUDA|HIP|cuda|cuda runtime|hip) (?:driver )?(?:error|failure)[: ]*(?:\(2\) ?: )?'?out of memory|Triton Error \[(?:CUDA|HIP)\]: out of memory|Cuda failure (?:\d+ )?'out of memory'"),
+         pattern=_S(r"(?:CUDA|HIP|cuda|cuda runtime|hip) (?:driver )?(?:error|failure)[: ]*(?:\(2\) ?: )?'?out of memory|(?:OutOfMemory|Runtime)Error: (?:CUDA|HIP|XPU|NPU) out of memory(?!\.\s+Tried)|Triton Error \[(?:CUDA|HIP)\]: out of memory|Cuda failure (?:\d+ )?'out of memory'"),
          cause="The GPU ran out of memory; the message has no figures."),
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"cudaErrorMemoryAllocation",), gate=ERROR, figures={"device": "cuda"},
+         pattern=_S(r"cudaErrorMemoryAllocation:? out of memory"), cause="The GPU ran out of memory; the message has no figures."),
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"Out of memory allocating",), gate=MEMORY, figures={"device": "cuda"},
+         pattern=_S(r"cupy\S*OutOfMemoryError: Out of memory allocating (?P<wanted_bytes>[\d,]+) bytes"), cause="The GPU ran out of memory: {wanted_bytes} were wanted."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"ERROR_OUT_OF_MEMORY",), gate=ERROR, figures={"device": "cuda"}, read=plain_message,
          pattern=_S(r"(?<!from device: )(?:CUDA|HIP)_ERROR_OUT_OF_MEMORY"), cause="The GPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"OOM when allocating tensor",), gate=ERROR, read=tensor_message, cause="",
@@ -305,12 +313,12 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="host-out-of-memory", resource="host", hints=(b"WinError ",), gate=ERROR,
          pattern=_S(r"\[WinError (?:1455|8)\]"), cause="Windows could not commit more memory: RAM and paging file are full."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"MemoryError", b"Cannot allocate memory"), gate=ERROR, level=VAGUE,
-         pattern=_S(r"^[\w.]*(?<!Arrow)(?<!Array)(?<!OutOf)MemoryError\b(?!: Unable to allocate)|\[Errno 12\] Cannot allocate memory", re.MULTILINE),
+         pattern=_S(r"^[\w.]*(?<!Arrow)(?<!Array)(?<!OutOf)MemoryError\b(?!: Unable to allocate|.*[Cc]uda)|\[Errno 12\] Cannot allocate memory", re.MULTILINE),
          cause="The host ran out of RAM; the message has no figures."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"bad_alloc",), level=VAGUE,
-         pattern=_S(r"std::bad_alloc"), cause="The host ran out of RAM; the message has no figures."),
-    Sign(kind="host-out-of-memory", resource="host", hints=(b"fork: Cannot allocate memory",), gate=MEMORY, level=VAGUE,
-         pattern=_S(r"fork: Cannot allocate memory"), cause="The host ran out of RAM; the message has no figures."),
+         pattern=_S(r"std::bad_alloc(?!.*[Cc]uda)"), cause="The host ran out of RAM; the message has no figures."),
+    Sign(kind="host-out-of-memory", resource="host", hints=(b"fork: Cannot allocate memory", b"C error: out of memory"), gate=MEMORY, level=VAGUE,
+         pattern=_S(r"fork: Cannot allocate memory|C error: out of memory"), cause="The host ran out of RAM; the message has no figures."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"OUT_OF_HOST_MEMORY",), gate=ERROR, level=VAGUE,
          pattern=_S(r"OUT_OF_HOST_MEMORY"), cause="The host ran out of RAM; the message has no figures."),
     Sign(kind="host-killed", resource="host", hints=(b"Killed process",), gate=KILLED, read=_kernel_kill, cause="",
@@ -328,6 +336,9 @@ SIGNS: tuple[Sign, ...] = (
          cause="systemd-oomd killed the process, because RAM was under pressure for too long."),
     Sign(kind="host-killed", resource="host", hints=(b"earlyoom",), gate=MEMORY, pattern=_S(r"earlyoom.*sending SIG(?:TERM|KILL) to process (?P<pid>\d+).*?\"(?P<process>[^\"]+)\""),
          cause="earlyoom killed process {pid} ({process}), because almost no RAM was left."),
+    Sign(kind="host-killed", resource="host", hints=(b"tried to allocate more memory than is available", b"using all available RAM"), gate=b"vailable",
+         pattern=_S(r"tried to allocate more memory than is available|crashed after using all available RAM"),
+         cause="The notebook used all the RAM of its machine, and was restarted."),
     Sign(kind="host-killed", resource="host", hints=(b"running low on memory",), gate=MEMORY,
          pattern=_S(rf"due to the node running low on memory.*?was (?:running was )?(?P<used_size>{SIZE}) / (?P<total_size>{SIZE})", re.DOTALL),
          cause="Ray killed a worker, because the machine used {used_bytes} of its {total_bytes} of RAM."),
@@ -354,6 +365,10 @@ SIGNS: tuple[Sign, ...] = (
     # ---- Shared memory, files, disk
     Sign(kind="shm-full", resource="shm", hints=(b"insufficient shared memory",), gate=ERROR, pattern=_S(r"insufficient shared memory \(shm\)"),
          cause="A DataLoader worker got a bus error, because /dev/shm is full: workers hand over their batches in it."),
+    Sign(kind="shm-full", resource="shm", hints=(b"core dumped",), level=VAGUE, certainty="likely", pattern=_S(r"Bus error\s+\(core dumped\)"),
+         cause="A process ended with SIGBUS, as it does when /dev/shm is full."),
+    Sign(kind="crashed", resource="none", hints=(b"core dumped",), level=VAGUE, pattern=_S(r"(?P<signal>Segmentation fault)\s+\(core dumped\)"),
+         cause="A process crashed ({signal}). That is a fault in compiled code, not memory that ran out."),
     Sign(kind="shm-full", resource="shm", hints=(b"/torch_",), gate=ERROR,
          pattern=_S(r"unable to (?:write to|open|resize|mmap \d+ bytes from) (?:shared memory object|file) </?torch_[^>]*>(?P<_why>[^\n]*)"), cause="/dev/shm is full. Processes hand over batches and tensors in it.",
          read=lambda match, place: ({"kind": "too-many-files", "resource": "files", "cause": "Too many files are open: every tensor that a worker hands over takes one."}
@@ -415,8 +430,8 @@ SIGNS: tuple[Sign, ...] = (
          cause="NCCL failed ({status}). Its own log, with NCCL_DEBUG=INFO, names the system call."),
     Sign(kind="connection", resource="network", hints=(b"ddress already in use",), gate=ERROR,
          pattern=_S(r"[Aa]ddress already in use"), cause="The port for the processes to meet is taken, often by a run that has not ended."),
-    Sign(kind="connection", resource="network", hints=(b"client socket has ", b"Rendezvous"), gate=ERROR, level=VAGUE,
-         pattern=_S(r"client socket has (?:timed out|failed to connect)|Rendezvous(?:Timeout|Connection)Error"),
+    Sign(kind="connection", resource="network", hints=(b"client socket has ", b"waiting for clients", b"Rendezvous"), gate=ERROR, level=VAGUE,
+         pattern=_S(r"client socket has (?:timed out|failed to connect)|Timed out after \d+ seconds waiting for clients|Rendezvous(?:Timeout|Connection)Error"),
          cause="The processes could not reach the one they meet at (MASTER_ADDR and MASTER_PORT)."),
     # ---- Stopped on purpose
     Sign(kind="time-limit", resource="none", hints=(b"DUE TO TIME LIMIT",), gate=ERROR, pattern=_S("DUE TO TIME LIMIT"),
@@ -434,7 +449,7 @@ SIGNS: tuple[Sign, ...] = (
          pattern=_S(r"^(?:\w+\.)?(?:ModuleNotFound|Import)Error: No module named '?(?P<package>[\w.]+)'?", re.MULTILINE), cause="The Python package {package} is not installed here."),
     # ---- What does not end a run
     Sign(kind="nan-loss", resource="none", hints=(b"nan", b"NaN"), level=SYMPTOM, read=_nan,
-         pattern=_S(r"(?i:\b(?:train[_/ ]?|eval[_/ ]?|val[_/ ]?|total[_/ ]?)?loss\b['\"]?\s*(?:[:=]|is|was)?\s*(?:tensor\()?\s*nan\b|\bgrad_norm['\"]?\s*[:=]\s*nan\b|loss_is['\"]: ['\"]nan)"),
+         pattern=_S(r"(?i:['\"]?\b(?:train[_/ ]?|eval[_/ ]?|val[_/ ]?|total[_/ ]?)?loss\b['\"]?\s*(?:[:=]|is|was)?\s*(?:tensor\()?\s*nan\b|['\"]?\bgrad_norm['\"]?\s*[:=]\s*nan\b|['\"]loss_is['\"]: ['\"]nan)"),
          cause="The loss or the gradient is NaN."),
     Sign(kind="nan-loss", resource="none", hints=(b"loss scale",), gate=TRACEBACK, level=SYMPTOM,
          pattern=_S(r"loss scale already at minimum|Minimum loss scale reached"), cause="The loss scale of fp16 fell to its minimum: every step overflowed, so the gradient is inf or NaN."),

@@ -19,6 +19,7 @@ PUBLIC = [
     "StepResult",
     "Stepper",
     "Task",
+    "diagnose",
     "plan",
     "simulated_memory",
     "train",

@@ -25,6 +25,7 @@ from brimful.cli.report import report
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train_command
 from brimful.cli.watch import watch
+from brimful.cli.why import why
 from brimful.errors import BadOption, UserError
 from brimful.languages import LANGUAGES, VARIABLE, set_language
 
@@ -46,13 +47,14 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(plan_command(task_fields), name="plan")
     app.command(train_command(task_fields), name="train")
     app.command(watch)
+    app.command(why)
+    app.command(compare)
+    app.command(report)
     app.command(evaluate, name="eval")
     app.command(chat)
-    app.command(compare)
-    app.command(demo)
     app.command(data)
     app.command(sweep)
-    app.command(report)
+    app.command(demo)
     return app
 
 

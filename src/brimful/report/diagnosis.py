@@ -4,11 +4,14 @@
 knows: `certainty` says how sure the cause is, and a figure that follows from no measurement is a range and marked so.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Resource = Literal["gpu", "host", "shm", "disk", "network", "none"]
+from brimful.languages import tr, translate
+
+Resource = Literal["gpu", "host", "shm", "disk", "files", "network", "none"]
 Certainty = Literal["certain", "likely", "possible"]
 Basis = Literal["measured", "predicted", "range"]
 FRAMEWORKS = ("brimful", "transformers", "accelerate", "lightning")
@@ -27,9 +30,11 @@ class Fix:
     global_batch: str = "unchanged"
     """Its effect on the rows of an optimizer step."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """The exact setting, by framework (`FRAMEWORKS`)."""
+    """The exact setting, by framework (`FRAMEWORKS`), or under `shell` what to run or set before the start."""
     basis: Basis = "range"
     """Where the figures come from."""
+    enough: bool | None = None
+    """Whether it frees, alone and by these figures, what was missing; None if that cannot be said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +45,32 @@ class Diagnosis:
     """
 
     resource: Resource
-    """What ran out; `none` for what is slow or does not learn."""
+    """What ran out; `none` for what is slow, does not learn, or has nothing to do with memory."""
     kind: str
     """A stable name: `gpu-out-of-memory`, `host-killed`, `slow-data`, …"""
     cause: str
-    """One or two sentences."""
+    """A few sentences."""
     certainty: Certainty = "certain"
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Numbers from the message or the run: `wanted_bytes`, `free_bytes`, `total_bytes`, …"""
     evidence: str | None = None
     """The line or event that shows it, with its place."""
     fixes: tuple[Fix, ...] = ()
+    others: tuple["Diagnosis", ...] = ()
+    """Further problems of the same log, which are not consequences of this one."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [self.cause]
+        lines = [in_language(self.cause), *([f"> {self.evidence}"] if self.evidence else [])]
         for number, fix in enumerate(self.fixes, 1):
-            facts = [fact for fact in (fix.saves and f"saves {fix.saves}", fix.costs and f"costs {fix.costs}") if fact]
-            note = f" ({', '.join(facts)})" if facts else ""
-            lines.append(f"{number}. {fix.title}{note}")
-        return "\n".join(lines)
+            lines.append(f"{number}. {in_language(fix.title)}")
+            if fix.saves:
+                lines.append("   " + tr("saves {memory}", memory=in_language(fix.saves)))
+            if fix.costs:
+                lines.append("   " + tr("cost: {price}", price=in_language(fix.costs)))
+        return "\n".join([*lines, *(tr("Also: {cause}", cause=in_language(other.cause)) for other in self.others)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +88,15 @@ def say(template: str, **values: Any) -> str:
     `languages.translate` recognises it by its template, so every template passed to this function is in the catalogue.
     """
     return template.format(**values)
+
+
+_SENTENCES = re.compile(r"(?<=[^.\s]\.) (?=[A-Z/])")
+
+
+def in_language(text: str) -> str:
+    """Sentences in the user's language. The catalogue has each of them without its full stop."""
+    parts = [(part.removesuffix("."), part.endswith(".")) for part in _SENTENCES.split(text)]
+    translated = [(translate(part), part, stop) for part, stop in parts]
+    chinese = any(new != old for new, old, _ in translated)
+    full_stop, gap = ("。", "") if chinese else (".", " ")
+    return gap.join(new + full_stop * stop for new, _, stop in translated)

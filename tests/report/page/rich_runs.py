@@ -23,7 +23,7 @@ def memory_model(sizes: tuple[int, ...] = (1, 4, 16, 43)) -> dict[str, Any]:
     return {"phases": {"forward": terms}, "margin": 1.0, "reserved_ratio": 1.05, "error": 0.004, "probes": probes}
 
 
-def tried(rates: Mapping[int, float] = {16: 540.0, 32: 598.0, 43: 672.0}) -> list[dict[str, Any]]:  # noqa: B006 - not changed
+def tried(rates: Mapping[int, float] = {16: 540.0, 32: 598.0, 43: 672.0}) -> list[dict[str, Any]]:
     """The largest was chosen, and one more does not fit."""
     setting = {"layout": "padded", "precision": "bf16", "compile": "off", "checkpointing": "off"}
     common = {"setting": setting, "shape": SHAPE, "tokens": None, "reserved_bytes": None, "basis": "measured", "step_s": None, "data_rows_per_s": None, "allowed": True}  # fmt: skip

@@ -1,0 +1,138 @@
+"""`brimful why`: logs, standard input and run folders, without torch and without a traceback."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from brimful.cli.app import main
+from brimful.report.diagnosis import Diagnosis, Fix
+from tests.report.fake_runs import write_run
+
+LOGS = Path(__file__).parents[1] / "logs"
+OOM = (LOGS / "guide-002.log").read_text(encoding="utf-8")
+SLOW = Diagnosis(resource="none", kind="slow-data", cause="The card waits for data.")
+FULL = Diagnosis(
+    resource="gpu",
+    kind="gpu-out-of-memory",
+    cause="A step of 43 rows did not fit.",
+    figures={"wanted_bytes": 7},
+    fixes=(Fix(title="Use micro-batches of 32 rows", saves="2 GiB", basis="predicted"),),
+)
+
+
+def run(*tokens, capsys):
+    code = 0
+    try:
+        main(["why", *tokens])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """What the checks of a run find; they have tests of their own."""
+    module = ModuleType("brimful.report.run_checks")
+    module.found = [SLOW]
+    module.check_run = lambda record: module.found
+    monkeypatch.setitem(sys.modules, "brimful.report.run_checks", module)
+    return module
+
+
+def kinds(out):
+    return [diagnosis["kind"] for diagnosis in json.loads(out)["diagnoses"]]
+
+
+def test_a_log_is_explained(capsys):
+    code, out, err = run(str(LOGS / "guide-002.log"), capsys=capsys)
+    assert code == 0 and not err
+    assert "GPU memory ran out" in out and "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in out
+
+
+def test_json_has_every_field(capsys):
+    _, out, _ = run(str(LOGS / "guide-002.log"), "--json", capsys=capsys)
+    (diagnosis,) = json.loads(out)["diagnoses"]
+    assert set(diagnosis) == {"resource", "kind", "cause", "certainty", "figures", "evidence", "fixes", "others"}
+    assert set(diagnosis["fixes"][0]) == {"title", "saves", "costs", "global_batch", "flags", "basis", "enough"}
+
+
+def test_a_dash_reads_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(OOM.encode())))
+    assert kinds(run("-", "--json", capsys=capsys)[1]) == ["gpu-out-of-memory"]
+
+
+def test_the_log_of_a_failed_run_comes_first(tmp_path, checks, capsys):
+    folder = write_run(tmp_path / "a", steps=30, done=20, end="failed")
+    (folder / "log.txt").write_text(OOM, encoding="utf-8")
+    assert kinds(run(str(folder), "--json", capsys=capsys)[1]) == ["gpu-out-of-memory", "slow-data"]
+
+
+def test_the_log_of_a_finished_run_comes_last(tmp_path, checks, capsys):
+    folder = write_run(tmp_path / "a", steps=30)
+    (folder / "log.txt").write_text(OOM, encoding="utf-8")
+    assert kinds(run(str(folder), "--json", capsys=capsys)[1]) == ["slow-data", "gpu-out-of-memory"]
+
+
+def test_what_run_and_log_both_show_is_told_once_with_the_runs_figures(tmp_path, checks, capsys):
+    checks.found = [FULL]
+    folder = write_run(tmp_path / "a", steps=30, done=20, end="failed")
+    (folder / "log.txt").write_text(OOM, encoding="utf-8")
+    (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert diagnosis["fixes"][0]["basis"] == "predicted" and diagnosis["figures"]["wanted_bytes"] == 7
+    assert diagnosis["figures"]["total_bytes"] > 7 and "OutOfMemoryError" in diagnosis["evidence"]
+
+
+def test_a_run_without_a_log_is_explained_by_its_figures(tmp_path, checks, capsys):
+    assert kinds(run(str(write_run(tmp_path / "a", steps=30)), "--json", capsys=capsys)[1]) == ["slow-data"]
+
+
+def test_a_good_run_is_told_so(tmp_path, checks, capsys):
+    checks.found = []
+    _, out, _ = run(str(write_run(tmp_path / "a", steps=30)), capsys=capsys)
+    assert "Nothing is wrong with this run" in out
+
+
+def test_a_file_of_a_run_stands_for_it(tmp_path, checks, capsys):
+    folder = write_run(tmp_path / "a", steps=30)
+    assert kinds(run(str(folder / "events.jsonl"), "--json", capsys=capsys)[1]) == ["slow-data"]
+
+
+def test_the_runs_plan_tells_what_its_log_does_not(tmp_path, checks, capsys):
+    folder = write_run(tmp_path / "a", steps=30, done=20, end="failed")
+    message = OOM[OOM.index("torch.OutOfMemoryError") :]
+    (folder / "log.txt").write_text(message, encoding="utf-8")
+    main_diagnosis = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"][0]
+    titles = [fix["title"] for fix in main_diagnosis["fixes"]]
+    assert any("instead of 43 rows and accumulate" in title for title in titles)
+    assert not any("bf16" in title or "expandable" in title for title in titles)
+
+
+def test_without_an_argument_the_newest_run_is_explained(tmp_path, checks, monkeypatch, capsys):
+    write_run(tmp_path / "runs" / "a", steps=30)
+    monkeypatch.chdir(tmp_path)
+    assert kinds(run("--json", capsys=capsys)[1]) == ["slow-data"]
+
+
+@pytest.mark.parametrize("name", ["nowhere.log", "not a run"])
+def test_a_mistake_is_one_message(tmp_path, checks, capsys, name):
+    (tmp_path / "not a run").mkdir()
+    code, _, err = run(str(tmp_path / name), capsys=capsys)
+    assert code == 2 and err.startswith("brimful: error: ") and "Try: " in err and err.count("\n") == 1
+
+
+def test_without_runs_an_argument_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys=capsys)
+    assert code == 2 and "runs/ has no run" in err
+
+
+def test_torch_is_not_imported():
+    program = f"import sys\nfrom brimful.cli import main\nmain(['why', {str(LOGS / 'guide-002.log')!r}])\nassert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,209 @@
+"""Fixes: ranked, with figures that follow from the message, and settings that exist."""
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import brimful
+from brimful.planning.plan_options import PlanOptions
+from brimful.report.diagnosis import FRAMEWORKS
+from brimful.tasks.chatlm import ChatOptions
+from brimful.training.options import TrainOptions
+from brimful.units import GiB
+
+LOGS = sorted((Path(__file__).parents[1] / "logs").glob("*.log"))
+ALL_FIXES = {(fix.title, name, setting): None for log in LOGS for fix in brimful.diagnose(log).fixes for name, setting in fix.flags.items()}  # fmt: skip
+
+
+def oom(
+    *, wanted="1.23 GiB", free="1.06 GiB", allocated="14.94 GiB", unused="3.18 GiB", process="18.50 GiB", settings=None
+):
+    message = (
+        f"CUDA out of memory. Tried to allocate {wanted}. GPU 0 has a total capacity of 19.58 GiB of which {free} is free. "
+        f"Including non-PyTorch memory, this process has {process} memory in use. Of the allocated memory {allocated} is allocated by "
+        f"PyTorch, and {unused} is reserved by PyTorch but unallocated."
+    )
+    return brimful.diagnose(message, settings=settings)
+
+
+def fix_of(diagnosis, words):
+    return next((fix for fix in diagnosis.fixes if words in fix.title), None)
+
+
+def gib(text):
+    low, _, high = text.removesuffix(" GiB").partition("–")
+    return float(low), float(high or low)
+
+
+def test_the_guides_message_ranks_its_remedies():
+    titles = [
+        fix.title
+        for fix in oom(
+            settings={"micro_batch": 32, "accumulation": 2, "processes": 3, "lengths": (256, 252), "vocab": 40960}
+        ).fixes
+    ]
+    order = [
+        "expandable_segments",
+        "micro-batches",
+        "in chunks",
+        "bf16",
+        "checkpointing",
+        "less state",
+        "LoRA",
+        "Cut rows",
+        "cards",
+    ]
+    assert [next(word for word in order if word in title) for title in titles] == order
+
+
+def test_expandable_segments_save_at_most_what_is_reserved_and_unused():
+    fix = fix_of(oom(), "expandable_segments")
+    assert (
+        fix.saves == "up to 3.18 GiB (17 % of what the process holds)"
+        and fix.basis == "measured"
+        and fix.enough is None
+    )
+
+
+@pytest.mark.parametrize(("unused", "offered"), [("1.80 GiB", False), ("1.90 GiB", True)])
+def test_expandable_segments_are_offered_above_10_percent(unused, offered):
+    assert bool(fix_of(oom(unused=unused), "expandable_segments")) is offered
+
+
+def test_expandable_segments_that_are_on_are_not_offered():
+    assert fix_of(oom(settings={"growing_segments": True}), "expandable_segments") is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "processes"), [(32, 2, 3), (24, 1, 1), (7, 3, 2), (48, 5, 8), (2, 1, 1), (13, 1, 4)]
+)
+def test_a_smaller_micro_batch_keeps_the_global_batch(rows, accumulation, processes):
+    settings = {"micro_batch": rows, "accumulation": accumulation, "processes": processes}
+    fix = fix_of(oom(settings=settings), "micro-batches")
+    smaller, steps = (
+        int(number)
+        for number in re.findall(
+            r"per_device_train_batch_size=(\d+), gradient_accumulation_steps=(\d+)", fix.flags["transformers"]
+        )[0]
+    )
+    assert smaller < rows and smaller * steps * processes == rows * accumulation * processes
+    assert fix.global_batch.endswith(f"= {rows * accumulation * processes}")
+    assert fix.flags["brimful"] == f"--global-batch {rows * accumulation * processes}"
+
+
+def test_a_micro_batch_of_one_cannot_be_smaller():
+    assert not [fix for fix in oom(settings={"micro_batch": 1, "accumulation": 64}).fixes if "micro-batch" in fix.title]
+
+
+def test_accumulation_is_never_said_to_save_memory():
+    for log in LOGS:
+        for fix in brimful.diagnose(log).fixes:
+            if "accumulat" in fix.title:
+                assert "micro-batch" in fix.title, "accumulation comes only with smaller micro-batches"
+
+
+def test_memory_saved_depends_on_the_micro_batch_alone():
+    few, many = (
+        fix_of(oom(settings={"micro_batch": 32, "accumulation": accumulation, "processes": 1}), "micro-batches")
+        for accumulation in (1, 64)
+    )
+    smaller = [int(re.search(r"of (\d+) instead", fix.title)[1]) for fix in (few, many)]
+    shares = [gib(fix.saves)[0] / (1 - size / 32) for fix, size in zip((few, many), smaller, strict=True)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.02)
+
+
+def test_what_nothing_was_measured_for_is_a_range():
+    for fix in oom().fixes:
+        if fix.saves and "–" in fix.saves:
+            assert fix.basis == "range"
+
+
+def test_the_state_of_counted_weights_is_predicted():
+    fix = fix_of(oom(settings={"parameters": 187_700_000}), "optimizer")
+    assert fix.basis == "predicted" and fix.saves == "1.05–1.4 GiB"
+
+
+def test_activations_are_what_the_weights_leave():
+    low, high = gib(
+        fix_of(oom(settings={"parameters": 187_700_000, "micro_batch": 2, "accumulation": 1}), "micro-batches").saves
+    )
+    held = 14.94 + 1.23
+    assert low == pytest.approx((held - 16 * 187.7e6 / GiB) / 2, abs=0.01) and high == pytest.approx(
+        (held - 2 * 187.7e6 / GiB) / 2, abs=0.01
+    )
+
+
+def test_a_fix_that_cannot_be_enough_comes_last():
+    diagnosis = oom(wanted="9.00 GiB", free="0.10 GiB", settings={"parameters": 50_000_000})
+    enough = [fix.enough for fix in diagnosis.fixes]
+    assert False in enough and enough == sorted(enough, key=lambda one: one is False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [
+        ({"precision": "bf16"}, "bf16"),
+        ({"checkpointing": True}, "checkpointing"),
+        ({"optimizer": "adafactor"}, "Adafactor"),
+        ({"parameters": 7_000_000_000, "trained": 4_000_000}, "LoRA"),
+    ],
+)
+def test_what_is_on_already_is_not_offered(settings, left_out):
+    assert fix_of(oom(), left_out) is not None
+    assert fix_of(oom(settings=settings), left_out) is None
+
+
+def test_in_the_optimizers_step_activations_are_gone():
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    optimizer.step()\n'
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 98.00 MiB. GPU 0 has a total capacity of 15.77 GiB of which 2.00 MiB is free."
+    titles = " ".join(fix.title for fix in brimful.diagnose(trace + message).fixes)
+    assert "optimizer" in titles and "micro-batch" not in titles and "checkpointing" not in titles
+
+
+def test_brimful_flags_exist():
+    flags = {
+        f"--{field.name.rstrip('_').replace('_', '-')}"
+        for owner in (PlanOptions, TrainOptions, ChatOptions)
+        for field in fields(owner)
+    }
+    named = {flag for _, name, setting in ALL_FIXES if name == "brimful" for flag in re.findall(r"--[a-z-]+", setting)}
+    assert named <= flags | {"--output"}, named - flags
+
+
+def test_brimful_commands_exist(capsys):
+    from brimful.cli.app import make_app
+
+    commands = {
+        setting.split()[1] for _, name, setting in ALL_FIXES if name == "brimful" and setting.startswith("brimful ")
+    }
+    assert commands - {"doctor"} <= set(make_app([])), commands
+
+
+def test_transformers_arguments_exist():
+    from transformers import Seq2SeqTrainingArguments
+
+    known = set(inspect.signature(Seq2SeqTrainingArguments).parameters)
+    settings = [setting for _, name, setting in ALL_FIXES if name == "transformers" and re.match(r"[a-z_]+=", setting)]
+    named = {name for setting in settings for name in re.findall(r"(?:^|, )([a-z_]+)=", setting)}
+    assert settings and named <= known, named - known
+
+
+def test_lightning_arguments_exist():
+    from lightning.pytorch import Trainer
+
+    known = set(inspect.signature(Trainer).parameters)
+    named = {
+        word
+        for _, name, setting in ALL_FIXES
+        if name == "lightning"
+        for call in re.findall(r"Trainer\(([^)]*)\)", setting)
+        for word in re.findall(r"(\w+)=", call)
+    }
+    assert named and named <= known, named - known
+
+
+def test_settings_are_given_by_framework():
+    assert {name for _, name, _ in ALL_FIXES} == {*FRAMEWORKS, "shell"}

@@ -222,6 +222,22 @@ def test_a_users_task_has_options_of_its_own_and_a_resume_keeps_them(tmp_path, c
     assert RunFolder(run).last_step() == 2
 
 
+def test_the_log_says_how_a_killed_process_ended(tmp_path, plan):
+    run = tmp_path / "run"
+    words = ["train", TASK, "rows", "--run", run, "--plan", plan, "--max-steps", 100_000, *DEVICE]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "brimful", *map(str, words)], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )  # fmt: skip
+    events, end = run / "events.jsonl", time.monotonic() + 60
+    while not (events.exists() and b'"step": 3' in events.read_bytes()) and time.monotonic() < end:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    pid = next(event["pid"] for event in read_events(events) if event["event"] == "begin")
+    os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert f"the training process (pid {pid}) was killed by SIGKILL" in (run / "log.txt").read_text()
+
+
 def test_ctrl_c_saves_exits_with_0_and_prints_how_to_continue(tmp_path, plan):
     run = tmp_path / "run"
     words = ["train", TASK, "rows", "--run", run, "--plan", plan, "--max-steps", 100_000, *DEVICE]

@@ -120,6 +120,22 @@ def test_a_run_goes_on_exactly_where_it_was_with_other_workers(workers):
     assert [step.indices.tolist() for step in some(second, 3)] == [step.indices.tolist() for step in whole[4:]]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_step_tells_its_rows_own_positions_and_those_that_are_computed(workers):
+    (rows,) = some(made(workers=workers), 1)
+    lengths = [[1 + rows.indices[place] % 40 for place in group] for group in rows.groups]
+    assert rows.real_positions == sum(map(sum, lengths))
+    assert rows.positions == sum(len(group) * max(group) for group in lengths)
+
+
+def test_without_lengths_only_what_is_computed_is_known():
+    class Untold(Words):
+        shape = Task.shape
+
+    (rows,) = some(made(task=Untold()), 1)
+    assert (rows.real_positions, rows.positions) == (None, 12 * 40)
+
+
 def test_what_was_read_ahead_does_not_count():
     loader = made(workers=2, prefetch=4)
     some(loader, 3)

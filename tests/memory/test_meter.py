@@ -18,6 +18,7 @@ from brimful.memory.meter import (
     allocator_retries,
     available_bytes,
     has_peak_statistics,
+    memory_peaks,
     meter,
     process_limit_bytes,
     trim_heap,
@@ -389,3 +390,9 @@ def test_freed_heap_is_returned_to_the_system():
     trim_heap()
     assert before - anonymous_bytes() > 64 * MiB
     assert len(pins) == 16
+
+
+def test_allocated_and_reserved_peaks_come_from_one_query(monkeypatch):
+    answers = iter([{"allocated_bytes.all.peak": 3 * MiB, "reserved_bytes.all.peak": 5 * MiB, "other": 1}])
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: next(answers))
+    assert memory_peaks(torch.device("cuda:0")) == (3 * MiB, 5 * MiB)

@@ -58,7 +58,8 @@ def step_event(number: int, *, steps: int, ranks: int = 1, **values: Any) -> dic
         "padding": 0.29, "times": {"compute_s": 0.36, "data_s": 0.004, "communication_s": 0.01 * (ranks > 1), "other_s": 0.007},
         "host_bytes": 2 * GiB, "machine_bytes": 6 * GiB,
         "ranks": [
-            {"rank": rank, "peak_bytes": peak, "reserved_bytes": reserved, "micro_batches": 6, "busy_s": 0.36} for rank in range(ranks)
+            {"rank": rank, "peak_bytes": peak, "reserved_bytes": reserved, "limit_bytes": 20 * GiB, "micro_batches": 6, "busy_s": 0.36}
+            for rank in range(ranks)
         ],
         **values,
     }  # fmt: skip

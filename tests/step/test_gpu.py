@@ -189,3 +189,8 @@ def test_a_step_waits_for_the_card_once(count):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([one for one in seen if "synchroniz" in str(one.message)]) == 1
+
+
+def test_a_step_tells_what_the_allocator_had_reserved():
+    for result in train()[2]:
+        assert result.peak_bytes <= result.reserved_bytes <= torch.cuda.get_device_properties(0).total_memory

@@ -62,9 +62,7 @@ def test_json_stays_english(capsys):
 def test_an_error_names_its_code_its_meaning_and_the_page(capsys):
     code, _, err = run("plan", TASK, *LIMIT, "--fill", "2", "--lang", "zh", capsys=capsys)
     assert code == 2
-    assert err == (
-        "brimful: 错误 B101（选项不对）：--fill 2.0 必须大于 0 且不超过 1。说明见 docs/zh/errors.md#b101\n"
-    )
+    assert err == ("brimful: 错误 B101（选项不对）：--fill 2.0 必须大于 0 且不超过 1。说明见 docs/zh/errors.md#b101\n")
 
 
 def test_an_error_without_a_translation_stays_english_under_its_chinese_meaning():

@@ -5,4 +5,5 @@ tables       plans, evaluations and the machine
 data_tables  the reports of the data commands
 progress     a run while it trains
 diagnosis    what went wrong, and what helps
+wrapped_text lines that may end between two Chinese characters
 """

@@ -1,10 +1,12 @@
-"""What errors say: the line of the user's code, types with their article, how to see the traceback."""
+"""What errors say: their code, the line of the user's code, types with their article, how to see the traceback."""
 
 import json
+import pickle
 
 import pytest
 
-from brimful.errors import BadData, TaskError, kind_of, traceback_hint, user_line, with_hint
+from brimful import errors
+from brimful.errors import BadData, TaskError, UserError, kind_of, traceback_hint, user_line, with_hint
 
 
 def raised(call) -> Exception:
@@ -48,3 +50,39 @@ def test_only_an_error_of_the_users_own_code_offers_its_traceback(monkeypatch):
 def test_a_hint_is_a_sentence_of_its_own():
     assert with_hint("it failed", "Look.") == with_hint("it failed.", "Look.") == "it failed. Look."
     assert with_hint("it failed.", "") == "it failed."
+
+
+def test_the_code_of_an_error_never_changes():
+    """Documentation, searches and scripts rely on these. Add a code; do not reuse or change one."""
+    assert {kind.code: kind.__name__ for kind in (UserError, *UserError.__subclasses__(), errors.InternalError) if kind.__module__ == errors.__name__} == {
+        "B100": "UserError",
+        "B101": "BadOption",
+        "B102": "UnknownTask",
+        "B103": "MissingExtra",
+        "B201": "BadData",
+        "B202": "TaskError",
+        "B203": "BadModel",
+        "B204": "UnsupportedModel",
+        "B301": "DoesNotFit",
+        "B302": "DeviceBusy",
+        "B303": "InexactSplit",
+        "B401": "NonFiniteGradients",
+        "B402": "PartialUpdate",
+        "B501": "ProcessLost",
+        "B502": "ConnectionFailed",
+        "B601": "BadRun",
+        "B602": "BadCheckpoint",
+        "B603": "SaveFailed",
+        "B900": "InternalError",
+    }  # fmt: skip
+
+
+def test_an_instance_has_its_code():
+    assert errors.DoesNotFit("too large.", needed_bytes=1).code == "B301"
+    assert errors.MissingExtra("rdkit", "mol").code == "B103"
+
+
+def test_a_code_survives_a_pickle():
+    error = UserError("of another process")
+    error.code = "B301"
+    assert pickle.loads(pickle.dumps(error)).code == "B301"

@@ -8,4 +8,5 @@ watch        a run in the terminal, from its folder alone
 diagnosis    what went wrong, and what helps
 doctor/      what on this machine would stop a training or slow it down
 page         `brimful report`: what a run did, on one page
+wrapped_text lines that may end between two Chinese characters
 """

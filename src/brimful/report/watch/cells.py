@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from brimful.languages import tr
-from brimful.report.progress import UNKNOWN, show_metric
 from brimful.report.watch.run_snapshot import Snapshot
 from brimful.report.watch.sparklines import Glyphs
+from brimful.training.run_log import UNKNOWN, show_metric
 from brimful.units import GiB, KiB, MiB, TiB, show_bytes
 
 CUT_CELLS = 16

@@ -13,7 +13,6 @@ from statistics import fmean, median
 from typing import Any
 
 from brimful.files import read_json
-from brimful.report.progress import NOT_METRICS, RATE_STEPS
 from brimful.report.run_record import RunRecord
 from brimful.report.watch.run_snapshot import (
     ACTIVE,
@@ -30,6 +29,7 @@ from brimful.report.watch.run_snapshot import (
 )
 from brimful.training.events import number
 from brimful.training.run import LockHolder
+from brimful.training.run_log import NOT_METRICS, RATE_STEPS
 from brimful.units import zone
 
 SERIES_POINTS = 500

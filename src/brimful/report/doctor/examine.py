@@ -1,6 +1,6 @@
 """Runs the checks: the quick ones at once, those that wait (torch, cards, disks) beside each other.
 
-Here 4 s on two cores without a card, most of it imports of torch in child processes. Disks are timed only when torch has been
+Here 2 to 7 s on two cores without a card, most of it imports of torch in child processes. Disks are timed only when torch has been
 imported once, for a cold import reads a gigabyte from the same disk. A check that fails in an unforeseen way, or that hangs on a
 dead network mount, is reported as not checked; it never ends the doctor.
 """

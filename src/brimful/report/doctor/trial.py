@@ -5,7 +5,8 @@
     python -m brimful.report.doctor.trial rank KIND INDEX SECONDS  an all_reduce with the other ranks
 
 Each answer is a line of JSON. A card is tried with a product of small whole numbers, which every precision must give exactly, and
-with 64 MiB that are written and read back. With the CUDA context that is about 0.7 GiB for a few seconds.
+with 64 MiB that are written and read back. With the CUDA context that is an
+estimated 1 GiB for a few seconds.
 """
 
 import contextlib

@@ -47,6 +47,8 @@ NAMES = [
     "ROCm",
     "MPS",
     "XPU",
+    "NPU",
+    "Liger",
     "CPU",
     "TensorFlow",
     "JAX",

@@ -80,7 +80,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         yield Text(translate(place) + colon + line if place.startswith("line ") else diagnosis.evidence, style="dim")
     if looked_for := diagnosis.figures.get("looked_for"):
         yield Text(tr("Looked for:"), style="dim")
-        yield from (Text(f"  {in_language(what)}", style="dim") for what in looked_for)
+        yield from (Padding(Text(in_language(what), style="dim"), (0, 0, 0, 2)) for what in looked_for)
     if diagnosis.fixes:
         yield Text()
         many = len(diagnosis.fixes) > 1

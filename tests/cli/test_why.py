@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -86,6 +87,14 @@ def test_what_run_and_log_both_show_is_told_once_with_the_runs_figures(tmp_path,
     (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
     assert diagnosis["fixes"][0]["basis"] == "predicted" and diagnosis["figures"]["wanted_bytes"] == 7
     assert diagnosis["figures"]["total_bytes"] > 7 and "OutOfMemoryError" in diagnosis["evidence"]
+
+
+def test_an_error_that_a_failed_run_survived_is_not_the_one_that_ended_it(tmp_path, checks, capsys):
+    checks.found = [replace(FULL, certainty="possible")]
+    folder = write_run(tmp_path / "a", steps=30, done=20, end="failed")
+    (folder / "log.txt").write_text(OOM, encoding="utf-8")
+    first, second = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert first["certainty"] == "certain" and second["cause"] == FULL.cause
 
 
 def test_a_run_without_a_log_is_explained_by_its_figures(tmp_path, checks, capsys):

@@ -47,6 +47,8 @@ NAMES = [
     "ROCm",
     "MPS",
     "XPU",
+    "NPU",
+    "Liger",
     "CPU",
     "TensorFlow",
     "JAX",
@@ -123,7 +125,7 @@ def _chinese():
 def shown(*diagnoses, width=80):
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(diagnoses_view(diagnoses))
-    return console.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda log: log.stem)

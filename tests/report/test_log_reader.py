@@ -1,6 +1,8 @@
 """Each log in tests/logs has the diagnosis that expected.toml gives it; causes are told from consequences."""
 
 import json
+import runpy
+import sys
 import tomllib
 from pathlib import Path
 
@@ -143,3 +145,21 @@ def test_a_log_that_just_ends_may_have_been_killed():
 def test_an_illegal_access_is_never_to_be_retried():
     diagnosis = brimful.diagnose("RuntimeError: CUDA error: an illegal memory access was encountered\n" + OOM)
     assert diagnosis.kind == "gpu-fault" and diagnosis.fixes[0].title.startswith("Do not retry")
+
+
+def test_an_error_that_brimful_survived_is_no_failure():
+    line = "step 120: out of memory in the backward of 43 rows; micro-batches of at most 32 rows from here\n"
+    assert brimful.diagnose(training(3) + line + training(3)).kind == "unknown"
+
+
+def test_brimfuls_own_word_for_a_kill_is_known():
+    diagnosis = brimful.diagnose("brimful: error: rank 1 (pid 4711) was killed by SIGKILL.\n")
+    assert diagnosis.kind == "host-killed" and diagnosis.certainty == "likely"
+
+
+def test_the_example_runs(capsys, monkeypatch):
+    example = Path(__file__).parents[2] / "examples" / "diagnose_log.py"
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "1.23 GiB = 32 × 252 × 40,960 × 4 bytes" in out and "16 × 4 × 3 = 192" in out

@@ -32,6 +32,7 @@ def why(
     from brimful.report.log_reader import diagnose, diagnose_stream
     from brimful.report.run_record import newest_run_folder
 
+    titles: Mapping[str, str] = {}
     if log == "-":
         diagnoses = [diagnose_stream(sys.stdin.buffer)]
     else:
@@ -42,8 +43,13 @@ def why(
             raise BadOption(f"brimful why has no option {path}. Try: brimful why --help.")
         if not path.exists():
             raise BadData(f"{path} does not exist. Try: a log, or a folder that `brimful train` wrote.")
-        diagnoses = _of_run(path) if path.is_dir() else [diagnose(path)]
-    show(diagnoses_view(diagnoses), {"diagnoses": [one.to_json() for one in diagnoses]}, as_json=json)
+        if path.is_dir():
+            from brimful.report import run_checks
+
+            diagnoses, titles = _of_run(path), getattr(run_checks, "TITLES", {})
+        else:
+            diagnoses = [diagnose(path)]
+    show(diagnoses_view(diagnoses, titles=titles), {"diagnoses": [one.to_json() for one in diagnoses]}, as_json=json)
 
 
 def _of_run(folder: Path) -> list[Diagnosis]:
@@ -60,13 +66,13 @@ def _of_run(folder: Path) -> list[Diagnosis]:
     from_log = diagnose(log_file, settings=_settings(record.plan))
     if from_log.kind in ("unknown", "empty"):
         return measured or [_NOTHING]
-    same = next((one for one in measured if one.kind == from_log.kind), None)
-    if same is not None:  # the run's figures are measured, the log has the message
-        merged = replace(
-            same, evidence=from_log.evidence, figures={**from_log.figures, **same.figures}, others=from_log.others
-        )
-        return [merged if one is same else one for one in measured]
     failed = record.state in ("failed", "killed")
+    same = next((one for one in measured if one.kind == from_log.kind), None)
+    if same is not None and (not failed or same.certainty == "certain"):
+        # The run's figures are measured, the log has the message. Of a failed run, an error that it survived is another one.
+        figures = {**from_log.figures, **same.figures}
+        merged = replace(same, evidence=from_log.evidence, figures=figures, others=from_log.others)
+        return [merged if one is same else one for one in measured]
     return [from_log, *measured] if failed else [*measured, from_log]
 
 

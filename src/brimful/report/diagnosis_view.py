@@ -4,9 +4,10 @@ A fix is a title, a line with what it saves and costs, and the exact setting for
 share a line. A figure that nothing was measured for is marked as a range.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -54,8 +55,8 @@ PARTS = (
 )
 
 
-def diagnoses_view(diagnoses: Sequence[Diagnosis]) -> RenderableType:
-    """Every diagnosis in order, and behind them the other problems of their logs."""
+def diagnoses_view(diagnoses: Sequence[Diagnosis], *, titles: Mapping[str, str] | None = None) -> RenderableType:
+    """Every diagnosis in order, and behind them the other problems of their logs. `titles` has those of further kinds."""
     blocks: list[RenderableType] = []
     others = [other for diagnosis in diagnoses for other in diagnosis.others]
     for number, diagnosis in enumerate([*diagnoses, *others]):
@@ -63,12 +64,12 @@ def diagnoses_view(diagnoses: Sequence[Diagnosis]) -> RenderableType:
             blocks.append(Text())
         if number == len(diagnoses):
             blocks += [Text(tr("Also in this log"), style="dim"), Text()]
-        blocks += _diagnosis(diagnosis)
+        blocks += _diagnosis(diagnosis, {**KIND_TITLES, **(titles or {})})
     return Group(*blocks)
 
 
-def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    title = KIND_TITLES.get(diagnosis.kind) or TITLES.get(diagnosis.resource) or diagnosis.kind.replace("-", " ")
+def _diagnosis(diagnosis: Diagnosis, titles: Mapping[str, str]) -> Iterator[RenderableType]:
+    title = titles.get(diagnosis.kind) or TITLES.get(diagnosis.resource) or diagnosis.kind.replace("-", " ")
     head = Text(translate(title), style="bold")
     if diagnosis.kind not in ("unknown", "empty"):
         head.append(f"  {tr(diagnosis.certainty)}", style=CERTAINTY_STYLE[diagnosis.certainty])
@@ -80,7 +81,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         yield Text(translate(place) + colon + line if place.startswith("line ") else diagnosis.evidence, style="dim")
     if looked_for := diagnosis.figures.get("looked_for"):
         yield Text(tr("Looked for:"), style="dim")
-        yield from (Text(f"  {in_language(what)}", style="dim") for what in looked_for)
+        yield from (Padding(Text(in_language(what), style="dim"), (0, 0, 0, 2)) for what in looked_for)
     if diagnosis.fixes:
         yield Text()
         many = len(diagnosis.fixes) > 1
@@ -135,12 +136,11 @@ def _memory(figures: Any) -> Iterator[RenderableType]:
     parts = [(known.get(name) or 0, sign, style, word) for name, sign, style, word in PARTS]
     if not total or not known.get("allocated_bytes") or sum(size for size, *_ in parts) > 1.05 * total:
         return
-    bar, legend = Text(), Text()
+    bar, legend = Text(), list[Text]()
     for size, sign, style, word in parts:
         if size / total < 0.005:
             continue
         bar.append(sign * max(1, round(size / total * BAR_WIDTH)), style=style)
-        entry = f" {tr(word)} {show_bytes(size)}".replace(" ", "\N{NO-BREAK SPACE}")
-        legend.append("  " if legend.plain else "").append(sign, style=style).append(entry)
+        legend.append(Text(sign, style=style).append(f" {tr(word)} {show_bytes(size)}", style="default"))
     yield bar.append(f" {show_bytes(total)}")
-    yield legend
+    yield Columns(legend, padding=(0, 2))

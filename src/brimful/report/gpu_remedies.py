@@ -243,7 +243,7 @@ class GpuRemedies:
         yield Fix(
             title="Compute the loss in chunks, so that the logits are never there as a whole",
             saves=show_range(saved) if saved else "1–3 × rows × length × vocabulary × 4 bytes",
-            costs="0–5 % of the time",
+            costs="0–5 % of the time; Liger has nothing for T5",
             flags={
                 "brimful": "--layout packed",
                 "transformers": "use_liger_kernel=True",

@@ -10,6 +10,7 @@ from brimful.report.diagnosis import Fix
 from brimful.report.gpu_remedies import GpuRemedies
 from brimful.report.log_settings import Settings
 from brimful.report.wanted_block import Block
+from brimful.units import GiB
 
 
 def remedies(
@@ -74,28 +75,25 @@ def _host(figures: Mapping[str, Any], settings: Settings) -> Iterator[Fix]:
         saves="most of the size of the data, in every process",
         costs="none with a fast disk",
         flags={
-            "brimful": "brimful data tokenize rows.jsonl --output store",
+            "brimful": "brimful data tokenize rows.jsonl --tokenizer tokenizer --output store",
             "transformers": 'datasets.load_dataset("json", data_files="rows.jsonl", keep_in_memory=False)',
             "accelerate": 'datasets.load_dataset("json", data_files="rows.jsonl", streaming=True)',
             "lightning": 'datasets.load_dataset("json", data_files="rows.jsonl", streaming=True)',
         },
     )
     limit = figures.get("limit_bytes")
+    more = f"{2 * round(limit / GiB)}" if limit and limit >= GiB else "32"
     yield Fix(
         title="Give the container or job more RAM"
         if limit or figures.get("signal") is None
         else "Find out who was killed and at which limit, then give the container or job more RAM",
-        saves=None,
-        flags={
-            "brimful": "--host-limit 16GiB",
-            "shell": "sudo dmesg -T | grep -i -A3 'killed process'; docker run --memory 32g; sbatch --mem=32G",
-        },
+        flags={"shell": f"sudo dmesg -T | grep -i 'killed process'; docker run --memory {more}g; sbatch --mem={more}G"},
     )
     yield Fix(
         title="Load weights without a second copy in RAM, and do not keep several checkpoints there",
         saves="2–8 bytes per weight",
         flags={
-            "transformers": "from_pretrained(name, dtype=torch.bfloat16, low_cpu_mem_usage=True)",
+            "transformers": "from_pretrained(name, dtype=torch.bfloat16)",
             "accelerate": "torch.load(path, mmap=True, weights_only=True)",
             "lightning": "torch.load(path, mmap=True, weights_only=True)",
         },

@@ -20,7 +20,7 @@ from brimful.report.finding import Finding, say
 from brimful.report.long_rows import longest_lengths
 from brimful.report.oom_checks import row_place, shorter_rows
 from brimful.report.run_figures import RunFigures, finite, in_parts, lengths, part, whole
-from brimful.units import MiB, show_bytes, show_count, zone
+from brimful.units import MiB, show_bytes, zone
 
 LEAST_STEPS = 64
 """Steps of equal shape that a leak is looked for in."""
@@ -151,7 +151,7 @@ def _leak_finding(
                 "first_bytes": round(rise.first_bytes), "last_bytes": round(rise.last_bytes), "bytes_per_step": round(rise.per_step),
                 "steps": rise.steps, "limit_bytes": limit, "full_at_step": full,
             },
-            evidence=f"events.jsonl, {name} of {show_count(rise.steps, 'step')}", fixes=tuple(fixes),
+            evidence=f"events.jsonl, {name}", fixes=tuple(fixes),
         ),
     )  # fmt: skip
 

@@ -126,7 +126,7 @@ def _failed(run: RunFigures) -> Finding:
         1.0,
         Diagnosis(
             resource=resource(run) if memory else "none", kind="run-failed", cause=" ".join(sentences), figures={"step": run.last_step},
-            evidence=f"events.jsonl, end: {end.get('sentence')}", fixes=(Fix(title=_sentence(advice, end="")), _resume(run)) if advice else (_resume(run),),
+            evidence="events.jsonl, end", fixes=(Fix(title=_sentence(advice, end="")), _resume(run)) if advice else (_resume(run),),
         ),
     )  # fmt: skip
 
@@ -195,7 +195,7 @@ def _killed(run: RunFigures) -> Finding:
             1.0,
             Diagnosis(
                 resource="host", kind="host-killed", cause=f"{began} {sentence}", certainty="likely", figures=figures,
-                evidence=str(warned[-1].get("sentence")) if warned else "events.jsonl, the last samples of the host", fixes=tuple(_host_fixes(run, used, limit, tree)),
+                evidence=str(warned[-1].get("sentence")) if warned else "events.jsonl, sample", fixes=tuple(_host_fixes(run, used, limit, tree)),
             ),
         )  # fmt: skip
     if used is not None and limit:
@@ -211,7 +211,7 @@ def _killed(run: RunFigures) -> Finding:
         1.0,
         Diagnosis(
             resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="possible", figures=figures,
-            evidence="events.jsonl has no end event", fixes=(_resume(run), kernel),
+            evidence="events.jsonl: no `end`", fixes=(_resume(run), kernel),
         ),
     )  # fmt: skip
 
@@ -274,7 +274,7 @@ def _save_failed(run: RunFigures, saves: list[dict[str, Any]]) -> Finding:
         0.85,
         Diagnosis(
             resource="disk", kind="save-failed", cause=" ".join(filter(None, sentences)), figures={"failed": len(failed), "size_bytes": int(size) or None},
-            evidence=f"events.jsonl, checkpoint of step {failed[-1]['step']}",
+            evidence=f"events.jsonl, step {failed[-1]['step']}: checkpoint",
             fixes=(Fix(title=_sentence(advice, end="")),) if advice else (Fix(title=say("Free space on the disk of the run"), flags={"brimful": "--keep 1"}),),
         ),
     )  # fmt: skip

@@ -338,7 +338,7 @@ def _pauses(
         )  # fmt: skip
     yield _slow(
         kind, [describe(f"{share:.0%}", show_seconds(each))], lost=share, certainty="certain",
-        figures={"share": share, "seconds_each": each, "count": len(pauses)}, evidence=f"events.jsonl, {len(pauses)} {event} events", fixes=fixes,
+        figures={"share": share, "seconds_each": each, "count": len(pauses)}, evidence=f"events.jsonl, {event}", fixes=fixes,
     )  # fmt: skip
 
 
@@ -362,7 +362,7 @@ def _empty_card(run: RunFigures) -> Iterator[Finding]:
             say("More rows in a step would be another experiment, but more runs at once would fill the card."),
         ],
         lost=1 - used, certainty="likely", figures={"utilization": used, "peak_bytes": peak, "limit_bytes": limit, "runs_at_once": runs},
-        evidence="events.jsonl, samples",
+        evidence="events.jsonl, sample",
         fixes=[
             Fix(title=say("Train seeds or settings of small heads together"), flags={"shell": "brimful sweep"}),
             Fix(title=say("Start {runs} runs at once, each with a part of the memory", runs=runs), flags={"brimful": f"--memory-limit {each}"}, basis="measured"),
@@ -407,7 +407,7 @@ def _launches(run: RunFigures) -> Iterator[Finding]:
     )
     yield _slow(
         "launch-bound", known, lost=1 - used, certainty="possible" if mfu is None else "likely", figures={"utilization": used, "mfu": mfu},
-        evidence="events.jsonl, samples", fixes=fixes,
+        evidence="events.jsonl, sample", fixes=fixes,
     )  # fmt: skip
 
 
@@ -453,7 +453,7 @@ def _others(run: RunFigures) -> Iterator[Finding]:
         sentences.append(say("Meanwhile steps ran at {ratio} × the speed.", ratio=f"{slowed:.2f}"))
     yield _slow(
         "others-on-card", sentences, lost=0.0 if slowed is None else 1 - slowed, certainty="certain" if slowed is None else "likely",
-        figures={"others_bytes": held, "samples": shared, "speed_ratio": slowed}, evidence="events.jsonl, samples",
+        figures={"others_bytes": held, "samples": shared, "speed_ratio": slowed}, evidence="events.jsonl, sample",
         fixes=[Fix(title=say("Find out which programs, and stop them or use another card"), saves=show_bytes(held), flags={"shell": "brimful machine"}, basis="measured")],
     )  # fmt: skip
 
@@ -472,7 +472,7 @@ def _heat(run: RunFigures) -> Iterator[Finding]:
     yield _slow(
         "hot-card",
         [say("While the card is at {hot} °C or more (up to {hottest} °C), steps run at {ratio} × the speed, so it may lower its clock.", ratio=f"{slowed:.2f}", hot=HOT_C, hottest=f"{hottest:.0f}")],
-        lost=1 - slowed, certainty="possible", figures={"speed_ratio": slowed, "temperature_c": hottest}, evidence="events.jsonl, samples",
+        lost=1 - slowed, certainty="possible", figures={"speed_ratio": slowed, "temperature_c": hottest}, evidence="events.jsonl, sample",
         fixes=[Fix(title=say("Look at its fans and the air around it"), flags={"shell": "nvidia-smi -q -d PERFORMANCE"})],
     )  # fmt: skip
 
@@ -485,6 +485,6 @@ def _swapping(run: RunFigures) -> Iterator[Finding]:
     fixes = [Fix(title=say("Use fewer workers, which hold rows in RAM"), costs=say("time to read rows, in each step"), flags={"brimful": f"--workers {workers // 2}"})] if workers else []  # fmt: skip
     yield _slow(
         "host-swapping", [say("The machine moved {swap} of memory to disk during the run, because host RAM was short.", swap=show_bytes(max(swap) - swap[0]))],
-        lost=0.3, certainty="certain", figures={"swap_bytes": max(swap) - swap[0]}, evidence="events.jsonl, samples", resource="host",
+        lost=0.3, certainty="certain", figures={"swap_bytes": max(swap) - swap[0]}, evidence="events.jsonl, sample", resource="host",
         fixes=[*fixes, Fix(title=say("Find out what holds the RAM"), flags={"shell": "brimful doctor"})],
     )  # fmt: skip

@@ -40,7 +40,7 @@ def diagnose(folder: Path, *events: dict[str, Any], **values: Any) -> Diagnosis:
 def test_it_says_what_ran_what_was_there_and_what_changed(tmp_path):
     diagnosis = diagnose(tmp_path, oom(needed=16.3, room=13.0))
     assert diagnosis.resource == "gpu"
-    assert "in step 120 (backward of 43 rows of 228+256)" in diagnosis.cause
+    assert "in step 120 (backward, 43 rows of 228+256)" in diagnosis.cause
     assert "predicted to need 16.3 GiB and the device had room for only 13 GiB" in diagnosis.cause
     assert "from then on: the device has room for 13 GiB, micro-batches now use 85% of that." in diagnosis.cause
 
@@ -153,7 +153,7 @@ def test_rows_that_were_set_aside_are_counted(tmp_path):
     run = write_run(tmp_path / "run", more=[aside, {**aside, "step": 50}], plan_values=PLAN)
     diagnosis = next(one for one in check_run(RunRecord(run)) if one.kind == "oversized-rows")
     assert diagnosis.cause.startswith(
-        "2 rows did not fit even alone and had no part in training, the first in step 30."
+        "2 rows did not fit even alone and were left out of training, the first in step 30."
     )
 
 

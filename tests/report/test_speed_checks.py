@@ -204,12 +204,12 @@ def test_others_on_the_card_that_slow_it_down(tmp_path):
         step_values={"tokens_per_s": lambda n: 50_000 + n % 7 if n > 150 else 78_000 + n % 7},
     )  # fmt: skip
     assert "up to 6 GiB of the card" in slow.cause
-    assert "Steps were 0.64 × as fast meanwhile." in slow.cause
+    assert "Meanwhile steps ran at 0.64 × the speed." in slow.cause
 
 
 def test_others_that_cost_no_speed_are_mentioned_without_blame(tmp_path):
     slow = found(tmp_path, "others-on-card", gpu={"others_bytes": lambda n: 6 * GiB if n > 150 else 0})
-    assert "as fast meanwhile" not in slow.cause
+    assert "Meanwhile" not in slow.cause
 
 
 def test_a_desktop_on_the_card_is_not_worth_a_word(tmp_path):
@@ -222,7 +222,7 @@ def test_a_hot_card_that_slows_down_may_be_throttled(tmp_path):
         step_values={"tokens_per_s": lambda n: 66_000 + n % 7 if n > 150 else 78_000 + n % 7},
     )  # fmt: skip
     assert slow.certainty == "possible"
-    assert "0.85 × as fast" in slow.cause
+    assert "0.85 × the speed" in slow.cause
 
 
 def test_a_hot_card_that_keeps_its_speed_is_fine(tmp_path):

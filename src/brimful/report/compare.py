@@ -283,7 +283,7 @@ class Pair:
         if state == "failed":
             yield phrase("it failed after step {step}", step=f"{self.side.run.last_step:,}")
         elif state == "killed":
-            yield phrase("it was ended from outside after step {step}", step=f"{self.side.run.last_step:,}")
+            yield phrase("it was killed after step {step}", step=f"{self.side.run.last_step:,}")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -240,7 +240,7 @@ def _evaluation_rows(table: Table, figures: Sequence[dict[str, Any]], two: bool)
         values = [one["scores"].get(name) for one in figures]
         _row(
             table,
-            tr("{score}, last", score=name),
+            tr("evaluation {score}, last", score=name),
             [_show(lambda value: f"{value:.4g}", value) for value in values],
             "",
             two,

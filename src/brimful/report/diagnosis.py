@@ -73,23 +73,6 @@ class Diagnosis:
         return "\n".join([*lines, *(tr("Also: {cause}", cause=in_language(other.cause)) for other in self.others)])
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A diagnosis and its place among others."""
-
-    importance: float
-    """1: the run is lost; about the share of its time, or of what it could learn, that is lost otherwise."""
-    diagnosis: Diagnosis
-
-
-def say(template: str, **values: Any) -> str:
-    """A sentence of a diagnosis, in English, which is what `--json` prints.
-
-    `languages.translate` recognises it by its template, so every template passed to this function is in the catalogue.
-    """
-    return template.format(**values)
-
-
 _SENTENCES = re.compile(r"(?<=[^.\s]\.) (?=[A-Z/])")
 
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
+from brimful.report.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.finding import Finding, say
 from brimful.report.long_rows import longest_lengths
 from brimful.report.oom_checks import row_place, shorter_rows
 from brimful.report.run_figures import RunFigures, finite, in_parts, lengths, part, whole
-from brimful.units import MiB, show_bytes, show_count, zone
+from brimful.units import MiB, show_bytes, zone
 
 LEAST_STEPS = 64
 """Steps of equal shape that a leak is looked for in."""
@@ -150,7 +151,7 @@ def _leak_finding(
                 "first_bytes": round(rise.first_bytes), "last_bytes": round(rise.last_bytes), "bytes_per_step": round(rise.per_step),
                 "steps": rise.steps, "limit_bytes": limit, "full_at_step": full,
             },
-            evidence=f"events.jsonl, {name} of {show_count(rise.steps, 'step')}", fixes=tuple(fixes),
+            evidence=f"events.jsonl, {name}", fixes=tuple(fixes),
         ),
     )  # fmt: skip
 
@@ -158,7 +159,7 @@ def _leak_finding(
 def _restart(run: RunFigures) -> Fix:
     command = f"{run.record.folder.resume_command} --time-limit 4h"
     return Fix(
-        title=say("Until then, let the run pause and continue before memory is full; a new process begins without the leak"),
+        title=say("Until then, pause and continue the run before memory is full, since a new process starts without the leak"),
         costs=say("a restart each time"), flags={"shell": command},
     )  # fmt: skip
 
@@ -197,7 +198,7 @@ def _host_leak(run: RunFigures, rise: Rise) -> Finding:
         fixes.append(
             Fix(
                 title=say(
-                    "Read without workers for a while: if the rise stops, the dataset's code in the workers holds the memory"
+                    "Read without workers for a while: if the rise stops, the memory is held by the dataset's code in the workers"
                 ),
                 costs=say("time to read rows, in each step"),
                 flags={"brimful": "--workers 0"},
@@ -205,7 +206,7 @@ def _host_leak(run: RunFigures, rise: Rise) -> Finding:
         )
     caution = None
     if rise.passes < 1:
-        caution = say("It may stop once every row has been read, for the run has not passed over the data yet.")
+        caution = say("It may stop once every row has been read, because the run has not completed an epoch yet.")
     return _leak_finding(
         run, rise, name="host_bytes", kind="host-memory-leak", what=say("Host RAM of the run"), used=used, limit=limit,
         fixes=(*fixes, _restart(run)), caution=caution,

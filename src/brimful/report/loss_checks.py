@@ -22,9 +22,11 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
+from brimful.report.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.finding import Finding, say
 from brimful.report.run_figures import RunFigures, Typical, part, spread
 from brimful.training.events import number
+from brimful.units import show_rows
 
 FEW_UPDATES = 100
 """Below this, neither a learning rate nor a loss curve can be judged."""
@@ -181,7 +183,9 @@ def _diverging(run: RunFigures, curve: Curve) -> Iterator[Finding]:
         sentences.append(say("That is more than at the start ({start}).", start=f"{curve.start:.4g}"))
     else:
         sentences.append(
-            say("The usual reason is a learning rate that is too high; rows that become harder would look the same.")
+            say(
+                "The usual reason is a learning rate that is too high, but rows that become harder would look the same."
+            )
         )
     yield _finding(
         0.8 if above_start else 0.4, "loss-diverging", sentences, "likely" if above_start else "possible",
@@ -200,7 +204,7 @@ def _swinging(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     if fast is None:
         return
     figures["spread"], figures["autocorrelation"] = fast
-    sentence = say("The loss swings by {share} from step to step, and not at random: each step follows from the one before.", share=f"{fast[0] / curve.size:.0%}")  # fmt: skip
+    sentence = say("The loss swings by {share} from step to step, and not at random, because consecutive steps are correlated.", share=f"{fast[0] / curve.size:.0%}")  # fmt: skip
     yield _finding(0.3, "loss-swinging", [sentence], "possible", figures, [*_stabilisers(run)])
 
 
@@ -265,11 +269,11 @@ def _flat(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     figures = {"first": begin.value, "last": end.value, "error": error, "updates": updates}
     sentences = [say("The loss has not fallen in {count} updates: {first} at the start, {last} at the end.", count=f"{updates:,}", first=f"{begin.value:.4g}", last=f"{end.value:.4g}")]  # fmt: skip
     if no_gradient:
-        sentences.append(say("All gradients are zero, so no weight can change."))
+        sentences.append(say("All gradients are zero, so no weights can change."))
         fix = Fix(title=say("Check which weights are trainable, and that the loss depends on them"))
         yield _finding(0.85, "loss-flat", sentences, "certain", figures, [fix])
         return
-    sentences.append(say("If these weights had learned the rows before, that is as it should be."))
+    sentences.append(say("If the weights were already trained on such rows, this is expected."))
     rates = [rate for _, _, rate in curve.points if rate]
     fixes = [Fix(title=say("Check the labels, and which weights are trainable"))]
     if rates:
@@ -306,7 +310,7 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
     else:
         sentences = [say("Loss or gradients were NaN or infinite in {count} of {steps} steps, first in step {first}.", count=f"{len(bad):,}", steps=f"{len(run.steps):,}", first=f"{first:,}")]  # fmt: skip
     if all(step.get("applied") is False for step in bad):
-        sentences.append(say("Such steps are skipped, so they have changed no weight."))
+        sentences.append(say("Such steps are skipped, so they changed no weights."))
     usual, before = _gradients_before(run, first)
     fixes: list[Fix] = []
     if fp16:
@@ -319,7 +323,7 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
     if first <= 2 and all_of_them:
         sentences.append(
             say(
-                "It was so from the first step, so the rows, the labels or the loss itself are the cause, not the learning rate."
+                "This happened from the first step on, so the rows, the labels or the loss itself are the cause, not the learning rate."
             )
         )
         fixes.append(
@@ -364,7 +368,7 @@ def _rate_never_applied(run: RunFigures) -> Iterator[Finding]:
     if len(rates) < 5:
         return
     if not any(rates):
-        sentence = say("The learning rate is 0 in all {count} steps, so no weight changes.", count=f"{len(rates):,}")
+        sentence = say("The learning rate is 0 in all {count} steps, so no weights change.", count=f"{len(rates):,}")
         fix = Fix(title=say("Check the schedule of the task, or set the rate"), flags={"brimful": "--lr 1e-4"})
         yield _finding(
             0.9,
@@ -389,7 +393,7 @@ def _rate_never_applied(run: RunFigures) -> Iterator[Finding]:
         schedule=schedule,
     )
     reason = say("Something sets it after the schedule, such as a hook or an optimizer that chooses its own rate.")
-    fix = Fix(title=say("Look for code that sets the learning rate; Adafactor needs relative_step=False"))
+    fix = Fix(title=say("Look for code that sets the learning rate (Adafactor needs relative_step=False)"))
     yield _finding(
         0.6, "learning-rate-not-applied", [sentence, reason], "likely", {"lr": rates[0], "schedule": schedule, "steps": len(rates)}, [fix], "events.jsonl, lr"
     )  # fmt: skip
@@ -417,7 +421,7 @@ def _few_updates(run: RunFigures) -> Iterator[Finding]:
         fixes.append(
             Fix(
                 title=say("Use {rows} rows a step: {count} updates over the same rows", rows=smaller, count=f"{math.ceil(steps * rows / smaller):,}"),
-                costs=say("another experiment"), global_batch=say("{rows} rows", rows=smaller), flags={"brimful": f"--global-batch {smaller}"}, basis="predicted",
+                costs=say("another experiment"), global_batch=show_rows(smaller), flags={"brimful": f"--global-batch {smaller}"}, basis="predicted",
             )
         )  # fmt: skip
     if steps < FEW_UPDATES and not all_rows:

@@ -16,7 +16,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
+from brimful.report.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.finding import Finding, say
 from brimful.report.long_rows import LongRow, find_long_row, share_longer
 from brimful.report.run_figures import RunFigures, finite, lengths, objects, part, show_lengths, step_seconds, whole
 from brimful.units import flag_bytes, show_bytes, show_rows
@@ -77,25 +78,28 @@ def _errors_of_steps(run: RunFigures) -> Iterator[Finding]:
 
 
 def _what(errors: Sequence[Mapping[str, Any]], error: Mapping[str, Any]) -> str:
+    """How often memory ran out, when, and in what."""
     rows, shape, phase = whole(error, "rows"), lengths(error, "shape"), error.get("phase")
-    what = show_rows(rows) if rows else say("a micro-batch")
-    if rows and shape:
-        what = say("{rows} of {shape}", rows=what, shape=show_lengths(shape))
-    if isinstance(phase, str) and phase:
-        what = say("{phase} of {what}", phase=phase, what=what)
+    size = show_size(rows, shape or ()) if rows else say("a micro-batch")
+    known = isinstance(phase, str) and phase
     if len(errors) == 1:
-        return say("Memory ran out once, in step {step} ({what}).", step=error["step"], what=what)
-    if errors[0]["step"] == errors[-1]["step"]:
-        return say(
-            "Memory ran out {count} times in step {step}, first in {what}.",
-            count=len(errors),
-            step=error["step"],
-            what=what,
+        template = (
+            "Memory ran out once, in step {step} ({phase}, {size})."
+            if known
+            else "Memory ran out once, in step {step} ({size})."
         )
-    return say(
-        "Memory ran out {count} times, from step {first} to step {last}, for example in {what}.",
-        count=len(errors), first=errors[0]["step"], last=errors[-1]["step"], what=what,
-    )  # fmt: skip
+        return say(template, step=error["step"], phase=phase, size=size)
+    steps = {"count": len(errors), "first": errors[0]["step"], "last": errors[-1]["step"]}
+    if steps["first"] == steps["last"]:
+        template = "Memory ran out {count} times in step {first}, first with {size}."
+    else:
+        template = "Memory ran out {count} times, from step {first} to step {last}, for example with {size}."
+    return say(template, size=size, **steps)
+
+
+def show_size(rows: int, shape: Sequence[int]) -> str:
+    """`43 rows of 228+256`."""
+    return f"{show_rows(rows)} of {show_lengths(shape)}" if shape else show_rows(rows)
 
 
 def _causes(run: RunFigures, error: Mapping[str, Any]) -> tuple[dict[str, Any], Certainty]:
@@ -208,7 +212,7 @@ def _fixes(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, Any])
     shape = lengths(error, "shape")
     if "others_bytes" in causes:
         yield Fix(
-            title=say("End the other programs on this card, or plan for what they leave"), saves=show_bytes(causes["others_bytes"]),
+            title=say("Stop the other programs on this card, or plan for what they leave"), saves=show_bytes(causes["others_bytes"]),
             flags={"brimful": f"--memory-limit {flag_bytes(room)}"} if room else {}, basis="measured",
         )  # fmt: skip
     if smaller := _smaller_micro_batch(run, error, room, corrected="prediction_too_low" in causes):
@@ -248,7 +252,7 @@ def _smaller_micro_batch(run: RunFigures, error: Mapping[str, Any], room: int | 
     after = run.predicted_bytes(fewer, shape)
     if after is None:
         return None
-    size = say("{rows} of {shape}", rows=show_rows(fewer), shape=show_lengths(shape)) if shape else show_rows(fewer)
+    size = show_size(fewer, shape)
     step_rows = run.rows_per_step or rows
     return Fix(
         title=say("Use micro-batches of at most {size}: predicted {needs}", size=size, needs=show_bytes(factor * after)),
@@ -264,7 +268,7 @@ def _more_memory(run: RunFigures, rows: int, shape: Sequence[int]) -> Iterator[F
     needed = run.predicted_bytes(rows, shape)
     if needed is None:
         return
-    size = say("{rows} of {shape}", rows=show_rows(rows), shape=show_lengths(shape)) if shape else show_rows(rows)
+    size = show_size(rows, shape)
     yield Fix(
         title=say("Give the run more memory: {size} are predicted to need {needed}", size=size, needed=show_bytes(needed)),
         flags={"brimful": f"--memory-limit {flag_bytes(needed / (finite(run.plan, 'fill') or FILL))}"}, basis="predicted",
@@ -358,7 +362,7 @@ def _rows_set_aside(run: RunFigures) -> Iterator[Finding]:
     count = sum(len(one["rows"]) if isinstance(one.get("rows"), list) else 1 for one in events)
     first, shape = events[0], lengths(events[0], "shape") or ()
     sentences = [
-        say("{rows} did not fit even alone and had no part in training, the first in step {step}.", rows=show_rows(count), step=first["step"])
+        say("{rows} did not fit even alone and were left out of training, the first in step {step}.", rows=show_rows(count), step=first["step"])
     ]  # fmt: skip
     if place := row_place(run, first, shape):
         sentences.append(place)

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from brimful.report.diagnosis import Diagnosis, Finding, Fix, say
+from brimful.report.diagnosis import Diagnosis, Fix
+from brimful.report.finding import Finding, say
 from brimful.report.growth_checks import growth_findings
 from brimful.report.loss_checks import loss_findings
 from brimful.report.oom_checks import oom_findings, resource
@@ -24,12 +25,12 @@ from brimful.report.run_figures import RunFigures, part, seconds_at, whole
 from brimful.report.run_record import RunRecord
 from brimful.report.speed_checks import LEAST_STEPS, speed_findings
 from brimful.training.events import number
-from brimful.units import show_bytes, show_count
+from brimful.units import show_bytes
 
 TITLES = {
     "run-failed": "The run failed",
     "run-crashed": "The run crashed",
-    "run-killed": "The run was ended from outside",
+    "run-killed": "The run was killed",
     "host-killed": "Host RAM ran out",
     "save-failed": "A checkpoint was not saved",
     "gpu-out-of-memory": "GPU memory ran out",
@@ -125,7 +126,7 @@ def _failed(run: RunFigures) -> Finding:
         1.0,
         Diagnosis(
             resource=resource(run) if memory else "none", kind="run-failed", cause=" ".join(sentences), figures={"step": run.last_step},
-            evidence=f"events.jsonl, end: {end.get('sentence')}", fixes=(Fix(title=_sentence(advice, end="")), _resume(run)) if advice else (_resume(run),),
+            evidence="events.jsonl, end", fixes=(Fix(title=_sentence(advice, end="")), _resume(run)) if advice else (_resume(run),),
         ),
     )  # fmt: skip
 
@@ -186,7 +187,7 @@ def _killed(run: RunFigures) -> Finding:
     """The process ended without a word. The kernel's out-of-memory killer leaves none, so the last samples must tell."""
     used, limit, tree = _host_at_end(run)
     figures: dict[str, Any] = {"step": run.last_step, "machine_bytes": used, "limit_bytes": limit, "tree_bytes": tree}
-    began = say("The process ended without a word before its first step.") if not run.steps else say("The process ended without a word after step {step}.", step=f"{run.last_step:,}")  # fmt: skip
+    began = say("The process ended without an error message before its first step.") if not run.steps else say("The process ended without an error message after step {step}.", step=f"{run.last_step:,}")  # fmt: skip
     warned = [event for event in run.record.of_kind("note") if "kernel may end this run" in str(event.get("sentence"))]
     if used is not None and limit and used >= NEARLY_FULL * limit:
         sentence = say("Host RAM was at {used} of {limit} ({share}) shortly before, so the kernel's out-of-memory killer has probably ended it.", used=show_bytes(used), limit=show_bytes(limit), share=f"{used / limit:.0%}")  # fmt: skip
@@ -194,23 +195,23 @@ def _killed(run: RunFigures) -> Finding:
             1.0,
             Diagnosis(
                 resource="host", kind="host-killed", cause=f"{began} {sentence}", certainty="likely", figures=figures,
-                evidence=str(warned[-1].get("sentence")) if warned else "events.jsonl, the last samples of the host", fixes=tuple(_host_fixes(run, used, limit, tree)),
+                evidence=str(warned[-1].get("sentence")) if warned else "events.jsonl, sample", fixes=tuple(_host_fixes(run, used, limit, tree)),
             ),
         )  # fmt: skip
     if used is not None and limit:
-        sentence = say("Host RAM was at {used} of {limit} when it was last sampled, so a lack of it is not to be seen.", used=show_bytes(used), limit=show_bytes(limit))  # fmt: skip
+        sentence = say("Host RAM was at {used} of {limit} when it was last sampled, so it does not look like the cause.", used=show_bytes(used), limit=show_bytes(limit))  # fmt: skip
     else:
         sentence = say("Host RAM was not sampled, so it is not known whether the kernel ended it.")
-    other = say("A job scheduler, a shutdown or a kill by hand look the same.")
+    other = say("A job scheduler, a shutdown or a kill by hand would look the same.")
     kernel = Fix(
-        title=say("Ask the kernel whether it has killed a process"),
+        title=say("Check whether the kernel killed a process"),
         flags={"shell": "dmesg -T | grep -i 'killed process'"},
     )
     return Finding(
         1.0,
         Diagnosis(
             resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="possible", figures=figures,
-            evidence="events.jsonl has no end event", fixes=(_resume(run), kernel),
+            evidence="events.jsonl: no `end`", fixes=(_resume(run), kernel),
         ),
     )  # fmt: skip
 
@@ -234,14 +235,14 @@ def _host_at_end(run: RunFigures) -> tuple[int | None, int | None, int | None]:
 def _host_fixes(run: RunFigures, used: int, limit: int, tree: int | None) -> Iterator[Fix]:
     if tree is not None and used - tree > 0.3 * limit:
         yield Fix(
-            title=say("End other programs on this machine: they held {others}, and the run {own}", others=show_bytes(used - tree), own=show_bytes(tree)),
+            title=say("Stop other programs on this machine: they held {others}, and the run {own}", others=show_bytes(used - tree), own=show_bytes(tree)),
             saves=show_bytes(used - tree), flags={"shell": "brimful doctor"}, basis="measured",
         )  # fmt: skip
     host = part(run.plan, "host")
     workers, predicted = whole(host, "workers"), whole(host, "predicted_bytes")
     if workers:
         yield Fix(
-            title=say("Use {workers} instead of {before}", workers=show_count(workers // 2, "worker"), before=workers),
+            title=say("Read with fewer workers: {workers} instead of {before}", workers=workers // 2, before=workers),
             costs=say("time to read rows, in each step"), flags={"brimful": f"--workers {workers // 2}"},
         )  # fmt: skip
     if tree is not None and predicted and tree > 1.25 * predicted:
@@ -250,7 +251,7 @@ def _host_fixes(run: RunFigures, used: int, limit: int, tree: int | None) -> Ite
             basis="measured",
         )  # fmt: skip
     yield Fix(
-        title=say("Give the run a limit below the machine's, so that it reduces its workers in time"),
+        title=say("Set a host limit below the machine's, so that the run reduces its workers in time"),
         flags={"brimful": f"--host-limit {math.floor(0.8 * limit / 2**30) or 1}GiB"},
     )  # fmt: skip
     yield _resume(run)
@@ -267,13 +268,13 @@ def _save_failed(run: RunFigures, saves: list[dict[str, Any]]) -> Finding:
     if kept:
         sentences.append(say("The newest one is that of step {step}.", step=f"{kept[-1]:,}"))
     else:
-        sentences.append(say("There is none that the run could continue from."))
+        sentences.append(say("There is no checkpoint to continue from."))
     size = max((number(event, "size_bytes") or 0.0 for event in saves), default=0.0)
     return Finding(
         0.85,
         Diagnosis(
             resource="disk", kind="save-failed", cause=" ".join(filter(None, sentences)), figures={"failed": len(failed), "size_bytes": int(size) or None},
-            evidence=f"events.jsonl, checkpoint of step {failed[-1]['step']}",
-            fixes=(Fix(title=_sentence(advice, end="")),) if advice else (Fix(title=say("Make room on the disk of the run"), flags={"brimful": "--keep 1"}),),
+            evidence=f"events.jsonl, step {failed[-1]['step']}: checkpoint",
+            fixes=(Fix(title=_sentence(advice, end="")),) if advice else (Fix(title=say("Free space on the disk of the run"), flags={"brimful": "--keep 1"}),),
         ),
     )  # fmt: skip

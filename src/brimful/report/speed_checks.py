@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Finding, Fix, say
+from brimful.report.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.finding import Finding, say
 from brimful.report.long_rows import has_store
 from brimful.report.oom_checks import chosen_of, rate_of
 from brimful.report.run_figures import RunFigures, Typical, finite, objects, part, step_seconds, whole
@@ -81,8 +82,8 @@ def _slow(kind: str, sentences: Sequence[str], *, lost: float, certainty: Certai
 
 
 def _at_most(share: float) -> str:
-    """`1.4 ×`: the speed-up if this share of the time were saved."""
-    return f"{1 / (1 - min(share, 0.95)):.2g} ×"
+    """`1.4`: the speed-up if this share of the time were saved."""
+    return f"{1 / (1 - min(share, 0.95)):.2g}"
 
 
 # ---- The micro-batch ---------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def _data_cause(
             title=say("Prepare the rows once, before training, such as in a token store"),
             flags={"shell": "brimful data tokenize"},
         )
-    more = say("at most {ratio} the speed", ratio=_at_most(run.time_shares["data_s"]))
+    more = say("at most {ratio} × the speed", ratio=_at_most(run.time_shares["data_s"]))
     if cpu is not None and cpu >= BUSY_CPU and run.on_gpu:
         sentence = say("The CPU is busy ({cpu} of {cores} cores), so reading, tokenizing or collating computes more than the cores can do.", cpu=f"{cpu:.0%}", cores=cores or "all")  # fmt: skip
         return sentence, "likely", [prepare]
@@ -285,7 +286,7 @@ def _padding(run: RunFigures) -> Iterator[Finding]:
                 Fix(title=say("Leave --micro-batch out: the plan then splits a step by the lengths of its rows"), flags={"brimful": "--micro-batch auto"})
             )  # fmt: skip
     yield _slow(
-        "slow-padding", [say("{padding} of the positions computed are padding, so about as much of the computing is for nothing.", padding=f"{padding:.0%}")],
+        "slow-padding", [say("{padding} of the positions computed are padding, so about that share of the computation is wasted.", padding=f"{padding:.0%}")],
         lost=0.6 * padding, certainty="likely", figures={"padding": padding, "layout": run.plan.get("layout")}, evidence="events.jsonl, padding", fixes=fixes,
     )  # fmt: skip
 
@@ -337,7 +338,7 @@ def _pauses(
         )  # fmt: skip
     yield _slow(
         kind, [describe(f"{share:.0%}", show_seconds(each))], lost=share, certainty="certain",
-        figures={"share": share, "seconds_each": each, "count": len(pauses)}, evidence=f"events.jsonl, {len(pauses)} {event} events", fixes=fixes,
+        figures={"share": share, "seconds_each": each, "count": len(pauses)}, evidence=f"events.jsonl, {event}", fixes=fixes,
     )  # fmt: skip
 
 
@@ -358,10 +359,10 @@ def _empty_card(run: RunFigures) -> Iterator[Finding]:
         "card-not-full",
         [
             say("One run uses {used} of the card and {memory} of its {limit}, with all rows of a step in one micro-batch.", used=f"{used:.0%}", memory=show_bytes(peak), limit=show_bytes(limit)),
-            say("More rows in a step would be another experiment; more runs at once would fill the card."),
+            say("More rows in a step would be another experiment, but more runs at once would fill the card."),
         ],
         lost=1 - used, certainty="likely", figures={"utilization": used, "peak_bytes": peak, "limit_bytes": limit, "runs_at_once": runs},
-        evidence="events.jsonl, samples",
+        evidence="events.jsonl, sample",
         fixes=[
             Fix(title=say("Train seeds or settings of small heads together"), flags={"shell": "brimful sweep"}),
             Fix(title=say("Start {runs} runs at once, each with a part of the memory", runs=runs), flags={"brimful": f"--memory-limit {each}"}, basis="measured"),
@@ -406,7 +407,7 @@ def _launches(run: RunFigures) -> Iterator[Finding]:
     )
     yield _slow(
         "launch-bound", known, lost=1 - used, certainty="possible" if mfu is None else "likely", figures={"utilization": used, "mfu": mfu},
-        evidence="events.jsonl, samples", fixes=fixes,
+        evidence="events.jsonl, sample", fixes=fixes,
     )  # fmt: skip
 
 
@@ -449,11 +450,11 @@ def _others(run: RunFigures) -> Iterator[Finding]:
     slowed = _slowed(_rates(run, label), "shared", "alone")
     sentences = [say("Other programs held up to {held} of the card, in {share} of the samples.", held=show_bytes(held), share=f"{shared / len(labels):.0%}")]  # fmt: skip
     if slowed is not None:
-        sentences.append(say("Steps were {ratio} × as fast meanwhile.", ratio=f"{slowed:.2f}"))
+        sentences.append(say("Meanwhile steps ran at {ratio} × the speed.", ratio=f"{slowed:.2f}"))
     yield _slow(
         "others-on-card", sentences, lost=0.0 if slowed is None else 1 - slowed, certainty="certain" if slowed is None else "likely",
-        figures={"others_bytes": held, "samples": shared, "speed_ratio": slowed}, evidence="events.jsonl, samples",
-        fixes=[Fix(title=say("See who they are, and end them or use another card"), saves=show_bytes(held), flags={"shell": "brimful machine"}, basis="measured")],
+        figures={"others_bytes": held, "samples": shared, "speed_ratio": slowed}, evidence="events.jsonl, sample",
+        fixes=[Fix(title=say("Find out which programs, and stop them or use another card"), saves=show_bytes(held), flags={"shell": "brimful machine"}, basis="measured")],
     )  # fmt: skip
 
 
@@ -470,8 +471,8 @@ def _heat(run: RunFigures) -> Iterator[Finding]:
     hottest = max(finite(gpu, "temperature_c") or 0.0 for _, gpu in run.gpu_samples)
     yield _slow(
         "hot-card",
-        [say("Steps are {ratio} × as fast while the card is at {hot} °C or more (up to {hottest} °C) as while it is cooler, so it may lower its clock.", ratio=f"{slowed:.2f}", hot=HOT_C, hottest=f"{hottest:.0f}")],
-        lost=1 - slowed, certainty="possible", figures={"speed_ratio": slowed, "temperature_c": hottest}, evidence="events.jsonl, samples",
+        [say("While the card is at {hot} °C or more (up to {hottest} °C), steps run at {ratio} × the speed, so it may lower its clock.", ratio=f"{slowed:.2f}", hot=HOT_C, hottest=f"{hottest:.0f}")],
+        lost=1 - slowed, certainty="possible", figures={"speed_ratio": slowed, "temperature_c": hottest}, evidence="events.jsonl, sample",
         fixes=[Fix(title=say("Look at its fans and the air around it"), flags={"shell": "nvidia-smi -q -d PERFORMANCE"})],
     )  # fmt: skip
 
@@ -484,6 +485,6 @@ def _swapping(run: RunFigures) -> Iterator[Finding]:
     fixes = [Fix(title=say("Use fewer workers, which hold rows in RAM"), costs=say("time to read rows, in each step"), flags={"brimful": f"--workers {workers // 2}"})] if workers else []  # fmt: skip
     yield _slow(
         "host-swapping", [say("The machine moved {swap} of memory to disk during the run, because host RAM was short.", swap=show_bytes(max(swap) - swap[0]))],
-        lost=0.3, certainty="certain", figures={"swap_bytes": max(swap) - swap[0]}, evidence="events.jsonl, samples", resource="host",
-        fixes=[*fixes, Fix(title=say("See who holds the RAM"), flags={"shell": "brimful doctor"})],
+        lost=0.3, certainty="certain", figures={"swap_bytes": max(swap) - swap[0]}, evidence="events.jsonl, sample", resource="host",
+        fixes=[*fixes, Fix(title=say("Find out what holds the RAM"), flags={"shell": "brimful doctor"})],
     )  # fmt: skip

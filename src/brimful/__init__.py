@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from brimful.memory.ledger import simulated_memory as simulated_memory
     from brimful.planning.plan import Plan as Plan
     from brimful.planning.planner import plan as plan
-    from brimful.report.log_reader import diagnose as diagnose
+    from brimful.report.why.log_reader import diagnose as diagnose
     from brimful.step.result import StepResult as StepResult
     from brimful.step.stepper import Stepper as Stepper
     from brimful.task import Loss as Loss
@@ -42,7 +42,7 @@ _MODULES = {
     "StepResult": "brimful.step.result",
     "Stepper": "brimful.step.stepper",
     "Task": "brimful.task",
-    "diagnose": "brimful.report.log_reader",
+    "diagnose": "brimful.report.why.log_reader",
     "plan": "brimful.planning.planner",
     "simulated_memory": "brimful.memory.ledger",
     "train": "brimful.training.session",

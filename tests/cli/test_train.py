@@ -132,7 +132,7 @@ def test_a_dry_run_prints_the_plan_as_json_and_nothing_else(deep, tmp_path):
     done = brimful("train", deep, "rows", "--run", tmp_path / "run", *DRY, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert plan["time"]["steps"] == 3 and plan["number"] is None and plan["experiment"] == "new"
+    assert plan["run_time"]["steps"] == 3 and plan["number"] is None and plan["experiment"] == "new"
 
 
 def test_data_that_a_dry_run_has_prepared_stay_for_the_run(deep, tmp_path):

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from brimful.cli.app import main
-from brimful.report.diagnosis import Diagnosis, Fix
+from brimful.report.why.diagnosis import Diagnosis, Fix
 from tests.report.fake_runs import write_run
 
 LOGS = Path(__file__).parents[1] / "logs"
@@ -39,10 +39,10 @@ def run(*tokens, capsys):
 @pytest.fixture
 def checks(monkeypatch):
     """What the checks of a run find; they have tests of their own."""
-    module = ModuleType("brimful.report.run_checks")
+    module = ModuleType("brimful.report.why.run_checks")
     module.found = [SLOW]
     module.check_run = lambda record: module.found
-    monkeypatch.setitem(sys.modules, "brimful.report.run_checks", module)
+    monkeypatch.setitem(sys.modules, "brimful.report.why.run_checks", module)
     return module
 
 

@@ -77,7 +77,7 @@ def test_the_source_of_a_choice_follows_from_its_request_and_its_basis(requested
 
 def test_a_plan_of_a_run_survives_its_json(tagger_plan):
     time = RunTime(steps=3, steps_per_epoch=2, step_s=0.1, epoch_s=None, total_s=0.3, ends="2026-01-31T09:02:00Z")
-    plan = replace(tagger_plan, time=time, number=2, step_s=0.1)
+    plan = replace(tagger_plan, run_time=time, number=2, step_s=0.1)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 

@@ -19,7 +19,9 @@ WAIT_S = 60.0
 
 
 def chromium_path() -> str | None:
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+    )
 
 
 class Chromium:
@@ -57,7 +59,9 @@ class Chromium:
             os.close(self._write)
             os.close(self._read)
 
-    def page(self, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1, scripts: bool = True) -> "Page":
+    def page(
+        self, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1, scripts: bool = True
+    ) -> "Page":
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session, target)
@@ -147,10 +151,19 @@ class Page:
         return value
 
     def size(self, width: int, height: int, scale: float = 1) -> None:
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
+        )
 
     def theme(self, dark: bool) -> None:
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
 
     def move(self, x: float, y: float) -> None:
         """The pointer, to a place in the window."""
@@ -162,7 +175,12 @@ class Page:
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A PNG of the page, or of what the window shows."""
-        answer = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **({"clip": self._whole()} if whole else {}))
+        answer = self.send(
+            "Page.captureScreenshot",
+            format="png",
+            captureBeyondViewport=whole,
+            **({"clip": self._whole()} if whole else {}),
+        )
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _whole(self) -> dict[str, float]:

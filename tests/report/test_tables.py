@@ -66,7 +66,7 @@ def with_time(plan, **values):
     values = {"steps": 300, "steps_per_epoch": 12, "step_s": 0.381, "epoch_s": 4.6, "total_s": 114.0, **values}
     ends = values.pop("ends", datetime.now().astimezone().replace(hour=9, minute=2).isoformat())
     return replace(
-        plan, time=RunTime(**values, ends=ends), host=HostPlan(predicted_bytes=3 * GiB, limit_bytes=16 * GiB)
+        plan, run_time=RunTime(**values, ends=ends), host=HostPlan(predicted_bytes=3 * GiB, limit_bytes=16 * GiB)
     )
 
 

@@ -99,27 +99,27 @@ def test_a_tasks_remarks_are_its_options_or_what_it_found(plan):
 
 
 def test_the_time_of_a_run_follows_from_that_of_a_step(plan):
-    time = with_time(plan, ROWS, steps=300, done=0).time
+    time = with_time(plan, ROWS, steps=300, done=0).run_time
     assert (time.steps, time.steps_per_epoch, time.step_s, time.total_s) == (300, 16, 0.5, 150.0)
     assert time.epoch_s == pytest.approx(1000 / 64 * 0.5)
 
 
 def test_the_end_is_that_of_the_steps_that_are_left(plan):
     before = datetime.now(UTC)
-    ends = datetime.fromisoformat(with_time(plan, ROWS, steps=300, done=100).time.ends)
+    ends = datetime.fromisoformat(with_time(plan, ROWS, steps=300, done=100).run_time.ends)
     after = datetime.now(UTC)
     assert (ends - after).total_seconds() <= 100.0 and (ends - before).total_seconds() >= 99.0  # whole seconds
 
 
 @pytest.mark.parametrize("changes", [{"step_s": None}, {"data_rows": 7}], ids=["not timed", "of other rows"])
 def test_the_time_is_unknown_if_nothing_measured_it(plan, changes):
-    time = with_time(replace(plan, **changes), ROWS, steps=300, done=0).time
+    time = with_time(replace(plan, **changes), ROWS, steps=300, done=0).run_time
     assert (time.steps, time.steps_per_epoch) == (300, 16)
     assert time.step_s is time.epoch_s is time.total_s is time.ends is None
 
 
 def test_a_run_that_outlives_the_calendar_has_no_end(plan):
-    assert with_time(replace(plan, step_s=1e12), ROWS, steps=10**6, done=0).time.ends is None
+    assert with_time(replace(plan, step_s=1e12), ROWS, steps=10**6, done=0).run_time.ends is None
 
 
 def warnings(plan, steps, more=(), **options):

@@ -553,7 +553,7 @@ def warnings(folder):
 def test_a_run_keeps_its_plan_with_its_predicted_time(whole):
     (event,) = plan_events(whole)
     assert (event["number"], event["experiment"], event["changes"]) == (1, "new", [])
-    assert event["time"]["steps"] == 4 and event["time"]["steps_per_epoch"] == 3
+    assert event["run_time"]["steps"] == 4 and event["run_time"]["steps_per_epoch"] == 3
     assert event["time"]["total_s"] == pytest.approx(4 * event["time"]["step_s"])
     assert Plan.load(whole / "plan.json") == Plan.load(whole / "plans" / "0001.json") == Plan.from_json(event)
 
@@ -671,7 +671,7 @@ def dry_run(folder, task=None, data=ROWS, **options):
 def test_a_dry_run_gives_the_plan_that_training_would_begin_with(tmp_path, whole):
     found, event = dry_run(tmp_path / "run", max_steps=4), plan_events(whole)[0]
     assert [one["name"] for one in found["choices"]] == [one["name"] for one in event["choices"]]
-    assert found["time"]["steps"] == 4 and found["host"]["predicted_bytes"] and found["experiment"] == "new"
+    assert found["run_time"]["steps"] == 4 and found["host"]["predicted_bytes"] and found["experiment"] == "new"
     assert found["warnings"] == event["warnings"]
 
 

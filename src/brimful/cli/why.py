@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from brimful.cli.output import show
 from brimful.errors import BadData, BadOption
-from brimful.report.diagnosis import Diagnosis
+from brimful.report.why.diagnosis import Diagnosis
 
 
 def why(
@@ -28,9 +28,9 @@ def why(
     json
         Print one JSON object, `{"diagnoses": […]}`.
     """
-    from brimful.report.diagnosis_view import diagnoses_view
-    from brimful.report.log_reader import diagnose, diagnose_stream
     from brimful.report.run_record import newest_run_folder
+    from brimful.report.why.diagnosis_view import diagnoses_view
+    from brimful.report.why.log_reader import diagnose, diagnose_stream
 
     titles: Mapping[str, str] = {}
     if log == "-":
@@ -44,7 +44,7 @@ def why(
         if not path.exists():
             raise BadData(f"{path} does not exist. Try: a log, or a folder that `brimful train` wrote.")
         if path.is_dir():
-            from brimful.report import run_checks
+            from brimful.report.why import run_checks
 
             diagnoses, titles = _of_run(path), getattr(run_checks, "TITLES", {})
         else:
@@ -54,9 +54,9 @@ def why(
 
 def _of_run(folder: Path) -> list[Diagnosis]:
     """What the run's figures show, and what its log says; if the run failed, the log first."""
-    from brimful.report.log_reader import diagnose
-    from brimful.report.run_checks import check_run
     from brimful.report.run_record import RunRecord
+    from brimful.report.why.log_reader import diagnose
+    from brimful.report.why.run_checks import check_run
 
     record = RunRecord(folder)
     measured = list(check_run(record))

@@ -254,7 +254,7 @@ class Plan:
     """Settings that `table=True` left out, each with the reason."""
     data_rows: int | None = None
     """Rows of the data; None without data."""
-    time: RunTime | None = None
+    run_time: RunTime | None = None
     """Only the plan of a run has it."""
     number: int | None = None
     """In the folder of a run, where plans/0001.json is the first; None elsewhere."""
@@ -357,7 +357,7 @@ class Plan:
             "memory_model": self.memory_model.to_json(),
             "levers": _as_dict(self.levers),
             "host": _as_dict(self.host),
-            "time": None if self.time is None else _as_dict(self.time),
+            "run_time": None if self.run_time is None else _as_dict(self.run_time),
             "choices": [_as_dict(choice) for choice in self.choices],
             "warnings": list(self.warnings),
             "tried": [one.to_json() for one in self.tried],

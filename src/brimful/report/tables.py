@@ -104,7 +104,7 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
 
 def _run_facts(plan: Plan) -> dict[str, str]:
     """What a run is predicted to take of host RAM and of time, as far as that is known."""
-    facts, host, time = {}, plan.host, plan.time
+    facts, host, time = {}, plan.host, plan.run_time
     if host.predicted_bytes is not None:
         predicted, limit = show_bytes(host.predicted_bytes), show_bytes(host.limit_bytes)
         facts["host RAM"] = tr("{predicted} of {limit} (predicted)", predicted=predicted, limit=limit)

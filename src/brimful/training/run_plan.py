@@ -142,7 +142,7 @@ def with_time(plan: Plan, rows: Dataset, *, steps: int, done: int) -> Plan:
         epoch_s=None if step_s is None else step_s / passes_per_step, total_s=None if step_s is None else steps * step_s,
         ends=ends,
     )  # fmt: skip
-    return replace(plan, time=time)
+    return replace(plan, run_time=time)
 
 
 def with_run_warnings(plan: Plan, options: TrainOptions, *, steps: int, more: list[str]) -> Plan:

@@ -37,6 +37,11 @@ def tried(rates: Mapping[int, float] = {16: 540.0, 32: 598.0, 43: 672.0}) -> lis
 
 def rich_run(folder: Path, *, plan_values: Mapping[str, Any] | None = None, **values: Any) -> Path:
     """A run of 300 steps with evaluations, checkpoints and two out-of-memory errors, unless told otherwise."""
-    plan = {"memory_model": memory_model(), "tried": tried(), "not_tried": ["padded fp32: no time left"], **(plan_values or {})}
+    plan = {
+        "memory_model": memory_model(),
+        "tried": tried(),
+        "not_tried": ["padded fp32: no time left"],
+        **(plan_values or {}),
+    }
     defaults: dict[str, Any] = {"ooms": [120, 180], "evals": range(50, 301, 50), "checkpoints": [100, 200, 300]}
     return write_run(folder, plan_values=plan, **{**defaults, **values})

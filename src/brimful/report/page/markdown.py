@@ -6,10 +6,10 @@ Text of a run is shown as it is: signs that Markdown or HTML would read are esca
 from collections.abc import Iterable, Iterator, Sequence
 
 from brimful.languages import tr, translate
-from brimful.report.diagnosis import Diagnosis
 from brimful.report.page.parts import MOST_ROWS, choice_rows, event_name, figure_rows, missing, plan_titles
 from brimful.report.page.report_figures import ReportFigures
 from brimful.report.page.summary import checklist, event_time, key_figures, next_steps, summary, verdict_words
+from brimful.report.why.diagnosis import Diagnosis
 
 _SIGNS = "\\`*_[]<>#|"
 

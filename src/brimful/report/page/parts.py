@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from brimful.languages import tr, translate
-from brimful.report.diagnosis import Diagnosis, Fix
 from brimful.report.page.planning_charts import model_chart, probe_fits, setting_name
 from brimful.report.page.report_figures import ReportFigures, any_number, is_number, mappings, number
 from brimful.report.page.summary import (
@@ -29,6 +28,7 @@ from brimful.report.page.summary import (
     summary,
     verdict_words,
 )
+from brimful.report.why.diagnosis import Diagnosis, Fix
 from brimful.units import show_bytes, show_rate, show_seconds
 
 MOST_ROWS = 80

@@ -175,7 +175,7 @@ class ReportFigures:
 
     @cached_property
     def predicted_time(self) -> Mapping[str, Any]:
-        return _mapping(self.plan.get("time"))
+        return _mapping(self.plan.get("run_time"))
 
     @cached_property
     def seconds_per_epoch(self) -> float | None:

@@ -13,8 +13,8 @@ from datetime import datetime
 from typing import Any, Literal
 
 from brimful.languages import language, tr, translate
-from brimful.report.diagnosis import Diagnosis
 from brimful.report.page.report_figures import ReportFigures, is_number, number, timestamp
+from brimful.report.why.diagnosis import Diagnosis
 from brimful.units import DANGER, EDGE, show_bytes, show_rate, show_seconds
 
 Verdict = Literal["pass", "warn", "fail", "unknown"]
@@ -295,7 +295,7 @@ def _use_the_model(figures: ReportFigures, run: str) -> list[NextStep]:
 def findings_of(figures: ReportFigures) -> list[Diagnosis]:
     """What `brimful why RUN` finds; nothing if it cannot be asked."""
     with suppress(ImportError):
-        from brimful.report.run_checks import check_run
+        from brimful.report.why.run_checks import check_run
 
         return list(check_run(figures.run))
     return []

@@ -249,7 +249,7 @@ def _step_s(recent: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _epochs(record: RunRecord, last: Mapping[str, Any], steps: int | None) -> float | None:
     """Of the whole run."""
-    per_epoch = number(_dict(_plan_file(record, 0).get("time")), "steps_per_epoch")  # an event has a time of its own
+    per_epoch = number(_dict(record.plan.get("run_time")), "steps_per_epoch")
     if steps and per_epoch:
         return steps / per_epoch
     epoch, step = number(last, "epoch"), last.get("step")

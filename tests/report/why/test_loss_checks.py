@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from brimful.report.diagnosis import Diagnosis
-from brimful.report.run_checks import check_run
 from brimful.report.run_record import RunRecord
+from brimful.report.why.diagnosis import Diagnosis
+from brimful.report.why.run_checks import check_run
 from tests.report.fake_runs import plan, write_run
-from tests.report.loss_curves import HEALTHY, SICK, Curve
+from tests.report.why.loss_curves import HEALTHY, SICK, Curve
 
 
 def found(folder: Path, kind: str, **values: Any) -> Diagnosis | None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from brimful.report.diagnosis import Certainty, Resource
-from brimful.report.gpu_messages import (
+from brimful.report.why.diagnosis import Certainty, Resource
+from brimful.report.why.gpu_messages import (
     async_message,
     mps_message,
     phase_of,
@@ -22,8 +22,8 @@ from brimful.report.gpu_messages import (
     tensor_message,
     torch_message,
 )
-from brimful.report.log_stream import ANYWHERE, TRACEBACK, Place
-from brimful.report.wanted_block import SIZE, size_bytes
+from brimful.report.why.log_stream import ANYWHERE, TRACEBACK, Place
+from brimful.report.why.wanted_block import SIZE, size_bytes
 from brimful.units import KiB, show_bytes
 
 ROOT, VAGUE, CONSEQUENCE, SYMPTOM = range(4)

@@ -3,8 +3,8 @@
 import pytest
 
 import brimful
-from brimful.report.log_settings import Settings, read_settings
-from brimful.report.wanted_block import bounds, likely_blocks
+from brimful.report.why.log_settings import Settings, read_settings
+from brimful.report.why.wanted_block import bounds, likely_blocks
 from brimful.units import GiB, MiB
 
 CHAT = Settings(

@@ -10,9 +10,9 @@ segments are worth a line only if more than 10 % of what the process holds is re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from brimful.report.diagnosis import Basis, Fix
-from brimful.report.log_settings import Settings
-from brimful.report.wanted_block import Block
+from brimful.report.why.diagnosis import Basis, Fix
+from brimful.report.why.log_settings import Settings
+from brimful.report.why.wanted_block import Block
 from brimful.units import show_bytes
 
 FRAGMENTED = 0.10

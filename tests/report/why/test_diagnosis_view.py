@@ -9,10 +9,10 @@ from rich.console import Console
 
 import brimful
 from brimful.languages import set_language
-from brimful.report.diagnosis import Diagnosis, Fix, in_language
-from brimful.report.diagnosis_view import diagnoses_view
+from brimful.report.why.diagnosis import Diagnosis, Fix, in_language
+from brimful.report.why.diagnosis_view import diagnoses_view
 
-LOGS = sorted((Path(__file__).parents[1] / "logs").glob("*.log"))
+LOGS = sorted((Path(__file__).parents[2] / "logs").glob("*.log"))
 NAMES = [
     "GPU",
     "RAM",

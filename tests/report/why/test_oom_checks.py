@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from brimful.report.diagnosis import Diagnosis
-from brimful.report.run_checks import check_run
 from brimful.report.run_record import RunRecord
+from brimful.report.why.diagnosis import Diagnosis
+from brimful.report.why.run_checks import check_run
 from brimful.units import GiB
 from tests.report.fake_runs import memory_model, tried, write_run
 

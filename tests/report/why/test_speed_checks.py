@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from brimful.report.run_checks import check_run
 from brimful.report.run_record import RunRecord
+from brimful.report.why.run_checks import check_run
 from brimful.units import GiB
 from tests.report.fake_runs import plan, tried, write_run
 

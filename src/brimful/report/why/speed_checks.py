@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.finding import Finding, say
-from brimful.report.long_rows import has_store
-from brimful.report.oom_checks import chosen_of, rate_of
 from brimful.report.run_figures import RunFigures, Typical, finite, objects, part, step_seconds, whole
+from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.why.finding import Finding, say
+from brimful.report.why.long_rows import has_store
+from brimful.report.why.oom_checks import chosen_of, rate_of
 from brimful.units import GiB, MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
 LEAST_STEPS = 20

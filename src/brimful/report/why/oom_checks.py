@@ -16,10 +16,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.finding import Finding, say
-from brimful.report.long_rows import LongRow, find_long_row, share_longer
 from brimful.report.run_figures import RunFigures, finite, lengths, objects, part, show_lengths, step_seconds, whole
+from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.why.finding import Finding, say
+from brimful.report.why.long_rows import LongRow, find_long_row, share_longer
 from brimful.units import flag_bytes, show_bytes, show_rows
 
 FILL = 0.85

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from brimful.report.diagnosis import Diagnosis, Fix
-from brimful.report.finding import Finding, say
-from brimful.report.growth_checks import growth_findings
-from brimful.report.loss_checks import loss_findings
-from brimful.report.oom_checks import oom_findings, resource
 from brimful.report.run_figures import RunFigures, part, seconds_at, whole
 from brimful.report.run_record import RunRecord
-from brimful.report.speed_checks import LEAST_STEPS, speed_findings
+from brimful.report.why.diagnosis import Diagnosis, Fix
+from brimful.report.why.finding import Finding, say
+from brimful.report.why.growth_checks import growth_findings
+from brimful.report.why.loss_checks import loss_findings
+from brimful.report.why.oom_checks import oom_findings, resource
+from brimful.report.why.speed_checks import LEAST_STEPS, speed_findings
 from brimful.training.events import number
 from brimful.units import show_bytes
 

@@ -22,9 +22,9 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.finding import Finding, say
 from brimful.report.run_figures import RunFigures, Typical, part, spread
+from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.why.finding import Finding, say
 from brimful.training.events import number
 from brimful.units import show_rows
 

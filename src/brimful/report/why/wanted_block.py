@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from brimful.report.log_settings import Settings
+from brimful.report.why.log_settings import Settings
 from brimful.units import GiB, KiB, MiB, TiB
 
 _SIZE = re.compile(r"(\d+(?:\.(\d+))?)\s*([KMGT]i?B|[Bb]ytes?|B)\b")

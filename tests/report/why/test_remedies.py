@@ -9,12 +9,12 @@ import pytest
 
 import brimful
 from brimful.planning.plan_options import PlanOptions
-from brimful.report.diagnosis import FRAMEWORKS
+from brimful.report.why.diagnosis import FRAMEWORKS
 from brimful.tasks.chatlm import ChatOptions
 from brimful.training.options import TrainOptions
 from brimful.units import GiB
 
-LOGS = sorted((Path(__file__).parents[1] / "logs").glob("*.log"))
+LOGS = sorted((Path(__file__).parents[2] / "logs").glob("*.log"))
 ALL_FIXES = {(fix.title, name, setting): None for log in LOGS for fix in brimful.diagnose(log).fixes for name, setting in fix.flags.items()}  # fmt: skip
 
 

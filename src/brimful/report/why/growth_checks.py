@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.finding import Finding, say
-from brimful.report.long_rows import longest_lengths
-from brimful.report.oom_checks import row_place, shorter_rows
 from brimful.report.run_figures import RunFigures, finite, in_parts, lengths, part, whole
+from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.why.finding import Finding, say
+from brimful.report.why.long_rows import longest_lengths
+from brimful.report.why.oom_checks import row_place, shorter_rows
 from brimful.units import MiB, show_bytes, zone
 
 LEAST_STEPS = 64

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from brimful.data.store import StoreWriter
-from brimful.report.run_checks import check_run
 from brimful.report.run_record import RunRecord
+from brimful.report.why.run_checks import check_run
 from brimful.units import GiB, MiB
 from tests.report.fake_runs import write_run
 

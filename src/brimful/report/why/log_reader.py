@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from brimful.report.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.gpu_messages import PHASE_WORDS
-from brimful.report.log_settings import read_settings
-from brimful.report.log_signs import LOOKED_FOR, ROOT, SIGNS, SYMPTOM, VAGUE, Finding, literals
-from brimful.report.log_stream import ANYWHERE, TRACEBACK, Scan, open_log, scan
-from brimful.report.remedies import remedies
-from brimful.report.wanted_block import Block, bounds, likely_blocks
+from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.why.gpu_messages import PHASE_WORDS
+from brimful.report.why.log_settings import read_settings
+from brimful.report.why.log_signs import LOOKED_FOR, ROOT, SIGNS, SYMPTOM, VAGUE, Finding, literals
+from brimful.report.why.log_stream import ANYWHERE, TRACEBACK, Scan, open_log, scan
+from brimful.report.why.remedies import remedies
+from brimful.report.why.wanted_block import Block, bounds, likely_blocks
 from brimful.units import show_bytes, show_count
 
 INCIDENT_BYTES = 256 * 2**10

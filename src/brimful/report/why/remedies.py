@@ -6,10 +6,10 @@ A full GPU has a module of its own, `gpu_remedies`.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from brimful.report.diagnosis import Fix
-from brimful.report.gpu_remedies import GpuRemedies
-from brimful.report.log_settings import Settings
-from brimful.report.wanted_block import Block
+from brimful.report.why.diagnosis import Fix
+from brimful.report.why.gpu_remedies import GpuRemedies
+from brimful.report.why.log_settings import Settings
+from brimful.report.why.wanted_block import Block
 from brimful.units import GiB
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from brimful import languages
 from brimful.languages import set_language, translate
-from brimful.report import run_checks
 from brimful.report.compare import compare_runs
-from brimful.report.diagnosis import Diagnosis
-from brimful.report.run_checks import TITLES, check_run
 from brimful.report.run_record import RunRecord
+from brimful.report.why import run_checks
+from brimful.report.why.diagnosis import Diagnosis
+from brimful.report.why.run_checks import TITLES, check_run
 from brimful.units import GiB
 from tests.report.fake_runs import memory_model, plan, tried, write_run
 from tests.report.test_compare import changed, loss, resumed, shown

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from brimful.report.log_stream import Place
-from brimful.report.wanted_block import SIZE, size_bytes
+from brimful.report.why.log_stream import Place
+from brimful.report.why.wanted_block import SIZE, size_bytes
 from brimful.units import show_bytes
 
 MESSAGE_CHARS = 1600

@@ -8,8 +8,8 @@ import pytest
 
 import brimful
 from brimful.errors import BadData
-from brimful.report import log_stream
-from brimful.report.log_reader import diagnose_stream
+from brimful.report.why import log_stream
+from brimful.report.why.log_reader import diagnose_stream
 
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.64 GiB of which "

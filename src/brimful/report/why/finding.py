@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from brimful.report.diagnosis import Diagnosis
+from brimful.report.why.diagnosis import Diagnosis
 
 
 @dataclass(frozen=True, slots=True)

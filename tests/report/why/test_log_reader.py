@@ -10,7 +10,7 @@ import pytest
 
 import brimful
 
-LOGS = Path(__file__).parents[1] / "logs"
+LOGS = Path(__file__).parents[2] / "logs"
 EXPECTED = tomllib.loads((LOGS / "expected.toml").read_text(encoding="utf-8"))
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.64 GiB of which "

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from brimful.report import run_checks
-from brimful.report.run_checks import check_run
 from brimful.report.run_record import RunRecord
+from brimful.report.why import run_checks
+from brimful.report.why.run_checks import check_run
 from brimful.units import GiB
 from tests.report.fake_runs import sample_event, step_event, write_run
 
@@ -146,7 +146,7 @@ def test_every_kind_has_a_title():
 
 def test_torch_is_not_imported(tmp_path):
     run = write_run(tmp_path / "run", ooms=[120])
-    code = "import sys; from brimful.report.run_checks import check_run; from brimful.report.run_record import RunRecord; check_run(RunRecord(sys.argv[1])); print('torch' in sys.modules)"
+    code = "import sys; from brimful.report.why.run_checks import check_run; from brimful.report.run_record import RunRecord; check_run(RunRecord(sys.argv[1])); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.languages import tr, translate
-from brimful.report.diagnosis import Diagnosis, Fix, in_language
+from brimful.report.why.diagnosis import Diagnosis, Fix, in_language
 from brimful.units import show_bytes
 
 TITLES = {

@@ -249,9 +249,9 @@ def _step_s(recent: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _epochs(record: RunRecord, last: Mapping[str, Any], steps: int | None) -> float | None:
     """Of the whole run."""
-    per_epoch = number(_dict(record.plan.get("run_time")), "steps_per_epoch")
-    if steps and per_epoch:
-        return steps / per_epoch
+    rows, per_step = number(record.plan, "data_rows"), number(record.plan, "global_batch")
+    if steps and rows and per_step:
+        return steps * per_step / rows
     epoch, step = number(last, "epoch"), last.get("step")
     return epoch / step * steps if epoch and step and steps else None
 

@@ -84,7 +84,8 @@ def progress(canvas: Canvas) -> Lines:
     facts += [f"{show_seconds(snapshot.step_s)}{tr('/step')}"] if snapshot.step_s is not None else []
     if snapshot.global_batch and snapshot.micro_batches:
         rows, count_of = snapshot.global_batch, snapshot.micro_batches
-        facts.append(tr("{rows:,} rows in {count:,} micro-batches", rows=rows, count=count_of))
+        several = tr("{rows:,} rows in {count:,} micro-batches", rows=rows, count=count_of)
+        facts.append(tr("{rows:,} rows in one micro-batch", rows=rows) if count_of == 1 else several)
     facts += [translate(fact) for fact in (snapshot.precision, snapshot.layout) if fact]
     return [canvas.row(tr("step"), steps), canvas.row(tr("epoch"), canvas.facts(facts))]
 

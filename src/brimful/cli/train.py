@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
 from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show
 from brimful.errors import BadOption, BadRun
+from brimful.languages import tr
 from brimful.tasks.load import check_request_options, check_spec, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.launch import Outcome, supervise
@@ -301,8 +302,9 @@ def _print_ending(folder: RunFolder, *, json: bool) -> None:
 
 def _left_by_dry_run(folder: RunFolder) -> str:
     if folder.has_run or not folder.data.exists():
-        return "nothing was trained (--dry-run)"
-    return f"nothing was trained (--dry-run). The prepared data stay in {folder.data}; --run {folder.root} uses them"
+        return tr("nothing was trained (--dry-run)")
+    template = "nothing was trained (--dry-run). The prepared data stay in {data}; --run {run} uses them"
+    return tr(template, data=folder.data, run=folder.root)
 
 
 def _note(message: str) -> None:

@@ -7,6 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from brimful.languages import set_language
 from brimful.machine.gpu import Gpu, GpuProcess
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine, Software
@@ -95,6 +96,20 @@ def test_short_steps_are_in_milliseconds(plan):
 
 def test_a_plan_that_is_of_no_run_shows_no_time(plan):
     assert "time" not in facts(plan)
+
+
+@pytest.fixture
+def chinese():
+    set_language("zh")
+    yield
+    set_language(None)
+
+
+def test_in_chinese_the_time_of_a_run_and_its_changes_are_too(plan, chinese):
+    lines = render(plan_table(with_time(plan)), 120).splitlines()
+    assert any("每个 epoch 12 步；每步 0.38 s，总计 1 min 54 s，09:02 结束（预测）" in line for line in lines)
+    assert changes()[0] == "规划 2，变化如下："
+    assert changes()[3] == "从这里起是另一个实验：每步 144 行，原来是 192 行"
 
 
 def test_a_clock_shows_the_date_unless_it_is_today():

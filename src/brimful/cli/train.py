@@ -308,8 +308,9 @@ def _print_ending(folder: RunFolder, *, json: bool) -> None:
 
 def _left_by_dry_run(folder: RunFolder) -> str:
     if folder.has_run or not folder.data.exists():
-        return "nothing was trained (--dry-run)"
-    return f"nothing was trained (--dry-run). The prepared data stay in {folder.data}; --run {folder.root} uses them"
+        return tr("nothing was trained (--dry-run)")
+    template = "nothing was trained (--dry-run). The prepared data stay in {data}; --run {run} uses them"
+    return tr(template, data=folder.data, run=folder.root)
 
 
 def _note(message: str) -> None:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.languages import tr, translate
+from brimful.languages import language, tr, translate
 from brimful.machine.gpu import Gpu, describe_holders
 from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
@@ -152,7 +152,8 @@ def plan_changes(event: Mapping[str, Any]) -> RenderableType:
     is_other = experiment == "other"
     verdict = tr("another experiment from here on") if is_other else tr("the same experiment")
     if experiment in ("same", "other"):
-        sentence = ": ".join([verdict, *(["; ".join(map(translate, reasons))] if reasons else [])])
+        colon = "：" if language() == "zh" else ": "
+        sentence = f"{verdict}{colon}{translate('; '.join(reasons))}" if reasons else verdict
         lines.append(Text(sentence, style=WARNING if is_other else ""))
     return Group(*lines)
 

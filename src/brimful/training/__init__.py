@@ -7,6 +7,8 @@
     average       the average of the weights that `ema` keeps
     evaluate      the loss and scores over a fixed set of rows
     choose_plan   the plan of the run before, or a new one for each kind of device
+    run_plan      what a run adds to its plan: choices, sources, the predicted time, warnings
+    plan_history  the plans a run has had, what changed between them, and the way back
     checkpoint    how a checkpoint becomes durable
     state         what is in a checkpoint
     run           the run's folder and the request it keeps
@@ -19,7 +21,7 @@
     launch        the processes of `brimful train`, and how they end
     connection    whether the processes reach each other
 
-`train` and `Hook` load on first use, because `options`, `run` and `launch` must not import torch.
+`train` and `Hook` load on first use, because `options`, `run`, `plan_history` and `launch` must not import torch.
 """
 
 from typing import TYPE_CHECKING

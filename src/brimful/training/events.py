@@ -8,7 +8,8 @@ Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a
     begin        run, steps, processes, resumed, request (task, data and options, as in run.json), format (of this file), version
                  (Brimful's), host (its name), pid, gpus ({index, name, total_bytes} of each in use), cores, ram_limit_bytes
     flops        how the arithmetic of a row and the device's peak were found, for `mfu`
-    plan         the plan, as in plan.json
+    plan         the plan, as in plan.json, with its number in plans/; number_before, changes (name, old, new), experiment (new,
+                 same, other) and experiment_reasons, which compare it with the plan before
     resume       samples, processes_before, sentence; `step` is the checkpoint's: lines of later steps above it do not count
     step         steps (in all), loss, terms (if there are several), log (values of `Loss.log`), rows, tokens, seconds,
                  micro_batches, lr, grad_norm, applied, ooms, data_wait_s, rows_per_s, tokens_per_s, mfu, epoch, eta_s, and

@@ -115,32 +115,32 @@ def nan_from(first: int, last: int = 10**9, norm: float = 1.2) -> dict[str, Any]
 
 
 def test_a_run_that_ended_in_nan(tmp_path):
-    nan = found(tmp_path, "loss-not-finite", done=200, steps=300, end="failed", step_values=nan_from(195))
+    nan = found(tmp_path, "nan-loss", done=200, steps=300, end="failed", step_values=nan_from(195))
     assert nan.certainty == "certain"
     assert "in 6 of 200 steps, first in step 195" in nan.cause
 
 
 def test_a_gradient_that_rose_before_points_to_the_learning_rate(tmp_path):
-    nan = found(tmp_path, "loss-not-finite", done=200, end="failed", step_values=nan_from(195, norm=400.0))
+    nan = found(tmp_path, "nan-loss", done=200, end="failed", step_values=nan_from(195, norm=400.0))
     assert "The gradient norm had risen before, from 1.2 to 400." in nan.cause
     assert nan.fixes[0].flags == {"brimful": "--lr 3e-05"}
 
 
 def test_nan_from_the_first_step_is_not_blamed_on_the_learning_rate(tmp_path):
-    nan = found(tmp_path, "loss-not-finite", done=6, end="failed", step_values=nan_from(1))
+    nan = found(tmp_path, "nan-loss", done=6, end="failed", step_values=nan_from(1))
     assert "not the learning rate" in nan.cause
     assert not any("--lr" in fix.flags.get("brimful", "") for fix in nan.fixes)
 
 
 def test_one_skipped_step_of_many_is_only_mentioned(tmp_path):
-    nan = found(tmp_path, "loss-not-finite", step_values=nan_from(77, 77))
+    nan = found(tmp_path, "nan-loss", step_values=nan_from(77, 77))
     assert nan.cause.startswith("Loss or gradients were NaN or infinite in step 77.")
     assert nan.certainty == "likely"
 
 
 def test_fp16_may_skip_steps_while_its_scale_settles(tmp_path):
     levers = {**plan()["levers"], "precision": "fp16"}
-    assert found(tmp_path, "loss-not-finite", step_values=nan_from(1, 8), plan_values={"levers": levers}) is None
+    assert found(tmp_path, "nan-loss", step_values=nan_from(1, 8), plan_values={"levers": levers}) is None
 
 
 def test_a_rate_of_zero_changes_nothing(tmp_path):

@@ -38,7 +38,7 @@ WAITING = {"times": times(compute=0.2, data=0.2)}
         ({"cpu": 0.97}, 2, "The CPU is busy (97% of 8 cores)", "likely", "brimful data tokenize"),
         ({"cpu": 0.37}, 2, "The 2 workers are busy (37% of 8 cores), and there are cores left", "likely", "--workers 4"),
         ({"cpu": 0.1, "read_bytes_per_s": 210e6}, 2, "The CPU is idle (10%) while 200.3 MiB/s are read, so the disk is the limit", "likely", None),
-        ({"cpu": 0.1, "read_bytes_per_s": 1e6}, 2, "a disk that answers slowly", "possible", None),
+        ({"cpu": 0.1, "read_bytes_per_s": 1e6}, 2, "a disk that answers slowly", "possible", "--workers 4"),
         ({"cpu": 0.2}, 0, "No worker reads ahead", "likely", "--workers 4"),
         ({"cpu": None}, 2, "no samples that tell whether CPU or disk", "possible", "brimful data tokenize"),
     ],

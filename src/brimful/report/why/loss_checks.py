@@ -345,7 +345,7 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
     serious = ended_so or len(bad) > SKIPPED * len(run.steps)
     skip = next((event for event in run.record.of_kind("skip") if event["step"] == first), {})
     yield _finding(
-        0.95 if all_of_them or ended_so else 0.5 if serious else 0.2, "loss-not-finite", sentences, "certain" if serious else "likely", figures,
+        0.95 if all_of_them or ended_so else 0.5 if serious else 0.2, "nan-loss", sentences, "certain" if serious else "likely", figures,
         fixes, evidence=f"events.jsonl, step {first}" + (f": {skip['sentence']}" if skip.get("sentence") else ""),
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ TITLES = {
     "device-memory-leak": "Memory leak",
     "host-memory-leak": "Host RAM leak",
     "long-row": "One long row",
-    "loss-not-finite": "NaN in the loss",
+    "nan-loss": "NaN in the loss",
     "loss-diverging": "The loss diverges",
     "loss-swinging": "The loss swings",
     "loss-flat": "The loss does not fall",

@@ -199,7 +199,12 @@ def _data_cause(
         return sentence, "likely", [copy]
     if cpu is not None and cpu < IDLE_CPU and reads is not None:
         sentence = say("The CPU is idle ({cpu}) and only {reads}/s are read: a disk that answers slowly, such as one in the network, or a dataset that waits.", cpu=f"{cpu:.0%}", reads=show_bytes(reads))  # fmt: skip
-        return sentence, "possible", [copy]
+        many = 2 * max(2, workers or 0)
+        waiting = Fix(
+            title=say("Use {workers} workers, which wait at the same time", workers=many), costs=say("host RAM of the workers"),
+            flags={"brimful": f"--workers {many}"},
+        )  # fmt: skip
+        return sentence, "possible", [waiting, copy]
     return say("The run has no samples that tell whether CPU or disk is the cause."), "possible", [prepare, copy]
 
 

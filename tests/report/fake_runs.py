@@ -41,7 +41,7 @@ def plan(**values: Any) -> dict[str, Any]:
         "levers": {"checkpointing": "off", "compile": "off", "chunked_loss": "off", "precision": "bf16", "cudnn_attention": "on", "cuda_graphs": "off"},
         "host": {"workers": 2, "prefetch": 2, "pin_memory": True, "predicted_bytes": 3 * GiB, "limit_bytes": 16 * GiB},
         "choices": [dict(zip(names, choice, strict=True)) for choice in choices],
-        "warnings": [], "tried": [], "not_tried": [], "data_rows": 3000, "created": "2026-01-31 09:00:00+00:00", "cached": False,
+        "warnings": [], "tried": [], "not_tried": [], "data_rows": 3072, "created": "2026-01-31 09:00:00+00:00", "cached": False,
         "run_time": {"steps": 300, "steps_per_epoch": 12, "step_s": 0.381, "epoch_s": 4.6, "total_s": 114.0, "ends": "2026-01-31T09:02:00Z"},
         **values,
     }  # fmt: skip

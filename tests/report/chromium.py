@@ -4,6 +4,7 @@ It speaks Chromium's DevTools protocol, JSON messages that end in a zero byte, s
 """
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -19,7 +20,9 @@ WAIT_S = 60.0
 
 
 def chromium_path() -> str | None:
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+    )
 
 
 class Chromium:
@@ -33,10 +36,14 @@ class Chromium:
             "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--mute-audio",
             "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank",
         ]  # fmt: skip
-        command = ["sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "sh", str(chromium_path()), *flags]
+        # Chromium reads commands from file 3 and writes answers to file 4, whatever those are in this process.
+        reads, writes = (fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (to_browser, from_browser))
         self._process = subprocess.Popen(
-            command, pass_fds=(to_browser, from_browser), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            [str(chromium_path()), *flags], pass_fds=(3, 4), preexec_fn=lambda: (os.dup2(reads, 3), os.dup2(writes, 4)),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        os.close(reads)
+        os.close(writes)
         os.close(to_browser)
         os.close(from_browser)
         self._rest, self._count = b"", 0
@@ -57,7 +64,9 @@ class Chromium:
             os.close(self._write)
             os.close(self._read)
 
-    def page(self, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1, scripts: bool = True) -> "Page":
+    def page(
+        self, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1, scripts: bool = True
+    ) -> "Page":
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session, target)
@@ -147,10 +156,19 @@ class Page:
         return value
 
     def size(self, width: int, height: int, scale: float = 1) -> None:
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
+        )
 
     def theme(self, dark: bool) -> None:
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
 
     def move(self, x: float, y: float) -> None:
         """The pointer, to a place in the window."""
@@ -162,7 +180,12 @@ class Page:
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A PNG of the page, or of what the window shows."""
-        answer = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **({"clip": self._whole()} if whole else {}))
+        answer = self.send(
+            "Page.captureScreenshot",
+            format="png",
+            captureBeyondViewport=whole,
+            **({"clip": self._whole()} if whole else {}),
+        )
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _whole(self) -> dict[str, float]:

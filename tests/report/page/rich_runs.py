@@ -23,7 +23,7 @@ def memory_model(sizes: tuple[int, ...] = (1, 4, 16, 43)) -> dict[str, Any]:
     return {"phases": {"forward": terms}, "margin": 1.0, "reserved_ratio": 1.05, "error": 0.004, "probes": probes}
 
 
-def tried(rates: Mapping[int, float] = {16: 540.0, 32: 598.0, 43: 672.0}) -> list[dict[str, Any]]:  # noqa: B006 - not changed
+def tried(rates: Mapping[int, float] = {16: 540.0, 32: 598.0, 43: 672.0}) -> list[dict[str, Any]]:
     """The largest was chosen, and one more does not fit."""
     setting = {"layout": "padded", "precision": "bf16", "compile": "off", "checkpointing": "off"}
     common = {"setting": setting, "shape": SHAPE, "tokens": None, "reserved_bytes": None, "basis": "measured", "step_s": None, "data_rows_per_s": None, "allowed": True}  # fmt: skip
@@ -37,6 +37,11 @@ def tried(rates: Mapping[int, float] = {16: 540.0, 32: 598.0, 43: 672.0}) -> lis
 
 def rich_run(folder: Path, *, plan_values: Mapping[str, Any] | None = None, **values: Any) -> Path:
     """A run of 300 steps with evaluations, checkpoints and two out-of-memory errors, unless told otherwise."""
-    plan = {"memory_model": memory_model(), "tried": tried(), "not_tried": ["padded fp32: no time left"], **(plan_values or {})}
+    plan = {
+        "memory_model": memory_model(),
+        "tried": tried(),
+        "not_tried": ["padded fp32: no time left"],
+        **(plan_values or {}),
+    }
     defaults: dict[str, Any] = {"ooms": [120, 180], "evals": range(50, 301, 50), "checkpoints": [100, 200, 300]}
     return write_run(folder, plan_values=plan, **{**defaults, **values})

@@ -4,6 +4,7 @@ It speaks Chromium's DevTools protocol, JSON messages that end in a zero byte, s
 """
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -35,10 +36,14 @@ class Chromium:
             "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--mute-audio",
             "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank",
         ]  # fmt: skip
-        command = ["sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "sh", str(chromium_path()), *flags]
+        # Chromium reads commands from file 3 and writes answers to file 4, whatever those are in this process.
+        reads, writes = (fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (to_browser, from_browser))
         self._process = subprocess.Popen(
-            command, pass_fds=(to_browser, from_browser), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            [str(chromium_path()), *flags], pass_fds=(3, 4), preexec_fn=lambda: (os.dup2(reads, 3), os.dup2(writes, 4)),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+        os.close(reads)
+        os.close(writes)
         os.close(to_browser)
         os.close(from_browser)
         self._rest, self._count = b"", 0

@@ -22,6 +22,8 @@ from brimful.units import is_whole
 
 POINTS = 120
 """Of the model's curve."""
+_WRONG = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""What a memory model of another format ends in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ def probe_fits(plan: Mapping[str, Any]) -> list[ProbeFit]:
                 )
         planned = _shape(plan)
         return sorted(fits, key=lambda fit: (fit.shape != planned, fit.shape, fit.rows))
-    except (TypeError, ValueError):
+    except _WRONG:
         return []
 
 
@@ -63,7 +65,7 @@ def _memory_model(plan: Mapping[str, Any]) -> MemoryModel | None:
     content = plan.get("memory_model")
     try:
         return MemoryModel.from_json(content) if isinstance(content, dict) and content else None
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except _WRONG:
         return None
 
 
@@ -82,9 +84,11 @@ def model_chart(one: ReportFigures) -> str:
     largest = max(*(fit.rows for fit in fits), int(chosen or 1))
     most = min(math.ceil(1.12 * largest), step_rows or largest)
     rows = np.unique(np.linspace(1, most, min(most, POINTS)).round())
-    curve = np.array(
-        [model.peak_bytes(int(count), shape, whole=count == step_rows) for count in rows], dtype=np.float64
-    )
+    try:
+        sizes = [model.peak_bytes(int(count), shape, whole=count == step_rows) for count in rows]
+    except _WRONG:
+        return ""
+    curve = np.array(sizes, dtype=np.float64)
     peaks = np.array([fit.peak_bytes for fit in fits], dtype=np.float64)
     series = [
         Series(name=tr("the model"), x=rows, y=curve),

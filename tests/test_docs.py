@@ -19,8 +19,6 @@ DOCS, CHINESE = ROOT / "docs", ROOT / "docs/zh"
 PAGES = sorted(CHINESE.glob("*.md"))
 SAME = ("from-chatlm.md", "errors.md")
 """Chinese pages that are translations of an English one."""
-NOT_YET = {"watch", "why", "compare", "report", "doctor", "--dry-run", "--rollback"}
-"""Commands and flags that are documented and not merged yet. Empty this list when they are."""
 OTHER_FLAGS = {"--shm-size", "--ipc", "--multi", "--num", "--is", "--use", "--batch", "--learn", "--best"}
 """Of docker, and of the old scripts as far as their first underscore."""
 OTHER_PROGRAMS = {"hf", "export", "pip", "torchrun", "accelerate", "make"}
@@ -65,14 +63,13 @@ def test_both_languages_show_the_same_commands_and_code(name):
 def test_both_languages_name_the_same_commands_in_their_text(name):
     """In any order, and each as often as a sentence needs it."""
     english, chinese = (set(named_commands(shown(folder / name))) for folder in (DOCS, CHINESE))
-    assert {one for one in english ^ chinese if one.split()[1] not in NOT_YET} == set()
+    assert english ^ chinese == set()
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_both_languages_have_the_same_tables(name):
     rows = [re.findall(r"^\|", shown(folder / name), re.MULTILINE) for folder in (DOCS, CHINESE)]
-    tolerance = 30 if name == "from-chatlm.md" and NOT_YET else 0  # a table of old names comes with `brimful doctor`
-    assert abs(len(rows[0]) - len(rows[1])) <= tolerance
+    assert len(rows[0]) == len(rows[1])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +78,7 @@ def test_both_languages_have_the_same_tables(name):
 def test_every_command_that_is_named_exists_with_its_flags(page):
     for command in named_commands(shown(page)):
         program, *tokens = shlex.split(command.split(" && ")[0].split(" > ")[0])
-        if program in OTHER_PROGRAMS or NOT_YET & set(tokens):
+        if program in OTHER_PROGRAMS:
             continue
         assert program == "brimful", command
         _parse(tokens, command)
@@ -114,7 +111,7 @@ def test_a_command_that_does_not_exist_is_noticed(wrong):
 @pytest.mark.parametrize("page", [*PAGES, DOCS / "errors.md"], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_flag_in_the_text_exists(page):
     known = _flags_of(make_app(["train", "chatlm-sft"])) | {"--help", "--lang", "--traceback"}
-    assert flags(shown(page)) - known - NOT_YET - OTHER_FLAGS == set()
+    assert flags(shown(page)) - known - OTHER_FLAGS == set()
 
 
 def _flags_of(app: App) -> set[str]:

@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 from types import ModuleType
 
 import pytest
+from brimful.report.diagnosis import Diagnosis, Fix
 
 from brimful.memory.model import MemoryModel
-from brimful.report.diagnosis import Diagnosis, Fix
 from brimful.report.page.planning_charts import probe_fits
 from brimful.report.page.report import Report, run_names
 from brimful.report.run_record import RunRecord

@@ -1,8 +1,8 @@
 """A run in plain words, and the checklist of the guide filled in."""
 
 import pytest
-
 from brimful.report.diagnosis import Diagnosis, Fix
+
 from brimful.report.page.report_figures import ReportFigures
 from brimful.report.page.summary import checklist, key_figures, next_steps, percent, summary
 from brimful.report.run_record import RunRecord

@@ -1,0 +1,103 @@
+"""Draw every view from real runs: docs/plan.svg, watch.svg, why.svg, compare.svg, doctor.svg and report.png.
+
+    python docs/recording/pictures.py [SVG …]
+
+Trains two short runs of the tiny chat model on the CPU in a temporary folder, then shows them with the commands that a user
+would type. What the commands print is drawn as it is; nothing is written by hand but the log that `why` reads, which is the
+message of a user's own guide. The page is photographed by Chromium. With names, only those pictures are drawn again.
+"""
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+DOCS = Path(__file__).parents[1]
+TRAIN = ["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--max-steps", "200", "--device", "cpu"]
+LOG = """\
+batch_size_per_gpu: 32, gradient_accumulation_steps: 2, num_processes: 3, max_seq_len: 252, vocab_size: 40960
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB \
+is free. Including non-PyTorch memory, this process has 18.50 GiB memory in use. Of the allocated memory 14.94 GiB is allocated by \
+PyTorch, and 3.18 GiB is reserved by PyTorch but unallocated.
+"""
+VIEWS = {
+    "plan": (["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--memory-limit", "1GiB", "--device", "cpu", "--dry-run"], 100, 40),
+    "watch": (["watch", "runs/first", "--once"], 100, 30),
+    "why": (["why", "train.log"], 100, 46),
+    "compare": (["compare", "runs/first", "runs/split"], 100, 60),
+    "doctor": (["doctor"], 100, 60),
+}  # fmt: skip
+"""By picture: the command, and the size of the terminal. Longer output is cut."""
+PAGE = "1280,1700"
+
+
+def brimful(folder: Path, *arguments: str, columns: int = 100, lines: int = 40) -> str:
+    environment = {
+        **os.environ,
+        "FORCE_COLOR": "1",
+        "COLUMNS": str(columns),
+        "LINES": str(lines),
+        "BRIMFUL_LANG": "en",
+        "TERM": "xterm-256color",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "brimful", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode > 1:  # the doctor's 1 means that it found something
+        sys.exit(f"brimful {' '.join(arguments)} ended with {done.returncode}")
+    return done.stdout
+
+
+def svg(name: str, command: list[str], output: str, columns: int, lines: int) -> str:
+    """A terminal window. rich's own picture loads a font from the network; this one takes the reader's."""
+    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text.assemble(("$ ", "bright_blue"), f"brimful {' '.join(command)}"))
+    shown = output.rstrip("\n").split("\n")
+    for line in shown[:lines]:
+        console.print(Text.from_ansi(line), overflow="crop", no_wrap=True)
+    if len(shown) > lines:
+        console.print(Text("⋮", style="dim"))
+    picture = console.export_svg(title=f"brimful {name}")
+    picture = re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL)
+    return picture.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono")
+
+
+def main(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "train.log").write_text(LOG, encoding="utf-8")
+        if {"watch", "compare", "report"} & set(names):
+            brimful(folder, *TRAIN, "--run", "runs/first")
+            brimful(folder, *TRAIN, "--run", "runs/split", "--micro-batch", "8")
+        for view in names:
+            if view == "report":
+                brimful(folder, "report", "runs/first", "--output", "page.html")
+                browser = shutil.which("chromium") or sys.exit("The page needs Chromium.")
+                options = [
+                    "--headless",
+                    "--no-sandbox",
+                    "--hide-scrollbars",
+                    f"--user-data-dir={folder / 'browser'}",
+                    f"--window-size={PAGE}",
+                ]
+                subprocess.run([browser, *options, f"--screenshot={DOCS / 'report.png'}", f"file://{folder / 'page.html'}"], check=True, capture_output=True)  # fmt: skip
+                continue
+            command, columns, lines = VIEWS[view]
+            output = brimful(folder, *command, columns=columns, lines=lines)
+            (DOCS / f"{view}.svg").write_text(svg(view, command, output, columns, lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or [*VIEWS, "report"])

@@ -201,6 +201,10 @@ class Pair:
             return "as fast"
         return "faster" if ratio > 1 else "slower"
 
+    @property
+    def _too_noisy(self) -> bool:
+        return self.speed == "as fast" and SURE * (self.speed_error or 0.0) > TOO_NOISY
+
     @cached_property
     def verdict(self) -> Phrases:
         """The experiment and the speed first, then whatever else a reader must know."""
@@ -210,7 +214,7 @@ class Pair:
         ratio, error = self.speed_ratio, self.speed_error
         if ratio is None or error is None:
             return phrase("speed not known yet")
-        if self.speed == "as fast" and SURE * error > TOO_NOISY:
+        if self._too_noisy:
             return phrase("speed too noisy to compare")
         if self.speed == "as fast":
             if SURE * error > NOISY:
@@ -228,7 +232,7 @@ class Pair:
             yield from reasons[1:3]
             if len(reasons) > 3:
                 yield phrase("and {count} more", count=len(reasons) - 3)
-            yield phrase("{speed} in rows/s", speed=speed) if speed.values or self.speed == "as fast" else speed
+            yield speed if self.speed == "unknown" or self._too_noisy else phrase("{speed} in rows/s", speed=speed)
             return
         names = {one.name for one in self.differences}
         if not names - {"steps"} and self.equal_up_to is not None and len(self.common_steps) > 1:

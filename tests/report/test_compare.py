@@ -92,6 +92,11 @@ def test_less_than_two_percent_is_as_fast_however_exact(tmp_path):
     assert found.pairs[0].speed == "as fast"
 
 
+def test_speeds_that_vary_by_half_are_not_compared(tmp_path):
+    found = compared(tmp_path, {"step_values": {"times": times(0.36, 0.9), "loss": loss()}, "steps": 30}, {"steps": 30})
+    assert "speed too noisy to compare" in found.verdict
+
+
 def test_the_first_steps_do_not_count(tmp_path):
     def slow_start(step):
         return {"compute_s": 30.0 if step < 8 else 0.36, "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}
@@ -308,6 +313,15 @@ def test_one_run_is_compared_with_itself_by_its_plans(tmp_path):
     assert [side.title for side in found.sides] == [f"{run}, plan 1, steps 1–150", f"{run}, plan 2, steps 151–300"]
     assert found.verdict == "same experiment, 2.0 × slower"
     assert [command for _, command in found.go_back] == [f"brimful train --run {run} --rollback 1"]
+
+
+def test_a_resume_from_another_folder_is_no_other_task(tmp_path):
+    run = resumed(tmp_path / "a")
+    events = (run / "events.jsonl").read_text().splitlines()
+    begin = json.loads(events[0])
+    begin["request"] = {**begin["request"], "task": "../x/task.py:T", "data": "../rows.parquet"}
+    (run / "events.jsonl").write_text("\n".join([json.dumps(begin), *events[1:]]) + "\n")
+    assert not compare_runs([run]).pairs[0].is_other
 
 
 def test_the_run_has_recorded_that_it_became_another_experiment(tmp_path):

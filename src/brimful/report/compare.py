@@ -30,8 +30,8 @@ SURE = 3.0
 """Standard errors by which speeds or losses must differ."""
 AS_FAST = 0.02
 """Speeds that differ by less than this are equal, however exactly they are known."""
-NOISY = 0.05
-"""Three standard errors above this are worth mentioning beside `as fast`."""
+NOISY, TOO_NOISY = 0.05, 0.30
+"""Three standard errors above this are worth mentioning beside `as fast`; above the second, nothing is said."""
 SAME_MEMORY, OF_LIMIT = 0.05, 0.02
 """Peaks that differ by less than this share, or by less than this share of the limit, are not worth a word."""
 LOSS_STEPS = 50
@@ -201,6 +201,10 @@ class Pair:
             return "as fast"
         return "faster" if ratio > 1 else "slower"
 
+    @property
+    def _too_noisy(self) -> bool:
+        return self.speed == "as fast" and SURE * (self.speed_error or 0.0) > TOO_NOISY
+
     @cached_property
     def verdict(self) -> Phrases:
         """The experiment and the speed first, then whatever else a reader must know."""
@@ -210,6 +214,8 @@ class Pair:
         ratio, error = self.speed_ratio, self.speed_error
         if ratio is None or error is None:
             return phrase("speed not known yet")
+        if self._too_noisy:
+            return phrase("speed too noisy to compare")
         if self.speed == "as fast":
             if SURE * error > NOISY:
                 return phrase("as fast within the noise of {noise}", noise=f"{SURE * error:.0%}")
@@ -226,7 +232,7 @@ class Pair:
             yield from reasons[1:3]
             if len(reasons) > 3:
                 yield phrase("and {count} more", count=len(reasons) - 3)
-            yield phrase("{speed} in rows/s", speed=speed) if self.speed != "unknown" else speed
+            yield speed if self.speed == "unknown" or self._too_noisy else phrase("{speed} in rows/s", speed=speed)
             return
         names = {one.name for one in self.differences}
         if not names - {"steps"} and self.equal_up_to is not None and len(self.common_steps) > 1:
@@ -378,8 +384,13 @@ def _parts(record: RunRecord) -> list[Side]:
     starts: list[dict[str, Any]] = []
     request: Mapping[str, Any] = {}
     for event in record.events:
-        if event["event"] == "begin":
-            request = part(event, "request")
+        if event["event"] == "begin":  # task and data are the run's, however they were written then
+            asked = part(event, "request")
+            request = {
+                **asked,
+                **record.request,
+                **{name: asked[name] for name in ("options", "task_options") if name in asked},
+            }
         elif event["event"] == "plan":
             reasons = [*starts[-1]["reasons"]] if starts else []
             if event.get("experiment") == "other" and isinstance(event.get("experiment_reasons"), list):

@@ -114,7 +114,7 @@ def differences(runs: Sequence[RunFigures]) -> list[Difference]:
     found = []
     for name in names:
         settings = tuple(one.get(name) for one in all_settings)
-        if all(same_setting(settings[0], one) for one in settings[1:]):
+        if all(same_setting(settings[0], one) for one in settings[1:]) or (name == "brimful" and None in settings):
             continue
         pairs = [
             (runs[0], run)

@@ -85,6 +85,22 @@ def test_a_killed_run_without_samples_claims_nothing_about_ram(tmp_path):
     assert "not known whether the kernel ended it" in first(run).cause
 
 
+@pytest.mark.parametrize(
+    ("why", "kind", "certainty"),
+    [
+        ("because host memory ran out (the kernel's out-of-memory counter went from 3 to 4)", "host-killed", "certain"),
+        ("(not by the kernel's out-of-memory killer)", "run-killed", "possible"),
+    ],
+)
+def test_the_kernels_counter_decides_over_the_samples(tmp_path, why, kind, certainty):
+    run = write_run(tmp_path / "run", done=150, end=None, host={"machine_bytes": int(15.5 * GiB)})
+    (run / "log.txt").write_text(
+        f"2026-01-31 09:02:00 step 150\n2026-01-31 09:02:01 the training process (pid 7) was killed by SIGKILL {why}\n"
+    )
+    diagnosis = first(run)
+    assert (diagnosis.kind, diagnosis.certainty) == (kind, certainty)
+
+
 LOG = """2026-01-31 09:02:00 step 150
 Traceback (most recent call last):
   File "task.py", line 12, in loss

@@ -12,8 +12,7 @@ Memory and loss are judged over the whole run, speed over the part since the las
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, part, seconds_at, whole
@@ -64,8 +63,12 @@ NEARLY_FULL = 0.90
 """Host RAM in use in the last samples of a killed run, from which on the kernel's out-of-memory killer is likely."""
 LAST_S = 60.0
 """Samples from this long before the end count as the last ones."""
+LAST_LINES = 5
+"""What ended a run stands in the last lines of log.txt."""
 LOG_BYTES = 64 * 1024
 """Of the end of log.txt."""
+_COUNTED, _NOT_COUNTED = "because host memory ran out (the kernel's", "not by the kernel's out-of-memory killer"
+"""How `training.launch` says what the kernel's counter of out-of-memory kills tells."""
 _ERROR = re.compile(
     r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\w*)(?::\s*(.*))?$"
 )
@@ -145,7 +148,7 @@ def _sentence(text: str, end: str = ".") -> str:
 
 def _crashed(run: RunFigures) -> Finding | None:
     """A Python error that log.txt ends with: of a task, a hook or a library."""
-    found = _last_error(run.record.root / "log.txt")
+    found = _last_error(_log_tail(run))
     if found is None:
         return None
     memory = bool(_OUT_OF_MEMORY.search(found))
@@ -159,59 +162,68 @@ def _crashed(run: RunFigures) -> Finding | None:
     )  # fmt: skip
 
 
-def _last_error(log: Path) -> str | None:
-    """The error of a traceback at the very end of the file; None if the file ends with something else."""
+def _log_tail(run: RunFigures) -> list[str]:
+    """The lines at the end of log.txt."""
     try:
-        with log.open("rb") as file:
+        with (run.record.root / "log.txt").open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except OSError:
-        return None
+        return []
+
+
+def _last_error(lines: Sequence[str]) -> str | None:
+    """The error of a traceback at the very end of a log; None if the log ends with something else."""
     starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    if not starts:
-        return None
-    after = [line for line in lines[starts[-1] + 1 :] if line.strip()]
-    errors = [
-        (index, match)
-        for index, line in enumerate(after)
-        if (match := _ERROR.search(line)) and not line.startswith(" ")
-    ]
-    if not errors or len(after) - errors[-1][0] > 5:  # the run went on after it
+    after = lines[starts[-1] + 1 :] if starts else []
+    matches = [(index, _ERROR.search(line)) for index, line in enumerate(after) if not line.startswith(" ")]
+    errors = [(index, match) for index, match in matches if match is not None]
+    if not errors or len(after) - errors[-1][0] > LAST_LINES:  # the run went on after it
         return None
     name, message = errors[-1][1].groups()
     return f"{name}: {message[:300]}" if message else str(name)
 
 
 def _killed(run: RunFigures) -> Finding:
-    """The process ended without a word. The kernel's out-of-memory killer leaves none, so the last samples must tell."""
+    """The process ended without an error. The kernel's out-of-memory killer leaves none, so its counter or the last samples tell."""
     used, limit, tree = _host_at_end(run)
     figures: dict[str, Any] = {"step": run.last_step, "machine_bytes": used, "limit_bytes": limit, "tree_bytes": tree}
     began = say("The process ended without an error message before its first step.") if not run.steps else say("The process ended without an error message after step {step}.", step=f"{run.last_step:,}")  # fmt: skip
-    warned = [event for event in run.record.of_kind("note") if "kernel may end this run" in str(event.get("sentence"))]
-    if used is not None and limit and used >= NEARLY_FULL * limit:
-        sentence = say("Host RAM was at {used} of {limit} ({share}) shortly before, so the kernel's out-of-memory killer has probably ended it.", used=show_bytes(used), limit=show_bytes(limit), share=f"{used / limit:.0%}")  # fmt: skip
+    end_of_log = " ".join(_log_tail(run)[-LAST_LINES:])
+    by_kernel = True if _COUNTED in end_of_log else False if _NOT_COUNTED in end_of_log else None
+    full = used is not None and limit is not None and used >= NEARLY_FULL * limit
+    amounts = {"used": show_bytes(used), "limit": show_bytes(limit)}
+    if by_kernel or (full and by_kernel is None):
+        sentences = [began]
+        if by_kernel:
+            sentences.append(say("The kernel's out-of-memory killer ended it: the kernel's counter rose."))
+        elif used and limit:
+            sentences.append(say("Host RAM was at {used} of {limit} ({share}) shortly before, so the kernel's out-of-memory killer has probably ended it.", share=f"{used / limit:.0%}", **amounts))  # fmt: skip
         return Finding(
             1.0,
             Diagnosis(
-                resource="host", kind="host-killed", cause=f"{began} {sentence}", certainty="likely", figures=figures,
-                evidence=str(warned[-1].get("sentence")) if warned else "events.jsonl, sample", fixes=tuple(_host_fixes(run, used, limit, tree)),
+                resource="host", kind="host-killed", cause=" ".join(sentences), certainty="certain" if by_kernel else "likely", figures=figures,
+                evidence="log.txt" if by_kernel else "events.jsonl, sample", fixes=tuple(_host_fixes(run, used, limit, tree)),
             ),
         )  # fmt: skip
-    if used is not None and limit:
-        sentence = say("Host RAM was at {used} of {limit} when it was last sampled, so it does not look like the cause.", used=show_bytes(used), limit=show_bytes(limit))  # fmt: skip
+    if by_kernel is False:
+        sentence = say("The kernel's out-of-memory counter did not rise, so something else killed it.")
+    elif used is not None and limit:
+        sentence = say(
+            "Host RAM was at {used} of {limit} when it was last sampled, so it does not look like the cause.", **amounts
+        )
     else:
         sentence = say("Host RAM was not sampled, so it is not known whether the kernel ended it.")
     other = say("A job scheduler, a shutdown or a kill by hand would look the same.")
     kernel = Fix(
-        title=say("Check whether the kernel killed a process"),
-        flags={"shell": "dmesg -T | grep -i 'killed process'"},
+        title=say("Check whether the kernel killed a process"), flags={"shell": "dmesg -T | grep -i 'killed process'"}
     )
     return Finding(
         1.0,
         Diagnosis(
             resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="possible", figures=figures,
-            evidence="events.jsonl: no `end`", fixes=(_resume(run), kernel),
+            evidence="events.jsonl: no `end`", fixes=(_resume(run),) if by_kernel is False else (_resume(run), kernel),
         ),
     )  # fmt: skip
 
@@ -232,8 +244,8 @@ def _host_at_end(run: RunFigures) -> tuple[int | None, int | None, int | None]:
     return whole(step, "machine_bytes"), whole(run.begin, "ram_limit_bytes"), whole(step, "host_bytes")
 
 
-def _host_fixes(run: RunFigures, used: int, limit: int, tree: int | None) -> Iterator[Fix]:
-    if tree is not None and used - tree > 0.3 * limit:
+def _host_fixes(run: RunFigures, used: int | None, limit: int | None, tree: int | None) -> Iterator[Fix]:
+    if tree is not None and used is not None and limit is not None and used - tree > 0.3 * limit:
         yield Fix(
             title=say("Stop other programs on this machine: they held {others}, and the run {own}", others=show_bytes(used - tree), own=show_bytes(tree)),
             saves=show_bytes(used - tree), flags={"shell": "brimful doctor"}, basis="measured",
@@ -250,10 +262,11 @@ def _host_fixes(run: RunFigures, used: int, limit: int, tree: int | None) -> Ite
             title=say("Look for what grows: the run held {own}, and the plan predicted {predicted}", own=show_bytes(tree), predicted=show_bytes(predicted)),
             basis="measured",
         )  # fmt: skip
-    yield Fix(
-        title=say("Set a host limit below the machine's, so that the run reduces its workers in time"),
-        flags={"brimful": f"--host-limit {math.floor(0.8 * limit / 2**30) or 1}GiB"},
-    )  # fmt: skip
+    if limit:
+        yield Fix(
+            title=say("Set a host limit below the machine's, so that the run reduces its workers in time"),
+            flags={"brimful": f"--host-limit {math.floor(0.8 * limit / 2**30) or 1}GiB"},
+        )  # fmt: skip
     yield _resume(run)
 
 

@@ -6,10 +6,10 @@
 **with** is a run as it is. **without** leaves out what a `step` event has besides speed, loss and peak (memory of every rank,
 padding, the split of the time, host memory), the thread that samples the machine, and log.txt. Both train with the same plan on the
 same rows; a run's first steps are not counted. A step is the time from the end of one to the end of the next, without waiting
-for the device in between. `figures` and `journal` are what the host does after every step to make and write its event, `sample` what the
-thread does about every five seconds, in CPU time of its own: it runs beside the training, so only what it holds of
-Python's lock can slow a step. The ratio is the median over the pairs of runs, with their range; on a shared machine believe the
-microseconds.
+for the device in between. `figures` and `journal` are what the host does after every step to make and write its event, `sample` what
+the thread does about every five seconds: it runs beside the training, so only what it holds of Python's lock can slow a step. All
+three are CPU time, which other programs on the machine disturb little. The ratio is the median over the pairs of runs, with
+their range; on a busy machine it says nothing, and the microseconds do.
 
 Needs neither the CLI's packages nor data.
 """
@@ -136,17 +136,17 @@ def timed(recording: bool, timings: Timings) -> ExitStack:
 
     class TimedSpeedometer(base):  # type: ignore[misc, valid-type]
         def figures(self, *args: Any, **options: Any) -> dict[str, Any]:
-            begun = time.perf_counter()
+            begun = time.thread_time()
             found: dict[str, Any] = super().figures(*args, **options)
-            timings.figures.append(time.perf_counter() - begun)
+            timings.figures.append(time.thread_time() - begun)
             return found
 
     class TimedJournal(Journal):
         def write(self, event: str, **fields: Any) -> None:
-            begun = time.perf_counter()
+            begun = time.thread_time()
             super().write(event, **fields)
             if event == "step":
-                timings.journal.append(time.perf_counter() - begun)
+                timings.journal.append(time.thread_time() - begun)
 
     class TimedMonitor(Monitor):
         def _sample(self, *meters: Any) -> None:

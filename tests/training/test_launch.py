@@ -157,7 +157,7 @@ def test_one_process_is_not_numbered():
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_mistake_that_all_processes_find_is_printed_once(processes):
     outcome = run_worker("time.sleep(0.2 * rank)\nraise BadData('x.jsonl,\\n line 7: no prompt.')", processes)
-    assert outcome == Outcome(code=2, message="x.jsonl, line 7: no prompt.")
+    assert outcome == Outcome(code=2, message="x.jsonl, line 7: no prompt.", error_code="B201")
 
 
 @pytest.mark.parametrize("wanted", ["", "1"])
@@ -166,14 +166,14 @@ def test_the_traceback_of_a_users_own_code_is_offered_or_shown(wanted, monkeypat
     body = "try: {}['zzz']\nexcept KeyError as error: raise TaskError(f'collate() failed: {error}.') from error"
     outcome = run_worker(body, processes=1)
     hint = " Add --traceback to see the traceback."
-    assert outcome == Outcome(code=2, message=f"collate() failed: 'zzz'.{'' if wanted else hint}")
+    assert outcome == Outcome(code=2, message=f"collate() failed: 'zzz'.{'' if wanted else hint}", error_code="B202")
     assert ("Traceback" in capfd.readouterr().err) == bool(wanted)
 
 
 def test_an_error_that_came_from_another_process_is_printed_once_with_the_hint(monkeypatch):
     monkeypatch.delenv("BRIMFUL_TRACEBACK", raising=False)
     outcome = run_worker("raise TaskError('loss() failed.') from (None if rank else KeyError('ids'))")
-    assert outcome == Outcome(code=2, message="loss() failed. Add --traceback to see the traceback.")
+    assert outcome == Outcome(code=2, message="loss() failed. Add --traceback to see the traceback.", error_code="B202")
 
 
 def test_a_mistake_that_one_process_finds_names_it(monkeypatch):

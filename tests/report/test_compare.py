@@ -219,6 +219,11 @@ def test_rounding_is_told_as_an_agreement(tmp_path):
     assert "losses agree to 2e-06" in compared(tmp_path, {"step_values": {"loss": loss()}}, micro).verdict
 
 
+def test_another_split_with_the_same_losses_is_told(tmp_path):
+    found = compared(tmp_path, {}, {"plan_values": {"choices": changed(workers=3)}})
+    assert found.verdict == "same experiment, as fast; losses equal to the bit up to step 300"
+
+
 def test_losses_that_differ_by_noise_are_the_same(tmp_path):
     found = compared(
         tmp_path, {"step_values": {"loss": loss(seed=1)}}, {"step_values": {"loss": loss(seed=2)}, "plan_values": {"choices": changed(workers=3)}}

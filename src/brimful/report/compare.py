@@ -262,8 +262,11 @@ class Pair:
             return
         by_rows = [point for point in self._points if point.by == "rows"]
         point = (by_rows or list(self._points))[-1:]
-        equal = self.common_steps and self.equal_up_to == self.common_steps[-1]
-        if not point or (equal and not by_rows):
+        if self.equal_up_to is not None and self.equal_up_to == self.common_steps[-1] and not by_rows:
+            if self.differences and len(self.common_steps) > 1:
+                yield phrase("losses equal to the bit up to step {step}", step=f"{self.equal_up_to:,}")
+            return
+        if not point:
             return
         differs, at = point[0].differs(self._index), f"{point[0].at:,}"
         if differs is None:

@@ -93,6 +93,13 @@ def test_other_programs_on_the_card_are_named_with_what_they_hold(tmp_path):
     assert diagnosis.fixes[0].flags == {"brimful": "--memory-limit 13GiB"}
 
 
+def test_other_programs_are_named_once(tmp_path):
+    run = write_run(
+        tmp_path / "run", more=[oom(needed=16.3, room=13.0)], plan_values=PLAN, gpu={"others_bytes": 5 * GiB}
+    )
+    assert [one.kind for one in check_run(RunRecord(run))] == ["gpu-out-of-memory"]
+
+
 def test_others_that_had_left_before_are_not_blamed(tmp_path):
     diagnosis = diagnose(
         tmp_path, oom(needed=16.3, room=13.0), gpu={"others_bytes": lambda step: 5 * GiB if step < 40 else 0}

@@ -87,6 +87,8 @@ def check_run(record: RunRecord) -> list[Diagnosis]:
         *loss_findings(run),
         *speed_findings(_newest_part(run)),
     ]
+    if any("others_bytes" in one.diagnosis.figures and one.diagnosis.kind == "gpu-out-of-memory" for one in findings):
+        findings = [one for one in findings if one.diagnosis.kind != "others-on-card"]  # said already
     findings.sort(key=lambda finding: -finding.importance)
     return [finding.diagnosis for finding in findings]
 

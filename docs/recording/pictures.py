@@ -4,7 +4,7 @@
 
 Trains two short runs of the tiny chat model on the CPU in a temporary folder, then shows them with the commands that a user
 would type. What the commands print is drawn as it is; nothing is written by hand but the log that `why` reads, which is the
-message of a user's own guide. The page is photographed by Chromium. With names, only those pictures are drawn again.
+message of a user's own guide, and paths of this machine, which are shortened. The page is photographed by Chromium. With names, only those pictures are drawn again.
 """
 
 import io
@@ -57,6 +57,8 @@ def brimful(folder: Path, *arguments: str, columns: int = 100, lines: int = 40) 
     )
     if done.returncode > 1:  # the doctor's 1 means that it found something
         sys.exit(f"brimful {' '.join(arguments)} ended with {done.returncode}")
+    for path, shown in ((str(folder), "~/project"), (sys.prefix, "~/venv"), (str(Path.home()), "~")):
+        done.stdout = done.stdout.replace(path, shown)
     return done.stdout
 
 

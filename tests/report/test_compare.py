@@ -298,6 +298,19 @@ def test_six_runs_side_by_side(tmp_path):
     assert "F" in shown(found)
 
 
+def test_of_three_runs_each_is_judged_by_what_differs_from_the_first(tmp_path):
+    a, c = write_run(tmp_path / "a"), write_run(tmp_path / "c", plan_values={"choices": changed(workers=3)})
+    b = write_run(
+        tmp_path / "b",
+        step_values={"rows": 128},
+        plan_values={"global_batch": 128, "choices": changed(global_batch=128)},
+    )
+    assert (
+        str(compare_runs([a, b, c]).pairs[1].verdict)
+        == "same experiment, as fast; losses equal to the bit up to step 300"
+    )
+
+
 # ---- One run --------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,9 @@
 run_record    a run folder, read fast and without torch
 watch/        a run in the terminal, while it trains and after
 why/          what went wrong, from a log or a run folder, and what helps
-compare       runs side by side: the same experiment or not, faster or not
+compare       runs side by side: the same experiment or not, faster or not; compare_view shows it
+run_figures   typical figures of a run with their error, for why and compare
+run_settings  what a run was asked to do, and what makes two runs one experiment
 page/         a run on one page
 doctor/       what on this machine would stop a training or slow it down
 tables        plans, evaluations and the machine

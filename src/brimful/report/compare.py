@@ -260,8 +260,9 @@ class Pair:
         if not_finite is not None:
             yield phrase("its loss is not a number in step {step}", step=f"{not_finite:,}")
             return
-        by_rows = [point for point in self._points if point.by == "rows"]
-        point = (by_rows or list(self._points))[-1:]
+        other_rows = self.first.run.rows_per_step != self.side.run.rows_per_step
+        by_rows = [point for point in self._points if point.by == "rows" and other_rows]
+        point = (by_rows or [point for point in self._points if point.by == "step"])[-1:]
         if self.equal_up_to is not None and self.equal_up_to == self.common_steps[-1] and not by_rows:
             if self.differences and len(self.common_steps) > 1:
                 yield phrase("losses equal to the bit up to step {step}", step=f"{self.equal_up_to:,}")

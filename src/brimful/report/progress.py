@@ -5,6 +5,8 @@ takes about 3 ms), and notable events (an evaluation, an out-of-memory error, a 
 are plain lines, at most one every ten seconds, always with the first and the last; other events are printed at once, each
 by a single write.
 
+Lines and labels are translated here, as they are shown: the events stay English.
+
 A terminal that goes away or cannot be drawn on ends the view, never the training.
 """
 
@@ -102,7 +104,7 @@ class Progress:
             self._resumed = bool(event.get("resumed"))
         if event["event"] == "plan" and not self._resumed:
             view.table(_plan_table(event))
-        if line := event_line(event):
+        if line := translate(event_line(event)):
             view.line(self._wording(line) if event["event"] in PRINTED else line, event_style(event))
 
     def _safely(self, show: "Callable[[View], object]") -> None:
@@ -167,16 +169,15 @@ class RunSummary:
 
     @property
     def memory(self) -> str:
-        survived = tr(", {ooms} survived", ooms=show_count(self.ooms, "OOM")) if self.ooms else ""
+        survived = f", {show_count(self.ooms, 'OOM')} survived" if self.ooms else ""
         if self.used is None:
             return f"{_show(self.peak_bytes, show_bytes)}{survived}"
-        peak, limit = show_bytes(self.peak_bytes), show_bytes(self.last["limit_bytes"])
-        return tr("{peak} of {limit}, ", peak=peak, limit=limit) + f"{self.used:.0%}{survived}"
+        return f"{show_bytes(self.peak_bytes)} of {show_bytes(self.last['limit_bytes'])}, {self.used:.0%}{survived}"
 
     def items(self) -> list[tuple[str, str]]:
         """Name and value of each metric, in display order."""
         losses = [loss for loss in self._recent("loss") if math.isfinite(loss)]
-        mean = tr(" (mean {loss})", loss=show_metric(fmean(losses))) if len(losses) > 1 else ""
+        mean = f" (mean {show_metric(fmean(losses))})" if len(losses) > 1 else ""
         log = self.last.get("log") or {}
         logged = {name: value for name in log if (value := number(log, name)) is not None}
         waited, worked = sum(self._recent("data_wait_s")), sum(self._recent("seconds"))
@@ -189,16 +190,14 @@ class RunSummary:
             *([("tokens/s", self._median("tokens_per_s", show_rate))] if self._recent("tokens_per_s") else []),
             ("MFU", self._median("mfu", "{:.1%}".format)),
             ("data wait", _show(waited / (waited + worked) if worked else None, "{:.1%}".format)),
-            ("checkpoint", UNKNOWN if self.saved is None else tr("step {step:,}", step=self.saved["step"])),
+            ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),
         ]
 
     def line(self) -> str:
         """The last step as one plain line."""
-        values = [
-            f"{value} {tr(name)}" if name.endswith("/s") else f"{tr(name)} {value}" for name, value in self.items()
-        ]
-        step = tr("step {step}", step=f"{self.step}/{self.steps or UNKNOWN}")
-        return "  ".join([step, *values, f"{tr('memory')} {self.memory}", f"{tr('ETA')} {self.eta}"])
+        values = [f"{value} {name}" if name.endswith("/s") else f"{name} {value}" for name, value in self.items()]
+        step = f"step {self.step}/{self.steps or UNKNOWN}"
+        return "  ".join([step, *values, f"memory {self.memory}", f"ETA {self.eta}"])
 
     def _recent(self, name: str) -> list[float]:
         return [value for step in self._steps if (value := number(step, name)) is not None]
@@ -209,24 +208,22 @@ class RunSummary:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """An event as one line with its step, in the user's language; empty if it is not printed."""
+    """An event as one line with its step; empty if it is not printed."""
     kind, step = event["event"], event.get("step")
-    prefix = tr("step {step:,}: ", step=step) if step else ""
+    prefix = f"step {step:,}: " if step else ""
     if kind == "eval":
-        best = tr(", best so far") if event.get("best") else ""
+        best = ", best so far" if event.get("best") else ""
         rows, seconds = show_count(event["rows"], "row"), show_seconds(event["seconds"])
-        done = tr("evaluation on {rows} in {seconds}: {metrics}", rows=rows, seconds=seconds, metrics=metrics_of(event))
-        return f"{prefix}{done}{best}"
+        return f"{prefix}evaluation on {rows} in {seconds}: {metrics_of(event)}{best}"
     if kind == "checkpoint" and event["saved"]:
         size, seconds = show_bytes(event["size_bytes"]), show_seconds(event["seconds"])
-        return prefix + tr("saved {path} ({size} in {seconds})", path=event["path"], size=size, seconds=seconds)
+        return f"{prefix}saved {event['path']} ({size} in {seconds})"
     if kind == "checkpoint":
-        return prefix + tr("checkpoint not saved: {sentence}", sentence=translate(event["sentence"]))
+        return f"{prefix}checkpoint not saved: {event['sentence']}"
     if kind == "begin":
         processes = f"{event['processes']} process{'es' * (event['processes'] != 1)}"
-        steps = show_count(event["steps"], "step")
-        return tr("training in {run}: {steps} on {processes}", run=event["run"], steps=steps, processes=processes)
-    return f"{prefix}{translate(event['sentence'])}" if kind in PRINTED else ""
+        return f"training in {event['run']}: {show_count(event['steps'], 'step')} on {processes}"
+    return f"{prefix}{event['sentence']}" if kind in PRINTED else ""
 
 
 def event_style(event: Mapping[str, Any]) -> str:
@@ -310,7 +307,7 @@ class _LineView:
 
     def _write_step(self, summary: RunSummary) -> None:
         self._last_step = summary.step
-        self._write(summary.line())
+        self._write(_step_line(summary))
 
     def _write(self, line: str) -> None:
         """In one write, so that lines of several processes do not mix."""
@@ -319,6 +316,15 @@ class _LineView:
             os.write(self._stream.fileno(), f"{line}\n".encode(self._stream.encoding or "utf-8", "replace"))
         except (AttributeError, ValueError):  # a stream without a file
             print(line, file=self._stream, flush=True)
+
+
+def _step_line(summary: RunSummary) -> str:
+    """`RunSummary.line` in the user's language."""
+    items = [(tr(name), translate(value), name.endswith("/s")) for name, value in summary.items()]
+    values = [f"{value} {name}" if unit_last else f"{name} {value}" for name, value, unit_last in items]
+    step = translate(f"step {summary.step}/{summary.steps or UNKNOWN}")
+    memory, eta = f"{tr('memory')} {translate(summary.memory)}", f"{tr('ETA')} {summary.eta}"
+    return "  ".join([step, *values, memory, eta])
 
 
 class _LiveView:
@@ -370,14 +376,15 @@ class RunPanel:
         head.add_column(no_wrap=True)
         share = f"{step / steps:.0%}" if steps else UNKNOWN
         head.add_row(
-            Text(tr("step {step}", step=f"{step:,}/{steps:,}" if steps else f"{step:,}"), style="bold"),
+            Text(translate(f"step {step:,}/{steps:,}" if steps else f"step {step:,}"), style="bold"),
             ProgressBar(total=steps or None, completed=step, complete_style="green", finished_style="green"),
             Text.assemble((share, "bold"), "  ", (f"{tr('ETA')} ", "dim"), summary.eta),
         )
         parts: list[RenderableType] = [head, _cells(summary.items(), options.max_width), _memory_bar(summary)]
         if summary.best is not None:
-            best = tr("{metrics} at step {step:,}", metrics=metrics_of(summary.best), step=summary.best["step"])
-            parts.append(Text.assemble((f"{tr('best')} ", "dim"), best, no_wrap=True, overflow="ellipsis"))
+            best = f"{metrics_of(summary.best)} at step {summary.best['step']:,}"
+            best_label = (f"{tr('best')} ", "dim")
+            parts.append(Text.assemble(best_label, translate(best), no_wrap=True, overflow="ellipsis"))
         yield Group(*parts)
 
 
@@ -390,21 +397,19 @@ def _cells(items: Sequence[tuple[str, str]], width: int) -> Table:
     cells = []
     for name, value in items:
         style = "red" if value.startswith(("nan", "inf", "-inf")) else "dim" if value == UNKNOWN else "bold"
-        cells.append(Text.assemble((f"{tr(name)} ", "dim"), (value, style)))
+        cells.append(Text.assemble((f"{tr(name)} ", "dim"), (translate(value), style)))
     for first in range(0, len(cells), columns):
         grid.add_row(*cells[first : first + columns])
     return grid
 
 
 def _memory_bar(summary: RunSummary) -> Text:
-    used = summary.used
+    used, label, memory = summary.used, (f"{tr('memory')} ", "dim"), translate(summary.memory)
     if used is None:
-        return Text.assemble((f"{tr('memory')} ", "dim"), summary.memory)
+        return Text.assemble(label, memory)
     style = "green" if used <= 0.9 else "yellow" if used <= 0.97 else "red"
     bar = ("█" * round(min(used, 1.0) * BAR_COLUMNS)).ljust(BAR_COLUMNS, "░")
-    return Text.assemble(
-        (f"{tr('memory')} ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis"
-    )
+    return Text.assemble(label, (bar, style), " ", memory, no_wrap=True, overflow="ellipsis")
 
 
 class _LogHandler(logging.Handler):

@@ -9,12 +9,12 @@ from rich.console import Console, Group
 
 from brimful.languages import set_language, translate
 from brimful.planning.planner import plan as make_plan
-from brimful.report.progress import RunPanel, RunSummary, event_line
+from brimful.report.progress import Progress, RunPanel, RunSummary
 from brimful.report.tables import eval_table, machine_table, plan_table
 from brimful.report.wrapped_text import WrappedText
 from brimful.units import GiB
 from tests.planning.small import Normed, Pairs, Tagger, Texts, texts
-from tests.report.test_progress import EVALUATION, step
+from tests.report.test_progress import EVALUATION, lines_of, step
 from tests.report.test_tables import GPU, HOST, MACHINE, REPORT, compared, plan  # noqa: F401 - fixtures
 
 ENGLISH = re.compile(r"[A-Za-z][\w'.-]*(?:,? [A-Za-z'()][\w'.()-]*)+", re.ASCII)
@@ -126,17 +126,22 @@ def test_no_english_sentence_is_left_in_an_evaluation():
     ids=lambda event: event["event"],
 )
 def test_the_line_of_an_event_is_chinese(event):
-    line = event_line(event)
+    (line,) = lines_of([event])
     assert re.search(r"[\u4e00-\u9fff]", line) and english_in(line) == []
 
 
 def test_the_line_of_a_step_is_chinese():
-    summary = RunSummary()
-    summary.add(step(7, ooms=2))
-    assert summary.line() == (
+    assert lines_of([step(7, ooms=2)]) == [
         "第 7/100 步  损失 2.0000  学习率 1.00e-04  轮次 0.50  700 行/秒  70,000 token/秒  MFU 12.3%  等待数据 1.0%  "
         "检查点 –  内存 15 GiB，上限 20 GiB，75%，挺过 2 次 OOM  剩余 1 min 15 s"
-    )
+    ]
+
+
+def test_what_the_preparation_does_is_chinese():
+    stream = StringIO()
+    with Progress.open(stream, 0) as progress:
+        progress.status("probe 8 rows of 64")
+    assert stream.getvalue() == "试跑 8 行（长 64）\n"
 
 
 def test_the_panel_of_a_run_fits_80_columns():
@@ -144,7 +149,12 @@ def test_the_panel_of_a_run_fits_80_columns():
     for event in (step(7), EVALUATION):
         summary.add(event)
     text = render(RunPanel(summary))
-    assert "学习率" in text and "最佳" in text and max(map(cell_len, text.splitlines())) <= 80
+    assert (
+        "学习率" in text
+        and "最佳 损失 2.5000" in text
+        and "第 7/100 步" in text
+        and max(map(cell_len, text.splitlines())) <= 80
+    )
 
 
 def test_a_line_ends_between_two_chinese_characters():

@@ -5,6 +5,8 @@ takes about 3 ms), and notable events (an evaluation, an out-of-memory error, a 
 are plain lines, at most one every ten seconds, always with the first and the last; other events are printed at once, each
 by a single write.
 
+Lines and labels are translated here, as they are shown: the events stay English.
+
 A terminal that goes away or cannot be drawn on ends the view, never the training.
 """
 
@@ -113,7 +115,7 @@ class Progress:
                 view.line(tr("To go back: {command}", command=back), "")
         if event["event"] == "note" and event["sentence"] in self._warned:
             return
-        if line := event_line(event):
+        if line := translate(event_line(event)):
             view.line(self._wording(line) if event["event"] in PRINTED else line, event_style(event))
 
     def _safely(self, show: "Callable[[View], object]") -> None:
@@ -195,11 +197,11 @@ class _LineView:
 
     def step(self, summary: RunSummary) -> None:
         if self._pace.step_due(summary):
-            self._write(summary.line())
+            self._write(_step_line(summary))
 
     def flush(self, summary: RunSummary) -> None:
         if self._pace.step_left(summary):
-            self._write(summary.line())
+            self._write(_step_line(summary))
 
     def stop(self) -> None:
         pass
@@ -211,6 +213,15 @@ class _LineView:
             os.write(self._stream.fileno(), f"{line}\n".encode(self._stream.encoding or "utf-8", "replace"))
         except (AttributeError, ValueError):  # a stream without a file
             print(line, file=self._stream, flush=True)
+
+
+def _step_line(summary: RunSummary) -> str:
+    """`RunSummary.line` in the user's language."""
+    items = [(tr(name), translate(value), name.endswith("/s")) for name, value in summary.items()]
+    values = [f"{value} {name}" if unit_last else f"{name} {value}" for name, value, unit_last in items]
+    step = translate(f"step {summary.step}/{summary.steps or UNKNOWN}")
+    memory, eta = f"{tr('memory')} {translate(summary.memory)}", f"{tr('ETA')} {summary.eta}"
+    return "  ".join([step, *values, memory, eta])
 
 
 class _LiveView:
@@ -262,14 +273,15 @@ class RunPanel:
         head.add_column(no_wrap=True)
         share = f"{step / steps:.0%}" if steps else UNKNOWN
         head.add_row(
-            Text(tr("step {step}", step=f"{step:,}/{steps:,}" if steps else f"{step:,}"), style="bold"),
+            Text(translate(f"step {step:,}/{steps:,}" if steps else f"step {step:,}"), style="bold"),
             ProgressBar(total=steps or None, completed=step, complete_style="green", finished_style="green"),
             Text.assemble((share, "bold"), "  ", (f"{tr('ETA')} ", "dim"), summary.eta),
         )
         parts: list[RenderableType] = [head, _cells(summary.items(), options.max_width), _memory_bar(summary)]
         if summary.best is not None:
-            best = tr("{metrics} at step {step:,}", metrics=metrics_of(summary.best), step=summary.best["step"])
-            parts.append(Text.assemble((f"{tr('best')} ", "dim"), best, no_wrap=True, overflow="ellipsis"))
+            best = f"{metrics_of(summary.best)} at step {summary.best['step']:,}"
+            best_label = (f"{tr('best')} ", "dim")
+            parts.append(Text.assemble(best_label, translate(best), no_wrap=True, overflow="ellipsis"))
         yield Group(*parts)
 
 
@@ -282,21 +294,19 @@ def _cells(items: Sequence[tuple[str, str]], width: int) -> Table:
     cells = []
     for name, value in items:
         style = "red" if value.startswith(("nan", "inf", "-inf")) else "dim" if value == UNKNOWN else "bold"
-        cells.append(Text.assemble((f"{tr(name)} ", "dim"), (value, style)))
+        cells.append(Text.assemble((f"{tr(name)} ", "dim"), (translate(value), style)))
     for first in range(0, len(cells), columns):
         grid.add_row(*cells[first : first + columns])
     return grid
 
 
 def _memory_bar(summary: RunSummary) -> Text:
-    used = summary.used
+    used, label, memory = summary.used, (f"{tr('memory')} ", "dim"), translate(summary.memory)
     if used is None:
-        return Text.assemble((f"{tr('memory')} ", "dim"), summary.memory)
+        return Text.assemble(label, memory)
     style = ZONE_STYLE[zone(used)]
     bar = ("█" * round(min(used, 1.0) * BAR_COLUMNS)).ljust(BAR_COLUMNS, "░")
-    return Text.assemble(
-        (f"{tr('memory')} ", "dim"), (bar, style), " ", summary.memory, no_wrap=True, overflow="ellipsis"
-    )
+    return Text.assemble(label, (bar, style), " ", memory, no_wrap=True, overflow="ellipsis")
 
 
 class _LogHandler(logging.Handler):

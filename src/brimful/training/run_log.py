@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from brimful.errors import in_one_line
-from brimful.languages import tr, translate
 from brimful.training.events import LineFile, number
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -87,18 +86,17 @@ class RunSummary:
 
     @property
     def memory(self) -> str:
-        survived = tr(", {ooms} survived", ooms=show_count(self.ooms, "OOM")) if self.ooms else ""
+        survived = f", {show_count(self.ooms, 'OOM')} survived" if self.ooms else ""
         fullest = self._fullest()
         if fullest is None:
             return f"{_show(self.peak_bytes, show_bytes)}{survived}"
         peak, limit = fullest
-        used = tr("{peak} of {limit}, ", peak=show_bytes(peak), limit=show_bytes(limit))
-        return f"{used}{peak / limit:.0%}{survived}"
+        return f"{show_bytes(peak)} of {show_bytes(limit)}, {peak / limit:.0%}{survived}"
 
     def items(self) -> list[tuple[str, str]]:
         """Name and value of each metric, in display order."""
         losses = [loss for loss in self._recent("loss") if math.isfinite(loss)]
-        mean = tr(" (mean {loss})", loss=show_metric(fmean(losses))) if len(losses) > 1 else ""
+        mean = f" (mean {show_metric(fmean(losses))})" if len(losses) > 1 else ""
         log = self.last.get("log") or {}
         logged = {name: value for name in log if (value := number(log, name)) is not None}
         waited, worked = sum(self._recent("data_wait_s")), sum(self._recent("seconds"))
@@ -111,16 +109,14 @@ class RunSummary:
             *([("tokens/s", self._median("tokens_per_s", show_rate))] if self._recent("tokens_per_s") else []),
             ("MFU", self._median("mfu", "{:.1%}".format)),
             ("data wait", _show(waited / (waited + worked) if worked else None, "{:.1%}".format)),
-            ("checkpoint", UNKNOWN if self.saved is None else tr("step {step:,}", step=self.saved["step"])),
+            ("checkpoint", UNKNOWN if self.saved is None else f"step {self.saved['step']:,}"),
         ]
 
     def line(self) -> str:
         """The last step as one plain line."""
-        values = [
-            f"{value} {tr(name)}" if name.endswith("/s") else f"{tr(name)} {value}" for name, value in self.items()
-        ]
-        step = tr("step {step}", step=f"{self.step}/{self.steps or UNKNOWN}")
-        return "  ".join([step, *values, f"{tr('memory')} {self.memory}", f"{tr('ETA')} {self.eta}"])
+        values = [f"{value} {name}" if name.endswith("/s") else f"{name} {value}" for name, value in self.items()]
+        step = f"step {self.step}/{self.steps or UNKNOWN}"
+        return "  ".join([step, *values, f"memory {self.memory}", f"ETA {self.eta}"])
 
     def _fullest(self) -> tuple[float, float] | None:
         """Peak and limit of the rank, in the recent steps, that came closest to its limit."""
@@ -154,26 +150,23 @@ def _share(peak_and_limit: tuple[float, float]) -> float:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """An event as one line with its step, in the user's language; empty if it is not printed."""
+    """An event as one line with its step; empty if it is not printed."""
     kind, step = event["event"], event.get("step")
-    prefix = tr("step {step:,}: ", step=step) if step else ""
+    prefix = f"step {step:,}: " if step else ""
     if kind == "eval":
-        best = tr(", best so far") if event.get("best") else ""
+        best = ", best so far" if event.get("best") else ""
         rows, seconds = show_count(event["rows"], "row"), show_seconds(event["seconds"])
-        done = tr("evaluation on {rows} in {seconds}: {metrics}", rows=rows, seconds=seconds, metrics=metrics_of(event))
-        return f"{prefix}{done}{best}"
+        return f"{prefix}evaluation on {rows} in {seconds}: {metrics_of(event)}{best}"
     if kind == "checkpoint" and event["saved"]:
         size, seconds = show_bytes(event["size_bytes"]), show_seconds(event["seconds"])
-        return prefix + tr("saved {path} ({size} in {seconds})", path=event["path"], size=size, seconds=seconds)
+        return f"{prefix}saved {event['path']} ({size} in {seconds})"
     if kind == "checkpoint":
-        return prefix + tr("checkpoint not saved: {sentence}", sentence=translate(event["sentence"]))
+        return f"{prefix}checkpoint not saved: {event['sentence']}"
     if kind == "begin":
         processes = f"{event['processes']} process{'es' * (event['processes'] != 1)}"
-        steps = show_count(event["steps"], "step")
-        return tr("training in {run}: {steps} on {processes}", run=event["run"], steps=steps, processes=processes)
-    if event.get("level") == "warning":
-        return tr("warning: {warning}", warning=f"{prefix}{translate(event['sentence'])}")
-    return f"{prefix}{translate(event['sentence'])}" if kind in PRINTED else ""
+        return f"training in {event['run']}: {show_count(event['steps'], 'step')} on {processes}"
+    warning = "warning: " if event.get("level") == "warning" else ""
+    return f"{warning}{prefix}{event['sentence']}" if kind in PRINTED else ""
 
 
 def metrics_of(event: Mapping[str, Any]) -> str:
@@ -268,8 +261,8 @@ class RunLog:
             self._flush_step()
             self.line(f"{event['reason']}: {event['sentence']}")
         elif line := event_line(event):
-            line = self._wording(line) if kind in PRINTED else line
-            self.line(tr("warning: {warning}", warning=line) if kind in WARNINGS else line)
+            warning = "warning: " if kind in WARNINGS else ""
+            self.line(f"{warning}{self._wording(line) if kind in PRINTED else line}")
 
     def status(self, phrase: str) -> None:
         """What is being prepared before the first step."""
@@ -310,7 +303,13 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """A plan, one line for each choice and warning: `plan: micro batch 43 (fastest: 672 rows/s)`."""
     for choice in plan.get("choices") or ():
         value = choice.get("effective")
-        shown = show_bytes(value) if choice.get("name") == "memory_limit" else str(value)
+        shown = (
+            "–"
+            if value is None
+            else show_bytes(value)
+            if choice.get("name") in ("memory_limit", "host_limit")
+            else str(value)
+        )
         reason = f" ({choice['reason']})" if choice.get("reason") else ""
         yield f"plan: {str(choice.get('name')).replace('_', ' ')} {shown}{reason}"
     yield from (f"warning: {warning}" for warning in plan.get("warnings") or ())

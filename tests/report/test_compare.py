@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from brimful.errors import BadOption, BadRun
+from brimful.report import run_record
 from brimful.report.compare import Comparison, compare_runs
 from brimful.report.compare_view import comparison_view
 from brimful.training.events import FORMAT
@@ -290,6 +292,28 @@ def test_two_runs_fit_80_columns(tmp_path):
     assert not any(line.startswith(" ") and line.strip() and index > 1 for index, line in enumerate(table)), (
         "no cell is broken"
     )
+
+
+def test_of_a_long_run_only_the_steps_read_are_claimed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_record, "WHOLE_BYTES", 1024)
+    monkeypatch.setattr(run_record, "NEWEST_BYTES", 64 * 1024)
+    monkeypatch.setattr(run_record.RunRecord.__init__, "__kwdefaults__", {"points": 50})
+    found = compared(tmp_path, {"steps": 1500}, {"steps": 1500})
+    assert re.fullmatch(
+        r"the same settings, losses equal to the bit in \d+ steps up to step 1,500; as fast", found.verdict
+    )
+
+
+def test_long_runs_of_which_other_steps_were_read_are_compared_by_their_levels(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_record, "WHOLE_BYTES", 1024)
+    monkeypatch.setattr(run_record.RunRecord.__init__, "__kwdefaults__", {"points": 50})
+    one = {"steps": 1500, "step_values": {"loss": loss(seed=1)}}
+    two = {
+        "steps": 1500,
+        "step_values": {"loss": loss(0.8, seed=2), "note": "a longer line"},
+        "request": {"options": {"weight_decay": 0.5}},
+    }
+    assert "its loss is higher at step 1,500" in compared(tmp_path, one, two).verdict
 
 
 def test_six_runs_side_by_side(tmp_path):

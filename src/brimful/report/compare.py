@@ -236,12 +236,19 @@ class Pair:
             return
         names = {one.name for one in self.differences}
         if not names - {"steps"} and self.equal_up_to is not None and len(self.common_steps) > 1:
-            yield phrase("the same settings, losses equal to the bit up to step {step}", step=f"{self.equal_up_to:,}")
+            yield phrase("the same settings, {results}", results=self._equal_phrase())
             yield speed
         elif "seed" in names:
             yield phrase("same experiment with another seed, {speed}", speed=speed)
         else:
             yield phrase("same experiment, {speed}", speed=speed)
+
+    def _equal_phrase(self) -> Phrase:
+        up_to = f"{self.equal_up_to or 0:,}"
+        if any(one.run.record.step_lines_skipped for one in (self.first, self.side)):
+            count = sum(step <= (self.equal_up_to or 0) for step in self.common_steps)
+            return phrase("losses equal to the bit in {count} steps up to step {step}", count=f"{count:,}", step=up_to)
+        return phrase("losses equal to the bit up to step {step}", step=up_to)
 
     def _memory(self) -> Iterator[Phrase]:
         runs = (self.first.run, self.side.run)
@@ -265,7 +272,7 @@ class Pair:
         point = (by_rows or [point for point in self._points if point.by == "step"])[-1:]
         if self.equal_up_to is not None and self.equal_up_to == self.common_steps[-1] and not by_rows:
             if self.differences and len(self.common_steps) > 1:
-                yield phrase("losses equal to the bit up to step {step}", step=f"{self.equal_up_to:,}")
+                yield self._equal_phrase()
             return
         if not point:
             return
@@ -490,11 +497,18 @@ def _json(value: Any) -> Any:
 
 def loss_points(sides: Sequence[Side]) -> list[LossPoint]:
     """The loss at half of the steps that all runs have and at the last of them; where steps have other rows, at equal rows too."""
-    common = sorted(set.intersection(*(set(side.losses) for side in sides)))
-    places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
-    points = [_at_step(sides, common, step) for step in places]
+    points: list[LossPoint] = []
+    if any(side.run.record.step_lines_skipped for side in sides):  # of long runs other steps may have been read
+        curves = [[(step, loss) for step, loss in side.losses.items()] for side in sides]
+        last = min((curve[-1][0] for curve in curves if curve), default=0)
+        points += [_at(curves, at, "step") for at in (last // 2, last) if at and all(curves)]
+    else:
+        common = sorted(set.intersection(*(set(side.losses) for side in sides)))
+        places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
+        points += [_at_step(sides, common, step) for step in places]
     if len({side.run.rows_per_step for side in sides}) > 1:
-        points += _at_equal_rows(sides)
+        curves = [_by_rows(side) for side in sides]
+        points += [_at(curves, min(curve[-1][0] for curve in curves), "rows")] if all(curves) else []
     return points
 
 
@@ -513,21 +527,18 @@ def _at_step(sides: Sequence[Side], common: Sequence[int], step: int) -> LossPoi
     return LossPoint(at=step, by="step", losses=tuple(_mean(column) for column in columns), errors=tuple(errors))
 
 
-def _at_equal_rows(sides: Sequence[Side]) -> Iterator[LossPoint]:
-    curves = [_by_rows(side) for side in sides]
-    if not all(curves):
-        return
-    rows = min(curve[-1][0] for curve in curves)
-    windows = [[loss for at, loss in curve if 0.9 * rows < at <= rows] or [curve[0][1]] for curve in curves]
-    spreads = [
+def _at(curves: Sequence[Sequence[tuple[int, float]]], at: int, by: Literal["step", "rows"]) -> LossPoint:
+    """The mean of each curve over the tenth before this place. Steps are not paired, so noise counts in full."""
+    windows = [[loss for place, loss in curve if 0.9 * at < place <= at] or [curve[0][1]] for curve in curves]
+    errors = [
         1.25 * spread(window) / math.sqrt(len(window)) if len(window) >= 5 and all(map(math.isfinite, window)) else None
         for window in windows
     ]
-    errors = [
-        None if index == 0 or spreads[0] is None or one is None else math.hypot(spreads[0], one)
-        for index, one in enumerate(spreads)
+    differences = [
+        None if index == 0 or errors[0] is None or one is None else math.hypot(errors[0], one)
+        for index, one in enumerate(errors)
     ]
-    yield LossPoint(at=rows, by="rows", losses=tuple(map(_mean, windows)), errors=tuple(errors))
+    return LossPoint(at=at, by=by, losses=tuple(map(_mean, windows)), errors=tuple(differences))
 
 
 def _by_rows(side: Side) -> list[tuple[int, float]]:

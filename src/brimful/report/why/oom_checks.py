@@ -88,8 +88,8 @@ def _what(errors: Sequence[Mapping[str, Any]], error: Mapping[str, Any]) -> str:
             if known
             else "Memory ran out once, in step {step} ({size})."
         )
-        return say(template, step=error["step"], phase=phase, size=size)
-    steps = {"count": len(errors), "first": errors[0]["step"], "last": errors[-1]["step"]}
+        return say(template, step=f"{error['step']:,}", phase=phase, size=size)
+    steps = {"count": len(errors), "first": f"{errors[0]['step']:,}", "last": f"{errors[-1]['step']:,}"}
     if steps["first"] == steps["last"]:
         template = "Memory ran out {count} times in step {first}, first with {size}."
     else:
@@ -185,9 +185,9 @@ def _consequences(
     else:
         yield say("The step was repeated with the same result.")
     if restored is not None:
-        yield say("The micro-batch size was restored in step {step}.", step=restored)
+        yield say("The micro-batch size was restored in step {step}.", step=f"{restored:,}")
     elif (error["step"] or 0) < run.last_step:
-        yield say("It was not restored up to step {step}.", step=run.last_step)
+        yield say("It was not restored up to step {step}.", step=f"{run.last_step:,}")
     if lost is not None and lost >= LOST_SHARE:
         yield say("Repeating steps took {share} of the time.", share=f"{lost:.0%}")
 
@@ -362,7 +362,7 @@ def _rows_set_aside(run: RunFigures) -> Iterator[Finding]:
     count = sum(len(one["rows"]) if isinstance(one.get("rows"), list) else 1 for one in events)
     first, shape = events[0], lengths(events[0], "shape") or ()
     sentences = [
-        say("{rows} did not fit even alone and were left out of training, the first in step {step}.", rows=show_rows(count), step=first["step"])
+        say("{rows} did not fit even alone and were left out of training, the first in step {step}.", rows=show_rows(count), step=f"{first['step']:,}")
     ]  # fmt: skip
     if place := row_place(run, first, shape):
         sentences.append(place)

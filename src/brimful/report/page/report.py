@@ -35,13 +35,13 @@ ENDED = ("finished", "interrupted", "time-limit", "failed", "killed")
 _LIGHT = """
 --ground:#fff;--panel:#f8f9fb;--ink:#1a1f26;--soft:#5a6472;--rule:#dfe4ea;--link:#0b63b0;--good:#0a7350;--warn:#a86200;--warn-ink:#8a5000;
 --bad:#b3261e;--warn-soft:#fdf1dc;--edge:#fbe9c2;--danger:#f9d3cc;--on:#fff;
---c0:#0072b2;--c1:#c75300;--c2:#00795a;--c3:#a5447d;--c4:#7a5b00;--c5:#67707c""".replace("\n", "")
+--c0:#1f6fb8;--c1:#dd5f00;--c2:#00573a;--c3:#96266f;--c4:#33261d;--c5:#868b96""".replace("\n", "")
 _DARK = """
 --ground:#12161b;--panel:#191e25;--ink:#e7ebf0;--soft:#9ba6b3;--rule:#2c343e;--link:#6cb8f5;--good:#3fc794;--warn:#f0ad4e;--warn-ink:#f0ad4e;
 --bad:#ff8a7d;--warn-soft:#3a2e16;--edge:#4a3b16;--danger:#592a26;--on:#12161b;
---c0:#56b4e9;--c1:#f29d49;--c2:#3ccf9f;--c3:#e59ac6;--c4:#e6d24a;--c5:#a9b4c0""".replace("\n", "")
-"""The colours of Okabe and Ito, each in a shade that reads on its ground: at least 3 : 1 for curves, 4.5 : 1 for text."""
-_ICON = "data:image/svg+xml," + "%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect x='2' y='6' width='12' height='9' rx='2' fill='%230072b2'/%3E%3Cpath d='M1 3h14' stroke='%23c75300' stroke-width='2'/%3E%3C/svg%3E"  # fmt: skip
+--c0:#3f8efc;--c1:#ee7f1b;--c2:#86f2cf;--c3:#b3588f;--c4:#f2cb2e;--c5:#a6adba""".replace("\n", "")
+"""Contrast to the ground: at least 4.5 : 1 for text, 3 : 1 for curves. The six colours of curves differ in lightness too, so that\ncolour-blind readers can tell any two of them apart: at least 8 in OKLab × 100, where 2 can just be seen."""
+_ICON = "data:image/svg+xml," + "%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect x='2' y='6' width='12' height='9' rx='2' fill='%231f6fb8'/%3E%3Cpath d='M1 3h14' stroke='%23dd5f00' stroke-width='2'/%3E%3C/svg%3E"  # fmt: skip
 
 
 class Report:

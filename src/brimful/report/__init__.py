@@ -9,5 +9,5 @@ run_checks   diagnoses of a run from its folder; they come from
              oom_checks, growth_checks, speed_checks and loss_checks, which return findings (finding)
 run_figures  what these judge by: typical values with their error
 long_rows    rows of a run by length
-compare      runs side by side (compare_view), by their settings (run_settings) and figures
+compare      runs side by side (compare_view), by their settings (run_settings), figures and losses (loss_points)
 """

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from brimful.errors import BadOption
 from brimful.languages import language, tr, translate
-from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, spread, whole
+from brimful.report.loss_points import LossPoint, loss_points
+from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, whole
 from brimful.report.run_record import RunRecord
 from brimful.report.run_settings import RATE, Difference, differences, same_setting, show_setting, train_command
 from brimful.training.events import number
@@ -27,17 +28,13 @@ from brimful.units import show_bytes
 LABELS = "ABCDEF"
 MOST_RUNS = len(LABELS)
 SURE = 3.0
-"""Standard errors by which speeds or losses must differ."""
+"""Standard errors by which speeds must differ."""
 AS_FAST = 0.02
 """Speeds that differ by less than this are equal, however exactly they are known."""
 NOISY, TOO_NOISY = 0.05, 0.30
 """Three standard errors above this are worth mentioning beside `as fast`; above the second, nothing is said."""
 SAME_MEMORY, OF_LIMIT = 0.05, 0.02
 """Peaks that differ by less than this share, or by less than this share of the limit, are not worth a word."""
-LOSS_STEPS = 50
-"""A loss at a step is the mean of at most this many steps up to it, and of at most a tenth of those there are."""
-SAME_LOSS = 0.01
-"""Losses that differ by less than this share are the same: another dropout mask or rounding makes as much of a difference."""
 CLOSE = 1e-3
 """Losses that agree to this share everywhere are the same up to rounding."""
 
@@ -100,29 +97,6 @@ class Side:
         """Its folder, and which part of it."""
         return f"{self.run.record.root}, {self.part}" if self.part else str(self.run.record.root)
 
-    @cached_property
-    def losses(self) -> dict[int, float]:
-        """By step, NaN and infinite ones included."""
-        return {step["step"]: loss for step in self.run.steps if (loss := number(step, "loss")) is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossPoint:
-    """The loss of every run at one step, or after one number of rows."""
-
-    at: int
-    by: Literal["step", "rows"]
-    losses: tuple[float | None, ...]
-    errors: tuple[float | None, ...]
-    """Of the difference to the first run; None for the first, and where it is unknown."""
-
-    def differs(self, index: int) -> bool | None:
-        """Whether this run's loss is another than the first one's, beyond noise."""
-        first, loss, error = self.losses[0], self.losses[index], self.errors[index]
-        if first is None or loss is None or error is None or not (math.isfinite(first) and math.isfinite(loss)):
-            return None
-        return abs(loss - first) > max(SURE * error, SAME_LOSS * abs(first))
-
 
 class Pair:
     """A run against the first one."""
@@ -149,14 +123,14 @@ class Pair:
 
     @cached_property
     def common_steps(self) -> list[int]:
-        return sorted(self.first.losses.keys() & self.side.losses.keys())
+        return sorted(self.first.run.losses.keys() & self.side.run.losses.keys())
 
     @cached_property
     def equal_up_to(self) -> int | None:
         """The last step up to which all recorded losses are equal to the bit; None if the first one differs already."""
         equal = None
         for step in self.common_steps:
-            if self.first.losses[step] != self.side.losses[step]:
+            if self.first.run.losses[step] != self.side.run.losses[step]:
                 break
             equal = step
         return equal
@@ -164,7 +138,7 @@ class Pair:
     @cached_property
     def largest_difference(self) -> float | None:
         """Of the losses at equal steps, relative; None if there are none."""
-        pairs = [(self.first.losses[step], self.side.losses[step]) for step in self.common_steps]
+        pairs = [(self.first.run.losses[step], self.side.run.losses[step]) for step in self.common_steps]
         known = [
             abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and (a or b)
         ]
@@ -263,7 +237,7 @@ class Pair:
             )
 
     def _loss(self) -> Iterator[Phrase]:
-        not_finite = next((step for step, loss in self.side.losses.items() if not math.isfinite(loss)), None)
+        not_finite = next((step for step, loss in self.side.run.losses.items() if not math.isfinite(loss)), None)
         if not_finite is not None:
             yield phrase("its loss is not a number in step {step}", step=f"{not_finite:,}")
             return
@@ -317,7 +291,7 @@ class Comparison:
         self.sides = list(sides)
         runs = [side.run for side in self.sides]
         self.differences = differences(runs)
-        self.points = loss_points(self.sides)
+        self.points = loss_points(runs)
         self.pairs = [
             Pair(self.sides[0], side, self.differences, self.points, index)
             for index, side in enumerate(self.sides[1:], 1)
@@ -493,66 +467,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_json(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def loss_points(sides: Sequence[Side]) -> list[LossPoint]:
-    """The loss at half of the steps that all runs have and at the last of them; where steps have other rows, at equal rows too."""
-    points: list[LossPoint] = []
-    if any(side.run.record.step_lines_skipped for side in sides):  # of long runs other steps may have been read
-        curves = [[(step, loss) for step, loss in side.losses.items()] for side in sides]
-        last = min((curve[-1][0] for curve in curves if curve), default=0)
-        points += [_at(curves, at, "step") for at in (last // 2, last) if at and all(curves)]
-    else:
-        common = sorted(set.intersection(*(set(side.losses) for side in sides)))
-        places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
-        points += [_at_step(sides, common, step) for step in places]
-    if len({side.run.rows_per_step for side in sides}) > 1:
-        curves = [_by_rows(side) for side in sides]
-        points += [_at(curves, min(curve[-1][0] for curve in curves), "rows")] if all(curves) else []
-    return points
-
-
-def _at_step(sides: Sequence[Side], common: Sequence[int], step: int) -> LossPoint:
-    until = common[: common.index(step) + 1]
-    window = until[-max(1, min(LOSS_STEPS, len(until) // 10)) :]
-    columns = [[side.losses[one] for one in window] for side in sides]
-    errors: list[float | None] = [None]
-    for column in columns[1:]:
-        paired = [b - a for a, b in zip(columns[0], column, strict=True)]
-        errors.append(
-            1.25 * spread(paired) / math.sqrt(len(paired))
-            if len(paired) >= 5 and all(map(math.isfinite, paired))
-            else None
-        )
-    return LossPoint(at=step, by="step", losses=tuple(_mean(column) for column in columns), errors=tuple(errors))
-
-
-def _at(curves: Sequence[Sequence[tuple[int, float]]], at: int, by: Literal["step", "rows"]) -> LossPoint:
-    """The mean of each curve over the tenth before this place. Steps are not paired, so noise counts in full."""
-    windows = [[loss for place, loss in curve if 0.9 * at < place <= at] or [curve[0][1]] for curve in curves]
-    errors = [
-        1.25 * spread(window) / math.sqrt(len(window)) if len(window) >= 5 and all(map(math.isfinite, window)) else None
-        for window in windows
-    ]
-    differences = [
-        None if index == 0 or errors[0] is None or one is None else math.hypot(errors[0], one)
-        for index, one in enumerate(errors)
-    ]
-    return LossPoint(at=at, by=by, losses=tuple(map(_mean, windows)), errors=tuple(differences))
-
-
-def _by_rows(side: Side) -> list[tuple[int, float]]:
-    """The loss of each step and the rows trained on up to it. Steps that were not read had as many rows as the next one."""
-    curve, rows, before = [], 0.0, 0
-    for step in side.run.steps:
-        rows += (step["step"] - before) * (whole(step, "rows") or side.run.rows_per_step or 0)
-        before = step["step"]
-        loss = number(step, "loss")
-        if loss is not None:
-            curve.append((round(rows), loss))
-    return curve
-
-
-def _mean(values: Sequence[float]) -> float:
-    """NaN if one of them is."""
-    return sum(values) / len(values) if all(map(math.isfinite, values)) else math.nan

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.languages import tr, translate
-from brimful.report.compare import Comparison, LossPoint, Side, figures_of, show_ratio
+from brimful.report.compare import Comparison, Side, figures_of, show_ratio
+from brimful.report.loss_points import LossPoint
 from brimful.report.run_settings import Difference, Setting, show_setting
 from brimful.units import show_bytes, show_rate, show_seconds, zone
 

@@ -173,6 +173,11 @@ class RunFigures:
     def host_samples(self) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
         return [(one, part(one, "host")) for one in self.samples if part(one, "host")]
 
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """By step, NaN and infinite ones included."""
+        return {step["step"]: loss for step in self.steps if (loss := number(step, "loss")) is not None}
+
     @property
     def options(self) -> Mapping[str, Any]:
         """What the user set, of training and of the plan."""

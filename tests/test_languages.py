@@ -18,10 +18,12 @@ CATALOGUE = {
 def _chinese(monkeypatch):
     monkeypatch.setattr(languages, "_catalogue", lambda: CATALOGUE)
     languages._templates.cache_clear()
+    languages._translated.cache_clear()
     set_language("zh")
     yield
     set_language(None)
     languages._templates.cache_clear()
+    languages._translated.cache_clear()
 
 
 def test_a_template_is_filled_in():
@@ -65,6 +67,7 @@ def test_the_catalogue_that_ships_can_be_read():
 def translations(monkeypatch, **catalogue):
     monkeypatch.setattr(languages, "_catalogue", lambda: catalogue)
     languages._templates.cache_clear()
+    languages._translated.cache_clear()
 
 
 def test_a_figure_matches_no_words(monkeypatch):

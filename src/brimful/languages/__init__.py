@@ -17,7 +17,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Literal, get_args
 
@@ -49,7 +49,6 @@ _WEAK_BREAKS = (
 """Between them, all parts are translated or none: half a sentence in English is harder to read than a whole one."""
 _ENGLISH = re.compile(r"\b[a-z']+ [a-z']+ [a-z']+\b")
 """Three words: not a name or a unit."""
-_MOST_NESTED = 12
 
 _chosen: Language | None = None
 
@@ -81,11 +80,12 @@ def tr(template: str, **values: Any) -> str:
 
 def translate(sentence: str) -> str:
     """A finished English sentence in the user's language, as far as the catalogue has its parts."""
-    return sentence if language() == "en" else _translated(sentence, _MOST_NESTED)
+    return sentence if language() == "en" else _translated(sentence)
 
 
-def _translated(sentence: str, depth: int) -> str:
-    if not depth or not any(map(str.isalpha, sentence)):
+@lru_cache(maxsize=4096)  # parts come again and again while a sentence is taken apart in several ways
+def _translated(sentence: str) -> str:
+    if not any(map(str.isalpha, sentence)):
         return sentence
     known = _catalogue().get(sentence)
     if known is not None and "{" not in known:
@@ -97,30 +97,30 @@ def _translated(sentence: str, depth: int) -> str:
         pattern, translated = _pattern(template)
         if match := pattern.fullmatch(sentence):
             parts = match.groupdict()
-            parts |= {name: _translated(parts[name], depth - 1) for name in translated}
+            parts |= {name: _translated(parts[name]) for name in translated}
             if not any(_ENGLISH.search(parts[name]) for name in translated):
                 return _fill_in(_catalogue()[template], parts)
-    return _translated_in_parts(sentence, depth - 1)
+    return _translated_in_parts(sentence)
 
 
-def _translated_in_parts(sentence: str, depth: int) -> str:
+def _translated_in_parts(sentence: str) -> str:
     """Taken apart at the first kind of break where that helps; the sentence itself if none does."""
     for last, chinese in ((".", "。"), (":", "："), (",", "，")):
-        if sentence.endswith(last) and (changed := _translated(sentence[:-1], depth)) != sentence[:-1]:
+        if sentence.endswith(last) and (changed := _translated(sentence[:-1])) != sentence[:-1]:
             return changed + (last if _ENGLISH.search(re.split(r"。|\. ", changed)[-1]) else chinese)
     if sentence.startswith("(") and sentence.endswith(")"):
-        inner = _translated(sentence[1:-1], depth)
+        inner = _translated(sentence[1:-1])
         return f"（{inner}）" if inner != sentence[1:-1] else sentence
     outside = _without_parentheses(sentence)
     for mark, chinese in _STRONG_BREAKS:
         parts, breaks = _split(sentence, outside, mark)
-        translated = [_translated(part, depth) for part in parts]
+        translated = [_translated(part) for part in parts]
         if translated != parts:
             ends = [chinese if _IDEOGRAM.search(part) else end for part, end in zip(translated, breaks, strict=True)]
             return "".join(itertools.chain(*zip(translated, (*ends[:-1], ""), strict=True)))
     for mark, chinese in _WEAK_BREAKS:
         parts, _ = _split(sentence, outside, mark)
-        translated = [_translated(part, depth) for part in parts]
+        translated = [_translated(part) for part in parts]
         connects = len(parts) > 1 and _IDEOGRAM.search(chinese)  # an English word, which goes even if the parts stay
         if (translated != parts or connects) and not any(map(_ENGLISH.search, translated)):
             return _with_blanks(f"\0{chinese}\0".join(translated))
@@ -173,7 +173,8 @@ def _templates() -> list[tuple[str, str]]:
     pieces = {template: _PLACEHOLDER.split(template)[::3] for template in _catalogue()}
     templates = [template for template, fixed in pieces.items() if len(fixed) > 1]
     templates.sort(key=lambda template: sum(map(len, pieces[template])), reverse=True)
-    return [(max(pieces[template], key=len), template) for template in templates]
+    longest = [(max(pieces[template], key=len), template) for template in templates]
+    return [(fixed, template) for fixed, template in longest if fixed]  # else a part could be as long as the whole
 
 
 @cache

@@ -20,7 +20,10 @@ from rich.console import Console
 from rich.text import Text
 
 DOCS = Path(__file__).parents[1]
-TRAIN = ["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--max-steps", "200", "--device", "cpu"]
+TRAIN = [
+    "train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--max-steps", "150", "--generate-rows", "0", "--device", "cpu",
+    "--memory-limit", "256MiB",
+]  # fmt: skip
 LOG = """\
 batch_size_per_gpu: 32, gradient_accumulation_steps: 2, num_processes: 3, max_seq_len: 252, vocab_size: 40960
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB \
@@ -28,7 +31,7 @@ is free. Including non-PyTorch memory, this process has 18.50 GiB memory in use.
 PyTorch, and 3.18 GiB is reserved by PyTorch but unallocated.
 """
 VIEWS = {
-    "plan": (["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--memory-limit", "1GiB", "--device", "cpu", "--dry-run"], 100, 40),
+    "plan": (["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--memory-limit", "256MiB", "--device", "cpu", "--dry-run"], 100, 40),
     "watch": (["watch", "runs/first", "--once"], 100, 30),
     "why": (["why", "train.log"], 100, 46),
     "compare": (["compare", "runs/first", "runs/split"], 100, 60),
@@ -46,6 +49,7 @@ def brimful(folder: Path, *arguments: str, columns: int = 100, lines: int = 40) 
         "LINES": str(lines),
         "BRIMFUL_LANG": "en",
         "TERM": "xterm-256color",
+        "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
         [sys.executable, "-m", "brimful", *arguments],
@@ -57,7 +61,12 @@ def brimful(folder: Path, *arguments: str, columns: int = 100, lines: int = 40) 
     )
     if done.returncode > 1:  # the doctor's 1 means that it found something
         sys.exit(f"brimful {' '.join(arguments)} ended with {done.returncode}")
-    for path, shown in ((str(folder), "~/project"), (sys.prefix, "~/venv"), (str(Path.home()), "~")):
+    for path, shown in (
+        (str(folder), "~/project"),
+        (sys.prefix, "~/venv"),
+        (str(DOCS.parent), "~/brimful"),
+        (str(Path.home()), "~"),
+    ):
         done.stdout = done.stdout.replace(path, shown)
     return done.stdout
 

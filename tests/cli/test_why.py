@@ -145,3 +145,16 @@ def test_torch_is_not_imported():
     program = f"import sys\nfrom brimful.cli import main\nmain(['why', {str(LOGS / 'guide-002.log')!r}])\nassert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+KILLED = "the training process (pid 7) was killed by SIGKILL (not by the kernel's out-of-memory killer)"
+
+
+@pytest.mark.parametrize("with_end", [True, False])
+def test_a_kill_that_was_not_the_kernels_is_one_diagnosis(tmp_path, capsys, with_end):
+    end = [{"event": "end", "step": 150, "reason": "failed", "sentence": KILLED}]
+    folder = write_run(tmp_path / "a", done=150, end=None, checkpoints=[100], more=end if with_end else [])
+    (folder / "log.txt").write_text(f"2026-01-31 09:02:01 failed: {KILLED}\n", encoding="utf-8")
+    (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert diagnosis["kind"] == "run-killed" and "something else killed it" in diagnosis["cause"]
+    assert diagnosis["fixes"][0]["flags"]["shell"].endswith("--resume")

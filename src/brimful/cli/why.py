@@ -66,6 +66,10 @@ def _of_run(folder: Path) -> list[Diagnosis]:
     from_log = diagnose(log_file, settings=_settings(record.plan))
     if from_log.kind in ("unknown", "empty"):
         return measured or [_NOTHING]
+    if from_log.certainty != "certain" or from_log.kind == "killed":
+        told = {"killed", "host-killed", "stopped"} if any(one.kind in ("run-killed", "host-killed") for one in measured) else ()
+        if from_log.kind in told:  # a kill, which the run's samples or the kernel's counter tell more about
+            return measured
     failed = record.state in ("failed", "killed")
     same = next((one for one in measured if one.kind == from_log.kind), None)
     if same is not None and (not failed or same.certainty == "certain"):

@@ -33,6 +33,7 @@ KIND_TITLES = {
     "driver": "Driver and torch do not match",
     "crashed": "A crash, not a lack of memory",
     "stopped": "The run was stopped",
+    "killed": "The run was killed",
     "time-limit": "The time limit was reached",
     "missing-package": "A package is missing",
     "nccl-duplicate-gpu": "Two ranks use one GPU",

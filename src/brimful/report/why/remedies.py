@@ -26,6 +26,7 @@ def remedies(
         "worker-lost": lambda: _worker_lost(settings),
         "shm-full": lambda: _shm(settings),
     }
+    kind = "stopped" if kind == "killed" else kind
     fixes = list(makers[kind]()) if kind in makers else list(_OTHER.get(kind, ()))
     if kind == "nan-loss" and settings.precision == "bf16":
         fixes = [fix for fix in fixes if fix is not _TO_BF16]

@@ -102,7 +102,9 @@ def _newest_part(run: RunFigures) -> RunFigures:
 
 def _ending(run: RunFigures) -> Iterator[Finding]:
     state = run.record.state
-    if state == "failed":
+    if state == "failed" and "killed by SIGKILL" in _end_sentence(run):
+        yield _killed(run)
+    elif state == "failed":
         yield _failed(run)
     elif state == "killed":
         yield _crashed(run) or _killed(run)
@@ -121,10 +123,14 @@ def _resume(run: RunFigures) -> Fix:
     return Fix(title=title, flags={"shell": run.record.folder.resume_command}, basis="measured" if saved else "range")
 
 
+def _end_sentence(run: RunFigures) -> str:
+    ends = run.record.of_kind("end")
+    return str(ends[-1].get("sentence") or "") if ends else ""
+
+
 def _failed(run: RunFigures) -> Finding:
     """An error that Brimful reported: its message says what to do."""
-    end = run.record.of_kind("end")[-1]
-    problem, _, advice = str(end.get("sentence") or "").partition(" Try: ")
+    problem, _, advice = _end_sentence(run).partition(" Try: ")
     memory = bool(_OUT_OF_MEMORY.search(problem))
     sentences = [_after(run), _sentence(problem)] if problem else [_after(run)]
     return Finding(
@@ -192,7 +198,7 @@ def _killed(run: RunFigures) -> Finding:
     used, limit, tree = _host_at_end(run)
     figures: dict[str, Any] = {"step": run.last_step, "machine_bytes": used, "limit_bytes": limit, "tree_bytes": tree}
     began = say("The process ended without an error message before its first step.") if not run.steps else say("The process ended without an error message after step {step}.", step=f"{run.last_step:,}")  # fmt: skip
-    end_of_log = " ".join(_log_tail(run)[-LAST_LINES:])
+    end_of_log = " ".join([*_log_tail(run)[-LAST_LINES:], *([_end_sentence(run)] if run.record.state == "failed" else [])])
     by_kernel = True if _COUNTED in end_of_log else False if _NOT_COUNTED in end_of_log else None
     full = used is not None and limit is not None and used >= NEARLY_FULL * limit
     amounts = {"used": show_bytes(used), "limit": show_bytes(limit)}
@@ -224,8 +230,8 @@ def _killed(run: RunFigures) -> Finding:
     return Finding(
         1.0,
         Diagnosis(
-            resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="possible", figures=figures,
-            evidence="events.jsonl: no `end`", fixes=(_resume(run),) if by_kernel is False else (_resume(run), kernel),
+            resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="certain" if by_kernel is False else "possible", figures=figures,
+            evidence="log.txt" if by_kernel is False else "events.jsonl: no `end`", fixes=(_resume(run),) if by_kernel is False else (_resume(run), kernel),
         ),
     )  # fmt: skip
 

@@ -158,3 +158,17 @@ def test_a_kill_that_was_not_the_kernels_is_one_diagnosis(tmp_path, capsys, with
     (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
     assert diagnosis["kind"] == "run-killed" and "something else killed it" in diagnosis["cause"]
     assert diagnosis["fixes"][0]["flags"]["shell"].endswith("--resume")
+
+
+def test_a_run_that_failed_of_nan_has_one_diagnosis(tmp_path, capsys):
+    sentence = "the gradient norm is nan in step 30, 6 consecutive steps skipped. Try: a lower learning rate."
+    folder = write_run(
+        tmp_path / "a", steps=60, done=30, end=None, checkpoints=[20], step_values={"loss": lambda n: 2.0 if n < 25 else float("nan")},
+        more=[{"event": "end", "step": 30, "reason": "failed", "sentence": sentence}],
+    )  # fmt: skip
+    (folder / "log.txt").write_text("step 30: loss nan\nfailed: " + sentence + "\n", encoding="utf-8")
+    (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert diagnosis["kind"] == "nan-loss" and "The run failed after step 30." in diagnosis["cause"]
+    titles = [fix["title"] for fix in diagnosis["fixes"]]
+    assert sum("learning rate" in title for title in titles) == 1
+    assert not any("Continue" in title or "bf16" in title for title in titles)

@@ -72,7 +72,7 @@ def _of_run(folder: Path) -> list[Diagnosis]:
             return measured
     failed = record.state in ("failed", "killed")
     same = next((one for one in measured if one.kind == from_log.kind), None)
-    if same is not None and (not failed or same.certainty == "certain"):
+    if same is not None and (not failed or same.certainty == "certain" or same.kind == "nan-loss"):
         # The run's figures are measured, the log has the message. Of a failed run, an error that it survived is another one.
         figures = {**from_log.figures, **same.figures}
         merged = replace(same, evidence=from_log.evidence, figures=figures, others=from_log.others)

@@ -461,7 +461,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="nan-loss", resource="none", hints=(b"nan", b"NaN"), level=SYMPTOM, read=_nan,
          pattern=_S(r"(?i:['\"]?\b(?:train[_/ ]?|eval[_/ ]?|val[_/ ]?|total[_/ ]?)?loss\b['\"]?\s*(?:[:=]|is|was)?\s*(?:tensor\()?\s*nan\b|['\"]?\bgrad_norm['\"]?\s*[:=]\s*nan\b|['\"]loss_is['\"]: ['\"]nan)"),
          cause="The loss or the gradient is NaN."),
-    Sign(kind="nan-loss", resource="none", hints=(b"loss scale",), gate=TRACEBACK, level=SYMPTOM,
+    Sign(kind="nan-loss", resource="none", hints=(b"loss scale",), gate=TRACEBACK, level=SYMPTOM, figures={"precision": "fp16"},
          pattern=_S(r"loss scale already at minimum|Minimum loss scale reached"), cause="The loss scale of fp16 fell to its minimum: every step overflowed, so the gradient is inf or NaN."),
 )  # fmt: skip
 

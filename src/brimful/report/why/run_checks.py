@@ -13,6 +13,7 @@ Memory and loss are judged over the whole run, speed over the part since the las
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, part, seconds_at, whole
@@ -72,6 +73,7 @@ _COUNTED, _NOT_COUNTED = "because host memory ran out (the kernel's", "not by th
 _ERROR = re.compile(
     r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\w*)(?::\s*(.*))?$"
 )
+_NOT_FINITE = re.compile(r"\b(?:nan|inf|infinite|not finite|non-?finite)\b", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|memory ran out|can't allocate memory|does not fit|cannot be split and needs", re.IGNORECASE
 )
@@ -89,8 +91,19 @@ def check_run(record: RunRecord) -> list[Diagnosis]:
     ]
     if any("others_bytes" in one.diagnosis.figures and one.diagnosis.kind == "gpu-out-of-memory" for one in findings):
         findings = [one for one in findings if one.diagnosis.kind != "others-on-card"]  # said already
+    findings = _without_consequences_of_nan(run, findings)
     findings.sort(key=lambda finding: -finding.importance)
     return [finding.diagnosis for finding in findings]
+
+
+def _without_consequences_of_nan(run: RunFigures, findings: list[Finding]) -> list[Finding]:
+    """A run that failed because of NaN has one problem: that it failed, early, follows from it."""
+    nan = next((one for one in findings if one.diagnosis.kind == "nan-loss"), None)
+    if nan is None or run.record.state != "failed" or not _NOT_FINITE.search(_end_sentence(run)):
+        return findings
+    rest = [one for one in findings if one is not nan and one.diagnosis.kind not in ("run-failed", "few-updates")]
+    ended = replace(nan.diagnosis, cause=f"{nan.diagnosis.cause} {_after(run)}", certainty="certain")
+    return [Finding(1.0, ended), *rest]
 
 
 def _newest_part(run: RunFigures) -> RunFigures:
@@ -137,9 +150,17 @@ def _failed(run: RunFigures) -> Finding:
         1.0,
         Diagnosis(
             resource=resource(run) if memory else "none", kind="run-failed", cause=" ".join(sentences), figures={"step": run.last_step},
-            evidence="events.jsonl, end", fixes=(Fix(title=_sentence(advice, end="")), _resume(run)) if advice else (_resume(run),),
+            evidence="events.jsonl, end", fixes=tuple(_after_failure(run, problem, advice)),
         ),
     )  # fmt: skip
+
+
+def _after_failure(run: RunFigures, problem: str, advice: str) -> Iterator[Fix]:
+    """The error's own advice; and to start again, unless the same rows and weights would give the same NaN."""
+    if advice:
+        yield Fix(title=_sentence(advice, end=""))
+    if not advice or not _NOT_FINITE.search(problem):
+        yield _resume(run)
 
 
 def _after(run: RunFigures) -> str:

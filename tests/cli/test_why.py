@@ -172,3 +172,43 @@ def test_a_run_that_failed_of_nan_has_one_diagnosis(tmp_path, capsys):
     titles = [fix["title"] for fix in diagnosis["fixes"]]
     assert sum("learning rate" in title for title in titles) == 1
     assert not any("Continue" in title or "bf16" in title for title in titles)
+
+
+@pytest.mark.parametrize("log", ["", "Traceback (most recent call last):\nKeyboardInterrupt\n"])
+def test_an_interrupted_run_is_told_so_with_the_resume_command(tmp_path, capsys, log):
+    folder = write_run(tmp_path / "a", steps=3000, done=92, end="interrupted", checkpoints=[92])
+    (folder / "log.txt").write_text(log, encoding="utf-8")
+    _, out, _ = run(str(folder), capsys=capsys)
+    assert "The run was interrupted after step 92 of 3,000." in out and "--resume" in out
+    assert "Nothing" not in out and "was stopped" not in out
+
+
+def test_a_healthy_run_has_a_fitting_heading(tmp_path, capsys):
+    _, out, _ = run(str(write_run(tmp_path / "a")), capsys=capsys)
+    assert out.startswith("Nothing wrong\n")
+
+
+def test_a_run_without_its_events_names_its_checkpoint(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", done=150, end=None)
+    (folder / "events.jsonl").unlink()
+    (folder / "checkpoints" / "step-00000100").mkdir(parents=True)
+    (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert "events.jsonl is missing" in diagnosis["cause"] and "step-00000100" in diagnosis["cause"]
+
+
+def test_two_logs_are_refused_in_a_sentence_of_our_own(capsys):
+    code, _, err = run("a.log", "b.log", capsys=capsys)
+    assert code == 2 and "reads one log or run, not 2" in err and "Unused" not in err
+
+
+def test_diagnose_refuses_what_is_no_log():
+    import brimful
+    from brimful.errors import BadOption
+
+    with pytest.raises(BadOption, match="not int"):
+        brimful.diagnose(5)
+
+
+def test_frameworks_that_share_a_setting_stand_on_one_line(capsys):
+    _, out, _ = run(str(LOGS / "torch-cpu.log"), capsys=capsys)
+    assert "accelerate, lightning" in out

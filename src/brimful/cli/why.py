@@ -71,7 +71,11 @@ def _of_run(folder: Path) -> list[Diagnosis]:
     if from_log.kind in ("unknown", "empty") or (stopped and from_log.kind in ("stopped", "killed", "time-limit")):
         return measured or [NOTHING_WRONG]
     if from_log.certainty != "certain" or from_log.kind == "killed":
-        told = {"killed", "host-killed", "stopped"} if any(one.kind in ("run-killed", "host-killed") for one in measured) else ()
+        told = (
+            {"killed", "host-killed", "stopped"}
+            if any(one.kind in ("run-killed", "host-killed") for one in measured)
+            else ()
+        )
         if from_log.kind in told:  # a kill, which the run's samples or the kernel's counter tell more about
             return measured
     failed = record.state in ("failed", "killed") and not missing
@@ -97,4 +101,3 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
         "checkpointing": levers.get("checkpointing") not in (None, "off"),
         "growing_segments": True,
     }
-

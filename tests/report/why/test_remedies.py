@@ -233,6 +233,7 @@ def test_a_mac_is_not_told_of_nvidia():
 def test_a_tensor_that_does_not_fit_the_host_is_not_the_workers_fault():
     diagnosis = brimful.diagnose(LOGS[0].parent / "torch-cpu.log")
     assert "tensor" in diagnosis.fixes[0].title and "killed process" not in _all_of(diagnosis)
+    assert "--memory 76g" in _all_of(diagnosis)  # 51 GiB were wanted
 
 
 def test_bf16_instead_of_fp16_is_only_for_fp16():

@@ -115,7 +115,9 @@ class Scan:
 def open_log(log: str | bytes | Path) -> Iterator[BinaryIO]:
     """A text, its bytes, or the file at a path, which may be gzipped. Raises `BadData` if it cannot be read."""
     if not isinstance(log, (str, bytes, Path)):
-        raise BadOption(f"a log is a text, bytes or a Path, not {type(log).__name__}. Try: brimful.diagnose(Path(file)).")
+        raise BadOption(
+            f"a log is a text, bytes or a Path, not {type(log).__name__}. Try: brimful.diagnose(Path(file))."
+        )
     if not isinstance(log, Path):
         yield io.BytesIO(log.encode("utf-8", "surrogateescape") if isinstance(log, str) else log)
         return

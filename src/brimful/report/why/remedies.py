@@ -84,7 +84,8 @@ def _host(figures: Mapping[str, Any], settings: Settings) -> Iterator[Fix]:
         },
     )
     limit = figures.get("limit_bytes")
-    more = f"{2 * round(limit / GiB)}" if limit and limit >= GiB else "32"
+    wanted = figures.get("wanted_bytes") or 0
+    more = str(max(2 * round(limit / GiB) if limit and limit >= GiB else 32, round(1.5 * wanted / GiB)))
     yield Fix(
         title="Give the container or job more RAM"
         if limit or figures.get("signal") is None

@@ -219,7 +219,9 @@ def _killed(run: RunFigures) -> Finding:
     used, limit, tree = _host_at_end(run)
     figures: dict[str, Any] = {"step": run.last_step, "machine_bytes": used, "limit_bytes": limit, "tree_bytes": tree}
     began = say("The process ended without an error message before its first step.") if not run.steps else say("The process ended without an error message after step {step}.", step=f"{run.last_step:,}")  # fmt: skip
-    end_of_log = " ".join([*_log_tail(run)[-LAST_LINES:], *([_end_sentence(run)] if run.record.state == "failed" else [])])
+    end_of_log = " ".join(
+        [*_log_tail(run)[-LAST_LINES:], *([_end_sentence(run)] if run.record.state == "failed" else [])]
+    )
     by_kernel = True if _COUNTED in end_of_log else False if _NOT_COUNTED in end_of_log else None
     full = used is not None and limit is not None and used >= NEARLY_FULL * limit
     amounts = {"used": show_bytes(used), "limit": show_bytes(limit)}

@@ -145,3 +145,70 @@ def test_torch_is_not_imported():
     program = f"import sys\nfrom brimful.cli import main\nmain(['why', {str(LOGS / 'guide-002.log')!r}])\nassert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+KILLED = "the training process (pid 7) was killed by SIGKILL (not by the kernel's out-of-memory killer)"
+
+
+@pytest.mark.parametrize("with_end", [True, False])
+def test_a_kill_that_was_not_the_kernels_is_one_diagnosis(tmp_path, capsys, with_end):
+    end = [{"event": "end", "step": 150, "reason": "failed", "sentence": KILLED}]
+    folder = write_run(tmp_path / "a", done=150, end=None, checkpoints=[100], more=end if with_end else [])
+    (folder / "log.txt").write_text(f"2026-01-31 09:02:01 failed: {KILLED}\n", encoding="utf-8")
+    (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert diagnosis["kind"] == "run-killed" and "something else killed it" in diagnosis["cause"]
+    assert diagnosis["fixes"][0]["flags"]["shell"].endswith("--resume")
+
+
+def test_a_run_that_failed_of_nan_has_one_diagnosis(tmp_path, capsys):
+    sentence = "the gradient norm is nan in step 30, 6 consecutive steps skipped. Try: a lower learning rate."
+    folder = write_run(
+        tmp_path / "a", steps=60, done=30, end=None, checkpoints=[20], step_values={"loss": lambda n: 2.0 if n < 25 else float("nan")},
+        more=[{"event": "end", "step": 30, "reason": "failed", "sentence": sentence}],
+    )  # fmt: skip
+    (folder / "log.txt").write_text("step 30: loss nan\nfailed: " + sentence + "\n", encoding="utf-8")
+    (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert diagnosis["kind"] == "nan-loss" and "The run failed after step 30." in diagnosis["cause"]
+    titles = [fix["title"] for fix in diagnosis["fixes"]]
+    assert sum("learning rate" in title for title in titles) == 1
+    assert not any("Continue" in title or "bf16" in title for title in titles)
+
+
+@pytest.mark.parametrize("log", ["", "Traceback (most recent call last):\nKeyboardInterrupt\n"])
+def test_an_interrupted_run_is_told_so_with_the_resume_command(tmp_path, capsys, log):
+    folder = write_run(tmp_path / "a", steps=3000, done=92, end="interrupted", checkpoints=[92])
+    (folder / "log.txt").write_text(log, encoding="utf-8")
+    _, out, _ = run(str(folder), capsys=capsys)
+    assert "The run was interrupted after step 92 of 3,000." in out and "--resume" in out
+    assert "Nothing" not in out and "was stopped" not in out
+
+
+def test_a_healthy_run_has_a_fitting_heading(tmp_path, capsys):
+    _, out, _ = run(str(write_run(tmp_path / "a")), capsys=capsys)
+    assert out.startswith("Nothing wrong\n")
+
+
+def test_a_run_without_its_events_names_its_checkpoint(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", done=150, end=None)
+    (folder / "events.jsonl").unlink()
+    (folder / "checkpoints" / "step-00000100").mkdir(parents=True)
+    (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert "events.jsonl is missing" in diagnosis["cause"] and "step-00000100" in diagnosis["cause"]
+
+
+def test_two_logs_are_refused_in_a_sentence_of_our_own(capsys):
+    code, _, err = run("a.log", "b.log", capsys=capsys)
+    assert code == 2 and "reads one log or run, not 2" in err and "Unused" not in err
+
+
+def test_diagnose_refuses_what_is_no_log():
+    import brimful
+    from brimful.errors import BadOption
+
+    with pytest.raises(BadOption, match="not int"):
+        brimful.diagnose(5)
+
+
+def test_frameworks_that_share_a_setting_stand_on_one_line(capsys):
+    _, out, _ = run(str(LOGS / "torch-cpu.log"), capsys=capsys)
+    assert "accelerate, lightning" in out

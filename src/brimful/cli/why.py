@@ -16,7 +16,7 @@ from brimful.report.why.diagnosis import Diagnosis
 def why(
     log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     /,
-    *,
+    *more: Annotated[str, Parameter(show=False)],
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Explain why a training failed, is slow or does not learn, with fixes ranked by what they are worth.
@@ -32,6 +32,8 @@ def why(
     from brimful.report.why.diagnosis_view import diagnoses_view
     from brimful.report.why.log_reader import diagnose, diagnose_stream
 
+    if more:
+        raise BadOption(f"brimful why reads one log or run, not {1 + len(more)}. Try: one command for each of them.")
     titles: Mapping[str, str] = {}
     if log == "-":
         diagnoses = [diagnose_stream(sys.stdin.buffer)]
@@ -57,18 +59,28 @@ def _of_run(folder: Path) -> list[Diagnosis]:
     from brimful.report.run_record import RunRecord
     from brimful.report.why.log_reader import diagnose
     from brimful.report.why.run_checks import check_run
+    from brimful.report.why.run_ending import NOTHING_WRONG, events_missing, interruption
 
     record = RunRecord(folder)
-    measured = list(check_run(record))
+    missing, stopped = events_missing(record), interruption(record)
+    measured = [missing] if missing else [*([stopped] if stopped else []), *check_run(record)]
     log_file = folder / "log.txt"
     if not log_file.is_file():
-        return measured or [_NOTHING]
+        return measured or [NOTHING_WRONG]
     from_log = diagnose(log_file, settings=_settings(record.plan))
-    if from_log.kind in ("unknown", "empty"):
-        return measured or [_NOTHING]
-    failed = record.state in ("failed", "killed")
+    if from_log.kind in ("unknown", "empty") or (stopped and from_log.kind in ("stopped", "killed", "time-limit")):
+        return measured or [NOTHING_WRONG]
+    if from_log.certainty != "certain" or from_log.kind == "killed":
+        told = (
+            {"killed", "host-killed", "stopped"}
+            if any(one.kind in ("run-killed", "host-killed") for one in measured)
+            else ()
+        )
+        if from_log.kind in told:  # a kill, which the run's samples or the kernel's counter tell more about
+            return measured
+    failed = record.state in ("failed", "killed") and not missing
     same = next((one for one in measured if one.kind == from_log.kind), None)
-    if same is not None and (not failed or same.certainty == "certain"):
+    if same is not None and (not failed or same.certainty == "certain" or same.kind == "nan-loss"):
         # The run's figures are measured, the log has the message. Of a failed run, an error that it survived is another one.
         figures = {**from_log.figures, **same.figures}
         merged = replace(same, evidence=from_log.evidence, figures=figures, others=from_log.others)
@@ -89,8 +101,3 @@ def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
         "checkpointing": levers.get("checkpointing") not in (None, "off"),
         "growing_segments": True,
     }
-
-
-_NOTHING = Diagnosis(
-    resource="none", kind="unknown", cause="Nothing is wrong with this run that its figures show.", certainty="likely"
-)

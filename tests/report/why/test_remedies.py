@@ -207,3 +207,35 @@ def test_lightning_arguments_exist():
 
 def test_settings_are_given_by_framework():
     assert {name for _, name, _ in ALL_FIXES} == {*FRAMEWORKS, "shell"}
+
+
+def _all_of(diagnosis) -> str:
+    return " ".join(f"{fix.title} {fix.costs} {' '.join(fix.flags.values())}" for fix in diagnosis.fixes)
+
+
+@pytest.mark.parametrize(("full", "other"), [(0, 1), (1, 0), (3, 1)])
+def test_another_card_is_not_the_full_one(full, other):
+    message = (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU {full} has a total capacity of 79.25 GiB of which 1.06 GiB is free. "
+        "Process 12345 has 40.02 GiB memory in use. Including non-PyTorch memory, this process has 38.10 GiB memory in use. "
+        "Of the allocated memory 37.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+    )
+    fix = brimful.diagnose(message).fixes[0]
+    assert fix.flags["brimful"] == f"--device cuda:{other}"
+    assert fix.flags["shell"].endswith(f"CUDA_VISIBLE_DEVICES={other}")
+
+
+def test_a_mac_is_not_told_of_nvidia():
+    everything = _all_of(brimful.diagnose(LOGS[0].parent / "mps.log"))
+    assert "bitsandbytes" not in everything and "Ampere" not in everything and "8-bit" not in everything
+
+
+def test_a_tensor_that_does_not_fit_the_host_is_not_the_workers_fault():
+    diagnosis = brimful.diagnose(LOGS[0].parent / "torch-cpu.log")
+    assert "tensor" in diagnosis.fixes[0].title and "killed process" not in _all_of(diagnosis)
+    assert "--memory 76g" in _all_of(diagnosis)  # 51 GiB were wanted
+
+
+def test_bf16_instead_of_fp16_is_only_for_fp16():
+    assert "bf16" not in _all_of(brimful.diagnose(LOGS[0].parent / "nan-loss.log"))
+    assert "bf16" in _all_of(brimful.diagnose(LOGS[0].parent / "loss-scale.log"))

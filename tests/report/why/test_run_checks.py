@@ -89,7 +89,7 @@ def test_a_killed_run_without_samples_claims_nothing_about_ram(tmp_path):
     ("why", "kind", "certainty"),
     [
         ("because host memory ran out (the kernel's out-of-memory counter went from 3 to 4)", "host-killed", "certain"),
-        ("(not by the kernel's out-of-memory killer)", "run-killed", "possible"),
+        ("(not by the kernel's out-of-memory killer)", "run-killed", "certain"),
     ],
 )
 def test_the_kernels_counter_decides_over_the_samples(tmp_path, why, kind, certainty):

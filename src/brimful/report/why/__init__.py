@@ -15,6 +15,7 @@ gpu_remedies    fixes for a full GPU
 
 From the folder of a run:
 run_checks      all checks, the most important finding first
+run_ending      interrupted, or nothing wrong
 oom_checks      out-of-memory errors, with fixes that the run's own memory model predicts
 growth_checks   memory that grows over equal steps
 long_rows       the one long row

@@ -33,6 +33,7 @@ KIND_TITLES = {
     "driver": "Driver and torch do not match",
     "crashed": "A crash, not a lack of memory",
     "stopped": "The run was stopped",
+    "killed": "The run was killed",
     "time-limit": "The time limit was reached",
     "missing-package": "A package is missing",
     "nccl-duplicate-gpu": "Two ranks use one GPU",
@@ -40,6 +41,9 @@ KIND_TITLES = {
     "nan-loss": "The loss is not a number",
     "worker-lost": "A loader worker was lost",
     "no-batch-fits": "Not even one row fits",
+    "interrupted": "The run was interrupted",
+    "events-missing": "events.jsonl is missing",
+    "nothing-wrong": "Nothing wrong",
     "unknown": "Nothing was recognised",
     "empty": "An empty log",
 }
@@ -71,7 +75,7 @@ def diagnoses_view(diagnoses: Sequence[Diagnosis], *, titles: Mapping[str, str] 
 def _diagnosis(diagnosis: Diagnosis, titles: Mapping[str, str]) -> Iterator[RenderableType]:
     title = titles.get(diagnosis.kind) or TITLES.get(diagnosis.resource) or diagnosis.kind.replace("-", " ")
     head = Text(translate(title), style="bold")
-    if diagnosis.kind not in ("unknown", "empty"):
+    if diagnosis.kind not in ("unknown", "empty", "nothing-wrong"):
         head.append(f"  {tr(diagnosis.certainty)}", style=CERTAINTY_STYLE[diagnosis.certainty])
     yield head
     yield Text(in_language(diagnosis.cause))
@@ -105,7 +109,7 @@ def _fix(number: int, fix: Fix) -> Iterator[RenderableType]:
     for name, value in _facts(fix):
         table.add_row(name, Text(value))
     for setting, names in _by_setting(fix).items():
-        table.add_row("\n".join(names), Text(translate(setting) if setting.startswith("(") else setting, style="green"))
+        table.add_row(", ".join(names), Text(translate(setting) if setting.startswith("(") else setting, style="green"))
     if table.row_count:
         yield Padding(table, (0, 0, 0, 3))
 

@@ -127,13 +127,14 @@ class GpuRemedies:
             if pids
             else "Stop the other processes on the card"
         )
-        see = {"hip": "rocm-smi; HIP_VISIBLE_DEVICES=1", "xpu": "xpu-smi ps; ZE_AFFINITY_MASK=1"}
+        card = 0 if self.figures.get("gpu") == 1 else 1  # not the one that is full
+        see = {"hip": f"rocm-smi; HIP_VISIBLE_DEVICES={card}", "xpu": f"xpu-smi ps; ZE_AFFINITY_MASK={card}"}
         yield Fix(
             title=f"{who}, or use another card",
             saves=show_bytes(others) if pids else f"up to {show_bytes(others)}",
             flags={
-                "brimful": f"--device {'xpu' if self.device == 'xpu' else 'cuda'}:1",
-                "shell": see.get(self.device, "nvidia-smi; CUDA_VISIBLE_DEVICES=1"),
+                "brimful": f"--device {'xpu' if self.device == 'xpu' else 'cuda'}:{card}",
+                "shell": see.get(self.device, f"nvidia-smi; CUDA_VISIBLE_DEVICES={card}"),
             },
             basis="measured",
             enough=self.enough((others, others)) if pids else None,
@@ -268,7 +269,9 @@ class GpuRemedies:
         yield Fix(
             title="Compute in bf16",
             saves=saves,
-            costs="no time on GPUs since Ampere, which get faster; results are rounded to 8 bits",
+            costs="results are rounded to 8 bits"
+            if self.device == "mps"
+            else "no time on GPUs since Ampere, which get faster; results are rounded to 8 bits",
             flags={
                 "brimful": "--precision bf16",
                 "transformers": "bf16=True",
@@ -300,15 +303,22 @@ class GpuRemedies:
         if any(word in name for word in ("adafactor", "8bit", "sgd", "lion", "lomo", "galore", "cpuadam")):
             return
         saves, saved, basis = self._of_weights(6, 8, "6–8 bytes per trained weight")
+        mac = self.device == "mps"  # bitsandbytes has no 8-bit AdamW there
         yield Fix(
-            title="Use an optimizer with less state: Adafactor or 8-bit AdamW instead of AdamW",
+            title="Use an optimizer with less state: Adafactor instead of AdamW"
+            if mac
+            else "Use an optimizer with less state: Adafactor or 8-bit AdamW instead of AdamW",
             saves=saves,
             costs="another optimizer: check its learning rate",
             flags={
                 "brimful": "--optimizer adafactor",
                 "transformers": 'optim="adafactor"',
-                "accelerate": "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=LR)",
-                "lightning": "configure_optimizers: bitsandbytes.optim.AdamW8bit(self.parameters(), lr=self.lr)",
+                "accelerate": "torch.optim.Adafactor(model.parameters(), lr=LR)"
+                if mac
+                else "bitsandbytes.optim.AdamW8bit(model.parameters(), lr=LR)",
+                "lightning": "configure_optimizers: torch.optim.Adafactor(self.parameters(), lr=self.lr)"
+                if mac
+                else "configure_optimizers: bitsandbytes.optim.AdamW8bit(self.parameters(), lr=self.lr)",
             },
             basis=basis,
             enough=self.enough(saved),

@@ -40,6 +40,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     "gpu-hardware": ("gpu-fault", "gpu-library", "nccl-", "stopped", "host-killed", "worker-lost", "crashed", "connection"),
     "nccl-": ("nccl-", "stopped", "host-killed", "crashed", "connection"),
     "crashed": ("nccl-", "stopped", "worker-lost", "connection"),
+    "killed": ("nccl-", "stopped", "worker-lost", "connection"),
     "time-limit": ("stopped", "nccl-", "host-killed", "connection"),
     "": ("stopped",),
 }  # fmt: skip

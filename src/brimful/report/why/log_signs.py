@@ -179,6 +179,16 @@ def _exit(match: re.Match[str], place: Place) -> dict[str, Any] | None:
             "cause": f"A process crashed ({signal}). That is a fault in compiled code, not memory that ran out."}  # fmt: skip
 
 
+def _sigkill(match: re.Match[str], place: Place) -> dict[str, Any]:
+    """Brimful's launcher asks the kernel's counter of out-of-memory kills, and says what it tells."""
+    if "not by the kernel's out-of-memory killer" in place.first_line:
+        return {"kind": "killed", "resource": "none", "certainty": "certain",
+                "cause": "A process was killed (SIGKILL), but not by the kernel's out-of-memory killer: by a scheduler, or by hand."}  # fmt: skip
+    if "because host memory ran out" in place.first_line:
+        return {"certainty": "certain", "cause": "The kernel killed a process, because the host ran out of RAM."}
+    return {}
+
+
 def _worker(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     signal = match["signal"].strip()
     if signal == "Killed":
@@ -351,7 +361,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="host-killed", resource="host", hints=(b"exitcode", b"xit code", b"xit Code:", b"xit status", b"with code", b"return code"), gate=b"xit", level=VAGUE, certainty="likely", read=_exit,
          pattern=_S(r"(?:exitcode\s*:|[Ee]xit (?:[Cc]ode|status)\b:?|exited with code|[Rr]eturn code|returncode)\s*[=:]?\s*\(?(?P<_code>-?\d+)\b"),
          cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
-    Sign(kind="host-killed", resource="host", hints=(b"SIGKILL",), level=VAGUE, certainty="likely",
+    Sign(kind="host-killed", resource="host", hints=(b"SIGKILL",), level=VAGUE, certainty="likely", read=_sigkill,
          pattern=_S(r"died with <Signals\.SIGKILL: 9>|Signal 9 \(SIGKILL\) received|terminated with signal SIGKILL|signal 9: SIGKILL|was killed by SIGKILL|terminated by signal SIGKILL"), figures={"signal": "SIGKILL"},
          cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=(b"Killed", b"killed "), gate=KILLED, level=VAGUE, certainty="likely",
@@ -451,7 +461,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="nan-loss", resource="none", hints=(b"nan", b"NaN"), level=SYMPTOM, read=_nan,
          pattern=_S(r"(?i:['\"]?\b(?:train[_/ ]?|eval[_/ ]?|val[_/ ]?|total[_/ ]?)?loss\b['\"]?\s*(?:[:=]|is|was)?\s*(?:tensor\()?\s*nan\b|['\"]?\bgrad_norm['\"]?\s*[:=]\s*nan\b|['\"]loss_is['\"]: ['\"]nan)"),
          cause="The loss or the gradient is NaN."),
-    Sign(kind="nan-loss", resource="none", hints=(b"loss scale",), gate=TRACEBACK, level=SYMPTOM,
+    Sign(kind="nan-loss", resource="none", hints=(b"loss scale",), gate=TRACEBACK, level=SYMPTOM, figures={"precision": "fp16"},
          pattern=_S(r"loss scale already at minimum|Minimum loss scale reached"), cause="The loss scale of fp16 fell to its minimum: every step overflowed, so the gradient is inf or NaN."),
 )  # fmt: skip
 

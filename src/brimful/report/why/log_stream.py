@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from brimful.errors import BadData
+from brimful.errors import BadData, BadOption
 
 PIECE_BYTES = 2**20
 HEAD_BYTES = 2**19
@@ -114,6 +114,10 @@ class Scan:
 @contextmanager
 def open_log(log: str | bytes | Path) -> Iterator[BinaryIO]:
     """A text, its bytes, or the file at a path, which may be gzipped. Raises `BadData` if it cannot be read."""
+    if not isinstance(log, (str, bytes, Path)):
+        raise BadOption(
+            f"a log is a text, bytes or a Path, not {type(log).__name__}. Try: brimful.diagnose(Path(file))."
+        )
     if not isinstance(log, Path):
         yield io.BytesIO(log.encode("utf-8", "surrogateescape") if isinstance(log, str) else log)
         return

@@ -4,6 +4,7 @@ A full GPU has a module of its own, `gpu_remedies`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from brimful.report.why.diagnosis import Fix
@@ -22,12 +23,13 @@ def remedies(
         "gpu-library-out-of-memory": lambda: GpuRemedies(figures, settings, block).fixes(),
         "no-batch-fits": lambda: _no_batch(figures, settings),
         "host-killed": lambda: _host(figures, settings),
-        "host-out-of-memory": lambda: _host(figures, settings),
+        "host-out-of-memory": lambda: _host_block(figures, settings),
         "worker-lost": lambda: _worker_lost(settings),
         "shm-full": lambda: _shm(settings),
     }
+    kind = "stopped" if kind == "killed" else kind
     fixes = list(makers[kind]()) if kind in makers else list(_OTHER.get(kind, ()))
-    if kind == "nan-loss" and settings.precision == "bf16":
+    if kind == "nan-loss" and settings.precision != "fp16" and figures.get("precision") != "fp16":
         fixes = [fix for fix in fixes if fix is not _TO_BF16]
     if kind == "disk-full" and figures.get("writing") == "file":
         fixes = [_FIND_FILES, *(fix for fix in fixes if fix is not _FIND_FILES and "damaged" not in fix.title)]
@@ -82,7 +84,8 @@ def _host(figures: Mapping[str, Any], settings: Settings) -> Iterator[Fix]:
         },
     )
     limit = figures.get("limit_bytes")
-    more = f"{2 * round(limit / GiB)}" if limit and limit >= GiB else "32"
+    wanted = figures.get("wanted_bytes") or 0
+    more = str(max(2 * round(limit / GiB) if limit and limit >= GiB else 32, round(1.5 * wanted / GiB)))
     yield Fix(
         title="Give the container or job more RAM"
         if limit or figures.get("signal") is None
@@ -98,6 +101,21 @@ def _host(figures: Mapping[str, Any], settings: Settings) -> Iterator[Fix]:
             "lightning": "torch.load(path, mmap=True, weights_only=True)",
         },
     )
+
+
+def _host_block(figures: Mapping[str, Any], settings: Settings) -> Iterator[Fix]:
+    """An allocation failed, so nobody was killed: where its size is known, the tensor itself is the first to look at."""
+    fixes = list(_host(figures, settings))
+    if (figures.get("wanted_bytes") or 0) >= GiB:
+        yield Fix(
+            title="Make the tensor of the traceback's last line smaller: fewer rows at once, or in parts",
+            saves="a share of it, as large as the rows left out",
+            costs="more, smaller steps",
+        )
+        fixes.sort(key=lambda fix: "loader workers" in fix.title)
+    for fix in fixes:
+        shell = fix.flags.get("shell", "").removeprefix("sudo dmesg -T | grep -i 'killed process'; ")
+        yield replace(fix, flags={**fix.flags, "shell": shell}) if shell else fix
 
 
 def _shm(settings: Settings) -> Iterator[Fix]:

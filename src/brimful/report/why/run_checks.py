@@ -13,6 +13,7 @@ Memory and loss are judged over the whole run, speed over the part since the las
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, part, seconds_at, whole
@@ -72,6 +73,7 @@ _COUNTED, _NOT_COUNTED = "because host memory ran out (the kernel's", "not by th
 _ERROR = re.compile(
     r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\w*)(?::\s*(.*))?$"
 )
+_NOT_FINITE = re.compile(r"\b(?:nan|inf|infinite|not finite|non-?finite)\b", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|memory ran out|can't allocate memory|does not fit|cannot be split and needs", re.IGNORECASE
 )
@@ -89,8 +91,19 @@ def check_run(record: RunRecord) -> list[Diagnosis]:
     ]
     if any("others_bytes" in one.diagnosis.figures and one.diagnosis.kind == "gpu-out-of-memory" for one in findings):
         findings = [one for one in findings if one.diagnosis.kind != "others-on-card"]  # said already
+    findings = _without_consequences_of_nan(run, findings)
     findings.sort(key=lambda finding: -finding.importance)
     return [finding.diagnosis for finding in findings]
+
+
+def _without_consequences_of_nan(run: RunFigures, findings: list[Finding]) -> list[Finding]:
+    """A run that failed because of NaN has one problem: that it failed, early, follows from it."""
+    nan = next((one for one in findings if one.diagnosis.kind == "nan-loss"), None)
+    if nan is None or run.record.state != "failed" or not _NOT_FINITE.search(_end_sentence(run)):
+        return findings
+    rest = [one for one in findings if one is not nan and one.diagnosis.kind not in ("run-failed", "few-updates")]
+    ended = replace(nan.diagnosis, cause=f"{nan.diagnosis.cause} {_after(run)}", certainty="certain")
+    return [Finding(1.0, ended), *rest]
 
 
 def _newest_part(run: RunFigures) -> RunFigures:
@@ -102,7 +115,9 @@ def _newest_part(run: RunFigures) -> RunFigures:
 
 def _ending(run: RunFigures) -> Iterator[Finding]:
     state = run.record.state
-    if state == "failed":
+    if state == "failed" and "killed by SIGKILL" in _end_sentence(run):
+        yield _killed(run)
+    elif state == "failed":
         yield _failed(run)
     elif state == "killed":
         yield _crashed(run) or _killed(run)
@@ -121,19 +136,31 @@ def _resume(run: RunFigures) -> Fix:
     return Fix(title=title, flags={"shell": run.record.folder.resume_command}, basis="measured" if saved else "range")
 
 
+def _end_sentence(run: RunFigures) -> str:
+    ends = run.record.of_kind("end")
+    return str(ends[-1].get("sentence") or "") if ends else ""
+
+
 def _failed(run: RunFigures) -> Finding:
     """An error that Brimful reported: its message says what to do."""
-    end = run.record.of_kind("end")[-1]
-    problem, _, advice = str(end.get("sentence") or "").partition(" Try: ")
+    problem, _, advice = _end_sentence(run).partition(" Try: ")
     memory = bool(_OUT_OF_MEMORY.search(problem))
     sentences = [_after(run), _sentence(problem)] if problem else [_after(run)]
     return Finding(
         1.0,
         Diagnosis(
             resource=resource(run) if memory else "none", kind="run-failed", cause=" ".join(sentences), figures={"step": run.last_step},
-            evidence="events.jsonl, end", fixes=(Fix(title=_sentence(advice, end="")), _resume(run)) if advice else (_resume(run),),
+            evidence="events.jsonl, end", fixes=tuple(_after_failure(run, problem, advice)),
         ),
     )  # fmt: skip
+
+
+def _after_failure(run: RunFigures, problem: str, advice: str) -> Iterator[Fix]:
+    """The error's own advice; and to start again, unless the same rows and weights would give the same NaN."""
+    if advice:
+        yield Fix(title=_sentence(advice, end=""))
+    if not advice or not _NOT_FINITE.search(problem):
+        yield _resume(run)
 
 
 def _after(run: RunFigures) -> str:
@@ -192,7 +219,9 @@ def _killed(run: RunFigures) -> Finding:
     used, limit, tree = _host_at_end(run)
     figures: dict[str, Any] = {"step": run.last_step, "machine_bytes": used, "limit_bytes": limit, "tree_bytes": tree}
     began = say("The process ended without an error message before its first step.") if not run.steps else say("The process ended without an error message after step {step}.", step=f"{run.last_step:,}")  # fmt: skip
-    end_of_log = " ".join(_log_tail(run)[-LAST_LINES:])
+    end_of_log = " ".join(
+        [*_log_tail(run)[-LAST_LINES:], *([_end_sentence(run)] if run.record.state == "failed" else [])]
+    )
     by_kernel = True if _COUNTED in end_of_log else False if _NOT_COUNTED in end_of_log else None
     full = used is not None and limit is not None and used >= NEARLY_FULL * limit
     amounts = {"used": show_bytes(used), "limit": show_bytes(limit)}
@@ -224,8 +253,8 @@ def _killed(run: RunFigures) -> Finding:
     return Finding(
         1.0,
         Diagnosis(
-            resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="possible", figures=figures,
-            evidence="events.jsonl: no `end`", fixes=(_resume(run),) if by_kernel is False else (_resume(run), kernel),
+            resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="certain" if by_kernel is False else "possible", figures=figures,
+            evidence="log.txt" if by_kernel is False else "events.jsonl: no `end`", fixes=(_resume(run),) if by_kernel is False else (_resume(run), kernel),
         ),
     )  # fmt: skip
 

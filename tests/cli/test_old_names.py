@@ -54,7 +54,7 @@ def refused(capsys, *tokens):
         main([*map(str, tokens)])
     output = capsys.readouterr()
     assert left.value.code == 2 and not output.out
-    return output.err.strip().removeprefix("brimful: error: ")
+    return re.sub(r"^brimful: error B\d+: ", "", output.err.strip())
 
 
 def suggestion(message):

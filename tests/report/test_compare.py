@@ -17,7 +17,7 @@ from brimful.report.compare_view import comparison_view
 from brimful.training.events import FORMAT
 from brimful.units import GiB
 from tests.report.fake_runs import plan, write_run
-from tests.report.test_run_checks import damage
+from tests.report.why.test_run_checks import damage
 
 
 def times(seconds: float, noise: float = 0.05, seed: int = 0):
@@ -131,7 +131,7 @@ def test_another_global_batch_is_another_experiment(tmp_path):
         ({"request": {"options": {"weight_decay": 0.1}}}, "weight decay 0.01 → 0.1"),
         ({"plan_values": {"choices": changed(optimizer="adamw at 0.001")}}, "optimizer adamw at 0.0001 → adamw at 0.001"),
         ({"plan_values": {"choices": changed(precision="fp32")}}, "precision bf16 → fp32"),
-        ({"plan_values": {"data_rows": 2000}}, "data rows 3,000 → 2,000"),
+        ({"plan_values": {"data_rows": 2000}}, "data rows 3,072 → 2,000"),
     ],
 )  # fmt: skip
 def test_what_decides_on_the_updates_makes_another_experiment(tmp_path, values, reason):

@@ -16,8 +16,8 @@ from brimful.report.why.run_checks import TITLES, check_run
 from brimful.units import GiB
 from tests.report.fake_runs import memory_model, plan, tried, write_run
 from tests.report.test_compare import changed, loss, resumed, shown
-from tests.report.test_loss_checks import nan_from
-from tests.report.test_speed_checks import choices, times
+from tests.report.why.test_loss_checks import nan_from
+from tests.report.why.test_speed_checks import choices, times
 
 ENGLISH = re.compile(r"[A-Za-z']{2,} [A-Za-z']{2,} [A-Za-z']{2,}")
 """Three words in a row: not a name, a unit or a flag."""

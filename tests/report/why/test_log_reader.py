@@ -158,7 +158,7 @@ def test_brimfuls_own_word_for_a_kill_is_known():
 
 
 def test_the_example_runs(capsys, monkeypatch):
-    example = Path(__file__).parents[2] / "examples" / "diagnose_log.py"
+    example = Path(__file__).parents[3] / "examples" / "diagnose_log.py"
     monkeypatch.setattr(sys, "argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")
     out = capsys.readouterr().out

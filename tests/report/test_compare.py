@@ -15,7 +15,7 @@ from brimful.report.compare_view import comparison_view
 from brimful.training.events import FORMAT
 from brimful.units import GiB
 from tests.report.fake_runs import plan, write_run
-from tests.report.test_run_checks import damage
+from tests.report.why.test_run_checks import damage
 
 
 def times(seconds: float, noise: float = 0.05, seed: int = 0):
@@ -129,7 +129,7 @@ def test_another_global_batch_is_another_experiment(tmp_path):
         ({"request": {"options": {"weight_decay": 0.1}}}, "weight decay 0.01 → 0.1"),
         ({"plan_values": {"choices": changed(optimizer="adamw at 0.001")}}, "optimizer adamw at 0.0001 → adamw at 0.001"),
         ({"plan_values": {"choices": changed(precision="fp32")}}, "precision bf16 → fp32"),
-        ({"plan_values": {"data_rows": 2000}}, "data rows 3,000 → 2,000"),
+        ({"plan_values": {"data_rows": 2000}}, "data rows 3,072 → 2,000"),
     ],
 )  # fmt: skip
 def test_what_decides_on_the_updates_makes_another_experiment(tmp_path, values, reason):
@@ -342,6 +342,14 @@ def test_a_resume_from_another_folder_is_no_other_task(tmp_path):
     assert not compare_runs([run]).pairs[0].is_other
 
 
+def test_the_relative_and_the_absolute_name_of_a_file_are_the_same(tmp_path):
+    one = {"request": {"task": "mini.py:task", "data": "data/rows.txt"}}
+    two = {"request": {"task": "/home/me/mini.py:task", "data": "/home/me/data/rows.txt"}}
+    assert compared(tmp_path, one, two).differences == []
+    other = {"request": {"task": "/home/me/mini.py:other", "data": "/home/me/rows.txt"}}
+    assert {one.name for one in compared(tmp_path / "other", one, other).differences} == {"task", "data"}
+
+
 def test_the_run_has_recorded_that_it_became_another_experiment(tmp_path):
     reasons = ["so far the learning rate followed another curve (steps)"]
     found = compare_runs([resumed(tmp_path / "a", experiment="other", experiment_reasons=reasons)])
@@ -369,6 +377,14 @@ def test_a_finished_first_run_is_trained_again_by_a_whole_command(tmp_path):
         "brimful", "train", "chatlm-sft", "my rows.parquet", "--plan", f"{a}/plan.json", "--from", "runs/p", "--max-steps", "300",
         "--lengths", "256,256", "--skip-oversized", "--memory-limit", "20 GiB",
     ]  # fmt: skip
+
+
+def test_only_a_plan_that_exists_is_offered(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    (a / "plan.json").unlink()
+    assert f"--plan {a}/plans/0001.json" in compare_runs([a, b]).go_back[0][1]
+    (a / "plans" / "0001.json").unlink()
+    assert "--plan" not in compare_runs([a, b]).go_back[0][1]
 
 
 def test_an_unfinished_first_run_is_continued(tmp_path):

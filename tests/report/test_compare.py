@@ -248,6 +248,25 @@ def test_another_global_batch_is_compared_at_equal_rows(tmp_path):
     assert "after 38,400 rows" in found.verdict
 
 
+def test_rows_that_change_in_the_middle_are_told(tmp_path):
+    """The last plan has as many rows as the other run, since it was rolled back."""
+    values = {
+        "rows": lambda n: 256 if n < 93 else 384 if n < 280 else 256, "times": lambda n: times(0.4 if n < 93 or n >= 280 else 0.6)(n),
+    }  # fmt: skip
+    found = compared(tmp_path, {"step_values": {"times": times(0.4)}}, {"step_values": values})
+    assert found.verdict.startswith("different experiment: B has 256, from step 93 on 384, from step 280 on 256 rows a step; ")
+    assert "256, from step 93 on 384" in " ".join(shown(found, 160).split())
+    figures = found.to_json()["runs"][1]
+    assert figures["rows_per_step"] == 384
+    assert figures["step_s"] * figures["rows_per_s"] == pytest.approx(384, rel=0.02)
+
+
+def test_a_few_smaller_steps_are_no_change(tmp_path):
+    found = compared(tmp_path, {}, {"step_values": {"rows": lambda n: 200 if n % 12 == 0 else 256}})
+    assert not found.pairs[0].is_other
+    assert "from step" not in shown(found)
+
+
 def test_a_loss_that_is_no_number(tmp_path):
     nan = {"loss": lambda n: None if n > 55 else 3.0, "loss_is": lambda n: "nan" if n > 55 else None}
     found = compared(tmp_path, {}, {"step_values": nan})

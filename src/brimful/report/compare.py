@@ -142,10 +142,21 @@ class Pair:
         """What makes it another experiment."""
         others = [one for one in self.differences if one.experiment]
         found = [_reason(one, self._index) for one in others if one.name not in RATE]
+        if self._rows_changed:  # tells more than what the last plans have
+            told = [one.name for one in others if one.name not in RATE]
+            found = [reason for reason, name in zip(found, told, strict=True) if name != "global_batch"]
+            sides = [one for one in (self.first, self.side) if len(one.run.row_changes) > 1]
+            found = [*(phrase("{label} has {rows} rows a step", label=one.label, rows=rows_phrase(one.run.row_changes)) for one in sides), *found]  # fmt: skip
         rate = [_reason(one, self._index) for one in others if one.name in RATE]
         if rate:
             found.append(phrase("another learning rate ({what})", what=Phrases(tuple(rate), ", ")))
         return found or [Phrase(sentence, {}) for sentence in self.side.recorded]
+
+    @property
+    def _rows_changed(self) -> bool:
+        """Whether one of them changed its rows a step in the middle, and the other did not do the same."""
+        one, two = self.first.run.row_changes, self.side.run.row_changes
+        return one != two and max(len(one), len(two)) > 1
 
     @cached_property
     def common_steps(self) -> list[int]:
@@ -260,7 +271,7 @@ class Pair:
         if not_finite is not None:
             yield phrase("its loss is not a number in step {step}", step=f"{not_finite:,}")
             return
-        other_rows = self.first.run.rows_per_step != self.side.run.rows_per_step
+        other_rows = _rows_only(self.first) != _rows_only(self.side)
         by_rows = [point for point in self._points if point.by == "rows" and other_rows]
         point = (by_rows or [point for point in self._points if point.by == "step"])[-1:]
         if self.equal_up_to is not None and self.equal_up_to == self.common_steps[-1] and not by_rows:
@@ -438,6 +449,19 @@ def _reason(difference: Difference, index: int) -> Phrase:
     return phrase("{name} {old} → {new}", name=Phrase(difference.name.replace("_", " "), {}), old=old, new=new)
 
 
+def _rows_only(side: Side) -> tuple[Any, ...]:
+    """The rows of its steps; from which step on only if they changed."""
+    changes = side.run.row_changes
+    return changes if len(changes) > 1 else tuple(rows for _, rows in changes)
+
+
+def rows_phrase(changes: Sequence[Sequence[int]]) -> Phrases:
+    """`16, from step 93 on 24`."""
+    first = Phrase(f"{changes[0][1]:,}", {})
+    later = [phrase("from step {step} on {rows}", step=f"{step:,}", rows=f"{rows:,}") for step, rows in changes[1:]]
+    return Phrases((first, *later), ", ")
+
+
 def show_ratio(ratio: float) -> str:
     return f"{ratio:.0f}" if ratio >= 9.95 else f"{ratio:.1f}" if ratio >= 1.095 else f"{ratio:.2f}"
 
@@ -456,7 +480,8 @@ def figures_of(run: RunFigures) -> dict[str, Any]:
     losses = [loss for event in evaluations if (loss := number(event, "loss")) is not None and math.isfinite(loss)]
     step_s, rows_per_s, shares = run.step_s, run.rows_per_s, run.time_shares
     return {
-        "state": run.record.state, "steps": run.updates, "steps_in_all": run.steps_in_all, "rows_per_step": run.rows_per_step,
+        "state": run.record.state, "steps": run.updates, "steps_in_all": run.steps_in_all, "rows_per_step": run.usual_rows,
+        "row_changes": [list(one) for one in run.row_changes] or None,
         "step_s": None if step_s is None else step_s.value, "step_s_error": None if step_s is None else step_s.error,
         "rows_per_s": None if rows_per_s is None else rows_per_s.value, "rows_per_s_error": None if rows_per_s is None else rows_per_s.error,
         "epoch_s": run.epoch_s, "data_share": shares.get("data_s"), "padding": run.mean("padding"), "mfu": run.mean("mfu"),
@@ -493,7 +518,7 @@ def loss_points(sides: Sequence[Side]) -> list[LossPoint]:
     common = sorted(set.intersection(*(set(side.losses) for side in sides)))
     places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
     points = [_at_step(sides, common, step) for step in places]
-    if len({side.run.rows_per_step for side in sides}) > 1:
+    if len({_rows_only(side) for side in sides}) > 1:
         points += _at_equal_rows(sides)
     return points
 

@@ -84,7 +84,10 @@ def objects(value: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 def finite(value: Mapping[str, Any], name: str) -> float | None:
     """A number that is neither infinite nor NaN; None for anything else."""
-    found = number(value, name)
+    try:
+        found = number(value, name)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
     return found if found is not None and math.isfinite(found) else None
 
 
@@ -291,7 +294,7 @@ class RunFigures:
         rates = []
         for step in self._usual:
             rows, seconds = finite(step, "rows"), step_seconds(step)
-            rates.append(rows / seconds if rows and seconds else number(step, "rows_per_s"))
+            rates.append(rows / seconds if rows and seconds else finite(step, "rows_per_s"))
         return Typical.of(rates)
 
     @property

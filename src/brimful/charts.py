@@ -89,13 +89,16 @@ def area(frame: Frame, edges: Floats, heights: Floats, kind: str) -> str:
 
 
 def between(frame: Frame, x: npt.ArrayLike, low: npt.ArrayLike, high: npt.ArrayLike, kind: str) -> str:
-    """The area between two lines over the same finite points."""
+    """The area between two lines over the same points, with gaps where one is not finite."""
     across, top, bottom = frame.across(x), frame.down(high), frame.down(low)
     kept = np.isfinite(across) & np.isfinite(top) & np.isfinite(bottom)
-    if not kept.any():
-        return ""
-    outline = np.concatenate((across[kept], across[kept][::-1])), np.concatenate((top[kept], bottom[kept][::-1]))
-    return f'<path class="{kind}" d="{_path(*outline)}z"/>'
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], kept, [False])).astype(np.int8)))
+    outlines = []
+    for start, end in edges.reshape(-1, 2):
+        x_there, y_there = across[start:end], top[start:end]
+        outline = np.concatenate((x_there, x_there[::-1])), np.concatenate((y_there, bottom[start:end][::-1]))
+        outlines.append(f"{_path(*outline)}z")
+    return f'<path class="{kind}" d="{"".join(outlines)}"/>' if outlines else ""
 
 
 def dot(frame: Frame, x: float, y: float, kind: str, radius: float = 2.5) -> str:

@@ -250,6 +250,27 @@ def test_another_global_batch_is_compared_at_equal_rows(tmp_path):
     assert "after 38,400 rows" in found.verdict
 
 
+def test_rows_that_change_in_the_middle_are_told(tmp_path):
+    """The last plan has as many rows as the other run, since it was rolled back."""
+    values = {
+        "rows": lambda n: 256 if n < 93 else 384 if n < 280 else 256, "times": lambda n: times(0.4 if n < 93 or n >= 280 else 0.6)(n),
+    }  # fmt: skip
+    found = compared(tmp_path, {"step_values": {"times": times(0.4)}}, {"step_values": values})
+    assert found.verdict.startswith(
+        "different experiment: B has 256, from step 93 on 384, from step 280 on 256 rows a step; "
+    )
+    assert "256, from step 93 on 384" in " ".join(shown(found, 160).split())
+    figures = found.to_json()["runs"][1]
+    assert figures["rows_per_step"] == 384
+    assert figures["step_s"] * figures["rows_per_s"] == pytest.approx(384, rel=0.02)
+
+
+def test_a_few_smaller_steps_are_no_change(tmp_path):
+    found = compared(tmp_path, {}, {"step_values": {"rows": lambda n: 200 if n % 12 == 0 else 256}})
+    assert not found.pairs[0].is_other
+    assert "from step" not in shown(found)
+
+
 def test_a_loss_that_is_no_number(tmp_path):
     nan = {"loss": lambda n: None if n > 55 else 3.0, "loss_is": lambda n: "nan" if n > 55 else None}
     found = compared(tmp_path, {}, {"step_values": nan})
@@ -366,6 +387,14 @@ def test_a_resume_from_another_folder_is_no_other_task(tmp_path):
     assert not compare_runs([run]).pairs[0].is_other
 
 
+def test_the_relative_and_the_absolute_name_of_a_file_are_the_same(tmp_path):
+    one = {"request": {"task": "mini.py:task", "data": "data/rows.txt"}}
+    two = {"request": {"task": "/home/me/mini.py:task", "data": "/home/me/data/rows.txt"}}
+    assert compared(tmp_path, one, two).differences == []
+    other = {"request": {"task": "/home/me/mini.py:other", "data": "/home/me/rows.txt"}}
+    assert {one.name for one in compared(tmp_path / "other", one, other).differences} == {"task", "data"}
+
+
 def test_the_run_has_recorded_that_it_became_another_experiment(tmp_path):
     reasons = ["so far the learning rate followed another curve (steps)"]
     found = compare_runs([resumed(tmp_path / "a", experiment="other", experiment_reasons=reasons)])
@@ -393,6 +422,14 @@ def test_a_finished_first_run_is_trained_again_by_a_whole_command(tmp_path):
         "brimful", "train", "chatlm-sft", "my rows.parquet", "--plan", f"{a}/plan.json", "--from", "runs/p", "--max-steps", "300",
         "--lengths", "256,256", "--skip-oversized", "--memory-limit", "20 GiB",
     ]  # fmt: skip
+
+
+def test_only_a_plan_that_exists_is_offered(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    (a / "plan.json").unlink()
+    assert f"--plan {a}/plans/0001.json" in compare_runs([a, b]).go_back[0][1]
+    (a / "plans" / "0001.json").unlink()
+    assert "--plan" not in compare_runs([a, b]).go_back[0][1]
 
 
 def test_an_unfinished_first_run_is_continued(tmp_path):

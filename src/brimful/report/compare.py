@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from brimful.errors import BadOption
 from brimful.languages import language, tr, translate
-from brimful.report.loss_points import LossPoint, loss_points
+from brimful.report.loss_points import LossPoint, loss_points, rows_only
 from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, whole
 from brimful.report.run_record import RunRecord
 from brimful.report.run_settings import RATE, Difference, differences, same_setting, show_setting, train_command
@@ -116,10 +116,21 @@ class Pair:
         """What makes it another experiment."""
         others = [one for one in self.differences if one.experiment]
         found = [_reason(one, self._index) for one in others if one.name not in RATE]
+        if self._rows_changed:  # tells more than what the last plans have
+            told = [one.name for one in others if one.name not in RATE]
+            found = [reason for reason, name in zip(found, told, strict=True) if name != "global_batch"]
+            sides = [one for one in (self.first, self.side) if len(one.run.row_changes) > 1]
+            found = [*(phrase("{label} has {rows} rows a step", label=one.label, rows=rows_phrase(one.run.row_changes)) for one in sides), *found]  # fmt: skip
         rate = [_reason(one, self._index) for one in others if one.name in RATE]
         if rate:
             found.append(phrase("another learning rate ({what})", what=Phrases(tuple(rate), ", ")))
         return found or [Phrase(sentence, {}) for sentence in self.side.recorded]
+
+    @property
+    def _rows_changed(self) -> bool:
+        """Whether one of them changed its rows a step in the middle, and the other did not do the same."""
+        one, two = self.first.run.row_changes, self.side.run.row_changes
+        return one != two and max(len(one), len(two)) > 1
 
     @cached_property
     def common_steps(self) -> list[int]:
@@ -241,7 +252,7 @@ class Pair:
         if not_finite is not None:
             yield phrase("its loss is not a number in step {step}", step=f"{not_finite:,}")
             return
-        other_rows = self.first.run.rows_per_step != self.side.run.rows_per_step
+        other_rows = rows_only(self.first.run) != rows_only(self.side.run)
         by_rows = [point for point in self._points if point.by == "rows" and other_rows]
         point = (by_rows or [point for point in self._points if point.by == "step"])[-1:]
         if self.equal_up_to is not None and self.equal_up_to == self.common_steps[-1] and not by_rows:
@@ -419,6 +430,13 @@ def _reason(difference: Difference, index: int) -> Phrase:
     return phrase("{name} {old} → {new}", name=Phrase(difference.name.replace("_", " "), {}), old=old, new=new)
 
 
+def rows_phrase(changes: Sequence[Sequence[int]]) -> Phrases:
+    """`16, from step 93 on 24`."""
+    first = Phrase(f"{changes[0][1]:,}", {})
+    later = [phrase("from step {step} on {rows}", step=f"{step:,}", rows=f"{rows:,}") for step, rows in changes[1:]]
+    return Phrases((first, *later), ", ")
+
+
 def show_ratio(ratio: float) -> str:
     return f"{ratio:.0f}" if ratio >= 9.95 else f"{ratio:.1f}" if ratio >= 1.095 else f"{ratio:.2f}"
 
@@ -437,7 +455,8 @@ def figures_of(run: RunFigures) -> dict[str, Any]:
     losses = [loss for event in evaluations if (loss := number(event, "loss")) is not None and math.isfinite(loss)]
     step_s, rows_per_s, shares = run.step_s, run.rows_per_s, run.time_shares
     return {
-        "state": run.record.state, "steps": run.updates, "steps_in_all": run.steps_in_all, "rows_per_step": run.rows_per_step,
+        "state": run.record.state, "steps": run.updates, "steps_in_all": run.steps_in_all, "rows_per_step": run.usual_rows,
+        "row_changes": [list(one) for one in run.row_changes] or None,
         "step_s": None if step_s is None else step_s.value, "step_s_error": None if step_s is None else step_s.error,
         "rows_per_s": None if rows_per_s is None else rows_per_s.value, "rows_per_s_error": None if rows_per_s is None else rows_per_s.error,
         "epoch_s": run.epoch_s, "data_share": shares.get("data_s"), "padding": run.mean("padding"), "mfu": run.mean("mfu"),

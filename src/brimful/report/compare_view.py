@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.languages import tr, translate
-from brimful.report.compare import Comparison, Side, figures_of, show_ratio
+from brimful.report.compare import Comparison, Side, figures_of, rows_phrase, show_ratio
 from brimful.report.loss_points import LossPoint
 from brimful.report.run_settings import Difference, Setting, show_setting
 from brimful.units import show_bytes, show_rate, show_seconds, zone
@@ -174,9 +174,14 @@ def _nothing(one: Any, two: Any) -> str:
     return "=" if one == two else ""
 
 
+def _same_rows(one: list[list[int]], two: list[list[int]]) -> str:
+    """The first step of a part of a run does not count."""
+    return "=" if one[0][1:] + one[1:] == two[0][1:] + two[1:] else ""
+
+
 _LINES: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any, Any], str]], ...] = (
     ("updates", "steps", lambda value: f"{value:,}", _nothing),
-    ("rows a step", "rows_per_step", lambda value: f"{value:,}", _nothing),
+    ("rows a step", "row_changes", lambda value: rows_phrase(value).shown(), _same_rows),
     ("s/step", "step_s", lambda value: f"{value:.3g}", _times),
     ("rows/s", "rows_per_s", show_rate, _times),
     ("an epoch takes", "epoch_s", show_seconds, _times),

@@ -7,7 +7,7 @@ not count. After equal rows, and in runs so long that other steps of them were r
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from brimful.report.run_figures import RunFigures, spread, whole
 from brimful.training.events import number
@@ -38,6 +38,12 @@ class LossPoint:
         return abs(loss - first) > max(SURE * error, SAME_LOSS * abs(first))
 
 
+def rows_only(run: RunFigures) -> tuple[Any, ...]:
+    """The rows of its steps; from which step on only if they changed."""
+    changes = run.row_changes
+    return changes if len(changes) > 1 else tuple(rows for _, rows in changes)
+
+
 def loss_points(runs: Sequence[RunFigures]) -> list[LossPoint]:
     """The loss at half of the steps that all runs have and at the last of them; where steps have other rows, at equal rows too."""
     points: list[LossPoint] = []
@@ -49,7 +55,7 @@ def loss_points(runs: Sequence[RunFigures]) -> list[LossPoint]:
         common = sorted(set.intersection(*(set(run.losses) for run in runs)))
         places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
         points += [_at_step(runs, common, step) for step in places]
-    if len({run.rows_per_step for run in runs}) > 1:
+    if len({rows_only(run) for run in runs}) > 1:
         curves = [_by_rows(run) for run in runs]
         points += [_at(curves, min(curve[-1][0] for curve in curves), "rows")] if all(curves) else []
     return points

@@ -8,9 +8,10 @@ A run may be half written or from another version. Whatever is missing or is no 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ UNSETTLED_STEPS = 10
 """At most this many steps at the beginning are left out, and never more than a fifth of them."""
 LEAST_STEPS = 5
 """Fewer steps have no typical value."""
+MOST_CHANGES = 4
+"""Rows a step that change more often are no setting."""
 PARTS = 10
 """Parts of a run whose medians give the error of a typical value."""
 MOST = 2**60
@@ -81,7 +84,10 @@ def objects(value: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 def finite(value: Mapping[str, Any], name: str) -> float | None:
     """A number that is neither infinite nor NaN; None for anything else."""
-    found = number(value, name)
+    try:
+        found = number(value, name)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
     return found if found is not None and math.isfinite(found) else None
 
 
@@ -107,9 +113,23 @@ def show_lengths(shape: Sequence[int]) -> str:
 def seconds_at(event: Mapping[str, Any]) -> float | None:
     """When an event was written, in seconds since 1970."""
     try:
-        return datetime.fromisoformat(str(event.get("time"))).timestamp()
-    except ValueError:
+        when = datetime.fromisoformat(str(event.get("time")))
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
         return None
+
+
+def sessions_of(record: RunRecord, until: float | None = None) -> list[tuple[float, float]]:
+    """From when to when the run was at work, in seconds since 1970. A session ends with the last event before the next one begins.
+
+    `until`: when the last one ends, if not with its last event.
+    """
+    events = (*record.events, *record.steps, *record.samples)
+    seen = sorted(at for event in events if (at := seconds_at(event)) is not None)
+    starts = sorted(at for event in record.of_kind("begin") if (at := seconds_at(event)) is not None) or seen[:1]
+    ends = [seen[max(0, bisect_left(seen, start) - 1)] for start in starts[1:]]
+    ends += [seen[-1] if until is None else until] if starts else []
+    return [(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
 
 
 def step_seconds(step: Mapping[str, Any]) -> float | None:
@@ -222,6 +242,48 @@ class RunFigures:
     def rows_per_step(self) -> int | None:
         return whole(self.plan, "global_batch") or (whole(self.steps[-1], "rows") if self.steps else None)
 
+    @cached_property
+    def row_changes(self) -> tuple[tuple[int, int], ...]:
+        """How many rows the steps had, and from which step on: more than one entry if that changed in the middle.
+
+        A few steps of other sizes do not count: the last of an epoch, or some with rows set aside.
+        """
+        found: list[tuple[int, int]] = []
+        for _, rows, steps in self._stretches:
+            if not found or found[-1][1] != rows:
+                found.append((steps[0]["step"], rows))
+        if 0 < len(found) <= MOST_CHANGES:
+            return tuple(found)
+        return () if self.rows_per_step is None else ((self.steps[0]["step"] if self.steps else 1, self.rows_per_step),)
+
+    @cached_property
+    def _stretches(self) -> list[tuple[int, int, list[dict[str, Any]]]]:
+        """Steps in a row that have the same number of rows: how many steps, their rows, and the steps."""
+        same: list[list[dict[str, Any]]] = []
+        for step in self.steps:
+            if same and whole(same[-1][-1], "rows") == whole(step, "rows"):
+                same[-1].append(step)
+            else:
+                same.append([step])
+        return [(len(one), rows, one) for one in same if len(one) >= LEAST_STEPS and (rows := whole(one[0], "rows"))]
+
+    @cached_property
+    def usual_rows(self) -> int | None:
+        """The rows that most steps had. The time of a step and the rows/s are those of these steps."""
+        if len(self.row_changes) < 2:
+            return self.row_changes[0][1] if self.row_changes else None
+        counts: dict[int, int] = {}
+        for count, rows, _ in self._stretches:
+            counts[rows] = counts.get(rows, 0) + count
+        return max(counts, key=lambda rows: counts[rows])
+
+    @cached_property
+    def _usual(self) -> list[dict[str, Any]]:
+        """The settled steps; if the run changed its rows a step, those of them with the usual number."""
+        if len(self.row_changes) < 2:
+            return self.settled
+        return [step for step in self.settled if whole(step, "rows") == self.usual_rows]
+
     @property
     def data_rows(self) -> int | None:
         return whole(self.plan, "data_rows") or None
@@ -230,14 +292,14 @@ class RunFigures:
 
     @cached_property
     def step_s(self) -> Typical | None:
-        return Typical.of(step_seconds(step) for step in self.settled)
+        return Typical.of(step_seconds(step) for step in self._usual)
 
     @cached_property
     def rows_per_s(self) -> Typical | None:
         rates = []
-        for step in self.settled:
+        for step in self._usual:
             rows, seconds = finite(step, "rows"), step_seconds(step)
-            rates.append(rows / seconds if rows and seconds else number(step, "rows_per_s"))
+            rates.append(rows / seconds if rows and seconds else finite(step, "rows_per_s"))
         return Typical.of(rates)
 
     @property
@@ -263,10 +325,17 @@ class RunFigures:
         return {name: value / total for name, value in totals.items()} if total else {}
 
     @cached_property
+    def sessions(self) -> list[tuple[float, float]]:
+        """Of the whole run, whichever part of it this is."""
+        return sessions_of(self.record)
+
+    @cached_property
     def wall_s(self) -> float:
-        """From the first step to the last one, evaluations and saves included; 0 if unknown."""
+        """From the first step to the last one, evaluations and saves included, pauses between sessions not; 0 if unknown."""
         times = [at for step in (self.steps[:1] + self.steps[-1:]) if (at := seconds_at(step)) is not None]
-        return max(0.0, times[-1] - times[0]) if len(times) == 2 else 0.0
+        if len(times) < 2:
+            return 0.0
+        return sum(max(0.0, min(end, times[1]) - max(start, times[0])) for start, end in self.sessions)
 
     def mean(self, name: str) -> float | None:
         """The mean of a figure over the settled steps."""

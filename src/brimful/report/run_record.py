@@ -77,6 +77,11 @@ class RunRecord:
         return self.steps[-1] if self.steps else {}
 
     @property
+    def lost_its_events(self) -> bool:
+        """Whether it was trained, as its checkpoints show, but its events.jsonl is missing."""
+        return not self.folder.events.is_file() and self.folder.has_checkpoint
+
+    @property
     def request(self) -> dict[str, Any]:
         """run.json: task, data, options; empty if it cannot be read."""
         return _json_file(self.folder.request_file)

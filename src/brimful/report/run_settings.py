@@ -13,6 +13,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from brimful.planning.plan_options import PlanOptions
@@ -130,7 +131,19 @@ def same_setting(one: Setting | None, two: Setting | None) -> bool:
     """What was requested and comes to the same is no difference."""
     if one is not None and two is not None and one.identity is not None and two.identity is not None:
         return bool(one.identity == two.identity)
-    return bool(_plain(one and one.effective) == _plain(two and two.effective))
+    values = _plain(one and one.effective), _plain(two and two.effective)
+    return bool(values[0] == values[1]) or same_file(*values)
+
+
+def same_file(one: Any, two: Any) -> bool:
+    """Whether one is the absolute name of the other, as far as names can tell: a resumed run has recorded absolute ones."""
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(a == b or same_file(a, b) for a, b in zip(one, two, strict=True))
+    if not isinstance(one, str) or not isinstance(two, str) or one.startswith("/") == two.startswith("/"):
+        return False
+    absolute, relative = (one, two) if one.startswith("/") else (two, one)
+    end = [name for name in relative.split("/") if name not in ("", ".", "..")]
+    return bool(end) and absolute.split("/")[-len(end) :] == end
 
 
 def _plain(value: Any) -> Any:
@@ -175,11 +188,18 @@ def train_command(run: RunFigures) -> str:
     """The command that trains as this run did, with the plan it has now."""
     words = ["brimful", "train", str(run.request.get("task") or run.plan.get("task") or "TASK")]
     words += [str(run.request["data"])] if run.request.get("data") else []
-    words += ["--plan", str(run.record.root / "plan.json")]
+    plan = plan_file(run)
+    words += [] if plan is None else ["--plan", str(plan)]
     for name, value in [*run.task_options.items(), *run.options.items()]:
         if name not in ("run", "resume", "rollback", "plan"):
             words += _flag(name, value)
     return shlex.join(words)
+
+
+def plan_file(run: RunFigures) -> Path | None:
+    """plan.json, or the newest plan that was kept; None if the run has lost both."""
+    folder = run.record.folder
+    return next((path for path in (folder.plan(), *reversed(list(folder.kept_plans()))) if path.is_file()), None)
 
 
 def _flag(name: str, value: Any) -> Iterator[str]:

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 from types import ModuleType
 
 import pytest
-from brimful.report.diagnosis import Diagnosis, Fix
 
 from brimful.memory.model import MemoryModel
 from brimful.report.page.planning_charts import probe_fits
 from brimful.report.page.report import Report, run_names
 from brimful.report.run_record import RunRecord
+from brimful.report.why.diagnosis import Diagnosis, Fix
 from brimful.units import GiB
 from tests.report.fake_runs import write_run
 

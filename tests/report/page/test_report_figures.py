@@ -1,14 +1,19 @@
 """The numbers of a run: worked out from its record, None where the record has nothing."""
 
 import json
+import re
 from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from brimful.errors import BadRun
+from brimful.report.compare import figures_of
 from brimful.report.page.report_figures import ReportFigures
+from brimful.report.page.run_charts import memory_chart, speed_chart, split_chart
+from brimful.report.run_figures import RunFigures
 from brimful.report.run_record import RunRecord
+from brimful.report.watch.watcher import Watcher
 from brimful.units import GiB
 from tests.report.fake_runs import START, write_run
 
@@ -69,6 +74,20 @@ def test_the_night_between_two_sessions_is_not_run_time(tmp_path):
     clock = ReportFigures(RunRecord(folder)).clock
     assert len(clock.sessions) == 2
     assert clock.total_s == pytest.approx(before + 8)
+    with Watcher(folder) as watcher:
+        assert watcher.look().trained_s == pytest.approx(clock.total_s)
+    assert RunFigures(RunRecord(folder)).wall_s < clock.total_s
+    one = ReportFigures(RunRecord(folder))
+    for chart in (memory_chart(one), split_chart(one), speed_chart([one], ["a"])):  # nothing is drawn across the pause
+        paths = re.findall(r'<path class="(?:line|thin|area) [^"]*" d="([^"]*)"', chart)
+        assert paths and all(path.count("M") == 2 for path in paths)
+
+
+def test_report_and_compare_agree_on_the_speed(tmp_path):
+    seconds = lambda n: {"compute_s": 0.2 + 0.01 * (n % 7), "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}  # noqa: E731
+    run = rich_run(tmp_path / "a", step_values={"times": seconds})
+    one, two = ReportFigures(RunRecord(run)), figures_of(RunFigures(RunRecord(run)))
+    assert (one.rows_per_s, one.step_s, one.seconds_per_epoch) == (two["rows_per_s"], two["step_s"], two["epoch_s"])
 
 
 def test_each_card_has_figures_of_its_own(tmp_path):

@@ -1,11 +1,13 @@
 """A run in plain words, and the checklist of the guide filled in."""
 
+import shutil
+
 import pytest
-from brimful.report.diagnosis import Diagnosis, Fix
 
 from brimful.report.page.report_figures import ReportFigures
 from brimful.report.page.summary import checklist, key_figures, next_steps, percent, summary
 from brimful.report.run_record import RunRecord
+from brimful.report.why.diagnosis import Diagnosis, Fix
 from brimful.units import GiB
 
 from .rich_runs import rich_run
@@ -141,20 +143,20 @@ def test_a_survived_error_is_worth_a_look(tmp_path, ooms, end, verdict):
 
 def test_an_epoch_as_long_as_planned_is_fine_however_long_it_takes(tmp_path):
     step = {"times": {"compute_s": 60.0, "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}}
-    planned = {"time": {"epoch_s": 720.0, "total_s": 3600.0}}
+    planned = {"run_time": {"epoch_s": 720.0, "total_s": 3600.0}}
     one = check(tmp_path / "a", "epoch-time", step_values=step, plan_values=planned)
     assert one.verdict == "pass" and one.measured == pytest.approx(720, rel=0.01)
 
 
 def test_an_epoch_slower_than_planned_is_worth_a_look(tmp_path):
     step = {"times": {"compute_s": 60.0, "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}}
-    one = check(tmp_path / "a", "epoch-time", step_values=step, plan_values={"time": {"epoch_s": 300.0}})
+    one = check(tmp_path / "a", "epoch-time", step_values=step, plan_values={"run_time": {"epoch_s": 300.0}})
     assert one.verdict == "warn" and "2.4 × the planned time" in one.note
 
 
 def test_a_long_epoch_without_a_prediction_has_no_verdict(tmp_path):
     step = {"times": {"compute_s": 60.0, "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}}
-    assert check(tmp_path / "a", "epoch-time", step_values=step, plan_values={"time": None}).verdict == "unknown"
+    assert check(tmp_path / "a", "epoch-time", step_values=step, plan_values={"run_time": None}).verdict == "unknown"
 
 
 def test_a_run_that_did_not_finish_is_not_praised_for_its_time(tmp_path):
@@ -163,3 +165,32 @@ def test_a_run_that_did_not_finish_is_not_praised_for_its_time(tmp_path):
 
 def test_small_shares_have_a_decimal():
     assert [percent(share) for share in (0, 0.004, 0.0949, 0.5, None)] == ["0\u00a0%", "0.4\u00a0%", "9.5\u00a0%", "50\u00a0%", "–"]  # fmt: skip
+
+
+def test_a_loss_that_became_nan_says_when(tmp_path):
+    nan = {"loss": lambda n: None if n > 1 else 5.79, "loss_is": lambda n: "nan" if n > 1 else None}
+    assert "The loss was 5.79 at first and is not a number from step 2 on." in words(
+        tmp_path / "a", step_values=nan, evals=[]
+    )
+    loss = next(one for one in key_figures(figures(tmp_path / "a", step_values=nan, evals=[])) if one.key == "loss")
+    assert (loss.value, loss.below) == ("NaN", "from step 2 on; at first 5.79")
+
+
+def test_many_times_the_planned_time_is_to_be_looked_at_however_short(tmp_path):
+    planned = {"run_time": {"steps": 300, "step_s": 0.016, "epoch_s": 0.2, "total_s": 5.0}}
+    assert check(tmp_path / "a", "total-time", plan_values=planned).verdict == "warn"
+    assert check(tmp_path / "a", "epoch-time", plan_values=planned).verdict == "warn"
+
+
+def test_checkpoints_that_were_removed_are_told(tmp_path):
+    run = rich_run(tmp_path / "a")
+    shutil.rmtree(run / "checkpoints" / "step-00000100")
+    ooms = next(one for one in key_figures(ReportFigures(RunRecord(run))) if one.key == "ooms")
+    assert ooms.below == "checkpoints: 3 saved, 2 kept"
+
+
+def test_a_run_without_its_events_says_so(tmp_path):
+    run = rich_run(tmp_path / "a")
+    (run / "events.jsonl").unlink()
+    first = summary(ReportFigures(RunRecord(run)))[0][1]
+    assert first == "chatlm-sft has checkpoints, but its events.jsonl is missing: nothing is known about its steps."

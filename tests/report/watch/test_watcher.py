@@ -98,6 +98,21 @@ def test_a_folder_with_nothing_but_a_lock_is_being_prepared(tmp_path):
         assert (watcher.look().state, watcher.look().step) == ("running", 2)
 
 
+def test_a_line_of_the_log_has_its_time_apart(tmp_path):
+    folder = sign(tmp_path / "a")
+    (folder / "log.txt").write_text("2026-01-31 09:00:05+00:00 tokenizing 512 of 24,000 rows\n")
+    with Watcher(folder) as watcher:
+        note = watcher.look().notes[-1]
+    assert (note.time, note.sentence) == (START + timedelta(seconds=5), "tokenizing 512 of 24,000 rows")
+
+
+def test_a_run_without_its_events_says_so(tmp_path):
+    run = write_run(tmp_path / "a", steps=10, checkpoints=[5])
+    (run / "events.jsonl").unlink()
+    with Watcher(run) as watcher:
+        assert "events.jsonl is missing" in str(watcher.look().sentence)
+
+
 def test_a_preparation_that_fails_is_told(tmp_path):
     folder = sign(tmp_path / "a")
     with Watcher(folder) as watcher:

@@ -6,7 +6,7 @@ some thousand steps, so its highest peak is that of the steps which were read; c
 
 import math
 import os
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from brimful.charts import Floats
 from brimful.errors import BadRun
+from brimful.report.run_figures import RunFigures, sessions_of
 from brimful.report.run_record import RunRecord
 from brimful.training import events as journal
 from brimful.units import Zone, zone
@@ -40,19 +41,16 @@ class Clock:
 
     def __init__(self, run: RunRecord) -> None:
         seen = sorted(filter(None, (timestamp(event) for event in (*run.events, *run.steps, *run.samples))))
-        begins = sorted(filter(None, (timestamp(event) for event in run.of_kind("begin"))))
-        starts = begins or seen[:1]
         self._starts, self._spans, self._before = [], [], []
         """Of each session: when it began, how long it lasted, and the work before it."""
         worked = 0.0
-        for place, start in enumerate(starts):
-            end = _last_before(seen, starts[place + 1] if place + 1 < len(starts) else math.inf)
+        for start, end in sessions_of(run):
             self._starts.append(start)
-            self._spans.append(max(end - start, 0.0))
+            self._spans.append(end - start)
             self._before.append(worked)
             worked += self._spans[-1]
         self.total_s = worked
-        self.first = starts[0] if starts else None
+        self.first = self._starts[0] if self._starts else None
         self.last = seen[-1] if seen else None
 
     @property
@@ -70,10 +68,6 @@ class Clock:
 
     def column(self, events: Iterable[Mapping[str, Any]]) -> Floats:
         return np.array([self.seconds(event) for event in events], dtype=np.float64)
-
-
-def _last_before(seen: Sequence[float], end: float) -> float:
-    return seen[max(bisect_left(seen, end) - 1, 0)]
 
 
 def timestamp(event: Mapping[str, Any]) -> float | None:
@@ -179,7 +173,9 @@ class ReportFigures:
 
     @cached_property
     def seconds_per_epoch(self) -> float | None:
-        """Measured from the first step to the last, evaluations and saves included."""
+        """A pass over the data at the measured speed; where the rows are not known, from the first step to the last."""
+        if (typical := self._typical.epoch_s) is not None:
+            return typical
         epochs, times = self.column("epoch"), self.times
         known = np.isfinite(epochs) & np.isfinite(times)
         if known.sum() < 2:
@@ -195,12 +191,21 @@ class ReportFigures:
     # ---- How fast it was -------------------------------------------------------------------------------------------------
 
     @cached_property
+    def _typical(self) -> RunFigures:
+        """The figures that `compare` and `why` show, so that all views agree."""
+        return RunFigures(self.run)
+
+    @cached_property
     def step_s(self) -> float | None:
         """The wall time of a typical step."""
+        if self._typical.step_s is not None:
+            return self._typical.step_s.value
         return self.typical(np.where(self.part_sum > 0, self.part_sum, self.column("seconds")))
 
     @cached_property
     def rows_per_s(self) -> float | None:
+        if self._typical.rows_per_s is not None:
+            return self._typical.rows_per_s.value
         return self.typical(self.column("rows_per_s"))
 
     @cached_property
@@ -319,6 +324,24 @@ class ReportFigures:
     def bad_losses(self) -> int:
         """Steps whose loss was NaN or infinite."""
         return sum(not math.isfinite(value) for event in self.steps if (value := any_number(event, "loss")) is not None)
+
+    @cached_property
+    def bad_from(self) -> int | None:
+        """The step from which on no loss is a number; None if the last one is."""
+        bad_from = None
+        for event in self.steps:
+            value = any_number(event, "loss")
+            if value is not None:
+                bad_from = None if math.isfinite(value) else bad_from or int(event["step"])
+        return bad_from
+
+    @cached_property
+    def kept_checkpoints(self) -> int | None:
+        """How many of them are on disk still; None if the folder was moved without them."""
+        folder = self.run.root / "checkpoints"
+        with suppress(OSError):
+            return sum(path.is_dir() and path.name.startswith("step-") for path in folder.iterdir())
+        return None
 
     @cached_property
     def skipped_steps(self) -> int:

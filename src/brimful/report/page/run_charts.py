@@ -72,6 +72,19 @@ def time_axis(figures: Sequence[ReportFigures]) -> Span:
     return 0.0, max([one.clock.total_s for one in figures] + [1e-3])
 
 
+def _with_gaps(one: ReportFigures, x: Floats, *columns: Floats) -> tuple[Floats, ...]:
+    """A point without a value where each session but the first begins, so that no line is drawn across the pause."""
+    starts = [start for start, _ in one.clock.sessions[1:]]
+    found = [(int(later[0]), start) for start in starts if len(later := np.flatnonzero(x > start))]
+    places, values = [place for place, _ in found], [start for _, start in found]
+    return np.insert(x, places, values), *(np.insert(column, places, math.nan) for column in columns)
+
+
+def _over_time(one: ReportFigures, name: str, x: Floats, y: Floats, **style: Any) -> Series:
+    x, y = _with_gaps(one, x, y)
+    return Series(name=name, x=x, y=y, **style)
+
+
 # ---- Memory --------------------------------------------------------------------------------------------------------------
 
 
@@ -80,11 +93,11 @@ def memory_chart(one: ReportFigures) -> str:
     limit, predicted = one.limit_bytes, one.predicted_bytes
     others = one.gpu_column("others_bytes")
     series = [
-        Series(name=tr("reserved"), x=one.times, y=one.column("reserved_bytes"), colour=1),
-        Series(name=tr("allocated"), x=one.times, y=one.column("peak_bytes"), colour=0),
+        _over_time(one, tr("reserved"), one.times, one.column("reserved_bytes"), colour=1),
+        _over_time(one, tr("allocated"), one.times, one.column("peak_bytes"), colour=0),
     ]
     if (highest(others) or 0) > 0:
-        series.append(Series(name=tr("held by others"), x=one.sample_times, y=others, colour=3))
+        series.append(_over_time(one, tr("held by others"), one.sample_times, others, colour=3))
     rules = [*limit_rule(limit), *_predicted_rule(predicted)]
     marks = [Mark(x=one.clock.seconds(event), name=tr("out of memory"), kind="oom") for event in one.ooms[:MOST_MARKS]]
     marks += _resumes(one)
@@ -231,13 +244,16 @@ def _curves(figures: Sequence[ReportFigures], names: Sequence[str], column: str,
     series = []
     for place, (one, name) in enumerate(zip(figures, names, strict=True)):
         x, y = one.step_numbers if by_step else one.times, one.column(column)
+        smooth = smoothed(y)
+        if not by_step:
+            x, y, smooth = _with_gaps(one, x, y, smooth)
         if not noisy:
             series.append(Series(name=name, x=x, y=y, colour=place))
         elif len(figures) > 1:
-            series.append(Series(name=name, x=x, y=smoothed(y), colour=place))
+            series.append(Series(name=name, x=x, y=smooth, colour=place))
         else:
             series.append(Series(name=tr("each step"), x=x, y=y, kind="thin"))
-            series.append(Series(name=tr("smoothed"), x=x, y=smoothed(y)))
+            series.append(Series(name=tr("smoothed"), x=x, y=smooth))
     return series
 
 
@@ -286,6 +302,7 @@ def split_chart(one: ReportFigures) -> str:
     columns = [np.nan_to_num(one.part(name)) for name in TIME_PARTS]
     known = np.isfinite(one.times) & (one.part_sum > 0)
     x, parts = averaged(one.times[known], [column[known] for column in columns], AREAS)
+    x, *parts = _with_gaps(one, x, *parts)
     series, low = [], np.zeros(len(x))
     for place, (name, part) in enumerate(zip(TIME_PARTS, parts, strict=True)):
         if shares[name] > 0:
@@ -351,13 +368,13 @@ def _sampled(figures: Sequence[ReportFigures], names: Sequence[str], column: str
     for place, (one, name) in enumerate(zip(figures, names, strict=True)):
         ranks = [card.rank for card in one.cards]
         if len(figures) > 1:
-            series.append(Series(name=name, x=one.sample_times, y=smoothed(one.gpu_column(column)), colour=place))
+            series.append(_over_time(one, name, one.sample_times, smoothed(one.gpu_column(column)), colour=place))
             continue
         for rank in ranks:
             values = one.gpu_column(column, rank)
             kept = np.array([event.get("rank") == rank for event in one.samples], dtype=np.bool_)
             name = tr("rank {rank:,}", rank=rank)
-            series.append(Series(name=name, x=one.sample_times[kept], y=values[kept], colour=rank))
+            series.append(_over_time(one, name, one.sample_times[kept], values[kept], colour=rank))
     plot = Plot(
         label=title, series=series, y_unit=unit, x_name=tr("run time"), x_span=time_axis(figures), height=150, columns=_columns(figures),
         y_span=span or _from_zero([line.y for line in series]) if series else None,
@@ -376,15 +393,15 @@ def host_chart(figures: Sequence[ReportFigures], names: Sequence[str]) -> str:
         whole = run.host_column("machine_bytes") if sampled else run.column("machine_bytes")
         kept = np.isfinite(own)
         if len(figures) > 1:
-            series.append(Series(name=name, x=x[kept], y=own[kept], colour=place))
+            series.append(_over_time(run, name, x[kept], own[kept], colour=place))
         else:
             series += [
-                Series(name=tr("this run"), x=x[kept], y=own[kept], colour=0),
-                Series(name=tr("the whole machine"), x=x[kept], y=whole[kept], colour=GREY),
+                _over_time(run, tr("this run"), x[kept], own[kept], colour=0),
+                _over_time(run, tr("the whole machine"), x[kept], whole[kept], colour=GREY),
             ]
             swap = run.host_column("swap_used_bytes")
             if sampled and (highest(swap) or 0) > 0:
-                series.append(Series(name=tr("swap used"), x=x[kept], y=swap[kept], colour=3))
+                series.append(_over_time(run, tr("swap used"), x[kept], swap[kept], colour=3))
     if len(figures) == 1:
         limit, predicted = one.host_limit_bytes, one.host_predicted_bytes
         top = max([highest(line.y) or 0 for line in series], default=0)
@@ -443,7 +460,7 @@ def memories_chart(figures: Sequence[ReportFigures], names: Sequence[str]) -> st
     series, limits = [], {one.limit_bytes for one in figures}
     for place, one in enumerate(figures):
         column = "peak_bytes" if one.reserved_bytes is None else "reserved_bytes"
-        series.append(Series(name=names[place], x=one.times, y=one.column(column), colour=place))
+        series.append(_over_time(one, names[place], one.times, one.column(column), colour=place))
     if len(limits) == 1:
         rules = limit_rule(figures[0].limit_bytes)
     else:

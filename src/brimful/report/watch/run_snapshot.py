@@ -15,6 +15,7 @@ from brimful.units import Zone
 WatchState = Literal[State, "gone"]
 """`gone`: the folder was removed."""
 ACTIVE: tuple[WatchState, ...] = ("preparing", "running")
+NO_EVENTS = "It has checkpoints, but its events.jsonl is missing: nothing is known about its steps."
 TIME_PARTS = ("compute", "data", "communication", "other")
 
 

@@ -4,7 +4,6 @@ Work and size are bounded however long the run is: `RunRecord` keeps some thousa
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,9 +12,11 @@ from statistics import fmean, median
 from typing import Any
 
 from brimful.files import read_json
+from brimful.report.run_figures import sessions_of
 from brimful.report.run_record import RunRecord
 from brimful.report.watch.run_snapshot import (
     ACTIVE,
+    NO_EVENTS,
     TIME_PARTS,
     Card,
     Evaluation,
@@ -51,7 +52,7 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
     begins = record.of_kind("begin")
     begin, plan, last = (begins[-1] if begins else {}), record.plan, record.last
     request = record.request or _dict(begin.get("request"))
-    end: Mapping[str, Any] = next(iter(record.of_kind("end")[-1:]), {}) if state not in ACTIVE else {}
+    end: Mapping[str, Any] = next(iter(record.of_kind("end")[-1:]), {}) if state not in (*ACTIVE, "killed") else {}
     recent = record.steps[-RATE_STEPS:]
     newest = _newest_time(record)
     steps = _whole(last.get("steps")) or _whole(begin.get("steps"))
@@ -85,7 +86,7 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
         pid=_whole(begin.get("pid")),
         device_name=_text(plan.get("device_name")),
         processes=_whole(begin.get("processes")),
-        sentence=_text(end.get("sentence")),
+        sentence=NO_EVENTS if record.lost_its_events else _text(end.get("sentence")),
         resume_command=_resume_command(record, state, request),
         silent_s=_silent_s(record, state, newest, now),
         step=int(last.get("step") or 0),
@@ -230,13 +231,9 @@ def _times(recent: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]
 
 
 def _trained_s(record: RunRecord, end: datetime) -> float | None:
-    """A session ends with the last event before the next one begins."""
-    begins = [time for event in record.of_kind("begin") if (time := parse_time(event.get("time"))) is not None]
-    if len(begins) < 2:
-        return (end - begins[0]).total_seconds() if begins else None
-    written = sorted(time for event in (*record.events, *record.steps) if (time := parse_time(event.get("time"))) is not None)  # fmt: skip
-    ends = [written[max(0, bisect_left(written, begin) - 1)] for begin in begins[1:]]
-    return sum(max(0.0, (last - begin).total_seconds()) for begin, last in zip(begins, [*ends, end], strict=True))
+    """Without the pauses between sessions."""
+    sessions = sessions_of(record, until=end.timestamp()) if record.of_kind("begin") else []
+    return sum(last - first for first, last in sessions) if sessions else None
 
 
 def _step_s(recent: Sequence[Mapping[str, Any]]) -> float | None:

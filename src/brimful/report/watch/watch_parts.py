@@ -24,7 +24,7 @@ from brimful.report.watch.cells import (
     show_step,
     wrap,
 )
-from brimful.report.watch.run_snapshot import Oom
+from brimful.report.watch.run_snapshot import NO_EVENTS, Oom
 from brimful.report.watch.sparklines import progress_bar, stacked_bar
 from brimful.units import show_rate, show_seconds
 
@@ -107,7 +107,7 @@ def ending(canvas: Canvas) -> Lines:
         return []
     sentences = {
         "preparing": tr("The plan is made; the first step has not ended yet.") if snapshot.cards else tr("Data and plan are being prepared; the first step has not begun."),
-        "killed": tr("Its process has ended without a word: it was killed, or the machine went down."),
+        "killed": translate(NO_EVENTS) if snapshot.sentence == NO_EVENTS else tr("Its process has ended without a word: it was killed, or the machine went down."),
         "gone": tr("The folder of this run was removed."),
     }  # fmt: skip
     sentence = " ".join(sentences.get(snapshot.state, translate(snapshot.sentence or "")).split())

@@ -133,7 +133,7 @@ class Watcher:
         if self._record is None or state == "gone":
             empty = Snapshot(taken=now, run=str(self._root), name=self._root.resolve().name, state=state)
             line = last_line(self._root / "log.txt")
-            notes = (Note(step=None, time=None, sentence=line, warning=False),) if line else ()
+            notes = (_logged(line),) if line else ()
             since = parse_time(holder.since) if holder is not None else None
             snapshot = replace(self._last or replace(empty, since=since, notes=notes), taken=now, state=state)
             if state == "failed":
@@ -191,6 +191,13 @@ def _running_beside(runs: Path, root: Path) -> tuple[str, ...]:
                 if holder is not None and not holder.has_ended:
                     found.append(entry.path)
     return tuple(sorted(found))
+
+
+def _logged(line: str) -> Note:
+    """A line of log.txt, which begins with its date and time."""
+    words = line.split(" ", 2)
+    time = parse_time(" ".join(words[:2])) if len(words) == 3 and "-" in words[0] else None
+    return Note(step=None, time=time, sentence=line if time is None else words[2].strip(), warning=False)
 
 
 def last_line(path: Path) -> str | None:

@@ -61,6 +61,14 @@ def test_the_run_follows_its_packed_plan(whole):
     assert {event["micro_batches"] for event in steps} == {3}
 
 
+def test_what_is_computed_for_nothing_is_the_fill(whole):
+    """Tokens are filled up to a multiple of 64, for encoder and decoder, in three micro-batches at least."""
+    for step in last_steps(read_events(whole / "events.jsonl")):
+        computed = step["tokens"] / (1 - step["padding"])
+        assert 0 < step["padding"] < 1 and computed == pytest.approx(round(computed / 64) * 64)
+
+
+
 def test_the_loss_falls(whole):
     losses = list(runs.losses(whole).values())
     assert losses[-1] < 0.9 * losses[0]

@@ -298,6 +298,13 @@ class ReportFigures:
         return self.run.of_kind("eval")
 
     @cached_property
+    def eval_losses(self) -> tuple[Floats, Floats]:
+        """Steps and losses of the evaluations that have one."""
+        known = [(_step(event), event["loss"]) for event in self.evals if is_number(event.get("loss"))]
+        steps, losses = np.array(known, dtype=np.float64).reshape(-1, 2).T
+        return steps, losses
+
+    @cached_property
     def best_eval(self) -> Mapping[str, Any] | None:
         """The one that the run marked as its best, else the lowest loss."""
         marked = [event for event in self.evals if event.get("best") is True]
@@ -388,7 +395,7 @@ class ReportFigures:
 
     @cached_property
     def step_numbers(self) -> Floats:
-        return np.array([min(event["step"], 2**53) for event in self.steps], dtype=np.float64)
+        return np.array([_step(event) for event in self.steps], dtype=np.float64)
 
     @cached_property
     def times(self) -> Floats:
@@ -507,6 +514,11 @@ def _text(value: Any) -> str | None:
 def _rank(event: Mapping[str, Any]) -> int | None:
     rank = event.get("rank")
     return rank if isinstance(rank, int) else None
+
+
+def _step(event: Mapping[str, Any]) -> int:
+    """A step's number, no larger than a float can hold."""
+    return max(min(event["step"], 2**53), -(2**53))
 
 
 def _column(events: Sequence[Mapping[str, Any]], name: str) -> Floats:

@@ -29,7 +29,7 @@ from brimful.report.page.plot import (
     smoothed,
     time_ruler,
 )
-from brimful.report.page.report_figures import TIME_PARTS, ReportFigures, any_number, highest, is_number, number
+from brimful.report.page.report_figures import TIME_PARTS, ReportFigures, any_number, highest, number
 from brimful.report.page.summary import percent
 from brimful.units import DANGER, EDGE, show_bytes, show_rate, show_seconds
 
@@ -165,16 +165,15 @@ def loss_chart(one: ReportFigures) -> str:
     """Every step, a smooth curve through them, and the evaluations; linear or logarithmic."""
     losses, steps = one.column("loss"), one.step_numbers
     finite = np.where(np.isfinite(losses), losses, math.nan)
-    evals = [event for event in one.evals if is_number(event.get("loss"))]
+    at, evaluated = one.eval_losses
     series = [
         Series(name=tr("each step"), x=steps, y=finite, colour=0, kind="thin"),
         Series(name=tr("smoothed"), x=steps, y=smoothed(finite), colour=0),
     ]
-    if evals:
-        x, y = np.array([float(event["step"]) for event in evals]), np.array([float(event["loss"]) for event in evals])
+    if len(at):
         series += [
-            Series(name=tr("evaluation"), x=x, y=y, colour=1, kind="dots"),
-            Series(name=tr("evaluation"), x=x, y=y, colour=1, kind="thin", legend=False),
+            Series(name=tr("evaluation"), x=at, y=evaluated, colour=1, kind="dots"),
+            Series(name=tr("evaluation"), x=at, y=evaluated, colour=1, kind="thin", legend=False),
         ]
     bad = [
         Mark(x=float(step), name=tr("not a number"), kind="bad")
@@ -435,11 +434,11 @@ def losses_chart(figures: Sequence[ReportFigures], names: Sequence[str]) -> str:
             x = {"step": one.step_numbers, "rows": one.rows_so_far, "seconds": one.times}[axis]
             losses = one.column("loss")
             series.append(Series(name=names[place], x=x, y=smoothed(np.where(np.isfinite(losses), losses, math.nan)), colour=place))  # fmt: skip
-            evals = [event for event in one.evals if is_number(event.get("loss")) and event["step"] > 0]
-            if evals and len(x):
-                at = np.interp([event["step"] for event in evals], one.step_numbers, x)
-                y = np.array([float(event["loss"]) for event in evals])
-                series.append(Series(name=tr("{run}, evaluation", run=names[place]), x=at, y=y, colour=place, kind="dots", legend=False))  # fmt: skip
+            at, evaluated = one.eval_losses
+            trained = at > 0
+            if trained.any() and len(x):
+                places = np.interp(at[trained], one.step_numbers, x)
+                series.append(Series(name=tr("{run}, evaluation", run=names[place]), x=places, y=evaluated[trained], colour=place, kind="dots", legend=False))  # fmt: skip
         for scale in ("linear", "log"):
             plot = Plot(
                 label=tr("Loss of each run by {axis}.", axis=name), series=series, x_unit=unit, x_name=name, height=260, columns=OVERLAID,

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from brimful.molecules.charts import HEIGHT, WIDTH, Frame, axes, line, text, thinned, widened
+from brimful.charts import HEIGHT, WIDTH, Frame, axes, line, text, thinned, widened
 from train import BRIMFUL, _show_cap, read_results
 
 ROW, LABEL, VALUE, TOP = 22, 150, 96, 44

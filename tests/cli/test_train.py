@@ -157,7 +157,7 @@ def test_data_that_a_dry_run_has_prepared_stay_for_the_run(deep, tmp_path):
 def test_a_dry_run_that_cannot_work_is_one_message_and_leaves_nothing(deep, tmp_path):
     done = brimful("train", deep, "rows", "--run", tmp_path / "run", *DRY, "--dry-run", "--memory-limit", "1KiB")
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.splitlines()[-1].startswith("brimful: error: 1 row needs ")
+    assert done.stderr.splitlines()[-1].startswith("brimful: error B301: 1 row needs ")
     assert not (tmp_path / "run").exists()
 
 

@@ -554,7 +554,7 @@ def test_a_run_keeps_its_plan_with_its_predicted_time(whole):
     (event,) = plan_events(whole)
     assert (event["number"], event["experiment"], event["changes"]) == (1, "new", [])
     assert event["run_time"]["steps"] == 4 and event["run_time"]["steps_per_epoch"] == 3
-    assert event["time"]["total_s"] == pytest.approx(4 * event["time"]["step_s"])
+    assert event["run_time"]["total_s"] == pytest.approx(4 * event["run_time"]["step_s"])
     assert Plan.load(whole / "plan.json") == Plan.load(whole / "plans" / "0001.json") == Plan.from_json(event)
 
 

@@ -222,7 +222,10 @@ def number(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
     if value is None:
         value = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}.get(str(event.get(f"{name}_is")))
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:  # a whole number of hundreds of digits, in a damaged file
+        return None
 
 
 def _plain(value: Any) -> Any:

@@ -8,5 +8,5 @@ import pytest
 @pytest.fixture(autouse=True, scope="module")
 def _without_findings():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "brimful.report.run_checks", None)
+        patch.setitem(sys.modules, "brimful.report.why.run_checks", None)
         yield

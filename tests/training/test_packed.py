@@ -68,7 +68,6 @@ def test_what_is_computed_for_nothing_is_the_fill(whole):
         assert 0 < step["padding"] < 1 and computed == pytest.approx(round(computed / 64) * 64)
 
 
-
 def test_the_loss_falls(whole):
     losses = list(runs.losses(whole).values())
     assert losses[-1] < 0.9 * losses[0]

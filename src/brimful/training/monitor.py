@@ -1,8 +1,8 @@
 """What the machine does while a run trains: a thread that writes a `sample` event about every five seconds.
 
 Each rank with a GPU of its own samples it, and rank 0 samples the host. The thread never touches torch's device: it reads NVML,
-in one session, and /proc. A reading costs 3 ms and 10 ms more for each GB of host memory, nearly all of it in system calls that
-leave Python to the training (`bench/record.py` measures it). Whatever fails leaves null in an event; the thread ends with the
+in one session, and /proc. A reading takes some milliseconds, about 10 for each GB of host memory, nearly all of it in system calls
+that leave Python to the training (`bench/record.py` measures it). Whatever fails leaves null in an event; the thread ends with the
 run, is not waited for if NVML hangs, and cannot stop a training.
 
 Step events take the host's memory from the last sample, since reading it is too slow for every step.

@@ -16,7 +16,7 @@ from tests.planning.clock import LyingClock
 from tests.planning.small import Normed, Pairs, Tagger, Texts, small_plan, texts
 
 ROWS = texts(*(3 + 7 * n % 30 for n in range(60)))
-TIMED = {"rows_per_s", "step_s", "plan_s", "created", "choices", "host", "tried"}
+TIMED = {"rows_per_s", "step_s", "simulation_slowdown", "plan_s", "created", "choices", "host", "tried"}
 """Fields that hold times, or reasons with times in them."""
 
 

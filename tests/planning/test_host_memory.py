@@ -243,8 +243,13 @@ def test_without_a_host_limit_there_is_no_such_choice(plan):
 
 def test_the_time_of_a_step_is_that_of_its_real_rows_and_of_reading_them(plan):
     """Rows of 32.5 on average, of the 64 that were timed."""
-    result = host_plan(plan, Data(), step_s=10.0)
+    result = host_plan(replace(plan, simulation_slowdown=1.0), Data(), step_s=10.0)
     assert 2.5 < result.step_s < 10.0
+
+
+def test_a_limit_that_is_simulated_makes_a_step_slower(plan):
+    slow, fast = (host_plan(replace(plan, simulation_slowdown=s), Data(), step_s=10.0).step_s for s in (3.0, 1.0))
+    assert slow == pytest.approx(3 * fast, rel=0.1)
 
 
 def test_slow_rows_make_a_step_slow_unless_workers_read_them(plan):

@@ -7,7 +7,9 @@ from typing import get_args
 import pytest
 
 from brimful.planning.plan import COLUMNS, Choice, Plan, RunTime, Source
+from brimful.planning.probe import Prober
 from brimful.task import Shape
+from tests.planning.small import small_plan
 
 
 def test_a_plan_survives_its_json(tagger_plan, tmp_path):
@@ -87,6 +89,13 @@ def test_printed_it_is_a_table_of_the_choices(tagger_plan):
     assert tuple(header.split()) == COLUMNS
     assert [line.split("  ")[0] for line in lines] == [choice.name.replace("_", " ") for choice in tagger_plan.choices]
     assert any("4 MiB" in line and line.endswith("as requested") for line in lines)
+
+
+def test_only_where_a_limit_is_simulated_is_a_step_slower_than_it_was_timed(monkeypatch):
+    measure = Prober.simulation_slowdown
+    monkeypatch.setattr(Prober, "simulation_slowdown", lambda self, rows, shape, seconds: measure(self, rows, shape, 1e-9))
+    assert small_plan(plan_seconds=2).simulation_slowdown > 1
+    assert small_plan(memory_limit=None, plan_seconds=2).simulation_slowdown == 1
 
 
 def test_warnings_are_printed(tagger_plan):

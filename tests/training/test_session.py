@@ -575,7 +575,7 @@ def test_a_host_limit_that_was_lowered_is_a_warning_of_the_run(tmp_path):
     assert choice.requested > choice.effective
 
 
-CONSTANT = {"schedule": "constant", "warmup": 0}
+CONSTANT = {"schedule": "constant", "warmup": 0, "workers": 0}
 
 
 @pytest.fixture(scope="module")

@@ -132,10 +132,9 @@ class HostPlanner:
         """The time of a step of the data's rows. A GPU computes while the next rows are read; a CPU does one after the other."""
         if self.here is None:
             return None
-        trains_s = self.trains_s
         on_data = next((one.data_rows_per_s for one in self.plan.tried if one.chosen), None)
-        if on_data:
-            trains_s = max(self.plan.deal) / on_data
+        trains_s = max(self.plan.deal) / on_data if on_data else self.trains_s
+        trains_s *= self.plan.simulation_slowdown
         if host.workers:
             reads_s = (self.worker or self.here).seconds / host.workers
             return max(trains_s, reads_s)

@@ -167,7 +167,9 @@ class Search:
                 needed_bytes=0,
             )
         choices = [*choices_of(self, trial, reason), *([frozen] if frozen else [])]
-        return with_graph(self, self._assemble(trial, verified, overhead, choices, key), chosen.seconds)
+        slowdown = self.prober.simulation_slowdown(chosen.rows, self.shape, chosen.seconds)
+        plan = replace(self._assemble(trial, verified, overhead, choices, key), simulation_slowdown=slowdown)
+        return with_graph(self, plan, chosen.seconds)
 
     def _warm_up(self) -> None:
         """The first step, and whether a step may be split."""

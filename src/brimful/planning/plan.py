@@ -234,6 +234,8 @@ class Plan:
     step_s: float | None = None
     """Seconds of a step of the data's own rows, predicted from the measured speeds of computing and reading; None without
     data."""
+    simulation_slowdown: float = 1.0
+    """How much longer a micro-batch takes in the simulated memory that holds a limit on the CPU, measured; 1 elsewhere."""
     overhead: float | None = None
     """Cost of a further micro-batch in rows × padded lengths, measured unless the plan is deterministic; None if unknown
     or if splits should be few."""

@@ -100,6 +100,22 @@ class Prober:
         self._progress(f"time {self.context.layout.show(rows, shape)}")
         return self._attempt(lambda: self._timed(rows, shape, whole, reserved))
 
+    def simulation_slowdown(self, rows: int, shape: Shape, seconds: float) -> float:
+        """How much longer than `seconds` a micro-batch takes where training simulates the limit: on a CPU, if the user set one.
+
+        Every operation is counted there, which may double the time of a small model.
+        """
+        if not self.target.requested or self.context.device.type != "cpu":
+            return 1.0
+        batch = self.batch(rows, shape)
+
+        def work() -> float:
+            with _disable_current_modes(), self.target.enforce(adopt=_held(self.context)):
+                return self._clock(lambda: self.context.run_micro_batch(batch, rows))
+
+        took = self._attempt(work)
+        return 1.0 if isinstance(took, OutOfMemory) else max(1.0, took / seconds)
+
     def warm_up(self, rows: int, shape: Shape) -> OutOfMemory | None:
         """One step that is not metered: it checks the task and allocates the optimizer's state."""
         self._progress(f"warm up with {self.context.layout.show(rows, shape)}")

@@ -93,7 +93,9 @@ def test_printed_it_is_a_table_of_the_choices(tagger_plan):
 
 def test_only_where_a_limit_is_simulated_is_a_step_slower_than_it_was_timed(monkeypatch):
     measure = Prober.simulation_slowdown
-    monkeypatch.setattr(Prober, "simulation_slowdown", lambda self, rows, shape, seconds: measure(self, rows, shape, 1e-9))
+    monkeypatch.setattr(
+        Prober, "simulation_slowdown", lambda self, rows, shape, seconds: measure(self, rows, shape, 1e-9)
+    )
     assert small_plan(plan_seconds=2).simulation_slowdown > 1
     assert small_plan(memory_limit=None, plan_seconds=2).simulation_slowdown == 1
 

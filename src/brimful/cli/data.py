@@ -260,14 +260,14 @@ def tokenize(
 
 def _model_config(model: str) -> dict[str, Any]:
     """What the config of a built-in size, or of a folder's config.json, says about its tokenizer."""
-    from brimful.tasks.chatlm import EOS, PAD, SIZES
+    from brimful.tasks.presets import EOS, PAD, PRESETS
 
     keys = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-    if model in SIZES:
-        return dict(zip(keys, (SIZES[model].vocab, PAD, EOS, PAD), strict=True))
+    if model in PRESETS:
+        return dict(zip(keys, (PRESETS[model].vocab, PAD, EOS, PAD), strict=True))
     path = Path(model) / "config.json"
     if not path.is_file():
-        raise BadOption(f"--model {model} is not known. Try: {', '.join(SIZES)}, or a folder with a config.json.")
+        raise BadOption(f"--model {model} is not known. Try: {', '.join(PRESETS)}, or a folder with a config.json.")
     try:
         config = json_format.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

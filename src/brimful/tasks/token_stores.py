@@ -1,28 +1,33 @@
-"""From raw files to the token store that a chat task trains on.
+"""From raw files to the token store that a language task trains on.
 
-Files are tokenized once, into the run's folder. The store's name carries a hash of the files, the tokenizer and the
-lengths, so a resumed run reuses it and changed files are tokenized again. A new tokenizer is trained only for a new model
-without `--tokenizer`.
+Files are tokenized once, into the run's folder. The store's name carries a hash of the files, the tokenizer, the chat template
+and the lengths, so a resumed run reuses it and changed files are tokenized again. A new tokenizer is trained only for new
+weights without `--tokenizer`; for a causal model it gets a chat template as well.
+
+Rows of an encoder-decoder are prompts and responses, tokenized by themselves. Those of a causal model are conversations that
+its chat template writes, or whole texts for `pretrain`.
 """
 
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brimful.data.store import NAME, Store, StoreMeta
-from brimful.data.tokenizer.folder import TokenizerFacts
+from brimful.data.store import NAME, TOKENIZER_FILES, Store, StoreMeta
+from brimful.data.tokenizer.folder import TokenizerFacts, write_template
 from brimful.errors import BadData, BadOption
 from brimful.machine.host import tree_bytes
 from brimful.task import Dataset
+from brimful.tasks.presets import CHAT_TEMPLATE
 from brimful.units import GiB
 
 if TYPE_CHECKING:
     from brimful.data.read.source import Source
-    from brimful.tasks.chatlm import Pretrain
+    from brimful.tasks.language import Pretrain
 
 FIELDS = ("prompt", "response")
 TOKENIZED_HERE = re.compile(r"train-[0-9a-f]{8}")
@@ -38,7 +43,7 @@ def token_store(
     if task.source is not None and (Path(task.source) / "tokenizer.json").is_file():
         from brimful.tasks.model_folder import tokenizer_of
 
-        tokenizer_of(task.source)  # refuses a model whose tokenizer has other ids, before any work
+        tokenizer_of(task.source, task.config)  # refuses a model whose tokenizer has other ids, before any work
     if (Path(data) / NAME).is_file():
         _check_store(task, data, folder, like)
         return data
@@ -46,12 +51,15 @@ def token_store(
     from brimful.data.read.source import open_source
     from brimful.data.tokenize import TokenizeOptions, tokenize
 
-    limit = task.host_limit_bytes
-    source = open_source([data], columns=task.options.columns, host_limit_bytes=limit or TOKENIZING_BYTES)
+    limit, causal = task.host_limit_bytes, task.family.causal
+    source = open_source(
+        [data], columns=task.options.columns, **({'messages': True} if causal else {}), host_limit_bytes=limit or TOKENIZING_BYTES
+    )
     _check_fields(task, data, source)
-    tokenizer = _find_tokenizer(task, source, folder, progress, like)
+    tokenizer = _find_tokenizer(task, data, folder, progress, like)
+    encoder = _causal_encoder(task, source, tokenizer) if causal else None
     facts = TokenizerFacts.read(tokenizer)
-    key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens)]
+    key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens), encoder and encoder.key]
     store = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}"
     if (store / NAME).is_file():
         return str(store)
@@ -59,7 +67,7 @@ def token_store(
     options = TokenizeOptions(
         max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES
     )  # fmt: skip
-    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, progress=progress)
+    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, **({'encoder': encoder} if causal else {}), progress=progress)
     dropped = _dropped(report.dropped)
     truncated = sum(field.truncated for field in report.fields.values())
     message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}: {report.layout_reason}"
@@ -99,7 +107,11 @@ def _dropped(counts: Mapping[str, int]) -> str:
 def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
     """Refuse options for raw files with rows that are tokens already, and rows of another tokenizer than `like`."""
     options = task.options
-    unused = [f"{name}=" for name in ("tokenizer", "columns", "max_tokens") if getattr(options, name) is not None]
+    unused = [
+        f"{name}="
+        for name in ("tokenizer", "columns", "max_tokens", "chat_template", "train_on")
+        if getattr(options, name) is not None
+    ]
     made_here = Path(data).resolve().is_relative_to(folder.resolve())
     if unused and like is None and not made_here:
         raise BadOption(f"{', '.join(unused)} cannot be used with {data}, which is a token store. Try: the raw files.")
@@ -113,13 +125,30 @@ def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None
 def _check_fields(task: "Pretrain", data: str, source: "Source") -> None:
     """Refuse rows of another kind before they are tokenized."""
     layout = source.layout
+    columns = ", ".join(dict.fromkeys(layout.columns.values()))
+    if task.family.causal:
+        if layout.kind == "text" and task.fine_tunes:
+            raise BadData(
+                f"{data} has texts (from {columns}), and {task.name} trains on replies. "
+                "Try: pretrain, or columns='prompt=question,response=answer'."
+            )
+        return
     if layout.fields != FIELDS:
-        columns = dict.fromkeys(layout.columns.values())
         advice = "prompt=prompt,response=chosen" if "chosen" in layout.fields else "prompt=question,response=answer"
         raise BadData(
-            f"{data} has rows of {' and '.join(layout.fields)} (from {', '.join(columns)}), and {task.name} trains on "
+            f"{data} has rows of {' and '.join(layout.fields)} (from {columns}), and {task.name} trains on "
             f"prompts and responses. Try: columns='{advice}'."
         )
+
+
+def _causal_encoder(task: "Pretrain", source: "Source", tokenizer: Path) -> Any:
+    """What turns the rows of this source into tokens: whole texts, or conversations by the chat template."""
+    from brimful.tasks.causal_data import ConversationEncoder, TextEncoder
+
+    if source.layout.kind == "text":
+        return TextEncoder.load(tokenizer, max_tokens=task.max_tokens[0])
+    train_on = task.options.train_on or ("replies" if task.fine_tunes else "all")
+    return ConversationEncoder.load(tokenizer, max_tokens=task.max_tokens[0], train_on=train_on)
 
 
 def _origin(task: "Pretrain", store: Store) -> str:
@@ -135,22 +164,55 @@ def _origin(task: "Pretrain", store: Store) -> str:
 
 
 def _find_tokenizer(
-    task: "Pretrain", source: "Source", folder: Path, progress: Callable[[str], object], like: Dataset | None
+    task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None
 ) -> Path:
-    """The tokenizer of `like`, the requested one, the model's, or a new one."""
+    """The tokenizer of `like`, the requested one, the model's, or a new one; with the chat template that was asked for."""
     other = getattr(like, "path", None)
-    for tokenizer in (other and other / "tokenizer", task.options.tokenizer, task.source):
-        if tokenizer is not None:
-            return Path(tokenizer)
-    output = folder / "tokenizer"
-    if not output.is_dir():
-        from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
-        from brimful.tasks.chatlm import SIZES
+    if other is not None:
+        return Path(other) / "tokenizer"
+    tokenizer = task.options.tokenizer or task.source
+    if tokenizer is None:
+        return _new_tokenizer(task, data, folder, progress)
+    if task.options.chat_template is None:
+        return Path(tokenizer)
+    return _with_template(Path(tokenizer), task.options.chat_template, folder)
 
-        folder.mkdir(parents=True, exist_ok=True)
-        options = TokenizerOptions(vocab_size=SIZES[task.size].vocab)
-        if task.host_limit_bytes is not None:  # a higher limit is no reason to train on more rows for longer
-            options = replace(options, host_limit_bytes=min(options.host_limit_bytes, task.host_limit_bytes))
-        report = train_tokenizer(source, output=output, options=options, progress=progress)
-        progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {source.paths[0]}: {output}")
+
+def _new_tokenizer(task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object]) -> Path:
+    from brimful.data.read.source import open_source
+    from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
+
+    assert task.preset is not None
+    output, limit = folder / "tokenizer", task.host_limit_bytes
+    if output.is_dir():
+        return output
+    folder.mkdir(parents=True, exist_ok=True)
+    options = TokenizerOptions(vocab_size=task.preset.vocab)
+    if limit is not None:  # a higher limit is no reason to train on more rows for longer
+        options = replace(options, host_limit_bytes=min(options.host_limit_bytes, limit))
+    source = open_source([data], columns=task.options.columns, host_limit_bytes=limit or TOKENIZING_BYTES)
+    report = train_tokenizer(source, output=output, options=options, progress=progress)
+    if task.preset.causal:
+        write_template(output, _template_text(task.options.chat_template))
+    progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}: {output}")
     return output
+
+
+def _with_template(tokenizer: Path, template: str, folder: Path) -> Path:
+    """A copy of the tokenizer with another chat template, which is then saved with the store and with the model."""
+    text = _template_text(template)
+    copy = folder / f"tokenizer-{hashlib.sha256((str(tokenizer.resolve()) + text).encode()).hexdigest()[:8]}"
+    copy.mkdir(parents=True, exist_ok=True)
+    for pattern in TOKENIZER_FILES:
+        for file in tokenizer.glob(pattern):
+            shutil.copyfile(file, copy / file.name)
+    write_template(copy, text)
+    return copy
+
+
+def _template_text(name: str | None) -> str:
+    if name is None:
+        return CHAT_TEMPLATE
+    from brimful.tasks.chat_template import template_text
+
+    return template_text(name)

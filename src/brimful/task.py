@@ -220,6 +220,11 @@ class Task:
         """
         return data
 
+    def alternatives(self) -> "Sequence[tuple[str, int]]":
+        """Other ways to train that take less memory, named where this one does not fit: options, and the bytes of weights,
+        gradients and optimizer state. Nothing is changed by itself."""
+        return ()
+
     def remarks(self, rows: Dataset) -> "Sequence[tuple[str, Any, Any, str]]":
         """Choices about model and data to show in the plan: name, requested, effective, reason."""
         return ()

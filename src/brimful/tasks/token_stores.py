@@ -53,7 +53,7 @@ def token_store(
 
     limit, causal = task.host_limit_bytes, task.family.causal
     source = open_source(
-        [data], columns=task.options.columns, **({'messages': True} if causal else {}), host_limit_bytes=limit or TOKENIZING_BYTES
+        [data], columns=task.options.columns, messages=causal, host_limit_bytes=limit or TOKENIZING_BYTES
     )
     _check_fields(task, data, source)
     tokenizer = _find_tokenizer(task, data, folder, progress, like)
@@ -67,7 +67,7 @@ def token_store(
     options = TokenizeOptions(
         max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES
     )  # fmt: skip
-    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, **({'encoder': encoder} if causal else {}), progress=progress)
+    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, encoder=encoder, progress=progress)
     dropped = _dropped(report.dropped)
     truncated = sum(field.truncated for field in report.fields.values())
     message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}: {report.layout_reason}"

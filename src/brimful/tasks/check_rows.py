@@ -125,7 +125,9 @@ def check_rows(
             problems.setdefault("broken", problem)
         dropped.update({"broken": len(chunk.broken)} if chunk.broken else {})
         for drop in encoded.drops:
-            problems.setdefault(drop.reason, RowProblem(chunk.file, int(chunk.lines[drop.row]), drop.message or drop.reason))
+            problems.setdefault(
+                drop.reason, RowProblem(chunk.file, int(chunk.lines[drop.row]), drop.message or drop.reason)
+            )
             dropped[drop.reason] += 1
         place = 0
         for length, spans in encoded.lengths.tolist():

@@ -62,7 +62,7 @@ def head_loss(model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_sm
             softcap=rule.softcap,
         )
     chunk = chunk_size(decoder.config.vocab_size, hidden.dtype)
-    total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))  # has a gradient even without tokens
     for begin in range(0, len(hidden), chunk):
         part = slice(begin, begin + chunk)
         arguments = (model, decoder, hidden[part], labels[part], label_smoothing)
@@ -87,7 +87,10 @@ def _rule(model: Any, decoder: Any) -> _Rule:
     for factor in (getattr(model, "logit_scale", None), getattr(decoder, "lm_head_multiplier", None)):
         scale *= factor if isinstance(factor, (int, float)) else 1.0  # Cohere; Falcon H1
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    return _Rule(scale, getattr(config, "final_logit_softcapping", None))  # Gemma
+    softcap = getattr(
+        config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None)
+    )  # Gemma; RecurrentGemma
+    return _Rule(scale, softcap)
 
 
 def _is_proved(model: Any, decoder: Any, linear: nn.Linear, rule: _Rule) -> bool:
@@ -130,7 +133,7 @@ def _own_logits(model: Any, decoder: Any, hidden: Tensor) -> Tensor:
 
 
 @contextmanager
-def _decoder_returns(decoder: Any, hidden: Tensor) -> Iterator[list[bool]]:
+def _decoder_returns(decoder: Any, hidden: Any) -> Iterator[list[bool]]:
     """In here the decoder does not run. It returns these hidden states, and adds to the list that it was called."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 

@@ -46,18 +46,18 @@ class Boundaries(NamedTuple):
 class Positions(NamedTuple):
     """Some tokens of a sequence, such as those that are trained, in a tensor of one of a few sizes."""
 
-    index: Tensor
+    tokens: Tensor
     """Ascending. The last token of the sequence fills it up, at least once."""
 
     def with_room(self, rows: int) -> "Positions":
         """The same in a tensor of a size that depends only on the sequence."""
-        return Positions(torch.cat([self.index, self.index[-1:].expand(int(self.index[-1]) + 1 - len(self.index))]))
+        return Positions(torch.cat([self.tokens, self.tokens[-1:].expand(int(self.tokens[-1]) + 1 - len(self.tokens))]))
 
 
 def positions(chosen: Tensor) -> Positions:
     """The positions of these tokens of a sequence. The last token must not be among them.
 
-    >>> positions(torch.tensor([False, True, True, False])).index
+    >>> positions(torch.tensor([False, True, True, False])).tokens
     tensor([1, 2, 3, 3])
     """
     size = len(chosen)

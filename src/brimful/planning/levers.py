@@ -105,8 +105,8 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
     if getattr(model, "is_gradient_checkpointing", False):
         return Lever(None, "the model came with it on", already_on=True)
     if getattr(model, "supports_gradient_checkpointing", False):
-        switch, blocks = functools.partial(_switch_hugging_face, model), len(_hugging_face_blocks(model))
-        return Lever(switch, "by the model's own method", blocks=blocks, offloads=bool(blocks) and _is_apart(model))
+        switch, count = functools.partial(_switch_hugging_face, model), len(_hugging_face_blocks(model))
+        return Lever(switch, "by the model's own method", blocks=count, offloads=bool(count) and _is_apart(model))
     blocks = repeated_blocks(model)
     if not blocks:
         reason = "the model has no method for it and no repeated blocks in a ModuleList or Sequential"

@@ -120,15 +120,19 @@ def _value(text: str, name: str, value: str) -> Any:
         number = kind(value)
     except ValueError:
         raise BadOption(f"lora={text!r} has {name}={value}, which must be {words}.") from None
-    return int(number) if name == "alpha" and number == int(number) else number
+    return int(number) if name == "alpha" and float(number).is_integer() else number
 
 
 def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
     """Before anything is read or trained: is what these need installed?"""
+    if load_in not in (None, "4bit", "8bit"):
+        raise BadOption(f"load_in={load_in!r} must be 4bit or 8bit.")
     if lora is not None and find_spec("peft") is None:
         raise MissingExtra("peft", "lora")
     if load_in is not None and find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", "eightbit")
+    for name in ("bitsandbytes", "bitsandbytes.autograd._functions"):  # PEFT imports it too, where it is installed
+        logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
     if load_in is not None and lora is None:
         raise BadOption(
             f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
@@ -238,6 +242,7 @@ def load_base(
             f"{path} does not match the {type(model).__name__} of its {CONFIG}: {', '.join(problems)}. "
             "Try: copy the folder or save the model again."
         )
+    _keep_packing(model)
     model.config.use_cache = False
     model.name_or_path = os.path.abspath(path)  # noqa: PTH100 - keeps RUN/model, whose target changes
     model.brimful_base = Base(
@@ -277,7 +282,16 @@ def new_base(config: Any, load_in: LoadIn | None = None, dtype: "torch.dtype | N
                 with torch.no_grad():
                     model._init_weights(part)  # tables such as rotary frequencies
     quantizer.postprocess_model(model)
+    _keep_packing(model)
     return model
+
+
+def _keep_packing(model: Any) -> None:
+    """On CPUs with AVX512-BF16, bitsandbytes packs 4-bit weights anew in the first forward in eval mode, with scales rounded
+    to bfloat16: an evaluation would change the base of the training after it."""
+    for part in model.modules():
+        if hasattr(part, "support_avx512bf16_for_cpu"):
+            part.support_avx512bf16_for_cpu = False
 
 
 def _made_real(part: Any, param: Any, device: "torch.device", dtype: "torch.dtype") -> Any:
@@ -304,19 +318,14 @@ def _auto_class(config: Any) -> Any:
 
 def _quantization(load_in: LoadIn, dtype: "torch.dtype") -> Any:
     """nf4 with its scales quantized once more: 4.13 bits a weight."""
-    if find_spec("bitsandbytes") is None:
-        raise MissingExtra("bitsandbytes", "eightbit")
-    for name in ("bitsandbytes", "bitsandbytes.autograd._functions"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
+    check_packages(Lora(), load_in)
     from transformers import BitsAndBytesConfig
 
     if load_in == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
-    if load_in == "4bit":
-        return BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-        )
-    raise BadOption(f"load_in={load_in!r} must be 4bit or 8bit.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
 
 
 def _check_unquantized(path: Path, config: Any) -> None:

@@ -39,7 +39,9 @@ def _trained(kind):
     return tokenizer.to_str()
 
 
-def save_tokenizer(folder, *, kind="bytes", special=(), plain=(), eos="</s>", bos=None, pad=None, template=None, ends=None):
+def save_tokenizer(
+    folder, *, kind="bytes", special=(), plain=(), eos="</s>", bos=None, pad=None, template=None, ends=None
+):
     """A folder that AutoTokenizer loads. `special` are its special tokens, `plain` are added tokens that are not special."""
     tokenizer = Tokenizer.from_str(_trained(kind))
     tokens = dict.fromkeys(one for one in (bos, eos, pad, *special) if one)

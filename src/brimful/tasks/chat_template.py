@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -127,7 +128,9 @@ class _Text:
 class ChatTemplate:
     """A tokenizer with its chat template: conversations to tokens, and which of them are trained on."""
 
-    def __init__(self, tokenizer: Any, *, folder: Path, template: str | None = None, end_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, *, folder: Path, template: str | None = None, end_ids: Iterable[int] = ()
+    ) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
         """The tokenizer of transformers, with the template that is used here: `save_pretrained` keeps both."""
@@ -153,7 +156,10 @@ class ChatTemplate:
         """The tokenizer in a folder. `template` is "chatml", "plain" or a Jinja file, in place of the folder's own."""
         folder = Path(folder)
         return cls(
-            load_auto_tokenizer(folder), folder=folder, template=_read_template(template), end_ids=_generation_ends(folder)
+            load_auto_tokenizer(folder),
+            folder=folder,
+            template=_read_template(template),
+            end_ids=_generation_ends(folder),
         )
 
     @property
@@ -176,7 +182,15 @@ class ChatTemplate:
         """Changes with the tokenizer, the template, and the tokens that end and pad a row."""
         file = self.folder / "tokenizer.json"
         vocabulary = file_sha256(file) if file.is_file() else self.tokenizer.backend_tokenizer.to_str()
-        key = [vocabulary, self._default.jinja, self._with_tools.jinja, self.eos_id, self.pad_id, self._end_ids, self.method]
+        key = [
+            vocabulary,
+            self._default.jinja,
+            self._with_tools.jinja,
+            self.eos_id,
+            self.pad_id,
+            self._end_ids,
+            self.method,
+        ]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Encoded]:
@@ -244,9 +258,7 @@ def pieces(template: ChatTemplate, row: Encoded) -> list[tuple[str, bool]]:
     """One row as text, divided where training begins and ends."""
     edges = [0, *(n for n in range(1, len(row.tokens)) if row.trained[n] != row.trained[n - 1]), len(row.tokens)]
     return [
-        (template.decode(row.tokens[first:last]), row.trained[first])
-        for first, last in zip(edges, edges[1:], strict=False)
-        if first < last
+        (template.decode(row.tokens[first:last]), row.trained[first]) for first, last in pairwise(edges) if first < last
     ]
 
 
@@ -286,7 +298,9 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
             "Try: save it with transformers' fast tokenizer."
         )
     if tokenizer.eos_token_id is None:
-        raise BadModel(f"the tokenizer in {folder} has no eos_token, so rows could not end. Try: add one to tokenizer_config.json.")
+        raise BadModel(
+            f"the tokenizer in {folder} has no eos_token, so rows could not end. Try: add one to tokenizer_config.json."
+        )
     return tokenizer
 
 
@@ -384,10 +398,12 @@ class _Vocabulary:
                 for one in self._added:
                     options = {key: one[key] for key in ("lstrip", "rstrip", "single_word")}
                     normalized = one["normalized"] and one["content"] not in names
-                    token = AddedToken(aliases[one["content"]], **options, normalized=normalized, special=one["special"])
+                    token = AddedToken(
+                        aliases[one["content"]], **options, normalized=normalized, special=one["special"]
+                    )
                     tokenizer.add_special_tokens([token]) if one["special"] else tokenizer.add_tokens([token])
-                renumber = {tokenizer.token_to_id(aliases[one["content"]]): one["id"] for one in self._added}
-                self._enclosed = tokenizer, renumber
+                numbers = ((tokenizer.token_to_id(aliases[one["content"]]), int(one["id"])) for one in self._added)
+                self._enclosed = tokenizer, {own: real for own, real in numbers if own is not None}
             return self._enclosed
 
 
@@ -413,6 +429,9 @@ class _Format:
     """White space that the template prints between the generation prompt and a reply."""
     prints_reasoning: bool = False
     """Whether the template prints more than white space there, as templates of reasoning models do."""
+    system_in_prompt_only: bool = False
+    """Whether the template drops system messages unless the last message is a question, as Mistral's do. Conversations with
+    one then need one row per reply, or the model would never see it in training."""
     end_ids: tuple[int, ...] = ()
     """The token that ends a turn, if it is one token."""
     _variables: dict[str, Any] = field(default_factory=dict)
@@ -428,6 +447,7 @@ class _Format:
         self._learn_arguments()
         self._learn_ends()
         self._learn_lead()
+        self._learn_system()
         methods: list[Method] = ["sentinel", "one row per reply"]
         if _TAG.search(self.jinja):
             methods.insert(0, "generation tag")
@@ -456,7 +476,9 @@ class _Format:
                 content = [{"type": "text", "text": content or ""}]
             elif content is None and not any(message.get(part) for part in _REPLY_PARTS[1:]):
                 content = ""
-            kept = {key: value for key, value in message.items() if value is not None and (value or key != "tool_calls")}
+            kept = {
+                key: value for key, value in message.items() if value is not None and (value or key != "tool_calls")
+            }
             if "tool_calls" in kept:
                 kept["tool_calls"] = [self._call(call, number) for call in _list_of(kept["tool_calls"], number)]
             plain.append({**kept, "content": content})
@@ -476,7 +498,14 @@ class _Format:
         function = {**function, "arguments": arguments}
         return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, hide: bool = False, *, prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        hide: bool = False,
+        *,
+        prompt: bool = False,
+    ) -> str:
         return self._print(messages, tools, hide, prompt=prompt, tracked=False)[0]
 
     def _print(
@@ -490,19 +519,20 @@ class _Format:
             messages, tools = self.vocabulary.hide(messages), self.vocabulary.hide(tools)
         try:
             with self._tracker:
-                rendered, spans = render_jinja_template(
-                    conversations=[list(messages)], tools=None if tools is None else list(tools), chat_template=self.jinja,
+                printed: Any = render_jinja_template(
+                    conversations=[[dict(message) for message in messages]], tools=None if tools is None else list(tools), chat_template=self.jinja,
                     add_generation_prompt=prompt, return_assistant_tokens_mask=tracked, **self._variables,
                 )  # fmt: skip
         except TemplateError as error:
             raise RowError(f"the chat template refuses the roles {_roles(messages)} ({_reason(error)})") from None
         except Exception as error:  # a template is a program: it can fail in any way
             raise RowError(f"the chat template fails on the roles {_roles(messages)} ({in_one_line(error)})") from None
-        text = rendered[0]
+        text: str = printed[0][0]
+        spans: list[tuple[int, int]] = printed[1][0] if tracked else []
         if not hide:
-            return text, spans[0] if tracked else []
-        edges = [tuple(len(self.vocabulary.enclose(text[:edge])) for edge in span) for span in spans[0]] if tracked else []
-        return self.vocabulary.enclose(text), [(first, last) for first, last in edges]
+            return text, spans
+        enclose = self.vocabulary.enclose
+        return enclose(text), [(len(enclose(text[:first])), len(enclose(text[:last]))) for first, last in spans]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None, hide: bool = False) -> str:
         return self.render(messages, tools or None, hide, prompt=True) + self.header
@@ -510,7 +540,8 @@ class _Format:
     # Finding replies
 
     def texts(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> list[_Text]:
-        if self.method == "one row per reply":
+        loses_system = self.system_in_prompt_only and messages[0]["role"] == "system"
+        if self.method == "one row per reply" or loses_system:
             return self._texts_by_reply(messages, tools, hide)
         if self.method == "generation tag":
             text, spans = self._print(messages, tools, hide, prompt=False, tracked=True)
@@ -594,8 +625,8 @@ class _Format:
                 return self._from_prompt(text, (first, last), messages[:number], tools, hide)
             # The template looks into the reply. What is equal on both sides is not the reply.
             first, last = _common_start(text, before), len(text) - _common_start(text[::-1], after[::-1])
-            if "tool_calls" in changed[number] and (end := self._end_tokens[hide].search(text, last)) is not None:
-                last = end.end()  # the rest of the call is equal too
+            if "tool_calls" in changed[number] and (token := self._end_tokens[hide].search(text, last)) is not None:
+                last = token.end()  # the rest of the call is equal too
             if nearest is None and first <= last:
                 nearest = first, last
         if nearest is not None:
@@ -641,9 +672,7 @@ class _Format:
             return span
         return (len(prompt), span[1]) if len(prompt) <= span[0] and text.startswith(prompt) else span
 
-    def _texts_by_reply(
-        self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool
-    ) -> list[_Text]:
+    def _texts_by_reply(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> list[_Text]:
         texts = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or not number:
@@ -651,21 +680,29 @@ class _Format:
             prompt = self.prompt(messages[:number], tools, hide)
             text = self.render(messages[: number + 1], tools, hide)
             if not text.startswith(prompt):
-                content = self._content(message)
-                if not content:
-                    raise RowError(f"the tool calls of message {number + 1} cannot be found in what the chat template prints")
-                text = prompt + content
+                text = prompt + self._last_reply(text, messages[: number + 1], tools, hide)
             ends = [match.end() for match in self._end_tokens[hide].finditer(text, len(prompt))]
             one = self._with_ends(text, [(len(prompt), ends[-1] if ends else len(text.rstrip()))], hide)
             one.prompt_characters = len(prompt)
             texts.append(one)
         return texts
 
+    def _last_reply(self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> str:
+        """The last reply as printed, or its content."""
+        with suppress(RowError):
+            spans = self._differences(text, messages, tools, hide)
+            if spans:
+                return text[slice(*self._with_ends(text, spans[-1:], hide).spans[0])]
+        if content := self._content(messages[-1]):
+            return content
+        raise RowError(f"message {len(messages)} cannot be found in what the chat template prints")
+
     # Ends of turns
 
     def _with_ends(self, text: str, spans: list[tuple[int, int]], hide: bool) -> _Text:
         """Each span up to and with the token that ends its turn. After the last reply there is always one."""
-        ended, complete = [], True
+        ended: list[tuple[int, int]] = []
+        complete = True
         for first, last in sorted(spans):
             last, complete = self._end_of_turn(text, first, last, self._end_tokens[hide])
             if ended and first <= ended[-1][1]:
@@ -719,7 +756,9 @@ class _Format:
                 return
         self.content_parts = False
         for problem in problems[:1]:
-            raise BadModel(f"the chat template in {self.folder} fails on a question and its answer: {problem}. {_TRY_TEMPLATE}")
+            raise BadModel(
+                f"the chat template in {self.folder} fails on a question and its answer: {problem}. {_TRY_TEMPLATE}"
+            )
 
     def _learn_arguments(self) -> None:
         """In which form tool calls are printed, if they are at all."""
@@ -769,6 +808,12 @@ class _Format:
             self.header = lead
         else:
             self.prints_reasoning = True
+
+    def _learn_system(self) -> None:
+        sample = self.plain(_SAMPLES[2])
+        with suppress(RowError):
+            system = _SAMPLES[2][0]["content"]
+            self.system_in_prompt_only = system not in self.render(sample) and system in self.prompt(sample[:-1], None)
 
     def _finds_replies(self) -> bool:
         """Whether the method marks the replies of all samples that the template prints, and nothing else of them."""
@@ -824,7 +869,11 @@ _TOOL_SAMPLE: list[dict[str, Any]] = [
     {
         "role": "assistant",
         "tool_calls": [
-            {"id": "call12345", "type": "function", "function": {"name": "longest_river", "arguments": {"land": "Egypt"}}}
+            {
+                "id": "call12345",
+                "type": "function",
+                "function": {"name": "longest_river", "arguments": {"land": "Egypt"}},
+            }
         ],
     },
     {"role": "tool", "name": "longest_river", "tool_call_id": "call12345", "content": "Nile"},
@@ -845,7 +894,9 @@ def _check_replies(messages: Sequence[Message]) -> None:
         elif message["role"] == "tool" and not replies:
             raise RowError(f"message {number} is the result of a tool before any reply of the assistant")
     if not replies:
-        raise RowError(f"no message has the role assistant, so there is nothing to train on (the roles are {_roles(messages)})")
+        raise RowError(
+            f"no message has the role assistant, so there is nothing to train on (the roles are {_roles(messages)})"
+        )
 
 
 def _list_of(calls: Any, number: int) -> Sequence[Any]:
@@ -884,7 +935,9 @@ def _template_texts(tokenizer: Any, folder: Path) -> tuple[str, str]:
         return tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
     except ValueError:
         names = ", ".join(sorted(tokenizer.chat_template))
-        raise BadModel(f"the tokenizer in {folder} has chat templates named {names} and no default. {_TRY_TEMPLATE}") from None
+        raise BadModel(
+            f"the tokenizer in {folder} has chat templates named {names} and no default. {_TRY_TEMPLATE}"
+        ) from None
 
 
 def _read_template(template: str | Path | None) -> str | None:

@@ -66,7 +66,7 @@ def attention(
             scale, causal, window or 0, softcap or 0.0, dropout,
         )  # fmt: skip
         return out[..., : v.shape[2]] if narrower else out
-    return _reference(q, k, v, queries, keys, scale, causal, window, softcap, bias, sinks, dropout)
+    return _plain(q, k, v, queries, keys, scale, causal, window, softcap, bias, sinks, dropout)
 
 
 def _reference(
@@ -91,6 +91,16 @@ def _reference(
         parts.append(out.transpose(1, 2).flatten(0, 1).to(q.dtype))
     packed = torch.zeros((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     return packed.index_put((torch.cat(places),), torch.cat(parts)) if parts else packed
+
+
+_plain = _reference
+
+
+def leave_uncompiled() -> None:
+    """Make compiled code call the plain implementation as it is. Its loops over rows would be compiled for every batch."""
+    global _plain
+    if _plain is _reference:
+        _plain = torch.compiler.disable(_reference)
 
 
 def _attend_side_by_side(

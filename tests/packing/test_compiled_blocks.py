@@ -72,6 +72,14 @@ def test_blocks_of_a_kind_are_one_graph_for_all_sizes(name, kinds, options):
         assert not any("forward" in vars(part) for part in model.modules())
 
 
+def test_autocast_is_compiled_with_the_blocks():
+    model, graphs = build("llama", torch.float32), Graphs()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = runs(model)
+        causal.compile_blocks(model, True, backend=graphs)
+        assert all(difference(*pair) < 1e-2 for pair in zip(runs(model), plain, strict=True))
+
+
 def test_on_a_cpu_a_new_batch_compiles_nothing():
     model, graphs = build("llama"), Graphs()
     plain = runs(model)
@@ -103,6 +111,19 @@ def test_it_is_a_lever_of_a_task():
     with lever.set(1):
         assert all("forward" in vars(block) for block in model.model.layers)
     assert not any("forward" in vars(block) for block in model.model.layers)
+
+
+def test_blocks_that_others_compiled_are_packed():
+    batch = causal.pack(draw_rows(), (128,))
+    for how in ("lever", "torch"):
+        model = build("llama")
+        plain = gradients(causal.loss(model, batch).sum, model)
+        for block in model.model.layers:
+            if how == "torch":
+                block.compile(backend="eager")
+            else:
+                block.forward = torch.compile(block.forward, backend="eager")
+        assert difference(gradients(causal.loss(model, batch).sum, model), plain) < 1e-12
 
 
 def test_a_forward_that_somebody_replaced_stays():

@@ -58,6 +58,7 @@ def attention(
         [token, head, dim]; zeros after the last row.
     """
     keys = queries if keys is None else keys
+    q, k, v = (side.to(_precision(v)) for side in (q, k, v))
     if q.is_cuda and q.dtype in HALF:
         seed = torch.randint(2**31, (1,), device=q.device) if dropout else None
         narrower = q.shape[2] - v.shape[2]  # DeepSeek's values: the kernels know one width
@@ -67,6 +68,13 @@ def attention(
         )  # fmt: skip
         return out[..., : v.shape[2]] if narrower else out
     return _plain(q, k, v, queries, keys, scale, causal, window, softcap, bias, sinks, dropout)
+
+
+def _precision(v: Tensor) -> torch.dtype:
+    """As torch's own attention does it: under autocast queries and keys with rotary positions come in fp32, values do not."""
+    if v.dtype != torch.float64 and torch.is_autocast_enabled(v.device.type):
+        return torch.get_autocast_dtype(v.device.type)
+    return v.dtype
 
 
 def _reference(

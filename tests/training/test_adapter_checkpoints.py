@@ -70,7 +70,9 @@ def test_killed_and_resumed_gives_the_same_bits(base, tmp_path, lora, load_in, o
     assert (whole.step, whole.loss) == (resumed.step, resumed.loss)
     assert_same(whole.checkpoint, resumed.checkpoint)
     if optimizer:
-        dtypes = {value.dtype for value in optimizer_state(whole.checkpoint).values() if isinstance(value, torch.Tensor)}
+        dtypes = {
+            value.dtype for value in optimizer_state(whole.checkpoint).values() if isinstance(value, torch.Tensor)
+        }
         assert torch.uint8 in dtypes
 
 

@@ -630,43 +630,38 @@ class _Format:
             if not mark or sentinel in after:
                 continue
             first, last = len(before), len(text) - len(after)
-            if first <= last and text.startswith(before) and text.endswith(after):
+            exact = first <= last and text.startswith(before) and text.endswith(after)
+            if exact and self._is_alone(text[first:last], messages, number):
                 return self._from_prompt(text, (first, last), messages[:number], tools, hide)
-            if messages[number].get("tool_calls") and (
-                span := self._printed_call(text, messages[: number + 1], tools, hide)
-            ):
-                return span
             # The template looks into the reply. What is equal on both sides is not the reply.
             first, last = _common_start(text, before), len(text) - _common_start(text[::-1], after[::-1])
             if "tool_calls" in changed[number] and (token := self._end_tokens[hide].search(text, last)) is not None:
                 last = token.end()  # the rest of the call is equal too
-            if nearest is None and first <= last:
+            if nearest is None and first <= last and self._is_alone(text[first:last], messages, number):
                 nearest = first, last
-        if nearest is not None:
-            span = self._from_prompt(text, nearest, messages[:number], tools, hide)
-            own = json.dumps(messages[number], ensure_ascii=False)
-            others = [self._content(message) for message in messages if message is not messages[number]]
-            if not any(len(other) > 3 and other in text[slice(*span)] and other not in own for other in others):
-                return span
         if not printed:
             return None
-        try:
-            start = self.prompt(messages[:number], tools, hide)
-            end = self.render(messages[: number + 1], tools, hide).rstrip()
-        except RowError:
-            start = end = ""
-        if start and text.startswith(start) and text.startswith(end) and len(start) <= len(end):
-            return len(start), len(end)
+        with suppress(RowError):
+            span = self._printed_last(text, messages[: number + 1], tools, hide)
+            if messages[number].get("tool_calls") and span is not None:
+                return span
+            if nearest is not None:
+                return self._from_prompt(text, nearest, messages[:number], tools, hide)
+            if span is not None:
+                return span
         raise RowError(f"message {number + 1} cannot be found in what the chat template prints")
 
-    def _printed_call(
+    def _is_alone(self, printed: str, messages: list[dict[str, Any]], number: int) -> bool:
+        """Whether what is taken for a reply has nothing of other messages, such as the result of its tool call."""
+        own = json.dumps(messages[number], ensure_ascii=False)
+        others = (self._content(message) for message in messages if message is not messages[number])
+        return not any(len(other) > 3 and other in printed and other not in own for other in others)
+
+    def _printed_last(
         self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool
     ) -> tuple[int, int] | None:
-        """A reply with tool calls, by what the template prints if the conversation ends with it."""
-        try:
-            prompt, alone = self.prompt(messages[:-1], tools, hide), self.render(messages, tools, hide).rstrip()
-        except RowError:
-            return None
+        """The last of these messages, by what the template prints if the conversation ends with it."""
+        prompt, alone = self.prompt(messages[:-1], tools, hide), self.render(messages, tools, hide).rstrip()
         last = _common_start(text, alone)
         if not text.startswith(prompt) or last <= len(prompt):
             return None
@@ -862,9 +857,8 @@ class _Format:
             sample = self.plain(_SAMPLES[0])
             text, spans = self._print(sample, None, False, prompt=False, tracked=True)
             for first, last in spans:
-                header = text[first:last].partition(_SAMPLES[0][1]["content"])[0]
-                if self.prompt(sample[:1], None).endswith(header):
-                    self.tagged_header = header
+                end = _common_start(text, self.prompt(sample[:1], None))
+                self.tagged_header = text[first:end] if first < end < last else ""
 
     def _learn_system(self) -> None:
         sample = self.plain(_SAMPLES[2])

@@ -218,7 +218,7 @@ import torch
 from brimful.data.loader import Loader
 from brimful.data.store import Store
 from brimful.memory.split import split_by_memory
-from brimful.tasks.chatlm import Pretrain
+from brimful.tasks.language import Pretrain
 
 torch.set_num_threads(1)
 store, workers, rank, processes = sys.argv[1], *map(int, sys.argv[2:])

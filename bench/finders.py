@@ -63,7 +63,7 @@ from peers import find_like_ultralytics, find_with_accelerate, find_with_lightni
 
 TIMED_STEPS = {"cpu": 3, "cuda": 5}
 """Full steps whose median is the speed at a result."""
-DEFAULTS = {"cpu": ("tiny", "512MiB"), "cuda": ("base", "20GiB")}
+DEFAULTS = {"cpu": ("chatlm-tiny", "512MiB"), "cuda": ("chatlm-base", "20GiB")}
 """Default size of the built-in tasks, and default limit."""
 
 
@@ -256,7 +256,7 @@ def facts(contest: Contest, repeats: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": _versions(),
         "task": contest.task.name,
-        "size": getattr(contest.task, "size", None),
+        "size": getattr(contest.task.options, "model", None),
         "shape": list(contest.shape),
         "precision": {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[contest.autocast],
         "limit_bytes": contest.target.limit_bytes,
@@ -283,7 +283,7 @@ def prepare(args: argparse.Namespace) -> Contest:
     if device.type not in DEFAULTS:
         raise BadOption(f"device={args.device} is {device.type}. Try: cpu or cuda.")
     size, limit = DEFAULTS[device.type]
-    task = load_task(args.task, options={"size": args.size or (size if args.task in BUILT_IN else None)})
+    task = load_task(args.task, options={"model": args.model or (size if args.task in BUILT_IN else None)})
     shape = task.worst_shape if args.lengths is None else args.lengths
     if len(shape) != len(task.worst_shape):
         raise BadOption(f"lengths={shape} must have {len(task.worst_shape)} numbers for task {task.name}.")
@@ -330,8 +330,8 @@ def _title(contest: Contest, about: dict[str, Any]) -> str:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--task", default="chatlm-sft", help="a built-in name or file.py:name (chatlm-sft)")
-    parser.add_argument("--size", help="of a built-in task (base on cuda, tiny on the CPU)")
+    parser.add_argument("--task", default="sft", help="a built-in name or file.py:name (sft)")
+    parser.add_argument("--model", help="of a built-in task (chatlm-base on cuda, chatlm-tiny on the CPU)")
     parser.add_argument("--memory-limit", help="for all (20GiB on cuda, 512MiB on the CPU)")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (the first GPU, else the CPU)")
     parser.add_argument("--lengths", type=_lengths, help="such as 256,256 (the task's worst shape)")

@@ -12,13 +12,13 @@ from brimful.cli.flags import collect, generic_names, make_flags, parse_lengths,
 from brimful.cli.train import build_request, train_command
 from brimful.errors import BadOption, TaskError
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.chatlm import ChatOptions
+from brimful.tasks.language import LanguageOptions
 from brimful.tasks.load import task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.options import TrainOptions
 from brimful.training.run import Request, RunFolder
 
-OWNERS = [ChatOptions, TrainOptions, PlanOptions]
+OWNERS = [LanguageOptions, TrainOptions, PlanOptions]
 
 MINE = """
 from dataclasses import dataclass, field
@@ -173,8 +173,10 @@ def config(tmp_path):
     return write
 
 
-def options_of(path=None, recipe=None, task="chatlm-sft", command="train", **flags):
-    made = make_flags({"All": [*option_fields(TrainOptions), *option_fields(PlanOptions), *option_fields(ChatOptions)]})
+def options_of(path=None, recipe=None, task="sft", command="train", **flags):
+    made = make_flags(
+        {"All": [*option_fields(TrainOptions), *option_fields(PlanOptions), *option_fields(LanguageOptions)]}
+    )
     return collect(command, made(**flags), config=path, recipe=recipe, task=lambda: task)
 
 
@@ -274,7 +276,7 @@ def test_a_flag_that_wins_over_a_file_is_named_as_a_flag(capsys, mine, config):
 
 def test_a_value_of_a_recipe_that_a_resumed_run_cannot_take_is_named_with_the_recipe(capsys, mine, tmp_path):
     RunFolder(tmp_path / "run").create()
-    RunFolder(tmp_path / "run").write_request(Request(task="chatlm-sft", data="rows", run=str(tmp_path / "run")))
+    RunFolder(tmp_path / "run").write_request(Request(task="sft", data="rows", run=str(tmp_path / "run")))
     line = refused(capsys, "train", "--run", str(tmp_path / "run"), "--resume", "--recipe", "small")
     assert "seed = 23333 in recipe small (it was 0)" in line
 

@@ -10,7 +10,7 @@ from brimful.packing.attention import attention
 from brimful.packing.cross_entropy import linear_cross_entropy
 from brimful.packing.sequence import boundaries
 from brimful.packing.t5 import compile_blocks
-from brimful.tasks.chatlm import ChatOptions, Pretrain
+from brimful.tasks.language import LanguageOptions, Pretrain
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def test_the_kernel_computes_the_loss_and_its_gradients(options):
 
 
 def test_compiled_blocks_compute_what_plain_ones_do():
-    task = Pretrain(ChatOptions(size="tiny"))
+    task = Pretrain(LanguageOptions(model="chatlm-tiny"))
     torch.manual_seed(0)
     model = task.model().cuda().eval()
     batch = to_device(PACKED.dummy(task, 8, (20, 50)), torch.device("cuda"))

@@ -126,7 +126,7 @@ def test_another_global_batch_is_another_experiment(tmp_path):
     ("values", "reason"),
     [
         ({"request": {"data": "other.parquet"}}, "data rows.parquet → other.parquet"),
-        ({"request": {"task": "chatlm-pretrain"}}, "task chatlm-sft → chatlm-pretrain"),
+        ({"request": {"task": "pretrain"}}, "task sft → pretrain"),
         ({"request": {"task_options": {"size": "tiny"}}}, "size – → tiny"),
         ({"request": {"options": {"weight_decay": 0.1}}}, "weight decay 0.01 → 0.1"),
         ({"plan_values": {"choices": changed(optimizer="adamw at 0.001")}}, "optimizer adamw at 0.0001 → adamw at 0.001"),
@@ -419,7 +419,7 @@ def test_a_finished_first_run_is_trained_again_by_a_whole_command(tmp_path):
     )
     (_, command), = compare_runs([a, write_run(tmp_path / "b")]).go_back  # fmt: skip
     assert shlex.split(command) == [
-        "brimful", "train", "chatlm-sft", "my rows.parquet", "--plan", f"{a}/plan.json", "--from", "runs/p", "--max-steps", "300",
+        "brimful", "train", "sft", "my rows.parquet", "--plan", f"{a}/plan.json", "--model", "runs/p", "--max-steps", "300",
         "--lengths", "256,256", "--skip-oversized", "--memory-limit", "20 GiB",
     ]  # fmt: skip
 

@@ -11,7 +11,8 @@ from brimful.errors import BadData, MissingExtra
 from brimful.memory.ledger import simulated_memory
 from brimful.tasks import chat_scores as module
 from brimful.tasks.chat_scores import ChatEvaluation, corpus_scores, lengths_in_training, max_answer_tokens, signatures
-from brimful.tasks.chatlm import SIZES, ChatOptions, Pretrain
+from brimful.tasks.language import LanguageOptions, Pretrain
+from brimful.tasks.presets import PRESETS
 from brimful.training.evaluate import Evaluator
 from brimful.training.run import Request, RunFolder
 from brimful.units import KiB
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def in_training(tiny, rows=None, **options):
-    task = Pretrain(options=ChatOptions(from_=str(tiny.model)))
+    task = Pretrain(options=LanguageOptions(model=str(tiny.model)))
     return Evaluator(task, tiny.net, tiny.store if rows is None else rows, device=CPU, **options)
 
 
@@ -43,7 +44,7 @@ def test_bleu_in_training_is_sacrebleus_over_all_rows(tiny):
 
 
 def test_the_loss_is_that_of_one_batch(tiny):
-    task = Pretrain(options=ChatOptions(from_=str(tiny.model)))
+    task = Pretrain(options=LanguageOptions(model=str(tiny.model)))
     with torch.no_grad():
         whole = task.loss(tiny.net, task.collate(tiny.store.__getitems__(list(range(24)))))
     found = in_training(tiny, generate_rows=0).run()
@@ -68,7 +69,7 @@ def test_two_processes_answer_all_rows_between_them(tiny):
     models = [tiny.net, copy.deepcopy(tiny.net)]
 
     def share(rank, group):
-        task = Pretrain(options=ChatOptions(from_=str(tiny.model)))
+        task = Pretrain(options=LanguageOptions(model=str(tiny.model)))
         return Evaluator(task, models[rank], tiny.store, device=CPU, group=group, max_rows=7).run()
 
     for found in Team().run(share):
@@ -116,8 +117,8 @@ def test_scores_under_a_memory_limit_are_the_same(tiny):
     ("request_fields", "lengths"),
     [
         ({"task_options": {"max_tokens": "6"}}, (6,)),
-        ({"task_options": {"size": "tiny"}}, SIZES["tiny"].worst_shape),
-        ({"prepared": {"data": "missing", "valid": None}}, SIZES["base"].worst_shape),
+        ({"task_options": {"size": "tiny"}}, PRESETS["tiny"].worst_shape),
+        ({"prepared": {"data": "missing", "valid": None}}, PRESETS["base"].worst_shape),
         ({"task_options": {"max_tokens": 6}, "prepared": {"data": "store", "valid": None}}, (256, 256)),
     ],
     ids=["requested", "of the size", "of base", "of the training rows"],
@@ -127,13 +128,13 @@ def test_rows_are_truncated_as_in_the_run_of_the_model(tiny, tmp_path, request_f
     shutil.copytree(tiny.model, model)
     shutil.copytree(tiny.folder / "store", tmp_path / "store")
     assert lengths_in_training(model) is None, "there is no run.json"
-    RunFolder(tmp_path).write_request(Request(task="chatlm-sft", data="rows", run=str(tmp_path), **request_fields))
+    RunFolder(tmp_path).write_request(Request(task="sft", data="rows", run=str(tmp_path), **request_fields))
     (tmp_path / "best").symlink_to(model)
     assert lengths_in_training(model) == lengths_in_training(tmp_path / "best") == lengths
     assert ChatEvaluation(tmp_path / "best", metrics=[]).max_tokens == lengths
     assert ChatEvaluation(tmp_path / "best", metrics=[], max_tokens="7").max_tokens == (7,)
     (tmp_path / "run.json").write_text("{")
-    assert ChatEvaluation(model, metrics=[]).max_tokens == SIZES["base"].worst_shape
+    assert ChatEvaluation(model, metrics=[]).max_tokens == PRESETS["base"].worst_shape
 
 
 def test_a_store_of_another_tokenizer_is_refused(tiny, tmp_path):

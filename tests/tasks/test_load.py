@@ -48,7 +48,7 @@ def refused(error: type[Exception], spec: str, **options) -> str:
 
 
 def test_the_built_in_names():
-    assert list(BUILT_IN) == ["chatlm-pretrain", "chatlm-sft"]
+    assert list(BUILT_IN) == ["pretrain", "sft"]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -67,7 +67,7 @@ def test_a_built_in_task_comes_in_sizes_base_unless_told(name, size, shape, glob
 
 @pytest.mark.parametrize("size", ["huge", ""])
 def test_a_size_that_does_not_exist_names_those_that_do(size):
-    said = refused(BadOption, "chatlm-sft", size=size)
+    said = refused(BadOption, "sft", size=size)
     assert said.startswith(f"size={size!r} must be ") and "tiny, base" in said
 
 
@@ -116,12 +116,12 @@ def test_a_file_can_use_dataclasses_and_postponed_annotations(tmp_path):
 
 
 def test_a_misspelt_name_gets_a_suggestion():
-    assert refused(UnknownTask, "chatlm-stf") == "there is no task 'chatlm-stf'. Try: chatlm-sft."
+    assert refused(UnknownTask, "chatlm-stf") == "there is no task 'chatlm-stf'. Try: sft."
 
 
 @pytest.mark.parametrize("spec", ["resnet", "", "tasks.mine:Task", "mine.txt:Task"])
 def test_an_unknown_name_like_no_other_gets_no_suggestion(spec):
-    message = f"there is no task {spec!r}. Try: chatlm-pretrain, chatlm-sft, or file.py:name."
+    message = f"there is no task {spec!r}. Try: pretrain, sft, or file.py:name."
     assert refused(UnknownTask, spec) == message
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_task_is_refused_with_its_kind(write, text, kind):
 
 
 def test_a_task_without_options_takes_none(write):
-    assert refused(BadOption, f"{write(ONE_TASK)}:Mine", size="tiny") == "task Mine has no option size=."
+    assert refused(BadOption, f"{write(ONE_TASK)}:Mine", model="chatlm-tiny") == "task Mine has no option size=."
 
 
 OPTIONS = """

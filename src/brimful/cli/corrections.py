@@ -1,10 +1,10 @@
 """Old names on a command line and in a config file, answered in one message with the corrected command.
 
-    $ brimful train chatlm-sft rows.jsonl --learning_rate 5e-5 --per_device_train_batch_size 32 --gradient_accumulation_steps 2
+    $ brimful train sft rows.jsonl --learning_rate 5e-5 --per_device_train_batch_size 32 --gradient_accumulation_steps 2
     brimful: error: 3 options come from other programs.
       --learning_rate is now --lr, the peak.
       …
-    Try: brimful train chatlm-sft rows.jsonl --lr 5e-5 --global-batch 64
+    Try: brimful train sft rows.jsonl --lr 5e-5 --global-batch 64
 
 A name that the command or its task knows is never an old one: a task of the user's own may have an option `template`. Nothing is
 accepted silently, since some of these options mean something else here.
@@ -26,7 +26,7 @@ from brimful.errors import BadOption
 from brimful.tasks.load import BUILT_IN, task_option_fields
 
 _YAML_LINE = re.compile(r"([A-Za-z_]\w*):[ \t]+([^#\n]+?)[ \t]*(?:#.*)?")
-CHAT_TASK = "chatlm-sft"
+CHAT_TASK = "sft"
 _TAKES_WORD = ("TASK", "DATA", "FILES")
 
 

@@ -182,7 +182,7 @@ def _entries() -> Iterator[OldName]:
     yield from _needless("per_device_eval_batch_size per_gpu_eval_batch_size eval_accumulation_steps", HF, "the batch of an evaluation is measured")  # fmt: skip
     yield from _needless("eval_batch_size", CHATLM, "the batch of an evaluation is measured")
     # Task, data, folders.
-    yield from _now("TASK chatlm-sft", "is_finetune", CHATLM, convert=if_true("chatlm-sft"), switch=True)
+    yield from _now("TASK sft", "is_finetune", CHATLM, convert=if_true("sft"), switch=True)
     yield from _now("--resume", "is_keep_training", CHATLM, "with --run", convert=only_true, switch=True)
     yield from _now("--recipe small", "use_small_config", CHATLM, convert=if_true("small"), switch=True)
     yield from _now("--recipe fast", "use_fast_config", CHATLM, convert=if_true("fast"), switch=True)
@@ -198,13 +198,15 @@ def _entries() -> Iterator[OldName]:
     yield from _missing("test_file", HF, "`brimful eval MODEL DATA` evaluates after the training")
     yield from _now("--run", "output_dir", HF, data="--output")
     yield from _now("--run", "train_state_dir", CHATLM)
-    yield from _now("--from", "model_name_or_path", HF, "a folder; nothing is downloaded")
-    yield from _now("--from", "finetune_from_ckp_file model_file", CHATLM, "a folder written by save_pretrained")
+    yield from _now("--model", "model_name_or_path", HF, "a folder, a run or a name on the hub")
+    yield from _now("--model", "finetune_from_ckp_file model_file", CHATLM, "a folder written by save_pretrained")
     yield from _now("--tokenizer", "tokenizer_name tokenizer_name_or_path", HF, "a folder", data="--tokenizer")
     yield from _now("--tokenizer", "tokenizer_dir", CHATLM, data="--tokenizer")
     yield from _missing("tokenizer_file", CHATLM, "--tokenizer takes a folder, such as `brimful data tokenizer` writes")
-    yield from _missing("config_name", HF, "--size makes a new model, --from takes one with its config")
-    yield from _missing("model_config_file", CHATLM, "--size makes a new model, --from takes one with its config")
+    yield from _missing("config_name", HF, "--model takes a preset for new weights, or a folder with its config")
+    yield from _missing(
+        "model_config_file", CHATLM, "--model takes a preset for new weights, or a folder with its config"
+    )
     yield from _now("--resume", "resume_from_checkpoint", HF, "with --run; from other programs' checkpoints take the weights, with --from", convert=only_true, switch=True)  # fmt: skip
     yield from _missing(
         "overwrite_output_dir", HF, "a run is never overwritten; take another --run", switch=True, data="--overwrite"
@@ -350,7 +352,7 @@ def _entries() -> Iterator[OldName]:
     yield from _missing("use_deepspeed use_fsdp", LAUNCH, "weights are not split over cards", switch=True)
     yield from _needless("debug", HF, "--traceback shows where an error comes from")
     # What LLaMA-Factory and TRL train.
-    yield from _now("TASK chatlm-sft", "stage", LLAMA, "the first word of the command; chatlm-pretrain for pt", convert=words(sft="chatlm-sft", pt="chatlm-pretrain"))  # fmt: skip
+    yield from _now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt", convert=words(sft="sft", pt="pretrain"))  # fmt: skip
     yield from _now("--freeze", "finetuning_type", LLAMA, "which knows no LoRA", convert=words(full="none"))  # fmt: skip
     yield from _now("--random-weights", "train_from_scratch", LLAMA, convert=only_true, switch=True)
     yield from _missing("template tool_format", LLAMA, "the chat tasks take prompt and response as they are; a template belongs into a task of your own")  # fmt: skip

@@ -19,9 +19,11 @@ from brimful.data.store import NAME, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadData, BadRun, MissingExtra
 from brimful.task import Dataset
-from brimful.tasks.chatlm import FIELDS, SIZES, ChatOptions, Pretrain
+from brimful.tasks.encoder_decoder import FIELDS
 from brimful.tasks.generate import GenerateOptions, Generator, max_rows
+from brimful.tasks.language import LanguageOptions, Pretrain
 from brimful.tasks.model_folder import ModelTokenizer, run_of, tokenizer_of
+from brimful.tasks.presets import PRESETS
 from brimful.training.evaluate import EvalContext, SelectedRows
 
 METRICS = ("bleu", "chrf")
@@ -94,7 +96,7 @@ def max_answer_tokens(store: Store) -> int:
 class ChatEvaluation(Pretrain):
     """The evaluation of a saved model. `metrics` are some of `METRICS`, computed beside the loss."""
 
-    name = "chatlm-eval"
+    name = "eval"
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class ChatEvaluation(Pretrain):
         self.generation = GenerateOptions(
             beams=beams, max_new_tokens=MAX_ANSWER_TOKENS if max_new_tokens is None else max_new_tokens
         )
-        super().__init__(ChatOptions(from_=str(folder), columns=columns, max_tokens=max_tokens))
+        super().__init__(LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens))
         self.tokenizer = tokenizer_of(folder)
         self.answers: list[Answer] = []
         """Of the last evaluation."""
@@ -176,8 +178,10 @@ def lengths_in_training(folder: Path) -> tuple[int, ...] | None:
         with suppress(BadData):
             if (run.root / store / NAME).is_file():
                 return tuple(StoreMeta.read(run.root / store).max_tokens.values())
-    size, max_tokens = (request.task_options.get(name) for name in ("size", "max_tokens"))
-    return ChatOptions(max_tokens=max_tokens).lengths or SIZES[size or "base"].worst_shape
+    options = request.task_options
+    preset = PRESETS.get(options.get("model") or Pretrain.default_model)
+    given = LanguageOptions(max_tokens=options.get("max_tokens")).lengths
+    return given or (preset.worst_shape if preset else None)
 
 
 def has_sacrebleu() -> bool:

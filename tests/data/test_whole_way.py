@@ -35,7 +35,7 @@ def made(tmp_path_factory):
     for command in (
         f"data check {folder}/raw.jsonl --json",
         f"data clean {folder}/raw.jsonl --output {folder}/clean --no-near --valid 5 --json",
-        f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model tiny --json",
+        f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model chatlm-tiny --json",
         f"data tokenize {folder}/clean/train.parquet --tokenizer {folder}/tokenizer --output {folder}/store --max-tokens 24 --host-limit 4GiB --json",
     ):
         main(command.split())

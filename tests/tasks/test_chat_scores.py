@@ -117,11 +117,11 @@ def test_scores_under_a_memory_limit_are_the_same(tiny):
     ("request_fields", "lengths"),
     [
         ({"task_options": {"max_tokens": "6"}}, (6,)),
-        ({"task_options": {"size": "tiny"}}, PRESETS["tiny"].worst_shape),
-        ({"prepared": {"data": "missing", "valid": None}}, PRESETS["base"].worst_shape),
+        ({"task_options": {"model": "chatlm-tiny"}}, PRESETS["chatlm-tiny"].worst_shape),
+        ({"prepared": {"data": "missing", "valid": None}}, PRESETS["chatlm-base"].worst_shape),
         ({"task_options": {"max_tokens": 6}, "prepared": {"data": "store", "valid": None}}, (256, 256)),
     ],
-    ids=["requested", "of the size", "of base", "of the training rows"],
+    ids=["requested", "of the preset", "of chatlm-base", "of the training rows"],
 )
 def test_rows_are_truncated_as_in_the_run_of_the_model(tiny, tmp_path, request_fields, lengths):
     model = tmp_path / "checkpoints" / "step-00000010" / "model"
@@ -132,9 +132,9 @@ def test_rows_are_truncated_as_in_the_run_of_the_model(tiny, tmp_path, request_f
     (tmp_path / "best").symlink_to(model)
     assert lengths_in_training(model) == lengths_in_training(tmp_path / "best") == lengths
     assert ChatEvaluation(tmp_path / "best", metrics=[]).max_tokens == lengths
-    assert ChatEvaluation(tmp_path / "best", metrics=[], max_tokens="7").max_tokens == (7,)
+    assert ChatEvaluation(tmp_path / "best", metrics=[], max_tokens="7").max_tokens == (7, 7)
     (tmp_path / "run.json").write_text("{")
-    assert ChatEvaluation(model, metrics=[]).max_tokens == PRESETS["base"].worst_shape
+    assert ChatEvaluation(model, metrics=[]).max_tokens == PRESETS["chatlm-base"].worst_shape
 
 
 def test_a_store_of_another_tokenizer_is_refused(tiny, tmp_path):

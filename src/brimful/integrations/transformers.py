@@ -51,11 +51,10 @@ from brimful.integrations.loss_records import LossRecords
 from brimful.integrations.trl_losses import (
     IGNORED,
     LENGTHS,
+    Packs,
     WholeBatch,
     compares_rows,
-    cut_packs,
     metric_weights,
-    most_parts,
 )
 from brimful.memory.forward import Halving
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
@@ -151,8 +150,7 @@ class _ExactTrainer(Trainer):
         self._ooms_of_all = 0
         self._records = LossRecords(self)
         self._whole_batch = WholeBatch(self)
-        self._parts_of_packs = 1
-        """Parts that TRL's packed rows are cut into, since one did not fit."""
+        self._packs = Packs(self.data_collator)
         self._halving = Halving(self.args.device)
         self._collate_rows: Callable[[list[Any]], Any] = list
         self._preprocess: Callable[[Any, Any], Any] | None = None
@@ -166,7 +164,7 @@ class _ExactTrainer(Trainer):
         with _no_gradient_wrapper(self.accelerator):
             model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         assert self.optimizer is not None
-        self._waiting, self._ooms_of_all, self._parts_of_packs = [], 0, 1
+        self._waiting, self._ooms_of_all, self._packs = [], 0, Packs(self.data_collator)
         self._task = _TrainerTask(self, _collate_later(loader), self._brimful)
         self.stepper = Stepper(
             model,
@@ -221,19 +219,17 @@ class _ExactTrainer(Trainer):
     def _backward(self, rows: Any) -> StepResult:
         """The stepper's. A packed row that does not fit alone is cut between its documents, as are all from then on."""
         assert self.stepper is not None
-        most = most_parts(rows, self.data_collator) if self.args.world_size == 1 else 1
         while True:
             try:
-                return self.stepper.backward(cut_packs(rows, min(self._parts_of_packs, most)))
+                return self.stepper.backward(self._packs.cut(rows))
             except DoesNotFit:
-                if self._parts_of_packs >= most:
+                if self.args.world_size > 1 or not self._packs.cut_finer(rows):
                     raise
-            self._parts_of_packs *= 2
-            self.stepper.steps -= 1
+            self.stepper.steps -= 1  # the same step again
             logger.warning(
                 "step %d goes on: packed rows are now cut into up to %d parts, between their documents",
                 self.stepper.steps + 1,
-                self._parts_of_packs,
+                self._packs.parts,
             )
 
     def _micro_batch_loss(self, model: nn.Module, batch: Any) -> Loss:

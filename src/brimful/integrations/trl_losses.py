@@ -8,12 +8,12 @@
 - **DPO's `aot` terms** sort the rows of a batch: `compares_rows` names them, and `exact` refuses them.
 - **Metrics** are means over tokens, over rows, or over the rows with one label: `metric_weights`.
 - **Packed rows** of `SFTConfig(packing=True)` hold several documents that do not see each other. One that does not fit alone
-  is run in parts: `cut_packs`.
+  is run in parts: `Packs`.
 """
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +62,15 @@ class WholeBatch:
         return bool(getattr(self._trainer, "calculate_KL", False)) and hasattr(self._trainer, "_compute_kl_logps")
 
     @contextmanager
-    def of(self, model: nn.Module, rows: Any, collate: Callable[[list[Any]], Any], at_once: int | None) -> Iterator[None]:
+    def of(
+        self, model: nn.Module, rows: Any, collate: Callable[[list[Any]], Any], at_once: int | None
+    ) -> Iterator[None]:
         """While this is open, losses are of parts of these rows. At most `at_once` of them go through the model together."""
         parts = [rows]  # a batch that the loader collated
         if isinstance(rows, list):
-            parts = [rows[start : start + (at_once or len(rows))] for start in range(0, len(rows), at_once or len(rows))]
+            parts = [
+                rows[start : start + (at_once or len(rows))] for start in range(0, len(rows), at_once or len(rows))
+            ]
         try:
             if self._estimates_kl:
                 self._totals = self._measure_kl(model, parts, collate)
@@ -174,20 +178,38 @@ def metric_weights(trainer: Any, inputs: Any) -> dict[str, float]:
     return weights
 
 
-def most_parts(rows: Any, collate: Any) -> int:
-    """The most parts that one of these packed rows can be cut into; 1 if they are not packed."""
-    if not isinstance(rows, list) or not getattr(collate, "padding_free", False):
-        return 1
-    return max((len(row[LENGTHS]) for row in rows if isinstance(row, Mapping) and LENGTHS in row), default=1)
+class Packs:
+    """TRL's packed rows, cut into parts once one did not fit. They are not joined again before the next training."""
 
+    def __init__(self, collator: Any) -> None:
+        self.parts = 1
+        self._cuts = bool(getattr(collator, "padding_free", False))
 
-def cut_packs(rows: list[Any], parts: int) -> list[Any]:
-    """These packed rows, each in up to `parts` rows with about as many tokens, cut between documents."""
-    return [piece for row in rows for piece in _cut(row, parts)] if parts > 1 else rows
+    def cut(self, rows: Any) -> Any:
+        """These rows, each in up to `parts` rows with about as many tokens, cut between documents."""
+        if self.parts == 1 or self._most_documents(rows) == 1:
+            return rows
+        return [piece for row in rows for piece in _cut(row, self.parts)]
+
+    def cut_finer(self, rows: Any) -> bool:
+        """False if every document of these rows is by itself."""
+        if self.parts >= self._most_documents(rows):
+            return False
+        self.parts *= 2
+        return True
+
+    def _most_documents(self, rows: Any) -> int:
+        if (
+            not self._cuts
+            or not isinstance(rows, list)
+            or not all(isinstance(row, dict) and LENGTHS in row for row in rows)
+        ):
+            return 1
+        return max(len(row[LENGTHS]) for row in rows)
 
 
 def _cut(row: Mapping[str, Any], parts: int) -> Iterator[dict[str, Any]]:
-    lengths: Sequence[int] = row[LENGTHS]
+    lengths = row[LENGTHS]
     starts = [0, *itertools.accumulate(lengths)]
     total = starts[-1]
     middles = [start + length / 2 for start, length in zip(starts, lengths, strict=False)]

@@ -1,4 +1,8 @@
-"""The scores of a chat model: every prompt of a fixed set is answered and compared with its reference.
+"""The scores of a language model: every prompt of a fixed set is answered and compared with its reference.
+
+A row of an encoder-decoder is a prompt with its reference. A row of a causal model is a whole conversation: the reference is
+its last reply without the token that ends it, the prompt all before that. Rows without a reply, such as whole texts, have a
+loss and a perplexity only.
 
 BLEU-4 and chrF are sacrebleu's, over the whole corpus, from 0 to 100. Chinese is split into characters (`tokenize="zh"`).
 Averaging the BLEU of single batches, or scoring the last one only, gives other numbers.
@@ -15,10 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from brimful.data.store import NAME, Store, StoreMeta
+from brimful.data.store import NAME, SPANS, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadData, BadRun, MissingExtra
 from brimful.task import Dataset
+from brimful.tasks.causal_lm import TOKENS
 from brimful.tasks.encoder_decoder import FIELDS
 from brimful.tasks.generate import GenerateOptions, Generator, max_rows
 from brimful.tasks.language import LanguageOptions, Pretrain
@@ -45,10 +50,27 @@ class Answer:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One row: the tokens of a prompt and of its reference. Without a prompt it is not asked."""
+
+    prompt: Sequence[int]
+    reference: Sequence[int]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], end_ids: Sequence[int]) -> "Question":
+        if TOKENS not in row:
+            return cls(row["prompt"], row["response"])
+        begin, end = _last_reply(row.get(SPANS, ()))
+        tokens = row[TOKENS]
+        last = end - 1 if end > begin and int(tokens[end - 1]) in end_ids else end
+        return cls(tokens[:begin], tokens[begin:last])
+
+
 def evaluate_in_training(model: Any, rows: SelectedRows, context: EvalContext) -> dict[str, float]:
     """BLEU and chrF of a model in training. Without sacrebleu there are none, with one note."""
     store = rows.dataset
-    if not isinstance(store, Store):
+    if not isinstance(store, Store) or not has_replies(store):
         return {}
     if not has_sacrebleu():
         if context.cache.setdefault("sacrebleu", True):
@@ -57,40 +79,74 @@ def evaluate_in_training(model: Any, rows: SelectedRows, context: EvalContext) -
         return {}
     folder = store.path / "tokenizer"
     tokenizer = ModelTokenizer(folder, TokenizerFacts.read(folder))
-    options = GenerateOptions(max_new_tokens=max_answer_tokens(store))
-    return _score(generate_answers(model, rows, context, tokenizer, options), METRICS)
+    return _score(generate_answers(model, rows, context, tokenizer), METRICS)
 
 
 def generate_answers(
-    model: Any, rows: SelectedRows, context: EvalContext, tokenizer: ModelTokenizer, options: GenerateOptions
+    model: Any, rows: SelectedRows, context: EvalContext, tokenizer: ModelTokenizer, options: GenerateOptions | None = None
 ) -> list[Answer]:
-    """An answer to the prompt of each row, shared among all processes, in the order of the rows."""
+    """An answer to the prompt of each row that has one, shared among all processes, in the order of the rows.
+
+    Without `options` it is greedy, and an answer may be as long as the longest reference.
+    """
+    if "questions" not in context.cache:
+        end_ids = _end_ids(rows.dataset, tokenizer)
+        questions = [Question.of(row, end_ids) for row in rows.read()]
+        context.cache["questions"] = end_ids, {at: one for at, one in enumerate(questions) if len(one.prompt)}
+    end_ids, questions = context.cache["questions"]
+    if not questions:
+        return []
+    options = options or GenerateOptions(max_new_tokens=max_answer_tokens(questions.values()))
     if ("generator", options) not in context.cache:
-        generator = Generator(model, tokenizer, options, device=context.device, autocast=context.forward_context)
+        generator = Generator(
+            model, tokenizer, options, device=context.device, autocast=context.forward_context, end_ids=end_ids
+        )
         limit = max_rows(context.device)
         forward = context.forward(generator.dummy, what="generation", max_rows=limit, fewest_batches=True)
         context.cache["generator", options] = generator, forward
     generator, forward = context.cache["generator", options]
+    places = list(questions)
 
-    def answer(places: Sequence[int]) -> list[Answer]:
-        mine = [rows[place] for place in places]
-        responses = generator.answers([row["prompt"] for row in mine], forward, context.progress)
+    def answer(numbers: Sequence[int]) -> list[Answer]:
+        mine = [questions[places[number]] for number in numbers]
+        responses = generator.answers([one.prompt for one in mine], forward, context.progress)
         return [
             Answer(
-                row=rows.indices[place],
-                prompt=tokenizer.decode(row["prompt"]),
+                row=rows.indices[places[number]],
+                prompt=tokenizer.decode_all(one.prompt) if generator.causal else tokenizer.decode(one.prompt),
                 response=tokenizer.decode(ids),
-                reference=tokenizer.decode(row["response"]),
+                reference=tokenizer.decode(one.reference),
             )
-            for place, row, ids in zip(places, mine, responses, strict=True)
+            for number, one, ids in zip(numbers, mine, responses, strict=True)
         ]
 
-    return context.share(len(rows), answer)
+    return context.share(len(places), answer)
 
 
-def max_answer_tokens(store: Store) -> int:
-    """The length of the longest reference: a model that has not learned to stop would go on forever."""
-    return min(MAX_ANSWER_TOKENS, store.longest[FIELDS.index("response")])
+def max_answer_tokens(questions: Iterable[Question]) -> int:
+    """The length of the longest reference and its end: a model that has not learned to stop would go on forever."""
+    return min(MAX_ANSWER_TOKENS, 1 + max(len(one.reference) for one in questions))
+
+
+def has_replies(store: Store) -> bool:
+    """Whether its rows say what is a reply, so that a model can be asked for one."""
+    return TOKENS not in store.fields or SPANS in store.fields
+
+
+def _last_reply(spans: Sequence[int]) -> tuple[int, int]:
+    """Where the last trained tokens begin and end: every second run is trained."""
+    edges = [0, *accumulate(map(int, spans))]
+    trained = [(begin, end) for begin, end in zip(edges[1::2], edges[2::2], strict=False) if end > begin]
+    return trained[-1] if trained else (0, 0)
+
+
+def _end_ids(store: Dataset, tokenizer: ModelTokenizer) -> tuple[int, ...]:
+    """The tokens that end a reply."""
+    if TOKENS not in getattr(store, "fields", ()):
+        return (tokenizer.eos_id,)
+    from brimful.tasks.chat_template import ChatTemplate
+
+    return ChatTemplate.load(tokenizer.folder).end_ids
 
 
 class ChatEvaluation(Pretrain):

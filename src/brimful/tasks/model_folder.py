@@ -154,6 +154,11 @@ class ModelTokenizer:
         """The text's ids, with the eos that ends every prompt and response."""
         return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id]
 
+    def begin(self, text: str) -> list[int]:
+        """The ids of the beginning of a text: after bos where the tokenizer has one there, and without eos."""
+        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return ids[:-1] if ids and ids[-1] == self.eos_id else ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text up to the first eos, without special tokens."""
         plain = [int(one) for one in ids]

@@ -313,7 +313,11 @@ class Search:
             return self._or_raise(plain), self.lever.reason
         if plain.speed is None:
             fits = f"at most {show_rows(plain.largest)} fit" if plain.largest else "not even one row fits"
-            checkpointed = self._or_raise(self._try(replace(self.setting, checkpointing="on")))
+            checkpointed = self._try(replace(self.setting, checkpointing="on"))
+            if checkpointed.speed is None and self.lever.offloads:
+                offloaded = self._or_raise(self._try(replace(self.setting, checkpointing="offload")))
+                return offloaded, f"not even checkpointing every block fits one row; {self.lever.reason}"
+            checkpointed = self._or_raise(checkpointed)
             return self._lightest_that_fits(plain, checkpointed), f"without it {fits}; {self.lever.reason}"
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
@@ -344,7 +348,7 @@ class Search:
         if not (plain.survey.probes and checkpointed.survey.probes):
             return None
         off, on = (trial.survey.predicted(rows) for trial in (plain, checkpointed))
-        for between in self.lever.settings[1:-1]:
+        for between in self.lever.between:
             if off + self.lever.share(between) * (on - off) <= CHALLENGE_AT * self.target.budget_bytes:
                 return replace(plain.setting, checkpointing=between)
         return None
@@ -668,7 +672,7 @@ class Search:
         tips = [f'memory_limit="{needed}"' if target.requested else f"free {needed} on {target.name}"]
         if 1.01 * peak <= target.limit_bytes:
             tips.append(f"fill={peak / target.limit_bytes + 0.01:.2f}")
-        if self.lever.available and trial.setting.checkpointing != "on":
+        if self.lever.available and trial.setting.checkpointing not in ("on", "offload"):
             tips.append('checkpointing="auto"')
         if self.shape:
             tips.append("shorter lengths=")

@@ -39,7 +39,13 @@ def make_config(kind="qwen2", vocab_size=512, **changes):
     """The configuration of a tiny model of some family."""
     from transformers import AutoConfig
 
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+    }
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     common = {**sizes, **ids, "num_hidden_layers": 2, "max_position_embeddings": 512, "vocab_size": vocab_size}
     own = {
@@ -114,7 +120,9 @@ class TinyCausal:
         shutil.copytree(self.model, folder)
         (folder / "chat_template.jinja").unlink()
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "chat_template"}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({k: v for k, v in config.items() if k != "chat_template"})
+        )
         return folder
 
 

@@ -215,7 +215,9 @@ class Generator:
             decoder_start_token_id=self._start_id, **sampling,
         )  # fmt: skip
         penalties = LogitsProcessorList()
-        if options.repetition_penalty != 1:  # not by `config`, which would count the prompt and its padding as generated
+        if (
+            options.repetition_penalty != 1
+        ):  # not by `config`, which would count the prompt and its padding as generated
             ignored = ids.shape[1] if self.causal else 0
             penalties.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty, prompt_ignore_length=ignored))
         if options.temperature:
@@ -419,35 +421,35 @@ class Chat:
         return Reply(prompt=question, response="".join(pieces), seconds=time.perf_counter() - started)
 
     def _prompt(self, question: str) -> list[int]:
-        """The tokens that the model is given, fewer than it can read."""
-        tokenizer, limit = self.generator.tokenizer, self.generator.context_tokens
-        if self.manner == "questions":
-            ids, longest = tokenizer.encode(question), limit
-        elif self.manner == "continuation":
-            ids, longest = tokenizer.begin(question), limit and limit - 1
+        """The tokens that the model is given; a causal model has room for one more at least."""
+        limit, left_out = self.generator.context_tokens, 0
+        longest = limit if limit is None or self.manner == "questions" else limit - 1
+        if self.manner == "conversation":
+            ids, left_out = self._conversation(question)
         else:
-            ids, longest = self._conversation(question), limit and limit - 1
+            tokenizer = self.generator.tokenizer
+            ids = tokenizer.encode(question) if self.manner == "questions" else tokenizer.begin(question)
         if longest is not None and len(ids) > longest:
             raise BadOption(
                 f"the question has {len(ids):,} tokens, but the model reads {longest:,} at most. Try: a shorter question."
             )
+        del self.turns[:left_out]
+        self.turns_left_out = left_out
         return ids
 
-    def _conversation(self, question: str) -> list[int]:
-        """The conversation and the question, without the oldest turns if they leave too little room for an answer."""
+    def _conversation(self, question: str) -> tuple[list[int], int]:
+        """The tokens of conversation and question, and how many of the oldest turns leave too little room for an answer."""
         assert self.template is not None
-        limit, options = self.generator.context_tokens, self.generator.options
-        self.turns_left_out = 0
-        while True:
-            ids = self.template.prompt(self._messages(question))
-            if limit is None or not self.turns or len(ids) + min(options.max_new_tokens, limit // LEAST_ROOM) <= limit:
-                return ids
-            del self.turns[0]
-            self.turns_left_out += 1
+        limit, new = self.generator.context_tokens, self.generator.options.max_new_tokens
+        for first in range(len(self.turns) + 1):
+            ids = self.template.prompt(self._messages(self.turns[first:], question))
+            if limit is None or len(ids) + min(new, limit // LEAST_ROOM) <= limit:
+                break
+        return ids, first
 
-    def _messages(self, question: str) -> list[dict[str, str]]:
+    def _messages(self, turns: Sequence[tuple[str, str]], question: str) -> list[dict[str, str]]:
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in self.turns:
+        for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         return [*messages, {"role": "user", "content": question}]
 
@@ -482,12 +484,16 @@ def _answer_line(chat: Chat, line: str, write: Callable[[str], object]) -> None:
         write("(a new conversation)\n")
     elif command == "/system" and chat.manner == "conversation":
         chat.set_system(text)
-        write(f"({'a new conversation with this system message' if chat.system else 'a new conversation without a system message'})\n")
+        write(
+            f"({'a new conversation with this system message' if chat.system else 'a new conversation without a system message'})\n"
+        )
     elif line:
         reply = chat.reply(line, write)
         write("\n" if reply.response.strip() else f"{NOTHING}\n")
         if (count := chat.turns_left_out) and chat.manner == "conversation":
-            write(f"(the context is full: the model no longer sees the oldest {'turn' if count == 1 else f'{count:,} turns'})\n")
+            write(
+                f"(the context is full: the model no longer sees the oldest {'turn' if count == 1 else f'{count:,} turns'})\n"
+            )
 
 
 def _template_of(folder: Path) -> "ChatTemplate | None":

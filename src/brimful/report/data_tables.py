@@ -370,6 +370,7 @@ def _store_facts(report: "TokenizeReport") -> Table:
     effective = ", ".join(f"{name} {field.max_tokens:,}" for name, field in report.fields.items())
     facts = {
         "read": Text(f"{report.rows_in:,} rows from {show_count(report.sources, 'file')}: {report.layout_reason}"),
+        **({"added": Text(f"{report.rows_added:,} rows, because one may give several")} if report.rows_added else {}),
         "dropped": _dropped(report),
         "limit": Text(f"--max-tokens {requested} is {effective}, eos included"),
         "tokenizer": Text(f"{report.tokenizer}, {report.vocab_size:,} tokens, stored as {report.dtype}"),
@@ -392,6 +393,8 @@ def _dropped(report: "TokenizeReport") -> Text:
         return Text("no row")
     reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in dropped.items())
     first = f"; the first broken one is {report.first_broken}" if report.first_broken else ""
+    for reason, place in report.first_dropped.items():
+        first += f"; the first {reason!r} is {place}" if reason not in ("broken", "empty") else ""
     return Text(f"{sum(dropped.values()):,} of {report.rows_in:,} rows: {reasons}{first}", style=_WARN)
 
 

@@ -330,7 +330,7 @@ def _conversation(values: Mapping[str, Any], names: Mapping[str, str], as_json: 
     else:
         messages = _history(values.get("history"), names["history"])
         for part, role in (("prompt", "user"), ("response", "assistant")):
-            value = _parsed(values[part], names[part]) if part in as_json else values[part]
+            value = _parsed(values[part], names[part], nested=False) if part in as_json else values[part]
             texts = [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, names[part])
             messages += texts
     system = values.get("system") or ""
@@ -339,16 +339,15 @@ def _conversation(values: Mapping[str, Any], names: Mapping[str, str], as_json: 
     return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
 
-def _parsed(text: str | None, name: str) -> Any:
-    """The value of a JSON text; JSON inside of JSON too, as in a jsonl file with a text column of JSON."""
-    if text is None:
+def _parsed(text: str | None, name: str, *, nested: bool = True) -> Any:
+    """The value of a JSON text, None if it is blank. `nested` also reads JSON in a JSON text, as some jsonl files have it."""
+    if text is None or not text.strip():
         return None
     try:
         value = json.loads(text)
-        looks_nested = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
-        return json.loads(value) if looks_nested else value
     except ValueError:
         raise _Unreadable(f"'{name}' is text, not JSON") from None
+    return _parsed(value, name, nested=False) if nested and isinstance(value, str) else value
 
 
 def _messages(value: Any, name: str) -> list[dict[str, Any]]:
@@ -369,12 +368,11 @@ def _message(message: Any) -> dict[str, Any]:
     """In OpenAI's format. A problem continues the sentence `message 3 of 'messages'`."""
     if not isinstance(message, dict):
         raise _Unreadable(f" is {value_name(message)}, not an object")
-    role_key = "from" if "from" in message else "role"
-    content_key = "value" if "value" in message and message["value"] is not None else "content"
+    role_key = "from" if message.get("from") is not None else "role"
+    content_key = "value" if message.get("value") is not None else "content"
     name = message.get(role_key)
     if not isinstance(name, str):
-        missing = f": no field '{role_key}'" if name is None else f": '{role_key}' is {value_name(name)}, not text"
-        raise _Unreadable(missing)
+        raise _Unreadable(": no role" if name is None else f": its role is {value_name(name)}, not text")
     role = _ROLES.get(name) or _ROLES.get(name.strip().lower())
     if role is None:
         raise _Unreadable(f": unknown role {name!r}")
@@ -390,7 +388,7 @@ def _message(message: Any) -> dict[str, Any]:
         text = None if content is None else _content(content)
         return {"role": role, "content": text, "tool_calls": calls, **others}
     if not {"content", "value"} & set(message):
-        raise _Unreadable(f": no field '{content_key}'")
+        raise _Unreadable(": no content")
     return {"role": role, "content": _content(content), **others}
 
 
@@ -425,14 +423,13 @@ def _calls(value: Any) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _Unreadable(": a tool call without the name of a function")
-        extra = (
-            {key: one for key, one in call.items() if key != "function" and one is not None}
-            if function is not call
-            else {}
-        )
-        arguments = function.get("arguments", function.get("parameters"))
+        outside = ("id", "type", "index") if function is call else set(call) - {"function"}
+        inside = {key: one for key, one in function.items() if key not in ("arguments", "parameters", *outside)}
+        arguments = _arguments(function.get("arguments", function.get("parameters")))
         calls.append(
-            {"type": "function", **extra, "function": {"name": function["name"], "arguments": _arguments(arguments)}}
+            {"type": "function"}
+            | {key: one for key, one in call.items() if key in outside and one is not None}
+            | {"function": {**inside, "arguments": arguments}}
         )
     return calls
 
@@ -453,24 +450,30 @@ def _arguments(value: Any) -> Any:
 def _tools(value: Any, name: str) -> list[dict[str, Any]]:
     """Tools in OpenAI's format; a bare function becomes a tool."""
     if isinstance(value, str):
-        value = _parsed(value, name) if value.strip() else None
-    if isinstance(value, str) and not value.strip():
-        value = None
+        value = _parsed(value, name)
     tools = value if isinstance(value, list) else [] if value is None else [value]
     for number, tool in enumerate(tools, 1):
         if not isinstance(tool, dict):
             raise _Unreadable(f"tool {number} of '{name}' is {value_name(tool)}, not an object")
-    return [tool if "function" in tool or "type" in tool else {"type": "function", "function": tool} for tool in tools]
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if "function" in tool or "name" not in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def _history(value: Any, name: str) -> list[dict[str, Any]]:
-    """Earlier turns, which are pairs of what the user and the assistant said."""
+    """Earlier turns: pairs of what the user and the assistant said, or messages."""
     if isinstance(value, str):
-        value = _parsed(value, name) if value.strip() else None
-    if value is None or value == "":
+        value = _parsed(value, name)
+    if value is None or value == []:
         return []
     if not isinstance(value, list):
         raise _Unreadable(f"'{name}' is {value_name(value)}, not a list of pairs")
+    if isinstance(value[0], dict):
+        return _messages(value, name)
     messages = []
     for number, pair in enumerate(value, 1):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):

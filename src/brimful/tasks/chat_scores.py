@@ -82,7 +82,8 @@ class Questions:
         """Read at the first evaluation and kept, since the rows stay the same."""
         if "questions" not in context.cache:
             context.cache["questions"] = cls(rows, tokenizer)
-        return context.cache["questions"]  # type: ignore[no-any-return]
+        questions: Questions = context.cache["questions"]
+        return questions
 
 
 def evaluate_in_training(model: Any, rows: SelectedRows, context: EvalContext) -> dict[str, float]:
@@ -184,7 +185,8 @@ class ChatEvaluation(Pretrain):
             lengths = None
             with suppress(BadRun):
                 lengths = lengths_in_training(folder)
-            self.max_tokens = lengths or self.max_tokens
+            if lengths:
+                self.max_tokens = lengths * len(self.max_tokens) if len(lengths) == 1 else lengths
             self._truncation_reason = "as in the model's run" if lengths else "by default"
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package shows now, not after an hour

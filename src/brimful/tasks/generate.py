@@ -15,6 +15,7 @@ own. A decoding step of the tiny model takes 2 ms for one row and 4.4 ms for 32,
 """
 
 import time
+from collections import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
@@ -388,8 +389,8 @@ class Chat:
         self.system = text.strip() or None
         self.begin()
 
-    def ask(self, question: str) -> Iterator[str]:
-        """The answer in pieces of whole characters."""
+    def ask(self, question: str) -> abc.Generator[str]:
+        """The answer in pieces of whole characters. Once it ends or is closed, the model remembers it."""
         from brimful.memory.oom import is_oom
 
         text = question.encode("utf-8", "replace").decode()  # a terminal may pass on bytes that are not text

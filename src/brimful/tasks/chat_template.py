@@ -273,13 +273,16 @@ def check_vocabulary(template: ChatTemplate, embedding_rows: int) -> None:
 
 def load_auto_tokenizer(folder: str | Path) -> Any:
     """The tokenizer of transformers in a folder, without network and without code from the folder. It has an eos."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if type(tokenizer) is not PreTrainedTokenizerFast and (Path(folder) / "tokenizer.json").is_file():
+            # A Qwen2 model with a tokenizer of another kind is given Qwen2's all the same, which loses its characters.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # every kind of damage has its own
         if "trust_remote_code" in str(error):
             raise BadModel(

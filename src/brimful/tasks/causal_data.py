@@ -10,18 +10,17 @@ offsets, a sixth for printing the template twice and comparing.
 """
 
 import json
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
 from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
 from brimful.data.store import SPANS, spans_of, token_dtype
-from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer
+from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer, pieces
 
 TOKENS = "tokens"
 REFUSED = "refused by the chat template"
@@ -35,9 +34,26 @@ class ConversationEncoder:
     template: ChatTemplate
     limit: int
     """The most tokens of a row."""
+    train_on: Literal["replies", "all"] = "replies"
 
     fields = (TOKENS, SPANS)
     keep_end = (False,)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, *, max_tokens: int, train_on: Literal["replies", "all"] = "replies", template: str | None = None
+    ) -> "ConversationEncoder":  # fmt: skip
+        """With the tokenizer and chat template of a folder, or with another template."""
+        return cls(template=ChatTemplate.load(folder, template), limit=max_tokens, train_on=train_on)
+
+    @property
+    def method(self) -> str:
+        """How the trained tokens are found."""
+        return self.template.method if self.train_on == "replies" else "all tokens"
+
+    def pieces(self, tokens: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+        """A row as text, divided where training begins and ends."""
+        return pieces(self.template, Encoded(list(tokens), list(trained)))
 
     @property
     def max_tokens(self) -> tuple[int, ...]:
@@ -45,7 +61,7 @@ class ConversationEncoder:
 
     @property
     def key(self) -> str:
-        return f"conversations, {self.template.fingerprint}, {self.limit}"
+        return f"conversations, {self.template.fingerprint}, {self.limit}, {self.train_on}"
 
     def __call__(self, rows: pa.RecordBatch, /) -> EncodedRows:
         texts: list[str] = rows.column(0).to_pylist()
@@ -58,6 +74,8 @@ class ConversationEncoder:
             if isinstance(result, RowError):
                 drops.append(Drop(number, REFUSED, str(result), refused=True))
                 continue
+            if self.train_on == "all":
+                result = [Encoded(row.tokens, [True] * len(row.tokens)) for row in result]
             parts = [(row.tokens[: self.limit], spans_of(row.trained[: self.limit])) for row in result]
             usable = [[tokens, spans] for tokens, spans in parts if len(spans)]
             if not usable:
@@ -93,15 +111,17 @@ class TextEncoder:
     keep_end = (False,)
 
     @classmethod
-    def load(cls, folder: str | Path, limit: int) -> "TextEncoder":
+    def load(cls, folder: str | Path, *, max_tokens: int) -> "TextEncoder":
         """With the tokenizer of a model folder; it needs no chat template."""
         loaded = load_auto_tokenizer(folder)
         content = json.loads(loaded.backend_tokenizer.to_str())
-        tokenizer = Tokenizer.from_str(json.dumps({**content, "post_processor": None, "truncation": None, "padding": None}))
+        tokenizer = Tokenizer.from_str(
+            json.dumps({**content, "post_processor": None, "truncation": None, "padding": None})
+        )
         tokenizer.encode_special_tokens = True
         first = [one for one in loaded("")["input_ids"] if one == loaded.bos_token_id]
         return cls(
-            tokenizer=tokenizer, limit=limit, eos_id=int(loaded.eos_token_id), first_ids=tuple(first[:1]),
+            tokenizer=tokenizer, limit=max_tokens, eos_id=int(loaded.eos_token_id), first_ids=tuple(first[:1]),
             vocab_size=1 + max(loaded.get_vocab().values()),
         )  # fmt: skip
 

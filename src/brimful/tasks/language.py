@@ -138,6 +138,8 @@ class Pretrain(Task):
     learning_rate = 3e-4
     default_model: ClassVar[str] = "chatlm-base"
     fine_tunes: ClassVar[bool] = False
+    trains_on: TrainOn = "all"
+    """The tokens of a conversation that a causal model is trained on, unless `--train-on` says otherwise."""
     refuses_adapters: ClassVar[bool] = True
     """An adapter is trained no further; it is merged first."""
 
@@ -377,6 +379,7 @@ class Sft(Pretrain):
     Options = SftOptions
     learning_rate = 5e-5
     fine_tunes: ClassVar[bool] = True
+    trains_on: TrainOn = "replies"
 
 
 def _is_gone(model: str) -> bool:

@@ -43,7 +43,8 @@ def test_the_peak_of_a_step_is_predicted_within_3_percent(base, load_in, dtype, 
 
 def test_the_plan_says_what_the_frozen_base_saves(base):
     plan = brimful.plan(
-        Longer(base, "r=4"), data=Rows(), device="cpu", cache=False, layout="padded", compile="off", deterministic=True, workers=0
+        Longer(base, "r=4"), data=Rows(), device="cpu", cache=False, layout="padded", compile="off", memory_limit="64MiB",
+        deterministic=True, workers=0,
     )  # fmt: skip
     frozen = next(choice for choice in plan.choices if choice.name == "frozen")
     assert "of gradients" in frozen.reason and "of optimizer state" in frozen.reason

@@ -13,7 +13,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,9 +116,11 @@ class WholeBatch:
                 differences = self._kl_differences(model, part)
                 count, total = count + len(differences), total + differences.sum()
                 continue
-            for _, result in self._halving.run(
-                len(part), lambda some, part=part: self._kl_differences(model, collate([part[row] for row in some]))
-            ):
+
+            def measure(some: Sequence[int], part: list[Any] = part) -> torch.Tensor:
+                return self._kl_differences(model, collate([part[row] for row in some]))
+
+            for _, result in self._halving.run(len(part), measure):
                 if isinstance(result, OutOfMemory):
                     raise DoesNotFit(
                         "KTO's KL estimate: one row does not fit in the memory that is left. Try: shorter rows, or more memory.",

@@ -642,7 +642,7 @@ class _Format:
         if not printed:
             return None
         with suppress(RowError):
-            span = self._printed_last(text, messages[: number + 1], tools, hide)
+            span = self._printed_last(text, messages[: number + 1], tools, hide, nearest)
             if messages[number].get("tool_calls") and span is not None:
                 return span
             if nearest is not None:
@@ -658,17 +658,27 @@ class _Format:
         return not any(len(other) > 3 and other in printed and other not in own for other in others)
 
     def _printed_last(
-        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool
+        self,
+        text: str,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        hide: bool,
+        nearest: tuple[int, int] | None,
     ) -> tuple[int, int] | None:
         """The last of these messages, by what the template prints if the conversation ends with it."""
         prompt, alone = self.prompt(messages[:-1], tools, hide), self.render(messages, tools, hide).rstrip()
-        last = _common_start(text, alone)
-        if not text.startswith(prompt) or last <= len(prompt):
+        if text.startswith(prompt):
+            last = _common_start(text, alone)
+            for token in _any_of([*self.vocabulary.special, _OPEN]).finditer(text, max(0, last - 64), last + 64):
+                if token.start() < last < token.end() or (token[0] == _OPEN and token.end() == last):
+                    last = token.start()
+            return (len(prompt), last) if last > len(prompt) else None
+        if nearest is None or not alone.startswith(prompt):
             return None
-        for token in _any_of([*self.vocabulary.special, _OPEN]).finditer(text, max(0, last - 64), last + 64):
-            if token.start() < last < token.end() or (token[0] == _OPEN and token.end() == last):
-                last = token.start()
-        return len(prompt), last
+        # What stands before the reply depends on what comes after it, so look for the same words near the place.
+        printed = alone[len(prompt) :]
+        first = text.find(printed, max(0, nearest[0] - len(printed)), nearest[0] + len(printed))
+        return (first, first + len(printed)) if 0 <= first <= nearest[0] else None
 
     def _variants(self, messages: list[dict[str, Any]], number: int) -> Iterable[list[dict[str, Any]]]:
         """The conversation with a reply replaced: as a whole, and, if it has tool calls, by another call."""

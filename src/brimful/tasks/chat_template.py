@@ -304,20 +304,25 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
+def without_post_processor(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A tokenizer's JSON without what it adds to texts, how it truncates and pads them, and how it trims offsets."""
+    return {**json.loads(tokenizer.to_str()), "post_processor": None, "truncation": None, "padding": None}
+
+
 class _Vocabulary:
     """Text to tokens with offsets, and special tokens told apart from text that looks like them."""
 
     def __init__(self, tokenizer: Any) -> None:
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
-        # The post-processor only adds special tokens, which the template prints, and may trim offsets.
-        content.update(post_processor=None, truncation=None, padding=None)
-        self._content = content
+        self._backend = tokenizer.backend_tokenizer
+        content = without_post_processor(self._backend)
         self._tokenizer = Tokenizer.from_str(json.dumps(content))
         self._added = [one for one in content["added_tokens"] if one["content"]]
         self.special = {one["content"]: one["id"] for one in self._added if one["special"]}
         self._special_ids = set(self.special.values())
         self._control = [text for text in self.special if not _MODEL_WRITES.search(text)]
         self._pattern = _any_of(self._control)
+        self.edges = _any_of([*self.special, _OPEN])
+        """Where a token may begin."""
         self._lock = threading.Lock()
         self._enclosed: tuple[Tokenizer, dict[int, int]] | None = None
 
@@ -392,7 +397,9 @@ class _Vocabulary:
             if self._enclosed is None:
                 names = set(self._control)
                 kept = [one for one in self._added if one["content"] not in names]
-                tokenizer = Tokenizer.from_str(json.dumps({**self._content, "added_tokens": []}))
+                tokenizer = Tokenizer.from_str(
+                    json.dumps({**without_post_processor(self._backend), "added_tokens": []})
+                )
                 aliases = {one["content"]: one["content"] for one in kept}
                 aliases |= {name: _OPEN + name + _CLOSE for name in names}
                 for one in self._added:
@@ -669,7 +676,7 @@ class _Format:
         prompt, alone = self.prompt(messages[:-1], tools, hide), self.render(messages, tools, hide).rstrip()
         if text.startswith(prompt):
             last = _common_start(text, alone)
-            for token in _any_of([*self.vocabulary.special, _OPEN]).finditer(text, max(0, last - 64), last + 64):
+            for token in self.vocabulary.edges.finditer(text, max(0, last - 64), last + 64):
                 if token.start() < last < token.end() or (token[0] == _OPEN and token.end() == last):
                     last = token.start()
             return (len(prompt), last) if last > len(prompt) else None

@@ -20,14 +20,8 @@ from tokenizers import Tokenizer
 
 from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
 from brimful.data.store import SPANS, spans_of, token_dtype
-from brimful.tasks.chat_template import (
-    ChatTemplate,
-    Encoded,
-    RowError,
-    load_auto_tokenizer,
-    pieces,
-    without_post_processor,
-)
+from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer, pieces
+from brimful.tasks.special_tokens import without_post_processor
 
 TOKENS = "tokens"
 REFUSED = "refused by the chat template"

@@ -301,7 +301,7 @@ def _read_template(template: str | Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise BadModel(
             f"chat_template={os.fspath(template)!r} cannot be read ({in_one_line(error)}). "
-            f"Try: {' or '.join(BUILT_IN)}, or the path of a Jinja file."
+            "Try: chatml or plain, or the path of a Jinja file."
         ) from None
 
 

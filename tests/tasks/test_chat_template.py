@@ -462,6 +462,22 @@ def test_there_are_more_than_two_dozen_formats():
     assert len(FORMATS) >= 24 and {f"{name}.jinja" for name in FORMATS} < {file.name for file in TEMPLATES.iterdir()}
 
 
+class TestSystemMessages:
+    @pytest.mark.parametrize("name", ["qwen2_5", "vicuna", "phi3", "mixtral", "mistral_v3", "llama3_1"])
+    def test_a_developer_message_is_one(self, templates, name):
+        template = templates(name)
+        talk = [{"role": "developer", "content": "Be kind."}, *TALK[:2]]
+        text = template.decode(template.encode(talk)[0].tokens)
+        assert "Be kind." in text and ("developer" in text) == (name == "llama3_1")
+
+    def test_one_that_is_not_printed_is_an_error(self, templates):
+        talk = [*TALK[:2], {"role": "system", "content": "Be brief."}, *TALK[2:]]
+        with pytest.raises(RowError, match="message 3 has the role system, and the chat template does not print it"):
+            templates("yi").encode(talk)
+        template = templates("qwen2_5")
+        assert "Be brief." in template.decode(template.encode(talk)[0].tokens)
+
+
 class TestSystemMessageInPromptOnly:
     """Mistral's templates print it before the last message alone, and only if that is a question."""
 

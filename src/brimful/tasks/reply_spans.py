@@ -50,6 +50,8 @@ class TemplateFormat:
     method: Method = "sentinel"
     content_parts: bool = False
     """Whether the template reads contents only as lists of parts."""
+    developer_is_system: bool = False
+    """Whether the template knows no role `developer`, which is what newer files call a system message."""
     prints_calls: bool = False
     """Whether the template prints tool calls."""
     no_content: str | None = None
@@ -121,7 +123,8 @@ class TemplateFormat:
             }
             if "tool_calls" in kept:
                 kept["tool_calls"] = [self._call(call, number) for call in _list_of(kept["tool_calls"], number)]
-            plain.append({**kept, "content": content})
+            role = "system" if self.developer_is_system and message["role"] == "developer" else message["role"]
+            plain.append({**kept, "role": role, "content": content})
         return plain
 
     def _call(self, call: Any, number: int) -> Any:
@@ -182,7 +185,15 @@ class TemplateFormat:
     def texts(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> list[MarkedText]:
         loses_system = self.system_in_prompt_only and messages[0]["role"] == "system"
         if self.method == "one row per reply" or loses_system:
-            return self._texts_by_reply(messages, tools, hide)
+            texts = self._texts_by_reply(messages, tools, hide)
+        else:
+            texts = [self._whole_text(messages, tools, hide)]
+        for number, message in enumerate(messages, start=1):
+            if message["role"] == "system" and not any(self._content(message).strip() in one.text for one in texts):
+                raise RowError(f"message {number} has the role system, and the chat template does not print it")
+        return texts
+
+    def _whole_text(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> MarkedText:
         if self.method == "generation tag":
             text, spans = self._print(messages, tools, hide, prompt=False, tracked=True)
             header = self.vocabulary.enclose(self.tagged_header) if hide else self.tagged_header
@@ -190,7 +201,7 @@ class TemplateFormat:
         else:
             text = self.render(messages, tools, hide)
             spans = self._differences(text, messages, tools, hide)
-        return [self._with_ends(text, spans, hide)]
+        return self._with_ends(text, spans, hide)
 
     def _differences(
         self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool
@@ -507,6 +518,10 @@ class TemplateFormat:
         sample = self.plain(_SAMPLES[2])
         with suppress(RowError):
             system = _SAMPLES[2][0]["content"]
+            self.developer_is_system = True
+            with suppress(RowError):
+                developer = [{**sample[0], "role": "developer"}, *sample[1:]]
+                self.developer_is_system = system not in self.render(developer)
             self.system_in_prompt_only = system not in self.render(sample) and system in self.prompt(sample[:-1], None)
 
     def _finds_replies(self) -> bool:

@@ -307,7 +307,7 @@ def test_keys_of_an_earlier_brimful_are_answered_with_the_lines_to_write(capsys,
     path = config('size = "base"\nlr = 1e-3\n')
     message = refused(capsys, "train", "sft", "rows", "--config", path)
     assert f"size in {path} is now model, chatlm-tiny or chatlm-base." in message
-    assert message.endswith(f"Try: in {path} write\n    model = \"chatlm-base\"")
+    assert message.endswith(f'Try: in {path} write\n    model = "chatlm-base"')
 
 
 def test_rows_per_step_of_a_file_are_worked_out(capsys, config):

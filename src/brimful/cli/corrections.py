@@ -161,7 +161,9 @@ class _Command:
         count = "1 option comes" if len(sentences) == 1 else f"{len(sentences)} options come"
         if others < len(sentences):
             count = f"{len(sentences)} names have changed{' or come' if others else ''}"
-        return f"{count}{' from other programs' if others else ''}.\n{lines}{f'{chr(10)}Try: {advice}' if advice else ''}"
+        return (
+            f"{count}{' from other programs' if others else ''}.\n{lines}{f'{chr(10)}Try: {advice}' if advice else ''}"
+        )
 
     def _sentence(self, one: Found, rows: int | None) -> str:
         if rows is not None and one.old.part and one.value.isdigit():

@@ -375,7 +375,7 @@ def bare(tmp_path):
     run = tmp_path / "runs" / "s"
     for place in ("model", "checkpoints/step-00000002", "data/train-0/tokenizer", "data/valid-0"):
         (run / place).mkdir(parents=True)
-    gone = {name: str(tmp_path / "models" / name) for name in ("from", "tokenizer")}
+    gone = {name: str(tmp_path / "models" / name) for name in ("model", "tokenizer")}
     before = Request(
         task="sft", data=str(tmp_path / "rows.jsonl"), run=str(run), options={"valid": str(tmp_path / "valid.jsonl")},
         task_options={**gone, "max_tokens": 256}, prepared={"data": "data/train-0", "valid": "data/valid-0"},

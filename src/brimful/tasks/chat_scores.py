@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from brimful.data.store import NAME, SPANS, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts
@@ -156,6 +156,7 @@ class ChatEvaluation(Pretrain):
 
     name = "eval"
     trains_on: TrainOn = "replies"
+    refuses_adapters: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -179,6 +180,7 @@ class ChatEvaluation(Pretrain):
         self._metrics = tuple(metrics)
         self._truncation: dict[str, Any] = {}
         self._truncation_reason = "as requested"
+        self._counted = ""
         with suppress(BadRun):  # an unreadable run.json does not matter here
             self.trains_on = trained_on_in_training(folder) or self.trains_on
         if max_tokens is None:
@@ -213,6 +215,7 @@ class ChatEvaluation(Pretrain):
                 f"Try: the raw files, or `brimful data tokenize --tokenizer {self.source}`."
             )
         self._truncation = {"max_tokens": store.meta.max_tokens, "truncated": store.meta.truncated}
+        self._counted = "responses" if not self.family.causal else "replies" if has_replies(store) else "all"
         return store
 
     def evaluate(self, model: Any, rows: Sequence[Any], context: Any) -> dict[str, float]:
@@ -224,10 +227,12 @@ class ChatEvaluation(Pretrain):
         return _score(self.answers, self._metrics)
 
     def facts(self) -> dict[str, Any]:
-        """How the scores came about: truncation, decoding, and sacrebleu's signatures."""
+        """How the scores came about: truncation, the tokens that count, decoding, and sacrebleu's signatures."""
         return {
             **self._truncation,
             "max_tokens_reason": self._truncation_reason,
+            "counted": self._counted,
+            "answers": len(self.answers),
             "generation": asdict(self.generation) if self.answers else None,
             "signatures": signatures(self._metrics) if self._metrics else {},
         }

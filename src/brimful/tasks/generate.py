@@ -320,6 +320,7 @@ def _phases(model: Any) -> Iterator[None]:
     def choose(*_: Any) -> None:
         next_phase("choosing")
 
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # within PEFT's
     head = model.get_output_embeddings()
     hooks = [model.register_forward_pre_hook(begin)]
     hooks += [head.register_forward_pre_hook(choose)] if head is not None else []

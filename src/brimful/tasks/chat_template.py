@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -89,6 +89,7 @@ PLAIN = """\
 BUILT_IN = {"chatml": CHATML, "plain": PLAIN}
 """For models without a template: with tokens for turns (and tools), and with words alone for base models."""
 
+_SAMPLE = "The 3 words, 三个词: naïve été."
 _SENTINEL = "Vq8rJx2LmZReply{}Kd"
 _HIDDEN, _OPEN, _CLOSE = "\U0010fffe", "\U0010fffd", "\U000ffffd"
 """Characters that stand in no text: one breaks a special token in a message, two enclose those the template prints."""
@@ -228,7 +229,7 @@ class ChatTemplate:
     def _texts(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[_Text]:
         form = self._form(tools)
         plain = form.plain(messages)
-        _check_replies(plain)
+        _check_replies(plain, form.prints_calls)
         hide = self._vocabulary.looks_special(plain) or bool(tools and self._vocabulary.looks_special(tools))
         return form.texts(plain, tools or None, hide)
 
@@ -280,9 +281,9 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
     logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        if type(tokenizer) is not PreTrainedTokenizerFast and (Path(folder) / "tokenizer.json").is_file():
-            # A Qwen2 model with a tokenizer of another kind is given Qwen2's all the same, which loses its characters.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        if _loses_text(tokenizer):
+            as_it_is = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = tokenizer if _loses_text(as_it_is) else as_it_is
     except Exception as error:  # every kind of damage has its own
         if "trust_remote_code" in str(error):
             raise BadModel(
@@ -305,6 +306,12 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
             f"the tokenizer in {folder} has no eos_token, so rows could not end. Try: add one to tokenizer_config.json."
         )
     return tokenizer
+
+
+def _loses_text(tokenizer: Any) -> bool:
+    """`AutoTokenizer` may take the class of the model's type, whose way to split texts is not that of tokenizer.json."""
+    ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    return "".join(tokenizer.decode(ids).split()) != "".join(_SAMPLE.split())
 
 
 class _Vocabulary:
@@ -422,10 +429,14 @@ class _Format:
     method: Method = "sentinel"
     content_parts: bool = False
     """Whether the template reads contents only as lists of parts."""
+    prints_calls: bool = False
+    """Whether the template prints tool calls."""
+    no_content: str | None = None
+    """The content of a reply that is nothing but tool calls."""
     arguments_text: bool = False
     """Whether the template reads the arguments of tool calls as JSON, not as objects."""
-    opening: str = ""
-    """The generation prompt, if the template has one."""
+    tagged_header: str = ""
+    """What the template has inside its generation tags although the generation prompt prints it."""
     header: str = ""
     """What begins a reply but is missing in the generation prompt, where the template does not know one."""
     lead: str = ""
@@ -441,13 +452,16 @@ class _Format:
     _end_tokens: tuple[re.Pattern[str], re.Pattern[str]] = field(default_factory=lambda: (_any_of([]), _any_of([])))
     """As the template prints them, and enclosed."""
     _end_words: str = ""
+    """Words that end a turn, alone or before the token."""
+    _second_end: str = ""
+    """Special tokens that follow the one that ends a reply and belong to the same turn."""
     _tracker: threading.Lock = field(default_factory=threading.Lock)
     """The template's record of generation tags is for one thread at a time."""
 
     def __post_init__(self) -> None:
         self._variables = dict(self.tokenizer.special_tokens_map)
         self._try_samples()
-        self._learn_arguments()
+        self._learn_calls()
         self._learn_ends()
         self._learn_lead()
         self._learn_system()
@@ -456,6 +470,8 @@ class _Format:
             methods.insert(0, "generation tag")
         for method in methods:
             self.method = method
+            if method == "generation tag":
+                self._learn_tagged_header()
             if self._finds_replies():
                 return
         raise BadModel(f"the chat template in {self.folder} does not print the replies it is given. {_TRY_TEMPLATE}")
@@ -477,8 +493,8 @@ class _Format:
                 raise RowError(f"the content of message {number} is not a text ({type(content).__name__})")
             if self.content_parts:
                 content = [{"type": "text", "text": content or ""}]
-            elif content is None and not any(message.get(part) for part in _REPLY_PARTS[1:]):
-                content = ""
+            elif not content:
+                content = self.no_content if message.get("tool_calls") else ""
             kept = {
                 key: value for key, value in message.items() if value is not None and (value or key != "tool_calls")
             }
@@ -548,8 +564,8 @@ class _Format:
             return self._texts_by_reply(messages, tools, hide)
         if self.method == "generation tag":
             text, spans = self._print(messages, tools, hide, prompt=False, tracked=True)
-            opening = self.vocabulary.enclose(self.opening) if hide else self.opening
-            spans = [(a + len(opening) * text.startswith(opening, a), b) for a, b in spans if a < b]
+            header = self.vocabulary.enclose(self.tagged_header) if hide else self.tagged_header
+            spans = [(a + len(header) * text.startswith(header, a), b) for a, b in spans if a < b]
         else:
             text = self.render(messages, tools, hide)
             spans = self._differences(text, messages, tools, hide)
@@ -624,26 +640,45 @@ class _Format:
             if not mark or sentinel in after:
                 continue
             first, last = len(before), len(text) - len(after)
-            if first <= last and text.startswith(before) and text.endswith(after):
+            exact = first <= last and text.startswith(before) and text.endswith(after)
+            if exact and self._is_alone(text[first:last], messages, number):
                 return self._from_prompt(text, (first, last), messages[:number], tools, hide)
             # The template looks into the reply. What is equal on both sides is not the reply.
             first, last = _common_start(text, before), len(text) - _common_start(text[::-1], after[::-1])
             if "tool_calls" in changed[number] and (token := self._end_tokens[hide].search(text, last)) is not None:
                 last = token.end()  # the rest of the call is equal too
-            if nearest is None and first <= last:
+            if nearest is None and first <= last and self._is_alone(text[first:last], messages, number):
                 nearest = first, last
-        if nearest is not None:
-            return self._from_prompt(text, nearest, messages[:number], tools, hide)
         if not printed:
             return None
-        try:
-            start = self.prompt(messages[:number], tools, hide)
-            end = self.render(messages[: number + 1], tools, hide).rstrip()
-        except RowError:
-            start = end = ""
-        if start and text.startswith(start) and text.startswith(end) and len(start) <= len(end):
-            return len(start), len(end)
+        with suppress(RowError):
+            span = self._printed_last(text, messages[: number + 1], tools, hide)
+            if messages[number].get("tool_calls") and span is not None:
+                return span
+            if nearest is not None:
+                return self._from_prompt(text, nearest, messages[:number], tools, hide)
+            if span is not None:
+                return span
         raise RowError(f"message {number + 1} cannot be found in what the chat template prints")
+
+    def _is_alone(self, printed: str, messages: list[dict[str, Any]], number: int) -> bool:
+        """Whether what is taken for a reply has nothing of other messages, such as the result of its tool call."""
+        own = json.dumps(messages[number], ensure_ascii=False)
+        others = (self._content(message) for message in messages if message is not messages[number])
+        return not any(len(other) > 3 and other in printed and other not in own for other in others)
+
+    def _printed_last(
+        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool
+    ) -> tuple[int, int] | None:
+        """The last of these messages, by what the template prints if the conversation ends with it."""
+        prompt, alone = self.prompt(messages[:-1], tools, hide), self.render(messages, tools, hide).rstrip()
+        last = _common_start(text, alone)
+        if not text.startswith(prompt) or last <= len(prompt):
+            return None
+        for token in _any_of([*self.vocabulary.special, _OPEN]).finditer(text, max(0, last - 64), last + 64):
+            if token.start() < last < token.end() or (token[0] == _OPEN and token.end() == last):
+                last = token.start()
+        return len(prompt), last
 
     def _variants(self, messages: list[dict[str, Any]], number: int) -> Iterable[list[dict[str, Any]]]:
         """The conversation with a reply replaced: as a whole, and, if it has tool calls, by another call."""
@@ -673,6 +708,8 @@ class _Format:
             prompt = self.prompt(before, tools, hide)
         except RowError:
             return span
+        if self.prints_reasoning and not text.startswith(prompt):  # `<think>\n` against `<think></think>`
+            prompt = prompt.rstrip()
         return (len(prompt), span[1]) if len(prompt) <= span[0] and text.startswith(prompt) else span
 
     def _texts_by_reply(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> list[_Text]:
@@ -731,8 +768,11 @@ class _Format:
         place = last
         while place < len(text) and text[place].isspace():
             place += 1
-        match_after = tokens.match(text, place)
-        return (last, False) if match_after is None else (match_after.end(), True)
+        token = tokens.match(text, place)
+        if token is None:
+            return last, False
+        second = self.vocabulary.enclose(self._second_end) if token[0].startswith(_OPEN) else self._second_end
+        return token.end() + len(second) * text.startswith(second, token.end()), True
 
     # Learning from samples
 
@@ -763,34 +803,44 @@ class _Format:
                 f"the chat template in {self.folder} fails on a question and its answer: {problem}. {_TRY_TEMPLATE}"
             )
 
-    def _learn_arguments(self) -> None:
-        """In which form tool calls are printed, if they are at all."""
-        for self.arguments_text in (False, True):
+    def _learn_calls(self) -> None:
+        """In which form the template reads tool calls, if it prints them at all."""
+        for self.arguments_text, self.no_content in product((False, True), (None, "")):
             with suppress(RowError):
-                if "longest_river" in self.render(self.plain(_TOOL_SAMPLE), [_TOOL]):
+                text = self.render(self.plain(_TOOL_SAMPLE), [_TOOL])
+                if "longest_river" in text and "Egypt" in text and "None" not in text:
+                    self.prints_calls = True
                     return
-        self.arguments_text = False
+        self.arguments_text, self.no_content = False, None
 
     def _learn_ends(self) -> None:
-        """What the template prints after every reply."""
+        """What the template prints after a reply: `<|im_end|>`, ` </s>`, two tokens, words, or nothing."""
         ids = {self.tokenizer.eos_token_id, *self.generation_ends}
         names = {text for text, number in self.vocabulary.special.items() if number in ids} | {self.tokenizer.eos_token}
-        common = ""
-        try:
-            sample = self.plain(_SAMPLES[1])
-            text = self.render(sample)
-            middle = text.partition(_SAMPLES[1][1]["content"])[2].partition(_SAMPLES[1][2]["content"])[0]
+        last = self.render(self.plain(_SAMPLES[0])).rpartition(_SAMPLES[0][1]["content"])[2]
+        middle = last
+        with suppress(RowError):  # a template may be for one question and answer
+            text = self.render(self.plain(_SAMPLES[1]))
             last = text.rpartition(_SAMPLES[1][3]["content"])[2]
-            common = middle[: _common_start(middle, last)]
-        except RowError:  # a template for one question and answer
-            common = self.render(self.plain(_SAMPLES[0])).rpartition(_SAMPLES[0][1]["content"])[2]
-        special = _any_of(self.vocabulary.special).search(common)
-        if special is not None:
-            names.add(special[0])
-            self.end_ids = (self.vocabulary.special[special[0]],)
-        self._end_words = common[: None if special is None else special.start()].strip()
-        enclosed = self.vocabulary.enclose
-        self._end_tokens = _any_of(names), _any_of(enclosed(name) for name in names)
+            middle = text.partition(_SAMPLES[1][1]["content"])[2].partition(_SAMPLES[1][2]["content"])[0]
+        special = _any_of(self.vocabulary.special)
+        after_last, after_middle = list(special.finditer(last)), list(special.finditer(middle))
+        common = [
+            one for one, two in zip(after_last, after_middle, strict=False) if last[: one.end()] == middle[: two.end()]
+        ]
+        if common:
+            self._end_words = last[: common[0].start()].strip()
+            self._second_end = last[common[0].end() : common[-1].end()]
+            self.end_ids = (self.vocabulary.special[common[-1][0]],)
+        elif after_last and not last[: after_last[0].start()].strip():  # the last turn ends in another way
+            common = after_last[:1]
+            self.end_ids = (self.vocabulary.special[common[0][0]],)
+            if len(after_middle) > 1 and not middle[: after_middle[0].start()].strip():
+                common.append(after_middle[0])
+        elif middle.lstrip().startswith(last.strip()):
+            self._end_words = last.strip()
+        names |= {one[0] for one in common}
+        self._end_tokens = _any_of(names), _any_of(self.vocabulary.enclose(name) for name in names)
 
     def _learn_lead(self) -> None:
         """What the template prints between the generation prompt and a reply."""
@@ -799,9 +849,9 @@ class _Format:
             prompt, without = self.render(sample[:1], prompt=True), self.render(sample[:1])
         except RowError:
             return
-        if prompt.startswith(without):
-            self.opening = prompt[len(without) :]
         before, found, _ = self.render(sample).rpartition(_SAMPLES[0][1]["content"])
+        if not before.startswith(prompt) and before[len(prompt.rstrip()) :].strip():
+            prompt = prompt.rstrip()
         if not found or not before.startswith(prompt):
             return
         lead = before[len(prompt) :]
@@ -811,6 +861,14 @@ class _Format:
             self.header = lead
         else:
             self.prints_reasoning = True
+
+    def _learn_tagged_header(self) -> None:
+        with suppress(RowError):
+            sample = self.plain(_SAMPLES[0])
+            text, spans = self._print(sample, None, False, prompt=False, tracked=True)
+            for first, last in spans:
+                end = _common_start(text, self.prompt(sample[:1], None))
+                self.tagged_header = text[first:end] if first < end < last else ""
 
     def _learn_system(self) -> None:
         sample = self.plain(_SAMPLES[2])
@@ -884,7 +942,7 @@ _TOOL_SAMPLE: list[dict[str, Any]] = [
 ]
 
 
-def _check_replies(messages: Sequence[Message]) -> None:
+def _check_replies(messages: Sequence[Message], prints_calls: bool) -> None:
     """Refuse conversations that no template could make sense of."""
     replies = 0
     for number, message in enumerate(messages, start=1):
@@ -894,6 +952,8 @@ def _check_replies(messages: Sequence[Message]) -> None:
             text = content[0]["text"] if isinstance(content, list) else content
             if not (text or "").strip() and not any(message.get(part) for part in _REPLY_PARTS[1:]):
                 raise RowError(f"the reply in message {number} is empty")
+            if "tool_calls" in message and not prints_calls:
+                raise RowError(f"message {number} has tool calls, which the chat template does not print")
         elif message["role"] == "tool" and not replies:
             raise RowError(f"message {number} is the result of a tool before any reply of the assistant")
     if not replies:

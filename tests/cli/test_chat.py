@@ -9,6 +9,7 @@ from brimful.tasks.generate import Chat
 from brimful.units import NOTHING
 from tests.cli.test_cli import run
 from tests.tasks.tiny import tiny_chat
+from tests.tasks.tiny_causal import SYSTEM, tiny_causal
 
 QUESTION, ANSWER = "甲的花是什么颜色？", "红色。"
 OTHER, OTHER_ANSWER = "丁的车是什么颜色？", "绿色𠀀。"
@@ -17,6 +18,27 @@ OTHER, OTHER_ANSWER = "丁的车是什么颜色？", "绿色𠀀。"
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return tiny_chat(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    return tiny_causal(tmp_path_factory)
+
+
+def in_terminal(model, *lines, capsys, monkeypatch):
+    """What a user sees who types these lines and Ctrl-D; the prompts are not among it."""
+    left = list(lines)
+
+    def read(prompt):
+        if not left:
+            raise EOFError
+        return left.pop(0)
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", read)
+    code, out, err = run("chat", str(model), "--device", "cpu", capsys=capsys)
+    assert code == 0, err
+    return out.splitlines()
 
 
 def test_prompts_are_answered_in_order(tiny, capsys):
@@ -85,6 +107,50 @@ def test_in_a_terminal_it_asks_until_the_end_of_input(tiny, capsys, monkeypatch)
     assert code == 0 and prompts == ["> "] * 3
     assert "does not remember earlier ones" in out.splitlines()[0]
     assert out.splitlines()[1:3] == [ANSWER, OTHER_ANSWER]
+
+
+def test_a_causal_model_remembers_the_conversation_in_a_terminal(causal, capsys, monkeypatch):
+    lines = in_terminal(
+        causal.model, "乙的花？", "车？", "/new", "甲的花？", "车？", capsys=capsys, monkeypatch=monkeypatch
+    )
+    assert "remembers the conversation" in lines[0] and "/new" in lines[0]
+    assert lines[1:6] == ["橙色橙色。", "橙车。", "(a new conversation)", "红色。", "红车。"]
+
+
+def test_questions_from_flags_and_pipes_are_answered_each_by_itself(causal, capsys, monkeypatch):
+    questions = ["乙的花？", "甲的花？"]
+    flags = [word for question in questions for word in ("--prompt", question)]
+    _, out, _ = run("chat", str(causal.model), *flags, "--device", "cpu", "--json", capsys=capsys)
+    report = json.loads(out)
+    assert [one["response"] for one in report["answers"]] == ["橙色橙色。", "红色。"]
+    assert report["manner"] == "conversation"
+    monkeypatch.setattr("sys.stdin", StringIO("\n".join(questions)))
+    _, out, _ = run("chat", str(causal.model), "--device", "cpu", capsys=capsys)
+    assert out == "橙色橙色。\n红色。\n"
+
+
+def test_a_system_message_is_passed_on(causal, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Chat, "set_system", lambda self, text: seen.append(text))
+    run("chat", str(causal.model), "--prompt", "甲的花？", "--system", SYSTEM, "--device", "cpu", capsys=capsys)
+    assert seen == [SYSTEM]
+
+
+def test_an_encoder_decoder_takes_no_system_message(tiny, capsys):
+    code, out, err = run(
+        "chat", str(tiny.model), "--prompt", QUESTION, "--system", "short", "--device", "cpu", capsys=capsys
+    )
+    assert (code, out) == (2, "") and "--system short needs a chat template" in err
+
+
+def test_a_base_model_continues_the_text_and_says_so(causal, tmp_path, capsys, monkeypatch):
+    base = causal.without_template(tmp_path / "base")
+    code, out, err = run(
+        "chat", str(base), "--prompt", "甲的", "--device", "cpu", "--max-new-tokens", "2", capsys=capsys
+    )
+    assert code == 0 and out.strip() and "has no chat template, so it continues the text" in err
+    lines = in_terminal(base, "/new", capsys=capsys, monkeypatch=monkeypatch)
+    assert "has no chat template" in lines[0] and "(a new conversation)" not in lines
 
 
 def test_the_flags_are_frozen(capsys):

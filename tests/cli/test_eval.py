@@ -7,12 +7,18 @@ import pytest
 
 from brimful.files import FileLock
 from tests.cli.test_cli import run
-from tests.tasks.tiny import ROWS, tiny_chat
+from tests.tasks.tiny import ROWS, tiny_chat, write_jsonl
+from tests.tasks.tiny_causal import CONVERSATIONS, tiny_causal
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return tiny_chat(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    return tiny_causal(tmp_path_factory)
 
 
 def evaluate(tiny, *flags, capsys, model=None, data=None):
@@ -135,6 +141,37 @@ def test_a_missing_model_and_missing_data_are_refused(tiny, tmp_path, capsys):
 def test_a_failure_leaves_no_file(tiny, tmp_path, capsys):
     code, _, _ = evaluate(tiny, "--output", str(tmp_path / "a.jsonl"), capsys=capsys, data=tmp_path / "none.jsonl")
     assert code == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_conversations_are_scored_by_their_last_reply(causal, capsys, tmp_path):
+    target = tmp_path / "answers.jsonl"
+    code, out, err = evaluate(causal, "--json", "--output", str(target), capsys=capsys)
+    report = json.loads(out)
+    assert code == 0, err
+    assert report["rows"] == 24 and report["loss"] < 0.5 and report["chrf"] == pytest.approx(100)
+    assert report["tokens"] == sum(int(row["spans"][1::2].sum()) for row in causal.store), "of replies alone"
+    lines = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [line["response"] for line in lines] == [one[-1]["content"] for one in CONVERSATIONS]
+    _, out, _ = evaluate(causal, "--json", capsys=capsys, data=causal.folder / "store")
+    assert json.loads(out)["loss"] == report["loss"]
+    _, out, _ = evaluate(causal, capsys=capsys)
+    assert f"mean over {report['tokens']} tokens of replies" in out
+    assert "no row (limit 512 tokens, by default)" in " ".join(out.split())
+
+
+def test_whole_texts_have_loss_and_perplexity_only(causal, capsys, tmp_path):
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": one[-1]["content"]} for one in CONVERSATIONS])
+    code, out, err = evaluate(causal, "--json", capsys=capsys, data=texts)
+    report = json.loads(out)
+    assert code == 0, err
+    assert report["perplexity"] > 1 and "bleu" not in report and report["samples"] == []
+    code, out, err = evaluate(causal, "--metrics", "bleu", capsys=capsys, data=texts)
+    assert code == 2 and "has whole texts, and answers need conversations. Try: --metrics loss" in err
+
+
+def test_long_conversations_are_counted(causal, capsys):
+    _, out, _ = evaluate(causal, "--metrics", "loss", "--max-tokens", "30", capsys=capsys)
+    assert "truncated 12 of 20 rows (limit 30 tokens, as requested)" in " ".join(out.split())
 
 
 def test_the_flags_are_frozen(capsys):

@@ -12,11 +12,13 @@ from brimful.data.store import trained
 from brimful.errors import BadData
 from brimful.memory.ledger import simulated_memory
 from brimful.tasks.chat_scores import ChatEvaluation, Questions, lengths_in_training
+from brimful.tasks.generate import Chat, GenerateOptions, Generator
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.model_folder import tokenizer_of
 from brimful.training.evaluate import Evaluator, SelectedRows
 from brimful.training.run import Request, RunFolder
 from brimful.units import KiB
+from tests.tasks.adapted import add_noise
 from tests.tasks.tiny_causal import CONVERSATIONS, write_store
 
 CPU = torch.device("cpu")
@@ -123,9 +125,10 @@ def test_scores_under_a_memory_limit_are_the_same(causal):
 def test_raw_conversations_are_tokenized_as_for_fine_tuning(causal, tmp_path):
     task, notes = ChatEvaluation(causal.model), []
     store = task.rows(task.prepare(str(causal.raw), tmp_path, notes.append))
-    assert [{name: list(part) for name, part in row.items()} for row in store] == [
-        {name: list(part) for name, part in row.items()} for row in causal.store
-    ]
+    made, expected = (
+        [{name: list(part) for name, part in row.items()} for row in rows] for rows in (store, causal.store)
+    )
+    assert made == expected
     assert task.facts()["max_tokens"] == {"tokens": 512}, "the positions of the model"
 
 
@@ -145,3 +148,37 @@ def test_a_store_of_prompts_and_responses_is_refused(causal, tiny):
         ChatEvaluation(causal.model).rows(str(tiny.folder / "store"))
     with pytest.raises(BadData, match="has tokens and spans, but prompt and response are needed"):
         ChatEvaluation(tiny.model).rows(str(causal.folder / "store"))
+
+
+@pytest.fixture(scope="module")
+def adapted(causal, tmp_path_factory):
+    """A run's adapter of the model, which changes its answers, and the folder it is in."""
+    pytest.importorskip("peft")
+    from brimful.tasks.adapters import Lora, load_base, save, with_adapter
+
+    folder = tmp_path_factory.mktemp("adapted") / "adapter"
+    model = add_noise(with_adapter(load_base(causal.model), Lora(r=4)), scale=0.3).eval()
+    save(model, folder)
+    for file in causal.tokenizer.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return model, folder
+
+
+def test_an_adapter_is_evaluated_with_its_base(causal, adapted):
+    model, folder = adapted
+    task = ChatEvaluation(folder)
+    store = task.rows(str(causal.folder / "store"))
+    found = Evaluator(task, task.initial_model(), store, device=CPU, max_rows=6).run()
+    live = Evaluator(Sft(options=SftOptions(model=str(causal.model))), model, store, device=CPU, max_rows=6).run()
+    assert found.loss == pytest.approx(live.loss, rel=1e-5) and found.loss > 1
+    assert found.metrics == pytest.approx(live.metrics)
+    phases = live.forward["generation"]["memory_model"]["phases"]
+    assert set(phases) == {"forward", "decoding", "choosing"}, "within PEFT's model"
+
+
+def test_an_adapter_is_talked_to(causal, adapted):
+    model, folder = adapted
+    options = GenerateOptions(max_new_tokens=6)
+    answer = Chat(folder, options, device=CPU).reply("甲的花？").response
+    live = Generator(model, tokenizer_of(causal.model), options, device=CPU, end_ids=causal.template.end_ids)
+    assert answer == "".join(live.stream(causal.prompts()[0])) != REFERENCES[0]

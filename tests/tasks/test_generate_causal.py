@@ -6,11 +6,12 @@ import torch
 from brimful.errors import BadOption
 from brimful.memory.forward import Forward, eval_mode
 from brimful.memory.ledger import simulated_memory
-from brimful.tasks.generate import HELP, Chat, GenerateOptions, Generator
+from brimful.tasks.generate import HELP, Chat, GenerateOptions, Generator, weights_dtype
 from brimful.tasks.model_folder import tokenizer_of
 from brimful.units import KiB
 from tests.tasks.test_generate import talk_output
-from tests.tasks.tiny_causal import CONVERSATIONS, SYSTEM, make_causal
+from tests.tasks.tiny import make_model
+from tests.tasks.tiny_causal import CONVERSATIONS, SYSTEM, make_causal, make_config
 
 CPU = torch.device("cpu")
 ANSWERS = [one[-1]["content"] for one in CONVERSATIONS]
@@ -151,6 +152,13 @@ def test_out_of_memory_while_generating_is_survived_with_the_same_answers(causal
         answers, forward = batched(made, causal.prompts(), fewest_batches=True, note=notes.append)
     assert answers == expected
     assert forward.ooms == memory.ooms == len(notes) > 0
+
+
+def test_weights_stay_as_they_were_saved_on_an_accelerator():
+    bf16 = make_config("qwen2", dtype=torch.bfloat16)
+    assert weights_dtype(bf16, torch.device("cuda")) is torch.bfloat16
+    assert weights_dtype(bf16, CPU) is None
+    assert weights_dtype(make_model().config, torch.device("cuda")) is None
 
 
 @pytest.fixture

@@ -97,6 +97,7 @@ def evaluate(
     from brimful.planning.target import find_target
     from brimful.report.tables import eval_table
     from brimful.tasks.chat_scores import ChatEvaluation, has_replies
+    from brimful.tasks.generate import weights_dtype
     from brimful.tasks.model_folder import resolve
 
     options = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
@@ -110,6 +111,7 @@ def evaluate(
         task.host_limit_bytes = options.host_limit_bytes
         store = task.rows(task.prepare(data, stack.enter_context(_store_folder()), show_progress, name="eval"))
         target = find_target(options)
+        task.dtype = weights_dtype(task.config, target.device)
         needs_answers = output is not None or set(names) != {"loss"}
         if needs_answers and not has_replies(store):
             if "loss" not in names or output is not None:

@@ -222,11 +222,18 @@ def _scores(report: Mapping[str, Any]) -> Table:
         shown = (
             "above e³⁰⁸" if perplexity is None else f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
         )
-        table.add_row("loss", f"{report['loss']:.4f}", f"mean over {report['tokens']:,} response tokens")
+        count, kind = report["tokens"], report.get("counted")
+        mean = f"mean over {count:,} response tokens"
+        if kind == "replies":
+            mean = f"mean over {count:,} tokens of replies"
+        elif kind == "all":
+            mean = f"mean over {count:,} tokens"
+        table.add_row("loss", f"{report['loss']:.4f}", mean)
         table.add_row("perplexity", shown, "exp(loss)")
     for name, title in (("bleu", "BLEU-4"), ("chrf", "chrF")):
         if report.get(name) is not None:
-            table.add_row(title, f"{report[name]:.2f}", f"{report['rows']:,} answers, {report['signatures'][name]}")
+            answers = report.get("answers", report["rows"])
+            table.add_row(title, f"{report[name]:.2f}", f"{answers:,} answers, {report['signatures'][name]}")
     return table
 
 
@@ -245,7 +252,13 @@ def _samples(samples: Iterable[Mapping[str, str]]) -> Table:
 
 def _eval_facts(report: Mapping[str, Any]) -> Table:
     limits = "+".join(map(str, report["max_tokens"].values()))
-    longer = [f"{count:,} {side}{'s' * (count != 1)}" for side, count in report["truncated"].items() if count]
+    longer = [
+        f"{count:,}"
+        if side == "tokens"
+        else f"{count:,} {side}{'s' * (count != 1)}"  # a causal model's rows have one part
+        for side, count in report["truncated"].items()
+        if count
+    ]
     truncated = f"{' and '.join(longer)} of {report['rows_available']:,} rows" if longer else "no row"
     facts: list[tuple[str, str | Text]] = [
         ("truncated", f"{truncated} (limit {limits} tokens, {report['max_tokens_reason']})")

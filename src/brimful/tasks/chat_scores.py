@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from brimful.data.store import NAME, SPANS, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts
@@ -28,9 +28,13 @@ from brimful.tasks.causal_lm import TOKENS
 from brimful.tasks.encoder_decoder import FIELDS
 from brimful.tasks.generate import GenerateOptions, Generator, max_rows
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, TrainOn
-from brimful.tasks.model_folder import ModelTokenizer, run_of, tokenizer_of
+from brimful.tasks.model_folder import ModelTokenizer, load_model, run_of, tokenizer_of
 from brimful.tasks.presets import PRESETS
 from brimful.training.evaluate import EvalContext, SelectedRows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 METRICS = ("bleu", "chrf")
 MAX_ANSWER_TOKENS = 256
@@ -156,6 +160,7 @@ class ChatEvaluation(Pretrain):
 
     name = "eval"
     trains_on: TrainOn = "replies"
+    refuses_adapters: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -172,13 +177,16 @@ class ChatEvaluation(Pretrain):
             beams=beams, max_new_tokens=MAX_ANSWER_TOKENS if max_new_tokens is None else max_new_tokens
         )
         super().__init__(LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens))
-        self.tokenizer = tokenizer_of(folder)
+        self.folder, self.tokenizer = folder, tokenizer_of(folder)
+        self.dtype: torch.dtype | None = None
+        """Of the weights. Default: float32."""
         self.answers: list[Answer] = []
         """Of the last evaluation."""
         self._as_long_as_references = max_new_tokens is None
         self._metrics = tuple(metrics)
         self._truncation: dict[str, Any] = {}
         self._truncation_reason = "as requested"
+        self._counted = ""
         with suppress(BadRun):  # an unreadable run.json does not matter here
             self.trains_on = trained_on_in_training(folder) or self.trains_on
         if max_tokens is None:
@@ -190,6 +198,11 @@ class ChatEvaluation(Pretrain):
             self._truncation_reason = "as in the model's run" if lengths else "by default"
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package shows now, not after an hour
+
+    def initial_model(self) -> "nn.Module":
+        model = load_model(self.folder, dtype=self.dtype)
+        model.config.use_cache = False
+        return model
 
     def prepare(
         self, data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None = None, name: str = "eval"
@@ -213,6 +226,7 @@ class ChatEvaluation(Pretrain):
                 f"Try: the raw files, or `brimful data tokenize --tokenizer {self.source}`."
             )
         self._truncation = {"max_tokens": store.meta.max_tokens, "truncated": store.meta.truncated}
+        self._counted = "responses" if not self.family.causal else "replies" if has_replies(store) else "all"
         return store
 
     def evaluate(self, model: Any, rows: Sequence[Any], context: Any) -> dict[str, float]:
@@ -224,10 +238,12 @@ class ChatEvaluation(Pretrain):
         return _score(self.answers, self._metrics)
 
     def facts(self) -> dict[str, Any]:
-        """How the scores came about: truncation, decoding, and sacrebleu's signatures."""
+        """How the scores came about: truncation, the tokens that count, decoding, and sacrebleu's signatures."""
         return {
             **self._truncation,
             "max_tokens_reason": self._truncation_reason,
+            "counted": self._counted,
+            "answers": len(self.answers),
             "generation": asdict(self.generation) if self.answers else None,
             "signatures": signatures(self._metrics) if self._metrics else {},
         }

@@ -87,6 +87,7 @@ PLAIN = """\
 """
 BUILT_IN = {"chatml": CHATML, "plain": PLAIN}
 """For models without a template: with tokens for turns (and tools), and with words alone for base models."""
+
 _SAMPLE = "The 3 words, 三个词: naïve été."
 
 

@@ -102,7 +102,11 @@ def test_a_merged_folder_is_plain_bf16_with_everything_to_serve_it(base, tmp_pat
     }  # fmt: skip
     assert {one.dtype for one in stored_tensors(merged).values()} == {"BF16"}
     config = json.loads((merged / "config.json").read_text())
-    assert config["use_cache"] is True and config["dtype"] == "bfloat16" and config["architectures"] == ["Qwen2ForCausalLM"]
+    assert (
+        config["use_cache"] is True
+        and config["dtype"] == "bfloat16"
+        and config["architectures"] == ["Qwen2ForCausalLM"]
+    )
     assert (merged / "tokenizer.json").read_text() == '{"of": "adapter"}'
     assert distance(logits(load(merged, torch.bfloat16)), logits(model)) < 0.05
     assert before == {file.name: file.read_bytes() for file in base.iterdir()}
@@ -145,7 +149,9 @@ def test_names_that_differ_between_files_and_code_are_merged_as_a_whole(tmp_path
 
 
 def test_a_model_is_converted_without_being_in_memory(tmp_path):
-    source = make_base(tmp_path / "large", "llama", vocab_size=40_000, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+    source = make_base(
+        tmp_path / "large", "llama", vocab_size=40_000, hidden_size=256, intermediate_size=1024, num_hidden_layers=6
+    )
     size = sum(one.size_bytes for one in stored_tensors(source).values())
     largest = max(one.size_bytes for one in stored_tensors(source).values())
     with PeakMemory() as peak:
@@ -194,7 +200,10 @@ def test_an_interrupted_export_leaves_nothing_and_the_next_one_works(base, tmp_p
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path):
-    with pytest.raises(BadOption, match=r"takes .* is free there"), new_folder(tmp_path / "output", needs_bytes=1 << 60):
+    with (
+        pytest.raises(BadOption, match=r"takes .* is free there"),
+        new_folder(tmp_path / "output", needs_bytes=1 << 60),
+    ):
         pass
     assert not list(tmp_path.iterdir())
 

@@ -147,7 +147,8 @@ def with_adapter(model: Any, lora: Lora) -> Any:
 
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     config = peft.LoraConfig(
-        task_type=kind, r=lora.r, lora_alpha=lora.alpha, target_modules=_targets(model, lora), lora_dropout=lora.dropout,
+        task_type=kind, r=lora.r, lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=_targets(model, lora), lora_dropout=lora.dropout,
         use_dora=lora.dora, use_rslora=lora.rslora,
     )  # fmt: skip
     adapted: Any = peft.get_peft_model(model, config)

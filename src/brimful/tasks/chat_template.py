@@ -88,6 +88,8 @@ PLAIN = """\
 BUILT_IN = {"chatml": CHATML, "plain": PLAIN}
 """For models without a template: with tokens for turns (and tools), and with words alone for base models."""
 
+_SAMPLE = "The 3 words, 三个词: naïve été."
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
@@ -246,13 +248,16 @@ def check_vocabulary(template: ChatTemplate, embedding_rows: int) -> None:
 
 def load_auto_tokenizer(folder: str | Path) -> Any:
     """The tokenizer of transformers in a folder, without network and without code from the folder. It has an eos."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import logging
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if _loses_text(tokenizer):
+            as_it_is = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = tokenizer if _loses_text(as_it_is) else as_it_is
     except Exception as error:  # every kind of damage has its own
         if "trust_remote_code" in str(error):
             raise BadModel(
@@ -275,6 +280,12 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
             f"the tokenizer in {folder} has no eos_token, so rows could not end. Try: add one to tokenizer_config.json."
         )
     return tokenizer
+
+
+def _loses_text(tokenizer: Any) -> bool:
+    """`AutoTokenizer` may take the class of the model's type, whose way to split texts is not that of tokenizer.json."""
+    ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    return "".join(tokenizer.decode(ids).split()) != "".join(_SAMPLE.split())
 
 
 def _template_texts(tokenizer: Any, folder: Path) -> tuple[str, str]:

@@ -404,7 +404,7 @@ def test_a_run_that_was_copied_has_its_own_rows(bare):
 
 def test_without_a_model_of_its_own_a_run_needs_the_one_it_began_with(bare):
     (bare / "model").rmdir()
-    with pytest.raises(BadOption, match="models/from' does not exist"):
+    with pytest.raises(BadOption, match="models/model' does not exist"):
         request(bare, resume=True)
 
 

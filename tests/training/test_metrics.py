@@ -1,6 +1,7 @@
 """FLOPs are counted exactly and leave no trace; the peak they are compared with is measured."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,16 +61,16 @@ def measured(task, shape=(), **kwargs):
 
 def terms_of_t5(size, *, encoder_trains):
     """Counted by hand: 2 FLOPs a weight and token forward, as many for its gradient and for its input's."""
-    s = PRESETS[size]
-    inner, layer = s.heads * s.d_kv, 6 if encoder_trains else 2
+    s = SimpleNamespace(vocab=PRESETS[f"chatlm-{size}"].vocab, **PRESETS[f"chatlm-{size}"].sizes)
+    inner, layer = s.num_heads * s.d_kv, 6 if encoder_trains else 2
     square, feed = s.d_model * inner, 2 * s.d_model * s.d_ff
-    attention = 4 * inner * s.layers
+    attention = 4 * inner * s.num_layers
     cross = (6 if encoder_trains else 4) * 2 * square  # keys and values of a frozen encoder have no input gradient
     head = (6 if encoder_trains else 4) * s.d_model * s.vocab
     return {
-        (1, 0): layer * s.layers * (4 * square + feed) + s.layers * cross,
+        (1, 0): layer * s.num_layers * (4 * square + feed) + s.num_layers * cross,
         (2, 0): layer // 2 * attention,
-        (0, 1): 6 * s.layers * (6 * square + feed) + head,
+        (0, 1): 6 * s.num_layers * (6 * square + feed) + head,
         (0, 2): 3 * attention,
         (1, 1): 3 * attention,
     }
@@ -88,9 +89,9 @@ def test_a_frozen_part_counts_its_forward_alone():
     assert model.count([()]) == first + 2 * second
 
 
-@pytest.mark.parametrize("kind", [Pretrain, Sft])
-def test_a_t5_is_what_is_counted_by_hand(kind):
-    model, how = measured(kind(LanguageOptions(model="chatlm-tiny")), (40, 24))
+@pytest.mark.parametrize(("kind", "freeze"), [(Pretrain, "none"), (Sft, "encoder+embeddings")])
+def test_a_t5_is_what_is_counted_by_hand(kind, freeze):
+    model, how = measured(kind(LanguageOptions(model="chatlm-tiny", freeze=freeze)), (40, 24))
     assert model.polynomial.terms == terms_of_t5("tiny", encoder_trains=kind is Pretrain)
     assert how.endswith("right to the last one at rows of 20+12")
 

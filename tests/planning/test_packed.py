@@ -11,7 +11,7 @@ from brimful.planning.plan import Plan
 from brimful.planning.target import Target
 from brimful.task import Task
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
-from tests.packing.small import Leaky, Lines, PaddedLines, Sinks, draw_rows
+from tests.packing.small import Leaky, Lines, PaddedLines, State, draw_rows
 from tests.planning.small import small_plan
 
 ROWS = draw_rows(100)
@@ -143,7 +143,7 @@ def test_padded_stays_padded(with_kernels):
 REFUSED = {
     "the task has no pack()": PaddedLines,
     "packed rows see each other: 8 of them and the same rows alone differ by": Leaky,
-    "GptOssAttention cannot attend to packed rows: it uses s_aux": Sinks,
+    "MambaForCausalLM cannot be trained on packed rows: its layers carry a state": State,
 }
 
 

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 Freeze = Literal["encoder+embeddings", "encoder", "embeddings", "none"]
 TrainOn = Literal["replies", "all"]
 LoadIn = Literal["4bit", "8bit"]
+ADAPTER_RANK = 16
+"""Of the adapters that a message suggests."""
+BYTES_IN_4BIT = 0.57
+"""Of a weight in 4 bits, with its share of the constants."""
 TRY_MODEL = f"Try: a model folder, a run, owner/name on the Hugging Face hub, or {', '.join(PRESETS)} for new weights."
 
 
@@ -223,6 +227,28 @@ class Pretrain(Task):
                 f"Try: the raw files, or rows tokenized with the tokenizer {made_by if self.source is None else self.source}."
             )
         return store
+
+    def alternatives(self) -> Sequence[tuple[str, int]]:
+        """Adapters, and 4 bits below them: what they hold, counted from the layers."""
+        if self.source is None or self.options.load_in:
+            return ()
+        import torch
+        from torch import nn
+
+        from brimful.tasks.model_folder import model_class
+
+        with torch.device("meta"):
+            model = model_class(self.config).from_config(self.config)
+        head = model.get_output_embeddings()
+        layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+        weights, linear = model.num_parameters(), sum(layer.weight.numel() for layer in layers)
+        adapter = 16 * ADAPTER_RANK * sum(layer.in_features + layer.out_features for layer in layers)
+        lora = f"lora='r={ADAPTER_RANK}'"
+        full = [] if self.options.lora else [(lora, 2 * weights + adapter)]
+        return [
+            *full,
+            (f"{lora} with load_in='4bit'", 2 * (weights - linear) + round(BYTES_IN_4BIT * linear) + adapter),
+        ]
 
     def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
         from brimful.tasks.token_stores import remarks

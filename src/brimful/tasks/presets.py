@@ -47,7 +47,7 @@ class Preset:
         """A new configuration of transformers."""
         from transformers import AutoConfig
 
-        ids = {"pad_token_id": PAD, "eos_token_id": EOS}
+        ids: dict[str, Any] = {"pad_token_id": PAD, "eos_token_id": EOS}
         ids |= {"bos_token_id": None, "tie_word_embeddings": True} if self.causal else {"decoder_start_token_id": PAD}
         return AutoConfig.for_model(self.model_type, vocab_size=self.vocab, **ids, **self.sizes)
 

@@ -53,11 +53,11 @@ def token_store(
 
     limit, causal = task.host_limit_bytes, task.family.causal
     source = open_source(
-        [data], columns=task.options.columns, **({'messages': True} if causal else {}), host_limit_bytes=limit or TOKENIZING_BYTES
+        [data], columns=task.options.columns, messages=causal, host_limit_bytes=limit or TOKENIZING_BYTES
     )
-    _check_fields(task, data, source)
+    check_fields(task, data, source)
     tokenizer = _find_tokenizer(task, data, folder, progress, like)
-    encoder = _causal_encoder(task, source, tokenizer) if causal else None
+    encoder = causal_encoder(task, source, tokenizer) if causal else None
     facts = TokenizerFacts.read(tokenizer)
     key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens), encoder and encoder.key]
     store = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}"
@@ -67,7 +67,7 @@ def token_store(
     options = TokenizeOptions(
         max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES
     )  # fmt: skip
-    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, **({'encoder': encoder} if causal else {}), progress=progress)
+    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, encoder=encoder, progress=progress)
     dropped = _dropped(report.dropped)
     truncated = sum(field.truncated for field in report.fields.values())
     message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}: {report.layout_reason}"
@@ -122,7 +122,7 @@ def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None
         )
 
 
-def _check_fields(task: "Pretrain", data: str, source: "Source") -> None:
+def check_fields(task: "Pretrain", data: str, source: "Source") -> None:
     """Refuse rows of another kind before they are tokenized."""
     layout = source.layout
     columns = ", ".join(dict.fromkeys(layout.columns.values()))
@@ -141,14 +141,15 @@ def _check_fields(task: "Pretrain", data: str, source: "Source") -> None:
         )
 
 
-def _causal_encoder(task: "Pretrain", source: "Source", tokenizer: Path) -> Any:
-    """What turns the rows of this source into tokens: whole texts, or conversations by the chat template."""
+def causal_encoder(task: "Pretrain", source: "Source", tokenizer: str | Path, template: str | None = None) -> Any:
+    """What turns the rows of this source into tokens: whole texts, or conversations by the tokenizer's chat template or
+    another one."""
     from brimful.tasks.causal_data import ConversationEncoder, TextEncoder
 
     if source.layout.kind == "text":
         return TextEncoder.load(tokenizer, max_tokens=task.max_tokens[0])
     train_on = task.options.train_on or ("replies" if task.fine_tunes else "all")
-    return ConversationEncoder.load(tokenizer, max_tokens=task.max_tokens[0], train_on=train_on)
+    return ConversationEncoder.load(tokenizer, max_tokens=task.max_tokens[0], train_on=train_on, template=template)
 
 
 def _origin(task: "Pretrain", store: Store) -> str:

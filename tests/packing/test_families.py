@@ -1,0 +1,91 @@
+"""Every family packed against the same rows alone in transformers' own forward, or refused by name."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from brimful.errors import TaskError
+from brimful.packing import causal
+from brimful.planning.levers import checkpointing
+from brimful.task import Task
+from tests.packing.families import (
+    EXACT,
+    REFUSED,
+    TABLE,
+    build,
+    difference,
+    draw_rows,
+    gradients,
+    in_float64,
+    loss_alone,
+)
+
+ROOM = 128
+WITH_DROPOUT = [name for name in EXACT if name != "ernie4.5"]
+"""Of attention weights."""
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_packed_rows_have_the_loss_and_gradient_that_they_have_alone(name):
+    model, rows = build(name), draw_rows()
+    with in_float64():
+        packed, alone = causal.loss(model, causal.pack(rows, (ROOM,))), loss_alone(model, rows)
+        some, others = (gradients(one, model) for one in (packed.sum, alone))
+    assert packed.sum.item() == pytest.approx(alone.item(), rel=1e-12)
+    assert packed.count == sum(len(row) - 1 for row in rows)
+    assert difference(some, others) <= 1e-12
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_padded_rows_have_the_loss_and_gradient_that_they_have_alone(name):
+    if name == "mixtral balanced":
+        pytest.skip("refused")
+    model, rows = build(name), draw_rows()[1:]
+    labels = [row.copy() for row in rows]
+    for label in labels:
+        label[: len(label) // 2] = -100
+    with in_float64():
+        padded = causal.padded_loss(model, causal.pad(rows, labels))
+        alone = loss_alone(model, rows, labels)
+        some, others = (gradients(one, model) for one in (padded.sum, alone))
+    assert padded.sum.item() == pytest.approx(alone.item(), rel=1e-12)
+    assert padded.count == sum(int((label[1:] != -100).sum()) for label in labels)
+    assert difference(some, others) <= 1e-12
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_whose_rows_would_see_each_other_is_refused(name):
+    model = build(name)
+    assert causal.cannot_pack(model.config) == REFUSED[name]
+    with pytest.raises(TaskError) as refusal:
+        causal.loss(model, causal.pack(draw_rows(), (ROOM,)))
+    assert f"cannot be trained on packed rows: {REFUSED[name]}. Try: layout='padded'" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_checkpointed_blocks_run_again_inside_their_rows(name):
+    model, batch = build(name).train(), causal.pack(draw_rows(), (ROOM,))
+    own = model.config._attn_implementation
+
+    def run():
+        torch.manual_seed(0)  # dropout is the same
+        return gradients(causal.loss(model, batch).sum, model)
+
+    plain = run()
+    for every in (1, 2):
+        with checkpointing(Task(), model).set(every):
+            assert difference(run(), plain) == 0
+    assert model.config._attn_implementation == own
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_attention_weights_are_dropped_in_training_only(name):
+    dropout = {"gpt2": "attn_pdrop", "gpt-bigcode": "attn_pdrop"}.get(name, "attention_dropout")
+    model, batch = build(name, **{dropout: 0.25}), causal.pack(draw_rows(), (ROOM,))
+    with mock.patch.object(causal, "attention", wraps=causal.attention) as attention:
+        causal.loss(model, batch)
+        causal.loss(model.train(), batch)
+    dropped = [call.kwargs["dropout"] for call in attention.call_args_list]
+    layers = len(dropped) // 2
+    assert dropped == [0.0] * layers + [0.25] * layers

@@ -27,7 +27,9 @@ off. **OOMs** are all that the process met, planning and discarded settings incl
 setting: Brimful's plan without its compilation, or all other settings a user had to run. **batch** says whether every
 step had the global batch. **loss** is that of the first step, and **apart** the largest relative difference over the first
 three steps from Brimful's (from the first contestant's where Brimful has none); it should be bf16 noise, below 1 %, and is
-not given where a step had other rows.
+not given where a step had other rows. Equal losses do not prove equal training, so the weights that a contestant trains are
+counted, too, and one that trains others is an error. A grid's best is the highest of several short measurements, which
+favours it a little.
 """
 
 import argparse
@@ -239,6 +241,8 @@ def _is_there(package: str) -> bool:
 
 def run_jobs(jobs: list[dict[str, Any]]) -> int:
     """In the process of the jobs: one after the other, each with the device to itself."""
+    if jobs[0]["trainer"] == "unsloth":
+        import unsloth  # noqa: F401 - it patches what is imported after it
     import gc
 
     import torch

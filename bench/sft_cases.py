@@ -108,6 +108,10 @@ MODELS = {
 }  # fmt: skip
 
 
+class OtherTraining(Exception):
+    """A contestant does not train what its case says."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One model on one set of rows, prepared in a folder."""
@@ -175,6 +179,36 @@ class Case:
     def _store_note(self) -> str:
         """Names the token store. The tokenizer is one for all models, so they share it."""
         return f"store-{self.data}{'-tiny' if self.tiny else ''}"
+
+    @property
+    def trained_weights(self) -> int:
+        """How many weights this case trains: all of the model, or those of the adapters."""
+        sizes = TINY_SIZES if self.tiny else self.shape.sizes
+        width, inner, layers = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]
+        if self.method != "full":
+            key_width = width * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+            ends = [(width, width), (width, key_width), (width, key_width), (width, width), *[(width, inner)] * 3]
+            return layers * sum(LORA["r"] * (one + other) for one, other in ends)
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.shape.config(self.tiny))
+        return sum(param.numel() for param in model.parameters())
+
+    def check(self, model: Any) -> None:
+        """Refuse a contestant that trains something else: its speed would not be comparable.
+
+        Losses do not tell. Full fine-tuning in place of adapters begins at the same loss and is 0.03 % off after three steps.
+        """
+        count = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        in_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
+        problems = []
+        if count != self.trained_weights:
+            problems.append(f"it trains {count:,} weights, and {self.method} has {self.trained_weights:,}")
+        if in_4bit != (self.method == "qlora"):
+            problems.append(f"its linear layers {'are' if in_4bit else 'are not'} in 4 bits")
+        if problems:
+            raise OtherTraining(f"{' and '.join(problems)}. Its figures cannot be compared.")
 
     def flops(self, lengths: np.ndarray) -> float:
         """FLOPs of one forward and backward over rows of these lengths, one line per row, without padding.

@@ -6,6 +6,8 @@
              batch size, `dtype` for the weights' and `attention` for the attention kernel.
 **unsloth**  `FastLanguageModel` and the `SFTTrainer` that it patches.
 
+Before its first step `Case.check` counts what a trainer trains, and refuses it if that is not what the case says.
+
 All start from the same weights and have the same rows in the same steps, AdamW at a constant rate of 1e-5 (adapters: 1e-4)
 without weight decay, gradients clipped to 1, bf16 autocast on a GPU, the same adapters. TRL's own accumulation fills up the
 global batch. Packing is the exception: TRL packs rows into sequences of a fixed length before training, in an order of its
@@ -60,7 +62,7 @@ def train_with_brimful(training: Training) -> None:
     request: dict[str, Any] = {
         "max_steps": clock.steps, "lr": training.learning_rate, "weight_decay": 0.0, "schedule": "constant", "warmup": 0,
         "clip_norm": CLIP, "device": str(clock.device), "seed": training.seed, "cache": False, "quiet": True,
-        "hooks": [*training.hooks, ticks], "listeners": [events.append],
+        "hooks": [_Check(case), *training.hooks, ticks], "listeners": [events.append],
     }  # fmt: skip
     if case.tiny:
         request["global_batch"] = case.global_batch
@@ -72,6 +74,14 @@ def train_with_brimful(training: Training) -> None:
         finally:
             training.notes.update(_planned(events), **ticks.peaks)
             training.notes["survived_ooms"] = training.notes.pop("ooms", 0)
+
+
+class _Check(brimful.Hook):
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def before(self, loop: Any) -> None:
+        self.case.check(loop.stepper.model)
 
 
 def train_with_trl(training: Training) -> None:
@@ -203,7 +213,8 @@ def _timed(Base: Any, training: Training, *, packing: bool) -> tuple[Any, Any]:
             return result
 
     class Ticks(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            training.case.check(model)
             clock.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -112,6 +112,8 @@ class Task:
     """The largest lengths a row may have. Planning without data assumes that every row is this long."""
     global_batch: int = 256
     """Rows per optimizer step, over all micro-batches and processes, unless the user sets another number."""
+    why_not_packed: str | None = "the task has no pack()"
+    """For the plan, where `packs` is false."""
     chunked_loss: bool = False
     """Whether the loss of packed rows never holds all logits in memory, for the plan to say so."""
     precision: Precision = "fp32"

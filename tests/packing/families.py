@@ -145,6 +145,6 @@ def in_float64():
     def softmax_in_float64(tensor, *args, **kwargs):
         return softmax(tensor, *args, **{**kwargs, **({"dtype": torch.float64} if wide(tensor) else {})})
 
-    with mock.patch.multiple(torch.Tensor, **{name: convert(name) for name in own}):
-        with mock.patch.object(F, "softmax", softmax_in_float64):
-            yield
+    converted = {name: convert(name) for name in own}
+    with mock.patch.multiple(torch.Tensor, **converted), mock.patch.object(F, "softmax", softmax_in_float64):
+        yield

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brimful.errors import TaskError
-from brimful.packing import causal
+from brimful.packing import attention, causal
 from brimful.planning.levers import checkpointing
 from brimful.task import Task
 from tests.packing.families import (
@@ -83,9 +83,21 @@ def test_checkpointed_blocks_run_again_inside_their_rows(name):
 def test_attention_weights_are_dropped_in_training_only(name):
     dropout = {"gpt2": "attn_pdrop", "gpt-bigcode": "attn_pdrop"}.get(name, "attention_dropout")
     model, batch = build(name, **{dropout: 0.25}), causal.pack(draw_rows(), (ROOM,))
-    with mock.patch.object(causal, "attention", wraps=causal.attention) as attention:
+    with mock.patch.object(causal, "attention", wraps=causal.attention) as run:
         causal.loss(model, batch)
         causal.loss(model.train(), batch)
-    dropped = [call.kwargs["dropout"] for call in attention.call_args_list]
+    dropped = [call.kwargs["dropout"] for call in run.call_args_list]
     layers = len(dropped) // 2
     assert dropped == [0.0] * layers + [0.25] * layers
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_under_autocast_attention_runs_in_half_precision(name):
+    """As the kernels need it: rotary positions make queries and keys fp32."""
+    model, batch = build(name, torch.float32), causal.pack(draw_rows(), (ROOM,))
+    with (
+        mock.patch.object(attention, "_plain", wraps=attention._plain) as run,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        causal.loss(model, batch)
+    assert {side.dtype for call in run.call_args_list for side in call.args[:3]} == {torch.bfloat16}

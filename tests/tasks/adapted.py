@@ -21,7 +21,7 @@ def config(kind="qwen2", **changes):
     return {"qwen2": Qwen2Config, "llama": LlamaConfig}[kind](**{**sizes, **tied, **changes})
 
 
-def make_base(folder, kind="qwen2", *, seed=0, dtype=torch.float32, shards="1GB", **changes):
+def make_base(folder, kind="qwen2", *, seed=0, std=0.2, dtype=torch.float32, shards="1GB", **changes):
     """A model folder with random weights, large enough that an adapter matters."""
     from transformers import AutoModelForCausalLM
 
@@ -29,13 +29,13 @@ def make_base(folder, kind="qwen2", *, seed=0, dtype=torch.float32, shards="1GB"
     model = AutoModelForCausalLM.from_config(config(kind, **changes)).to(dtype)
     for param in model.parameters():
         if param.ndim > 1:
-            param.data.normal_(std=0.2)
+            param.data.normal_(std=std)
     model.save_pretrained(folder, max_shard_size=shards)
     (folder / "tokenizer.json").write_text('{"of": "base"}')
     return folder
 
 
-def add_noise(model, scale=0.3):
+def add_noise(model, scale=0.03):
     """An adapter that changes something: PEFT begins with one that does not."""
     draw = torch.Generator().manual_seed(3)
     for name, param in model.named_parameters():
@@ -48,9 +48,9 @@ def tokens(rows=4, length=12):
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(9))
 
 
-def logits(model, ids=None):
+def logits(model, dtype=torch.float32):
     with torch.no_grad():
-        return model.eval()(input_ids=tokens() if ids is None else ids, use_cache=False).logits.float()
+        return model.eval()(input_ids=tokens(), use_cache=False).logits.to(dtype)
 
 
 class Rows(list):

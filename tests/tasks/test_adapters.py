@@ -9,7 +9,16 @@ import torch
 from brimful.errors import BadModel, BadOption, MissingExtra
 from brimful.planning.levers import checkpointing, with_weights
 from brimful.tasks import adapters
-from brimful.tasks.adapters import Lora, base_of, check_packages, fingerprint, load_adapter, load_base, new_base, with_adapter
+from brimful.tasks.adapters import (
+    Lora,
+    base_of,
+    check_packages,
+    fingerprint,
+    load_adapter,
+    load_base,
+    new_base,
+    with_adapter,
+)
 from tests.tasks.adapted import Adapted, add_noise, config, logits, make_base, tokens
 
 
@@ -77,7 +86,9 @@ def test_missing_packages_are_named_with_the_pip_command(monkeypatch):
         check_packages(Lora(), "4bit")
 
 
-@pytest.mark.parametrize(("load_in", "lora", "message"), [("4bit", None, "needs lora="), ("2bit", Lora(), "4bit or 8bit")])
+@pytest.mark.parametrize(
+    ("load_in", "lora", "message"), [("4bit", None, "needs lora="), ("2bit", Lora(), "4bit or 8bit")]
+)
 def test_quantized_weights_need_an_adapter(load_in, lora, message):
     with pytest.raises(BadOption, match=message):
         check_packages(lora, load_in)
@@ -185,7 +196,10 @@ class TestBase:
             load_base(tmp_path)
 
     def test_a_base_that_is_quantized_already_is_refused(self, base, tmp_path):
-        content = {**json.loads((base / "config.json").read_text()), "quantization_config": {"quant_method": "gptq", "bits": 4}}
+        content = {
+            **json.loads((base / "config.json").read_text()),
+            "quantization_config": {"quant_method": "gptq", "bits": 4},
+        }
         (tmp_path / "config.json").write_text(json.dumps(content))
         (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
         with pytest.raises(BadModel, match="quantized already"):
@@ -207,7 +221,9 @@ class TestBase:
 
     def test_a_sample_has_the_first_and_the_last_bytes(self):
         places = list(adapters._places(10**6, whole=False))
-        assert places[0][0] == 0 and sum(places[-1]) == 10**6 and sum(size for _, size in places) == adapters.SAMPLE_BYTES
+        assert (
+            places[0][0] == 0 and sum(places[-1]) == 10**6 and sum(size for _, size in places) == adapters.SAMPLE_BYTES
+        )
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +247,11 @@ class TestFolder:
         from transformers import AutoModelForCausalLM
 
         folder, expected = saved
-        assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "brimful_base.json"}
+        assert {file.name for file in folder.iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "brimful_base.json",
+        }
         model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
         assert torch.equal(logits(model), expected)
         assert torch.equal(logits(peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)), expected)

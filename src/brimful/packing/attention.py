@@ -58,6 +58,7 @@ def attention(
         [token, head, dim]; zeros after the last row.
     """
     keys = queries if keys is None else keys
+    q, k, v = (side.to(_precision(v)) for side in (q, k, v))
     if q.is_cuda and q.dtype in HALF:
         seed = torch.randint(2**31, (1,), device=q.device) if dropout else None
         narrower = q.shape[2] - v.shape[2]  # DeepSeek's values: the kernels know one width
@@ -66,7 +67,14 @@ def attention(
             scale, causal, window or 0, softcap or 0.0, dropout,
         )  # fmt: skip
         return out[..., : v.shape[2]] if narrower else out
-    return _reference(q, k, v, queries, keys, scale, causal, window, softcap, bias, sinks, dropout)
+    return _plain(q, k, v, queries, keys, scale, causal, window, softcap, bias, sinks, dropout)
+
+
+def _precision(v: Tensor) -> torch.dtype:
+    """As torch's own attention does it: under autocast queries and keys with rotary positions come in fp32, values do not."""
+    if v.dtype != torch.float64 and torch.is_autocast_enabled(v.device.type):
+        return torch.get_autocast_dtype(v.device.type)
+    return v.dtype
 
 
 def _reference(
@@ -91,6 +99,16 @@ def _reference(
         parts.append(out.transpose(1, 2).flatten(0, 1).to(q.dtype))
     packed = torch.zeros((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     return packed.index_put((torch.cat(places),), torch.cat(parts)) if parts else packed
+
+
+_plain = _reference
+
+
+def leave_uncompiled() -> None:
+    """Make compiled code call the plain implementation as it is. Its loops over rows would be compiled for every batch."""
+    global _plain
+    if _plain is _reference:
+        _plain = torch.compiler.disable(_reference)
 
 
 def _attend_side_by_side(

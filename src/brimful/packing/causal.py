@@ -183,7 +183,7 @@ def compile_blocks(model: Any, on: bool, *, backend: str | Callable[..., Any] = 
     model, decoder = _parts(model)
     blocks = [part for part in decoder.modules() if isinstance(part, GradientCheckpointingLayer)]
     for block in blocks:
-        if _is_compiled(block):
+        if isinstance(vars(block).get("forward"), partial) and _is_compiled(block):  # by an earlier call
             del block.forward
         if on and "forward" not in vars(block):  # else somebody else has replaced it
             block.forward = partial(_compiled_forward(type(block).forward, backend), block)
@@ -192,7 +192,8 @@ def compile_blocks(model: Any, on: bool, *, backend: str | Callable[..., Any] = 
 
 def _is_compiled(block: nn.Module) -> bool:
     forward = vars(block).get("forward")
-    return isinstance(forward, partial) and hasattr(forward.func, "_torchdynamo_orig_callable")
+    by_torch = vars(block).get("_compiled_call_impl") is not None  # block.compile()
+    return by_torch or hasattr(getattr(forward, "func", forward), "_torchdynamo_orig_callable")
 
 
 @cache

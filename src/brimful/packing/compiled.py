@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from brimful.files import cache_folder
+from brimful.packing.attention import leave_uncompiled
 
 VARIANTS = 64
 """Versions of one function: encoder and decoder blocks, with and without gradients, in training and evaluation. After torch's
@@ -20,6 +21,7 @@ def compiled(function: Callable[..., Any], backend: str | Callable[..., Any] = "
     import torch._dynamo
     import torch.fx.experimental._config
 
+    leave_uncompiled()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     # Sizes that are equal in the first call by chance, such as the tokens of both sides, must not be taken for always equal.
     torch.fx.experimental._config.use_duck_shape = False

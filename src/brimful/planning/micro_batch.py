@@ -251,7 +251,7 @@ class Search:
     def _why_not_packed(self, *, slow: bool = False) -> str:
         """Empty if rows may be packed. `slow`: also where there are no kernels for it."""
         if not self.task.packs:
-            return "the task has no pack()"
+            return self.task.why_not_packed or "the task has no pack()"
         if not self.task.has_dummy_row:
             return "the task has no dummy_row()"
         if self.options.layout == "auto" and not slow and not self.target.has_kernels:

@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
@@ -146,7 +147,8 @@ def with_adapter(model: Any, lora: Lora) -> Any:
 
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     config = peft.LoraConfig(
-        task_type=kind, r=lora.r, lora_alpha=lora.alpha, target_modules=_targets(model, lora), lora_dropout=lora.dropout,
+        task_type=kind, r=lora.r, lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=_targets(model, lora), lora_dropout=lora.dropout,
         use_dora=lora.dora, use_rslora=lora.rslora,
     )  # fmt: skip
     adapted: Any = peft.get_peft_model(model, config)
@@ -536,14 +538,28 @@ def _on_meta(adapter: Path, base: Path) -> Any:
         peft_config = peft.PeftConfig.from_pretrained(str(adapter))
         adapted = peft.get_peft_model(model, peft_config, low_cpu_mem_usage=True)
         weights = safetensors.torch.load_file(adapter / ADAPTER_WEIGHTS)
-        weights = {name: tensor.float() for name, tensor in weights.items()}
-        result = peft.set_peft_model_state_dict(adapted, weights, low_cpu_mem_usage=True)
-    if result.unexpected_keys:
+        named = {_name_in_model(name): tensor.float() for name, tensor in weights.items()}
+        # not by PEFT's own function, which moves an adapter to the device of its base
+        unknown = adapted.load_state_dict(named, strict=False, assign=True).unexpected_keys
+    missing = [name for name, param in adapted.named_parameters() if "lora_" in name and param.is_meta]
+    if unknown or missing:
+        problems = _count_tensors(unknown, "not in the model"), _count_tensors(missing, "missing")
         raise BadModel(
-            f"{adapter} is an adapter of another base: {_count_tensors(result.unexpected_keys, 'not in the model')}. "
+            f"{adapter} is an adapter of another base: {', '.join(filter(None, problems))}. "
             "Try: base= with the folder of its model."
         )
     return adapted
+
+
+def _name_in_model(name: str) -> str:
+    """PEFT's files leave out the name of the adapter, and of DoRA's lengths the last part.
+
+    >>> _name_in_model("q_proj.lora_A.weight"), _name_in_model("q_proj.lora_magnitude_vector")
+    ('q_proj.lora_A.default.weight', 'q_proj.lora_magnitude_vector.default.weight')
+    """
+    if name.endswith(".lora_magnitude_vector"):
+        name += ".weight"
+    return re.sub(r"\.(lora_\w+)\.", r".\1.default.", name)
 
 
 def _lora_layers(model: Any) -> Iterator[tuple[str, Any]]:

@@ -38,12 +38,8 @@ class CausalLM:
         self.config, self.text = config, text_config(config)
 
     @property
-    def packs(self) -> bool:
-        return self.cannot_pack is None
-
-    @property
-    def cannot_pack(self) -> str | None:
-        """Why rows of this model cannot be packed, as far as its configuration tells."""
+    def why_not_packed(self) -> str | None:
+        """Why rows of this model cannot be packed, as far as its configuration tells; None if they can."""
         from brimful.packing.causal import cannot_pack
 
         return cannot_pack(self.text)

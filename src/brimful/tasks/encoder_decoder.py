@@ -38,8 +38,10 @@ class EncoderDecoder:
         self.config = config
 
     @property
-    def packs(self) -> bool:
-        return self.config.model_type in PACKED_MODELS
+    def why_not_packed(self) -> str | None:
+        """Why rows of this model cannot be packed; None if they can."""
+        known = self.config.model_type in PACKED_MODELS
+        return None if known else f"{self.config.model_type} models have no packed forward pass"
 
     def shape(self, row: Any) -> Shape:
         return len(row["prompt"]), len(row["response"])
@@ -89,7 +91,7 @@ class EncoderDecoder:
         from brimful.packing.t5 import compile_blocks
 
         compile_blocks(model, on)
-        return self.packs
+        return self.why_not_packed is None
 
     def freeze(self, model: Any, part: str) -> None:
         for one in {

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from brimful.errors import BadData, BadOption
-from brimful.task import Dataset, Loss, Shape, Task
+from brimful.task import Dataset, Loss, Precision, Shape, Task
 from brimful.tasks.presets import PRESETS, Preset
 from brimful.training.run import RunFolder, is_missing
 from brimful.units import is_number
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from brimful.data.store import Store
+    from brimful.tasks.adapters import Lora
     from brimful.tasks.causal_lm import CausalLM
     from brimful.tasks.encoder_decoder import EncoderDecoder
 
@@ -36,6 +38,8 @@ TrainOn = Literal["replies", "all"]
 LoadIn = Literal["4bit", "8bit"]
 ADAPTER_RANK = 16
 """Of the adapters that a message suggests."""
+LORA_RATE, CAUSAL_RATE = 2e-4, 2e-5
+"""Learning rates of adapters, and of fine-tuning a causal model."""
 BYTES_IN_4BIT = 0.57
 """Of a weight in 4 bits, with its share of the constants."""
 TRY_MODEL = f"Try: a model folder, a run, owner/name on the Hugging Face hub, or {', '.join(PRESETS)} for new weights."
@@ -97,7 +101,9 @@ class LanguageOptions:
     def on_resume(cls, values: dict[str, Any], run: Path) -> dict[str, Any]:
         """The options of a run that continues: a model or tokenizer that is gone is replaced by the run's own copy."""
         store = RunFolder(run).read_request().prepared.get("data")
-        copies = {"model": run / "model", "tokenizer": run / store / "tokenizer" if store else run / "tokenizer"}
+        copies = {"tokenizer": run / store / "tokenizer" if store else run / "tokenizer"}
+        if not values.get("lora"):  # whose run has the adapter alone
+            copies["model"] = run / "model"
         return {
             name: str(copies[name]) if name in copies and _is_gone(value) and copies[name].exists() else value
             for name, value in values.items()
@@ -127,11 +133,13 @@ class Pretrain(Task):
     name = "pretrain"
     Options = LanguageOptions
     options: LanguageOptions
-    precision = "auto"
+    precision: Precision = "auto"
     chunked_loss = True
     learning_rate = 3e-4
     default_model: ClassVar[str] = "chatlm-base"
     fine_tunes: ClassVar[bool] = False
+    refuses_adapters: ClassVar[bool] = True
+    """An adapter is trained no further; it is merged first."""
 
     def __init__(self, options: LanguageOptions | None = None) -> None:
         super().__init__(options)
@@ -140,6 +148,8 @@ class Pretrain(Task):
         """The preset that `--model` names; None for a saved model."""
         self.source = None if self.preset else _resolved(model)
         """The folder of the saved model; None for new weights."""
+        if self.source is not None and self.refuses_adapters:
+            _refuse_adapter(model, self.source)
         self.config = _config(model if self.preset else self.source)
         self.family = self._family()
         self.family.check(self.options)
@@ -147,10 +157,11 @@ class Pretrain(Task):
             raise BadOption(
                 f"freeze={self.freeze!r} is not a part of a {self.config.model_type} model. Try: {' or '.join(self.family.parts)}."
             )
-        self.worst_shape = self.preset.worst_shape if self.preset else self._longest()
         self.max_tokens: Shape = self._max_tokens()
         self.worst_shape = self.max_tokens
         self.global_batch = self.preset.global_batch if self.preset else 64 if self.family.causal else 256
+        self.learning_rate = self._learning_rate()
+        self.lora = self._lora()
 
     @property
     def freeze(self) -> str:
@@ -163,16 +174,24 @@ class Pretrain(Task):
     def model(self) -> "nn.Module":
         from brimful.tasks.model_folder import model_class
 
-        return self._prepared(model_class(self.config).from_config(self.config))
+        if self.lora is not None:
+            from brimful.tasks.adapters import new_base, with_adapter
+
+            return with_adapter(new_base(self.config, self.options.load_in, self.base_dtype), self.lora)
+        return self._frozen(model_class(self.config).from_config(self.config))
 
     def initial_model(self) -> "nn.Module":
         if self.source is None:
             return self.model()
+        if self.lora is not None:
+            from brimful.tasks.adapters import load_base, with_adapter
+
+            return with_adapter(load_base(self.source, self.options.load_in, dtype=self.base_dtype), self.lora)
         from brimful.tasks.model_folder import load_model
 
         model = load_model(self.source)
         model.config.use_cache = False
-        return self._prepared(model)
+        return self._frozen(model)
 
     def loss(self, model: "nn.Module", batch: Any) -> Loss:
         return self.family.loss(model, batch, self.options.label_smoothing if model.training else 0.0)
@@ -188,7 +207,11 @@ class Pretrain(Task):
 
     @property
     def packs(self) -> bool:
-        return self.family.packs
+        return self.family.why_not_packed is None
+
+    @property
+    def why_not_packed(self) -> str | None:  # type: ignore[override]
+        return self.family.why_not_packed
 
     def compiling(self, model: "nn.Module", on: bool) -> bool:
         return self.family.compile_blocks(model, on)
@@ -262,8 +285,13 @@ class Pretrain(Task):
 
     def save(self, model: "nn.Module", folder: Path, rows: Dataset) -> None:
         """The model with its tokenizer, in one folder that transformers can load."""
-        with _cache_enabled(model):
-            super().save(model, folder, rows)
+        if self.lora is not None:
+            from brimful.tasks import adapters
+
+            adapters.save(model, folder)
+        else:
+            with _cache_enabled(model):
+                super().save(model, folder, rows)
         store = getattr(rows, "path", None)
         if store is not None:
             for file in (store / "tokenizer").iterdir():
@@ -280,25 +308,57 @@ class Pretrain(Task):
 
         return CausalLM(self.config)
 
+    def _lora(self) -> "Lora | None":
+        """The adapters that are trained, if any. Their base is frozen in the precision that it computes in."""
+        if self.options.lora is None:
+            return None
+        from brimful.tasks.adapters import Lora, check_packages, trained_weights
+
+        lora = Lora.parse(self.options.lora)
+        check_packages(lora, self.options.load_in)
+        self.trained_weights = trained_weights  # type: ignore[method-assign]
+        if str(self.base_dtype) == "torch.bfloat16":
+            self.precision = "bf16"
+        return lora
+
+    @property
+    def base_dtype(self) -> "torch.dtype":
+        """The dtype of frozen weights below adapters: bf16 where the model was saved in 16 bits and a GPU computes in bf16."""
+        import torch
+
+        in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16)
+        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if fast and (in_16_bits or self.options.load_in) else torch.float32
+
+    def _learning_rate(self) -> float:
+        """What is usual for adapters, and for fine-tuning all weights of a causal model."""
+        if self.options.lora is not None:
+            return LORA_RATE
+        return (
+            CAUSAL_RATE if self.fine_tunes and self.family.causal and self.preset is None else type(self).learning_rate
+        )
+
     def _longest(self) -> Shape:
-        """The lengths of a saved model, unless the user says otherwise."""
+        """The lengths of the preset or the saved model, unless the user says otherwise."""
+        if self.preset is not None:
+            return self.preset.worst_shape
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if not self.family.causal or not isinstance(positions, int):
             return self.family.lengths
         return tuple(min(length, positions) for length in self.family.lengths)
 
     def _max_tokens(self) -> Shape:
-        lengths = self.options.lengths
+        lengths, longest = self.options.lengths, self._longest()
         if lengths is None:
-            return self.worst_shape
+            return longest
         if self.family.causal and len(lengths) > 1:
             raise BadOption(
                 f"max_tokens={self.options.max_tokens!r} has two numbers, and a row of a causal model is one sequence. "
                 f"Try: {sum(lengths)}."
             )
-        return lengths * len(self.worst_shape) if len(lengths) == 1 else lengths
+        return lengths * len(longest) if len(lengths) == 1 else lengths
 
-    def _prepared(self, model: Any) -> "nn.Module":
+    def _frozen(self, model: Any) -> "nn.Module":
         self.family.freeze(model, self.freeze)
         return model
 
@@ -321,6 +381,16 @@ class Sft(Pretrain):
 
 def _is_gone(model: str) -> bool:
     return model not in PRESETS and not Path(model).exists()
+
+
+def _refuse_adapter(model: str, folder: str) -> None:
+    from brimful.tasks.model_folder import is_adapter
+
+    if is_adapter(Path(folder)):
+        raise BadOption(
+            f"model={model!r} is an adapter, not a whole model. Try: brimful export {model} --merge --output DIR, then "
+            "model= with that folder."
+        )
 
 
 def _resolved(model: str) -> str:

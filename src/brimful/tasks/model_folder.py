@@ -3,6 +3,7 @@
     FOLDER                    written by save_pretrained, with a config.json
     RUN                       RUN/best, else RUN/model, else the model of the newest complete checkpoint
     RUN/checkpoints/step-…    its model/
+    an adapter                of LoRA, or a run of one: loaded into the base model that it names
     owner/name                a model of the Hugging Face hub, from this machine's cache or else downloaded by the hub's client
 
 A missing, misshapen or unknown tensor is an error that names it. (With `strict=False`, tensors would silently stay random.)
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-CONFIG = "config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How the names of classes end that write text; one for masked words or labels has others."""
@@ -46,13 +47,15 @@ def resolve(path: str | Path) -> Path:
     if not folder.is_dir():
         raise BadModel(f"{folder} is a file. Try: the folder that holds the model's {CONFIG}.")
     for place in (folder, folder / "best", folder / "model"):
-        if (place / CONFIG).is_file():
+        if (place / CONFIG).is_file() or (place / ADAPTER_CONFIG).is_file():
             return place
     newest = Newest(checkpoint=None)
     if (folder / "checkpoints").is_dir():
         newest = Checkpoints(folder / "checkpoints").newest()
-        if newest.checkpoint is not None and (newest.checkpoint.path / "model" / CONFIG).is_file():
-            return newest.checkpoint.path / "model"
+        if newest.checkpoint is not None:
+            saved = newest.checkpoint.path / "model"
+            if (saved / CONFIG).is_file() or (saved / ADAPTER_CONFIG).is_file():
+                return saved
     raise _no_model(folder, newest)
 
 
@@ -68,6 +71,10 @@ def read_config(path: str | Path) -> Any:
     import transformers
 
     folder = resolve(path)
+    if is_adapter(folder):
+        from brimful.tasks.adapters import find_base
+
+        return read_config(find_base(folder))
     with _as_bad_model(folder, CONFIG), quiet():
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if "auto_map" in content and content.get("model_type") not in transformers.CONFIG_MAPPING:
@@ -84,6 +91,11 @@ def read_config(path: str | Path) -> Any:
             "Try: a causal model such as Qwen or Llama, or an encoder-decoder such as T5."
         )
     return config
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder from `resolve` holds an adapter instead of a whole model."""
+    return not (folder / CONFIG).is_file() and (folder / ADAPTER_CONFIG).is_file()
 
 
 def is_causal(config: Any) -> bool:
@@ -108,6 +120,10 @@ def load_model(path: str | Path, device: "torch.device | str" = "cpu", dtype: "t
     import torch
 
     folder = resolve(path)
+    if is_adapter(folder):
+        from brimful.tasks.adapters import load_adapter
+
+        return load_adapter(folder, device=device, dtype=dtype)
     config = read_config(folder)
     _check_hashes(folder)
     _check_shards(folder)

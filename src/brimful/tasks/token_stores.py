@@ -101,7 +101,7 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
 def _dropped(counts: Mapping[str, int]) -> str:
     """`2 that could not be read and 7 with an empty field`."""
     reasons = {"broken": "that could not be read", "empty": "with an empty field"}
-    return " and ".join(f"{count:,} {reasons[reason]}" for reason, count in counts.items() if count)
+    return " and ".join(f"{count:,} {reasons.get(reason, reason)}" for reason, count in counts.items() if count)
 
 
 def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
@@ -191,17 +191,25 @@ def _new_tokenizer(task: "Pretrain", data: str, folder: Path, progress: Callable
     options = TokenizerOptions(vocab_size=task.preset.vocab)
     if limit is not None:  # a higher limit is no reason to train on more rows for longer
         options = replace(options, host_limit_bytes=min(options.host_limit_bytes, limit))
-    source = open_source([data], columns=task.options.columns, host_limit_bytes=limit or TOKENIZING_BYTES)
+    columns, size = task.options.columns, limit or TOKENIZING_BYTES
+    try:
+        source = open_source([data], columns=columns, host_limit_bytes=size)
+    except BadOption:  # names of conversations; for the words of a vocabulary any text of the rows will do
+        source = open_source([data], host_limit_bytes=size)
     report = train_tokenizer(source, output=output, options=options, progress=progress)
     if task.preset.causal:
-        write_template(output, _template_text(task.options.chat_template))
+        write_template(output, CHAT_TEMPLATE)
+        if task.options.chat_template is not None:
+            return _with_template(output, task.options.chat_template, folder)
     progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}: {output}")
     return output
 
 
 def _with_template(tokenizer: Path, template: str, folder: Path) -> Path:
     """A copy of the tokenizer with another chat template, which is then saved with the store and with the model."""
-    text = _template_text(template)
+    from brimful.tasks.chat_template import ChatTemplate
+
+    text = ChatTemplate.load(tokenizer, template).jinja
     copy = folder / f"tokenizer-{hashlib.sha256((str(tokenizer.resolve()) + text).encode()).hexdigest()[:8]}"
     copy.mkdir(parents=True, exist_ok=True)
     for pattern in TOKENIZER_FILES:
@@ -209,11 +217,3 @@ def _with_template(tokenizer: Path, template: str, folder: Path) -> Path:
             shutil.copyfile(file, copy / file.name)
     write_template(copy, text)
     return copy
-
-
-def _template_text(name: str | None) -> str:
-    if name is None:
-        return CHAT_TEMPLATE
-    from brimful.tasks.chat_template import template_text
-
-    return template_text(name)

@@ -581,7 +581,7 @@ class Session:
         A checkpoint of `Task.trained_weights` has the others from the initial model, whose fingerprint is returned too.
         """
         device, task = self.target.device, self.task
-        in_part = type(task).trained_weights is not Task.trained_weights
+        in_part = getattr(task.trained_weights, "__func__", None) is not Task.trained_weights
         if checkpoint is None or in_part:
             with device if in_part else nullcontext():  # a base is loaded, and quantized, where it will be used
                 model = task.initial_model()

@@ -320,6 +320,14 @@ def test_columns_beside_that_only_later_rows_have(tmp_path):
     assert found[200:] == [chat("a", "b", system="kind"), {**chat("a", "b", "c", "d"), "tools": [TOOL]}]
 
 
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_history_under_a_chinese_name(tmp_path, ascii_only):
+    rows = [{"指令": "c", "输出": "d", "历史": [["a", "b"]]}, {"指令": "e", "输出": "f", "历史": []}]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows))
+    assert conversations(opened(path)) == [chat("a", "b", "c", "d"), chat("e", "f")]
+
+
 def test_a_column_called_history_of_another_type_is_not_used(tmp_path):
     source = opened(write(tmp_path / "r.jsonl", [{"prompt": "a", "response": "b", "history": 3}]))
     assert conversations(source) == [chat("a", "b")]

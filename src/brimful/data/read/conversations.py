@@ -194,7 +194,8 @@ def _format_name(kind: Kind, columns: Mapping[str, str], schema: FileSchema) -> 
     if kind != "conversations":
         return _FORMATS[kind]
     type_ = schema.types.get(columns["messages"])
-    item = type_.value_type if type_ is not None and pa.types.is_list(type_) else None
+    lists = (pa.ListType, pa.LargeListType)
+    item = type_.value_type if isinstance(type_, lists) else None
     keys = message_keys(field.name for field in item) if item is not None and pa.types.is_struct(item) else None
     return "ShareGPT" if keys == ("from", "value") else "OpenAI messages" if keys else "messages"
 

@@ -195,7 +195,7 @@ def parse_block(block: Block, columns: tuple[Column, ...]) -> Parsed:
 def _by_arrow(block: Block, columns: tuple[Column, ...]) -> Parsed | None:
     """The rows, where Arrow's result certainly matches the lines; otherwise None."""
     unread = [column for column in columns if column.type == JSON]
-    if any(column.required or json.dumps(column.name).encode() in block.data for column in unread):
+    if any(column.required or _may_have(block.data, column.name) for column in unread):
         return None
     filled = _object_lines(block)
     if filled is None or not _is_utf8(block.data) or _has_unusual_number(block.data):
@@ -214,6 +214,11 @@ def _by_arrow(block: Block, columns: tuple[Column, ...]) -> Parsed | None:
     arrays |= {column.name: pa.nulls(table.num_rows, JSON) for column in unread}
     rows = record_batch(columns, [arrays[column.name] for column in columns])
     return _without_missing(block, columns, rows, filled)
+
+
+def _may_have(data: bytes, name: str) -> bool:
+    """Whether an object could have this key. One that is not ASCII may be written with escapes, in several ways."""
+    return json.dumps(name, ensure_ascii=False).encode() in data or (not name.isascii() and b"\\u" in data)
 
 
 def _object_lines(block: Block) -> Lines | None:

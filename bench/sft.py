@@ -33,6 +33,7 @@ favours it a little.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             _prepare(args, folder)
         except (UserError, OSError) as error:
-            print(f"sft: --rows: {in_one_line(error)}", file=sys.stderr)
+            print(f"sft: the rows, tokens or weights could not be made: {error}", file=sys.stderr)
             return 2
         if args.survive:
             return _survive(args, folder, output)
@@ -147,7 +148,7 @@ def _prepare(args: argparse.Namespace, folder: Path) -> None:
     for model in args.models:
         for data in args.data:
             started = time.perf_counter()
-            code = f"from sft_cases import *; Case(model={model!r}, data={data!r}, folder=Path({str(folder)!r}), tiny={args.tiny}).prepare(Path({str(args.rows)!r}))"  # fmt: skip
+            code = f"from sft_cases import *; Case(model={model!r}, data={data!r}, folder=Path({str(folder)!r}), tiny={args.tiny}).prepare(Path({str(args.rows.resolve())!r}))"  # fmt: skip
             done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, env=_environment(folder, "trl"), capture_output=True, text=True)  # fmt: skip
             if done.returncode:
                 raise OSError(done.stderr.strip().splitlines()[-1])
@@ -353,6 +354,15 @@ class _Disturbance:
 
         return limited
 
+    def take(self, count: int) -> None:
+        """As many bytes as can be had, at most `count`: what CUDA graphs hold is never free between two steps."""
+        for share in (1.0, 0.95, 0.9, 0.8, 0.7):
+            self.memory.take_bytes = self.notes["taken_bytes"] = int(share * count)
+            with contextlib.suppress(RuntimeError):
+                self.memory.take()
+                return
+        raise RuntimeError("hardly any memory could be taken away")
+
     def hook(self) -> Any:
         import torch
 
@@ -367,8 +377,7 @@ class _Disturbance:
                 self.peak_bytes = max(self.peak_bytes, result.peak_bytes or 0)
                 if loop.step == job["take_at"]:
                     left = self._live() + LEFT_SHARE * (self.peak_bytes - self._live())
-                    memory.take_bytes = outer.notes["taken_bytes"] = int(memory.limit_bytes - left)
-                    memory.take()
+                    outer.take(int(memory.limit_bytes - left))
                 elif job["take_at"] and loop.step == job["take_at"] + job["give_back_after"]:
                     memory.give_back()
                 if loop.step == job["steps"]:

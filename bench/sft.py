@@ -188,6 +188,8 @@ def _run_contestant(jobs: list[dict[str, Any]], contestant: str, until: float, a
             write_result(left[0], {"status": "skipped", "error": why, "wall_s": 0.0})
             return
         batch = left[:1] if contestant == "trl" else left
+        if until < float("inf"):
+            batch = [{**job, "until": time.time() + until - time.monotonic()} for job in batch]
         done = run_process(batch)
         if contestant == "trl" and done[-1]["status"] == "ok":
             return
@@ -252,6 +254,9 @@ def run_jobs(jobs: list[dict[str, Any]]) -> int:
 
     before = dict(os.environ)
     for job in jobs:
+        if time.time() > job.get("until", float("inf")):
+            write_result(job, {"status": "skipped", "error": "--total-seconds were over", "wall_s": 0.0})
+            continue
         write_result(job, run_job(job))
         os.environ.clear()
         os.environ.update(before)
@@ -584,7 +589,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0, help="after which, from its first step on, a contestant begins no further step (%(default)s)")  # fmt: skip
     parser.add_argument("--tuned-seconds", type=float, default=6.0, help="the same for a setting of a grid (%(default)s)")  # fmt: skip
     parser.add_argument("--most-seconds", type=float, default=150.0, help="the same from the start on, planning and compilation included (%(default)s)")  # fmt: skip
-    parser.add_argument("--total-seconds", type=float, help="after which no further process is started")
+    parser.add_argument("--total-seconds", type=float, help="after which no further setting is started")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps at most (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of rows and of adapters (%(default)s)")
     parser.add_argument("--workers", type=int, help="loader workers of the peers (4 on a GPU, 0 on a CPU)")

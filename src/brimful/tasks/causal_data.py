@@ -5,8 +5,8 @@
 
 A conversation longer than `max_tokens` keeps its beginning, since a reply without its question teaches nothing; if none of
 its replies is left, it is dropped and counted. A document is cut into pieces instead, so that nothing of it is lost; an eos
-follows its last token. 20,000 conversations of two turns (278 tokens) in ChatML took 6.3 s of processor time: two thirds for tokenizing with
-offsets, a sixth for printing the template twice and comparing.
+follows its last token. 20,000 conversations of two turns (278 tokens) in ChatML took 6.3 s of processor time: two thirds for
+tokenizing with offsets, a sixth for printing the template twice and comparing.
 """
 
 import json
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
 from brimful.data.store import SPANS, spans_of, token_dtype
 from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer, pieces
+from brimful.tasks.special_tokens import without_post_processor
 
 TOKENS = "tokens"
 REFUSED = "refused by the chat template"
@@ -105,7 +106,6 @@ class TextEncoder:
     vocab_size: int
     first_ids: tuple[int, ...] = ()
     """What the tokenizer puts before every text: bos, or nothing."""
-    fingerprint: str = ""
 
     fields = (TOKENS,)
     keep_end = (False,)
@@ -114,10 +114,7 @@ class TextEncoder:
     def load(cls, folder: str | Path, *, max_tokens: int) -> "TextEncoder":
         """With the tokenizer of a model folder; it needs no chat template."""
         loaded = load_auto_tokenizer(folder)
-        content = json.loads(loaded.backend_tokenizer.to_str())
-        tokenizer = Tokenizer.from_str(
-            json.dumps({**content, "post_processor": None, "truncation": None, "padding": None})
-        )
+        tokenizer = Tokenizer.from_str(json.dumps(without_post_processor(loaded.backend_tokenizer)))
         tokenizer.encode_special_tokens = True
         first = [one for one in loaded("")["input_ids"] if one == loaded.bos_token_id]
         return cls(

@@ -85,7 +85,7 @@ class LanguageOptions:
         share = self.label_smoothing
         if not is_number(share) or not 0 <= share < 1:
             yield f"label_smoothing={share!r} must be at least 0 and below 1."
-        if self.model is not None and self.model not in PRESETS and is_missing(self.model):
+        if self.model is not None and self.model not in PRESETS and (not self.model or is_missing(self.model)):
             yield f"model={self.model!r} does not exist. {TRY_MODEL}"
         if self.tokenizer and is_missing(self.tokenizer):
             yield f"tokenizer={self.tokenizer!r} does not exist. Try: another folder."
@@ -138,6 +138,8 @@ class Pretrain(Task):
     learning_rate = 3e-4
     default_model: ClassVar[str] = "chatlm-base"
     fine_tunes: ClassVar[bool] = False
+    trains_on: TrainOn = "all"
+    """The tokens of a conversation that a causal model is trained on, unless `--train-on` says otherwise."""
     refuses_adapters: ClassVar[bool] = True
     """An adapter is trained no further; it is merged first."""
 
@@ -155,7 +157,7 @@ class Pretrain(Task):
         self.family.check(self.options)
         if self.freeze not in self.family.parts:
             raise BadOption(
-                f"freeze={self.freeze!r} is not a part of a {self.config.model_type} model. Try: {' or '.join(self.family.parts)}."
+                f"freeze={self.freeze!r} is not a part of a {self.config.model_type} model. Try: {', '.join(self.family.parts)}."
             )
         self.max_tokens: Shape = self._max_tokens()
         self.worst_shape = self.max_tokens
@@ -377,6 +379,7 @@ class Sft(Pretrain):
     Options = SftOptions
     learning_rate = 5e-5
     fine_tunes: ClassVar[bool] = True
+    trains_on: TrainOn = "replies"
 
 
 def _is_gone(model: str) -> bool:

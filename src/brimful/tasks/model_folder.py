@@ -170,9 +170,16 @@ class ModelTokenizer:
         """The text's ids, with the eos that ends every prompt and response."""
         return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text up to the first eos, without special tokens."""
+    def begin(self, text: str) -> list[int]:
+        """The ids of the beginning of a text: after bos where the tokenizer has one there, and without eos."""
+        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return ids[:-1] if ids and ids[-1] == self.eos_id else ids
+
+    def decode(self, ids: Sequence[int], *, whole: bool = False) -> str:
+        """The text up to the first eos, without special tokens; or the `whole` of it, as a conversation has several."""
         plain = [int(one) for one in ids]
+        if whole:
+            return str(self._tokenizer.decode(plain, skip_special_tokens=False))
         end = plain.index(self.eos_id) if self.eos_id in plain else len(plain)
         return str(self._tokenizer.decode(plain[:end], skip_special_tokens=True))
 

@@ -148,7 +148,7 @@ def causal_encoder(task: "Pretrain", source: "Source", tokenizer: str | Path, te
 
     if source.layout.kind == "text":
         return TextEncoder.load(tokenizer, max_tokens=task.max_tokens[0])
-    train_on = task.options.train_on or ("replies" if task.fine_tunes else "all")
+    train_on = task.options.train_on or task.trains_on
     return ConversationEncoder.load(tokenizer, max_tokens=task.max_tokens[0], train_on=train_on, template=template)
 
 

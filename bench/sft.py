@@ -508,7 +508,10 @@ def _cells(
         dashes = ["–"] * (len(HEAD) - 11)
         return (name, lines[-1]["status"], *["–"] * 6, ooms, f"{sum(line['wall_s'] for line in lines):.0f} s", *dashes, "0")  # fmt: skip
     ratio = lambda peer: f"{speed[name] / speed[peer]:.2f}" if peer in speed else "–"  # noqa: E731
-    of = f" (of {len(lines)})" if len(lines) > 1 else ""
+    tried = sum(line["status"] != "skipped" for line in lines)  # a grid cut short is not tuned, and must not look so
+    of = (
+        "" if len(lines) == 1 else f" (of {tried})" if tried == len(lines) else f" (only {tried} of {len(lines)} tried)"
+    )
     predicted = best.get("prediction_error")
     others = sum(line["wall_s"] for line in lines if line is not best)
     search = best["plan_s"] if best.get("plan_s") is not None else others

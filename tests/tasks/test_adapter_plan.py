@@ -22,7 +22,12 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("load_in", "dtype", "checkpointing"),
-    [(None, torch.float32, "off"), (None, torch.bfloat16, "on"), ("4bit", torch.bfloat16, "off"), ("8bit", torch.bfloat16, "off")],
+    [
+        (None, torch.float32, "off"),
+        (None, torch.bfloat16, "on"),
+        ("4bit", torch.bfloat16, "off"),
+        ("8bit", torch.bfloat16, "off"),
+    ],
 )
 def test_the_peak_of_a_step_is_predicted_within_3_percent(base, load_in, dtype, checkpointing):
     if load_in:

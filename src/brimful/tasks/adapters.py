@@ -146,10 +146,10 @@ def with_adapter(model: Any, lora: Lora) -> Any:
     import peft
 
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    shape: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
     config = peft.LoraConfig(
-        task_type=kind, r=lora.r, lora_alpha=lora.alpha, target_modules=_targets(model, lora), lora_dropout=lora.dropout,
-        use_dora=lora.dora, use_rslora=lora.rslora,
-    )  # fmt: skip
+        task_type=kind, target_modules=_targets(model, lora), use_dora=lora.dora, use_rslora=lora.rslora, **shape
+    )
     adapted: Any = peft.get_peft_model(model, config)
     for name, param in adapted.named_parameters():
         param.requires_grad_("lora_" in name)

@@ -128,16 +128,16 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
     """Before anything is read or trained: is what these need installed?"""
     if load_in not in (None, "4bit", "8bit"):
         raise BadOption(f"load_in={load_in!r} must be 4bit or 8bit.")
+    if load_in is not None and lora is None:
+        raise BadOption(
+            f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
+        )
     if lora is not None and find_spec("peft") is None:
         raise MissingExtra("peft", "lora")
     if load_in is not None and find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", "eightbit")
     for name in ("bitsandbytes", "bitsandbytes.autograd._functions"):  # PEFT imports it too, where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
-    if load_in is not None and lora is None:
-        raise BadOption(
-            f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
-        )
 
 
 def with_adapter(model: Any, lora: Lora) -> Any:

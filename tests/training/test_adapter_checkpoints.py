@@ -9,6 +9,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import brimful
 from brimful.errors import BadCheckpoint, BadRun, MissingExtra, TaskError
+from brimful.tasks.adapters import load_base
 from brimful.training import state
 from brimful.training.checkpoint import Checkpoint
 from brimful.training.loop import Hook
@@ -47,9 +48,9 @@ def train(base, tmp_path_factory):
     return lambda task, run, **changes: brimful.train(task, Rows(), run=run, plan=plan, **{**HOW, **changes})
 
 
-def hashes(checkpoint):
+def hashes(checkpoint, names=EXACT):
     files = {file.name: file.sha256 for file in Checkpoint.read(checkpoint).manifest.files}
-    return {name: files[name] for name in EXACT}
+    return {name: files[name] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,9 @@ def optimizer_state(checkpoint):
     return {keystr(path): value for path, value in tree_flatten_with_path(content)[0]}
 
 
-def assert_same(one, other):
+def assert_same(one, other, files=EXACT):
     """Adapter, weights and optimizer state of two checkpoints, to the bit."""
-    assert hashes(one) == hashes(other)
+    assert hashes(one, files) == hashes(other, files)
     before, after = optimizer_state(one), optimizer_state(other)
     assert before.keys() == after.keys()
     for path, value in before.items():
@@ -165,6 +166,33 @@ def test_training_and_evaluation_leave_the_base_as_it_was(train, base, tmp_path,
 
     train(Adapted(base, load_in=load_in), tmp_path / "run", hooks=[Look()], valid=Rows(8), eval_every=2)
     assert found["before"] and all(torch.equal(value, found["after"][name]) for name, value in found["before"].items())
+
+
+class Whole(Adapted):
+    """All weights of the base, without an adapter."""
+
+    name = "adapted"
+
+    def model(self):
+        return load_base(self.base)
+
+    def initial_model(self):
+        return load_base(self.base)
+
+    def save(self, model, folder, rows):
+        model.save_pretrained(folder)
+
+
+def test_a_whole_model_with_8_bit_adamw_resumes_to_the_same_bits(train, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    task = Whole(make_base(tmp_path / "base", std=0.05, intermediate_size=160))  # 160 × 32: enough for 8 bits
+    whole = train(task, tmp_path / "whole", optimizer="adamw8bit")
+    with pytest.raises(Killed):
+        train(task, tmp_path / "killed", hooks=[KillAt()], optimizer="adamw8bit")
+    resumed = train(task, tmp_path / "killed", resume=True, optimizer="adamw8bit")
+    assert_same(whole.checkpoint, resumed.checkpoint, files=["model/model.safetensors"])
+    state_of = optimizer_state(whole.checkpoint).values()
+    assert torch.uint8 in {value.dtype for value in state_of if isinstance(value, torch.Tensor)}
 
 
 def test_an_adapter_of_4_bits_learns(train, base, tmp_path):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from brimful.step.distributed import SingleProcess
+from brimful.task import Task
 from brimful.training import state
 from brimful.training.checkpoint import Best, Checkpoints
 from brimful.training.events import Journal
@@ -52,10 +53,10 @@ def test_another_figure_starts_anew():
 def saving(folder, monkeypatch, hook) -> Loop:
     """A loop that writes checkpoints of no model."""
     monkeypatch.setattr(state, "write", lambda folder, position, **_: writer(position.step)(folder))
-    monkeypatch.setattr(state, "needed_bytes", lambda model, optimizer: 20_000)
+    monkeypatch.setattr(state, "needed_bytes", lambda model, optimizer, names: 20_000)
     loop = at(0)
     loop.checkpoints, loop.hooks, loop.journal = Checkpoints(folder, keep=2, note=pytest.fail), (hook,), Journal(None)
-    loop.stepper, loop.task = SimpleNamespace(group=SingleProcess(), model=None), SimpleNamespace(name="none")
+    loop.stepper, loop.task, loop.base = SimpleNamespace(group=SingleProcess(), model=None), Task(), None
     loop.speedometer = SimpleNamespace(paused=nullcontext)
     loop.optimizer = loop.rows = loop.loss = None
     return loop

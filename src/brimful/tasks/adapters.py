@@ -128,16 +128,16 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
     """Before anything is read or trained: is what these need installed?"""
     if load_in not in (None, "4bit", "8bit"):
         raise BadOption(f"load_in={load_in!r} must be 4bit or 8bit.")
+    if load_in is not None and lora is None:
+        raise BadOption(
+            f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
+        )
     if lora is not None and find_spec("peft") is None:
         raise MissingExtra("peft", "lora")
     if load_in is not None and find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", "eightbit")
     for name in ("bitsandbytes", "bitsandbytes.autograd._functions"):  # PEFT imports it too, where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
-    if load_in is not None and lora is None:
-        raise BadOption(
-            f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
-        )
 
 
 def with_adapter(model: Any, lora: Lora) -> Any:
@@ -146,11 +146,10 @@ def with_adapter(model: Any, lora: Lora) -> Any:
     import peft
 
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    shape: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
     config = peft.LoraConfig(
-        task_type=kind, r=lora.r, lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=_targets(model, lora), lora_dropout=lora.dropout,
-        use_dora=lora.dora, use_rslora=lora.rslora,
-    )  # fmt: skip
+        task_type=kind, target_modules=_targets(model, lora), use_dora=lora.dora, use_rslora=lora.rslora, **shape
+    )
     adapted: Any = peft.get_peft_model(model, config)
     for name, param in adapted.named_parameters():
         param.requires_grad_("lora_" in name)

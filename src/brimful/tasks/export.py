@@ -1,7 +1,7 @@
 """Writes a model folder that others load: transformers, vLLM, `transformers serve`, llama.cpp's converter.
 
 The folder appears whole or not at all: it is filled beside its place, synced and renamed. Weights go through memory one tensor
-at a time, so a model of 16 GB is converted, or merged with an adapter, in about 1 GB. Files keep the names and the order of
+at a time: converting a model took less than twice its largest tensor (a test holds it to that). Files keep the names and the order of
 the source's. `config.json` is the source's own text with another dtype and the cache of keys and values on, not what
 transformers would write of it: programs that know the model by its published file find the same keys.
 """

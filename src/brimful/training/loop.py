@@ -330,7 +330,7 @@ class Loop:
                     rows=self.rows,
                     average=self.average,
                 ),
-                needs_bytes=state.needed_bytes(self.task, model, self.optimizer),
+                needs_bytes=state.needed_bytes(model, self.optimizer, self.task.trained_weights(model)),
                 facts={
                     "task": self.task.name,
                     "loss": self.loss,

@@ -562,7 +562,7 @@ class Session:
     def _check_space(self, planned: _Planned, model: nn.Module, optimizer: Optimizer) -> None:
         """On the disk, for the checkpoints that there may be at once."""
         at_once = self.options.keep + 1 + (planned.valid is not None)
-        needed = state.needed_bytes(self.task, model, optimizer)
+        needed = state.needed_bytes(model, optimizer, self.task.trained_weights(model))
         on_rank_zero(self.group, lambda: self.checkpoints.check_space(needed, saves=at_once))
 
     def _position(self, checkpoint: Checkpoint, planned: _Planned) -> state.Position:

@@ -175,9 +175,11 @@ def _address(tensors: Mapping[str, torch.Tensor], name: str) -> object:
     return (tensors[name].data_ptr() or name, tensors[name].shape)
 
 
-def needed_bytes(task: Task, model: nn.Module, optimizer: Optimizer) -> int:
-    """The size of a checkpoint: counted, or predicted as AdamW's for optimizer state that the first step will make."""
-    names = task.trained_weights(model)
+def needed_bytes(model: nn.Module, optimizer: Optimizer, names: Collection[str] | None = None) -> int:
+    """The size of a checkpoint: counted, or predicted as AdamW's for optimizer state that the first step will make.
+
+    With names (`Task.trained_weights`), those weights alone.
+    """
     if names is None:
         weights = _unique_bytes([*model.parameters(), *model.buffers()])
     else:  # once to resume from, and once in the model folder

@@ -1,7 +1,7 @@
 """Trains the chat model for real: a short pretraining, then SFT from it, on question-answer rows.
 
-    python bench/chat.py TRAIN VALID --size tiny --pretrain-steps 200 --sft-steps 60 --device cpu
-    python bench/chat.py TRAIN VALID --size base --memory-limit 20GiB --take-memory --workers 2
+    python bench/chat.py TRAIN VALID --model chatlm-tiny --pretrain-steps 200 --sft-steps 60 --device cpu
+    python bench/chat.py TRAIN VALID --model chatlm-base --memory-limit 20GiB --take-memory --workers 2
 
 Prints validation loss and BLEU before and after each phase, rows/s and MFU (medians), the peak, out-of-memory errors, and
 the host RAM of the process tree beyond a process with the same imports and device context. Each phase is stopped once by
@@ -48,15 +48,11 @@ def main() -> None:
     if start is None:
         start = out / "pretrain"
         phases.append(
-            _run_phase(
-                "chatlm-pretrain", arguments, start, arguments.pretrain_steps, arguments.pretrain_lr, None, baseline
-            )
+            _run_phase("pretrain", arguments, start, arguments.pretrain_steps, arguments.pretrain_lr, None, baseline)
         )
     if arguments.sft_steps:
-        phases.append(
-            _run_phase("chatlm-sft", arguments, out / "sft", arguments.sft_steps, arguments.sft_lr, start, baseline)
-        )
-    print(json.dumps({"size": arguments.size, "device": arguments.device, "phases": phases}, indent=1))
+        phases.append(_run_phase("sft", arguments, out / "sft", arguments.sft_steps, arguments.sft_lr, start, baseline))
+    print(json.dumps({"model": arguments.model, "device": arguments.device, "phases": phases}, indent=1))
 
 
 def _run_phase(*phase) -> dict:
@@ -70,7 +66,7 @@ def _phase(name, arguments, run, steps, lr, start, baseline_bytes) -> dict:
     from brimful.tasks.load import load_task
 
     shutil.rmtree(run, ignore_errors=True)
-    task_options = {"from": str(start)} if start else {"size": arguments.size, "tokenizer": arguments.tokenizer}
+    task_options = {"model": str(start)} if start else {"model": arguments.model, "tokenizer": arguments.tokenizer}
     task_options["max_tokens"] = arguments.max_tokens
     events, stop_at, host = [], (2 * steps) // 3, _Host(baseline_bytes)
     options = dict(  # noqa: C408 - keywords
@@ -207,7 +203,7 @@ def _arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("train")
     parser.add_argument("valid")
-    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--model", default="chatlm-tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory-limit")
     parser.add_argument("--pretrain-steps", type=int, default=200)
@@ -217,7 +213,7 @@ def _arguments():
     parser.add_argument("--eval-rows", type=int, default=400)
     parser.add_argument("--generate-rows", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--pretrained", help="a run of chatlm-pretrain to start SFT from, instead of training one")
+    parser.add_argument("--pretrained", help="a run of pretrain to start SFT from, instead of training one")
     parser.add_argument("--max-tokens", help="truncate texts to this; default: the lengths of the task")
     parser.add_argument("--global-batch", type=int)
     parser.add_argument("--tokenizer", help="a folder; default: trained on TRAIN")

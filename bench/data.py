@@ -203,7 +203,7 @@ def three_processes(store: Path, workers: int) -> dict[str, Any]:
         peak = max(peak, sum(tree_bytes(process.pid) for process in processes))
         time.sleep(SAMPLE_S)
     printed = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
-    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.chatlm, brimful.data.store")
+    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.language, brimful.data.store")
     return {
         "workers": workers,
         "together_mib": round((peak - base) / MiB),
@@ -218,7 +218,7 @@ import torch
 from brimful.data.loader import Loader
 from brimful.data.store import Store
 from brimful.memory.split import split_by_memory
-from brimful.tasks.chatlm import Pretrain
+from brimful.tasks.language import Pretrain
 
 torch.set_num_threads(1)
 store, workers, rank, processes = sys.argv[1], *map(int, sys.argv[2:])

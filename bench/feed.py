@@ -1,7 +1,7 @@
 """What splitting over all lengths and reading ahead gain: rows/s and memory on real rows, in one run.
 
     python bench/feed.py --store STORE --memory-limit 20GiB           one CUDA GPU
-    python bench/feed.py --store STORE --size tiny --device cpu --memory-limit 512MiB --steps 4
+    python bench/feed.py --store STORE --model chatlm-tiny --device cpu --memory-limit 512MiB --steps 4
 
 The same model, optimizer, precision and rows of every step (256 from the same stream), fed in four ways: fixed batches
 of 32 rows padded to their longest, as most loops do; the fewest micro-batches that fit; the split by measured overhead that
@@ -102,13 +102,13 @@ def memory(device: torch.device) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--task", default="chatlm-pretrain")
-    parser.add_argument("--size", default="base")
+    parser.add_argument("--task", default="pretrain")
+    parser.add_argument("--model", default="chatlm-base")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--memory-limit", default="20GiB")
     parser.add_argument("--steps", type=int, default=22)
     args = parser.parse_args()
-    task = load_task(args.task, options={"size": args.size})
+    task = load_task(args.task, options={"model": args.model})
     plan = brimful.plan(
         task, data=str(args.store), memory_limit=args.memory_limit, device=args.device, cache=False, global_batch=256,
         progress=lambda phrase: print(phrase, file=sys.stderr),

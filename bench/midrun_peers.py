@@ -33,7 +33,9 @@ from brimful.errors import BadOption
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.plan import Plan
 from brimful.task import Loss, Shape
-from brimful.tasks.chatlm import IGNORED, PAD, ChatOptions, Sft
+from brimful.tasks.encoder_decoder import IGNORED
+from brimful.tasks.language import Sft, SftOptions
+from brimful.tasks.presets import PAD
 from brimful.units import show_bytes
 from peers import _import_lightning
 
@@ -162,14 +164,14 @@ def _before_zero_grad(owner: Any, clear: Callable[[], None]) -> None:
 class Chat(Sft):
     """Fine-tuning of the chat model without dropout, so that two runs over the same rows end at the same weights."""
 
-    name = "chatlm-sft"
+    name = "sft"
     precision = "fp32"
     recorder: Recorder | None = None
 
     def __init__(
         self, size: str, lengths: Shape | None, autocast: torch.dtype | None, dtype: torch.dtype = torch.float32
     ) -> None:
-        super().__init__(ChatOptions(size=size))
+        super().__init__(SftOptions(model=size, freeze="encoder+embeddings"))
         self.worst_shape = lengths or self.worst_shape
         self.autocast, self.dtype = autocast, dtype
 

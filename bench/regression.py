@@ -77,8 +77,8 @@ def chat_task(kind: str) -> Any:
     """`pretrain` or `sft`, tiny and with random weights: for plans only."""
     from brimful.tasks.load import load_task
 
-    sft = {"random_weights": True} if kind == "sft" else {}
-    return load_task(f"chatlm-{kind}", options={"size": "tiny", **sft})
+    sft = {"freeze": "encoder+embeddings"} if kind == "sft" else {}
+    return load_task(kind, options={"model": "chatlm-tiny", **sft})
 
 
 def chat_rows(part: str) -> Path:
@@ -163,7 +163,7 @@ def set_limit(memory: Any, limit: int) -> None:
 def train_command(task: str, data: Path | None, run: Path, **options: Any) -> list[str]:
     """`brimful train` with options of this script. Without data the run is resumed."""
     flags = {
-        "size": "--size", "start_from": "--from", "valid": "--valid", "plan": "--plan", "steps": "--max-steps",
+        "model": "--model", "valid": "--valid", "plan": "--plan", "steps": "--max-steps",
         "rows": "--global-batch", "micro_batch": "--micro-batch", "limit": "--memory-limit", "lr": "--lr", "mix": "--mix",
         "schedule": "--schedule", "warmup": "--warmup", "optimizer": "--optimizer", "processes": "--processes",
         "save_every": "--save-every", "eval_every": "--eval-every", "generate_rows": "--generate-rows",
@@ -303,19 +303,19 @@ def plan_file(name: str) -> Path:
 
 def chat_run(kind: str, run: Path, **options: Any) -> Fingerprint:
     options = {"plan": plan_file(f"chat-{kind}"), "valid": chat_rows("valid"), "rows": 32, "limit": "256MiB", **options}
-    run_command(train_command(f"chatlm-{kind}", chat_rows("train"), run, **options))
+    run_command(train_command(kind, chat_rows("train"), run, **options))
     return run_fields(run)
 
 
 @cache
 def pretrained() -> tuple[Path, Fingerprint]:
     run = FOLDER / "pretrained"
-    return run, chat_run("pretrain", run, size="tiny", steps=20, lr=2e-3, eval_every=10, generate_rows=8)
+    return run, chat_run("pretrain", run, model="chatlm-tiny", steps=20, lr=2e-3, eval_every=10, generate_rows=8)
 
 
 def chat_sft() -> Fingerprint:
     options = {"steps": 15, "lr": 1e-3, "eval_every": 15, "generate_rows": 8, "mix": "window:5", "label_smoothing": 0.1}
-    return chat_run("sft", FOLDER / "tuned", start_from=pretrained()[0], schedule="linear", **options)
+    return chat_run("sft", FOLDER / "tuned", model=pretrained()[0], schedule="linear", **options)
 
 
 def step_image_classifier() -> Fingerprint:

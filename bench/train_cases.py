@@ -1,7 +1,7 @@
 """What the trainers of `train.py` train: five cases, each a task, a token store of rows, and the FLOPs of a row.
 
     pretrain      ChatLM's T5, all weights, prompts and responses of the real rows
-    sft           the same with encoder and embeddings frozen, as the task `chatlm-sft` has it
+    sft           the same with encoder and embeddings frozen, as the task `sft` has it
     full          the same as pretrain, every row as long as the model takes
     causal        GPT-2 from its configuration, rows of real, uneven lengths
     causal-full   the same, every row as long as the context
@@ -25,7 +25,9 @@ from brimful.data.batches import StepSampler
 from brimful.data.store import NAME, Store, StoreWriter
 from brimful.packing import causal
 from brimful.task import Loss, Shape, Task
-from brimful.tasks.chatlm import EOS, FIELDS, IGNORED, PAD, SIZES, ChatOptions, Pretrain, Sft, _pad
+from brimful.tasks.encoder_decoder import FIELDS, IGNORED, pad
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
+from brimful.tasks.presets import EOS, PAD, PRESETS
 
 CASES = ("pretrain", "sft", "full", "causal", "causal-full")
 GLOBAL_BATCH = {"pretrain": 256, "sft": 256, "full": 256, "causal": 128, "causal-full": 128}
@@ -64,7 +66,7 @@ class CausalLm(Task):
         return (len(row[CAUSAL_FIELD]),)
 
     def collate(self, rows: Any) -> Any:
-        ids, mask = _pad([row[CAUSAL_FIELD] for row in rows], PAD)
+        ids, mask = pad([row[CAUSAL_FIELD] for row in rows], PAD)
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
     def pack(self, rows: Any, tokens: Shape) -> Any:
@@ -88,7 +90,7 @@ class Case:
 
     @property
     def size(self) -> str:
-        return "tiny" if self.tiny else "base"
+        return "chatlm-tiny" if self.tiny else "chatlm-base"
 
     @property
     def global_batch(self) -> int:
@@ -102,8 +104,8 @@ class Case:
         if self.causal:
             return CausalLm(self.gpt2)
         if self.name == "sft":
-            return Sft(ChatOptions(size=self.size, random_weights=True))  # type: ignore[arg-type]
-        return Pretrain(ChatOptions(size=self.size))  # type: ignore[arg-type]
+            return Sft(SftOptions(model=self.size, freeze="encoder+embeddings"))  # type: ignore[arg-type]
+        return Pretrain(LanguageOptions(model=self.size))  # type: ignore[arg-type]
 
     @cached_property
     def store(self) -> Store:
@@ -124,7 +126,7 @@ class Case:
             self._write(chat.store)
             return
         work = self.folder / f"work-{self.size}"
-        made = Path(Pretrain(ChatOptions(size=self.size)).prepare(data, work, lambda phrase: None))  # type: ignore[arg-type]
+        made = Path(Pretrain(LanguageOptions(model=self.size)).prepare(data, work, lambda phrase: None))  # type: ignore[arg-type]
         made.rename(self.folder / self._store_name)
 
     def _write(self, chat: Store) -> None:
@@ -142,7 +144,7 @@ class Case:
             )
             own = shapes
         if self.name.endswith("full"):
-            longest = (context,) if self.causal else SIZES[self.size].worst_shape
+            longest = (context,) if self.causal else PRESETS[self.size].worst_shape
             lengths = np.tile(longest, (len(chat), 1))
         starts = np.cumsum(own, axis=0) - own
         parts = [
@@ -169,16 +171,17 @@ class Case:
         return float((_gpt2_flops(self.gpt2, *rows.T) if self.causal else self._t5_flops(*rows.T)).sum())
 
     def _t5_flops(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        size, frozen = SIZES[self.size], self.name == "sft"
-        inner = size.heads * size.d_kv
-        square, feed_forward = 2 * size.d_model * inner, 4 * size.d_model * size.d_ff
+        vocab, frozen = PRESETS[self.size].vocab, self.name == "sft"
+        width, wide, heads, d_kv, layers = (PRESETS[self.size].sizes[name] for name in ("d_model", "d_ff", "num_heads", "d_kv", "num_layers"))  # fmt: skip
+        inner = heads * d_kv
+        square, feed_forward = 2 * width * inner, 4 * width * wide
         encoder = (4 * square + feed_forward) * source + 4 * inner * source**2
         cross_keys = 2 * square * source  # and values
         decoder = (6 * square + feed_forward) * target + 4 * inner * target * (target + source)
-        head = 2 * size.d_model * size.vocab * target
+        head = 2 * width * vocab * target
         if frozen:  # the encoder runs forward only; its output and the head's weights get no gradient
-            return size.layers * (encoder + 2 * cross_keys + 3 * decoder) + 2 * head
-        return 3 * (size.layers * (encoder + cross_keys + decoder) + head)
+            return layers * (encoder + 2 * cross_keys + 3 * decoder) + 2 * head
+        return 3 * (layers * (encoder + cross_keys + decoder) + head)
 
 
 def _gpt2_flops(config: dict[str, int], tokens: np.ndarray) -> np.ndarray:

@@ -2,13 +2,18 @@
 
 import ctypes
 import gc
+import signal
 from contextlib import suppress
 
 import pytest
 
 
 def pytest_configure(config):
-    """A property that fails must fail for whoever changed something, not for whoever ran the tests next."""
+    """A property that fails must fail for whoever changed something, not for whoever ran the tests next.
+
+    In the background of a shell script Ctrl-C is ignored, also by the commands that a test starts. Tests send it to them.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         from hypothesis import settings
     except ImportError:  # a GPU machine may lack it; the tests that need it are not run there

@@ -102,7 +102,7 @@ def _without_language(tokens: list[str]) -> list[str]:
     return tokens if at is None else tokens[:at] + tokens[at + 2 :]
 
 
-@pytest.mark.parametrize("wrong", ["plan chatlm-sft --no-such-flag 3", "wach", "data chek rows.jsonl"])
+@pytest.mark.parametrize("wrong", ["plan sft --no-such-flag 3", "wach", "data chek rows.jsonl"])
 def test_a_command_that_does_not_exist_is_noticed(wrong):
     with pytest.raises(AssertionError):
         _parse(wrong.split(), f"brimful {wrong}")
@@ -110,7 +110,7 @@ def test_a_command_that_does_not_exist_is_noticed(wrong):
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS / "errors.md"], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_every_flag_in_the_text_exists(page):
-    known = _flags_of(make_app(["train", "chatlm-sft"])) | {"--help", "--lang", "--traceback"}
+    known = _flags_of(make_app(["train", "sft"])) | {"--help", "--lang", "--traceback"}
     assert flags(shown(page)) - known - OTHER_FLAGS == set()
 
 

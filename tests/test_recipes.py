@@ -16,7 +16,7 @@ NAMES = sorted(
 
 
 def options_of(recipe):
-    return collect("train", make_flags({})(), config=None, recipe=recipe, task=lambda: "chatlm-sft")
+    return collect("train", make_flags({})(), config=None, recipe=recipe, task=lambda: "sft")
 
 
 def test_the_recipes_that_the_help_names_are_there():
@@ -28,7 +28,7 @@ def test_a_recipe_holds_options_that_train_takes(name):
     options = options_of(name)
     TrainOptions(**pick(options.generic, TrainOptions))
     PlanOptions(**pick(options.generic, PlanOptions))
-    check_request_options("chatlm-sft", options.task, None)
+    check_request_options("sft", {"model": "chatlm-tiny", **options.task}, None)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,7 +36,7 @@ terms' means. To weight a term, multiply the weight into its sum.
 import inspect
 import traceback
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -112,6 +112,8 @@ class Task:
     """The largest lengths a row may have. Planning without data assumes that every row is this long."""
     global_batch: int = 256
     """Rows per optimizer step, over all micro-batches and processes, unless the user sets another number."""
+    why_not_packed: str | None = "the task has no pack()"
+    """For the plan, where `packs` is false."""
     chunked_loss: bool = False
     """Whether the loss of packed rows never holds all logits in memory, for the plan to say so."""
     precision: Precision = "fp32"
@@ -220,6 +222,11 @@ class Task:
         """
         return data
 
+    def alternatives(self) -> "Sequence[tuple[str, int]]":
+        """Other ways to train that take less memory, named where this one does not fit: options, and the bytes of weights,
+        gradients and optimizer state. Nothing is changed by itself."""
+        return ()
+
     def remarks(self, rows: Dataset) -> "Sequence[tuple[str, Any, Any, str]]":
         """Choices about model and data to show in the plan: name, requested, effective, reason."""
         return ()
@@ -243,6 +250,14 @@ class Task:
             model.save_pretrained(folder, max_shard_size="1000GB")  # type: ignore[operator]
         else:
             save_model(model, str(folder / "model.safetensors"))
+
+    def trained_weights(self, model: "nn.Module") -> "Collection[str] | None":
+        """Names in `model.state_dict()` of the weights that training changes, such as an adapter's; None for all. Optional.
+
+        Checkpoints then hold these alone. A resumed run has the others from `initial_model()`, and is refused if they are
+        not the weights that it was trained with.
+        """
+        return None
 
     def compiling(self, model: "nn.Module", on: bool) -> bool:
         """Switch compiled blocks in a model with its own way of doing it; False if there is none."""

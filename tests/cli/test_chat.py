@@ -27,7 +27,7 @@ def test_prompts_are_answered_in_order(tiny, capsys):
 
 
 def test_an_empty_answer_is_shown_as_in_an_evaluation(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(Chat, "ask", lambda self, question: iter([" "]))
+    monkeypatch.setattr(Chat, "ask", lambda self, question: (piece for piece in [" "]))
     _, out, _ = run("chat", str(tiny.model), "--prompt", QUESTION, "--device", "cpu", capsys=capsys)
     assert out.strip() == NOTHING
 
@@ -91,6 +91,6 @@ def test_the_flags_are_frozen(capsys):
     _, out, _ = run("chat", "--help", capsys=capsys)
     flags = {word.strip("│ ,[];") for word in out.split() if word.startswith("--")}
     assert flags == {
-        "--prompt", "--max-new-tokens", "--beams", "--temperature", "--top-p", "--repetition-penalty", "--seed", "--device",
+        "--prompt", "--system", "--max-new-tokens", "--beams", "--temperature", "--top-p", "--repetition-penalty", "--seed", "--device",
         "--json", "--traceback", "--lang",
     }  # fmt: skip

@@ -24,7 +24,7 @@ def test_the_command_that_goes_back_is_one_line(tmp_path, capsys):
         write_run(tmp_path / "b"),
     )
     _, out, _ = run("compare", str(a), str(b), capsys=capsys)
-    assert out.splitlines()[-1].startswith("brimful train chatlm-sft rows.parquet --plan ")
+    assert out.splitlines()[-1].startswith("brimful train sft rows.parquet --plan ")
 
 
 def test_json_is_one_object_in_english(tmp_path, capsys, monkeypatch):

@@ -54,7 +54,7 @@ def test_a_token_store_gives_the_same_scores_as_its_rows(tiny, capsys):
 def test_a_run_is_evaluated_on_rows_truncated_as_in_training(tiny, capsys, tmp_path):
     shutil.copytree(tiny.model, tmp_path / "checkpoints" / "step-00000010" / "model")
     (tmp_path / "model").symlink_to("checkpoints/step-00000010/model")
-    request = {"task": "chatlm-sft", "data": "rows", "run": str(tmp_path), "task_options": {"max_tokens": "6"}}
+    request = {"task": "sft", "data": "rows", "run": str(tmp_path), "task_options": {"max_tokens": "6"}}
     (tmp_path / "run.json").write_text(json.dumps(request))
     by_run, by_flag, plain = (
         json.loads(evaluate(tiny, "--metrics", "loss", "--json", *flags, capsys=capsys, model=model)[1])

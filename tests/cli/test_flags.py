@@ -12,13 +12,13 @@ from brimful.cli.flags import collect, generic_names, make_flags, parse_lengths,
 from brimful.cli.train import build_request, train_command
 from brimful.errors import BadOption, TaskError
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.chatlm import ChatOptions
+from brimful.tasks.language import LanguageOptions
 from brimful.tasks.load import task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.options import TrainOptions
 from brimful.training.run import Request, RunFolder
 
-OWNERS = [ChatOptions, TrainOptions, PlanOptions]
+OWNERS = [LanguageOptions, TrainOptions, PlanOptions]
 
 MINE = """
 from dataclasses import dataclass, field
@@ -42,6 +42,19 @@ class Mine(Task):
     Options = Options
 
 print("printed while it is imported")
+"""
+
+OTHER = """
+from dataclasses import dataclass
+from brimful import Task
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    from_: str = ""
+    '''Where to begin.'''
+
+class Other(Task):
+    Options = Options
 """
 
 
@@ -173,15 +186,17 @@ def config(tmp_path):
     return write
 
 
-def options_of(path=None, recipe=None, task="chatlm-sft", command="train", **flags):
-    made = make_flags({"All": [*option_fields(TrainOptions), *option_fields(PlanOptions), *option_fields(ChatOptions)]})
+def options_of(path=None, recipe=None, task="sft", command="train", **flags):
+    made = make_flags(
+        {"All": [*option_fields(TrainOptions), *option_fields(PlanOptions), *option_fields(LanguageOptions)]}
+    )
     return collect(command, made(**flags), config=path, recipe=recipe, task=lambda: task)
 
 
 def test_a_file_gives_its_top_and_the_commands_own_table(config):
-    path = config('max-steps = 5\nlr = 1\n[train]\nlr = 2\nfrom = "x"\n[plan]\nlr = 3\n')
+    path = config('max-steps = 5\nlr = 1\n[train]\nlr = 2\nmodel = "x"\n[plan]\nlr = 3\n')
     assert options_of(path).generic == {"max_steps": 5, "lr": 2}
-    assert options_of(path).task == {"from": "x"}
+    assert options_of(path).task == {"model": "x"}
     assert options_of(path, command="plan").generic == {"max_steps": 5, "lr": 3}
 
 
@@ -193,6 +208,14 @@ def test_a_file_may_hold_the_options_of_a_users_task(config, mine):
 def test_an_unknown_key_is_refused(config, text):
     with pytest.raises(BadOption, match="config.toml has the unknown option (learning_rate|from_)"):
         options_of(config(text))
+
+
+def test_a_key_is_called_like_the_flag_without_an_underscore_that_python_needs(config, tmp_path):
+    (tmp_path / "other.py").write_text(OTHER)
+    task = f"{tmp_path / 'other.py'}:Other"
+    assert options_of(config('from = "x"'), task=task).task == {"from": "x"}
+    with pytest.raises(BadOption, match="config.toml has the unknown option from_"):
+        options_of(config('from_ = "x"'), task=task)
 
 
 def test_an_unknown_key_has_a_suggestion(config, mine):
@@ -274,7 +297,7 @@ def test_a_flag_that_wins_over_a_file_is_named_as_a_flag(capsys, mine, config):
 
 def test_a_value_of_a_recipe_that_a_resumed_run_cannot_take_is_named_with_the_recipe(capsys, mine, tmp_path):
     RunFolder(tmp_path / "run").create()
-    RunFolder(tmp_path / "run").write_request(Request(task="chatlm-sft", data="rows", run=str(tmp_path / "run")))
+    RunFolder(tmp_path / "run").write_request(Request(task="sft", data="rows", run=str(tmp_path / "run")))
     line = refused(capsys, "train", "--run", str(tmp_path / "run"), "--resume", "--recipe", "small")
     assert "seed = 23333 in recipe small (it was 0)" in line
 

@@ -69,7 +69,7 @@ def test_nothing_is_left_of_a_page_that_cannot_be_written(tmp_path, capsys):
 
 def test_markdown_is_printed(tmp_path, capsys):
     run(rich_run(tmp_path / "a", steps=20), "--format", "md")
-    assert capsys.readouterr().out.startswith("# a\n\nchatlm-sft was trained on ")
+    assert capsys.readouterr().out.startswith("# a\n\nsft was trained on ")
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path, capsys):

@@ -289,7 +289,7 @@ def test_gradients_that_are_not_numbers_end_in_one_message(tmp_path, plan):
         (["--rollback"], "runs/ has no run to resume"),
         (["--rollback", "0", "--run", "nowhere"], "--rollback 0 must be the number of a plan"),
         (["--rollback=some", "--run", "nowhere"], "--rollback some must be a whole number"),
-        (["chatlm-stf", "rows"], "Try: chatlm-sft"),
+        (["chatlm-stf", "rows"], "Try: sft"),
         ([TASK, "rows", "--max-steps", "0"], "--max-steps 0"),
         ([TASK, "rows", "--epochs", "-1", "--global-batch", "-4"], "--epochs -1"),
         ([TASK, "rows", "--epochs", "-1", "--global-batch", "-4"], "--global-batch -4"),
@@ -299,13 +299,13 @@ def test_gradients_that_are_not_numbers_end_in_one_message(tmp_path, plan):
         ([TASK, "rows", "--time-limit", "soon"], "--time-limit"),
         ([TASK, "rows", "--recipe", "soup"], "Try: demo, fast, low-memory, pretrain, small"),
         ([TASK, "rows", "--plan", "no.json"], "--plan no.json"),
-        (["chatlm-sft", "rows", "--valid", "no.jsonl"], "--valid no.jsonl does not exist"),
+        (["sft", "rows", "--valid", "no.jsonl"], "--valid no.jsonl does not exist"),
         ([TASK, "rows", "--demo-data"], "--demo-data cannot be combined with rows"),
-        (["chatlm-sft", "rows", "--wrong", "1"], "--wrong"),
+        (["sft", "rows", "--wrong", "1"], "--wrong"),
         ([TASK, "a.jsonl", "b.jsonl", "c.jsonl"], "b.jsonl c.jsonl came after a.jsonl. Try: a folder"),
         ([TASK, "rows", "--best", "bleu"], "--best needs rows to evaluate on"),
-        (["chatlm-sft", "rows", "--recipe", "small", "--eval-every", "5"], "--eval-every needs rows to evaluate on"),
-        (["chatlm-sft", "rows", "--from", "nowhere"], "--from nowhere does not exist"),
+        (["sft", "rows", "--recipe", "small", "--eval-every", "5"], "--eval-every needs rows to evaluate on"),
+        (["sft", "rows", "--model", "nowhere"], "--model nowhere does not exist"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_message_before_anything_is_started(words, message, capsys, tmp_path, monkeypatch):
@@ -329,7 +329,7 @@ def test_what_makes_a_run_the_run_it_is_cannot_change(trained, capsys):
     run, _ = trained
     before = (run / "run.json").read_text()
     assert "--seed 3 (it was 0)" in refused(capsys, "--run", run, "--resume", "--seed", 3)
-    assert "is a run of" in refused(capsys, "chatlm-sft", "--run", run, "--resume")
+    assert "is a run of" in refused(capsys, "sft", "--run", run, "--resume")
     assert (run / "run.json").read_text() == before
 
 
@@ -375,9 +375,9 @@ def bare(tmp_path):
     run = tmp_path / "runs" / "s"
     for place in ("model", "checkpoints/step-00000002", "data/train-0/tokenizer", "data/valid-0"):
         (run / place).mkdir(parents=True)
-    gone = {name: str(tmp_path / "models" / name) for name in ("from", "tokenizer")}
+    gone = {name: str(tmp_path / "models" / name) for name in ("model", "tokenizer")}
     before = Request(
-        task="chatlm-sft", data=str(tmp_path / "rows.jsonl"), run=str(run), options={"valid": str(tmp_path / "valid.jsonl")},
+        task="sft", data=str(tmp_path / "rows.jsonl"), run=str(run), options={"valid": str(tmp_path / "valid.jsonl")},
         task_options={**gone, "max_tokens": 256}, prepared={"data": "data/train-0", "valid": "data/valid-0"},
     )  # fmt: skip
     RunFolder(run).write_request(before)
@@ -420,7 +420,7 @@ def test_a_path_given_now_must_exist(bare):
 
 
 def test_a_recipe_that_evaluates_says_so_if_nothing_is_evaluated(capsys, tmp_path):
-    request(tmp_path / "run", "chatlm-pretrain", "rows", recipe="pretrain")
+    request(tmp_path / "run", "pretrain", "rows", recipe="pretrain")
     assert "nothing is evaluated" in capsys.readouterr().err
 
 

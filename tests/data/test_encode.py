@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from brimful.data.encode import PIECE_BYTES, PIECES_IN_FLIGHT, in_pieces, piece_size
+from brimful.data.encode import PIECE_BYTES, PIECES_IN_FLIGHT, Drop, EncodedRows, in_pieces, piece_size
 from brimful.errors import BadOption
 from brimful.units import GiB, MiB
 
@@ -34,3 +34,23 @@ def test_the_host_limit_decides_the_size_of_pieces():
     assert 64 * MiB + PIECES_IN_FLIGHT * tight < 200 * MiB
     with pytest.raises(BadOption, match="host_limit='100MiB' is too small: .* take 64 MiB. Try: 1.*MiB or more"):
         piece_size(100 * MiB, 64 * MiB)
+
+
+def test_rows_of_several_fields_are_flattened():
+    rows = EncodedRows.of([[[5, 6], [0, 2]], [[7], []]], fields=2, dtype="uint16", rows_used=2, truncated=[1])
+    assert rows.tokens.tolist() == [5, 6, 0, 2, 7]
+    assert rows.tokens.dtype == "uint16"
+    assert rows.lengths.tolist() == [[2, 2], [1, 0]]
+    assert (rows.truncated, rows.dropped) == ([1], {})
+    none = EncodedRows.of([], fields=2, dtype="uint16", rows_used=0)
+    assert none.lengths.shape == (0, 2)
+
+
+def test_joined_parts_know_the_places_of_dropped_rows():
+    """The second part begins where the first ends: rows that were used, not rows that they gave."""
+    first = EncodedRows.of([[[5]], [[6]], [[7]]], fields=1, dtype="uint16", rows_used=2, drops=[Drop(1, "no reply")])
+    second = EncodedRows.of([], fields=1, dtype="uint16", rows_used=0, drops=[Drop(0, "empty"), Drop(1, "no reply")])
+    rows = EncodedRows.join([first, second])
+    assert [drop.row for drop in rows.drops] == [1, 3, 4]
+    assert rows.dropped == {"no reply": 2, "empty": 1}
+    assert rows.rows_used == 2

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from brimful import files
-from brimful.data.store import NAME, Store, StoreWriter, column_numbers
+from brimful.data.store import LONGEST_SPAN, NAME, SPANS, Store, StoreWriter, column_numbers, spans_of, trained
 from brimful.errors import BadData, InternalError
 
 FACTS = {
@@ -303,3 +303,87 @@ def test_a_path_that_is_not_a_store_is_named_for_what_it_is(tmp_path):
     for name, sentence in messages.items():
         with pytest.raises(BadData, match=sentence):
             Store.open(tmp_path / name)
+
+
+# ── Spans ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_causal(folder, masks, vocab_size=10):
+    """A store of rows with tokens of 7 and these masks."""
+    writer = StoreWriter(folder, ("tokens", SPANS), vocab_size)
+    spans = [spans_of(mask) for mask in masks]
+    numbers = [part for mask, runs in zip(masks, spans, strict=True) for part in (np.full(len(mask), 7), runs)]
+    writer.add(
+        np.concatenate(numbers), np.array([[len(mask), len(runs)] for mask, runs in zip(masks, spans, strict=True)])
+    )
+    writer.finish(tokenizer=None, rows_in=len(masks), **{**FACTS, "max_tokens": {"tokens": 100_000}})
+    return Store.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("mask", "spans"),
+    [
+        ("0011100", [2, 3]),
+        ("1", [0, 1]),
+        ("1101", [0, 2, 1, 1]),
+        ("0001", [3, 1]),
+        ("000", []),
+        ("", []),
+    ],
+)
+def test_spans_are_run_lengths_that_begin_with_untrained(mask, spans):
+    flags = [flag == "1" for flag in mask]
+    assert spans_of(flags).tolist() == spans
+    assert trained(spans, len(flags)).tolist() == flags
+
+
+@pytest.mark.parametrize(
+    "runs", [[70_000, 5], [0, 140_000, 3, 1], [LONGEST_SPAN, LONGEST_SPAN + 1], [2 * LONGEST_SPAN, 1]]
+)
+def test_long_runs_fit_two_bytes(runs):
+    mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+    spans = spans_of(mask)
+    assert int(spans.max()) <= LONGEST_SPAN
+    assert np.array_equal(trained(spans.astype(np.uint16), len(mask)), mask)
+
+
+def test_random_masks_come_back():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        mask = np.repeat(rng.random(9) < 0.5, rng.integers(0, 6, 9))
+        assert np.array_equal(trained(spans_of(mask), len(mask)), mask)
+
+
+def test_spans_longer_than_their_row_are_refused():
+    with pytest.raises(ValueError, match="spans of 5 tokens for a row of 4"):
+        trained([2, 3], 4)
+
+
+def test_spans_come_back_with_their_row_and_are_no_length_of_it(tmp_path):
+    masks = [np.repeat([False, True, False], [length, 3, 2]) for length in (1, 70_000, 40)]
+    store = write_causal(tmp_path / "s", masks)
+    assert store.meta.dtype == "uint16"
+    for row, mask in zip(store.__getitems__([0, 1, 2]), masks, strict=True):
+        assert np.array_equal(trained(row["spans"], len(row["tokens"])), mask)
+        assert set(row["tokens"].tolist()) == {7}
+    assert store.fields == ("tokens", "spans")
+    assert store.length_fields == ("tokens",)
+    assert store.shapes([2, 0]).tolist() == [[45], [6]]
+    assert store.longest == (70_005,)
+    assert store.mean_lengths == (sum(map(len, masks)) / 3,)
+
+
+def test_a_row_without_trained_tokens_has_empty_spans(tmp_path):
+    store = write_causal(tmp_path / "s", [[False] * 4, [True] * 2])
+    assert [row["spans"].tolist() for row in store] == [[], [0, 2]]
+
+
+def test_a_run_may_be_longer_than_the_vocabulary_but_a_token_may_not(tmp_path):
+    write_causal(tmp_path / "s", [[False] * 50 + [True]])
+    with pytest.raises(InternalError, match="token 7 is outside the vocabulary of 7"):
+        write_causal(tmp_path / "t", [[True] * 3], vocab_size=7)
+
+
+def test_other_spans_are_another_store(tmp_path):
+    stores = [write_causal(tmp_path / name, [mask]) for name, mask in (("a", [True, False]), ("b", [False, True]))]
+    assert stores[0].fingerprint != stores[1].fingerprint

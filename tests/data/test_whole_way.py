@@ -15,7 +15,7 @@ from brimful.data.store import Store
 from brimful.errors import BadData
 from brimful.memory.layout import PADDED
 from brimful.step.stepper import Stepper
-from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 
 
 def rows(count):
@@ -35,7 +35,7 @@ def made(tmp_path_factory):
     for command in (
         f"data check {folder}/raw.jsonl --json",
         f"data clean {folder}/raw.jsonl --output {folder}/clean --no-near --valid 5 --json",
-        f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model tiny --json",
+        f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model chatlm-tiny --json",
         f"data tokenize {folder}/clean/train.parquet --tokenizer {folder}/tokenizer --output {folder}/store --max-tokens 24 --host-limit 4GiB --json",
     ):
         main(command.split())
@@ -64,7 +64,7 @@ PLAN = SimpleNamespace(
 
 
 def test_a_loaded_step_has_the_gradient_of_the_plain_batch(made):
-    task = Sft(options=ChatOptions(size="tiny"))
+    task = Sft(options=SftOptions(model="chatlm-tiny"))
     store = task.rows(str(made / "store"))
     step = next(iter(Loader(store, task, PLAN)))
     assert len(step) == 12 and len(step.groups) == 2
@@ -82,7 +82,7 @@ def test_a_loaded_step_has_the_gradient_of_the_plain_batch(made):
 def test_a_batch_is_padded_and_masked(made):
     store = Store.open(made / "store")
     few = [store[0], store[1], store[2]]
-    batch = Pretrain(ChatOptions(size="tiny")).collate(few)
+    batch = Pretrain(LanguageOptions(model="chatlm-tiny")).collate(few)
     for place, row in enumerate(few):
         source, target = len(row["prompt"]), len(row["response"])
         assert batch["input_ids"][place, :source].tolist() == row["prompt"].tolist()
@@ -93,7 +93,7 @@ def test_a_batch_is_padded_and_masked(made):
 
 
 def test_workers_hand_over_the_same_batches_as_reading_here(made):
-    store, task = Store.open(made / "store"), Pretrain(ChatOptions(size="tiny"))
+    store, task = Store.open(made / "store"), Pretrain(LanguageOptions(model="chatlm-tiny"))
     steps = []
     for workers in (0, 1):
         loader = Loader(store, task, PLAN, workers=workers)
@@ -109,18 +109,18 @@ def test_workers_hand_over_the_same_batches_as_reading_here(made):
 def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, monkeypatch):
     from dataclasses import replace
 
-    from brimful.tasks import chatlm as module
+    from brimful.tasks import language as module
 
-    sizes = {**module.SIZES, "tiny": replace(module.SIZES["tiny"], vocab=500)}
-    monkeypatch.setattr(module, "SIZES", sizes)
+    presets = {**module.PRESETS, "chatlm-tiny": replace(module.PRESETS["chatlm-tiny"], vocab=500)}
+    monkeypatch.setattr(module, "PRESETS", presets)
     monkeypatch.setattr(module, "_config", module._config.__wrapped__)  # which remembers the real one
     with pytest.raises(BadData, match="its tokenizer has 900 tokens and the model 500"):
-        Pretrain(ChatOptions(size="tiny")).rows(str(made / "store"))
+        Pretrain(LanguageOptions(model="chatlm-tiny")).rows(str(made / "store"))
 
 
 def test_raw_files_must_be_tokenized_first(made):
     with pytest.raises(BadData, match="not a token store. Try: `brimful data tokenize`"):
-        Pretrain(ChatOptions(size="tiny")).rows(str(made / "raw.jsonl"))
+        Pretrain(LanguageOptions(model="chatlm-tiny")).rows(str(made / "raw.jsonl"))
 
 
 def test_the_guides_loop_trains_one_pass(made, monkeypatch):

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from brimful.packing import causal
 from brimful.packing.sequence import boundaries
@@ -82,17 +82,15 @@ class Leaky(Lines):
         return super().loss(model, batch)
 
 
-class Sinks(Lines):
-    """GPT-OSS, whose attention has sinks."""
+class State(Lines):
+    """Mamba, whose layers carry a state from token to token."""
 
-    name = "sinks"
+    name = "state"
 
     def model(self):
         torch.manual_seed(1)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        more = {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
-        return GptOssForCausalLM(
-            GptOssConfig(**sizes, **more, num_local_experts=2, num_experts_per_tok=1, use_cache=False)
+        return MambaForCausalLM(
+            MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2, use_cache=False)
         )
 
 

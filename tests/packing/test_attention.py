@@ -70,6 +70,36 @@ def test_dropout_keeps_the_mean():
     assert out.std().item() > 0.01
 
 
+@pytest.mark.parametrize("dim", [8, 5])
+def test_sinks_take_their_share_of_the_weights(dim):
+    q, k, _ = tensors(LENGTHS, LENGTHS, kv_heads=2)
+    v, sinks = torch.randn(len(k), 2, dim, dtype=torch.float64), torch.randn(4, dtype=torch.float64, requires_grad=True)
+    out = attention(q, k, v, boundaries(LENGTHS, len(q)), scale=0.3, causal=True, window=6, sinks=sinks)
+    expected, at = torch.zeros_like(out), 0
+    for length in LENGTHS:
+        one = slice(at, at + length)
+        for head in range(4):
+            scores = q[one, head] @ k[one, head // 2].T * 0.3
+            seen = torch.ones(length, length).tril().bool() & torch.ones(length, length).triu(-5).bool()
+            weights = scores.exp() * seen
+            share = weights / (weights.sum(1, keepdim=True) + sinks[head].exp())
+            expected[one, head] = share @ v[one, head // 2]
+        at += length
+    assert torch.allclose(out, expected, rtol=0, atol=1e-13)
+    gradient, wanted = (torch.autograd.grad(one.square().sum(), sinks)[0] for one in (out, expected))
+    assert torch.allclose(gradient, wanted, rtol=0, atol=1e-12)
+
+
+def test_autocast_applies_to_queries_and_keys_with_rotary_positions():
+    """They come in fp32, and kernels are for bf16."""
+    q, k, v = (side.detach().float() for side in tensors(LENGTHS, LENGTHS))
+    rows = boundaries(LENGTHS, len(q))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v.bfloat16(), rows, scale=0.3, causal=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), rows, scale=0.3, causal=True))
+
+
 def test_tiles_cover_every_token_once():
     rows = boundaries([70, 1, 64, 130], 300)
     covered = torch.zeros(300, dtype=torch.int64)

@@ -1,69 +1,19 @@
-"""Packed causal models against the same rows alone, in transformers' own forward."""
+"""Packed and padded batches of causal models. `test_families.py` has the families."""
+
+import threading
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
-)
+from transformers import BartConfig, BartForCausalLM, DogeConfig, DogeForCausalLM
 
 from brimful.errors import TaskError
+from brimful.memory.layout import FixedSize, PackedLayout
 from brimful.packing import causal
+from brimful.packing.sequence import positions
 from brimful.planning.levers import checkpointing
 from brimful.task import Task
-
-SHAPE = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
-CONFIGS = {
-    "gpt2": GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1),
-    "llama": LlamaConfig(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
-    "sliding window": MistralConfig(**SHAPE, sliding_window=20),
-    "window and softcap": Gemma2Config(**SHAPE, head_dim=8, sliding_window=20, attn_logit_softcapping=0.3),
-}
-
-IN_FP32 = {"window and softcap"}
-"""Computes its norms and its softmax in fp32, whatever the weights are in."""
-
-
-def build(config):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).double().eval()
-
-
-def draw_rows(seed):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(2, 250, length) for length in rng.integers(1, 60, 7)]
-
-
-def loss_alone(model, rows):
-    """Each row by itself in the model's own forward."""
-    total = 0.0
-    for row in map(torch.as_tensor, rows):
-        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
-        total += F.cross_entropy(logits, row[1:], reduction="sum")
-    return total
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_packed_rows_have_the_loss_and_gradient_that_they_have_alone(name):
-    model, rows = build(CONFIGS[name]), draw_rows(1)
-    within = 1e-6 if name in IN_FP32 else 1e-12
-    packed, alone = causal.loss(model, causal.pack(rows, (512,))), loss_alone(model, rows)
-    assert packed.sum.item() == pytest.approx(alone.item(), rel=within)
-    assert packed.count == sum(len(row) - 1 for row in rows)
-    params = list(model.parameters())
-    for mine, other in zip(*(torch.autograd.grad(one, params) for one in (packed.sum, alone)), strict=True):
-        assert (mine - other).norm() <= within * max(other.norm(), 1e-3)
+from tests.packing.families import build, difference, draw_rows, gradients, loss_alone
 
 
 def test_labels_of_a_row_are_never_predicted_from_the_row_before():
@@ -79,7 +29,7 @@ def test_masked_labels_are_not_learnt():
 
 
 def test_a_row_without_tokens_changes_nothing():
-    model, rows = build(CONFIGS["gpt2"]), draw_rows(5)
+    model, rows = build("gpt2"), draw_rows(5)
     params = list(model.parameters())
     losses = [
         causal.loss(model, causal.pack(some, (512,))).sum
@@ -101,31 +51,15 @@ def test_other_labels_than_tokens_are_refused():
 
 
 def test_the_model_keeps_its_own_attention():
-    model = build(CONFIGS["llama"])
+    model = build("llama")
     before = model.config._attn_implementation
     causal.loss(model, causal.pack(draw_rows(2), (512,)))
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_checkpointed_blocks_run_again_inside_their_rows(name):
-    model, batch = build(CONFIGS[name]), causal.pack(draw_rows(4), (512,))
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-    params = list(model.parameters())
-    plain = torch.autograd.grad(causal.loss(model, batch).sum, params)
-    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.disable_input_require_grads()
-    again = torch.autograd.grad(causal.loss(model, batch).sum, params)
-    assert all(map(torch.equal, plain, again))
-    assert model.config._attn_implementation != causal.INTERFACE
-
-
 @pytest.mark.parametrize("every", [2, 3])
 def test_some_checkpointed_blocks_repeat_their_dropout(every):
-    config = GPT2Config(vocab_size=256, n_embd=32, n_layer=5, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1)
-    model, batch = build(config).train(), causal.pack(draw_rows(4), (512,))
+    model, batch = build("gpt2", n_layer=5).train(), causal.pack(draw_rows(4), (512,))
 
     def gradients():
         torch.manual_seed(0)
@@ -136,8 +70,116 @@ def test_some_checkpointed_blocks_repeat_their_dropout(every):
         assert all(map(torch.equal, plain, gradients()))
 
 
-def test_a_model_with_other_attention_is_refused():
-    sizes = {**SHAPE, "num_local_experts": 2, "num_experts_per_tok": 1}
-    model = build(GptOssConfig(**sizes, head_dim=8))
-    with pytest.raises(TaskError, match="cannot attend to packed rows: it uses s_aux"):
-        causal.loss(model, causal.pack(draw_rows(3), (512,)))
+def test_tokens_that_are_not_trained_have_no_logits():
+    model, rows = build("llama"), draw_rows()
+    labels = [np.where(np.arange(len(row)) < 0.6 * len(row), -100, row) for row in rows]
+    batch = causal.pack(rows, (512,), labels=labels)
+    assert len(batch["trained"].tokens) == 64
+    fewer, alone = causal.loss(model, batch), loss_alone(model, rows, labels)
+    assert fewer.sum.item() == pytest.approx(alone.item(), rel=1e-12)
+    assert difference(gradients(fewer.sum, model), gradients(alone, model)) < 1e-12
+
+
+def test_trained_tokens_come_in_few_sizes():
+    sizes = {len(positions(torch.arange(4096) < count).tokens) for count in range(0, 4096, 50)}
+    assert sizes == set(range(256, 4097, 256))
+
+
+class Replies(Task):
+    """The second half of each row is trained."""
+
+    def shape(self, row):
+        return (len(row),)
+
+    def pack(self, rows, tokens):
+        labels = [np.where(np.arange(len(row)) < len(row) // 2, -100, row) for row in rows]
+        return causal.pack(rows, tokens, labels=labels)
+
+
+def test_batches_of_a_fixed_size_have_the_same_tensors_and_losses():
+    model, fixed = build("llama"), PackedLayout(FixedSize((128,), 8))
+    batches = [fixed.collate(Replies(), draw_rows(seed)[:count]) for seed, count in ((1, 7), (2, 4))]
+    shapes = [
+        [tuple(t.shape) for t in (batch["labels"], *batch["packed_rows"], *batch["trained"])] for batch in batches
+    ]
+    assert shapes[0] == shapes[1]
+    free = PackedLayout().collate(Replies(), draw_rows(2)[:4])
+    assert causal.loss(model, batches[1]).sum.item() == pytest.approx(causal.loss(model, free).sum.item(), rel=1e-12)
+
+
+def test_padded_rows_are_a_batch_of_the_models_own_forward():
+    model, rows = build("llama"), draw_rows()
+    batch = causal.pad(rows, fill=3)
+    assert batch["input_ids"].shape == (7, 30) and batch["input_ids"][0, 1] == 3
+    padded = causal.padded_loss(model, batch)
+    assert (padded.sum / padded.count).item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    smoothed = causal.padded_loss(model, batch, label_smoothing=0.1).sum
+    packed = causal.loss(model, causal.pack(rows, (128,)), label_smoothing=0.1).sum
+    assert smoothed.item() == pytest.approx(packed.item(), rel=1e-12)
+
+
+def test_padded_rows_with_a_loss_across_rows_are_refused():
+    model = build("mixtral balanced")
+    with pytest.raises(TaskError, match="depends on all rows of a micro-batch. Try: output_router_logits=False"):
+        causal.padded_loss(model, causal.pad(draw_rows()))
+
+
+def test_the_models_own_attention_is_back_after_an_error():
+    model, batch = build("llama"), causal.pack(draw_rows(), (128,))
+    own = model.config._attn_implementation
+    batch["input_ids"][3] = 1000
+    with pytest.raises(IndexError):
+        causal.loss(model, batch)
+    assert model.config._attn_implementation == own
+
+
+def test_threads_that_share_a_config_do_not_switch_each_other_off():
+    model, batch = build("llama"), causal.pack(draw_rows(), (128,))
+    own, expected = model.config._attn_implementation, causal.loss(model, batch).sum
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with pytest.raises(TaskError), causal.packed_attention(model.model, batch["packed_rows"]):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait(10)
+    assert causal.loss(model, batch).sum == expected
+    assert model.config._attn_implementation == causal.INTERFACE
+    with pytest.raises(TaskError, match="it does not pass on where rows begin"):
+        model(torch.ones(1, 4, dtype=torch.long))  # padded in this thread while another packs: refused, not wrong
+    leave.set()
+    thread.join()
+    assert model.config._attn_implementation == own
+
+
+def test_layers_that_do_not_attend_are_found():
+    model = build("llama")
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(TaskError, match="1 of 2 layers do not attend through transformers' interface"):
+        causal.loss(model, causal.pack(draw_rows(), (128,)))
+
+
+def test_a_window_that_attention_is_not_told_is_found():
+    """Phi-3.5-MoE has it in its mask alone. Rows shorter than the window would not show it."""
+    model = build("phimoe", sliding_window=100)
+    with pytest.raises(
+        TaskError, match="PhimoeModel cannot attend to packed rows: it does not pass on its sliding window"
+    ):
+        causal.loss(model, causal.pack(draw_rows(), (128,)))
+
+
+def test_a_mask_of_the_model_itself_is_found():
+    config = DogeConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = DogeForCausalLM(config)
+    with pytest.raises(TaskError, match="DogeAttention cannot attend to packed rows: it has a mask of its own"):
+        causal.loss(model, causal.pack(draw_rows(), (128,)))
+
+
+def test_positions_that_the_model_counts_are_found():
+    sizes = {"vocab_size": 64, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 2}
+    model = BartForCausalLM(BartConfig(**sizes, is_decoder=True))
+    with pytest.raises(TaskError, match="BartDecoder cannot attend to packed rows: it counts positions by itself"):
+        causal.loss(model, causal.pack(draw_rows(), (128,)))

@@ -7,12 +7,12 @@ import torch
 from brimful.memory.layout import PACKED, PADDED
 from brimful.packing.t5 import compile_blocks
 from brimful.planning.levers import checkpointing
-from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 
 
 @pytest.fixture(scope="module")
 def task():
-    return Pretrain(ChatOptions(size="tiny"))
+    return Pretrain(LanguageOptions(model="chatlm-tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_some_checkpointed_blocks_repeat_their_dropout(task, model, layout, ever
 
 
 def test_a_frozen_encoder_keeps_no_graph():
-    task = Sft(ChatOptions(size="tiny", random_weights=True))
+    task = Sft(SftOptions(model="chatlm-tiny"))
     model = task.model().double().eval()
     rows = draw_rows(3)
     assert_same(
@@ -141,7 +141,7 @@ def test_compiled_blocks_are_switched_off_again(task, model):
 
 
 def test_label_smoothing_is_that_of_the_padded_loss():
-    task = Pretrain(ChatOptions(size="tiny", label_smoothing=0.1))
+    task = Pretrain(LanguageOptions(model="chatlm-tiny", label_smoothing=0.1))
     model = task.model().double().train()
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):

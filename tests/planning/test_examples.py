@@ -13,13 +13,11 @@ from brimful.tasks.load import load_task
 from brimful.units import show_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TASKS = ["chatlm-sft", "causal_lm", "image_classifier", "contrastive", "all_pairs", "unet"]
+TASKS = ["sft", "causal_lm", "image_classifier", "contrastive", "all_pairs", "unet"]
 
 
 def load(name):
-    return (
-        load_task(name, options={"size": "tiny"}) if name == "chatlm-sft" else load_task(f"{EXAMPLES / name}.py:task")
-    )
+    return load_task(name, options={"model": "chatlm-tiny"}) if name == "sft" else load_task(f"{EXAMPLES / name}.py:task")
 
 
 def keeps_its_promise(name, limit, **options):
@@ -43,7 +41,7 @@ def keeps_its_promise(name, limit, **options):
 
 # With checkpointing, a whole step is predicted from probes that held gradients, and whether it is tried depends on the clock.
 SMALL = {
-    "chatlm-sft": {"limit": "128MiB", "checkpointing": "off"},
+    "sft": {"limit": "128MiB", "checkpointing": "off"},
     "causal_lm": {"limit": "64MiB", "lengths": (32,), "checkpointing": "off"},
     "contrastive": {"limit": "512MiB", "lengths": (32,)},
     "all_pairs": {"limit": "512MiB"},

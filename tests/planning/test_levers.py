@@ -9,7 +9,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from brimful.memory.context import StepContext
 from brimful.memory.ledger import Ledger, simulated_memory
-from brimful.planning.levers import checkpointing, compiling, cudnn_attention, frozen_choice, repeated_blocks
+from brimful.planning.levers import OFFLOAD, checkpointing, compiling, cudnn_attention, frozen_choice, repeated_blocks
 from brimful.planning.plan import Plan
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
@@ -55,7 +55,7 @@ class Deep(Tagger):
         return model
 
 
-@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("every", [2, 3, OFFLOAD])
 def test_the_gradient_of_some_checkpointed_blocks_is_the_same_to_the_bit(every):
     task = Deep()
     model = task.model().double()
@@ -63,7 +63,7 @@ def test_the_gradient_of_some_checkpointed_blocks_is_the_same_to_the_bit(every):
     assert not any("forward" in vars(block) for block in model.body)
 
 
-@pytest.mark.parametrize(("every", "again"), [(0, 0), (3, 2), (2, 3), (1, 5)])
+@pytest.mark.parametrize(("every", "again"), [(0, 0), (3, 2), (2, 3), (1, 5), (OFFLOAD, 5)])
 def test_every_nth_block_runs_again(every, again):
     task = Deep()
     model, calls = task.model(), []
@@ -73,7 +73,7 @@ def test_every_nth_block_runs_again(every, again):
     assert len(calls) == 5 + again
 
 
-@pytest.mark.parametrize(("every", "again"), [(3, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("every", "again"), [(3, 2), (2, 2), (1, 4), (OFFLOAD, 4)])
 def test_every_nth_block_of_a_hugging_face_model_runs_again(every, again):
     model, calls = t5(), []
     for block in (*model.encoder.block, *model.decoder.block):
@@ -93,6 +93,39 @@ def test_in_between_settings_need_blocks_that_are_switched_one_by_one():
     assert checkpointing(Tagger(), Tagger().model()).settings == ("off", "on")
     assert checkpointing(Hooked(), Hooked().model()).settings == ("off", "on")
     assert checkpointing(Task(), t5()).settings == ("off", "every-3", "every-2", "on")
+
+
+def test_the_inputs_of_offloaded_blocks_are_all_that_goes_to_the_host(monkeypatch):
+    """One tensor of each block. What a block keeps inside is made again in backward, where it is needed."""
+    task, moved = Deep(), []
+
+    class Counted(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory):
+            super().__init__(lambda tensor: moved.append(tensor.shape) or tensor, lambda tensor: tensor)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Counted)
+    gradients(task, task.model(), OFFLOAD)
+    assert len(moved) == 5 and len(set(moved)) == 1
+
+
+@pytest.mark.gpu
+def test_offloaded_blocks_take_less_memory_on_a_gpu_and_give_the_same_gradients():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_key_value_heads=8, use_cache=False, **sizes)).cuda()
+    ids, lever, peaks, found = torch.randint(0, 512, (8, 1024), device="cuda"), checkpointing(Task(), model), [], []
+    assert lever.settings[-1] == "offload"
+    for every in (1, OFFLOAD):
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with lever.set(every):
+            model(input_ids=ids, labels=ids).loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        found.append([param.grad.clone() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+    assert peaks[1] < peaks[0] - 8 * 8 * 1024 * 512 * 4  # of 12 blocks, most inputs
 
 
 def test_a_step_follows_a_plan_with_every_second_block():

@@ -10,8 +10,8 @@ from brimful.planning.choices import _too_long
 from brimful.planning.plan import Plan
 from brimful.planning.target import Target
 from brimful.task import Task
-from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
-from tests.packing.small import Leaky, Lines, PaddedLines, Sinks, draw_rows
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
+from tests.packing.small import Leaky, Lines, PaddedLines, State, draw_rows
 from tests.planning.small import small_plan
 
 ROWS = draw_rows(100)
@@ -81,14 +81,18 @@ def test_the_predicted_peak_is_the_measured_one(limit):
 
 def test_the_chat_model_is_predicted_too():
     plan = small_plan(
-        Pretrain(ChatOptions(size="tiny")), layout="packed", global_batch=8, lengths=(12, 16), memory_limit="256MiB"
+        Pretrain(LanguageOptions(model="chatlm-tiny")),
+        layout="packed",
+        global_batch=8,
+        lengths=(12, 16),
+        memory_limit="256MiB",
     )
     assert plan.layout == "packed" and plan.ooms == 0
     assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
 
 
 def test_what_frozen_weights_save_is_measured_on_packed_rows():
-    task = Sft(ChatOptions(size="tiny", random_weights=True))
+    task = Sft(SftOptions(model="chatlm-tiny"))
     plan = small_plan(task, layout="packed", global_batch=8, lengths=(12, 16), memory_limit="256MiB")
     assert f"of activations at {plan.micro_batch} rows with " in plan.choice("frozen").reason
 
@@ -139,7 +143,7 @@ def test_padded_stays_padded(with_kernels):
 REFUSED = {
     "the task has no pack()": PaddedLines,
     "packed rows see each other: 8 of them and the same rows alone differ by": Leaky,
-    "GptOssAttention cannot attend to packed rows: it uses s_aux": Sinks,
+    "MambaForCausalLM cannot be trained on packed rows: its layers carry a state": State,
 }
 
 

@@ -19,7 +19,7 @@ HOLD = "import sys, torch; x = torch.empty({bytes}, dtype=torch.uint8, device='c
 
 @pytest.fixture(scope="module")
 def plan():
-    return make_plan(load_task("chatlm-sft", options={"size": "base"}), memory_limit="20GiB", cache=False)
+    return make_plan(load_task("sft", options={"size": "base"}), memory_limit="20GiB", cache=False)
 
 
 def test_the_chat_model_fits_20_gib_without_an_oom_within_1_5_percent(plan):
@@ -76,19 +76,19 @@ def hog():
 
 def test_a_gpu_held_by_another_process_is_named_in_one_sentence(hog):
     with pytest.raises(DeviceBusy, match=r"has only .* free .*hold") as caught:
-        make_plan(load_task("chatlm-sft", options={"size": "base"}), memory_limit="20GiB", cache=False)
+        make_plan(load_task("sft", options={"size": "base"}), memory_limit="20GiB", cache=False)
     print(caught.value)
 
 
 def test_a_gpu_nearly_full_says_who_holds_it(hog):
     with pytest.raises(DoesNotFit, match="holds? ") as caught:
-        make_plan(load_task("chatlm-pretrain", options={"size": "base"}), cache=False)
+        make_plan(load_task("pretrain", options={"size": "base"}), cache=False)
     print(caught.value)
 
 
 def test_a_limit_below_the_fixed_part_says_what_is_needed():
     with pytest.raises(DoesNotFit, match="memory_limit=") as caught:
-        make_plan(load_task("chatlm-pretrain", options={"size": "base"}), memory_limit="2GiB", cache=False)
+        make_plan(load_task("pretrain", options={"size": "base"}), memory_limit="2GiB", cache=False)
     assert caught.value.needed_bytes > 2 * GiB
     print(caught.value)
 

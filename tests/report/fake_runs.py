@@ -32,7 +32,7 @@ def plan(**values: Any) -> dict[str, Any]:
     ]
     names = ("name", "requested", "effective", "basis", "reason", "source")
     return {
-        "task": "chatlm-sft", "device": "cuda:0", "device_name": "NVIDIA GeForce RTX 3080", "limit_bytes": 20 * GiB, "fill": 0.85,
+        "task": "sft", "device": "cuda:0", "device_name": "NVIDIA GeForce RTX 3080", "limit_bytes": 20 * GiB, "fill": 0.85,
         "shape": [228, 256], "layout": "padded", "global_batch": 256, "micro_batch": 43, "largest_micro_batch": 48,
         "accumulation": 6, "processes": 1, "deal": [256],
         "memory_model": {},
@@ -138,7 +138,7 @@ def write_run(
     the_plan = plan(processes=ranks, **(plan_values or {}))
     for path in (folder / "plan.json", folder / "plans" / "0001.json"):
         path.write_text(json.dumps(the_plan), encoding="utf-8")
-    request = {"task": "chatlm-sft", "data": "rows.parquet", "run": str(folder), "options": {"seed": 0}, "task_options": {}, "origins": {}, **(request or {})}  # fmt: skip
+    request = {"task": "sft", "data": "rows.parquet", "run": str(folder), "options": {"seed": 0}, "task_options": {}, "origins": {}, **(request or {})}  # fmt: skip
     (folder / "run.json").write_text(json.dumps(request), encoding="utf-8")
     (folder / "lock").write_text(
         json.dumps(

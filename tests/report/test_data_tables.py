@@ -235,6 +235,20 @@ def test_dropped_rows_are_shown_with_their_reason():
     assert line(replace(REPORT, dropped={"broken": 0, "empty": 0}), "dropped") == "dropped no row"
 
 
+def test_the_first_row_of_each_other_reason_is_named():
+    dropped, first = (
+        {"broken": 0, "empty": 2, "no reply": 3},
+        {"empty": "a.jsonl, line 2: x", "no reply": "a.jsonl, line 9: no reply"},
+    )
+    text = line(replace(REPORT, dropped=dropped, first_dropped=first), "dropped")
+    assert text == "dropped 5 of 1,007 rows: 2 empty, 3 no reply; the first 'no reply' is a.jsonl, line 9: no reply"
+
+
+def test_rows_that_were_added_are_shown():
+    assert line(replace(REPORT, rows_added=12), "added") == "added 12 rows, because one may give several"
+    assert "added" not in shown(REPORT)
+
+
 def test_what_was_not_read_is_counted_and_named(tokenizer_report):
     skipped = ("data/a.md (unknown format)", "data/b (a link to a folder)")
     note = f"not read (2 entries): {', '.join(skipped)}"

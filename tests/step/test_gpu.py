@@ -158,7 +158,7 @@ def test_new_shapes_cost_no_host_memory():
     from brimful.machine.host import process_bytes
     from brimful.tasks.load import load_task
 
-    task = load_task("chatlm-pretrain", options={"size": "tiny"})
+    task = load_task("pretrain", options={"size": "tiny"})
     model = task.model().to(CARD).train()
     stepper = Stepper(model, task.optimizer(model), task)
     shapes = [(16 + 3 * number, 100 - 2 * number) for number in range(40)]

@@ -6,7 +6,7 @@ import torch
 from brimful.data.loader import Loader
 from brimful.planning.planner import plan as make_plan
 from brimful.step.stepper import Stepper
-from brimful.tasks.chatlm import ChatOptions, Pretrain
+from brimful.tasks.language import LanguageOptions, Pretrain
 from tests.step.small import distance
 
 pytestmark = pytest.mark.gpu
@@ -15,14 +15,14 @@ STEPS = 6
 
 def rows(count):
     draw = torch.Generator().manual_seed(0)
-    task = Pretrain(ChatOptions(size="tiny"))
+    task = Pretrain(LanguageOptions(model="chatlm-tiny"))
     lengths = torch.randint(4, 60, (count, 2), generator=draw).tolist()
     return [task.dummy_row(tuple(pair)) for pair in lengths]
 
 
 def train(graphs):
     """The model after some steps without dropout, and the stepper."""
-    task, data = Pretrain(ChatOptions(size="tiny")), rows(400)
+    task, data = Pretrain(LanguageOptions(model="chatlm-tiny")), rows(400)
     plan = make_plan(
         task,
         data=data,

@@ -10,9 +10,11 @@ from brimful.data.tokenize import tokenize
 from brimful.errors import BadData, MissingExtra
 from brimful.memory.ledger import simulated_memory
 from brimful.tasks import chat_scores as module
-from brimful.tasks.chat_scores import ChatEvaluation, corpus_scores, lengths_in_training, max_answer_tokens, signatures
-from brimful.tasks.chatlm import SIZES, ChatOptions, Pretrain
-from brimful.training.evaluate import Evaluator
+from brimful.tasks.chat_scores import ChatEvaluation, Questions, corpus_scores, lengths_in_training, signatures
+from brimful.tasks.language import LanguageOptions, Pretrain
+from brimful.tasks.model_folder import tokenizer_of
+from brimful.tasks.presets import PRESETS
+from brimful.training.evaluate import Evaluator, SelectedRows
 from brimful.training.run import Request, RunFolder
 from brimful.units import KiB
 from tests.tasks.tiny import ROOMY, ROWS, make_tokenizer
@@ -22,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def in_training(tiny, rows=None, **options):
-    task = Pretrain(options=ChatOptions(from_=str(tiny.model)))
+    task = Pretrain(options=LanguageOptions(model=str(tiny.model)))
     return Evaluator(task, tiny.net, tiny.store if rows is None else rows, device=CPU, **options)
 
 
@@ -43,7 +45,7 @@ def test_bleu_in_training_is_sacrebleus_over_all_rows(tiny):
 
 
 def test_the_loss_is_that_of_one_batch(tiny):
-    task = Pretrain(options=ChatOptions(from_=str(tiny.model)))
+    task = Pretrain(options=LanguageOptions(model=str(tiny.model)))
     with torch.no_grad():
         whole = task.loss(tiny.net, task.collate(tiny.store.__getitems__(list(range(24)))))
     found = in_training(tiny, generate_rows=0).run()
@@ -68,7 +70,7 @@ def test_two_processes_answer_all_rows_between_them(tiny):
     models = [tiny.net, copy.deepcopy(tiny.net)]
 
     def share(rank, group):
-        task = Pretrain(options=ChatOptions(from_=str(tiny.model)))
+        task = Pretrain(options=LanguageOptions(model=str(tiny.model)))
         return Evaluator(task, models[rank], tiny.store, device=CPU, group=group, max_rows=7).run()
 
     for found in Team().run(share):
@@ -91,7 +93,8 @@ def test_rows_outside_a_token_store_have_no_scores(tiny):
 
 
 def test_answers_may_be_as_long_as_the_longest_reference(tiny):
-    assert max_answer_tokens(tiny.store) == max(tiny.store.shapes(range(24))[:, 1])
+    questions = Questions(SelectedRows(tiny.store, range(3)), tokenizer_of(tiny.model))
+    assert questions.max_answer_tokens == max(tiny.store.shapes(range(24))[:, 1])
 
 
 def test_scores_under_a_memory_limit_are_the_same(tiny):
@@ -116,24 +119,24 @@ def test_scores_under_a_memory_limit_are_the_same(tiny):
     ("request_fields", "lengths"),
     [
         ({"task_options": {"max_tokens": "6"}}, (6,)),
-        ({"task_options": {"size": "tiny"}}, SIZES["tiny"].worst_shape),
-        ({"prepared": {"data": "missing", "valid": None}}, SIZES["base"].worst_shape),
+        ({"task_options": {"model": "chatlm-tiny"}}, PRESETS["chatlm-tiny"].worst_shape),
+        ({"prepared": {"data": "missing", "valid": None}}, PRESETS["chatlm-base"].worst_shape),
         ({"task_options": {"max_tokens": 6}, "prepared": {"data": "store", "valid": None}}, (256, 256)),
     ],
-    ids=["requested", "of the size", "of base", "of the training rows"],
+    ids=["requested", "of the preset", "of base", "of the training rows"],
 )
 def test_rows_are_truncated_as_in_the_run_of_the_model(tiny, tmp_path, request_fields, lengths):
     model = tmp_path / "checkpoints" / "step-00000010" / "model"
     shutil.copytree(tiny.model, model)
     shutil.copytree(tiny.folder / "store", tmp_path / "store")
     assert lengths_in_training(model) is None, "there is no run.json"
-    RunFolder(tmp_path).write_request(Request(task="chatlm-sft", data="rows", run=str(tmp_path), **request_fields))
+    RunFolder(tmp_path).write_request(Request(task="sft", data="rows", run=str(tmp_path), **request_fields))
     (tmp_path / "best").symlink_to(model)
     assert lengths_in_training(model) == lengths_in_training(tmp_path / "best") == lengths
-    assert ChatEvaluation(tmp_path / "best", metrics=[]).max_tokens == lengths
-    assert ChatEvaluation(tmp_path / "best", metrics=[], max_tokens="7").max_tokens == (7,)
+    assert ChatEvaluation(tmp_path / "best", metrics=[]).max_tokens == (lengths * 2)[:2]
+    assert ChatEvaluation(tmp_path / "best", metrics=[], max_tokens="7").max_tokens == (7, 7)
     (tmp_path / "run.json").write_text("{")
-    assert ChatEvaluation(model, metrics=[]).max_tokens == SIZES["base"].worst_shape
+    assert ChatEvaluation(model, metrics=[]).max_tokens == PRESETS["chatlm-base"].worst_shape
 
 
 def test_a_store_of_another_tokenizer_is_refused(tiny, tmp_path):

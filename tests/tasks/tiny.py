@@ -8,7 +8,7 @@ from brimful.data.store import Store
 from brimful.data.tokenize import TokenizeOptions
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
-from brimful.tasks.chatlm import ChatOptions, Pretrain
+from brimful.tasks.language import LanguageOptions, Pretrain
 from brimful.units import GiB
 
 ROOMY = TokenizeOptions(host_limit_bytes=8 * GiB)
@@ -55,7 +55,7 @@ def save(model, folder, tokenizer):
 
 def learn(model, store, steps=130, rate=1e-2):
     """Train until every row is answered correctly."""
-    task = Pretrain(options=ChatOptions(size="tiny"))
+    task = Pretrain(options=LanguageOptions(model="chatlm-tiny"))
     batch = task.collate(store.__getitems__(list(range(len(store)))))
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=rate)
     for step in range(steps):

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from brimful.task import Loss, Task
-from brimful.tasks.chatlm import SIZES, ChatOptions, Pretrain, Sft
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft
+from brimful.tasks.presets import PRESETS
 from brimful.training import metrics
 from brimful.training.metrics import FlopModel, peak_flops, utilization
 from tests.step.small import TwoTerms, Words
@@ -59,7 +60,7 @@ def measured(task, shape=(), **kwargs):
 
 def terms_of_t5(size, *, encoder_trains):
     """Counted by hand: 2 FLOPs a weight and token forward, as many for its gradient and for its input's."""
-    s = SIZES[size]
+    s = PRESETS[size]
     inner, layer = s.heads * s.d_kv, 6 if encoder_trains else 2
     square, feed = s.d_model * inner, 2 * s.d_model * s.d_ff
     attention = 4 * inner * s.layers
@@ -89,7 +90,7 @@ def test_a_frozen_part_counts_its_forward_alone():
 
 @pytest.mark.parametrize("kind", [Pretrain, Sft])
 def test_a_t5_is_what_is_counted_by_hand(kind):
-    model, how = measured(kind(ChatOptions(size="tiny")), (40, 24))
+    model, how = measured(kind(LanguageOptions(model="chatlm-tiny")), (40, 24))
     assert model.polynomial.terms == terms_of_t5("tiny", encoder_trains=kind is Pretrain)
     assert how.endswith("right to the last one at rows of 20+12")
 
@@ -97,7 +98,7 @@ def test_a_t5_is_what_is_counted_by_hand(kind):
 @pytest.mark.torture
 @pytest.mark.torture
 def test_the_base_t5_is_what_is_counted_by_hand():
-    model, _ = measured(Pretrain(ChatOptions(size="base")), (64, 48))
+    model, _ = measured(Pretrain(LanguageOptions(model="chatlm-base")), (64, 48))
     assert model.polynomial.terms == terms_of_t5("base", encoder_trains=True)
     assert 6 * 187_692_288 * 256 < model.count([(256, 256)]) < 1.1 * 6 * 187_692_288 * 256
 
@@ -119,7 +120,7 @@ def test_rows_count_by_their_own_lengths():
 
 
 def test_attention_makes_one_long_row_dearer_than_two_short_ones():
-    model, _ = measured(Pretrain(ChatOptions(size="tiny")), (40, 24))
+    model, _ = measured(Pretrain(LanguageOptions(model="chatlm-tiny")), (40, 24))
     assert model.count([(40, 24)]) > 2 * model.count([(20, 12)])
 
 
@@ -150,7 +151,7 @@ def test_several_terms_are_all_counted():
 
 
 def test_the_precision_does_not_change_the_count():
-    task = Pretrain(ChatOptions(size="tiny"))
+    task = Pretrain(LanguageOptions(model="chatlm-tiny"))
     assert measured(task, (16, 8), autocast=torch.bfloat16) == measured(task, (16, 8))
 
 

@@ -6,7 +6,7 @@ import torch
 import brimful
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.planning.plan import Plan
-from brimful.tasks.chatlm import ChatOptions, Pretrain
+from brimful.tasks.language import LanguageOptions, Pretrain
 from brimful.training import metrics
 from brimful.training.events import last_steps, read_events
 from tests.packing.small import Lines, draw_rows
@@ -35,7 +35,7 @@ def chat(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
     vocabulary = TokenizerFacts.read(tiny.tokenizer).vocab_size
     model = save(make_model(vocabulary, dropout_rate=0.1), folder / "model", tiny.tokenizer)
-    task, store = Pretrain(ChatOptions(from_=str(model))), str(tiny.folder / "store")
+    task, store = Pretrain(LanguageOptions(model=str(model))), str(tiny.folder / "store")
     options = {"global_batch": 12, "micro_batch": 5, "layout": "packed", "workers": 0, "memory_limit": "256MiB"}
     brimful.plan(task, data=store, device="cpu", cache=False, **options).save(folder / "plan.json")
     return task, store, folder

@@ -17,7 +17,7 @@ from brimful.training import run as module
 from brimful.training.events import Journal
 from brimful.training.run import Request, RunFolder, RunLock, merge, new_run, newest_run, open_run, same_task
 
-REQUEST = Request(task="chatlm-sft", data="rows.jsonl", run="run", options={"lr": 0.1})
+REQUEST = Request(task="sft", data="rows.jsonl", run="run", options={"lr": 0.1})
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_the_newest_run_of_a_task_is_found_by_any_name_of_its_file(project):
 
 @pytest.mark.parametrize(
     ("now", "same"),
-    [("../mine.py:Tagger", True), ("mine.py:Other", False), ("Tagger", False), ("chatlm-sft", False)],
+    [("../mine.py:Tagger", True), ("mine.py:Other", False), ("Tagger", False), ("sft", False)],
 )
 def test_a_task_whose_file_moved_is_the_same_by_its_name(now, same):
     assert same_task("/a/mine.py:Tagger", now, moved=True) is same
@@ -236,7 +236,7 @@ def test_a_rank_has_rank_zeros_plan_unless_it_has_its_own(run):
     assert [run.plan(rank).name for rank in (1, 2, 0)] == ["plan-1.json", "plan.json", "plan.json"]
 
 
-@pytest.mark.parametrize(("task", "stem"), [("chatlm-sft", "chatlm-sft"), ("my/tasks.py:Mine", "Mine")])
+@pytest.mark.parametrize(("task", "stem"), [("sft", "sft"), ("my/tasks.py:Mine", "Mine")])
 def test_a_new_run_is_named_after_task_and_time_and_never_like_another(tmp_path, monkeypatch, task, stem):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module.time, "strftime", lambda form: "20261116-210500")
@@ -251,16 +251,16 @@ def test_a_new_run_is_named_after_task_and_time_and_never_like_another(tmp_path,
 
 def test_the_newest_run_is_the_one_changed_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for age, (name, task) in enumerate([("c", "chatlm-sft"), ("a", "chatlm-sft"), ("b", "other")]):
+    for age, (name, task) in enumerate([("c", "sft"), ("a", "sft"), ("b", "other")]):
         run = RunFolder(Path("runs") / name)
         run.create()
         run.write_request(replace(REQUEST, task=task))
         os.utime(run.request_file, (1000 + age, 1000 + age))
     assert newest_run(None) == Path("runs/b")
     run.request_file.write_text("{")  # one that cannot be read does not hide the others
-    assert newest_run("chatlm-sft") == Path("runs/a")
-    with pytest.raises(BadRun, match="runs/ has no run of chatlm-pretrain to resume"):
-        newest_run("chatlm-pretrain")
+    assert newest_run("sft") == Path("runs/a")
+    with pytest.raises(BadRun, match="runs/ has no run of pretrain to resume"):
+        newest_run("pretrain")
 
 
 def test_without_any_run_there_is_no_newest(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from brimful.cli.data import data
 from brimful.cli.demo import demo
 from brimful.cli.doctor import doctor
 from brimful.cli.eval import evaluate
+from brimful.cli.export import export
 from brimful.cli.flags import task_flags
 from brimful.cli.machine import machine
 from brimful.cli.output import fail
@@ -52,6 +53,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(report)
     app.command(evaluate, name="eval")
     app.command(chat)
+    app.command(export)
     app.command(data)
     app.command(sweep)
     app.command(demo)

@@ -19,6 +19,7 @@ def chat(
     /,
     *,
     prompt: Annotated[list[str] | None, Parameter(negative="")] = None,
+    system: str | None = None,
     max_new_tokens: int = 256,
     beams: int = 1,
     temperature: float = 0.0,
@@ -28,9 +29,11 @@ def chat(
     device: str = "auto",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Talk to a trained chat model. Answers appear as they are generated; the model does not remember earlier questions.
+    """Talk to a language model. Answers appear as they are generated.
 
-    Without --prompt, questions are read from the terminal until /quit or Ctrl-D, or from a pipe, one per line.
+    Without --prompt, questions are read from the terminal until /quit or Ctrl-D, or from a pipe, one per line. In the terminal
+    a causal model remembers the conversation; /new begins another. Questions from flags or a pipe are answered each by itself.
+    A model without a chat template continues the text.
 
     Parameters
     ----------
@@ -38,6 +41,8 @@ def chat(
         A run of `brimful train` (its best model), one of its checkpoints, or a folder written by save_pretrained.
     prompt
         A question to answer. Can be repeated.
+    system
+        How the model should behave: the system message of its chat template.
     max_new_tokens
         Tokens of an answer at most.
     beams
@@ -64,18 +69,28 @@ def chat(
         repetition_penalty=repetition_penalty, seed=seed,
     )  # fmt: skip
     target = find_target(PlanOptions(device=device))
-    session = Chat(model, options, device=target.device, autocast=autocast_dtype("auto", target.device))
+    autocast = autocast_dtype("auto", target.device)
+    session = Chat(model, options, device=target.device, autocast=autocast, system=system)
     if prompt is None and sys.stdin.isatty() and not json:
         _talk_in_terminal(session)
         return
+    if session.manner == "continuation":
+        print(f"{session.folder} has no chat template, so it continues the text.", file=sys.stderr)
     replies = []
     for question in filter(str.strip, _lines() if prompt is None else prompt):
+        session.begin()
         replies.append(session.reply(question, (lambda _: None) if json else _write))
         if not json:
             _write("\n" if replies[-1].response.strip() else f"{NOTHING}\n")
     if json:
         answers = [reply.to_json() for reply in replies]
-        show("", {"model": str(session.folder), "device": str(session.device), "answers": answers}, as_json=True)
+        report = {
+            "model": str(session.folder),
+            "device": str(session.device),
+            "manner": session.manner,
+            "answers": answers,
+        }
+        show("", report, as_json=True)
 
 
 def _lines() -> Iterable[str]:
@@ -87,9 +102,9 @@ def _lines() -> Iterable[str]:
 def _talk_in_terminal(session: "Chat") -> None:
     with suppress(ImportError):  # not every Python has it
         import readline  # noqa: F401 - gives input() line editing
-    from brimful.tasks.generate import HELP, talk
+    from brimful.tasks.generate import talk
 
-    print(f"{session.folder} on {session.device}. {HELP}")
+    print(f"{session.folder} on {session.device}. {session.help}")
     talk(session, lambda: input("> "), _write)
     print()
 

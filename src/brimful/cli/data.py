@@ -17,6 +17,8 @@ Flag = Annotated[bool, Parameter(negative="")]
 def check(
     *files: str,
     columns: str | None = None,
+    model: str | None = None,
+    chat_template: str | None = None,
     tokenizer: str | None = None,
     max_chars: str | None = None,
     max_tokens: str | None = None,
@@ -27,7 +29,7 @@ def check(
     """Show which columns were found, three rows, how many rows can be used, and how long they are.
 
     Reads everything once and writes nothing. The exit code is 2 if more rows are broken, empty or over-long than --max-bad
-    allows.
+    allows. With --model of a causal model, rows are shown as that model reads them, the tokens that it is trained on in colour.
 
     Parameters
     ----------
@@ -35,6 +37,10 @@ def check(
         Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     columns
         Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
+    model
+        A model folder, a run or owner/name on the hub: rows go through its chat template, as in `brimful train sft --model`.
+    chat_template
+        Jinja file that writes conversations, or chatml or plain. Default: the template of the model's tokenizer.
     tokenizer
         A folder with a tokenizer.json, to show lengths in tokens as well.
     max_chars
@@ -50,6 +56,16 @@ def check(
     """
     if not files:
         raise BadOption("FILES is missing. Try: brimful data check rows.jsonl.")
+    if chat_template is not None and model is None:
+        raise BadOption("--chat-template needs the tokenizer of a model. Try: --model as well.")
+    if model is not None:
+        if both := [
+            flag for flag, value in (("--tokenizer", tokenizer), ("--max-chars", max_chars)) if value is not None
+        ]:
+            raise BadOption(f"--model cannot be combined with {' and '.join(both)}. Try: --model alone.")
+        tokenizer = _check_for_model(files, model, columns, chat_template, max_tokens, host_limit, max_bad, json)
+        if tokenizer is None:
+            return
     from brimful.data.check import check as check_files
     from brimful.report.data_tables import check_table
 
@@ -61,6 +77,35 @@ def check(
     show(check_table(report), report.to_json(), as_json=json)
     if failure := report.failure():
         raise BadData(failure)
+
+
+def _check_for_model(
+    files: tuple[str, ...], model: str, columns: str | None, chat_template: str | None, max_tokens: str | None,
+    host_limit: str, max_bad: float, json: bool,
+) -> str | None:  # fmt: skip
+    """Show the rows as a causal model reads them. For an encoder-decoder, whose rows are plain texts, only its tokenizer."""
+    from brimful.tasks.model_folder import is_causal, read_config, resolve
+    from brimful.tasks.presets import PRESETS
+
+    if model in PRESETS:
+        raise BadOption(f"--model {model} has new weights and no tokenizer yet. Try: a model folder or a run.")
+    folder = resolve(model)
+    if not is_causal(read_config(folder)):
+        if chat_template is not None:
+            raise BadOption("--chat-template is for causal models, not for an encoder-decoder. Try: leave it out.")
+        return str(folder)
+    from brimful.report.data_tables import rows_table
+    from brimful.tasks.check_rows import check_rows
+
+    with progress("check", every_s=5) as show_progress:
+        report = check_rows(
+            files, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens, host_limit=host_limit,
+            max_bad=max_bad, progress=show_progress,
+        )  # fmt: skip
+    show(rows_table(report), report.to_json(), as_json=json)
+    if failure := report.failure():
+        raise BadData(failure)
+    return None
 
 
 def clean(
@@ -149,7 +194,7 @@ def tokenizer(
     kind: Literal["bpe", "unigram"] = "bpe",
     columns: str | None = None,
     host_limit: str = "4GiB",
-    model: str = "base",
+    model: str = "chatlm-base",
     seed: int = 0,
     max_bad: float = 0.0,
     overwrite: Flag = False,
@@ -176,7 +221,7 @@ def tokenizer(
     host_limit
         The host RAM it may take; decides how many rows are used. A row may take 1/32 of it.
     model
-        The model it is for: base, tiny, or a folder with a config.json; its ids and size are checked.
+        The model it is for: chatlm-base or another preset of --model, or a folder with a config.json; its ids and size are checked.
     seed
         Of the random sample.
     max_bad
@@ -259,15 +304,15 @@ def tokenize(
 
 
 def _model_config(model: str) -> dict[str, Any]:
-    """What the config of a built-in size, or of a folder's config.json, says about its tokenizer."""
-    from brimful.tasks.chatlm import EOS, PAD, SIZES
+    """What the config of a preset, or of a folder's config.json, says about its tokenizer."""
+    from brimful.tasks.presets import EOS, PAD, PRESETS
 
     keys = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")
-    if model in SIZES:
-        return dict(zip(keys, (SIZES[model].vocab, PAD, EOS, PAD), strict=True))
+    if model in PRESETS:
+        return dict(zip(keys, (PRESETS[model].vocab, PAD, EOS, PAD), strict=True))
     path = Path(model) / "config.json"
     if not path.is_file():
-        raise BadOption(f"--model {model} is not known. Try: {', '.join(SIZES)}, or a folder with a config.json.")
+        raise BadOption(f"--model {model} is not known. Try: {', '.join(PRESETS)}, or a folder with a config.json.")
     try:
         config = json_format.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -33,7 +33,7 @@ def demo(*, run: Path | None = None, device: str = "cpu", memory_limit: str = "1
         raise BadRun(f"{folder} already has a run in it. Try: another folder with run=.")
     device_flags = ["--device", device]
     limit_flags = ["--memory-limit", memory_limit]
-    train = ["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--run", folder]
+    train = ["train", "pretrain", "--demo-data", "--recipe", "demo", "--run", folder]
     _run_command([*train, *device_flags, *limit_flags])
     _run_command(["eval", folder, str(valid_file()), *device_flags])
     prompts = [word for question in questions() for word in ("--prompt", question.prompt)]

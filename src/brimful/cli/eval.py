@@ -45,7 +45,10 @@ def evaluate(
     fill: float = 0.85,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Evaluate a chat model: loss, perplexity, BLEU-4 and chrF over a fixed set of rows.
+    """Evaluate a language model: loss, perplexity, BLEU-4 and chrF over a fixed set of rows.
+
+    Loss and perplexity run over the tokens of replies. Answers are those to the last question of each conversation. Whole
+    texts have a loss and a perplexity only.
 
     Batches have rows of similar lengths and fit a memory model of their own. If memory runs out all the same, they get
     smaller; the scores stay the same.
@@ -69,8 +72,8 @@ def evaluate(
     columns
         Columns of raw rows, such as prompt=question,response=answer. Default: found by name.
     max_tokens
-        Truncate prompts and responses of raw rows to this many tokens: 256, or 256,320 for both. Default: as in the model's run,
-        else 256.
+        Truncate raw rows to this many tokens: 1024; for an encoder-decoder 256, or 256,320 for prompt and response. Default: as
+        in the model's run, else 1024, for an encoder-decoder 256.
     output
         A .jsonl file for all answers: row, prompt, response, reference.
     device
@@ -93,7 +96,7 @@ def evaluate(
     from brimful.planning.plan_options import PlanOptions
     from brimful.planning.target import find_target
     from brimful.report.tables import eval_table
-    from brimful.tasks.chat_scores import ChatEvaluation
+    from brimful.tasks.chat_scores import ChatEvaluation, has_replies
     from brimful.tasks.model_folder import resolve
 
     options = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
@@ -108,6 +111,12 @@ def evaluate(
         store = task.rows(task.prepare(data, stack.enter_context(_store_folder()), show_progress, name="eval"))
         target = find_target(options)
         needs_answers = output is not None or set(names) != {"loss"}
+        if needs_answers and not has_replies(store):
+            if "loss" not in names or output is not None:
+                raise BadOption(
+                    f"{data} has whole texts, and answers need conversations. Try: metrics=loss without output=."
+                )
+            needs_answers = False
         result = _run(
             task, store, target, loss="loss" in names, answers=needs_answers, max_rows=None if rows == "all" else rows,
             seed=seed, progress=show_progress,

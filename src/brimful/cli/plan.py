@@ -46,7 +46,7 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         Parameters
         ----------
         task
-            A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name.
+            A built-in task (pretrain, sft) or your own, written file.py:name.
         data
             Data that the task reads, for the chat tasks a token store: the plan is for its longest rows, and its loader is
             timed. Default: the task's worst shape.

@@ -81,7 +81,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         Parameters
         ----------
         task
-            A built-in task (chatlm-pretrain, chatlm-sft) or your own, written file.py:name. Not needed to resume a run.
+            A built-in task (pretrain, sft) or your own, written file.py:name. Not needed to resume a run.
         data
             The rows to train on: a file, a folder or a name that the task reads.
         recipe
@@ -139,7 +139,9 @@ def build_request(
     kept = PlanHistory(folder).earlier(rollback) if rollback else None
     spec = task or (before.task if before else None)
     if spec is None:
-        raise BadOption("TASK is missing. Try: brimful train chatlm-sft DATA, or --run DIR --resume to continue a run.")
+        raise BadOption(
+            "TASK is missing. Try: brimful train sft DATA --model MODEL, or --run DIR --resume to continue a run."
+        )
     if before is None or task is not None:
         check_spec(spec)
     options = collect("train", flags, config=config, recipe=recipe, task=lambda: spec)

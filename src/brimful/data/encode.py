@@ -6,13 +6,17 @@ chat, 15 MB of encodings): smaller pieces cost time, larger ones only memory.
 
 A text of more than 262,144 characters (a whole book in one field) is first truncated to its beginning, or to its end where
 the end is kept. That still holds far more tokens than are kept, and one such row does not take gigabytes.
+
+Rows that are not plain texts, such as conversations, need another `RowEncoder`. It sees a batch of rows and nothing of
+files: a row that it leaves out is a `Drop` with its place in the batch, and `tokenize` names its file and line.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +38,36 @@ BYTES_PER_TEXT_BYTE = 48
 LONG_CHARACTERS = 2**18
 
 
+EMPTY = "empty"
+"""The reason for a row with a field that has no text or no token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A row that an encoder leaves out."""
+
+    row: int
+    """Its place in the batch, from 0."""
+    reason: str
+    """It is counted under this: `empty`, `nothing to train on`, `no reply`, `refused by the chat template`."""
+    message: str = ""
+    """What is wrong with this row. Default: the reason."""
+    refused: bool = False
+    """Whether it counts as broken: then it is an error unless `max_bad` allows it. Otherwise it is only counted."""
+
+
 @dataclass(slots=True)
 class EncodedRows:
-    """Rows as tokens, one after the other. Lists have one entry per field."""
+    """Rows as tokens, one after the other. Lists have one entry per field of tokens (spans are none)."""
 
     tokens: npt.NDArray[Any]
+    """All fields of the first row, then of the second …"""
     lengths: npt.NDArray[np.int32]
-    """A line per row, a column per field, eos included."""
-    empty: int
-    """Rows left out because a field had no text or no token."""
+    """A line per row, a column per field of the store, eos included."""
+    rows_used: int
+    """Rows of the batch that are in here: fewer than `lengths` has where one row gives several."""
+    drops: list[Drop] = dataclasses.field(default_factory=list)
+    """All other rows of the batch."""
     truncated: list[int] = dataclasses.field(default_factory=list)
     """Rows that were too long."""
     lost_tokens: list[int] = dataclasses.field(default_factory=list)
@@ -50,22 +75,72 @@ class EncodedRows:
     characters: list[int] = dataclasses.field(default_factory=list)
     """Of the rows kept, before truncation."""
 
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rows of the batch that are not in here, by reason."""
+        return dict(Counter(drop.reason for drop in self.drops))
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Sequence[Sequence[int] | npt.NDArray[Any]]], *, fields: int, dtype: str, **counts: Any
+    ) -> "EncodedRows":
+        """From the fields of each row: `[[tokens, spans], [tokens, spans], …]`. `counts` are the other attributes."""
+        parts = [part for row in rows for part in row]
+        lengths = np.fromiter(map(len, parts), np.int32, len(parts))
+        tokens = np.fromiter(chain.from_iterable(parts), dtype, int(lengths.sum(dtype=np.int64)))
+        return cls(tokens, lengths.reshape(-1, fields), **counts)
+
     @classmethod
     def join(cls, parts: "list[EncodedRows]") -> "EncodedRows":
+        """Those of a batch, encoded in several parts."""
+
         def total(name: str) -> list[int]:
             return [sum(values) for values in zip(*(getattr(part, name) for part in parts), strict=True)]
 
+        drops, first = [], 0
+        for part in parts:
+            drops += [dataclasses.replace(drop, row=drop.row + first) for drop in part.drops]
+            first += part.rows_used + len(part.drops)
         return cls(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.lengths for part in parts]),
-            sum(part.empty for part in parts),
+            sum(part.rows_used for part in parts),
+            drops,
             *(total(name) for name in ("truncated", "lost_tokens", "characters")),
         )
 
 
+class RowEncoder(Protocol):
+    """Turns rows of a source into rows of a token store. Called by several threads at once.
+
+    A row gives one or more rows of the store, or a `Drop`; the order stays.
+    """
+
+    @property
+    def key(self) -> str:
+        """Everything the result depends on besides the tokenizer's files: the template's fingerprint, the limit. An
+        interrupted run is continued only with the same key."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Of the store: `("tokens", "spans")`."""
+
+    @property
+    def max_tokens(self) -> tuple[int, ...]:
+        """The limit of each field of tokens, for the report."""
+
+    @property
+    def keep_end(self) -> tuple[bool, ...]:
+        """For each field of tokens, whether truncation removes the beginning instead of the end, for the report."""
+
+    def __call__(self, rows: pa.RecordBatch, /) -> EncodedRows: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Turns rows into tokens; used by several threads at once."""
+    """The `RowEncoder` of plain texts: a field of tokens for each field of text."""
+
+    fields: tuple[str, ...]
 
     tokenizer: Tokenizer
     max_tokens: tuple[int, ...]
@@ -75,16 +150,24 @@ class Encoder:
     eos_id: int
     dtype: str
 
-    def __call__(self, rows: pa.RecordBatch) -> EncodedRows:
-        kept = rows.filter(_has_text(rows))
+    @property
+    def key(self) -> str:
+        return ""  # the limits are in the key of `tokenize` already
+
+    def __call__(self, rows: pa.RecordBatch, /) -> EncodedRows:
+        has_text = _has_text(rows)
+        kept, places = rows.filter(pa.array(has_text)), np.flatnonzero(has_text)
         columns = [column.to_pylist() for column in kept.columns]
         fields = len(columns)
         ids = self._encode([text for row in zip(*columns, strict=True) for text in row])
         if not all(ids):  # a text of nothing but what the normalizer removes
             rows_left = [n for n in range(kept.num_rows) if all(ids[n * fields : (n + 1) * fields])]
             ids = [one for n in rows_left for one in ids[n * fields : (n + 1) * fields]]
-            kept = kept.take(pa.array(rows_left, pa.int64()))
-        encoded = self._flatten(ids, empty=rows.num_rows - kept.num_rows)
+            kept, places = kept.take(pa.array(rows_left, pa.int64())), places[rows_left]
+        encoded = self._flatten(ids)
+        encoded.drops = [
+            Drop(row, EMPTY, "a field is empty") for row in np.setdiff1d(np.arange(rows.num_rows), places).tolist()
+        ]
         encoded.characters = [pc.sum(pc.utf8_length(column)).as_py() or 0 for column in kept.columns]
         return encoded
 
@@ -105,7 +188,7 @@ class Encoder:
         """What is kept of a longer text, which is number `number` of all fields of all rows."""
         return slice(-length, None) if self.keep_end[number % len(self.keep_end)] else slice(0, length)
 
-    def _flatten(self, ids: list[list[int]], *, empty: int) -> EncodedRows:
+    def _flatten(self, ids: list[list[int]]) -> EncodedRows:
         fields = len(self.max_tokens)
         truncated, lost = [0] * fields, [0] * fields
         for number, one in enumerate(ids):
@@ -118,7 +201,8 @@ class Encoder:
             one.append(self.eos_id)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         tokens = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum(dtype=np.int64)))
-        return EncodedRows(tokens, lengths.reshape(-1, fields), empty, truncated, lost)
+        rows = lengths.reshape(-1, fields)
+        return EncodedRows(tokens, rows, len(rows), truncated=truncated, lost_tokens=lost)
 
 
 def in_pieces(rows: pa.RecordBatch, *, piece_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -147,9 +231,10 @@ def piece_size(host_limit_bytes: int, start_bytes: int) -> int:
     return min(PIECE_BYTES, size)
 
 
-def _has_text(rows: pa.RecordBatch) -> pa.Array:
+def _has_text(rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Which rows have more than white space on every field."""
-    keep = pa.array(np.ones(rows.num_rows, dtype=bool))
+    keep = np.ones(rows.num_rows, dtype=bool)
     for column in rows.columns:
-        keep = pc.and_(keep, pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0))
+        length = pc.utf8_length(pc.utf8_trim_whitespace(column))
+        keep &= column_numbers(length) > 0
     return keep

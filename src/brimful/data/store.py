@@ -13,6 +13,11 @@ of chat are 2.6 GB on disk; opening them takes 2 ms and 0.04 MiB of a process's 
 rows come at 800,000/s. The kernel is not told that reads are random (MADV_RANDOM): with a cold cache that made them 20 times
 slower, because its read-ahead soon has the whole store in RAM.
 
+Rows of a causal model have a field `tokens` and, where only some of them are trained on, a field `spans`: run lengths that
+alternate untrained, trained, untrained … from the first token on; what is left behind the last run is untrained. It lies
+beside the tokens as one more list of numbers, but it is no length of the row: `shapes`, `longest` and `mean_lengths` leave
+it out. `spans_of` and `trained` turn a mask into spans and back.
+
 A folder without `store.json` is an unfinished store. A new file begins at about a million rows or 256 M tokens, so an
 interrupted writer loses a minute's work at most; it keeps one record batch and one file's lengths in memory, some 20 MB.
 
@@ -46,6 +51,10 @@ from brimful.files import block_hashes, damage, json_sha256, sha256, sync, write
 VERSION = 2
 """Of the format; another one is refused."""
 NAME = "store.json"
+SPANS = "spans"
+"""The field that says which tokens of a row are trained on."""
+LONGEST_SPAN = 2**16 - 1
+"""A longer run becomes several with runs of 0 in between, so that spans fit the two bytes of a token."""
 FILE_ROWS = 1_000_000
 FILE_TOKENS = 256 * 2**20
 BATCH_ROWS = 8_192
@@ -66,6 +75,7 @@ class Store:
     def __init__(self, path: Path, meta: "StoreMeta") -> None:
         self.path, self.meta = path, meta
         self.fields = meta.fields
+        self.length_fields = meta.length_fields
         names = [one.name for one in meta.files if one.rows]
         self._tokens = [_map_tokens(path / name, meta.dtype) for name in names if name.startswith("tokens")]
         indexes = [_map_index(path / name, meta.fields) for name in names if name.startswith("index")]
@@ -116,23 +126,24 @@ class Store:
         return rows
 
     def shapes(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """Lengths in tokens of these rows: one line per row, one column per field. Reads the index only."""
+        """Lengths in tokens of these rows: one line per row, one column per field of tokens. Reads the index only."""
         places = self._places(indices)
-        lengths = np.empty((len(places), len(self.fields)), dtype=np.int64)
+        columns = [self.fields.index(field) for field in self.length_fields]
+        lengths = np.empty((len(places), len(columns)), dtype=np.int64)
         for file, positions, within in self._by_file(places):
-            for number, field in enumerate(self._lengths[file]):
-                lengths[positions, number] = field[within]
+            for number, column in enumerate(columns):
+                lengths[positions, number] = self._lengths[file][column][within]
         return lengths
 
     @property
     def longest(self) -> tuple[int, ...]:
-        """The largest length of each field."""
-        return tuple(self.meta.longest[field] for field in self.fields)
+        """The largest length of each field of tokens."""
+        return tuple(self.meta.longest[field] for field in self.length_fields)
 
     @property
     def mean_lengths(self) -> tuple[float, ...]:
-        """The mean length of each field."""
-        return tuple(self.meta.tokens[field] / max(1, self.meta.rows) for field in self.fields)
+        """The mean length of each field of tokens."""
+        return tuple(self.meta.tokens[field] / max(1, self.meta.rows) for field in self.length_fields)
 
     @property
     def fingerprint(self) -> str:
@@ -221,6 +232,11 @@ class StoreMeta:
     version: int = VERSION
 
     @property
+    def length_fields(self) -> tuple[str, ...]:
+        """The fields that hold tokens: all but the spans."""
+        return length_fields(self.fields)
+
+    @property
     def fingerprint(self) -> str:
         """Changes with the tokens, their order, the fields and the special ids, not with where they came from."""
         content = {
@@ -299,8 +315,9 @@ class StoreWriter:
         ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
         if lengths.shape[1] != len(self.fields) or len(tokens) != (ends[-1] if len(ends) else 0):
             raise InternalError(f"{len(tokens)} tokens do not match the lengths {lengths.shape}")
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            raise InternalError(f"token {int(tokens.max())} is outside the vocabulary of {self.vocab_size}")
+        ids = self._without_spans(tokens, lengths)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise InternalError(f"token {int(ids.max())} is outside the vocabulary of {self.vocab_size}")
         for first in range(0, len(ends), BATCH_ROWS):
             self._write(tokens, ends, first, min(len(ends), first + BATCH_ROWS))
         self._lengths.append(lengths.astype(np.int32))
@@ -345,6 +362,14 @@ class StoreWriter:
                 part.close()
         self._open = None
 
+    def _without_spans(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The ids alone: a run may be longer than the vocabulary is large."""
+        if SPANS not in self.fields:
+            return tokens
+        is_id = np.array([field != SPANS for field in self.fields])
+        ids: npt.NDArray[Any] = tokens[np.repeat(np.tile(is_id, len(lengths)), lengths.ravel())]
+        return ids
+
     def _write(self, tokens: npt.NDArray[Any], ends: npt.NDArray[np.int64], first: int, last: int) -> None:
         begin = int(ends[first - 1]) if first else 0
         offsets = np.concatenate(([0], ends[first:last] - begin)).astype(np.int32)
@@ -366,6 +391,39 @@ class StoreWriter:
                 tokens[field] += int(lengths.sum(dtype=np.int64))
                 longest[field] = max(longest[field], int(lengths.max()))
         return tokens, longest
+
+
+def length_fields(fields: Iterable[str]) -> tuple[str, ...]:
+    """The fields that hold tokens: all but the spans."""
+    return tuple(field for field in fields if field != SPANS)
+
+
+def spans_of(mask: Sequence[bool] | npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """The run lengths of a mask: untrained, trained, untrained … up to the end of the last trained run."""
+    flags = np.asarray(mask, dtype=bool)
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    runs = np.diff(edges, prepend=0)
+    if len(runs) and int(runs.max()) > LONGEST_SPAN:
+        runs = np.array([part for run in runs.tolist() for part in _split_run(run)])
+    return runs.astype(np.int32)
+
+
+def _split_run(run: int) -> list[int]:
+    """`[65535, 0, 4465]` for 70,000: the same tokens, with runs of nothing in between."""
+    full, rest = divmod(run, LONGEST_SPAN)
+    parts = [LONGEST_SPAN] * full + [rest] * (rest > 0 or not full)
+    return [part for one in parts for part in (0, one)][1:]
+
+
+def trained(spans: Sequence[int] | Tokens, length: int) -> npt.NDArray[np.bool_]:
+    """Which tokens of a row of this length are trained on."""
+    runs = np.asarray(spans, dtype=np.int64)
+    total = int(runs.sum())
+    if total > length:
+        raise ValueError(f"spans of {total:,} tokens for a row of {length:,}")
+    mask = np.zeros(length, dtype=bool)
+    mask[:total] = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+    return mask
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -8,7 +8,10 @@ rows of chat took 5.2 s of processor time, where `datasets.map` took 7.6 to 9.9 
 
 The store is made in `.OUTPUT.part` beside the output and renamed when it is complete. `progress.json` in there lists the
 finished files with their checksums and how far in the source they reach. Interrupted and run again with the same source,
-tokenizer and options, it continues after the last of them and gives the same store.
+tokenizer, encoder and options, it continues after the last of them and gives the same store.
+
+Every row of the source is in the store or counted under a reason. Rows that cannot be read (`broken`) and rows that the
+encoder refuses end it unless `max_bad` allows their share; empty rows and rows with nothing to train on are only counted.
 """
 
 import dataclasses
@@ -25,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from brimful.data.encode import PIECES_IN_FLIGHT, EncodedRows, Encoder, in_pieces, piece_size
+from brimful.data.encode import EMPTY, PIECES_IN_FLIGHT, Drop, EncodedRows, Encoder, RowEncoder, in_pieces, piece_size
 from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, read_ahead
 from brimful.data.read.files import refuse_output_inside
-from brimful.data.read.source import BrokenRowLimit, Chunk, RowProblem, Source, open_source
+from brimful.data.read.source import BrokenRowLimit, Chunk, Layout, RowProblem, Source, open_source
 from brimful.data.store import (
     FILE_ROWS,
     NAME,
@@ -38,6 +41,7 @@ from brimful.data.store import (
     StoreMeta,
     StoreWriter,
     check_files,
+    length_fields,
     token_dtype,
 )
 from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
@@ -47,10 +51,13 @@ from brimful.machine.host import Space
 from brimful.units import GiB, show_bytes
 
 PERCENTILES = (50, 90, 99)
+BROKEN = "broken"
+"""The reason for a row that cannot be read."""
 THREADS = 2
 """Threads that encode: while one turns its ids into an array, the cores work for the other."""
 _PROGRESS_FILE = "progress.json"
 _LENGTHS_AT_ONCE = 100_000
+_IN_WORDS = {BROKEN: "broken", EMPTY: "with an empty field"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +72,7 @@ class TokenizeOptions:
     """Fields that lose their beginning when truncated, not their end. Default: the prompts of conversations."""
     host_limit_bytes: int = GiB
     max_bad: float = 0.0
-    """The share of rows that may be broken."""
+    """The share of rows that may be broken, or refused by the encoder."""
     overwrite: bool = False
     """Replace an existing token store."""
     file_rows: int = FILE_ROWS
@@ -125,13 +132,18 @@ class FieldStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeReport:
-    """The result of `tokenize`. `rows_in` is `rows_out` plus everything in `dropped`."""
+    """The result of `tokenize`. `rows_in + rows_added` is `rows_out` plus everything in `dropped`."""
 
     store: str
     rows_in: int
     rows_out: int
+    rows_added: int = 0
+    """How many rows there are more because one of the source gave several: one for each reply, or pieces of a long text."""
     dropped: dict[str, int]
+    first_dropped: dict[str, str] = dataclasses.field(default_factory=dict)
+    """By reason, the first row that was dropped for it: file, line and what is wrong with it."""
     fields: dict[str, FieldStats]
+    """Fields of tokens: all of the store but the spans."""
     layout_reason: str
     requested_max_tokens: tuple[int, ...]
     first_broken: str | None
@@ -178,17 +190,25 @@ def tokenize(
     tokenizer: str | Path,
     output: str | Path,
     options: TokenizeOptions | None = None,
+    encoder: RowEncoder | None = None,
     progress: Callable[[str], object] = lambda phrase: None,
 ) -> TokenizeReport:
-    """Tokenize all rows of these files, or of an open source, into a new token store. After an interruption it continues."""
+    """Tokenize all rows of these files, or of an open source, into a new token store. After an interruption it continues.
+
+    By default each field of text becomes a field of tokens. An `encoder` makes something else of the rows, which are then
+    read as conversations (`open_source(…, messages=True)`); it has its own limit, and `options.max_tokens` and
+    `options.keep_end` are not used.
+    """
     options, path, begin_s = options or TokenizeOptions(), Path(output).resolve(), time.monotonic()
     folder = OutputFolder(path=path, kind="token store", marker=NAME, overwrite=options.overwrite)
     folder.check()
-    source = open_source(paths, columns=options.columns, host_limit_bytes=options.host_limit_bytes)
+    source = open_source(
+        paths, columns=options.columns, host_limit_bytes=options.host_limit_bytes, messages=encoder is not None
+    )
     refuse_output_inside(path, source.paths)
     facts = TokenizerFacts.read(tokenizer)
     with folder.errors(), PeakMemory() as peak, _part_folder(path) as part:
-        job = _Job(source, facts, Path(tokenizer), part, path, options, peak)
+        job = _Job(source, facts, Path(tokenizer), part, path, options, peak, encoder)
         job.run(progress)
         meta = job.finish()
         folder.publish(part)
@@ -202,32 +222,42 @@ class Counts:
 
     chunks: int = 0
     rows_in: int = 0
-    broken: int = 0
-    empty: int = 0
     rows_out: int = 0
+    rows_used: int = 0
+    """Rows of the source that are in the store."""
+    dropped: dict[str, int] = dataclasses.field(default_factory=lambda: {BROKEN: 0, EMPTY: 0})
+    first_dropped: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    """By reason: file, line and message of the first row."""
+    bad: int = 0
+    """Rows that could not be read or were refused."""
+    first_bad: list[Any] | None = None
     truncated: list[int] = dataclasses.field(default_factory=list)
     lost_tokens: list[int] = dataclasses.field(default_factory=list)
     characters: list[int] = dataclasses.field(default_factory=list)
-    first_broken: list[Any] | None = None
-    """File, line and reason of the first row that could not be read."""
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        return {"broken": self.broken, "empty": self.empty}
 
     def add(self, chunk: Chunk, encoded: EncodedRows) -> None:
-        if chunk.broken and self.first_broken is None:
-            first = chunk.broken[0]
-            self.first_broken = [first.file, first.line, first.message]
         self.chunks += 1
         self.rows_in += chunk.rows_in
-        self.broken += len(chunk.broken)
-        self.empty += encoded.empty
         self.rows_out += len(encoded.lengths)
+        self.rows_used += encoded.rows_used
+        for reason, problem in _dropped(chunk, encoded):
+            self.dropped[reason] = self.dropped.get(reason, 0) + 1
+            self.first_dropped.setdefault(reason, [problem.file, problem.line, problem.message])
         for name in ("truncated", "lost_tokens", "characters"):
             new = getattr(encoded, name)
             total = getattr(self, name) or [0] * len(new)
             setattr(self, name, [one + other for one, other in zip(total, new, strict=True)])
+
+
+def _dropped(chunk: Chunk, encoded: EncodedRows) -> Iterator[tuple[str, RowProblem]]:
+    """The rows of a chunk that are not in the store, with their reasons."""
+    yield from ((BROKEN, problem) for problem in chunk.broken)
+    yield from ((drop.reason, _named(chunk, drop)) for drop in encoded.drops)
+
+
+def _named(chunk: Chunk, drop: Drop) -> RowProblem:
+    """Where a dropped row is."""
+    return RowProblem(chunk.file, int(chunk.lines[drop.row]), drop.message or drop.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,30 +274,28 @@ class _Job:
     """One run of `tokenize`."""
 
     def __init__(
-        self, source: Source, facts: TokenizerFacts, tokenizer: Path, part: Path, output: Path, options: TokenizeOptions, peak: PeakMemory
+        self, source: Source, facts: TokenizerFacts, tokenizer: Path, part: Path, output: Path, options: TokenizeOptions, peak: PeakMemory,
+        encoder: RowEncoder | None,
     ) -> None:  # fmt: skip
         self.source, self.facts, self.tokenizer, self.options = source, facts, tokenizer, options
         self.part, self.output, self.peak = part, output, peak
-        self.fields = source.layout.fields
-        self.max_tokens = options.limits(self.fields)
-        self.keep_end = options.keeps_end(self.fields, conversations=source.layout.kind == "conversations")
-        self.encoder = Encoder(
-            tokenizer=load_tokenizer(tokenizer), max_tokens=self.max_tokens, keep_end=self.keep_end, eos_id=facts.eos_id,
-            dtype=token_dtype(facts.vocab_size),
-        )  # fmt: skip
+        self.encoder: RowEncoder = encoder or _text_encoder(source.layout, facts, tokenizer, options)
+        self.fields, self.max_tokens = self.encoder.fields, self.encoder.max_tokens
+        self.length_fields = length_fields(self.fields)
         self.start_bytes = peak.measure()
         self.piece_bytes = piece_size(options.host_limit_bytes, self.start_bytes)
         self.key = {
             "format": VERSION, "source": source.fingerprint(),
             "tokenizer": f"{facts.fingerprint}, eos {facts.eos_id}, pad {facts.pad_id}",
-            "max-tokens": list(self.max_tokens), "keep-end": list(self.keep_end), "rows per file": options.file_rows,
+            "encoder": [self.encoder.key, *self.fields], "max-tokens": list(self.max_tokens),
+            "keep-end": list(self.encoder.keep_end), "rows per file": options.file_rows,
         }  # fmt: skip
         self.earlier = _take_over(part, self.key)
         self.counts = self.earlier.counts
         self.resumed_in, self.resumed_out = self.counts.rows_in, self.counts.rows_out
-        first = self.counts.first_broken
-        self.broken_rows = BrokenRowLimit(
-            options.max_bad, self.counts.rows_in, self.counts.broken, None if first is None else RowProblem(*first)
+        first = self.counts.first_bad
+        self.bad_rows = BrokenRowLimit(
+            options.max_bad, self.counts.rows_in, self.counts.bad, None if first is None else RowProblem(*first)
         )
         self.writer = StoreWriter(
             part, self.fields, facts.vocab_size, files=list(self.earlier.files), file_rows=options.file_rows
@@ -297,36 +325,41 @@ class _Job:
     def finish(self) -> StoreMeta:
         """Check that the rows add up, and write `store.json`."""
         counts = self.counts
-        self.broken_rows.check()
+        self.bad_rows.check()
         if not counts.rows_out:
+            dropped = ", ".join(
+                f"{count:,} {_IN_WORDS.get(reason, reason)}"
+                for reason, count in counts.dropped.items()
+                if count or reason in _IN_WORDS
+            )
             raise BadData(
-                f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({counts.broken:,} broken, {counts.empty:,} "
-                "with an empty field). Try: `brimful data check`."
+                f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({dropped}). Try: `brimful data check`."
             )
         meta = self.writer.finish(
             tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
             pad_id=self.facts.pad_id, tokenizer_fingerprint=self.facts.fingerprint, sources=self.source.files,
             rows_in=counts.rows_in, dropped=counts.dropped, truncated=self._by_field(counts.truncated),
         )  # fmt: skip
-        if not meta.rows == counts.rows_out == counts.rows_in - sum(counts.dropped.values()):
+        if meta.rows != counts.rows_out or counts.rows_used != counts.rows_in - sum(counts.dropped.values()):
             raise InternalError(f"rows do not add up: {counts} but the store has {meta.rows:,}")
         return meta
 
     def report(self, store: Store, seconds: float) -> TokenizeReport:
         counts, meta, layout = self.counts, store.meta, self.source.layout
+        first = {reason: str(RowProblem(*problem)) for reason, problem in counts.first_dropped.items()}
         fields = {
             field: FieldStats(
-                column=layout.columns[field], characters=counts.characters[n], tokens=meta.tokens[field],
-                max_tokens=self.max_tokens[n], keeps_end=self.keep_end[n], truncated=counts.truncated[n],
+                column=layout.column_of(field), characters=counts.characters[n], tokens=meta.tokens[field],
+                max_tokens=self.max_tokens[n], keeps_end=self.encoder.keep_end[n], truncated=counts.truncated[n],
                 lost_tokens=counts.lost_tokens[n], mean=store.mean_lengths[n], percentiles=percentiles,
                 longest=store.longest[n],
             )
-            for n, (field, percentiles) in enumerate(zip(self.fields, _length_percentiles(store), strict=True))
+            for n, (field, percentiles) in enumerate(zip(self.length_fields, _length_percentiles(store), strict=True))
         }  # fmt: skip
         return TokenizeReport(
-            store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, dropped=counts.dropped, fields=fields,
-            layout_reason=layout.reason, requested_max_tokens=self.options.max_tokens,
-            first_broken=None if self.broken_rows.first is None else str(self.broken_rows.first),
+            store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, rows_added=meta.rows - counts.rows_used,
+            dropped=counts.dropped, first_dropped=first, fields=fields, layout_reason=layout.reason,
+            requested_max_tokens=self.options.max_tokens if isinstance(self.encoder, Encoder) else self.max_tokens, first_broken=first.get(BROKEN),
             sources=len(self.source.files), skipped=self.source.skipped, tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
             seconds=seconds, rows_per_s=self._rate(counts.rows_in), peak_bytes=self.peak.bytes, start_bytes=self.start_bytes,
             host_limit_bytes=self.options.host_limit_bytes, size_bytes=meta.size_bytes, resumed_rows=self.resumed_out,
@@ -352,15 +385,22 @@ class _Job:
 
     def _encode(self, piece: tuple[Chunk, pa.RecordBatch, bool]) -> tuple[Chunk, EncodedRows, bool]:
         chunk, rows, last = piece
-        return chunk, self.encoder(rows), last
+        encoded = self.encoder(rows)
+        if encoded.rows_used + len(encoded.drops) != rows.num_rows:
+            raise InternalError(
+                f"{type(self.encoder).__name__} used {encoded.rows_used:,} rows of {rows.num_rows:,} and dropped {len(encoded.drops):,}"
+            )
+        return chunk, encoded, last
 
     def _write(self, item: tuple[Chunk, EncodedRows]) -> tuple[int, int]:
         """Add one chunk to the files and the counts, in one thread. Returns rows and bytes of the source read so far."""
         chunk, encoded = item
-        self.broken_rows.add(chunk)
+        self.bad_rows.add(chunk, refused=[_named(chunk, drop) for drop in encoded.drops if drop.refused])
         if not self.counts.chunks:
             self._check_space(chunk, encoded)
         self.counts.add(chunk, encoded)
+        self.counts.bad, first = self.bad_rows.broken, self.bad_rows.first
+        self.counts.first_bad = None if first is None else [first.file, first.line, first.message]
         if self.writer.add(encoded.tokens, encoded.lengths):
             self._save()
         return self.counts.rows_in, chunk.read_bytes
@@ -385,10 +425,18 @@ class _Job:
         write_atomic(self.part / _PROGRESS_FILE, json.dumps(content))
 
     def _by_field(self, values: Sequence[int]) -> dict[str, int]:
-        return dict(zip(self.fields, values, strict=True))
+        return dict(zip(self.length_fields, values, strict=True))
 
     def _rate(self, rows_in: int) -> float:
         return (rows_in - self.resumed_in) / max(self.run_s, 1e-9)
+
+
+def _text_encoder(layout: Layout, facts: TokenizerFacts, tokenizer: Path, options: TokenizeOptions) -> Encoder:
+    return Encoder(
+        fields=layout.fields, tokenizer=load_tokenizer(tokenizer), max_tokens=options.limits(layout.fields),
+        keep_end=options.keeps_end(layout.fields, conversations=layout.kind == "conversations"), eos_id=facts.eos_id,
+        dtype=token_dtype(facts.vocab_size),
+    )  # fmt: skip
 
 
 def _length_percentiles(store: Store) -> list[dict[str, int]]:

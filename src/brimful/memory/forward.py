@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from torch import nn
 from brimful.errors import DoesNotFit
 from brimful.machine.host import Host
 from brimful.memory.layout import PADDED
-from brimful.memory.meter import allocated_bytes, available_bytes, has_peak_statistics, meter
+from brimful.memory.meter import Meter, allocated_bytes, available_bytes, has_peak_statistics, meter
 from brimful.memory.model import MemoryModel, Probe, work
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import RandomState
@@ -53,6 +54,15 @@ MAX_CORRECTION = 1.5
 """One out-of-memory error raises the memory model by at most this factor."""
 
 log = logging.getLogger("brimful")
+
+
+_probing: ContextVar[Meter | None] = ContextVar("probing", default=None)
+
+
+def next_phase(name: str) -> None:
+    """For work of parts whose memory follows different laws, such as prefill and decoding: in a probe, another part begins."""
+    if (metered := _probing.get()) is not None:
+        metered.phase(name)
 
 
 class Forward:
@@ -156,9 +166,14 @@ class Forward:
         with metered:
             metered.phase("idle")
             metered.phase("forward")
-            self._work(rows, shape)
+            token = _probing.set(metered)
+            try:
+                self._work(rows, shape)
+            finally:
+                _probing.reset(token)
         phases = metered.reading().phases
-        return Probe(rows=rows, shape=shape, phases={"forward": max(1, phases["forward"] - phases["idle"])})
+        idle = phases.pop("idle")
+        return Probe(rows=rows, shape=shape, phases={name: max(1, peak - idle) for name, peak in phases.items()})
 
     def _run(self, run: Callable[[list[int]], T], group: list[int], shape: Shape) -> T:
         """If the device has peak statistics, every batch is a reading. One above its prediction raises the model."""

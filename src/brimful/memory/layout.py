@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from brimful.memory.split import Cost, padded_shape, split_by_memory
-from brimful.packing.sequence import Boundaries
+from brimful.packing.sequence import Boundaries, Positions
 from brimful.task import Shape, Task
 from brimful.units import show_rows
 
@@ -169,7 +169,7 @@ class PackedLayout(Layout):
         batch = task.pack(rows, self.fixed.tokens)
         if isinstance(batch, Mapping):
             room = self.fixed.rows
-            batch = {k: v.with_room(room) if isinstance(v, Boundaries) else v for k, v in batch.items()}
+            batch = {k: v.with_room(room) if isinstance(v, Boundaries | Positions) else v for k, v in batch.items()}
         return batch
 
     def show(self, rows: int, shape: Shape) -> str:

@@ -34,6 +34,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Softmax attention of every row to itself, or to the row of the same number in `keys`.
@@ -41,7 +42,7 @@ def attention(
     Args:
         q: Queries, [token, head, dim].
         k: Keys, [token, head, dim]; the number of query heads is a multiple of theirs.
-        v: Values, like the keys.
+        v: Values, like the keys; their dim may be smaller.
         queries: Where the rows of `q` begin and end.
         keys: Where the rows of `k` and `v` do. Default: as in `q`.
         scale: Factor of the scores.
@@ -50,25 +51,36 @@ def attention(
         softcap: Scores become `softcap * tanh(scores / softcap)`, before the bias.
         bias: Added to the scores by distance, [head, 2 * radius - 1], from -(radius - 1) to radius - 1. Tokens farther
             apart have the outermost value.
+        sinks: [head], the score of one more key that every query sees and that has no value (GPT-OSS).
         dropout: Share of attention weights to drop.
 
     Returns:
         [token, head, dim]; zeros after the last row.
     """
     keys = queries if keys is None else keys
+    q, k, v = (side.to(_precision(v)) for side in (q, k, v))
     if q.is_cuda and q.dtype in HALF:
         seed = torch.randint(2**31, (1,), device=q.device) if dropout else None
+        narrower = q.shape[2] - v.shape[2]  # DeepSeek's values: the kernels know one width
         out, _ = packed_attention(
-            q, k, v, bias, seed, queries.starts, queries.tiles, keys.starts, keys.tiles,
+            q, k, F.pad(v, (0, narrower)) if narrower else v, bias, sinks, seed, queries.starts, queries.tiles, keys.starts, keys.tiles,
             scale, causal, window or 0, softcap or 0.0, dropout,
         )  # fmt: skip
-        return out
-    return _reference(q, k, v, queries, keys, scale, causal, window, softcap, bias, dropout)
+        return out[..., : v.shape[2]] if narrower else out
+    return _plain(q, k, v, queries, keys, scale, causal, window, softcap, bias, sinks, dropout)
+
+
+def _precision(v: Tensor) -> torch.dtype:
+    """As torch's own attention does it: under autocast queries and keys with rotary positions come in fp32, values do not."""
+    if v.dtype != torch.float64 and torch.is_autocast_enabled(v.device.type):
+        return torch.get_autocast_dtype(v.device.type)
+    return v.dtype
 
 
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, queries: Boundaries, keys: Boundaries,
-    scale: float, causal: bool, window: int | None, softcap: float | None, bias: Tensor | None, dropout: float,
+    scale: float, causal: bool, window: int | None, softcap: float | None, bias: Tensor | None, sinks: Tensor | None,
+    dropout: float,
 ) -> Tensor:  # fmt: skip
     """Rows of equal lengths side by side, [row, head, token, dim]: nothing is padded, so a long row costs only itself."""
     starts_q, starts_k = queries.starts.tolist(), keys.starts.tolist()
@@ -82,16 +94,27 @@ def _reference(
         at_q = first[:, :1] + torch.arange(length_q, device=q.device)
         at_k = first[:, 1:] + torch.arange(length_k, device=q.device)
         wide_q, wide_k, wide_v = (side[at].transpose(1, 2) for side, at in ((q, at_q), (k, at_k), (v, at_k)))
-        out = _attend_side_by_side(wide_q, wide_k, wide_v, scale, causal, window, softcap, bias, dropout)
+        out = _attend_side_by_side(wide_q, wide_k, wide_v, scale, causal, window, softcap, bias, sinks, dropout)
         places.append(at_q.flatten())
         parts.append(out.transpose(1, 2).flatten(0, 1).to(q.dtype))
     packed = torch.zeros((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     return packed.index_put((torch.cat(places),), torch.cat(parts)) if parts else packed
 
 
+_plain = _reference
+
+
+def leave_uncompiled() -> None:
+    """Make compiled code call the plain implementation as it is. Its loops over rows would be compiled for every batch."""
+    global _plain
+    if _plain is _reference:
+        _plain = torch.compiler.disable(_reference)
+
+
 def _attend_side_by_side(
     q: Tensor, k: Tensor, v: Tensor,
-    scale: float, causal: bool, window: int | None, softcap: float | None, bias: Tensor | None, dropout: float,
+    scale: float, causal: bool, window: int | None, softcap: float | None, bias: Tensor | None, sinks: Tensor | None,
+    dropout: float,
 ) -> Tensor:  # fmt: skip
     """Of rows of one length, [row, head, token, dim]."""
     k, v = (side.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for side in (k, v))
@@ -99,7 +122,7 @@ def _attend_side_by_side(
     seen = (distance <= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         seen = seen & (distance > -window)
-    if bias is None and softcap is None:
+    if bias is None and softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, scale=scale)
     scores = q @ k.mT * scale
     if softcap is not None:
@@ -108,5 +131,9 @@ def _attend_side_by_side(
         radius = (bias.shape[1] + 1) // 2
         scores = scores + bias[:, distance.clamp(1 - radius, radius - 1) + radius - 1].to(scores.dtype)
     scores = scores.masked_fill(~seen, -torch.inf)
-    weights = F.dropout(scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)), dropout)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., : k.shape[2]]
+    weights = F.dropout(weights, dropout)
     return weights.to(v.dtype) @ v

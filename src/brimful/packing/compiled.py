@@ -8,22 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 from brimful.files import cache_folder
+from brimful.packing.attention import leave_uncompiled
 
 VARIANTS = 64
 """Versions of one function: encoder and decoder blocks, with and without gradients, in training and evaluation. After torch's
 own limit of 8 it runs uncompiled, without an error."""
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """The function compiled at its first call, with sizes left open."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("compiled")))  # before torch reads it
     import torch._dynamo
     import torch.fx.experimental._config
 
+    leave_uncompiled()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     # Sizes that are equal in the first call by chance, such as the tokens of both sides, must not be taken for always equal.
     torch.fx.experimental._config.use_duck_shape = False
-    result: Callable[..., Any] = torch.compile(function, dynamic=True, options=_options())
+    result: Callable[..., Any] = torch.compile(
+        function, dynamic=True, backend=backend, options=_options() if backend == "inductor" else None
+    )
     return result
 
 

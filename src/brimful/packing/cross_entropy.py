@@ -49,9 +49,14 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rule = _Rule(ignore_index, float(label_smoothing), float(logit_scale), softcap)
-    chunk = chunk or max(CHUNK_TOKENS, CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
+    chunk = chunk or chunk_size(weight.shape[0], dtype)
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, rule, chunk)
     return total
+
+
+def chunk_size(words: int, dtype: torch.dtype) -> int:
+    """Tokens whose logits over so many words are computed at once."""
+    return max(CHUNK_TOKENS, CHUNK_BYTES // (words * dtype.itemsize))
 
 
 class _Rule(NamedTuple):

@@ -43,6 +43,30 @@ class Boundaries(NamedTuple):
         return Boundaries(torch.cat([self.starts, starts]), torch.cat([self.tiles, tiles]))
 
 
+class Positions(NamedTuple):
+    """Some tokens of a sequence, such as those that are trained, in a tensor of one of a few sizes."""
+
+    tokens: Tensor
+    """Ascending. The last token of the sequence fills it up, at least once."""
+
+    def with_room(self, rows: int) -> "Positions":
+        """The same in a tensor of a size that depends only on the sequence."""
+        return Positions(torch.cat([self.tokens, self.tokens[-1:].expand(int(self.tokens[-1]) + 1 - len(self.tokens))]))
+
+
+def positions(chosen: Tensor) -> Positions:
+    """The positions of these tokens of a sequence. The last token must not be among them.
+
+    >>> positions(torch.tensor([False, True, True, False])).tokens
+    tensor([1, 2, 3, 3])
+    """
+    size = len(chosen)
+    unit = max(BLOCK, size // 16)
+    index = chosen.nonzero()[:, 0]
+    fill = min(size, -(-(len(index) + 1) // unit) * unit) - len(index)
+    return Positions(torch.cat([index, index.new_full((fill,), size - 1)]))
+
+
 def boundaries(lengths: Sequence[int], size: int) -> Boundaries:
     """The boundaries of rows of these lengths in a sequence of `size` tokens.
 

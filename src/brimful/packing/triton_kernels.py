@@ -21,12 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
+from triton.runtime.errors import OutOfResources
 
+from brimful.errors import TaskError
 from brimful.packing.sequence import BLOCK
 
 SPLITS = 32
 """Programs that share the rows of one head and distance in `_bias_gradient`."""
-WARPS = {"num_warps": 4, "num_stages": 2}
+SETTINGS = [{"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 1}]
+SETTINGS_WIDE = [{"num_warps": 8, "num_stages": 2}, {"num_warps": 8, "num_stages": 1}]
+"""For heads of more than 128, such as Gemma's of 256: two sums of 64 × 256 do not fit the registers of four warps."""
+_setting: dict[tuple[str, int, torch.device], int] = {}
+"""Of each kernel, by the width of a head: the setting that ran."""
 
 
 @triton.jit
@@ -104,8 +110,8 @@ def _scores(
 
 @triton.jit(do_not_specialize=["size_q"])
 def _forward(
-    Q, K, V, OUT, LSE, bias, seed, tiles, starts_q, starts_k,
-    q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head, size_q,
+    Q, K, V, OUT, LSE, bias, sinks, seed, tiles, starts_q, starts_k,
+    q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head, size_q, SINKS: tl.constexpr,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, RADIUS: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
@@ -139,6 +145,13 @@ def _forward(
                 weights = tl.where(_kept(key, row, head, queries, keys, THRESHOLD), weights, 0.0)
             out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
             top = higher
+        if SINKS:  # a key that every query sees, without a value
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            total = total * shrink + tl.exp2(sink - higher)
+            out = out * shrink[:, None]
+            top = higher
         total = tl.where(total == 0.0, 1.0, total)  # a row without keys
         _store(OUT, out * KEEP_SCALE / total[:, None], start_q, queries, length_q, head, o_token, o_head, dim, D)
         tl.store(LSE + head * size_q + start_q + queries, top + tl.log2(total), mask=queries < length_q)
@@ -157,6 +170,7 @@ def _query_gradient(
     dim, queries = tl.arange(0, DP), first + tl.arange(0, B)
     if row == -1:
         _fill(dQ, queries, size_q, head, dq_token, dq_head, dim, D)
+        tl.store(DELTA + head * size_q + queries, tl.zeros((B,), tl.float32), mask=queries < size_q)
     else:
         start_q, length_q = _row(starts_q, row)
         start_k, length_k = _row(starts_k, row)
@@ -277,62 +291,100 @@ def _bias_gradient(
 
 @custom_op("brimful::packed_attention", mutates_args=())
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
     starts_q: Tensor, tiles_q: Tensor, starts_k: Tensor, tiles_k: Tensor,
     scale: float, causal: bool, window: int, softcap: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output, and the log2 of the sum of weights that backward needs. Without a window or softcap they are 0."""
+    q, k, v = map(_rows_of_dims, (q, k, v))
     out, lse = _empty_outputs(q, v)
-    _forward[(tiles_q.shape[0], q.shape[1])](
-        q, k, v, out, lse, bias if bias is not None else q, seed if seed is not None else starts_q,
-        tiles_q, starts_q, starts_k,
+    _launch(
+        _forward, (tiles_q.shape[0], q.shape[1]),
+        q, k, v, out, lse, bias if bias is not None else q, sinks if sinks is not None else q,
+        seed if seed is not None else starts_q, tiles_q, starts_q, starts_k,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], q.shape[0],
-        **_constants(q, k, bias, scale, causal, window, softcap, dropout), **WARPS,
+        SINKS=sinks is not None, **_constants(q, k, bias, scale, causal, window, softcap, dropout),
     )  # fmt: skip
     return out, lse
 
 
 @packed_attention.register_fake
-def _(q, k, v, bias, seed, starts_q, tiles_q, starts_k, tiles_k, scale, causal, window, softcap, dropout):
+def _(q, k, v, bias, sinks, seed, starts_q, tiles_q, starts_k, tiles_k, scale, causal, window, softcap, dropout):
     return _empty_outputs(q, v)
 
 
 @custom_op("brimful::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, seed: Tensor | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
     starts_q: Tensor, tiles_q: Tensor, starts_k: Tensor, tiles_k: Tensor,
-    scale: float, causal: bool, window: int, softcap: float, dropout: float, bias_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v and the bias; that of the bias is empty unless it is needed."""
+    scale: float, causal: bool, window: int, softcap: float, dropout: float, bias_needs_grad: bool, sinks_need_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, the bias and the sinks; those of the last two are empty unless they are needed."""
+    grad, q, k, v = map(_rows_of_dims, (grad, q, k, v))
     dq, dk, dv = _empty_gradients(q, k, v)
     delta = torch.empty_like(lse)
     size_q = q.shape[0]
-    constants = {**_constants(q, k, bias, scale, causal, window, softcap, dropout), **WARPS}
+    constants = _constants(q, k, bias, scale, causal, window, softcap, dropout)
     table, key = bias if bias is not None else q, seed if seed is not None else starts_q
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    _query_gradient[(tiles_q.shape[0], q.shape[1])](
+    _launch(
+        _query_gradient, (tiles_q.shape[0], q.shape[1]),
         q, k, v, out, grad, dq, lse, delta, table, key, tiles_q, starts_q, starts_k,
         *strides, *out.stride()[:2], *grad.stride()[:2], *dq.stride()[:2], size_q, **constants,
     )  # fmt: skip
-    _key_gradient[(tiles_k.shape[0], k.shape[1])](
+    _launch(
+        _key_gradient, (tiles_k.shape[0], k.shape[1]),
         q, k, v, grad, dk, dv, lse, delta, table, key, tiles_k, starts_q, starts_k,
         *strides, *grad.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], size_q, k.shape[0], **constants,
     )  # fmt: skip
+    dsinks = q.new_empty(0)
+    if sinks is not None and sinks_need_grad:
+        share = torch.exp2(sinks.float()[:, None] * 1.4426950408889634 - lse)
+        dsinks = -(share * delta).sum(1).to(sinks.dtype)
     if bias is None or not bias_needs_grad:
-        return dq, dk, dv, q.new_empty(0)
+        return dq, dk, dv, q.new_empty(0), dsinks
     near = _near(constants["RADIUS"])
     places = near + 2 if causal else 2 * near + 3
     partial = torch.empty((SPLITS, q.shape[1], places, BLOCK, BLOCK), dtype=torch.float32, device=q.device)
-    _bias_gradient[(q.shape[1], places, SPLITS)](
+    _launch(
+        _bias_gradient, (q.shape[1], places, SPLITS),
         q, k, v, grad, lse, delta, table, key, starts_q, starts_k, partial,
         *strides, *grad.stride()[:2], size_q, starts_q.shape[0], NEAR=near, **constants,
     )  # fmt: skip
-    return dq, dk, dv, _by_distance(partial.sum(0), constants["RADIUS"], causal).to(bias.dtype)
+    return dq, dk, dv, _by_distance(partial.sum(0), constants["RADIUS"], causal).to(bias.dtype), dsinks
 
 
 @packed_attention_backward.register_fake
-def _(grad, q, k, v, out, lse, bias, seed, sq, tq, sk, tk, scale, causal, window, softcap, dropout, bias_needs_grad):
-    return (*_empty_gradients(q, k, v), torch.empty_like(bias) if bias_needs_grad else q.new_empty(0))
+def _(
+    grad, q, k, v, out, lse, bias, sinks, seed, sq, tq, sk, tk,
+    scale, causal, window, softcap, dropout, bias_needs_grad, sinks_need_grad,
+):  # fmt: skip
+    dbias = torch.empty_like(bias) if bias_needs_grad else q.new_empty(0)
+    return (*_empty_gradients(q, k, v), dbias, torch.empty_like(sinks) if sinks_need_grad else q.new_empty(0))
+
+
+def _rows_of_dims(tensor: Tensor) -> Tensor:
+    """Kernels read the numbers of one token and head as neighbours. An expanded gradient, as of a sum, has stride 0."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """With the first setting that the card has room for. Consumer cards have 99 KiB for a program, an H200 has 227."""
+    device, wide = arguments[0].device, constants["DP"] > 128
+    settings, key = SETTINGS_WIDE if wide else SETTINGS, (kernel.__name__, constants["DP"], device)
+    for number in range(_setting.get(key, 0), len(settings)):
+        try:
+            kernel[grid](*arguments, **constants, **settings[number])
+        except OutOfResources as error:
+            if number == len(settings) - 1:
+                raise TaskError(
+                    f"attention with heads of {constants['D']} does not fit the shared memory of this card. "
+                    "Try: layout='padded'."
+                ) from error
+        else:
+            _setting[key] = number
+            return
 
 
 def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -386,14 +438,15 @@ def _constants(
 
 
 def _save(ctx, inputs, output):
-    q, k, v, bias, seed, starts_q, tiles_q, starts_k, tiles_k, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, seed, starts_q, tiles_q, starts_k, tiles_k)
+    q, k, v, bias, sinks, seed, starts_q, tiles_q, starts_k, tiles_k, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, bias, sinks, seed, starts_q, tiles_q, starts_k, tiles_k)
 
 
 def _backward(ctx, grad, _):
-    wants_bias = ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = packed_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers, wants_bias)
-    return dq, dk, dv, dbias if wants_bias else None, *[None] * 10
+    wanted = ctx.needs_input_grad[3:5]
+    dq, dk, dv, *others = packed_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers, *wanted)
+    given = (one if wants else None for one, wants in zip(others, wanted, strict=True))
+    return dq, dk, dv, *given, *[None] * 10
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)

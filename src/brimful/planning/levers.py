@@ -3,7 +3,8 @@
 Gradient checkpointing keeps the input of a block instead of its activations and runs the block again in backward: on T5
 it saves two thirds of the memory for roughly half the speed at equal rows. It is switched by the task's own hook, else
 by the model's own method (every Hugging Face model), else over repeated blocks of a ModuleList or Sequential. The latter two
-can also leave out blocks: every second one saves about half as much and costs about half as much.
+can also leave out blocks: every second one saves about half as much and costs about half as much. On an accelerator the inputs
+of all blocks can lie in host RAM until backward wants them (`offload`), for models whose rows do not fit otherwise.
 
 Compiled blocks run the many small operations of a block as a few large ones, and keep less for backward: a packed step of
 256 chat rows took 15 GiB with T5 base, where plain blocks ran out of 20. The result is kept on disk.
@@ -34,8 +35,9 @@ from brimful.planning.plan_options import AutoOnOff, Checkpointed, Weights
 from brimful.task import Shape, Task
 from brimful.units import show_bytes
 
-EVERY: dict[Checkpointed, int] = {"off": 0, "every-3": 3, "every-2": 2, "on": 1}
-"""How a lever is set for each setting of checkpointing, from the least to the most blocks."""
+OFFLOAD = -1
+EVERY: dict[Checkpointed, int] = {"off": 0, "every-3": 3, "every-2": 2, "on": 1, "offload": OFFLOAD}
+"""How a lever is set for each setting of checkpointing, from the least to the most memory saved."""
 DTYPES: dict[Weights, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -48,13 +50,15 @@ class Lever:
     """A switch, or the reason why there is none."""
 
     switch: Callable[[int], Any] | None
-    """Called with 0 for off, 1 for on, n for every n-th block."""
+    """Called with 0 for off, 1 for on, n for every n-th block, `OFFLOAD` for all with their inputs in host RAM."""
     reason: str
     """What switches it, or why nothing does."""
     already_on: bool = False
     """The model came with it on. It stays so."""
     blocks: int = 0
     """Blocks that can be switched one by one; 0 if all or none are."""
+    offloads: bool = False
+    """Whether the inputs of blocks can lie in host RAM."""
 
     @property
     def available(self) -> bool:
@@ -65,12 +69,21 @@ class Lever:
         """Those possible, from the least to the most blocks. In between there are at least two blocks that run again."""
         if not self.available:
             return ("on",) if self.already_on else ("off",)
-        return tuple(one for one in get_args(Checkpointed) if EVERY[one] < max(2, self.blocks))
+        return tuple(
+            one
+            for one in get_args(Checkpointed)
+            if (self.offloads if one == "offload" else EVERY[one] < max(2, self.blocks))
+        )
+
+    @property
+    def between(self) -> tuple[Checkpointed, ...]:
+        """The settings of some blocks, from the least to the most."""
+        return tuple(one for one in self.settings if EVERY[one] > 1)
 
     def share(self, setting: Checkpointed) -> float:
         """Of the blocks, how many run again."""
         every = EVERY[setting]
-        return len(range(0, self.blocks, every)) / self.blocks if every > 1 else float(every)
+        return len(range(0, self.blocks, every)) / self.blocks if every > 1 else float(abs(every))
 
     @contextmanager
     def set(self, every: int) -> Iterator[None]:
@@ -92,15 +105,22 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
     if getattr(model, "is_gradient_checkpointing", False):
         return Lever(None, "the model came with it on", already_on=True)
     if getattr(model, "supports_gradient_checkpointing", False):
-        switch = functools.partial(_switch_hugging_face, model)
-        return Lever(switch, "by the model's own method", blocks=len(_hugging_face_blocks(model)))
+        switch, count = functools.partial(_switch_hugging_face, model), len(_hugging_face_blocks(model))
+        return Lever(switch, "by the model's own method", blocks=count, offloads=bool(count) and _is_apart(model))
     blocks = repeated_blocks(model)
     if not blocks:
         reason = "the model has no method for it and no repeated blocks in a ModuleList or Sequential"
         return Lever(None, f"not available: {reason}")
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
         return Lever(None, "not available: its blocks hold BatchNorm, whose running statistics would be updated twice")
-    return Lever(_Forwards(blocks, _checkpointed), f"over {len(blocks)} repeated blocks", blocks=len(blocks))
+    reason = f"over {len(blocks)} repeated blocks"
+    return Lever(_Forwards(blocks, _checkpointed), reason, blocks=len(blocks), offloads=_is_apart(model))
+
+
+def _is_apart(model: nn.Module) -> bool:
+    """Whether the model's memory is not the host's."""
+    param = next(model.parameters(), None)
+    return param is not None and param.device.type == "cuda"
 
 
 def compiling(task: Task, model: nn.Module) -> Lever:
@@ -148,6 +168,8 @@ def _switch_hugging_face(model: Any, every: int) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for number, block in enumerate(_hugging_face_blocks(model)):
             block.gradient_checkpointing = number % every == 0
+            if every == OFFLOAD:
+                block._gradient_checkpointing_func = functools.partial(_offloaded, block._gradient_checkpointing_func)
         if not before:
             model.disable_input_require_grads()
     else:
@@ -165,14 +187,21 @@ class _Forwards:
 
     def __call__(self, every: int) -> None:
         if every:
-            self._before = [(block, vars(block).get("forward")) for block in self._blocks[::every]]
+            self._before = [(block, vars(block).get("forward")) for block in self._blocks[:: abs(every)]]
             for block, _ in self._before:
-                block.forward = self._wrap(block, block.forward)
+                wrapped = self._wrap(block, block.forward)
+                block.forward = functools.partial(_offloaded, wrapped) if every == OFFLOAD else wrapped
             return
         for block, before in self._before:
             del block.forward  # the method of the class is back
             if before is not None:
                 block.forward = before
+
+
+def _offloaded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a checkpointed block; its inputs, all that checkpointing keeps, go to pinned host memory until backward."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return run(*args, **kwargs)
 
 
 def _compiled(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

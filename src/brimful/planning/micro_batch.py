@@ -52,6 +52,8 @@ WORTH_CHANGING = 1.03
 CHALLENGE_AT = 0.95
 """The share of the budget of the size at which checkpointing is first timed: no probe has measured
 this size yet."""
+ROOM_FOR_ROWS = 0.8
+"""Another way to train is named if its weights, gradients and optimizer state take less than this share of the budget."""
 WARM_UP_LENGTH = 64
 """Rows of the warm-up are no longer than this, because nothing is known yet of what length costs."""
 LEAST_OVERHEAD = 0.25
@@ -249,7 +251,7 @@ class Search:
     def _why_not_packed(self, *, slow: bool = False) -> str:
         """Empty if rows may be packed. `slow`: also where there are no kernels for it."""
         if not self.task.packs:
-            return "the task has no pack()"
+            return self.task.why_not_packed or "the task has no pack()"
         if not self.task.has_dummy_row:
             return "the task has no dummy_row()"
         if self.options.layout == "auto" and not slow and not self.target.has_kernels:
@@ -311,7 +313,11 @@ class Search:
             return self._or_raise(plain), self.lever.reason
         if plain.speed is None:
             fits = f"at most {show_rows(plain.largest)} fit" if plain.largest else "not even one row fits"
-            checkpointed = self._or_raise(self._try(replace(self.setting, checkpointing="on")))
+            checkpointed = self._try(replace(self.setting, checkpointing="on"))
+            if checkpointed.speed is None and self.lever.offloads:
+                offloaded = self._or_raise(self._try(replace(self.setting, checkpointing="offload")))
+                return offloaded, f"not even checkpointing every block fits one row; {self.lever.reason}"
+            checkpointed = self._or_raise(checkpointed)
             return self._lightest_that_fits(plain, checkpointed), f"without it {fits}; {self.lever.reason}"
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
@@ -342,7 +348,7 @@ class Search:
         if not (plain.survey.probes and checkpointed.survey.probes):
             return None
         off, on = (trial.survey.predicted(rows) for trial in (plain, checkpointed))
-        for between in self.lever.settings[1:-1]:
+        for between in self.lever.between:
             if off + self.lever.share(between) * (on - off) <= CHALLENGE_AT * self.target.budget_bytes:
                 return replace(plain.setting, checkpointing=between)
         return None
@@ -666,14 +672,14 @@ class Search:
         tips = [f'memory_limit="{needed}"' if target.requested else f"free {needed} on {target.name}"]
         if 1.01 * peak <= target.limit_bytes:
             tips.append(f"fill={peak / target.limit_bytes + 0.01:.2f}")
-        if self.lever.available and trial.setting.checkpointing != "on":
+        if self.lever.available and trial.setting.checkpointing not in ("on", "offload"):
             tips.append('checkpointing="auto"')
         if self.shape:
             tips.append("shorter lengths=")
         return DoesNotFit(
             f"{self.context.layout.show(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, "
             f"of which weights and optimizer state take {show_bytes(self.prober.fixed_bytes)}; {target.fill:.0%} of the "
-            f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}.",
+            f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}{alternatives(self.task, target)}.",
             needed_bytes=round(peak / target.fill) + 1,
         )
 
@@ -685,7 +691,8 @@ class Search:
         return DoesNotFit(
             f"weights, optimizer state and gradients take {show_bytes(held)} before any row, and the limit is "
             f"{show_bytes(self.target.limit_bytes)}{self.target.other_users}. Try: {'at least ' if peak is None else ''}"
-            f'memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights.',
+            f'memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights'
+            f"{alternatives(self.task, self.target)}.",
             needed_bytes=round(needed) + 1,
         )
 
@@ -708,7 +715,8 @@ class Search:
         return DoesNotFit(
             f"the first step, of {self.context.layout.show(rows, shape)}, ran out of memory: weights and gradients take "
             f"{show_bytes(least)} of {show_bytes(self.target.limit_bytes)}{self.target.other_users}. "
-            f'Try: memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights.',
+            f'Try: memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights'
+            f"{alternatives(self.task, self.target)}.",
             needed_bytes=round(needed),
         )
 
@@ -753,6 +761,12 @@ class Search:
             data_rows=None if self.rows is None else len(self.rows), key=key,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
+
+
+def alternatives(task: Task, target: Target) -> str:
+    """`, or lora='r=16' (2.4 GiB before any row)`: what the task names that leaves room in the budget; empty if nothing does."""
+    fitting = [(how, held) for how, held in task.alternatives() if held < ROOM_FOR_ROWS * target.budget_bytes]
+    return "".join(f", or {how} ({show_bytes(held)} before any row, predicted)" for how, held in fitting)
 
 
 def _deal(task: Task, options: PlanOptions) -> tuple[int, ...]:

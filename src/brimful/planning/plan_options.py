@@ -13,9 +13,9 @@ from brimful.task import Precision, Shape, Task
 from brimful.units import is_number, is_whole, parse_bytes
 
 AutoOnOff = Literal["auto", "on", "off"]
-Checkpointed = Literal["off", "every-3", "every-2", "on"]
-"""The blocks that run again in backward: none, every third, every second, or all."""
-AutoCheckpointed = Literal["auto", "on", "every-2", "every-3", "off"]
+Checkpointed = Literal["off", "every-3", "every-2", "on", "offload"]
+"""The blocks that run again in backward: none, every third, every second, or all; and all, with their inputs in host RAM."""
+AutoCheckpointed = Literal["auto", "on", "every-2", "every-3", "off", "offload"]
 Weights = Literal["fp32", "bf16"]
 
 
@@ -42,8 +42,8 @@ class PlanOptions:
     compile: AutoOnOff = "auto"
     """Compiled blocks. `auto` compiles packed steps on CUDA."""
     checkpointing: AutoCheckpointed = "auto"
-    """Gradient checkpointing of every block, of every second or third, or of none. `auto` uses it if it is faster or if nothing
-    else fits."""
+    """Gradient checkpointing of every block, of every second or third, or of none; `offload` also moves what is kept of each
+    block to host RAM. `auto` uses it if it is faster or if nothing else fits."""
     precision: Precision | None = None
     """The precision of autocast. Default: the task's value."""
     weights: Weights | None = None

@@ -44,7 +44,7 @@ from brimful.memory.snapshot import RandomState, TrainingState
 from brimful.planning.host_memory import with_host
 from brimful.planning.levers import cudnn_attention as decide_cudnn_attention
 from brimful.planning.levers import with_weights
-from brimful.planning.micro_batch import Search
+from brimful.planning.micro_batch import Search, alternatives
 from brimful.planning.plan import Choice, Plan
 from brimful.planning.plan_options import AutoCheckpointed, AutoOnOff, PlanOptions, Weights
 from brimful.planning.plan_time import PlanTime
@@ -227,7 +227,7 @@ def find_plan(
     if saved is not None:
         return saved
     if _weights_and_gradients(description) > target.limit_bytes:
-        raise _model_too_large(description, target)
+        raise _model_too_large(task, description, target)
     result = _search(task, description, model, optimizer, target, options, shape, key, time, progress, rows, steps)
     if isinstance(result, UserError):
         raise result
@@ -291,12 +291,12 @@ def _describe(task: Task) -> nn.Module:
     return model
 
 
-def _model_too_large(model: nn.Module, target: Target) -> DoesNotFit:
+def _model_too_large(task: Task, model: nn.Module, target: Target) -> DoesNotFit:
     least = _weights_and_gradients(model)
     return DoesNotFit(
         f"weights and gradients alone take {show_bytes(least)}, and the limit is {show_bytes(target.limit_bytes)} on "
         f"{target.name} ({target.limit_reason}){target.other_users}. "
-        f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model.',
+        f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model{alternatives(task, target)}.',
         needed_bytes=round(least / target.fill),
     )
 
@@ -346,7 +346,7 @@ def _build(task: Task, description: nn.Module, target: Target) -> nn.Module:
 
     model = attempt(build, target.device)
     if isinstance(model, OutOfMemory):
-        raise _model_too_large(description, target)
+        raise _model_too_large(task, description, target)
     return model
 
 

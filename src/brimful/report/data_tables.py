@@ -3,6 +3,7 @@
 Text from the files is shown as it is, never as markup, on one line: a line break as ⏎, other control characters as a dot.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -17,8 +18,12 @@ if TYPE_CHECKING:  # a command imports only its own libraries
     from brimful.data.clean.clean import CleanReport
     from brimful.data.tokenize import FieldStats, TokenizeReport
     from brimful.data.tokenizer.train import Choice, IdCheck, TextStats, TokenizerReport
+    from brimful.tasks.check_rows import RowsReport
 
 _WARN, _GOOD = "yellow", "green"
+_TRAINED = "bold green"
+_PIECE = 400
+"""Characters of a part of a row that are shown."""
 _BAR_WIDTH = 16
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 _MAX_CHARACTERS = 300
@@ -34,6 +39,58 @@ def check_table(report: CheckReport) -> RenderableType:
     for unit, lengths in (("characters", report.characters), ("tokens", report.tokens)):
         parts += [Text(), _lengths(unit, lengths)] if lengths else []
     return Group(*parts)
+
+
+def rows_table(report: "RowsReport") -> RenderableType:
+    """Rows as a causal model reads them: three with the trained tokens in colour, then tokens, lengths and packing."""
+    files = report.files[0] if len(report.files) == 1 else f"{len(report.files):,} files"
+    color = "green" if report.failure() is None else "red"
+    speed = f"{show_seconds(report.seconds)}, {show_rate(report.rows_in / max(report.seconds, 1e-9))} rows/s"
+    used = report.rows_in - sum(report.dropped.values())
+    parts: list[RenderableType] = [
+        Text.assemble(
+            f"{_one_line(files)}: ", (f"{used:,} of {report.rows_in:,} rows", f"bold {color}"), f" can train {report.model}  ",
+            (f"read in {speed}", "dim"),
+        ),
+        Text(f"columns: {_one_line(report.reason)}; replies found by: {report.method}", style="dim"),
+    ]  # fmt: skip
+    for pieces in report.examples:
+        parts += [Text(), Text.assemble(*_shown_pieces(pieces))]
+    parts += [
+        Text(),
+        Text.assemble("trained on: ", ("this", _TRAINED), ("   not trained on: ", ""), ("this", "dim")),
+        Text(),
+    ]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    if report.rows_out:
+        share = report.trained_tokens / max(1, report.tokens)
+        table.add_row("tokens", f"{report.tokens:,} in {report.rows_out:,} rows, of which {share:.0%} are trained on")
+        lengths = ", ".join(f"{name} {value:,.0f}" for name, value in report.lengths.items())
+        table.add_row("lengths", f"{lengths} tokens")
+        lost = f"{report.truncated:,} rows are longer than {report.max_tokens:,} tokens and lose {report.lost_tokens:,}"
+        table.add_row("truncated", lost if report.truncated else f"no row is longer than {report.max_tokens:,} tokens")
+    if (packing := report.packing) is not None:
+        padded = f"padded {packing.sorted:.0%} with rows of similar length, {packing.unsorted:.0%} as they come"
+        table.add_row(
+            "packing", f"{packing.packed:.0%} full in sequences of {packing.tokens:,} tokens; {padded} (predicted)"
+        )
+    for reason, count in report.dropped.items():
+        first = report.problems.get(reason)
+        table.add_row("dropped", f"{count:,} rows, {reason.replace('_', ' ')}{f': {first}' if first else ''}")
+    return Group(*parts, table)
+
+
+def _shown_pieces(pieces: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
+    """The text with its trained parts in colour, cut in the middle of long parts."""
+    return [
+        (
+            text if len(text) <= _PIECE else f"{text[: _PIECE // 2]} … {text[-_PIECE // 2 :]}",
+            _TRAINED if is_trained else "dim",
+        )
+        for text, is_trained in pieces
+    ]
 
 
 def clean_table(report: "CleanReport") -> RenderableType:
@@ -313,6 +370,7 @@ def _store_facts(report: "TokenizeReport") -> Table:
     effective = ", ".join(f"{name} {field.max_tokens:,}" for name, field in report.fields.items())
     facts = {
         "read": Text(f"{report.rows_in:,} rows from {show_count(report.sources, 'file')}: {report.layout_reason}"),
+        **({"added": Text(f"{report.rows_added:,} rows, because one may give several")} if report.rows_added else {}),
         "dropped": _dropped(report),
         "limit": Text(f"--max-tokens {requested} is {effective}, eos included"),
         "tokenizer": Text(f"{report.tokenizer}, {report.vocab_size:,} tokens, stored as {report.dtype}"),
@@ -335,6 +393,8 @@ def _dropped(report: "TokenizeReport") -> Text:
         return Text("no row")
     reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in dropped.items())
     first = f"; the first broken one is {report.first_broken}" if report.first_broken else ""
+    for reason, place in report.first_dropped.items():
+        first += f"; the first {reason!r} is {place}" if reason not in ("broken", "empty") else ""
     return Text(f"{sum(dropped.values()):,} of {report.rows_in:,} rows: {reasons}{first}", style=_WARN)
 
 

@@ -1,4 +1,8 @@
-"""The scores of a chat model: every prompt of a fixed set is answered and compared with its reference.
+"""The scores of a language model: every prompt of a fixed set is answered and compared with its reference.
+
+A row of an encoder-decoder is a prompt with its reference. A row of a causal model is a whole conversation: the reference is
+its last reply without the token that ends it, the prompt all before that. Rows without a reply, such as whole texts, have a
+loss and a perplexity only.
 
 BLEU-4 and chrF are sacrebleu's, over the whole corpus, from 0 to 100. Chinese is split into characters (`tokenize="zh"`).
 Averaging the BLEU of single batches, or scoring the last one only, gives other numbers.
@@ -9,19 +13,23 @@ scores match those that training printed for the same rows.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from brimful.data.store import NAME, Store, StoreMeta
+from brimful.data.store import NAME, SPANS, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadData, BadRun, MissingExtra
 from brimful.task import Dataset
-from brimful.tasks.chatlm import FIELDS, SIZES, ChatOptions, Pretrain
+from brimful.tasks.causal_lm import TOKENS
+from brimful.tasks.encoder_decoder import FIELDS
 from brimful.tasks.generate import GenerateOptions, Generator, max_rows
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, TrainOn
 from brimful.tasks.model_folder import ModelTokenizer, run_of, tokenizer_of
+from brimful.tasks.presets import PRESETS
 from brimful.training.evaluate import EvalContext, SelectedRows
 
 METRICS = ("bleu", "chrf")
@@ -43,10 +51,45 @@ class Answer:
         return asdict(self)
 
 
+class Questions:
+    """The prompts and references of rows, as tokens. A row without a prompt is not asked."""
+
+    def __init__(self, rows: SelectedRows, tokenizer: ModelTokenizer) -> None:
+        store = rows.dataset
+        assert isinstance(store, Store)
+        self.end_ids: tuple[int, ...] = (tokenizer.eos_id,)
+        """The tokens that end an answer."""
+        longest_answer = 0
+        if store.fields == FIELDS:
+            pairs = [(row["prompt"], row["response"]) for row in rows.read()]
+            longest_answer = store.longest[FIELDS.index("response")]
+        else:
+            from brimful.tasks.chat_template import ChatTemplate
+
+            self.end_ids = ChatTemplate.load(tokenizer.folder).end_ids
+            pairs = [_last_reply(row, self.end_ids) for row in rows.read()]
+            longest_answer = 1 + max((len(reference) for _, reference in pairs), default=0)
+        asked = [place for place, (prompt, _) in enumerate(pairs) if len(prompt)]
+        self.rows = [rows.indices[place] for place in asked]
+        """Their numbers in the data."""
+        self.prompts = [pairs[place][0] for place in asked]
+        self.references = [pairs[place][1] for place in asked]
+        self.max_answer_tokens = min(MAX_ANSWER_TOKENS, longest_answer)
+        """As the longest reference with its end: a model that has not learned to stop would go on forever."""
+
+    @classmethod
+    def of(cls, rows: SelectedRows, tokenizer: ModelTokenizer, context: EvalContext) -> "Questions":
+        """Read at the first evaluation and kept, since the rows stay the same."""
+        if "questions" not in context.cache:
+            context.cache["questions"] = cls(rows, tokenizer)
+        questions: Questions = context.cache["questions"]
+        return questions
+
+
 def evaluate_in_training(model: Any, rows: SelectedRows, context: EvalContext) -> dict[str, float]:
     """BLEU and chrF of a model in training. Without sacrebleu there are none, with one note."""
     store = rows.dataset
-    if not isinstance(store, Store):
+    if not isinstance(store, Store) or not has_replies(store):
         return {}
     if not has_sacrebleu():
         if context.cache.setdefault("sacrebleu", True):
@@ -55,46 +98,64 @@ def evaluate_in_training(model: Any, rows: SelectedRows, context: EvalContext) -
         return {}
     folder = store.path / "tokenizer"
     tokenizer = ModelTokenizer(folder, TokenizerFacts.read(folder))
-    options = GenerateOptions(max_new_tokens=max_answer_tokens(store))
-    return _score(generate_answers(model, rows, context, tokenizer, options), METRICS)
+    questions = Questions.of(rows, tokenizer, context)
+    options = GenerateOptions(max_new_tokens=questions.max_answer_tokens)
+    return _score(generate_answers(model, questions, context, tokenizer, options), METRICS)
 
 
 def generate_answers(
-    model: Any, rows: SelectedRows, context: EvalContext, tokenizer: ModelTokenizer, options: GenerateOptions
+    model: Any, questions: Questions, context: EvalContext, tokenizer: ModelTokenizer, options: GenerateOptions
 ) -> list[Answer]:
-    """An answer to the prompt of each row, shared among all processes, in the order of the rows."""
+    """An answer to each question, shared among all processes, in the order of the rows."""
     if ("generator", options) not in context.cache:
-        generator = Generator(model, tokenizer, options, device=context.device, autocast=context.forward_context)
+        generator = Generator(
+            model,
+            tokenizer,
+            options,
+            device=context.device,
+            autocast=context.forward_context,
+            end_ids=questions.end_ids,
+        )
         limit = max_rows(context.device)
         forward = context.forward(generator.dummy, what="generation", max_rows=limit, fewest_batches=True)
         context.cache["generator", options] = generator, forward
     generator, forward = context.cache["generator", options]
 
     def answer(places: Sequence[int]) -> list[Answer]:
-        mine = [rows[place] for place in places]
-        responses = generator.answers([row["prompt"] for row in mine], forward, context.progress)
+        prompts = [questions.prompts[place] for place in places]
+        responses = generator.answers(prompts, forward, context.progress)
         return [
             Answer(
-                row=rows.indices[place],
-                prompt=tokenizer.decode(row["prompt"]),
+                row=questions.rows[place],
+                prompt=tokenizer.decode(prompt, whole=generator.causal),
                 response=tokenizer.decode(ids),
-                reference=tokenizer.decode(row["response"]),
+                reference=tokenizer.decode(questions.references[place]),
             )
-            for place, row, ids in zip(places, mine, responses, strict=True)
+            for place, prompt, ids in zip(places, prompts, responses, strict=True)
         ]
 
-    return context.share(len(rows), answer)
+    return context.share(len(questions.prompts), answer)
 
 
-def max_answer_tokens(store: Store) -> int:
-    """The length of the longest reference: a model that has not learned to stop would go on forever."""
-    return min(MAX_ANSWER_TOKENS, store.longest[FIELDS.index("response")])
+def has_replies(store: Store) -> bool:
+    """Whether its rows say what is a reply, so that a model can be asked for one. Those of whole texts do not."""
+    return store.fields == FIELDS or SPANS in store.fields
+
+
+def _last_reply(row: Mapping[str, Any], end_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """What comes before the last trained tokens of a conversation, and those without the token that ends them."""
+    edges = [0, *accumulate(map(int, row[SPANS]))]  # every second run is trained
+    trained = [(begin, end) for begin, end in zip(edges[1::2], edges[2::2], strict=False) if end > begin]
+    begin, end = trained[-1] if trained else (0, 0)
+    reference = row[TOKENS][begin:end]
+    return row[TOKENS][:begin], reference[:-1] if len(reference) and int(reference[-1]) in end_ids else reference
 
 
 class ChatEvaluation(Pretrain):
     """The evaluation of a saved model. `metrics` are some of `METRICS`, computed beside the loss."""
 
-    name = "chatlm-eval"
+    name = "eval"
+    trains_on: TrainOn = "replies"
 
     def __init__(
         self,
@@ -110,7 +171,7 @@ class ChatEvaluation(Pretrain):
         self.generation = GenerateOptions(
             beams=beams, max_new_tokens=MAX_ANSWER_TOKENS if max_new_tokens is None else max_new_tokens
         )
-        super().__init__(ChatOptions(from_=str(folder), columns=columns, max_tokens=max_tokens))
+        super().__init__(LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens))
         self.tokenizer = tokenizer_of(folder)
         self.answers: list[Answer] = []
         """Of the last evaluation."""
@@ -118,11 +179,14 @@ class ChatEvaluation(Pretrain):
         self._metrics = tuple(metrics)
         self._truncation: dict[str, Any] = {}
         self._truncation_reason = "as requested"
+        with suppress(BadRun):  # an unreadable run.json does not matter here
+            self.trains_on = trained_on_in_training(folder) or self.trains_on
         if max_tokens is None:
             lengths = None
-            with suppress(BadRun):  # an unreadable run.json does not matter here
+            with suppress(BadRun):
                 lengths = lengths_in_training(folder)
-            self.max_tokens = lengths or self.max_tokens
+            if lengths:
+                self.max_tokens = lengths * len(self.max_tokens) if len(lengths) == 1 else lengths
             self._truncation_reason = "as in the model's run" if lengths else "by default"
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package shows now, not after an hour
@@ -138,9 +202,10 @@ class ChatEvaluation(Pretrain):
     def rows(self, data: str) -> Store:
         """A token store made with the model's own tokenizer."""
         store = Store.open(data)
-        if store.fields != FIELDS:
+        if store.fields not in self.family.fields:
             raise BadData(
-                f"{data} has {' and '.join(store.fields)}, but prompt and response are needed. Try: tokenize rows of both."
+                f"{data} has {' and '.join(store.fields)}, but {' and '.join(self.family.fields[-1])} are needed. "
+                "Try: the raw files."
             )
         if store.meta.tokenizer_fingerprint != self.tokenizer.facts.fingerprint:
             raise BadData(
@@ -148,13 +213,14 @@ class ChatEvaluation(Pretrain):
                 f"Try: the raw files, or `brimful data tokenize --tokenizer {self.source}`."
             )
         self._truncation = {"max_tokens": store.meta.max_tokens, "truncated": store.meta.truncated}
-        if self._as_long_as_references:
-            self.generation = replace(self.generation, max_new_tokens=max_answer_tokens(store))
         return store
 
     def evaluate(self, model: Any, rows: Sequence[Any], context: Any) -> dict[str, float]:
         assert isinstance(rows, SelectedRows)
-        self.answers = generate_answers(model, rows, context, self.tokenizer, self.generation)
+        questions = Questions.of(rows, self.tokenizer, context)
+        if self._as_long_as_references:
+            self.generation = replace(self.generation, max_new_tokens=questions.max_answer_tokens)
+        self.answers = generate_answers(model, questions, context, self.tokenizer, self.generation)
         return _score(self.answers, self._metrics)
 
     def facts(self) -> dict[str, Any]:
@@ -176,8 +242,19 @@ def lengths_in_training(folder: Path) -> tuple[int, ...] | None:
         with suppress(BadData):
             if (run.root / store / NAME).is_file():
                 return tuple(StoreMeta.read(run.root / store).max_tokens.values())
-    size, max_tokens = (request.task_options.get(name) for name in ("size", "max_tokens"))
-    return ChatOptions(max_tokens=max_tokens).lengths or SIZES[size or "base"].worst_shape
+    options = request.task_options
+    preset = PRESETS.get(options.get("model") or Pretrain.default_model)
+    given = LanguageOptions(max_tokens=options.get("max_tokens")).lengths
+    return given or (preset.worst_shape if preset else None)
+
+
+def trained_on_in_training(folder: Path) -> TrainOn | None:
+    """The tokens of conversations that the model's run trained on; None without a run."""
+    if (run := run_of(folder)) is None:
+        return None
+    request = run.read_request()
+    default: TrainOn | None = {task.name: task.trains_on for task in (Pretrain, Sft)}.get(request.task)
+    return request.task_options.get("train_on") or default
 
 
 def has_sacrebleu() -> bool:
@@ -201,7 +278,9 @@ def signatures(names: Sequence[str] = METRICS) -> dict[str, str]:
 
 
 def _score(answers: Sequence[Answer], names: Sequence[str]) -> dict[str, float]:
-    return corpus_scores([one.response for one in answers], [one.reference for one in answers], names) if names else {}
+    if not names or not answers:
+        return {}
+    return corpus_scores([one.response for one in answers], [one.reference for one in answers], names)
 
 
 def _metrics(names: Sequence[str]) -> dict[str, Any]:

@@ -36,16 +36,18 @@ from brimful.tasks.option_fields import (
 )
 
 BUILT_IN = {
-    "chatlm-pretrain": "brimful.tasks.chatlm:Pretrain",
-    "chatlm-sft": "brimful.tasks.chatlm:Sft",
+    "pretrain": "brimful.tasks.language:Pretrain",
+    "sft": "brimful.tasks.language:Sft",
 }
+RENAMED = {"chatlm-pretrain": "pretrain", "chatlm-sft": "sft"}
+"""Names that built-in tasks had."""
 
 
 def load_task(spec: str, options: Mapping[str, Any] | None = None, *, resumed_run: Path | None = None) -> Task:
     """The task behind `spec`, with these options by name; those left out or None have the task's defaults.
 
-    >>> load_task("chatlm-pretrain", {"size": "tiny"}).options.size
-    'tiny'
+    >>> load_task("pretrain", {"model": "chatlm-tiny"}).options.model
+    'chatlm-tiny'
 
     `resumed_run` is the folder of a run that continues: the task may replace paths that are gone by the run's own files.
     """
@@ -75,7 +77,9 @@ def check_spec(spec: str) -> None:
         return
     if Path(spec).is_file():
         raise UnknownTask(f"{spec} is a file. Try: {spec}:name, with the name of the task in it.")
-    close = difflib.get_close_matches(spec, BUILT_IN, n=1)
+    if new := RENAMED.get(spec):
+        raise UnknownTask(f"the task {spec} is now {new}, with the model it trains. Try: {new} DATA --model MODEL.")
+    close = difflib.get_close_matches(spec.removeprefix("chatlm-"), BUILT_IN, n=1)
     advice = close[0] if close else f"{', '.join(BUILT_IN)}, or file.py:name"
     raise UnknownTask(f"there is no task {spec!r}. Try: {advice}.")
 

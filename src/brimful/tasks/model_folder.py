@@ -1,12 +1,16 @@
-"""Loads a model folder: the right architecture, every weight, and a tokenizer with the model's ids.
-
-A missing, misshapen or unknown tensor is an error that names it. (With `strict=False`, tensors would silently stay random.) Nothing is downloaded: a name that is not a folder is looked up in the Hugging Face cache of this machine.
+"""Loads a language model from what `--model` names: the right architecture, every weight, and a tokenizer with its ids.
 
     FOLDER                    written by save_pretrained, with a config.json
     RUN                       RUN/best, else RUN/model, else the model of the newest complete checkpoint
     RUN/checkpoints/step-…    its model/
+    an adapter                of LoRA, or a run of one: loaded into the base model that it names
+    owner/name                a model of the Hugging Face hub, from this machine's cache or else downloaded by the hub's client
+
+A missing, misshapen or unknown tensor is an error that names it. (With `strict=False`, tensors would silently stay random.)
+Code that a model brings along is never run: one that needs `trust_remote_code` is refused.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,8 +28,13 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-CONFIG = "config.json"
-TRY_FOLDER = "Try: a run of chatlm-pretrain or chatlm-sft, or a folder written by save_pretrained."
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+INDEX = "model.safetensors.index.json"
+GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How the names of classes end that write text; one for masked words or labels has others."""
+DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""Files of a model on the hub that are needed: weights only as safetensors, and no code."""
+TRY_FOLDER = "Try: a run of pretrain or sft, or a folder written by save_pretrained."
 NAMED_TENSORS = 3
 """Tensors that a message names; the others are counted."""
 
@@ -34,17 +43,19 @@ def resolve(path: str | Path) -> Path:
     """The folder that holds the model's own files."""
     folder = Path(path).expanduser()
     if not folder.exists():
-        return _cached(str(path))
+        return _from_hub(str(path))
     if not folder.is_dir():
         raise BadModel(f"{folder} is a file. Try: the folder that holds the model's {CONFIG}.")
     for place in (folder, folder / "best", folder / "model"):
-        if (place / CONFIG).is_file():
+        if (place / CONFIG).is_file() or (place / ADAPTER_CONFIG).is_file():
             return place
     newest = Newest(checkpoint=None)
     if (folder / "checkpoints").is_dir():
         newest = Checkpoints(folder / "checkpoints").newest()
-        if newest.checkpoint is not None and (newest.checkpoint.path / "model" / CONFIG).is_file():
-            return newest.checkpoint.path / "model"
+        if newest.checkpoint is not None:
+            saved = newest.checkpoint.path / "model"
+            if (saved / CONFIG).is_file() or (saved / ADAPTER_CONFIG).is_file():
+                return saved
     raise _no_model(folder, newest)
 
 
@@ -56,31 +67,68 @@ def run_of(model: Path) -> RunFolder | None:
 
 
 def read_config(path: str | Path) -> Any:
-    """The configuration of an encoder-decoder. Another architecture is an error that names it."""
+    """The configuration of a language model. Another kind of model, or one that brings its own code, is an error."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     folder = resolve(path)
+    if is_adapter(folder):
+        from brimful.tasks.adapters import find_base
+
+        return read_config(find_base(folder))
     with _as_bad_model(folder, CONFIG), quiet():
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    if type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING or not config.is_encoder_decoder:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if "auto_map" in content and content.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise BadModel(
+            f"{folder} needs trust_remote_code: its model type {content.get('model_type')!r} is defined by code of its own, "
+            "which Brimful does not run. Try: a model that transformers knows."
+        )
+    with _as_bad_model(folder, CONFIG), quiet():
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not _writes_text(config):
         architecture = ", ".join(config.architectures or []) or type(config).__name__
         raise BadModel(
-            f"{folder} is a {config.model_type} model ({architecture}). Try: an encoder-decoder such as T5 instead."
+            f"{folder} is a {config.model_type} model ({architecture}), which does not write text. "
+            "Try: a causal model such as Qwen or Llama, or an encoder-decoder such as T5."
         )
     return config
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder from `resolve` holds an adapter instead of a whole model."""
+    return not (folder / CONFIG).is_file() and (folder / ADAPTER_CONFIG).is_file()
+
+
+def is_causal(config: Any) -> bool:
+    """Whether the model is a decoder alone (GPT, Llama, Qwen), not an encoder-decoder (T5, BART)."""
+    return not config.is_encoder_decoder
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the text model; the whole of it where there is nothing else."""
+    return config if config.is_encoder_decoder else config.get_text_config()
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that makes and loads such a model."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM if is_causal(config) else transformers.AutoModelForSeq2SeqLM
 
 
 def load_model(path: str | Path, device: "torch.device | str" = "cpu", dtype: "torch.dtype | None" = None) -> Any:
     """The model with every weight from the folder, on the device and in eval mode. `dtype` is float32 by default."""
     import torch
-    import transformers
 
     folder = resolve(path)
+    if is_adapter(folder):
+        from brimful.tasks.adapters import load_adapter
+
+        return load_adapter(folder, device=device, dtype=dtype)
     config = read_config(folder)
     _check_hashes(folder)
+    _check_shards(folder)
     with _as_bad_model(folder, "weights"), quiet():
-        model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        model, info = model_class(config).from_pretrained(
             folder, config=config, dtype=dtype or torch.float32, local_files_only=True, output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, together with the others
         )  # fmt: skip
@@ -122,9 +170,16 @@ class ModelTokenizer:
         """The text's ids, with the eos that ends every prompt and response."""
         return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text up to the first eos, without special tokens."""
+    def begin(self, text: str) -> list[int]:
+        """The ids of the beginning of a text: after bos where the tokenizer has one there, and without eos."""
+        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return ids[:-1] if ids and ids[-1] == self.eos_id else ids
+
+    def decode(self, ids: Sequence[int], *, whole: bool = False) -> str:
+        """The text up to the first eos, without special tokens; or the `whole` of it, as a conversation has several."""
         plain = [int(one) for one in ids]
+        if whole:
+            return str(self._tokenizer.decode(plain, skip_special_tokens=False))
         end = plain.index(self.eos_id) if self.eos_id in plain else len(plain)
         return str(self._tokenizer.decode(plain[:end], skip_special_tokens=True))
 
@@ -139,12 +194,15 @@ def tokenizer_of(path: str | Path, config: Any = None) -> ModelTokenizer:
     except BadData as error:
         raise BadModel(str(error)) from None
     config = read_config(folder) if config is None else config
-    problems = [
-        _id_conflict("eos", facts.eos_id, config.eos_token_id),
-        _id_conflict("pad", facts.pad_id, config.pad_token_id),
-    ]
-    if facts.vocab_size > config.vocab_size:
-        problems.append(f"the tokenizer has {facts.vocab_size:,} tokens and the model {config.vocab_size:,}")
+    problems = []
+    if not is_causal(config):  # a chat model's config often names the eos of its base, and no pad
+        problems = [
+            _id_conflict("eos", facts.eos_id, config.eos_token_id),
+            _id_conflict("pad", facts.pad_id, config.pad_token_id),
+        ]
+    vocab_size = text_config(config).vocab_size
+    if facts.vocab_size > vocab_size:
+        problems.append(f"the tokenizer has {facts.vocab_size:,} tokens and the model {vocab_size:,}")
     if any(problems):
         raise BadModel(
             f"the tokenizer in {folder} is not the model's: {', '.join(filter(None, problems))}. "
@@ -169,18 +227,63 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _cached(name: str) -> Path:
-    """The newest snapshot of owner/name in the Hugging Face cache."""
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith("."):
-        from huggingface_hub import try_to_load_from_cache
+def _writes_text(config: Any) -> bool:
+    from transformers.models.auto import modeling_auto as auto
 
-        config = try_to_load_from_cache(name, CONFIG)
-        if isinstance(config, str):
-            return Path(config).parent
-    raise BadModel(
-        f"there is no model at {name}, and none of that name in the Hugging Face cache of this machine. "
-        "Try: a run folder, or download the model first."
-    )
+    known = auto.MODEL_FOR_CAUSAL_LM_MAPPING if is_causal(config) else auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    names = config.architectures or []
+    return type(config) in known and (not names or any(name.endswith(GENERATING) for name in names))
+
+
+def _from_hub(name: str) -> Path:
+    """The snapshot of owner/name in the Hugging Face cache, downloaded if it is not there."""
+    nothing = f"there is no model at {name}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise BadModel(f"{nothing}. Try: a run, a model folder, or owner/name on the Hugging Face hub.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    with suppress(Exception):  # any reason not to have it is a reason to download it
+        folder = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED), local_files_only=True))
+        if (folder / CONFIG).is_file() and not _missing_shards(folder) and list(folder.glob("*.safetensors")):
+            return folder
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(DOWNLOADED)))
+    except GatedRepoError:
+        raise BadModel(
+            f"{name} is gated on the Hugging Face hub. Try: accept its terms there, then `hf auth login`."
+        ) from None
+    except RepositoryNotFoundError:
+        raise BadModel(
+            f"{nothing}, and none of that name on the Hugging Face hub. Try: another name or folder."
+        ) from None
+    except LocalEntryNotFoundError:
+        raise BadModel(
+            f"{nothing}, and the Hugging Face hub cannot be reached. Try: a folder, or download the model on a machine "
+            "with a network."
+        ) from None
+    except Exception as error:
+        raise BadModel(
+            f"{name} cannot be downloaded from the hub: {in_one_line(error).rstrip('. ')}. Try: again later."
+        ) from None
+    if not (folder / CONFIG).is_file():
+        raise BadModel(f"{name} on the hub has no {CONFIG}. Try: a model that transformers can load.")
+    return folder
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    """Files that the index of the weights names and the folder lacks."""
+    if not (folder / INDEX).is_file():
+        return []
+    with _as_bad_model(folder, INDEX):
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def _check_shards(folder: Path) -> None:
+    if missing := _missing_shards(folder):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise BadModel(f"{folder} lacks {missing[0]}{more} of its weights. Try: copy the folder or download it again.")
 
 
 def _no_model(folder: Path, newest: Newest) -> BadModel:
@@ -192,7 +295,7 @@ def _no_model(folder: Path, newest: Newest) -> BadModel:
     for checkpoint in checkpoints:
         with suppress(BadCheckpoint):
             task = Manifest.read(checkpoint).facts.get("task", "another task")
-            return BadModel(f"{folder} belongs to a run of {task}, which is not a chat model. {TRY_FOLDER}")
+            return BadModel(f"{folder} belongs to a run of {task}, which is not a language model. {TRY_FOLDER}")
     content = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
     return BadModel(f"{folder} is not a model folder: it has no {CONFIG} but {content}. {TRY_FOLDER}")
 

@@ -113,6 +113,8 @@ class Loop:
     schedule: Schedule
     scheduler: LRScheduler | None = None
     """The task's own, used instead of `schedule`."""
+    base: str | None = None
+    """The fingerprint of the weights that checkpoints do not hold: see `Task.trained_weights`."""
     average: WeightAverage | None = None
     """Of the weights (`ema=`). `with loop.average.applied():` lets the model have it."""
     checkpoints: Checkpoints
@@ -328,8 +330,13 @@ class Loop:
                     rows=self.rows,
                     average=self.average,
                 ),
-                needs_bytes=state.needed_bytes(model, self.optimizer),
-                facts={"task": self.task.name, "loss": self.loss, "samples": position.loader["samples"]},
+                needs_bytes=state.needed_bytes(self.task, model, self.optimizer),
+                facts={
+                    "task": self.task.name,
+                    "loss": self.loss,
+                    "samples": position.loader["samples"],
+                    **({} if self.base is None else {"base": self.base}),
+                },
             )
         except SaveFailed as error:
             self.journal.write("checkpoint", step=position.step, saved=False, sentence=str(error))

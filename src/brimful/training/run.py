@@ -270,7 +270,7 @@ class RunFolder:
 
 
 def new_run(task: str) -> Path:
-    """`runs/chatlm-sft-20261116-210500`, with a number if two begin in the same second."""
+    """`runs/sft-20261116-210500`, with a number if two begin in the same second."""
     stem = Path("runs") / f"{Path(task.split(':')[-1]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return next(path for path in (stem, *(Path(f"{stem}-{n}") for n in range(2, 1000))) if not path.exists())
 

@@ -409,7 +409,7 @@ class Session:
                 planned = self._plan()
                 with self.target.enforce(), deterministic_algorithms(planned.plan.deterministic):
                     position = None if checkpoint is None else self._position(checkpoint, planned)
-                    model = self._model(checkpoint)
+                    model, _ = self._model(checkpoint)
                     optimizer = self.task.optimizer(model)
                     self._check_space(planned, model, optimizer)
                     plan, schedule, scheduler = self._schedule(planned, optimizer)
@@ -512,7 +512,7 @@ class Session:
         options, steps, rows, valid = self.options, planned.steps, planned.rows, planned.valid
         position = None if checkpoint is None else self._position(checkpoint, planned)
         _seed(self.plan_options.seed)
-        model = self._model(checkpoint)
+        model, base = self._model(checkpoint)
         speedometer = self._speedometer(planned.plan, model, rows)  # before checkpointing makes the model count twice
         optimizer = self.task.optimizer(model)
         _seed(self.plan_options.seed + self.group.rank)  # dropout differs between ranks
@@ -526,6 +526,7 @@ class Session:
             loader=self._loader(plan, rows, stepper),
             schedule=schedule,
             scheduler=scheduler,
+            base=base,
             average=None if options.ema is None else WeightAverage(optimizer, options.ema),
             checkpoints=self.checkpoints,
             journal=self.journal if self.first else Journal(None),
@@ -561,7 +562,7 @@ class Session:
     def _check_space(self, planned: _Planned, model: nn.Module, optimizer: Optimizer) -> None:
         """On the disk, for the checkpoints that there may be at once."""
         at_once = self.options.keep + 1 + (planned.valid is not None)
-        needed = state.needed_bytes(model, optimizer)
+        needed = state.needed_bytes(self.task, model, optimizer)
         on_rank_zero(self.group, lambda: self.checkpoints.check_space(needed, saves=at_once))
 
     def _position(self, checkpoint: Checkpoint, planned: _Planned) -> state.Position:
@@ -574,20 +575,31 @@ class Session:
             )
         return position
 
-    def _model(self, checkpoint: Checkpoint | None) -> nn.Module:
-        """With its initial weights, or a checkpoint's, which are read onto the device without a copy on the host."""
-        if checkpoint is None:
-            model = self.task.initial_model()
+    def _model(self, checkpoint: Checkpoint | None) -> tuple[nn.Module, str | None]:
+        """With its initial weights, or a checkpoint's, which are read onto the device without a copy on the host.
+
+        A checkpoint of `Task.trained_weights` has the others from the initial model, whose fingerprint is returned too.
+        """
+        device, task = self.target.device, self.task
+        in_part = getattr(task.trained_weights, "__func__", None) is not Task.trained_weights
+        if checkpoint is None or in_part:
+            with device if in_part else nullcontext():  # a base is loaded, and quantized, where it will be used
+                model = task.initial_model()
             if not isinstance(model, nn.Module):
                 raise TaskError(
-                    f"task {self.task.name}: initial_model() returned {kind_of(model)}. Try: return a torch.nn.Module."
+                    f"task {task.name}: initial_model() returned {kind_of(model)}. Try: return a torch.nn.Module."
                 )
-            model = model.to(self.target.device).train()
+            model = model.to(device).train()
         else:
-            model = build_model(self.task, self.target.device)
-            state.load_model(checkpoint.path, model)
+            model = build_model(task, device)
+        names = task.trained_weights(model)
+        base = None if names is None else state.base_fingerprint(model, names)
+        if checkpoint is not None:
+            if base is not None:
+                state.check_base(checkpoint, base)
+            state.load_model(checkpoint.path, model, names)
         trim_heap()  # what the host held of a model that is on a GPU now
-        return model
+        return model, base
 
     def _stepper(self, plan: Plan, model: nn.Module, optimizer: Optimizer) -> Stepper:
         return Stepper(

@@ -121,9 +121,7 @@ def test_a_mount_that_hangs_fails_and_is_left_behind(quick, tmp_path, monkeypatc
 
 def test_the_data_of_an_existing_run_are_checked_without_being_named(quick, tmp_path):
     RunFolder(tmp_path / "run").create()
-    RunFolder(tmp_path / "run").write_request(
-        Request(task="chatlm-sft", data="gone/rows.jsonl", run=str(tmp_path / "run"))
-    )
+    RunFolder(tmp_path / "run").write_request(Request(task="sft", data="gone/rows.jsonl", run=str(tmp_path / "run")))
     check = only(list(examine(run=tmp_path / "run", data=None, timeout_s=5).checks), "data")
     assert "rows.jsonl" in str(check.text)
 

@@ -18,7 +18,7 @@ from .rich_runs import rich_run
 from .test_report import Page
 
 SOURCES = [*Path(brimful.report.page.__file__).parent.glob("*.py"), Path(brimful.cli.report.__file__)]
-NAMES = r"brimful|chatlm-sft|NVIDIA GeForce RTX|chat|eval|compare|watch|train|why|run|resume|rows|jsonl|parquet|json|padded|bf16|adamw|cosine|box|GiB|MiB|KiB|min|OOM|GPU|MFU|kWh|Wh|token|NaN|events|plans|seed|data|task|folder|host|version|report|dev"
+NAMES = r"brimful|sft|NVIDIA GeForce RTX|chat|eval|compare|watch|train|why|run|resume|rows|jsonl|parquet|json|padded|bf16|adamw|cosine|box|GiB|MiB|KiB|min|OOM|GPU|MFU|kWh|Wh|token|NaN|events|plans|seed|data|task|folder|host|version|report|dev"
 """Names, units and commands, which stay as they are."""
 
 

@@ -27,7 +27,7 @@ def check(folder, key, **values):
 
 def test_the_first_sentence_says_what_was_trained_and_how_long(tmp_path):
     first = summary(figures(tmp_path / "a"))[0][1]
-    assert first.startswith("chatlm-sft was trained on NVIDIA GeForce RTX 3080: 300 steps (25 epochs, 76,800 rows) in ")
+    assert first.startswith("sft was trained on NVIDIA GeForce RTX 3080: 300 steps (25 epochs, 76,800 rows) in ")
 
 
 @pytest.mark.parametrize(
@@ -193,4 +193,4 @@ def test_a_run_without_its_events_says_so(tmp_path):
     run = rich_run(tmp_path / "a")
     (run / "events.jsonl").unlink()
     first = summary(ReportFigures(RunRecord(run)))[0][1]
-    assert first == "chatlm-sft has checkpoints, but its events.jsonl is missing: nothing is known about its steps."
+    assert first == "sft has checkpoints, but its events.jsonl is missing: nothing is known about its steps."

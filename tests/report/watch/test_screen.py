@@ -21,7 +21,7 @@ from brimful.training.run import lock_holder
 from brimful.units import GiB
 from tests.report.fake_runs import START, sample_event, write_run
 
-SIZES = [(80, 24), (100, 30), (132, 30), (200, 60), (60, 15), (40, 10), (20, 3), (300, 20), (80, 100)]
+PRESETS = [(80, 24), (100, 30), (132, 30), (200, 60), (60, 15), (40, 10), (20, 3), (300, 20), (80, 100)]
 MORE = [
     {"event": "grow", "step": 150, "process": 0, "sentence": "micro-batch size restored to 43 rows after 10 clean steps"},
     {"event": "note", "step": 30, "sentence": "the run has only 8 passes over the rows", "level": "warning"},
@@ -61,7 +61,7 @@ def squeezed(taken, *size, **options):
     return " ".join(text(taken, *size, **options).split())
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize(("width", "height"), PRESETS)
 @pytest.mark.parametrize("state", ["running", "failed"])
 @pytest.mark.parametrize("glyphs", [None, ASCII])
 def test_a_frame_is_never_larger_than_the_terminal(tmp_path, width, height, state, glyphs):
@@ -72,7 +72,7 @@ def test_a_frame_is_never_larger_than_the_terminal(tmp_path, width, height, stat
 @pytest.mark.parametrize(
     "shown",
     [
-        "● running first chatlm-sft", "since 09:00, 1 min", "200/300", "66 %", "ETA 35 s, 09:02", "16.67/25 · 0.37 s/step · 256 rows in 6 micro-batches · bf16 · padded",
+        "● running first sft", "since 09:00, 1 min", "200/300", "66 %", "ETA 35 s, 09:02", "16.67/25 · 0.37 s/step · 256 rows in 6 micro-batches · bf16 · padded",
         "16.1 GiB 0 B 20 GiB 80 % safe 93 % 71 °C 287 W", "RAM", "2 GiB 4 GiB 16 GiB 38 % safe 40 %", "2 workers · no swap", "limit: physical memory",
         "█ compute 97 %", "▓ data 1 %", "padding 29 %", "MFU 31 %", "loss", "last 2.5455", "min 2.5455", "max 7.7143", "rows/s", "672",
         "lr 4.00e-05", "scores step 190: loss 2.6714 · the best so far", "saved step 190 · 6 s ago · 2 GiB",
@@ -214,7 +214,7 @@ def test_news_of_other_runs_are_in_the_last_line(tmp_path):
 
 
 def test_in_ascii_there_is_nothing_else(tmp_path):
-    for size in SIZES:
+    for size in PRESETS:
         assert text(usual(tmp_path), *size, glyphs=ASCII, footer="q quit").isascii()
 
 
@@ -270,7 +270,7 @@ def test_in_chinese_no_english_sentence_is_left(tmp_path):
         taken = usual(tmp_path / str(number), state, **values)
         for size in ((80, 24), (200, 60), (80, 9)):
             shown = text(taken, *size, footer=None).replace(str(tmp_path), "")
-            for name in ("chatlm-sft", "NVIDIA GeForce RTX 3080", "brimful train --run", "brimful watch"):
+            for name in ("sft", "NVIDIA GeForce RTX 3080", "brimful train --run", "brimful watch"):
                 shown = shown.replace(name, "")
             assert not re.findall(r"[A-Za-z]{2,} [a-z]{3,}", shown), (state, size)
 

@@ -26,7 +26,7 @@ def snapshot(folder, state="running", now=NOW):
 
 def test_the_head_of_a_run(tmp_path):
     taken = snapshot(write_run(tmp_path / "a", steps=300, done=24, running=True))
-    assert (taken.name, taken.task, taken.step, taken.steps, taken.epoch, taken.epochs) == ("a", "chatlm-sft", 24, 300, 2.0, 25.0)  # fmt: skip
+    assert (taken.name, taken.task, taken.step, taken.steps, taken.epoch, taken.epochs) == ("a", "sft", 24, 300, 2.0, 25.0)  # fmt: skip
     assert (taken.begun, taken.host, taken.pid) == (START, "box", 4711)
 
 

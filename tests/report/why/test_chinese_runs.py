@@ -180,4 +180,4 @@ def test_the_parts_of_one_run_in_chinese(tmp_path):
 def test_english_stays_in_json(tmp_path):
     comparison = compare_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")])
     assert comparison.to_json()["verdict"].startswith("the same settings")
-    assert plan()["task"] == "chatlm-sft"
+    assert plan()["task"] == "sft"

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from brimful.data.store import StoreWriter
+from brimful.data.store import StoreWriter, spans_of
+from brimful.report.run_figures import RunFigures
 from brimful.report.run_record import RunRecord
+from brimful.report.why.long_rows import find_long_row, longest_lengths, share_longer
 from brimful.report.why.run_checks import check_run
 from brimful.units import GiB, MiB
 from tests.report.fake_runs import write_run
@@ -109,12 +111,44 @@ def test_a_length_that_many_rows_have_names_none(tmp_path):
     assert row.certainty == "possible"
 
 
-def write_store(folder: Path, source: Path, long_row: int | None) -> None:
+def test_a_causal_row_has_one_length(tmp_path):
+    run = write_run(tmp_path / "run", request={"prepared": {"data": "data/train"}})
+    masks = [np.arange(400 if row == 41 else 20) > 9 for row in range(200)]
+    spans = [spans_of(mask) for mask in masks]
+    writer = StoreWriter(run / "data" / "train", fields=("tokens", "spans"), vocab_size=100)
+    numbers = [part for mask, runs in zip(masks, spans, strict=True) for part in (np.ones(len(mask)), runs)]
+    lengths = np.array([[len(mask), len(runs)] for mask, runs in zip(masks, spans, strict=True)], dtype=np.int32)
+    writer.add(np.concatenate(numbers).astype(np.uint16), lengths)
+    facts = {
+        "max_tokens": {"tokens": 1024},
+        "eos_id": 1,
+        "pad_id": 0,
+        "tokenizer_fingerprint": "x",
+        "dropped": {},
+        "truncated": {},
+    }
+    writer.finish(tokenizer=None, sources=("rows.jsonl",), rows_in=200, **facts)
+    figures = RunFigures(RunRecord(run))
+    row = find_long_row(figures, (400,))
+    assert (row.row, row.lengths, row.alike, row.line) == (41, (400,), 1, 42)
+    assert longest_lengths(figures) == (400,)
+    assert share_longer(figures, (100,)) == 1 / 200
+    assert share_longer(figures, (100, 100)) is None
+
+
+def test_a_line_is_not_named_where_one_gave_several_rows(tmp_path):
+    run = write_run(tmp_path / "run", request={"prepared": {"data": "data/train"}})
+    write_store(run / "data" / "train", tmp_path / "rows.jsonl", long_row=137, rows_in=900)
+    row = find_long_row(RunFigures(RunRecord(run)), (5, 900))
+    assert (row.row, row.line, row.file) == (137, None, str(run / "data" / "train"))
+
+
+def write_store(folder: Path, source: Path, long_row: int | None, rows_in: int = 1000) -> None:
     """1,000 rows of 5+20 tokens; one of 5+900, if any."""
     lengths = np.array([[5, 900 if row == long_row else 20] for row in range(1000)], dtype=np.int32)
     writer = StoreWriter(folder, fields=("prompt", "response"), vocab_size=100)
     writer.add(np.ones(int(lengths.sum()), dtype=np.uint16), lengths)
     writer.finish(
         tokenizer=None, max_tokens={"prompt": 1024, "response": 1024}, eos_id=1, pad_id=0, tokenizer_fingerprint="x",
-        sources=(str(source),), rows_in=1000, dropped={"broken": 0, "empty": 0}, truncated={"prompt": 0, "response": 0},
+        sources=(str(source),), rows_in=rows_in, dropped={"broken": 0, "empty": 0}, truncated={"prompt": 0, "response": 0},
     )  # fmt: skip

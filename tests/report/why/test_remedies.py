@@ -10,7 +10,7 @@ import pytest
 import brimful
 from brimful.planning.plan_options import PlanOptions
 from brimful.report.why.diagnosis import FRAMEWORKS
-from brimful.tasks.chatlm import ChatOptions
+from brimful.tasks.language import LanguageOptions
 from brimful.training.options import TrainOptions
 from brimful.units import GiB
 
@@ -166,7 +166,7 @@ def test_in_the_optimizers_step_activations_are_gone():
 def test_brimful_flags_exist():
     flags = {
         f"--{field.name.rstrip('_').replace('_', '-')}"
-        for owner in (PlanOptions, TrainOptions, ChatOptions)
+        for owner in (PlanOptions, TrainOptions, LanguageOptions)
         for field in fields(owner)
     }
     named = {flag for _, name, setting in ALL_FIXES if name == "brimful" for flag in re.findall(r"--[a-z-]+", setting)}

@@ -50,6 +50,9 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
     "text": ("text",),
 }
 
+CONVERSATION = ("conversation",)
+"""The fields of a row that is a conversation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -57,11 +60,21 @@ class Layout:
 
     kind: Kind
     fields: tuple[str, ...]
-    """What a row has: `("prompt", "response")`, `("prompt", "chosen", "rejected")` or `("text",)`."""
+    """What a row has: `("prompt", "response")`, `("prompt", "chosen", "rejected")`, `("text",)` or `CONVERSATION`."""
     columns: dict[str, str]
-    """The file's column for each field: `{"prompt": "instruction+input", "response": "output"}`."""
+    """The file's column for each field: `{"prompt": "instruction+input", "response": "output"}`. Of a conversation, for each
+    of its parts: `{"messages": "conversations", "tools": "tools"}`."""
     reason: str
     """`found prompt and response`, `as requested`."""
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether rows are conversations, as `open_source(…, messages=True)` reads them."""
+        return self.fields == CONVERSATION
+
+    def column_of(self, field: str) -> str:
+        """The file's columns behind a field, for a report."""
+        return self.columns.get(field) or ", ".join(self.columns.values())
 
 
 # ── Layout by column names ────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,9 +83,13 @@ class Layout:
 def find_layout(schema: FileSchema, *, rows_vary: bool) -> Layout | None:
     """The layout for these columns; `rows_vary` where later rows may have more columns than the sampled ones."""
     names, every = schema.common, list(schema.types)
-    prompt, response = _find(PROMPTS, names), _find(RESPONSES, names)
-    chosen, rejected = _find(CHOSEN, names), _find(REJECTED, names)
-    instruction, conversation, text = _find(INSTRUCTIONS, names), _find(CONVERSATIONS, names), _find(TEXTS, names)
+    prompt, response = find_column(PROMPTS, names), find_column(RESPONSES, names)
+    chosen, rejected = find_column(CHOSEN, names), find_column(REJECTED, names)
+    instruction, conversation, text = (
+        find_column(INSTRUCTIONS, names),
+        find_column(CONVERSATIONS, names),
+        find_column(TEXTS, names),
+    )
     if prompt and chosen and rejected:
         columns = {"prompt": _with_input(prompt, every, rows_vary), "chosen": chosen, "rejected": rejected}
         return _found_layout("preference", columns, every)
@@ -88,7 +105,7 @@ def find_layout(schema: FileSchema, *, rows_vary: bool) -> Layout | None:
 
 def reuse_layout(layout: Layout, names: Sequence[str]) -> Layout | None:
     """The layout of an earlier file if this one has its columns. Not for instructions: this file may have an input."""
-    used = {part for column in layout.columns.values() for part in _parts(column, names)}
+    used = {part for column in layout.columns.values() for part in joined_columns(column, names)}
     return layout if layout.kind in ("pair", "conversations", "text") and used <= set(names) else None
 
 
@@ -96,7 +113,7 @@ def columns_to_read(layout: Layout, schema: FileSchema, file: str) -> tuple[Colu
     """What a reader is asked for, each column once. Of joined columns only the first is required."""
     columns: dict[str, Column] = {}
     for field in layout.fields:
-        names = _parts(layout.columns[field], schema.types)
+        names = joined_columns(layout.columns[field], schema.types)
         for place, name in enumerate(names):
             type_ = schema.types.get(name) or TEXT
             _check_type(type_, layout, name, file, joined=len(names) > 1)
@@ -107,7 +124,7 @@ def columns_to_read(layout: Layout, schema: FileSchema, file: str) -> tuple[Colu
 def no_layout(schema: FileSchema, file: str) -> BadData:
     """The error for a file without columns that fit."""
     return BadData(
-        f"{file}: no columns look like prompt and response, conversations, preferences or text, only {_listed(schema.types)}. "
+        f"{file}: no columns look like prompt and response, conversations, preferences or text, only {listed(schema.types)}. "
         "Try: columns='prompt=question,response=answer'."
     )
 
@@ -117,12 +134,12 @@ def layout_mismatch(
 ) -> BadData:
     """The error for two files whose rows do not have the same fields."""
     return BadData(
-        f"{first} gives {_and(layout.fields)} (from {_listed(schema.types)}), but {second} gives {_and(other.fields)} "
-        f"(from {_listed(other_schema.types)}). Try: files of one kind, or columns=."
+        f"{first} gives {in_words(layout.fields)} (from {listed(schema.types)}), but {second} gives {in_words(other.fields)} "
+        f"(from {listed(other_schema.types)}). Try: files of one kind, or columns=."
     )
 
 
-def _find(aliases: Iterable[str], names: Sequence[str]) -> str | None:
+def find_column(aliases: Iterable[str], names: Sequence[str]) -> str | None:
     """The column that comes first in the order of the aliases; exact spelling before another case."""
     known = dict.fromkeys(aliases)
     candidates = [name for name in names if name.strip().lower() in known]
@@ -139,38 +156,42 @@ def _same_name(name: str | None, alias: str) -> bool:
 
 def _with_input(prompt: str, names: Sequence[str], rows_vary: bool) -> str:
     """An instruction takes the input of its row along, also where only later rows have one."""
-    if _find(INSTRUCTIONS, [prompt]) is None:
+    if find_column(INSTRUCTIONS, [prompt]) is None:
         return prompt
-    column = _find(INPUTS, names) or ("input" if rows_vary else None)
+    column = find_column(INPUTS, names) or ("input" if rows_vary else None)
     return f"{prompt}+{column}" if column else prompt
 
 
-def _parts(column: str, names: Iterable[str]) -> list[str]:
+def joined_columns(column: str, names: Iterable[str]) -> list[str]:
     """The columns that `instruction+input` stands for; a column may have a plus in its own name."""
     return [column] if column in set(names) else column.split("+")
 
 
 def _found_layout(kind: Kind, columns: dict[str, str], names: Sequence[str]) -> Layout:
-    used = {part for column in columns.values() for part in _parts(column, names)}
+    return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=found_reason(columns, names))
+
+
+def found_reason(columns: dict[str, str], names: Sequence[str]) -> str:
+    """Which columns are used, and which could also have been meant."""
+    used = {part for column in columns.values() for part in joined_columns(column, names)}
     known = {*PROMPTS, *RESPONSES, *CHOSEN, *REJECTED, *CONVERSATIONS, *TEXTS, *INPUTS, "history", "system"}
     unused = [name for name in names if name.strip().lower() in known and name not in used]
-    reason = f"found {_and(list(dict.fromkeys(columns.values())))}"
-    reason += f"; not used: {', '.join(unused)}" if unused else ""
-    return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=reason)
+    reason = f"found {in_words(list(dict.fromkeys(columns.values())))}"
+    return reason + (f"; not used: {', '.join(unused)}" if unused else "")
 
 
 def _check_type(type_: pa.DataType, layout: Layout, name: str, file: str, *, joined: bool) -> None:
     is_messages = is_messages_type(type_)
     if layout.kind == "conversations" and not is_messages:
         raise BadData(
-            f"{file}: column '{name}' holds {_type_name(type_)}, not messages. "
+            f"{file}: column '{name}' holds {type_name(type_)}, not messages. "
             "Try: messages with from and value, or role and content."
         )
     if type_ != TEXT and (joined or layout.kind == "text" or not is_messages):
-        raise BadData(f"{file}: column '{name}' holds {_type_name(type_)}, not text. Try: another one with columns=.")
+        raise BadData(f"{file}: column '{name}' holds {type_name(type_)}, not text. Try: another one with columns=.")
 
 
-def _type_name(type_: pa.DataType) -> str:
+def type_name(type_: pa.DataType) -> str:
     if pa.types.is_boolean(type_):
         return "true or false"
     if pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_decimal(type_):
@@ -180,13 +201,13 @@ def _type_name(type_: pa.DataType) -> str:
     return "text" if type_ == TEXT else str(type_)
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """Column names for a message. Without a header they are the first row, which may be long."""
     shown = [name if len(name) <= 40 else name[:39] + "…" for name in names]
     return ", ".join(shown[:30]) + " …" * (len(shown) > 30) or "no columns"
 
 
-def _and(names: Sequence[str]) -> str:
+def in_words(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -200,26 +221,23 @@ _SETTABLE = (*_ALIASES, "text", "conversations")
 
 def requested_layout(option: str, names: Sequence[str], file: str) -> Layout:
     """The layout that `prompt=question,response=answer` describes, for a file with these columns."""
-    requested: dict[str, str] = {}
-    for item in option.split(","):
-        field, column = _field_and_column(item, option, names, file)
-        if field in requested:
-            raise BadOption(f"columns={option!r} sets {field} twice. Try: '{field}=a+b' to join columns.")
-        requested[field] = column
+    requested = requested_columns(option, names, file, _SETTABLE)
     kind = _requested_kind(requested, names)
     extra = [field for field in requested if field not in (*FIELDS[kind], kind)]
     if extra:
         raise BadOption(
             f"columns={option!r}: {extra[0]} cannot be combined with {next(iter(set(requested) - set(extra)))}. Try: one of them."
         )
-    used = {part for column in requested.values() for part in _parts(column, names)}
+    used = {part for column in requested.values() for part in joined_columns(column, names)}
     unused = [name for name in names if name not in used]
     columns, by_name = {}, []
     for field in FIELDS[kind]:
-        columns[field] = requested.get(field) or requested.get(kind) or _find(_ALIASES.get(field, ()), unused) or ""
+        columns[field] = (
+            requested.get(field) or requested.get(kind) or find_column(_ALIASES.get(field, ()), unused) or ""
+        )
         if not columns[field]:
             raise BadOption(
-                f"columns={option!r} must also set {field}. Try: one of the columns {_listed(unused)} of {file}."
+                f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
             )
         if field not in requested and kind not in requested:
             by_name.append(columns[field])
@@ -227,25 +245,38 @@ def requested_layout(option: str, names: Sequence[str], file: str) -> Layout:
     return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=reason)
 
 
-def _field_and_column(item: str, option: str, names: Sequence[str], file: str) -> tuple[str, str]:
+def requested_columns(option: str, names: Sequence[str], file: str, settable: Sequence[str]) -> dict[str, str]:
+    """The column for each field that the option sets, in the file's own spelling."""
+    requested: dict[str, str] = {}
+    for item in option.split(","):
+        field, column = _field_and_column(item, option, names, file, settable)
+        if field in requested:
+            raise BadOption(f"columns={option!r} sets {field} twice. Try: '{field}=a+b' to join columns.")
+        requested[field] = column
+    return requested
+
+
+def _field_and_column(
+    item: str, option: str, names: Sequence[str], file: str, settable: Sequence[str]
+) -> tuple[str, str]:
     left, equals, right = (part.strip() for part in item.partition("="))
-    if not (equals and left and right) or not {left, right} & set(_SETTABLE):
+    if not (equals and left and right) or not {left, right} & set(settable):
         raise BadOption(
             f"columns={option!r}: {item!r} is not 'field=column'. "
-            f"Try: one of the fields {', '.join(_SETTABLE)}, and one of the columns {_listed(names)} of {file}."
+            f"Try: one of the fields {', '.join(settable)}, and one of the columns {listed(names)} of {file}."
         )
-    if left in _SETTABLE and (column := _spelled_as_in_file(right, names)):
+    if left in settable and (column := _spelled_as_in_file(right, names)):
         return left, column
-    if right in _SETTABLE and (column := _spelled_as_in_file(left, names)):
+    if right in settable and (column := _spelled_as_in_file(left, names)):
         return right, column
-    missing = right if left in _SETTABLE else left
-    raise BadOption(f"columns={option!r}: {file} has no column {missing}. Try: one of {_listed(names)}.")
+    missing = right if left in settable else left
+    raise BadOption(f"columns={option!r}: {file} has no column {missing}. Try: one of {listed(names)}.")
 
 
 def _spelled_as_in_file(column: str, names: Sequence[str]) -> str | None:
     """These columns in the file's own spelling; None if one is missing."""
-    parts = [part.strip() for part in _parts(column, names)]
-    spelled = [part if part in names else _find([part.lower()], names) for part in parts]
+    parts = [part.strip() for part in joined_columns(column, names)]
+    spelled = [part if part in names else find_column([part.lower()], names) for part in parts]
     return "+".join(name for name in spelled if name) if all(spelled) else None
 
 
@@ -254,7 +285,7 @@ def _requested_kind(requested: dict[str, str], names: Sequence[str]) -> Kind:
         return "text"
     if "conversations" in requested:
         return "conversations"
-    has_both = _find(CHOSEN, names) and _find(REJECTED, names)
+    has_both = find_column(CHOSEN, names) and find_column(REJECTED, names)
     return (
         "preference"
         if {"chosen", "rejected"} & set(requested) or ("response" not in requested and has_both)
@@ -286,19 +317,22 @@ def map_columns(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
         yield from _map_conversations(layout, chunk)
         return
     problems: dict[int, str] = {}
-    arrays = [_field_array(chunk.rows, field, layout.columns[field], problems) for field in layout.fields]
-    rows, lines = _text_batch(layout, arrays), chunk.lines
-    if not problems:
-        yield replace(chunk, rows=rows)
-        return
-    keep = np.ones(len(lines), dtype=bool)
+    arrays = [text_array(chunk.rows, field, layout.columns[field], problems) for field in layout.fields]
+    mapped = replace(chunk, rows=_text_batch(layout, arrays))
+    yield without_rows(mapped, problems) if problems else mapped
+
+
+def without_rows(chunk: Chunk, problems: dict[int, str]) -> Chunk:
+    """The chunk with these rows broken, by their place in it."""
+    keep, lines = np.ones(len(chunk.lines), dtype=bool), chunk.lines
     keep[list(problems)] = False
     new = [RowProblem(chunk.file, int(lines[row]), message) for row, message in problems.items()]
-    yield replace(chunk, rows=rows.filter(pa.array(keep)), lines=lines[keep], broken=_by_line([*chunk.broken, *new]))
+    rows, broken = chunk.rows.filter(pa.array(keep)), by_line([*chunk.broken, *new])
+    return replace(chunk, rows=rows, lines=lines[keep], broken=broken)
 
 
-def _field_array(rows: pa.RecordBatch, field: str, column: str, problems: dict[int, str]) -> pa.Array:
-    names = _parts(column, rows.schema.names)
+def text_array(rows: pa.RecordBatch, field: str, column: str, problems: dict[int, str]) -> pa.Array:
+    names = joined_columns(column, rows.schema.names)
     array = rows.column(names[0])
     if array.type != TEXT:
         return _message_texts(array, names[0], problems, all_messages=field == "prompt")
@@ -306,11 +340,11 @@ def _field_array(rows: pa.RecordBatch, field: str, column: str, problems: dict[i
     for name in names[1:]:
         part = rows.column(name).fill_null("")
         both = pc.binary_join_element_wise(joined, part, "\n")
-        joined = pc.if_else(_is_blank(part), joined, pc.if_else(_is_blank(joined), part, both))
+        joined = pc.if_else(is_blank(part), joined, pc.if_else(is_blank(joined), part, both))
     return joined
 
 
-def _is_blank(array: pa.Array) -> pa.BooleanArray:
+def is_blank(array: pa.Array) -> pa.BooleanArray:
     return pc.equal(pc.utf8_trim_whitespace(array), "")
 
 
@@ -334,7 +368,7 @@ def _map_conversations(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
     def part(problems: Iterable[RowProblem]) -> Chunk:
         arrays = [pa.array([pair[place] for pair in pairs], TEXT) for place in (0, 1)]
         rows, numbers = _text_batch(layout, arrays), np.array(lines, dtype=np.int64)
-        return replace(chunk, rows=rows, lines=numbers, broken=_by_line(problems))
+        return replace(chunk, rows=rows, lines=numbers, broken=by_line(problems))
 
     for line, messages in zip(chunk.lines.tolist(), _messages(chunk.rows.column(0)), strict=True):
         for reply in _replies(messages):
@@ -382,5 +416,5 @@ def _text_batch(layout: Layout, arrays: list[pa.Array]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(field, TEXT) for field in layout.fields]))
 
 
-def _by_line(problems: Iterable[RowProblem]) -> tuple[RowProblem, ...]:
+def by_line(problems: Iterable[RowProblem]) -> tuple[RowProblem, ...]:
     return tuple(sorted(problems, key=lambda problem: problem.line))

@@ -39,6 +39,10 @@ _LONGEST_ROW_SHARE = 32
 
 TEXT = pa.string()
 
+JSON = pa.large_string()
+"""A column of any values, each as its JSON: what a conversation consists of differs from row to row. Another type than
+`TEXT`, so that a reader knows which one it is asked for."""
+
 Lines = npt.NDArray[np.int64]
 
 
@@ -88,7 +92,7 @@ class Column:
 
     name: str
     type: pa.DataType
-    """`TEXT` or `messages_type(…)`."""
+    """`TEXT`, `messages_type(…)` or `JSON`."""
     required: bool = True
     """Whether a row without it is broken; otherwise the value counts as empty."""
 

@@ -3,15 +3,17 @@
 Arrow reads 220 MB/s of chat, but it stops at the first mistake and does not see lines: it accepts two objects on a line,
 an object over two lines, and reads a missing field as null. So a block is read by Arrow only where every line starts with
 `{`, ends with `}` and gave one row: between `}` and `{` JSON allows no line break except the one between two objects. All
-other blocks go line by line through Python's json, which is three times slower and names the mistake and its line.
+other blocks go line by line through Python's json, which is three times slower and names the mistake and its line. So do
+columns that are requested as `JSON`, since Arrow would want to know all keys in them beforehand.
 
 A json list is never held as a whole. The commas between its items follow from the quotes and brackets before them, which
 numpy finds 1 MiB at a time; the items are then written one per line. A file that starts with `{` is read as jsonl.
 """
 
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ import pyarrow.json as pj
 from brimful.data.read.files import (
     CHUNK_BYTES,
     CHUNK_ROWS,
+    JSON,
     TEXT,
     ByteStream,
     Chunk,
@@ -191,10 +194,13 @@ def parse_block(block: Block, columns: tuple[Column, ...]) -> Parsed:
 
 def _by_arrow(block: Block, columns: tuple[Column, ...]) -> Parsed | None:
     """The rows, where Arrow's result certainly matches the lines; otherwise None."""
+    unread = [column for column in columns if column.type == JSON]
+    if any(column.required or _may_have(block.data, column.name) for column in unread):
+        return None
     filled = _object_lines(block)
     if filled is None or not _is_utf8(block.data) or _has_unusual_number(block.data):
         return None
-    schema = pa.schema([(column.name, column.type) for column in columns])
+    schema = pa.schema([(column.name, column.type) for column in columns if column.type != JSON])
     reading = pj.ReadOptions(use_threads=False, block_size=len(block.data) + 1)
     parsing = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     try:
@@ -204,8 +210,15 @@ def _by_arrow(block: Block, columns: tuple[Column, ...]) -> Parsed | None:
         return None
     if table.num_rows != len(filled):
         return None
-    rows = record_batch(columns, [column.combine_chunks() for column in table.columns])
+    arrays = {name: column.combine_chunks() for name, column in zip(table.column_names, table.columns, strict=True)}
+    arrays |= {column.name: pa.nulls(table.num_rows, JSON) for column in unread}
+    rows = record_batch(columns, [arrays[column.name] for column in columns])
     return _without_missing(block, columns, rows, filled)
+
+
+def _may_have(data: bytes, name: str) -> bool:
+    """Whether an object could have this key. One that is not ASCII may be written with escapes, in several ways."""
+    return json.dumps(name, ensure_ascii=False).encode() in data or (not name.isascii() and b"\\u" in data)
 
 
 def _object_lines(block: Block) -> Lines | None:
@@ -258,7 +271,7 @@ def _rows_with_null(columns: tuple[Column, ...], rows: pa.RecordBatch) -> list[i
     for column, array in zip(columns, rows.columns, strict=True):
         if column.required and array.null_count:
             numbers.update(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist())
-        if column.type != TEXT:
+        if column.type not in (TEXT, JSON):
             parents, items = pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array)
             for leaf in (items, *items.flatten()):
                 numbers.update(parents[leaf.is_null().to_numpy(zero_copy_only=False)].tolist())
@@ -288,27 +301,64 @@ def _by_python(block: Block, columns: tuple[Column, ...]) -> Parsed:
 
 def _values(line: bytes, columns: tuple[Column, ...]) -> list[Any] | str:
     """The values of one line, or what is wrong with it."""
-    row = _parse_line(line)
+    exact = any(column.type == JSON for column in columns)
+    row = _parse_line(line, parse_int=_integer if exact else len)
     if isinstance(row, str):
         return row
     for column in columns:
         problem = _field_problem(row, column.name, column.type, required=column.required)
         if problem:
             return problem
+        if column.type == JSON and row.get(column.name) is not None:
+            text, problem = _json_text(row[column.name], column.name)
+            if problem:
+                return problem
+            row[column.name] = text
     return [row.get(column.name) for column in columns]
 
 
-def _parse_line(line: bytes) -> dict[Any, Any] | str:
-    """The object on a line, or why there is none."""
+def _json_text(value: Any, name: str) -> tuple[str, str | None]:
+    """The JSON of a value, or what is wrong with it."""
     try:
-        value = json.loads(line.decode(), object_pairs_hook=_to_object, parse_int=len)
+        text = _to_json(value)
+        text.encode()
+    except UnicodeEncodeError:
+        return "", f"'{name}' has half of a surrogate pair"
+    except TypeError:  # the key `_REPEATED` of some object in it
+        return "", f"'{name}' has an object with {_first_repeated(value)} twice"
+    except RecursionError:
+        return "", "not JSON: nested too deep"
+    return text, None
+
+
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _first_repeated(value: Any) -> str:
+    """A name that an object somewhere in this value has twice."""
+    if isinstance(value, dict) and _REPEATED in value:
+        return f"the field {min(value[_REPEATED])!r}"
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((name for part in parts if (name := _first_repeated(part))), "")
+
+
+def _integer(digits: str) -> int | float:
+    """Python converts no number of more than 4,300 digits; such a one is larger than any float."""
+    limit = sys.get_int_max_str_digits() or len(digits)
+    return int(digits) if len(digits) <= limit else float(digits)
+
+
+def _parse_line(line: bytes, parse_int: Callable[[str], Any] = len) -> dict[Any, Any] | str:
+    """The object on a line, or why there is none. By default numbers are not converted: `len` is the fastest to skip them."""
+    try:
+        value = json.loads(line.decode(), object_pairs_hook=_to_object, parse_int=parse_int)
     except UnicodeDecodeError:
         return "not UTF-8"
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg.removesuffix(' at')} at character {error.colno}"
     except RecursionError:
         return "not JSON: nested too deep"
-    return value if isinstance(value, dict) else f"{_value_name(value)}, not an object"
+    return value if isinstance(value, dict) else f"{value_name(value)}, not an object"
 
 
 def _to_object(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
@@ -325,15 +375,15 @@ def _field_problem(row: dict[Any, Any], name: str, type_: pa.DataType, *, requir
     if name not in row:
         return f"no field '{name}'" if required else None
     value = row[name]
-    if value is None:
+    if value is None or type_ == JSON:
         return None
     if type_ == TEXT:
         return _text_problem(value, name)
     if not isinstance(value, list):
-        return f"'{name}' is {_value_name(value)}, not a list of messages"
+        return f"'{name}' is {value_name(value)}, not a list of messages"
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict):
-            return f"message {number} of '{name}' is {_value_name(message)}, not an object"
+            return f"message {number} of '{name}' is {value_name(message)}, not an object"
         for field in type_.value_type:
             problem = _field_problem(message, field.name, field.type, required=True)
             if problem:
@@ -343,7 +393,7 @@ def _field_problem(row: dict[Any, Any], name: str, type_: pa.DataType, *, requir
 
 def _text_problem(value: Any, name: str) -> str | None:
     if not isinstance(value, str):
-        return f"'{name}' is {_value_name(value)}, not text"
+        return f"'{name}' is {value_name(value)}, not text"
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -351,7 +401,8 @@ def _text_problem(value: Any, name: str) -> str | None:
     return None
 
 
-def _value_name(value: Any) -> str:
+def value_name(value: Any) -> str:
+    """What kind of value it is, for a message."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
 

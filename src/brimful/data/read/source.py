@@ -5,6 +5,8 @@
 Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .bz2, .zst, .xz);
 folders of them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
 
+With `messages=True` every row becomes one conversation instead (conversations.py), whatever the format of its file.
+
 A row that cannot be read (broken JSON, invalid UTF-8, a field that is missing or not text) neither stops the reader nor is
 skipped silently: it comes in `Chunk.broken` with file and line, and the caller decides (`BrokenRowLimit`). A file that
 cannot be read at all (truncated parquet, no columns that fit, empty) or that changes while it is read raises `BadData`.
@@ -25,6 +27,12 @@ from brimful.data.read.columns import (
     no_layout,
     requested_layout,
     reuse_layout,
+)
+from brimful.data.read.conversations import (
+    conversation_columns,
+    find_conversation_layout,
+    map_conversations,
+    requested_conversation_layout,
 )
 from brimful.data.read.files import (
     CHUNK_BYTES,
@@ -98,7 +106,10 @@ class Source:
             (one.file.path if one.file.format == "hub" else os.path.realpath(one.file.path), one.file.size_bytes, one.file.modified_ns)
             for one in self._files
         ]  # fmt: skip
-        layouts = [(one.layout.kind, sorted(one.layout.columns.items())) for one in self._files]
+        layouts = [
+            (*("conversation" for _ in range(one.layout.is_conversation)), one.layout.kind, sorted(one.layout.columns.items()))
+            for one in self._files
+        ]  # fmt: skip
         return sha256(repr((files, layouts, CHUNK_ROWS, CHUNK_BYTES)))
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -106,14 +117,18 @@ class Source:
         for one in self._files:
             for chunk in _READERS[one.file.format][1](one.file.path, one.columns, self._max_row_bytes):
                 _check_row_sizes(chunk, self._max_row_bytes)
-                yield from map_columns(one.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
+                mapped = map_conversations if one.layout.is_conversation else map_columns
+                yield from mapped(one.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
             _check_unchanged(one.file)
             bytes_before += one.file.size_bytes
 
 
-def open_source(paths: Sequence[str] | Source, *, columns: str | None = None, host_limit_bytes: int = GiB) -> Source:
+def open_source(
+    paths: Sequence[str] | Source, *, columns: str | None = None, host_limit_bytes: int = GiB, messages: bool = False
+) -> Source:
     """Find the files behind these paths and what their columns mean. Reads only a few rows.
 
+    With `messages`, rows have one text column `conversation`, a JSON object (see conversations.py); plain text stays `text`.
     A row that cannot be read within the memory limit is an error. A source that is already open is returned as it is, so
     that commands built on each other open it once.
     """
@@ -122,7 +137,7 @@ def open_source(paths: Sequence[str] | Source, *, columns: str | None = None, ho
     files: list[_SourceFile] = []
     found, max_row_bytes = find_files(paths), longest_row(host_limit_bytes)
     for file in found.files:
-        one = _open_file(file, columns, files[0].layout if files else None, max_row_bytes)
+        one = _open_file(file, columns, files[0].layout if files else None, max_row_bytes, messages=messages)
         if files and one.layout.fields != files[0].layout.fields:
             raise layout_mismatch(
                 files[0].file.path, files[0].layout, files[0].schema, file.path, one.layout, one.schema
@@ -154,17 +169,25 @@ def _check_row_sizes(chunk: Chunk, max_row_bytes: int) -> None:
             raise row_too_long(f"{chunk.file}, line {chunk.lines[row]}", max_row_bytes, "shorter rows")
 
 
-def _open_file(file: DataFile, requested: str | None, earlier: Layout | None, max_row_bytes: int) -> _SourceFile:
+def _open_file(
+    file: DataFile, requested: str | None, earlier: Layout | None, max_row_bytes: int, *, messages: bool
+) -> _SourceFile:
     """A file and its layout: as requested, as in the first file, or by its own columns."""
     schema = _READERS[file.format][0](file.path, max_row_bytes)
+    varying = file.format in ("jsonl", "json")
     layout: Layout | None
-    if requested is not None:
+    if requested is not None and messages:
+        layout = requested_conversation_layout(requested, schema, file.path, rows_vary=varying)
+    elif requested is not None:
         layout = requested_layout(requested, list(schema.types), file.path)
+    elif messages:
+        layout = find_conversation_layout(schema, file.path, earlier, rows_vary=varying)
     else:
-        varying = file.format in ("jsonl", "json")
         layout = (earlier and reuse_layout(earlier, schema.common)) or find_layout(schema, rows_vary=varying)
-        if layout is None:
-            raise no_layout(schema, file.path)
+    if layout is None:
+        raise no_layout(schema, file.path)
+    if layout.is_conversation:
+        return _SourceFile(file, schema, layout, conversation_columns(layout, schema, file.path, rows_vary=varying))
     return _SourceFile(file, schema, layout, columns_to_read(layout, schema, file.path))
 
 
@@ -192,12 +215,13 @@ class BrokenRowLimit:
     def __post_init__(self) -> None:
         check_max_bad(self.max_bad)
 
-    def add(self, chunk: Chunk) -> None:
-        """Count one more chunk."""
+    def add(self, chunk: Chunk, *, refused: Sequence[RowProblem] = ()) -> None:
+        """Count one more chunk; `refused` are rows of it that were read but cannot be used."""
         self.rows_in += chunk.rows_in
-        self.broken += len(chunk.broken)
-        if chunk.broken and self.first is None:
-            self.first = chunk.broken[0]
+        problems = sorted([*chunk.broken, *refused], key=lambda problem: problem.line) if refused else chunk.broken
+        self.broken += len(problems)
+        if problems and self.first is None:
+            self.first = problems[0]
         if self.first is not None and self.max_bad == 0:
             repair = self.first.repair("repair that row")
             raise BadData(f"{self.first}. Try: {repair}, or drop such rows with max_bad=0.01.")

@@ -12,9 +12,11 @@ Each format has two functions: `â€¦_schema(path)` looks at the columns, `read_â€
 """
 
 import csv
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from brimful.data.read.files import (
     CHUNK_BYTES,
     CHUNK_ROWS,
     COMPRESSIONS,
+    JSON,
     TEXT,
     ByteStream,
     Chunk,
@@ -333,7 +336,7 @@ def _arrow_chunk(
     arrays = []
     for column in columns:
         array = batch.column(column.name)
-        arrays.append(_to_text(array) if column.type == TEXT else _to_messages(array, column.type))
+        arrays.append(_converted(array, column.type))
     lines = np.arange(rows_before + 1, rows_before + batch.num_rows + 1, dtype=np.int64)
     problems: dict[int, str] = {}
     for column, array in zip(columns, arrays, strict=True):
@@ -346,6 +349,12 @@ def _arrow_chunk(
     valid[list(problems)] = False
     broken = tuple(RowProblem(path, rows_before + row + 1, problems[row]) for row in sorted(problems))
     return Chunk(path, rows.filter(pa.array(valid)), lines[valid], broken, read_bytes)
+
+
+def _converted(array: pa.Array, type_: pa.DataType) -> pa.Array:
+    if type_ == TEXT:
+        return _to_text(array)
+    return _to_json(array) if type_ == JSON else _to_messages(array, type_)
 
 
 def _to_text(array: pa.Array) -> pa.Array:
@@ -362,6 +371,67 @@ def _to_messages(array: pa.Array, type_: pa.ListType) -> pa.Array:
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), messages, type=type_, mask=array.is_null())
+
+
+def _to_json(array: pa.Array) -> pa.Array:
+    """Every value as JSON, null where it is null. Bytes that are not UTF-8 stay as they are."""
+    texts = [None if text == "null" else text for text in _json_texts(array)]
+    try:
+        return pa.array(texts, JSON)
+    except UnicodeEncodeError:
+        data = [None if text is None else text.encode(errors="surrogateescape") for text in texts]
+        return pa.array(data, pa.large_binary()).cast(options=pc.CastOptions(JSON, allow_invalid_utf8=True))
+
+
+def _json_texts(array: pa.Array) -> list[str]:
+    """The JSON of each value, built column by column: three times as fast as through `to_pylist`."""
+    type_ = array.type
+    if pa.types.is_null(type_):
+        return ["null"] * len(array)
+    if _is_text(type_):
+        return ["null" if text is None else encode_basestring(text) for text in _python_texts(_to_text(array))]
+    if pa.types.is_struct(type_):
+        return _json_objects(array)
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_):
+        items = _json_texts(array.flatten())
+        lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        ends = np.cumsum(lengths).tolist()
+        nulls = array.is_null().to_pylist()
+        bounds = zip([0, *ends], ends, nulls, strict=False)
+        return ["null" if null else f"[{','.join(items[start:end])}]" for start, end, null in bounds]
+    if pa.types.is_map(type_):
+        return ["null" if pairs is None else _json_value(dict(pairs)) for pairs in array.to_pylist()]
+    return [_json_value(value) for value in array.to_pylist()]
+
+
+def _json_objects(array: pa.StructArray) -> list[str]:
+    """A struct has the keys of all rows: one with null is a key that this row lacks, except for a message's content."""
+    names = [field.name for field in array.type]
+    is_message = message_keys(names) is not None
+    keys = [f"{encode_basestring(name)}:" for name in names]
+    kept = {key for key, name in zip(keys, names, strict=True) if is_message and name in ("content", "value")}
+    columns = [_json_texts(column) for column in array.flatten()]
+    rows = zip(*columns, strict=True) if columns else iter([()] * len(array))
+    nulls = array.is_null().to_pylist()
+    return [
+        "null" if null else "{" + ",".join(key + value for key, value in zip(keys, row, strict=True) if value != "null" or key in kept) + "}"
+        for row, null in zip(rows, nulls, strict=True)
+    ]  # fmt: skip
+
+
+def _json_value(value: Any) -> str:
+    """A number, true, false, or the text of anything else (a date)."""
+    return "null" if value != value else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _python_texts(array: pa.Array) -> list[str | None]:
+    """Invalid UTF-8 passes as lone surrogates, so that only its row is broken."""
+    try:
+        texts: list[str | None] = array.to_pylist()
+    except UnicodeDecodeError:
+        values = array.cast(pa.binary()).to_pylist()
+        texts = [None if value is None else value.decode(errors="surrogateescape") for value in values]
+    return texts
 
 
 def _invalid_rows(array: pa.Array) -> list[int]:

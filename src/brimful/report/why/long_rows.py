@@ -31,13 +31,13 @@ class LongRow:
     file: str
     """Where it is: a raw file if its line is known, else the token store."""
     line: int | None
-    """Of the raw file, from 1; None if rows were dropped or come from several files."""
+    """Of the raw file, from 1; None if rows were dropped, a line gave several, or they come from several files."""
 
 
 def find_long_row(run: RunFigures, shape: Sequence[int]) -> LongRow | None:
     """The row that made a padded micro-batch this long; None if that is unknown, or if it is not about a few rows."""
     store = _store(run)
-    if store is None or len(store.fields) != len(shape) or not len(store):
+    if store is None or len(store.length_fields) != len(shape) or not len(store):
         return None
     means = store.mean_lengths
     axis = max(range(len(shape)), key=lambda axis: shape[axis] / max(1.0, means[axis]))
@@ -50,8 +50,9 @@ def find_long_row(run: RunFigures, shape: Sequence[int]) -> LongRow | None:
         alike += len(long_enough)
     if first < 0 or alike > max(1, FEW * len(store)):
         return None
-    sources, dropped = store.meta.sources, sum(store.meta.dropped.values())
-    in_lines = len(sources) == 1 and Path(sources[0]).suffix == ".jsonl" and not dropped
+    meta, sources = store.meta, store.meta.sources
+    one_each = not any(meta.dropped.values()) and meta.rows == meta.rows_in  # else a line gave no row, or several
+    in_lines = len(sources) == 1 and Path(sources[0]).suffix == ".jsonl" and one_each
     return LongRow(
         row=first, lengths=found, alike=alike, file=sources[0] if in_lines else str(store.path), line=first + 1 if in_lines else None
     )  # fmt: skip
@@ -66,7 +67,7 @@ def longest_lengths(run: RunFigures) -> tuple[int, ...] | None:
 def share_longer(run: RunFigures, limits: Sequence[int]) -> float | None:
     """The share of the rows that are longer than these limits in some field; None if lengths are unknown."""
     store = _store(run)
-    if store is None or len(store.fields) != len(limits) or not len(store):
+    if store is None or len(store.length_fields) != len(limits) or not len(store):
         return None
     return sum(int((sizes > list(limits)).any(axis=1).sum()) for _, sizes in _sizes(store)) / len(store)
 

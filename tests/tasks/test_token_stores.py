@@ -10,7 +10,7 @@ import pytest
 from brimful.data.store import Store
 from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadData, BadModel, BadOption
-from brimful.tasks.chatlm import ChatOptions, Pretrain, Sft
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.units import MiB
 from tests.tasks.tiny import ROWS, make_tokenizer, write_jsonl
 
@@ -46,7 +46,7 @@ def raw(tmp_path):
 
 
 def task(tiny, **options):
-    return Pretrain(options=ChatOptions(from_=str(tiny.model), **options))
+    return Pretrain(options=LanguageOptions(model=str(tiny.model), **options))
 
 
 def fingerprint(store):
@@ -86,7 +86,7 @@ def test_ids_that_are_not_the_models_are_refused_before_any_work(tiny, desk, raw
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
     with pytest.raises(BadModel, match="its eos id is 1 and the model's 5"):
-        desk.prepare(Pretrain(options=ChatOptions(from_=str(folder))), raw)
+        desk.prepare(Pretrain(options=LanguageOptions(model=str(folder))), raw)
     assert not desk.folder.exists()
 
 
@@ -138,14 +138,14 @@ def test_with_another_tokenizer_it_is_tokenized_again(tiny, desk, raw, tmp_path)
 
 
 def test_a_tokenizer_that_was_trained_for_the_run_is_not_trained_again(desk, raw):
-    new = Pretrain(options=ChatOptions(size="tiny"))
+    new = Pretrain(options=LanguageOptions(model="chatlm-tiny"))
     first = desk.prepare(new, raw)
     assert desk.prepare(new, raw) == first
     assert not desk.messages
 
 
 def test_the_origin_of_the_tokenizer_is_shown(tiny, desk, raw):
-    new = Pretrain(options=ChatOptions(size="tiny"))
+    new = Pretrain(options=LanguageOptions(model="chatlm-tiny"))
     made_here = new.rows(desk.prepare(new, raw))
     assert new.remarks(made_here)[0][-1] == "trained on the data, because a new model has none"
     assert new.remarks(tiny.store)[0][-1] == "the tokenizer of the token store"
@@ -181,7 +181,7 @@ def test_dropped_rows_are_a_choice_of_the_plan(tiny, desk, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a"}, r"rows of text \(from text\), and chatlm-pretrain trains on prompts and responses."),
+        ({"text": "a"}, r"rows of text \(from text\), and pretrain trains on prompts and responses."),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, r"Try: columns='prompt=prompt,response=chosen'\."),
     ],
 )
@@ -192,7 +192,7 @@ def test_rows_of_another_kind_are_refused_with_the_columns_to_name(tiny, desk, t
 
 def test_rows_are_truncated_to_the_models_lengths_by_default(tiny, desk, raw):
     store = Store.open(desk.prepare(task(tiny), raw))
-    assert tuple(store.meta.max_tokens.values()) == Pretrain(options=ChatOptions(size="base")).worst_shape
+    assert tuple(store.meta.max_tokens.values()) == Pretrain(options=LanguageOptions(model="chatlm-base")).worst_shape
 
 
 def test_a_requested_tokenizer_is_used(tiny, desk, raw, tmp_path):
@@ -202,7 +202,7 @@ def test_a_requested_tokenizer_is_used(tiny, desk, raw, tmp_path):
 
 
 def test_a_new_model_gets_one_tokenizer_for_training_and_validation_rows(desk, raw, tmp_path):
-    new = Pretrain(options=ChatOptions(size="tiny"))
+    new = Pretrain(options=LanguageOptions(model="chatlm-tiny"))
     train = desk.prepare(new, raw)
     assert any("trained a tokenizer of" in line for line in desk.messages)
     valid = desk.prepare(new, write_jsonl(tmp_path / "valid.jsonl", ROWS[:3]), like=Store.open(train), name="valid")
@@ -213,7 +213,7 @@ def test_a_new_model_gets_one_tokenizer_for_training_and_validation_rows(desk, r
 
 
 def test_validation_rows_use_the_tokenizer_of_an_existing_training_store(tiny, desk, raw):
-    store = desk.prepare(Pretrain(options=ChatOptions(size="tiny")), raw, like=tiny.store, name="valid")
+    store = desk.prepare(Pretrain(options=LanguageOptions(model="chatlm-tiny")), raw, like=tiny.store, name="valid")
     assert fingerprint(store) == tiny.store.meta.tokenizer_fingerprint
     assert not (desk.folder / "tokenizer").exists()
 
@@ -234,29 +234,28 @@ def test_a_model_without_a_tokenizer_says_what_to_do(tiny, desk, raw, tmp_path):
     folder = shutil.copytree(tiny.model, tmp_path / "bare")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(BadData, match="has no tokenizer.json"):
-        desk.prepare(Pretrain(options=ChatOptions(from_=str(folder))), raw)
+        desk.prepare(Pretrain(options=LanguageOptions(model=str(folder))), raw)
 
 
-def test_random_weights_are_not_fine_tuned_by_default(desk, raw):
-    with pytest.raises(BadOption, match="chatlm-sft needs a model to fine-tune. Try: from_="):
-        desk.prepare(Sft(options=ChatOptions(size="tiny")), raw)
-    assert not desk.folder.exists()
+def test_random_weights_are_not_fine_tuned_by_default():
+    with pytest.raises(BadOption, match="sft needs a model to fine-tune, and model= is missing. Try: a model folder"):
+        Sft(options=SftOptions())
 
 
 def test_random_weights_are_fine_tuned_on_request(desk, raw):
-    store = desk.prepare(Sft(options=ChatOptions(size="tiny", random_weights=True)), raw)
+    store = desk.prepare(Sft(options=SftOptions(model="chatlm-tiny")), raw)
     assert len(Store.open(store)) == 24
 
 
-def test_the_model_of_from_is_fine_tuned(tiny, desk, raw):
-    assert len(Store.open(desk.prepare(Sft(options=ChatOptions(from_=str(tiny.model))), raw))) == 24
+def test_a_saved_model_is_fine_tuned(tiny, desk, raw):
+    assert len(Store.open(desk.prepare(Sft(options=SftOptions(model=str(tiny.model))), raw))) == 24
 
 
 def test_the_report_beside_the_tokenizer_is_not_part_of_the_key(tiny, desk, raw, tmp_path):
     folder = shutil.copytree(tiny.model, tmp_path / "copy")
     (folder / "report.json").write_text(json.dumps({}))
     first = desk.prepare(task(tiny), raw)
-    assert desk.prepare(Pretrain(options=ChatOptions(from_=str(folder))), raw) == first
+    assert desk.prepare(Pretrain(options=LanguageOptions(model=str(folder))), raw) == first
 
 
 def test_the_host_limit_bounds_the_rows_that_are_read(tiny, desk, tmp_path):
@@ -275,7 +274,7 @@ def test_the_host_limit_bounds_tokenizing(tiny, desk, raw):
 
 
 def test_the_host_limit_bounds_a_new_tokenizer(desk, raw):
-    limited = Pretrain(options=ChatOptions(size="tiny"))
+    limited = Pretrain(options=LanguageOptions(model="chatlm-tiny"))
     limited.host_limit_bytes = 64 * MiB
     with pytest.raises(BadOption, match="host_limit='64MiB' is too small"):
         desk.prepare(limited, raw)

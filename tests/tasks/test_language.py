@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 from brimful.data.tokenize import tokenize
 from brimful.errors import BadData, BadModel, BadOption
-from brimful.tasks.chatlm import IGNORED, SIZES, ChatOptions, Pretrain, Sft
+from brimful.tasks.encoder_decoder import IGNORED
+from brimful.tasks.language import TRY_MODEL, LanguageOptions, Pretrain, Sft, SftOptions
+from brimful.tasks.presets import PRESETS
 from brimful.training.run import Request, RunFolder
 from tests.tasks.tiny import ROOMY, ROWS, make_tokenizer, write_jsonl
 
@@ -20,7 +22,7 @@ FREEZES = ("none", "encoder", "encoder+embeddings")
 
 def task_and_model(tiny, freeze=None, kind=Pretrain, **options):
     """A task and its initial model in training mode, from the shared weights."""
-    task = kind(options=ChatOptions(from_=str(tiny.model), freeze=freeze, **options))
+    task = kind(options=LanguageOptions(model=str(tiny.model), freeze=freeze, **options))
     return task, task.initial_model().train()
 
 
@@ -58,6 +60,10 @@ def test_pretraining_freezes_nothing_and_fine_tuning_encoder_and_embeddings(tiny
     assert trained_parts(task_and_model(tiny, kind=kind)[1]) == EXPECTED[freeze]
 
 
+def test_fine_tuning_new_weights_freezes_nothing():
+    assert trained_parts(Sft(options=SftOptions(model="chatlm-tiny")).model()) == EXPECTED["none"]
+
+
 def other_model(folder, **changes):
     """The configuration of an encoder-decoder that is no T5."""
     from transformers import BartConfig
@@ -72,14 +78,14 @@ def other_model(folder, **changes):
 
 
 def test_a_head_that_is_not_tied_is_frozen_with_the_embeddings(tmp_path):
-    model = Sft(options=ChatOptions(from_=other_model(tmp_path, tie_word_embeddings=False))).model()
+    model = Sft(options=SftOptions(model=other_model(tmp_path, tie_word_embeddings=False))).model()
     embeddings = model.get_input_embeddings().weight
     assert model.lm_head.weight is not embeddings
     assert not model.lm_head.weight.requires_grad and not embeddings.requires_grad
 
 
 def test_the_encoder_of_another_architecture_can_be_frozen(tmp_path):
-    task = Pretrain(options=ChatOptions(from_=other_model(tmp_path), freeze="encoder"))
+    task = Pretrain(options=LanguageOptions(model=other_model(tmp_path), freeze="encoder"))
     model, graphs = task.model().train(), []
     model.get_encoder().register_forward_hook(lambda _module, _inputs, out: graphs.append(out[0].requires_grad))
     task.loss(model, task.dummy(2, (5, 4))).sum.backward()
@@ -210,14 +216,14 @@ def test_a_dummy_is_a_batch_of_its_shape_in_tokens_that_the_model_knows(tiny):
 
 def test_base_has_the_released_model_s_weights():
     with torch.device("meta"):
-        model = Pretrain(options=ChatOptions(size="base")).model()
+        model = Pretrain(options=LanguageOptions(model="chatlm-base")).model()
     assert round(sum(param.numel() for param in model.parameters()) / 1e6, 1) == 187.7
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_size_brings_its_lengths_and_batch(size):
-    task = Pretrain(ChatOptions(size=size))
-    assert (task.worst_shape, task.global_batch) == (SIZES[size].worst_shape, SIZES[size].global_batch)
+@pytest.mark.parametrize("name", ["chatlm-tiny", "chatlm-base"])
+def test_a_preset_brings_its_lengths_and_batch(name):
+    task, preset = Pretrain(LanguageOptions(model=name)), PRESETS[name]
+    assert (task.worst_shape, task.global_batch) == (preset.worst_shape, preset.global_batch)
     assert task.max_tokens == task.worst_shape
 
 
@@ -229,21 +235,21 @@ def test_a_new_model_has_random_weights_and_a_loaded_one_the_folders(tiny):
 
 def test_training_models_have_no_key_value_cache(tiny, tmp_path):
     task = task_of(tiny, tmp_path, use_cache=True)
-    models = (task.model(), task.initial_model(), Pretrain(ChatOptions(size="tiny")).model())
+    models = (task.model(), task.initial_model(), Pretrain(LanguageOptions(model="chatlm-tiny")).model())
     assert [model.config.use_cache for model in models] == [False] * 3
 
 
 def test_a_new_model_has_the_special_tokens_of_our_tokenizers():
-    config = Pretrain(ChatOptions(size="tiny")).model().config
+    config = Pretrain(LanguageOptions(model="chatlm-tiny")).model().config
     assert (config.pad_token_id, config.eos_token_id, config.decoder_start_token_id) == (0, 1, 0)
 
 
 def test_another_architecture_is_refused_when_the_task_is_made(tmp_path):
-    from transformers import GPT2Config
+    from transformers import BertConfig
 
-    GPT2Config().save_pretrained(tmp_path)
-    with pytest.raises(BadModel, match="is a gpt2 model"):
-        Pretrain(options=ChatOptions(from_=str(tmp_path)))
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    with pytest.raises(BadModel, match="is a bert model"):
+        Pretrain(options=LanguageOptions(model=str(tmp_path)))
 
 
 @pytest.fixture
@@ -283,7 +289,7 @@ def test_a_saved_model_generates_with_a_key_value_cache(saved):
 
 def test_tied_weights_survive_saving_and_loading(saved):
     model, folder = saved
-    loaded = Pretrain(options=ChatOptions(from_=str(folder))).initial_model()
+    loaded = Pretrain(options=LanguageOptions(model=str(folder))).initial_model()
     assert loaded.lm_head.weight is loaded.shared.weight is loaded.encoder.embed_tokens.weight
     assert torch.equal(loaded.shared.weight, model.shared.weight)
 
@@ -294,7 +300,7 @@ def test_a_checkpoint_s_weights_go_back_into_a_new_model(saved, tmp_path_factory
     model, folder = saved
     checkpoint = tmp_path_factory.mktemp("checkpoint")
     (checkpoint / "model").symlink_to(folder)
-    fresh = Pretrain(options=ChatOptions(from_=str(folder))).model()
+    fresh = Pretrain(options=LanguageOptions(model=str(folder))).model()
     load_model(checkpoint, fresh)
     for name, tensor in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
@@ -310,13 +316,13 @@ def task_of(tiny, tmp_path, **changes):
     """A task from a copy of the model whose configuration says otherwise."""
     folder = shutil.copytree(tiny.model, tmp_path / "copy")
     edit(folder, **changes)
-    return Pretrain(options=ChatOptions(from_=str(folder)))
+    return Pretrain(options=LanguageOptions(model=str(folder)))
 
 
 def refused(task, store, *words):
-    with pytest.raises(BadData, match="Try: tokenize prompts and responses with the tokenizer") as raised:
+    with pytest.raises(BadData, match="Try: the raw files, or rows tokenized with the tokenizer") as raised:
         task.rows(str(store))
-    for word in (f"{store} cannot train chatlm-pretrain: ", *words):
+    for word in (f"{store} cannot train pretrain: ", *words):
         assert word in str(raised.value)
 
 
@@ -359,7 +365,7 @@ def test_rows_of_another_tokenizer_are_refused(tiny, tmp_path):
 
 
 def test_a_new_model_accepts_any_tokenizer_that_is_small_enough(tiny):
-    assert len(Pretrain(ChatOptions(size="tiny")).rows(str(tiny.store.path))) == 24
+    assert len(Pretrain(LanguageOptions(model="chatlm-tiny")).rows(str(tiny.store.path))) == 24
 
 
 def test_all_problems_of_a_store_are_reported_together(tiny, tmp_path):
@@ -369,25 +375,18 @@ def test_all_problems_of_a_store_are_reported_together(tiny, tmp_path):
 
 def problems(**options):
     with pytest.raises(BadOption) as raised:
-        ChatOptions(**options)
+        LanguageOptions(**options)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"freeze": "decoder"}, "freeze='decoder' must be one of encoder+embeddings, encoder, none."),
-        ({"size": "huge"}, "size='huge' must be one of tiny, base."),
-        ({"size": ""}, "size='' must be one of tiny, base."),
-        (
-            {"size": "tiny", "from_": "/"},
-            "size='tiny' cannot be combined with from_=, whose model has its own size. Try: leave size= out.",
-        ),
-        (
-            {"from_": "/", "random_weights": True},
-            "random_weights=True cannot be combined with from_=. Try: one of the two.",
-        ),
-        ({"from_": "no/such/model"}, "from_='no/such/model' does not exist. Try: another folder."),
+        ({"freeze": "decoder"}, "freeze='decoder' must be one of encoder+embeddings, encoder, embeddings, none."),
+        ({"model": "huge"}, f"model='huge' does not exist. {TRY_MODEL}"),
+        ({"model": ""}, f"model='' does not exist. {TRY_MODEL}"),
+        ({"model": "chatlm-huge"}, f"model='chatlm-huge' does not exist. {TRY_MODEL}"),
+        ({"model": "no/such/model"}, f"model='no/such/model' does not exist. {TRY_MODEL}"),
         ({"tokenizer": "missing"}, "tokenizer='missing' does not exist. Try: another folder."),
     ],
     ids=str,
@@ -396,9 +395,26 @@ def test_an_option_that_cannot_work_is_refused(options, problem):
     assert problems(**options) == problem
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"chat_template": "chatml"}, "chat_template= is for causal models"),
+        ({"train_on": "all"}, "train_on= is for causal models"),
+        (
+            {"freeze": "embeddings"},
+            "freeze='embeddings' is not a part of a t5 model. Try: encoder\\+embeddings, encoder, none",
+        ),
+    ],
+    ids=str,
+)
+def test_an_option_of_causal_models_is_refused_for_an_encoder_decoder(options, problem):
+    with pytest.raises(BadOption, match=problem):
+        Pretrain(options=LanguageOptions(model="chatlm-tiny", **options))
+
+
 @pytest.mark.parametrize("share", [0, 0.1, 0.99])
 def test_label_smoothing_is_a_share(share):
-    assert ChatOptions(label_smoothing=share).label_smoothing == share
+    assert LanguageOptions(label_smoothing=share).label_smoothing == share
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 2.0, float("nan"), "0.1", True, None])
@@ -410,7 +426,7 @@ def test_label_smoothing_outside_its_range_is_refused(share):
     ("max_tokens", "lengths"), [(256, (256,)), ("256", (256,)), ("256,320", (256, 320)), (" 128 , 64 ", (128, 64))]
 )
 def test_max_tokens_is_one_length_for_both_sides_or_one_each(max_tokens, lengths):
-    assert ChatOptions(max_tokens=max_tokens).lengths == lengths
+    assert LanguageOptions(max_tokens=max_tokens).lengths == lengths
 
 
 @pytest.mark.parametrize("value", [0, -5, "many", "1,2,3", "256,", "", "2.5", "2²"])
@@ -419,23 +435,26 @@ def test_max_tokens_that_are_not_positive_numbers_are_refused(value):
 
 
 def test_all_problems_are_reported_together():
-    message = problems(freeze="x", label_smoothing=2, size="tiny", from_="/", max_tokens="no")
-    assert all(f"{name}=" in message for name in ("freeze", "label_smoothing", "size", "max_tokens"))
+    message = problems(freeze="x", label_smoothing=2, model="chatlm-huge", max_tokens="no")
+    assert all(f"{name}=" in message for name in ("freeze", "label_smoothing", "model", "max_tokens"))
 
 
 def test_the_options_are_imported_without_torch():
-    script = "import sys, brimful.tasks.chatlm; assert 'torch' not in sys.modules"
+    script = "import sys, brimful.tasks.language; assert 'torch' not in sys.modules"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
 
 
 def test_a_resumed_run_uses_its_own_copies_of_what_is_gone(tiny, tmp_path):
-    RunFolder(tmp_path).write_request(
-        Request(task="chatlm-sft", data="rows", run="", prepared={"data": "data/train-0"})
-    )
+    RunFolder(tmp_path).write_request(Request(task="sft", data="rows", run="", prepared={"data": "data/train-0"}))
     tokenizer, model = tmp_path / "data" / "train-0" / "tokenizer", tmp_path / "model"
     for folder in (tokenizer, model):
         folder.mkdir(parents=True)
-    gone = {"from": "/gone", "tokenizer": "/gone", "freeze": "none"}
-    assert ChatOptions.on_resume(gone, tmp_path) == {"from": str(model), "tokenizer": str(tokenizer), "freeze": "none"}
-    assert ChatOptions.on_resume({"from": str(tiny.model)}, tmp_path) == {"from": str(tiny.model)}
+    gone = {"model": "/gone", "tokenizer": "/gone", "freeze": "none"}
+    assert LanguageOptions.on_resume(gone, tmp_path) == {
+        "model": str(model),
+        "tokenizer": str(tokenizer),
+        "freeze": "none",
+    }
+    assert LanguageOptions.on_resume({"model": str(tiny.model)}, tmp_path) == {"model": str(tiny.model)}
+    assert LanguageOptions.on_resume({"model": "chatlm-tiny"}, tmp_path) == {"model": "chatlm-tiny"}

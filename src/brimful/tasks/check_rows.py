@@ -1,0 +1,196 @@
+"""`brimful data check FILES --model MODEL`: rows as a causal model will read them. One pass, nothing written.
+
+The rows go through the same encoder as those of `brimful train sft --model MODEL`: what it drops, truncates and trains on is
+counted here. Packing is tried on a sample, in steps of `STEP_ROWS` rows drawn at random, as training draws them.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from brimful.data.check import read_progress
+from brimful.data.read.files import RowProblem
+from brimful.data.read.source import check_max_bad, open_source
+from brimful.data.store import trained
+from brimful.errors import BadOption
+from brimful.tasks.language import Sft, SftOptions
+from brimful.tasks.token_stores import causal_encoder, check_fields
+from brimful.units import parse_bytes
+
+EXAMPLES = 3
+SAMPLED_ROWS, STEP_ROWS = 4096, 64
+PACKED_TOKENS = 8192
+"""The size of a packed micro-batch that is tried, or the limit of a row if that is more."""
+PADDED_ROWS = 8
+"""Rows of a padded micro-batch to compare with."""
+
+Piece = tuple[str, bool]
+"""Text, and whether its tokens are trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How full micro-batches are: the share of their tokens that belongs to rows."""
+
+    tokens: int
+    """Of a packed micro-batch."""
+    packed: float
+    sorted: float
+    """Padded, with rows of similar length together."""
+    unsorted: float
+    """Padded, as the rows come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsReport:
+    """The result of `check_rows`."""
+
+    files: tuple[str, ...]
+    model: str
+    reason: str
+    """Which columns were found."""
+    method: str
+    """How replies are found in the text that the template writes."""
+    max_tokens: int
+    rows_in: int
+    rows_out: int
+    """Rows to train on; more than come in where each reply gives one."""
+    dropped: dict[str, int]
+    problems: dict[str, RowProblem]
+    """By reason, the first row."""
+    tokens: int
+    trained_tokens: int
+    truncated: int
+    lost_tokens: int
+    lengths: dict[str, float]
+    """The mean, percentiles and the longest, in tokens."""
+    packing: Packing | None
+    """None without rows."""
+    examples: tuple[tuple[Piece, ...], ...]
+    max_bad: float
+    refused: int
+    """Rows that cannot be read or that the template refuses."""
+    seconds: float
+
+    def failure(self) -> str | None:
+        """The error message if more rows are refused than `max_bad` allows, or if none is left."""
+        if self.rows_out and self.refused <= self.max_bad * self.rows_in:
+            return None
+        first = next(iter(self.problems.values()), None)
+        start = f" Try: repair them, starting with {first}." if first else " Try: other files."
+        return f"{self.refused:,} of {self.rows_in:,} rows cannot be used, {self.rows_out:,} can.{start}"
+
+    def to_json(self) -> dict[str, Any]:
+        examples = [[{"text": text, "trained": is_trained} for text, is_trained in one] for one in self.examples]
+        return {**asdict(self), "examples": examples, "seconds": round(self.seconds, 3)}
+
+
+def check_rows(
+    paths: Sequence[str],
+    *,
+    model: str,
+    columns: str | None = None,
+    chat_template: str | None = None,
+    max_tokens: int | str | None = None,
+    host_limit: int | str = "1GiB",
+    max_bad: float = 0.01,
+    progress: Callable[[str], object] = lambda phrase: None,
+) -> RowsReport:
+    """Encode every row as training would, and count."""
+    check_max_bad(max_bad)
+    task = Sft(SftOptions(model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens))
+    if task.source is None:
+        raise BadOption(f"model={model!r} has new weights and no tokenizer yet. Try: a model folder.")
+    started = time.monotonic()
+    source = open_source(
+        paths, columns=columns, host_limit_bytes=parse_bytes(host_limit, flag="host_limit="), messages=True
+    )
+    check_fields(task, paths[0], source)
+    encoder = causal_encoder(task, source, task.options.tokenizer or task.source, chat_template)
+    dropped: Counter[str] = Counter()
+    problems: dict[str, RowProblem] = {}
+    lengths: list[npt.NDArray[np.int32]] = []
+    examples: list[tuple[Piece, ...]] = []
+    rows_in = tokens = trained_tokens = truncated = lost = refused = 0
+    for chunk in source.chunks():
+        encoded = encoder(chunk.rows)
+        rows_in += chunk.rows_in
+        refused += len(chunk.broken) + sum(drop.refused for drop in encoded.drops)
+        for problem in chunk.broken[:1]:
+            problems.setdefault("broken", problem)
+        dropped.update({"broken": len(chunk.broken)} if chunk.broken else {})
+        for drop in encoded.drops:
+            problems.setdefault(
+                drop.reason, RowProblem(chunk.file, int(chunk.lines[drop.row]), drop.message or drop.reason)
+            )
+            dropped[drop.reason] += 1
+        place = 0
+        for length, spans in encoded.lengths.tolist():
+            row = encoded.tokens[place : place + length]
+            runs = encoded.tokens[place + length : place + length + spans]
+            place += length + spans
+            trained_tokens += int(runs[1::2].sum())
+            if len(examples) < EXAMPLES:
+                examples.append(tuple(encoder.pieces(row.tolist(), trained(runs, length).tolist())))
+        lengths.append(encoded.lengths[:, 0])
+        tokens += int(encoded.lengths[:, 0].sum())
+        truncated += sum(encoded.truncated)
+        lost += sum(encoded.lost_tokens)
+        rate = rows_in / max(time.monotonic() - started, 1e-9)
+        progress(read_progress(rows_in, rate, chunk.read_bytes, source.total_bytes))
+    every = np.concatenate(lengths) if lengths else np.zeros(0, np.int32)
+    return RowsReport(
+        files=source.files, model=model, reason=source.layout.reason, method=encoder.method, max_tokens=task.max_tokens[0],
+        rows_in=rows_in, rows_out=len(every), dropped=dict(dropped), problems=problems, tokens=tokens,
+        trained_tokens=trained_tokens, truncated=truncated, lost_tokens=lost, lengths=_summary(every),
+        packing=_packing(every, task.max_tokens[0]), examples=tuple(examples), max_bad=max_bad, refused=refused,
+        seconds=time.monotonic() - started,
+    )  # fmt: skip
+
+
+def _summary(lengths: npt.NDArray[np.int32]) -> dict[str, float]:
+    if not len(lengths):
+        return {}
+    percentiles = np.percentile(lengths, (50, 90, 99), method="lower").tolist()
+    return {
+        "mean": round(float(lengths.mean()), 1),
+        **{f"p{share}": int(value) for share, value in zip((50, 90, 99), percentiles, strict=True)},
+        "longest": int(lengths.max()),
+    }
+
+
+def _packing(lengths: npt.NDArray[np.int32], max_tokens: int) -> Packing | None:
+    if not len(lengths):
+        return None
+    drawn = np.random.default_rng(0).permutation(lengths)[:SAMPLED_ROWS]
+    steps = [drawn[first : first + STEP_ROWS] for first in range(0, len(drawn), STEP_ROWS)]
+    size = max(PACKED_TOKENS, max_tokens)
+    total = int(drawn.sum())
+    return Packing(
+        tokens=size,
+        packed=total / sum(_packed_tokens(step, size) for step in steps),
+        sorted=total / sum(_padded_tokens(np.sort(step)) for step in steps),
+        unsorted=total / sum(_padded_tokens(step) for step in steps),
+    )
+
+
+def _packed_tokens(lengths: npt.NDArray[np.int32], size: int) -> int:
+    """Tokens of the micro-batches that these rows fill, the longest rows first; the last one is as small as it can be."""
+    free: list[int] = []
+    for length in np.sort(lengths)[::-1].tolist():
+        place = next((number for number, room in enumerate(free) if room >= length), None)
+        if place is None:
+            free.append(size)
+            place = len(free) - 1
+        free[place] -= length
+    return len(free) * size - free[-1]
+
+
+def _padded_tokens(lengths: npt.NDArray[np.int32]) -> int:
+    parts = [lengths[first : first + PADDED_ROWS] for first in range(0, len(lengths), PADDED_ROWS)]
+    return int(sum(len(part) * int(part.max()) for part in parts))

@@ -1,0 +1,429 @@
+"""The built-in tasks `pretrain` and `sft`: language models of any architecture, from `--model`.
+
+    --model chatlm-base                 a preset: new weights (see `presets`)
+    --model DIR | RUN | owner/name      a saved model with its tokenizer (see `model_folder`)
+
+Whether the model is an encoder-decoder or a causal one is read from its configuration. `EncoderDecoder` and `CausalLM` hold
+what differs: the rows, the batches, the loss. The rest is here: options, weights, the token store, evaluation, saving.
+
+`pretrain` trains on everything a row has; `sft` on replies alone. The command line reads the options from here, so torch is
+imported inside functions only.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from brimful.errors import BadData, BadOption
+from brimful.task import Dataset, Loss, Precision, Shape, Task
+from brimful.tasks.presets import PRESETS, Preset
+from brimful.training.run import RunFolder, is_missing
+from brimful.units import is_number
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from brimful.data.store import Store
+    from brimful.tasks.adapters import Lora
+    from brimful.tasks.causal_lm import CausalLM
+    from brimful.tasks.encoder_decoder import EncoderDecoder
+
+Freeze = Literal["encoder+embeddings", "encoder", "embeddings", "none"]
+TrainOn = Literal["replies", "all"]
+LoadIn = Literal["4bit", "8bit"]
+ADAPTER_RANK = 16
+"""Of the adapters that a message suggests."""
+LORA_RATE, CAUSAL_RATE = 2e-4, 2e-5
+"""Learning rates of adapters, and of fine-tuning a causal model."""
+BYTES_IN_4BIT = 0.57
+"""Of a weight in 4 bits, with its share of the constants."""
+TRY_MODEL = f"Try: a model folder, a run, owner/name on the Hugging Face hub, or {', '.join(PRESETS)} for new weights."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageOptions:
+    """The options of `pretrain`, and those of `sft`."""
+
+    model: str | None = field(default=None, metadata={"path": True})
+    """Model to train: a folder written by save_pretrained, a run or one of its checkpoints, owner/name on the Hugging Face hub,
+    or chatlm-base, chatlm-tiny, causal-small or causal-tiny for new weights. Default: chatlm-base for pretrain, none for sft."""
+    lora: str | None = None
+    """Train low-rank adapters instead of the model's weights, such as r=16,alpha=32,targets=all-linear; add dora for DoRA."""
+    load_in: LoadIn | None = None
+    """Keep the frozen weights below adapters in 4 or 8 bits (bitsandbytes). 4bit with lora is QLoRA."""
+    freeze: Freeze | None = None
+    """Part of the model that is not trained. Default: encoder+embeddings for sft of a trained encoder-decoder, else none."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread over the vocabulary in training. Evaluation never smooths."""
+    tokenizer: str | None = field(default=None, metadata={"path": True})
+    """Tokenizer folder for raw DATA. Default: the tokenizer of the model, or a new one trained on DATA for new weights."""
+    chat_template: str | None = field(default=None, metadata={"path": True})
+    """Jinja file that writes conversations for a causal model, or chatml or plain. Default: the tokenizer's own."""
+    train_on: TrainOn | None = None
+    """Tokens of a conversation that a causal model is trained on: replies alone or all. Default: replies for sft."""
+    columns: str | None = None
+    """Columns of raw DATA, such as prompt=question,response=answer. Default: found by name."""
+    max_tokens: str | int | None = None
+    """Truncate rows of raw DATA to this many tokens: 1024; for an encoder-decoder 256, or 256,320 for prompt and response.
+    Default: 1024, for an encoder-decoder 256, or the preset's."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise BadOption(" ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        for name, words in (("freeze", Freeze), ("train_on", TrainOn), ("load_in", LoadIn)):
+            value = getattr(self, name)
+            if value is not None and value not in get_args(words):
+                yield f"{name}={value!r} must be one of {', '.join(get_args(words))}."
+        share = self.label_smoothing
+        if not is_number(share) or not 0 <= share < 1:
+            yield f"label_smoothing={share!r} must be at least 0 and below 1."
+        if self.model is not None and self.model not in PRESETS and (not self.model or is_missing(self.model)):
+            yield f"model={self.model!r} does not exist. {TRY_MODEL}"
+        if self.tokenizer and is_missing(self.tokenizer):
+            yield f"tokenizer={self.tokenizer!r} does not exist. Try: another folder."
+        if self.load_in is not None and self.lora is None:
+            yield f"load_in={self.load_in!r} needs lora=: weights of {self.load_in} cannot be trained. Try: lora='r=16' as well."
+        if self.lora is not None and self.freeze not in (None, "none"):
+            yield f"lora= cannot be combined with freeze={self.freeze!r}: adapters freeze all weights. Try: one of the two."
+        lengths = self.lengths
+        if lengths is not None and not (len(lengths) in (1, 2) and all(lengths)):
+            yield f"max_tokens={self.max_tokens!r} must be one or two positive numbers, such as 1024 or 256,320."
+
+    @classmethod
+    def on_resume(cls, values: dict[str, Any], run: Path) -> dict[str, Any]:
+        """The options of a run that continues: a model or tokenizer that is gone is replaced by the run's own copy."""
+        store = RunFolder(run).read_request().prepared.get("data")
+        copies = {"tokenizer": run / store / "tokenizer" if store else run / "tokenizer"}
+        if not values.get("lora"):  # whose run has the adapter alone
+            copies["model"] = run / "model"
+        return {
+            name: str(copies[name]) if name in copies and _is_gone(value) and copies[name].exists() else value
+            for name, value in values.items()
+        }
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """`max_tokens` as numbers; 0 stands for what is not a positive number."""
+        if self.max_tokens is None:
+            return None
+        return tuple(int(part) if part.strip().isdecimal() else 0 for part in str(self.max_tokens).split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions(LanguageOptions):
+    """The options of `sft`, which has no model by default."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.model is None:
+            yield f"sft needs a model to fine-tune, and model= is missing. {TRY_MODEL}"
+        yield from super()._problems()
+
+
+class Pretrain(Task):
+    """Trains on all tokens of each row: whole texts for a causal model, responses for an encoder-decoder."""
+
+    name = "pretrain"
+    Options = LanguageOptions
+    options: LanguageOptions
+    precision: Precision = "auto"
+    chunked_loss = True
+    learning_rate = 3e-4
+    default_model: ClassVar[str] = "chatlm-base"
+    fine_tunes: ClassVar[bool] = False
+    trains_on: TrainOn = "all"
+    """The tokens of a conversation that a causal model is trained on, unless `--train-on` says otherwise."""
+    refuses_adapters: ClassVar[bool] = True
+    """An adapter is trained no further; it is merged first."""
+
+    def __init__(self, options: LanguageOptions | None = None) -> None:
+        super().__init__(options)
+        model = self.options.model or self.default_model
+        self.preset: Preset | None = PRESETS.get(model)
+        """The preset that `--model` names; None for a saved model."""
+        self.source = None if self.preset else _resolved(model)
+        """The folder of the saved model; None for new weights."""
+        if self.source is not None and self.refuses_adapters:
+            _refuse_adapter(model, self.source)
+        self.config = _config(model if self.preset else self.source)
+        self.family = self._family()
+        self.family.check(self.options)
+        if self.freeze not in self.family.parts:
+            raise BadOption(
+                f"freeze={self.freeze!r} is not a part of a {self.config.model_type} model. Try: {', '.join(self.family.parts)}."
+            )
+        self.max_tokens: Shape = self._max_tokens()
+        self.worst_shape = self.max_tokens
+        self.global_batch = self.preset.global_batch if self.preset else 64 if self.family.causal else 256
+        self.learning_rate = self._learning_rate()
+        self.lora = self._lora()
+
+    @property
+    def freeze(self) -> str:
+        """The part of the model that is not trained."""
+        fine_tuned = (
+            self.family.fine_tuned if self.fine_tunes and self.preset is None and not self.options.lora else "none"
+        )
+        return self.options.freeze or fine_tuned
+
+    def model(self) -> "nn.Module":
+        from brimful.tasks.model_folder import model_class
+
+        if self.lora is not None:
+            from brimful.tasks.adapters import new_base, with_adapter
+
+            return with_adapter(new_base(self.config, self.options.load_in, self.base_dtype), self.lora)
+        return self._frozen(model_class(self.config).from_config(self.config))
+
+    def initial_model(self) -> "nn.Module":
+        if self.source is None:
+            return self.model()
+        if self.lora is not None:
+            from brimful.tasks.adapters import load_base, with_adapter
+
+            return with_adapter(load_base(self.source, self.options.load_in, dtype=self.base_dtype), self.lora)
+        from brimful.tasks.model_folder import load_model
+
+        model = load_model(self.source)
+        model.config.use_cache = False
+        return self._frozen(model)
+
+    def loss(self, model: "nn.Module", batch: Any) -> Loss:
+        return self.family.loss(model, batch, self.options.label_smoothing if model.training else 0.0)
+
+    def shape(self, row: Any) -> Shape:
+        return self.family.shape(row)
+
+    def collate(self, rows: Sequence[Any]) -> Any:
+        return self.family.collate(rows)
+
+    def pack(self, rows: Sequence[Any], tokens: Shape) -> Any:
+        return self.family.pack(rows, tokens)
+
+    @property
+    def packs(self) -> bool:
+        return self.family.why_not_packed is None
+
+    @property
+    def why_not_packed(self) -> str | None:  # type: ignore[override]
+        return self.family.why_not_packed
+
+    def compiling(self, model: "nn.Module", on: bool) -> bool:
+        return self.family.compile_blocks(model, on)
+
+    def dummy_row(self, shape: Shape) -> Any:
+        return self.family.dummy_row(shape)
+
+    def prepare(
+        self, data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None = None, name: str = "train"
+    ) -> str:  # fmt: skip
+        """The path of a token store: `data` itself, or raw files tokenized into `folder`."""
+        from brimful.tasks.token_stores import token_store
+
+        return token_store(self, data, folder, progress, like=like, name=name)
+
+    def rows(self, data: str) -> "Store":
+        """A token store whose rows this task reads and whose tokens the model knows."""
+        from brimful.data.store import Store
+        from brimful.tasks.model_folder import text_config
+
+        store, config = Store.open(data), text_config(self.config)
+        problems = []
+        if store.fields not in self.family.fields:
+            problems.append(f"its rows have {' and '.join(store.fields)}, not {' and '.join(self.family.fields[0])}")
+        if store.meta.vocab_size > config.vocab_size:
+            problems.append(f"its tokenizer has {store.meta.vocab_size:,} tokens and the model {config.vocab_size:,}")
+        eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if not self.family.causal and store.meta.eos_id not in eos:
+            problems.append(f"its eos id is {store.meta.eos_id} and the model's {', '.join(map(str, eos))}")
+        if self._has_other_tokenizer(store):
+            problems.append(f"it was made with another tokenizer than {self.source}")
+        if problems:
+            made_by = f"made by `brimful data tokenizer --model {self.options.model or self.default_model}`"
+            raise BadData(
+                f"{data} cannot train {self.name}: {' and '.join(problems)}. "
+                f"Try: the raw files, or rows tokenized with the tokenizer {made_by if self.source is None else self.source}."
+            )
+        return store
+
+    def alternatives(self) -> Sequence[tuple[str, int]]:
+        """Adapters, and 4 bits below them: what they hold, counted from the layers."""
+        if self.source is None or self.options.load_in:
+            return ()
+        import torch
+        from torch import nn
+
+        from brimful.tasks.model_folder import model_class
+
+        with torch.device("meta"):
+            model = model_class(self.config).from_config(self.config)
+        head = model.get_output_embeddings()
+        layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
+        weights, linear = model.num_parameters(), sum(layer.weight.numel() for layer in layers)
+        adapter = 16 * ADAPTER_RANK * sum(layer.in_features + layer.out_features for layer in layers)
+        lora = f"lora='r={ADAPTER_RANK}'"
+        full = [] if self.options.lora else [(lora, 2 * weights + adapter)]
+        return [
+            *full,
+            (f"{lora} with load_in='4bit'", 2 * (weights - linear) + round(BYTES_IN_4BIT * linear) + adapter),
+        ]
+
+    def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
+        from brimful.tasks.token_stores import remarks
+
+        return remarks(self, rows)
+
+    def evaluate(self, model: "nn.Module", rows: Any, context: Any) -> Mapping[str, float]:
+        from brimful.tasks.chat_scores import evaluate_in_training
+
+        return evaluate_in_training(model, rows, context)
+
+    def save(self, model: "nn.Module", folder: Path, rows: Dataset) -> None:
+        """The model with its tokenizer, in one folder that transformers can load."""
+        if self.lora is not None:
+            from brimful.tasks import adapters
+
+            adapters.save(model, folder)
+        else:
+            with _cache_enabled(model):
+                super().save(model, folder, rows)
+        store = getattr(rows, "path", None)
+        if store is not None:
+            for file in (store / "tokenizer").iterdir():
+                shutil.copyfile(file, folder / file.name)
+
+    def _family(self) -> "CausalLM | EncoderDecoder":
+        from brimful.tasks.model_folder import is_causal
+
+        if not is_causal(self.config):
+            from brimful.tasks.encoder_decoder import EncoderDecoder
+
+            return EncoderDecoder(self.config)
+        from brimful.tasks.causal_lm import CausalLM
+
+        return CausalLM(self.config)
+
+    def _lora(self) -> "Lora | None":
+        """The adapters that are trained, if any. Their base is frozen in the precision that it computes in."""
+        if self.options.lora is None:
+            return None
+        from brimful.tasks.adapters import Lora, check_packages, trained_weights
+
+        lora = Lora.parse(self.options.lora)
+        check_packages(lora, self.options.load_in)
+        self.trained_weights = trained_weights  # type: ignore[method-assign]
+        if str(self.base_dtype) == "torch.bfloat16":
+            self.precision = "bf16"
+        return lora
+
+    @property
+    def base_dtype(self) -> "torch.dtype":
+        """The dtype of frozen weights below adapters: bf16 where the model was saved in 16 bits and a GPU computes in bf16."""
+        import torch
+
+        in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16)
+        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if fast and (in_16_bits or self.options.load_in) else torch.float32
+
+    def _learning_rate(self) -> float:
+        """What is usual for adapters, and for fine-tuning all weights of a causal model."""
+        if self.options.lora is not None:
+            return LORA_RATE
+        return (
+            CAUSAL_RATE if self.fine_tunes and self.family.causal and self.preset is None else type(self).learning_rate
+        )
+
+    def _longest(self) -> Shape:
+        """The lengths of the preset or the saved model, unless the user says otherwise."""
+        if self.preset is not None:
+            return self.preset.worst_shape
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if not self.family.causal or not isinstance(positions, int):
+            return self.family.lengths
+        return tuple(min(length, positions) for length in self.family.lengths)
+
+    def _max_tokens(self) -> Shape:
+        lengths, longest = self.options.lengths, self._longest()
+        if lengths is None:
+            return longest
+        if self.family.causal and len(lengths) > 1:
+            raise BadOption(
+                f"max_tokens={self.options.max_tokens!r} has two numbers, and a row of a causal model is one sequence. "
+                f"Try: {sum(lengths)}."
+            )
+        return lengths * len(longest) if len(lengths) == 1 else lengths
+
+    def _frozen(self, model: Any) -> "nn.Module":
+        self.family.freeze(model, self.freeze)
+        return model
+
+    def _has_other_tokenizer(self, store: "Store") -> bool:
+        if self.source is None or not (Path(self.source) / "tokenizer.json").is_file():
+            return False
+        from brimful.data.tokenizer.folder import TokenizerFacts
+
+        return TokenizerFacts.read(self.source).fingerprint != store.meta.tokenizer_fingerprint
+
+
+class Sft(Pretrain):
+    """Fine-tunes a model on conversations, or on prompts and responses: it learns the replies."""
+
+    name = "sft"
+    Options = SftOptions
+    learning_rate = 5e-5
+    fine_tunes: ClassVar[bool] = True
+    trains_on: TrainOn = "replies"
+
+
+def _is_gone(model: str) -> bool:
+    return model not in PRESETS and not Path(model).exists()
+
+
+def _refuse_adapter(model: str, folder: str) -> None:
+    from brimful.tasks.model_folder import is_adapter
+
+    if is_adapter(Path(folder)):
+        raise BadOption(
+            f"model={model!r} is an adapter, not a whole model. Try: brimful export {model} --merge --output DIR, then "
+            "model= with that folder."
+        )
+
+
+def _resolved(model: str) -> str:
+    from brimful.tasks.model_folder import resolve
+
+    return str(resolve(model))
+
+
+@cache
+def _config(model: str) -> Any:
+    """The configuration of a preset or of a model folder, read or made once."""
+    if model in PRESETS:
+        config = PRESETS[model].config()
+    else:
+        from brimful.tasks.model_folder import read_config
+
+        config = read_config(model)
+    config.use_cache = False  # useless in training; compiled blocks would recompile for every length of it
+    return config
+
+
+@contextmanager
+def _cache_enabled(model: Any) -> Iterator[None]:
+    """The cache of keys and values is off in training, but whoever loads the model will generate with it."""
+    configs = [model.config, *([model.generation_config] if model.generation_config else [])]
+    before = [config.use_cache for config in configs]
+    try:
+        for config in configs:
+            config.use_cache = True
+        yield
+    finally:
+        for config, use_cache in zip(configs, before, strict=True):
+            config.use_cache = use_cache

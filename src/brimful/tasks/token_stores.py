@@ -1,0 +1,219 @@
+"""From raw files to the token store that a language task trains on.
+
+Files are tokenized once, into the run's folder. The store's name carries a hash of the files, the tokenizer, the chat template
+and the lengths, so a resumed run reuses it and changed files are tokenized again. A new tokenizer is trained only for new
+weights without `--tokenizer`; for a causal model it gets a chat template as well.
+
+Rows of an encoder-decoder are prompts and responses, tokenized by themselves. Those of a causal model are conversations that
+its chat template writes, or whole texts for `pretrain`.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from brimful.data.store import NAME, TOKENIZER_FILES, Store, StoreMeta
+from brimful.data.tokenizer.folder import TokenizerFacts, write_template
+from brimful.errors import BadData, BadOption
+from brimful.machine.host import tree_bytes
+from brimful.task import Dataset
+from brimful.tasks.presets import CHAT_TEMPLATE
+from brimful.units import GiB
+
+if TYPE_CHECKING:
+    from brimful.data.read.source import Source
+    from brimful.tasks.language import Pretrain
+
+FIELDS = ("prompt", "response")
+TOKENIZED_HERE = re.compile(r"train-[0-9a-f]{8}")
+"""Names of stores that `token_store` makes for training rows."""
+TOKENIZING_BYTES = GiB
+"""Without `host_limit`: host RAM for tokenizing, beyond what this process holds already."""
+
+
+def token_store(
+    task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object], *, like: Dataset | None, name: str
+) -> str:
+    """The path of the token store for `data`. One that is made here is called `name` and uses the tokenizer of `like`."""
+    if task.source is not None and (Path(task.source) / "tokenizer.json").is_file():
+        from brimful.tasks.model_folder import tokenizer_of
+
+        tokenizer_of(task.source, task.config)  # refuses a model whose tokenizer has other ids, before any work
+    if (Path(data) / NAME).is_file():
+        _check_store(task, data, folder, like)
+        return data
+    from brimful.data.read.files import skipped_note
+    from brimful.data.read.source import open_source
+    from brimful.data.tokenize import TokenizeOptions, tokenize
+
+    limit, causal = task.host_limit_bytes, task.family.causal
+    source = open_source(
+        [data], columns=task.options.columns, messages=causal, host_limit_bytes=limit or TOKENIZING_BYTES
+    )
+    check_fields(task, data, source)
+    tokenizer = _find_tokenizer(task, data, folder, progress, like)
+    encoder = causal_encoder(task, source, tokenizer) if causal else None
+    facts = TokenizerFacts.read(tokenizer)
+    key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens), encoder and encoder.key]
+    store = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}"
+    if (store / NAME).is_file():
+        return str(store)
+    folder.mkdir(parents=True, exist_ok=True)
+    options = TokenizeOptions(
+        max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES
+    )  # fmt: skip
+    report = tokenize(source, tokenizer=tokenizer, output=store, options=options, encoder=encoder, progress=progress)
+    dropped = _dropped(report.dropped)
+    truncated = sum(field.truncated for field in report.fields.values())
+    message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}: {report.layout_reason}"
+    if dropped:
+        message += f"; dropped {dropped}"
+    if truncated:
+        message += f"; truncated {truncated:,} texts to {'+'.join(map(str, task.max_tokens))} tokens"
+    if report.skipped:
+        message += f"; {skipped_note(report.skipped)}"
+    progress(message)
+    return str(store)
+
+
+def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
+    """Where the tokens come from and how many texts were truncated, as choices of the plan."""
+    if not isinstance(rows, Store):
+        return []
+    options, meta = task.options, rows.meta
+    longer = [f"{count:,} of {meta.rows:,} {side}s" for side, count in meta.truncated.items() if count]
+    limits = "+".join(str(limit) for limit in meta.max_tokens.values())
+    requested = None if options.lengths is None else "+".join(map(str, options.lengths))
+    reason = f"{' and '.join(longer)} were longer and are truncated" if longer else "no row is longer"
+    dropped = _dropped(meta.dropped)
+    return [
+        ("tokenizer", options.tokenizer, options.tokenizer or f"{meta.vocab_size:,} tokens", _origin(task, rows)),
+        ("max_tokens", requested, limits, reason),
+        ("rows", meta.rows_in, meta.rows, f"dropped {dropped}" if dropped else "none dropped"),
+    ]
+
+
+def _dropped(counts: Mapping[str, int]) -> str:
+    """`2 that could not be read and 7 with an empty field`."""
+    reasons = {"broken": "that could not be read", "empty": "with an empty field"}
+    return " and ".join(f"{count:,} {reasons.get(reason, reason)}" for reason, count in counts.items() if count)
+
+
+def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None) -> None:
+    """Refuse options for raw files with rows that are tokens already, and rows of another tokenizer than `like`."""
+    options = task.options
+    unused = [
+        f"{name}="
+        for name in ("tokenizer", "columns", "max_tokens", "chat_template", "train_on")
+        if getattr(options, name) is not None
+    ]
+    made_here = Path(data).resolve().is_relative_to(folder.resolve())
+    if unused and like is None and not made_here:
+        raise BadOption(f"{', '.join(unused)} cannot be used with {data}, which is a token store. Try: the raw files.")
+    if isinstance(like, Store) and StoreMeta.read(Path(data)).tokenizer_fingerprint != like.meta.tokenizer_fingerprint:
+        raise BadData(
+            f"valid={data!r} was made with another tokenizer than {like.path}. "
+            "Try: raw files, or tokenize them with the same tokenizer."
+        )
+
+
+def check_fields(task: "Pretrain", data: str, source: "Source") -> None:
+    """Refuse rows of another kind before they are tokenized."""
+    layout = source.layout
+    columns = ", ".join(dict.fromkeys(layout.columns.values()))
+    if task.family.causal:
+        if layout.kind == "text" and task.fine_tunes:
+            raise BadData(
+                f"{data} has texts (from {columns}), and {task.name} trains on replies. "
+                "Try: pretrain, or columns='prompt=question,response=answer'."
+            )
+        return
+    if layout.fields != FIELDS:
+        advice = "prompt=prompt,response=chosen" if "chosen" in layout.fields else "prompt=question,response=answer"
+        raise BadData(
+            f"{data} has rows of {' and '.join(layout.fields)} (from {columns}), and {task.name} trains on "
+            f"prompts and responses. Try: columns='{advice}'."
+        )
+
+
+def causal_encoder(task: "Pretrain", source: "Source", tokenizer: str | Path, template: str | None = None) -> Any:
+    """What turns the rows of this source into tokens: whole texts, or conversations by the tokenizer's chat template or
+    another one."""
+    from brimful.tasks.causal_data import ConversationEncoder, TextEncoder
+
+    if source.layout.kind == "text":
+        return TextEncoder.load(tokenizer, max_tokens=task.max_tokens[0])
+    train_on = task.options.train_on or task.trains_on
+    return ConversationEncoder.load(tokenizer, max_tokens=task.max_tokens[0], train_on=train_on, template=template)
+
+
+def _origin(task: "Pretrain", store: Store) -> str:
+    if task.options.tokenizer:
+        return "as requested"
+    if task.source:
+        return "the tokenizer of the model"
+    trained = store.path.parent / "tokenizer"
+    made_here = TOKENIZED_HERE.fullmatch(store.path.name) and (trained / "tokenizer.json").is_file()
+    if made_here and TokenizerFacts.read(trained).fingerprint == store.meta.tokenizer_fingerprint:
+        return "trained on the data, because a new model has none"
+    return "the tokenizer of the token store"
+
+
+def _find_tokenizer(
+    task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None
+) -> Path:
+    """The tokenizer of `like`, the requested one, the model's, or a new one; with the chat template that was asked for."""
+    other = getattr(like, "path", None)
+    if other is not None:
+        return Path(other) / "tokenizer"
+    tokenizer = task.options.tokenizer or task.source
+    if tokenizer is None:
+        return _new_tokenizer(task, data, folder, progress)
+    if task.options.chat_template is None:
+        return Path(tokenizer)
+    return _with_template(Path(tokenizer), task.options.chat_template, folder)
+
+
+def _new_tokenizer(task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object]) -> Path:
+    from brimful.data.read.source import open_source
+    from brimful.data.tokenizer.train import TokenizerOptions, train_tokenizer
+
+    assert task.preset is not None
+    output, limit = folder / "tokenizer", task.host_limit_bytes
+    if output.is_dir():
+        return output
+    folder.mkdir(parents=True, exist_ok=True)
+    options = TokenizerOptions(vocab_size=task.preset.vocab)
+    if limit is not None:  # a higher limit is no reason to train on more rows for longer
+        options = replace(options, host_limit_bytes=min(options.host_limit_bytes, limit))
+    columns, size = task.options.columns, limit or TOKENIZING_BYTES
+    try:
+        source = open_source([data], columns=columns, host_limit_bytes=size)
+    except BadOption:  # names of conversations; for the words of a vocabulary any text of the rows will do
+        source = open_source([data], host_limit_bytes=size)
+    report = train_tokenizer(source, output=output, options=options, progress=progress)
+    if task.preset.causal:
+        write_template(output, CHAT_TEMPLATE)
+        if task.options.chat_template is not None:
+            return _with_template(output, task.options.chat_template, folder)
+    progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}: {output}")
+    return output
+
+
+def _with_template(tokenizer: Path, template: str, folder: Path) -> Path:
+    """A copy of the tokenizer with another chat template, which is then saved with the store and with the model."""
+    from brimful.tasks.chat_template import ChatTemplate
+
+    text = ChatTemplate.load(tokenizer, template).jinja
+    copy = folder / f"tokenizer-{hashlib.sha256((str(tokenizer.resolve()) + text).encode()).hexdigest()[:8]}"
+    copy.mkdir(parents=True, exist_ok=True)
+    for pattern in TOKENIZER_FILES:
+        for file in tokenizer.glob(pattern):
+            shutil.copyfile(file, copy / file.name)
+    write_template(copy, text)
+    return copy

@@ -11,7 +11,7 @@ from brimful.planning.levers import checkpointing, compiling
 from brimful.task import Task
 from tests.packing.families import build, difference, draw_rows, gradients
 
-SIZES = ((128, (1, 5, 30, 2, 17, 30, 9)), (64, (5, 30, 9)), (192, (30, 30, 30, 30, 60)), (64, (60,)))
+SIZES = ((128, (1, 5, 30, 2, 17, 30, 9)), (192, (30, 30, 30, 30, 60)), (64, (60,)))
 
 
 def as_one_operation(q, k, v, rows, *, scale, causal, window, softcap, sinks, dropout):
@@ -57,7 +57,7 @@ def runs(model):
 
 @pytest.mark.parametrize(
     "name, kinds, options",
-    [("llama", 1, {"num_hidden_layers": 4}), ("gemma3", 2, {}), ("gpt2", 1, {"n_layer": 3}), ("phi3", 1, {})],
+    [("llama", 1, {"num_hidden_layers": 3}), ("gemma3", 2, {}), ("gpt2", 1, {})],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_blocks_of_a_kind_are_one_graph_for_all_sizes(name, kinds, options):
@@ -81,7 +81,7 @@ def test_autocast_is_compiled_with_the_blocks():
 
 
 def test_on_a_cpu_a_new_batch_compiles_nothing():
-    model, graphs = build("llama"), Graphs()
+    model, graphs = build("llama", num_hidden_layers=1), Graphs()
     plain = runs(model)
     causal.compile_blocks(model, True, backend=graphs)
     first = causal.loss(model, causal.pack(draw_rows(), (128,)))
@@ -90,9 +90,8 @@ def test_on_a_cpu_a_new_batch_compiles_nothing():
     assert graphs.count == compiled
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_checkpointed_blocks_are_compiled_too(name):
-    model, graphs = build(name).train(), Graphs()
+def test_checkpointed_blocks_are_compiled_too():
+    model, graphs = build("llama", num_hidden_layers=1).train(), Graphs()
     plain = runs(model)
     causal.compile_blocks(model, True, backend=graphs)
     with checkpointing(Task(), model).set(1):
@@ -116,7 +115,7 @@ def test_it_is_a_lever_of_a_task():
 def test_blocks_that_others_compiled_are_packed():
     batch = causal.pack(draw_rows(), (128,))
     for how in ("lever", "torch"):
-        model = build("llama")
+        model = build("llama", num_hidden_layers=1)
         plain = gradients(causal.loss(model, batch).sum, model)
         for block in model.model.layers:
             if how == "torch":

@@ -203,7 +203,7 @@ def three_processes(store: Path, workers: int) -> dict[str, Any]:
         peak = max(peak, sum(tree_bytes(process.pid) for process in processes))
         time.sleep(SAMPLE_S)
     printed = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
-    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.chatlm, brimful.data.store")
+    base = 3 * imports_bytes("import torch, brimful.data.loader, brimful.tasks.language, brimful.data.store")
     return {
         "workers": workers,
         "together_mib": round((peak - base) / MiB),

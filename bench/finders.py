@@ -57,6 +57,7 @@ from brimful.planning.plan_options import PlanOptions
 from brimful.planning.target import autocast_dtype, find_target
 from brimful.task import Shape
 from brimful.tasks.load import BUILT_IN, load_task
+from brimful.tasks.presets import PRESETS
 from brimful.units import show_bytes, show_rate
 from contest import Contest, Result, full_step
 from peers import find_like_ultralytics, find_with_accelerate, find_with_lightning
@@ -64,7 +65,7 @@ from peers import find_like_ultralytics, find_with_accelerate, find_with_lightni
 TIMED_STEPS = {"cpu": 3, "cuda": 5}
 """Full steps whose median is the speed at a result."""
 DEFAULTS = {"cpu": ("chatlm-tiny", "512MiB"), "cuda": ("chatlm-base", "20GiB")}
-"""Default size of the built-in tasks, and default limit."""
+"""Default model of the built-in tasks, and default limit."""
 
 
 def find_with_brimful(contest: Contest) -> list[Result]:
@@ -256,7 +257,7 @@ def facts(contest: Contest, repeats: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": _versions(),
         "task": contest.task.name,
-        "size": getattr(contest.task.options, "model", None),
+        "model": getattr(contest.task.options, "model", None),
         "shape": list(contest.shape),
         "precision": {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[contest.autocast],
         "limit_bytes": contest.target.limit_bytes,
@@ -282,8 +283,11 @@ def prepare(args: argparse.Namespace) -> Contest:
     device = find_target(PlanOptions(device=args.device)).device
     if device.type not in DEFAULTS:
         raise BadOption(f"device={args.device} is {device.type}. Try: cpu or cuda.")
-    size, limit = DEFAULTS[device.type]
-    task = load_task(args.task, options={"model": args.model or (size if args.task in BUILT_IN else None)})
+    model, limit = DEFAULTS[device.type]
+    options = {"model": args.model or (model if args.task in BUILT_IN else None)}
+    if args.task == "sft" and options["model"] in PRESETS:
+        options["freeze"] = "encoder+embeddings"  # as with saved weights; `sft` freezes nothing of new ones
+    task = load_task(args.task, options=options)
     shape = task.worst_shape if args.lengths is None else args.lengths
     if len(shape) != len(task.worst_shape):
         raise BadOption(f"lengths={shape} must have {len(task.worst_shape)} numbers for task {task.name}.")
@@ -322,7 +326,7 @@ def _title(contest: Contest, about: dict[str, Any]) -> str:
     return "\n".join((
         f"{about['date']}, {about['device_name']} ({about['device']}, {about['threads']} CPU threads), limit "
         f"{show_bytes(about['limit_bytes'])}, {about['fill']:.0%} of it to fill",
-        f"{' '.join(filter(None, (about['task'], about['size'])))}, {PADDED.show(1, contest.shape)}, "
+        f"{' '.join(filter(None, (about['task'], about['model'])))}, {PADDED.show(1, contest.shape)}, "
         f"{about['precision']}, at most {contest.most} rows, accelerate from {contest.start}, runs: {about['repeats']}",
         versions,
     ))  # fmt: skip

@@ -61,9 +61,9 @@ from finders import _count, _lengths, _versions
 from midrun_peers import CLIP, CONTESTANTS, Chat, Memory, Recorder, Training, generate_rows, quiet, read_rows
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"size": "chatlm-tiny", "lengths": (48, 48), "memory_limit": "40MiB", "take": "40%", "steps": 8,
+    "cpu": {"model": "chatlm-tiny", "lengths": (48, 48), "memory_limit": "40MiB", "take": "40%", "steps": 8,
             "global_batch": 16, "micro_batch": 8, "precision": "fp32"},
-    "cuda": {"size": "chatlm-base", "lengths": (256, 256), "memory_limit": "20GiB", "take": "60%", "steps": 20,
+    "cuda": {"model": "chatlm-base", "lengths": (256, 256), "memory_limit": "20GiB", "take": "60%", "steps": 20,
              "global_batch": 64, "micro_batch": 16, "precision": "tf32"},
 }  # fmt: skip
 """Defaults of the flags, by kind of device."""
@@ -72,6 +72,7 @@ PACKED_DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"global_batch": 256, "precision": "bf16", "take": "75%"},
 }
 """Those that differ for packed rows: more of them fit, and the limit must be what splits a step."""
+ENCODER_DECODERS = tuple(name for name, preset in PRESETS.items() if not preset.causal)
 MEDIAN_OVER = 20
 """Steps behind each speed that is compared."""
 BEFORE, AFTER = 25, 45
@@ -399,7 +400,7 @@ def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
     _check(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     task = Chat(
-        args.size,
+        args.model,
         args.lengths,
         torch.bfloat16 if args.precision == "bf16" and not packed else None,
         torch.float64 if args.precision == "fp64" else torch.float32,
@@ -407,7 +408,7 @@ def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
     if packed and args.precision == "bf16":
         task.precision = "bf16"  # autocast of Brimful's, so that it proves in full precision that packing is exact
     count = (min(args.steps, MEDIAN_OVER) if args.recover else args.steps) * args.global_batch
-    rows = read_rows(args.data, task, count) if args.data else generate_rows(task, count, PRESETS[args.size].vocab)
+    rows = read_rows(args.data, task, count) if args.data else generate_rows(task, count, PRESETS[args.model].vocab)
     training = Training(task=task, rows=rows, steps=args.steps, global_batch=args.global_batch,
                         micro_batch=args.micro_batch, device=device)  # fmt: skip
     return training, target, _bytes_to_take(args.take, target.limit_bytes)
@@ -507,7 +508,7 @@ def facts(args: argparse.Namespace, training: Training, target: Target, take_byt
         "device_name": target.name,
         "threads": torch.get_num_threads(),
         "versions": _versions(),
-        "size": args.size,
+        "model": args.model,
         "lengths": list(training.task.worst_shape),
         "data": args.data or "generated",
         "precision": args.precision,
@@ -533,7 +534,7 @@ def _title(about: dict[str, Any]) -> str:
     return "\n".join((
         f"{about['date']}, {about['device_name']} ({about['device']}, {about['threads']} CPU threads)"
         + ("; seconds are processor time" if about["device"] == "cpu" else ""),
-        f"sft {about['size']}, {about['data']} rows up to {'+'.join(map(str, about['lengths']))}, {about['precision']}, "
+        f"sft {about['model']}, {about['data']} rows up to {'+'.join(map(str, about['lengths']))}, {about['precision']}, "
         f"{about['steps']} steps of {about['global_batch']} rows, "
         + (f"{about['layout']}, Brimful by its plan" if about["planned"] else f"micro-batches of {about['micro_batch']}"),
         "no limit" if about["mode"] == "overhead" else limit,
@@ -545,7 +546,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (the first GPU, else the CPU)")
     parser.add_argument(
-        "--size", choices=tuple(PRESETS), help="size of the model (chatlm-base on cuda, chatlm-tiny on the CPU)"
+        "--model", choices=ENCODER_DECODERS, help="the model (chatlm-base on cuda, chatlm-tiny on the CPU)"
     )
     parser.add_argument("--lengths", type=_lengths, help="the longest rows (256,256 on cuda, 48,48 on the CPU)")
     parser.add_argument(

@@ -303,7 +303,7 @@ def plan_file(name: str) -> Path:
 
 def chat_run(kind: str, run: Path, **options: Any) -> Fingerprint:
     options = {"plan": plan_file(f"chat-{kind}"), "valid": chat_rows("valid"), "rows": 32, "limit": "256MiB", **options}
-    run_command(train_command(f"chatlm-{kind}", chat_rows("train"), run, **options))
+    run_command(train_command(kind, chat_rows("train"), run, **options))
     return run_fields(run)
 
 

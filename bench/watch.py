@@ -62,7 +62,7 @@ def main() -> None:
 
 def start_training(run: Path) -> subprocess.Popen[bytes]:
     """On one core, so that the view has another, as the host of a GPU has."""
-    command = [sys.executable, "-m", "brimful", "train", "sft", "--demo-data", "--model", "chatlm-tiny", "--device", "cpu"]  # fmt: skip
+    command = [sys.executable, "-m", "brimful", "train", "sft", "--demo-data", "--model", "chatlm-tiny", "--freeze", "encoder+embeddings", "--device", "cpu"]  # fmt: skip
     command += ["--run", str(run), "--max-steps", "1000000", "--workers", "0"]
     return subprocess.Popen(
         command,

@@ -21,7 +21,7 @@ from rich.text import Text
 
 DOCS = Path(__file__).parents[1]
 TRAIN = [
-    "train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--max-steps", "150", "--generate-rows", "0", "--device", "cpu",
+    "train", "pretrain", "--demo-data", "--recipe", "demo", "--max-steps", "150", "--generate-rows", "0", "--device", "cpu",
     "--memory-limit", "256MiB",
 ]  # fmt: skip
 LOG = """\
@@ -31,7 +31,7 @@ is free. Including non-PyTorch memory, this process has 18.50 GiB memory in use.
 PyTorch, and 3.18 GiB is reserved by PyTorch but unallocated.
 """
 VIEWS = {
-    "plan": (["train", "chatlm-pretrain", "--demo-data", "--recipe", "demo", "--memory-limit", "256MiB", "--device", "cpu", "--dry-run"], 100, 40),
+    "plan": (["train", "pretrain", "--demo-data", "--recipe", "demo", "--memory-limit", "256MiB", "--device", "cpu", "--dry-run"], 100, 40),
     "watch": (["watch", "runs/first", "--once"], 100, 30),
     "why": (["why", "train.log"], 100, 46),
     "compare": (["compare", "runs/first", "runs/split"], 100, 60),

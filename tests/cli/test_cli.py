@@ -61,7 +61,7 @@ def test_the_flags_of_plan_are_frozen(capsys):
     _, out, _ = run("plan", "sft", "--help", capsys=capsys)
     flags = {word.strip("│ ,[].") for word in out.split() if word.startswith("--")}
     assert flags == {
-        "--size", "--model", "--freeze", "--random-weights", "--label-smoothing", "--tokenizer", "--columns", "--max-tokens",
+        "--model", "--lora", "--load-in", "--freeze", "--label-smoothing", "--tokenizer", "--chat-template", "--train-on", "--columns", "--max-tokens",
         "--global-batch", "--micro-batch", "--memory-limit", "--host-limit", "--fill", "--device", "--processes",
         "--layout", "--compile", "--checkpointing", "--precision", "--weights", "--optimizer", "--cuda-graphs", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
         "--allow-inexact", "--deterministic", "--plan-seconds", "--table", "--traceback", "--lang", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",
@@ -171,7 +171,8 @@ def test_a_config_file_is_read_and_flags_win(tmp_path, capsys):
         ([TASK, "--config", "nope.toml"], "nope.toml"),
         ([TASK, "--checkpointing", "perhaps"], "perhaps"),
         ([TASK, "some.data"], "some.data"),
-        (["sft", "--size", "huge"], "tiny"),
+        (["sft", "--model", "huge"], "chatlm-tiny"),
+        (["sft"], "sft needs a model to fine-tune, and --model is missing"),
         ([], "TASK"),
     ],
     ids=lambda value: value[-1][-24:] if isinstance(value, list) and value else "none",

@@ -40,7 +40,7 @@ def test_the_flags_are_frozen(capsys):
 
 def test_it_prints_one_json_object_and_progress_beside_it(rows, tmp_path, capsys):
     code, out, err = run(
-        rows, "--output", tmp_path / "t", "--model", "tiny", "--vocab-size", 700, "--json", capsys=capsys
+        rows, "--output", tmp_path / "t", "--model", "chatlm-tiny", "--vocab-size", 700, "--json", capsys=capsys
     )
     report = json.loads(out)
     assert code == 0
@@ -94,7 +94,7 @@ def test_the_model_of_a_folder_gives_size_and_ids(rows, tmp_path, capsys):
     ("tokens", "message"),
     [
         (["--vocab-size", "30000"], "--vocab-size 30000 exceeds the model's vocab_size of 29298"),
-        (["--vocab-size", "5000", "--model", "tiny"], "vocab_size of 4096"),
+        (["--vocab-size", "5000", "--model", "chatlm-tiny"], "vocab_size of 4096"),
         (["--vocab-size", "100"], "--vocab-size 100 must be at least 512"),
         (["--model", "nowhere"], "--model nowhere is not known. Try: tiny, base, or a folder"),
         (["--host-limit", "much"], "--host-limit"),

@@ -31,6 +31,7 @@ SAMPLES = (
     "eval_loss",
     "wandb",
     "rows.jsonl",
+    "tiny",
 )
 BEGIN, END = "<!-- {source}: written by tests/cli/test_old_names.py -->", "<!-- end -->"
 
@@ -162,6 +163,49 @@ def test_a_command_of_llama_factory_becomes_ours(capsys):
     parse(words)
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence", "words"),
+    [
+        ("--size base", "--size is now --model, chatlm-tiny or chatlm-base.", "--model chatlm-base"),
+        ("--from runs/p", "--from is now --model.", "--model runs/p"),
+        ("--random-weights", "--random-weights is not needed: a preset of --model, such as chatlm-base, has new weights.", ""),
+    ],
+)  # fmt: skip
+def test_names_of_an_earlier_brimful_are_answered(capsys, given, sentence, words):
+    message = refused(capsys, "train", "sft", "rows.jsonl", *given.split())
+    assert message == f"{sentence} Try: brimful train sft rows.jsonl{' ' * bool(words)}{words}"
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_old_name_of_a_task_is_answered_together_with_its_options(capsys, command):
+    message = refused(capsys, command, "chatlm-sft", "rows", "--size", "tiny", "--random-weights")
+    assert message.startswith("3 names have changed.\n  chatlm-sft is now sft.\n")
+    assert suggestion(message) == [command, "sft", "rows", "--model", "chatlm-tiny"]
+    parse(suggestion(message))
+
+
+def test_an_old_task_with_options_of_other_programs(capsys):
+    message = refused(capsys, "train", "chatlm-pretrain", "rows", "--learning_rate", "1")
+    assert message.startswith("2 names have changed or come from other programs.\n")
+    assert suggestion(message) == ["train", "pretrain", "rows", "--lr", "1"]
+
+
+def test_an_old_task_without_old_options_is_answered_by_itself(capsys):
+    message = refused(capsys, "train", "chatlm-sft", "rows", "--lr", "1")
+    assert message.startswith("the task chatlm-sft is now sft, with the model it trains.")
+
+
+def test_a_run_that_is_called_like_an_old_task_is_none(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused(capsys, "train", "sft", "rows", "--run", "chatlm-sft", "--from", "m")
+    assert suggestion(message) == ["train", "sft", "rows", "--run", "chatlm-sft", "--model", "m"]
+
+
+def test_a_recipe_that_is_called_like_a_task_is_none(capsys):
+    message = refused(capsys, "train", "rows", "--recipe", "pretrain", "--learn_rate", "1")
+    assert suggestion(message) == ["train", "TASK", "rows", "--recipe", "pretrain", "--lr", "1"]
+
+
 def test_what_has_no_equivalent_gets_no_command(capsys):
     message = refused(capsys, "train", "sft", "rows", "--learning_rate", "1", "--deepspeed", "ds.json")
     assert "--deepspeed is not available" in message and "--lr" in message and "Try: brimful" not in message
@@ -236,7 +280,7 @@ def test_an_option_of_the_users_own_task_is_theirs(capsys, tmp_path):
 def test_an_option_that_the_users_task_does_not_have_is_not_suggested(capsys, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     message = refused(capsys, "train", f"{tmp_path}/mine.py:Mine", "rows", "--model_name_or_path", "x")
-    assert "has no option --from" in message and "Try: brimful" not in message
+    assert "has no option --model" in message and "Try: brimful" not in message
 
 
 # ---- In a file ----
@@ -257,6 +301,13 @@ def test_keys_of_a_file_are_answered_with_the_lines_to_write(capsys, config):
     assert f"learning_rate in {path} is now lr, the peak." in message
     lines = message.partition(f"Try: in {path} write\n")[2].split("\n")
     assert [line.strip() for line in lines] == ["lr = 5e-05", 'warmup = "3%"', 'precision = "bf16"', "save_every = 100"]
+
+
+def test_keys_of_an_earlier_brimful_are_answered_with_the_lines_to_write(capsys, config):
+    path = config('size = "base"\nlr = 1e-3\n')
+    message = refused(capsys, "train", "sft", "rows", "--config", path)
+    assert f"size in {path} is now model, chatlm-tiny or chatlm-base." in message
+    assert message.endswith(f'Try: in {path} write\n    model = "chatlm-base"')
 
 
 def test_rows_per_step_of_a_file_are_worked_out(capsys, config):

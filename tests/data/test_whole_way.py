@@ -35,7 +35,7 @@ def made(tmp_path_factory):
     for command in (
         f"data check {folder}/raw.jsonl --json",
         f"data clean {folder}/raw.jsonl --output {folder}/clean --no-near --valid 5 --json",
-        f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model tiny --json",
+        f"data tokenizer {folder}/clean/train.parquet --output {folder}/tokenizer --vocab-size 900 --model chatlm-tiny --json",
         f"data tokenize {folder}/clean/train.parquet --tokenizer {folder}/tokenizer --output {folder}/store --max-tokens 24 --host-limit 4GiB --json",
     ):
         main(command.split())
@@ -109,10 +109,10 @@ def test_workers_hand_over_the_same_batches_as_reading_here(made):
 def test_a_store_for_another_model_is_refused_with_the_reason(made, tmp_path, monkeypatch):
     from dataclasses import replace
 
-    from brimful.tasks import chatlm as module
+    from brimful.tasks import language as module
 
-    sizes = {**module.PRESETS, "tiny": replace(module.PRESETS["tiny"], vocab=500)}
-    monkeypatch.setattr(module, "PRESETS", sizes)
+    presets = {**module.PRESETS, "chatlm-tiny": replace(module.PRESETS["chatlm-tiny"], vocab=500)}
+    monkeypatch.setattr(module, "PRESETS", presets)
     monkeypatch.setattr(module, "_config", module._config.__wrapped__)  # which remembers the real one
     with pytest.raises(BadData, match="its tokenizer has 900 tokens and the model 500"):
         Pretrain(LanguageOptions(model="chatlm-tiny")).rows(str(made / "store"))

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import Phi3Config
 
 from brimful.errors import TaskError
 from brimful.packing import attention, causal
@@ -61,6 +62,18 @@ def test_a_family_whose_rows_would_see_each_other_is_refused(name):
     with pytest.raises(TaskError) as refusal:
         causal.loss(model, causal.pack(draw_rows(), (ROOM,)))
     assert f"cannot be trained on packed rows: {REFUSED[name]}. Try: layout='padded'" in str(refusal.value)
+
+
+def test_long_rows_that_change_the_positions_of_others_are_refused():
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = Phi3Config(
+        hidden_size=32, num_attention_heads=4, original_max_position_embeddings=32, max_position_embeddings=128,
+        rope_scaling=scaling,
+    )  # fmt: skip
+    assert causal.cannot_pack(config) is None and causal.cannot_pack(config, 32) is None
+    assert causal.cannot_pack(config, 33) == (
+        "a row of more than 32 tokens changes the rotary positions of the rows beside it"
+    )
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -1,16 +1,24 @@
 """The kernels against the plain implementation in float64, and compiled blocks against the same blocks uncompiled."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 
 from brimful.memory.context import to_device
 from brimful.memory.layout import PACKED
+from brimful.packing import attention as kernels
+from brimful.packing import causal
 from brimful.packing.attention import attention
 from brimful.packing.cross_entropy import linear_cross_entropy
 from brimful.packing.sequence import boundaries
 from brimful.packing.t5 import compile_blocks
+from brimful.planning.levers import checkpointing
+from brimful.task import Task
 from brimful.tasks.language import LanguageOptions, Pretrain
+from tests.packing.families import EXACT, build, draw_rows, gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +63,118 @@ def test_kernels_compute_attention_and_its_gradients(keys, has_bias, heads, kv_h
 
     for kernel, reference in zip(run(), run(torch.float64), strict=True):
         assert distance(kernel, reference) < 5e-3
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, values, options",
+    [
+        (14, 2, 64, 64, {}),
+        (4, 1, 256, 256, {}),
+        (8, 4, 256, 256, {"window": 50, "softcap": 2.0}),
+        (4, 4, 80, 80, {}),
+        (4, 4, 96, 96, {"window": 50}),
+        (8, 2, 64, 64, {"window": 50, "sinks": True}),
+        (4, 4, 192, 128, {}),
+        (4, 2, 8, 8, {}),
+    ],
+    ids=["qwen2.5", "gemma", "gemma2", "phi", "phi3", "gpt-oss", "deepseek", "tiny"],
+)
+def test_kernels_compute_the_attention_of_causal_families(heads, kv_heads, dim, values, options):
+    torch.manual_seed(0)
+    size, options = sum(ROWS) + 37, dict(options)
+    rows = on_gpu(ROWS, size)
+    shapes = ((size, heads, dim), (size, kv_heads, dim), (size, kv_heads, values))
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    inputs += [torch.randn(heads, device="cuda", dtype=torch.bfloat16)] if options.pop("sinks", False) else []
+    weight = torch.randn(size, heads, values, device="cuda", dtype=torch.bfloat16)
+    weight[sum(ROWS) :] = 0
+
+    def run(dtype):
+        leaves = [one.to(dtype).requires_grad_() for one in inputs]
+        sinks = leaves[3] if len(leaves) > 3 else None
+        out = attention(*leaves[:3], rows, scale=dim**-0.5, causal=True, sinks=sinks, **options)
+        return [out, *torch.autograd.grad((out * weight).sum(), leaves)]
+
+    for kernel, reference in zip(run(torch.bfloat16), run(torch.float64), strict=True):
+        assert distance(kernel, reference) < 1e-2
+
+
+def test_gradients_without_strides_are_read_right():
+    """As of a sum, and of heads that lie across the tokens."""
+    rows = on_gpu([100, 200], 300)
+    inputs = [torch.randn(300, 64, 4, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+
+    def run(dtype):
+        leaves = [one.to(dtype).requires_grad_() for one in inputs]
+        return torch.autograd.grad(attention(*leaves, rows, scale=0.125, causal=True).sum(), leaves[2:])
+
+    assert distance(run(torch.bfloat16)[0], run(torch.float64)[0]) < 1e-2
+
+
+def causal_gradients(model, batch, autocast):
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        total = causal.loss(model, batch).sum
+    return total.item(), torch.cat([one.flatten().double() for one in gradients(total, model) if one is not None])
+
+
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16 weights"])
+@pytest.mark.parametrize("name", EXACT)
+def test_packed_families_run_in_the_kernels(name, autocast):
+    rows = draw_rows()
+    batch = to_device(causal.pack(rows, (128,)), torch.device("cuda"))
+    exact_loss, exact = causal_gradients(build(name, torch.float32).cuda(), batch, False)
+    model = build(name, torch.float32 if autocast else torch.bfloat16).cuda()
+    with mock.patch.object(kernels, "packed_attention", wraps=kernels.packed_attention) as used:
+        loss, packed = causal_gradients(model, batch, autocast)
+    assert used.call_count == model.config.get_text_config().num_hidden_layers
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        alone = sum(
+            F.cross_entropy(model(row[None], use_cache=False).logits[0, :-1].float(), row[1:], reduction="sum")
+            for row in (torch.as_tensor(row).cuda() for row in rows[1:])
+        )
+    own = torch.cat([one.flatten().double() for one in gradients(alone, model) if one is not None])
+    assert loss == pytest.approx(exact_loss, rel=2e-2)
+    assert distance(packed, exact) < 1.5 * distance(own, exact) + 2e-2
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt-oss"])
+def test_checkpointed_blocks_run_again_inside_their_rows_in_autograds_thread(name):
+    model = build(name, torch.bfloat16).cuda().train()
+    batch = to_device(causal.pack(draw_rows(), (128,)), torch.device("cuda"))
+    plain = causal_gradients(model, batch, False)[1]
+    with checkpointing(Task(), model).set(1):
+        assert distance(causal_gradients(model, batch, False)[1], plain) < 1e-3
+
+
+def test_a_packed_step_does_not_wait_for_the_gpu():
+    model = build("qwen2", torch.bfloat16).cuda()
+    labels = [row * (row % 2) - 100 * (1 - row % 2) for row in draw_rows()]
+    batch = to_device(causal.pack(draw_rows(), (256,), labels=labels), torch.device("cuda"))
+    causal.loss(model, batch).sum.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        causal.loss(model, batch).sum.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_compiled_causal_blocks_compute_what_plain_ones_do_for_all_sizes(name):
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    model = build(name, torch.float32).cuda()
+    batches = [
+        to_device(causal.pack(draw_rows(number, lengths), (room,)), torch.device("cuda"))
+        for number, (room, lengths) in enumerate(((128, (30, 5, 40)), (256, (9, 60, 60, 3, 50)), (192, (60, 60))))
+    ]
+    plain = [causal_gradients(model, batch, True)[1] for batch in batches]
+    causal.compile_blocks(model, True)
+    graphs = []
+    for batch, other in zip(batches, plain, strict=True):
+        assert distance(causal_gradients(model, batch, True)[1], other) < 5e-2
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] == graphs[2]
+    assert not counters["graph_break"]
 
 
 def test_gradients_with_dropout_are_those_of_the_same_draw():

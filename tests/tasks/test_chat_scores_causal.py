@@ -125,10 +125,9 @@ def test_scores_under_a_memory_limit_are_the_same(causal):
 def test_raw_conversations_are_tokenized_as_for_fine_tuning(causal, tmp_path):
     task, notes = ChatEvaluation(causal.model), []
     store = task.rows(task.prepare(str(causal.raw), tmp_path, notes.append))
-    made, expected = (
-        [{name: list(part) for name, part in row.items()} for row in rows] for rows in (store, causal.store)
-    )
-    assert made == expected
+    assert [{name: list(part) for name, part in row.items()} for row in store] == [
+        {name: list(part) for name, part in row.items()} for row in causal.store
+    ]
     assert task.facts()["max_tokens"] == {"tokens": 512}, "the positions of the model"
 
 

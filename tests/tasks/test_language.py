@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from brimful.data.tokenize import tokenize
 from brimful.errors import BadData, BadModel, BadOption
 from brimful.tasks.encoder_decoder import IGNORED
-from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
+from brimful.tasks.language import TRY_MODEL, LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.presets import PRESETS
 from brimful.training.run import Request, RunFolder
 from tests.tasks.tiny import ROOMY, ROWS, make_tokenizer, write_jsonl
@@ -58,6 +58,10 @@ def test_all_but_the_frozen_parts_are_trained(tiny, freeze):
 @pytest.mark.parametrize(("kind", "freeze"), [(Pretrain, "none"), (Sft, "encoder+embeddings")])
 def test_pretraining_freezes_nothing_and_fine_tuning_encoder_and_embeddings(tiny, kind, freeze):
     assert trained_parts(task_and_model(tiny, kind=kind)[1]) == EXPECTED[freeze]
+
+
+def test_fine_tuning_new_weights_freezes_nothing():
+    assert trained_parts(Sft(options=SftOptions(model="chatlm-tiny")).model()) == EXPECTED["none"]
 
 
 def other_model(folder, **changes):
@@ -216,10 +220,10 @@ def test_base_has_the_released_model_s_weights():
     assert round(sum(param.numel() for param in model.parameters()) / 1e6, 1) == 187.7
 
 
-@pytest.mark.parametrize("size", PRESETS)
-def test_a_size_brings_its_lengths_and_batch(size):
-    task = Pretrain(LanguageOptions(size=size))
-    assert (task.worst_shape, task.global_batch) == (PRESETS[size].worst_shape, PRESETS[size].global_batch)
+@pytest.mark.parametrize("name", ["chatlm-tiny", "chatlm-base"])
+def test_a_preset_brings_its_lengths_and_batch(name):
+    task, preset = Pretrain(LanguageOptions(model=name)), PRESETS[name]
+    assert (task.worst_shape, task.global_batch) == (preset.worst_shape, preset.global_batch)
     assert task.max_tokens == task.worst_shape
 
 
@@ -241,10 +245,10 @@ def test_a_new_model_has_the_special_tokens_of_our_tokenizers():
 
 
 def test_another_architecture_is_refused_when_the_task_is_made(tmp_path):
-    from transformers import GPT2Config
+    from transformers import BertConfig
 
-    GPT2Config().save_pretrained(tmp_path)
-    with pytest.raises(BadModel, match="is a gpt2 model"):
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    with pytest.raises(BadModel, match="is a bert model"):
         Pretrain(options=LanguageOptions(model=str(tmp_path)))
 
 
@@ -316,7 +320,7 @@ def task_of(tiny, tmp_path, **changes):
 
 
 def refused(task, store, *words):
-    with pytest.raises(BadData, match="Try: tokenize prompts and responses with the tokenizer") as raised:
+    with pytest.raises(BadData, match="Try: the raw files, or rows tokenized with the tokenizer") as raised:
         task.rows(str(store))
     for word in (f"{store} cannot train pretrain: ", *words):
         assert word in str(raised.value)
@@ -378,24 +382,31 @@ def problems(**options):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"freeze": "decoder"}, "freeze='decoder' must be one of encoder+embeddings, encoder, none."),
-        ({"size": "huge"}, "size='huge' must be one of tiny, base."),
-        ({"size": ""}, "size='' must be one of tiny, base."),
-        (
-            {"size": "tiny", "from_": "/"},
-            "model='chatlm-tiny' cannot be combined with from_=, whose model has its own size. Try: leave size= out.",
-        ),
-        (
-            {"from_": "/", "random_weights": True},
-            "random_weights=True cannot be combined with from_=. Try: one of the two.",
-        ),
-        ({"from_": "no/such/model"}, "from_='no/such/model' does not exist. Try: another folder."),
+        ({"freeze": "decoder"}, "freeze='decoder' must be one of encoder+embeddings, encoder, embeddings, none."),
+        ({"model": "huge"}, f"model='huge' does not exist. {TRY_MODEL}"),
+        ({"model": ""}, f"model='' does not exist. {TRY_MODEL}"),
+        ({"model": "chatlm-huge"}, f"model='chatlm-huge' does not exist. {TRY_MODEL}"),
+        ({"model": "no/such/model"}, f"model='no/such/model' does not exist. {TRY_MODEL}"),
         ({"tokenizer": "missing"}, "tokenizer='missing' does not exist. Try: another folder."),
     ],
     ids=str,
 )
 def test_an_option_that_cannot_work_is_refused(options, problem):
     assert problems(**options) == problem
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"chat_template": "chatml"}, "chat_template= is for causal models"),
+        ({"train_on": "all"}, "train_on= is for causal models"),
+        ({"freeze": "embeddings"}, "freeze='embeddings' is not a part of a t5 model. Try: encoder\\+embeddings or"),
+    ],
+    ids=str,
+)
+def test_an_option_of_causal_models_is_refused_for_an_encoder_decoder(options, problem):
+    with pytest.raises(BadOption, match=problem):
+        Pretrain(options=LanguageOptions(model="chatlm-tiny", **options))
 
 
 @pytest.mark.parametrize("share", [0, 0.1, 0.99])
@@ -421,12 +432,12 @@ def test_max_tokens_that_are_not_positive_numbers_are_refused(value):
 
 
 def test_all_problems_are_reported_together():
-    message = problems(freeze="x", label_smoothing=2, model="chatlm-tiny", from_="/", max_tokens="no")
-    assert all(f"{name}=" in message for name in ("freeze", "label_smoothing", "size", "max_tokens"))
+    message = problems(freeze="x", label_smoothing=2, model="chatlm-huge", max_tokens="no")
+    assert all(f"{name}=" in message for name in ("freeze", "label_smoothing", "model", "max_tokens"))
 
 
 def test_the_options_are_imported_without_torch():
-    script = "import sys, brimful.tasks.chatlm; assert 'torch' not in sys.modules"
+    script = "import sys, brimful.tasks.language; assert 'torch' not in sys.modules"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
 
@@ -436,10 +447,11 @@ def test_a_resumed_run_uses_its_own_copies_of_what_is_gone(tiny, tmp_path):
     tokenizer, model = tmp_path / "data" / "train-0" / "tokenizer", tmp_path / "model"
     for folder in (tokenizer, model):
         folder.mkdir(parents=True)
-    gone = {"from": "/gone", "tokenizer": "/gone", "freeze": "none"}
+    gone = {"model": "/gone", "tokenizer": "/gone", "freeze": "none"}
     assert LanguageOptions.on_resume(gone, tmp_path) == {
-        "from": str(model),
+        "model": str(model),
         "tokenizer": str(tokenizer),
         "freeze": "none",
     }
-    assert LanguageOptions.on_resume({"from": str(tiny.model)}, tmp_path) == {"from": str(tiny.model)}
+    assert LanguageOptions.on_resume({"model": str(tiny.model)}, tmp_path) == {"model": str(tiny.model)}
+    assert LanguageOptions.on_resume({"model": "chatlm-tiny"}, tmp_path) == {"model": "chatlm-tiny"}

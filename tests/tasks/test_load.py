@@ -53,22 +53,34 @@ def test_the_built_in_names():
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_task_is_called_what_the_user_typed(name):
-    assert load_task(name).name == name
+    assert load_task(name, {"model": "chatlm-tiny"}).name == name
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize(
-    ("size", "shape", "global_batch"), [("tiny", (128, 128), 64), ("base", (256, 256), 256), (None, (256, 256), 256)]
+    ("model", "shape", "global_batch"), [("chatlm-tiny", (128, 128), 64), ("chatlm-base", (256, 256), 256)]
 )
-def test_a_built_in_task_comes_in_sizes_base_unless_told(name, size, shape, global_batch):
-    task = load_task(name, options={"size": size})
+def test_a_built_in_task_has_the_lengths_and_the_batch_of_its_preset(name, model, shape, global_batch):
+    task = load_task(name, options={"model": model})
     assert (task.worst_shape, task.global_batch) == (shape, global_batch)
 
 
-@pytest.mark.parametrize("size", ["huge", ""])
-def test_a_size_that_does_not_exist_names_those_that_do(size):
-    said = refused(BadOption, "sft", size=size)
-    assert said.startswith(f"size={size!r} must be ") and "tiny, base" in said
+def test_pretraining_makes_the_base_model_unless_told(tmp_path):
+    task = load_task("pretrain", options={"model": None})
+    assert (task.worst_shape, task.global_batch) == ((256, 256), 256)
+    assert task.config.d_model == 768
+
+
+@pytest.mark.parametrize("options", [{}, {"model": None}], ids=str)
+def test_fine_tuning_has_no_model_unless_told(options):
+    said = refused(BadOption, "sft", **options)
+    assert said.startswith("sft needs a model to fine-tune, and model= is missing. Try: a model folder, a run, ")
+
+
+@pytest.mark.parametrize("model", ["huge", ""])
+def test_a_model_that_does_not_exist_names_the_presets_that_do(model):
+    said = refused(BadOption, "sft", model=model)
+    assert said.startswith(f"model={model!r} does not exist. Try: ") and "chatlm-tiny, chatlm-base" in said
 
 
 def test_a_task_in_a_file_is_taken_as_it_is(write):
@@ -116,7 +128,14 @@ def test_a_file_can_use_dataclasses_and_postponed_annotations(tmp_path):
 
 
 def test_a_misspelt_name_gets_a_suggestion():
+    assert refused(UnknownTask, "stf") == "there is no task 'stf'. Try: sft."
     assert refused(UnknownTask, "chatlm-stf") == "there is no task 'chatlm-stf'. Try: sft."
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_name_that_a_task_had_is_answered_with_its_new_one(name):
+    said = refused(UnknownTask, f"chatlm-{name}")
+    assert said == f"the task chatlm-{name} is now {name}, with the model it trains. Try: {name} DATA --model MODEL."
 
 
 @pytest.mark.parametrize("spec", ["resnet", "", "tasks.mine:Task", "mine.txt:Task"])
@@ -187,7 +206,7 @@ def test_what_is_no_task_is_refused_with_its_kind(write, text, kind):
 
 
 def test_a_task_without_options_takes_none(write):
-    assert refused(BadOption, f"{write(ONE_TASK)}:Mine", model="chatlm-tiny") == "task Mine has no option size=."
+    assert refused(BadOption, f"{write(ONE_TASK)}:Mine", model="chatlm-tiny") == "task Mine has no option model=."
 
 
 OPTIONS = """

@@ -44,8 +44,7 @@ def refused(path, *words, by=load_model):
         assert word in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["GPT2", "Bert"])
-def test_another_architecture_is_named(tmp_path, kind):
+def test_another_architecture_is_named(tmp_path):
     import transformers
 
     sizes = {
@@ -55,10 +54,18 @@ def test_another_architecture_is_named(tmp_path, kind):
         "num_attention_heads": 1,
         "intermediate_size": 8,
     }
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    made = getattr(transformers, {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}[kind])(config)
-    made.save_pretrained(tmp_path)
-    refused(tmp_path, f"is a {kind.lower()} model ({type(made).__name__})", "Try: an encoder-decoder such as T5")
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).save_pretrained(tmp_path)
+    refused(
+        tmp_path,
+        "is a bert model (BertForMaskedLM), which does not write text",
+        "Try: a causal model such as Qwen or Llama, or an encoder-decoder such as T5",
+    )
+
+
+def test_a_model_with_code_of_its_own_is_refused(copy):
+    edit(copy / "config.json", model_type="novel", auto_map={"AutoConfig": "code.Config"})
+    (copy / "code.py").write_text("raise SystemExit")
+    refused(copy, "needs trust_remote_code", "'novel'", "Brimful does not run")
 
 
 def test_an_unknown_model_type_is_refused(copy):
@@ -119,26 +126,82 @@ def test_a_damaged_config_is_refused(copy):
     refused(copy, "the config.json of")
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "nothing", "./no/such/folder", "/no/such"])
+@pytest.mark.parametrize("name", ["nothing", "./no/such/folder", "/no/such"])
 def test_a_name_without_a_folder_is_refused_without_a_network(name, monkeypatch):
     import socket
 
     monkeypatch.setattr(socket, "socket", lambda *args, **kwargs: pytest.fail("it used the network"))
-    refused(name, f"there is no model at {name}", "Hugging Face cache of this machine")
+    refused(name, f"there is no model at {name}", "Try: a run, a model folder, or owner/name on the Hugging Face hub")
 
 
-def test_a_model_in_the_hubs_cache_is_found(tiny, tmp_path, monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands for the hub's client: what its cache has, and what a download gives or raises. Keeps what it was asked for."""
     import huggingface_hub
 
-    asked = []
+    class Hub:
+        def __init__(self):
+            self.cached = self.downloaded = FileNotFoundError("nothing")
+            self.asked = []
 
-    def cached(name, file):
-        asked.append((name, file))
-        return str(tiny.model / file)
+        def snapshot_download(self, name, *, allow_patterns, local_files_only=False):
+            assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in allow_patterns)
+            self.asked.append(f"{'look up' if local_files_only else 'download'} {name}")
+            answer = self.cached if local_files_only else self.downloaded
+            if isinstance(answer, Exception):
+                raise answer
+            return str(answer)
 
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    one = Hub()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", one.snapshot_download)
+    return one
+
+
+def test_a_model_in_the_hubs_cache_is_found_without_a_download(tiny, hub):
+    hub.cached = tiny.model
     assert resolve("owner/name") == tiny.model
-    assert asked == [("owner/name", "config.json")]
+    assert hub.asked == ["look up owner/name"]
+
+
+def test_a_model_that_is_not_in_the_cache_is_downloaded(tiny, hub):
+    hub.downloaded = tiny.model
+    assert resolve("owner/name") == tiny.model
+    assert hub.asked == ["look up owner/name", "download owner/name"]
+
+
+def test_a_model_that_is_only_partly_in_the_cache_is_downloaded(tiny, hub, copy):
+    (copy / "model.safetensors").unlink()
+    hub.cached, hub.downloaded = copy, tiny.model
+    assert resolve("owner/name") == tiny.model
+
+
+def test_a_folder_is_preferred_to_the_hub(hub, copy, monkeypatch):
+    (copy.parent / "owner").mkdir()
+    shutil.copytree(copy, copy.parent / "owner/name")
+    monkeypatch.chdir(copy.parent)
+    assert str(resolve("owner/name")) == "owner/name" and not hub.asked
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("GatedRepoError", ["owner/name is gated on the Hugging Face hub", "Try: accept its terms there"]),
+        ("RepositoryNotFoundError", ["there is no model at owner/name, and none of that name", "Try: another name"]),
+        ("LocalEntryNotFoundError", ["there is no model at owner/name", "hub cannot be reached", "Try: a folder"]),
+        ("timed out", ["owner/name cannot be downloaded from the hub", "timed out", "Try: again later"]),
+    ],
+)
+def test_what_keeps_a_model_from_being_downloaded_is_said(hub, error, words):
+    from huggingface_hub import errors
+
+    kind = getattr(errors, error, None)
+    hub.downloaded = OSError(error) if kind is None else kind.__new__(kind)
+    refused("owner/name", *words, by=resolve)
+
+
+def test_a_name_on_the_hub_without_a_model_is_refused(hub, tmp_path):
+    hub.downloaded = tmp_path
+    refused("owner/name", "owner/name on the hub has no config.json", by=resolve)
 
 
 def test_a_file_and_a_folder_of_something_else_are_refused(tmp_path, tiny):
@@ -195,9 +258,9 @@ def test_a_run_of_another_task_is_refused(tmp_path):
     )
     for name in ("model", "best"):
         link(run / name, made.path / "model", note=pytest.fail)
-    refused(run, "belongs to a run of Tagger, which is not a chat model", by=resolve)
+    refused(run, "belongs to a run of Tagger, which is not a language model", by=resolve)
     for tiny in (run / "best", made.path):
-        refused(tiny, "belongs to a run of Tagger, which is not a chat model", by=resolve)
+        refused(tiny, "belongs to a run of Tagger, which is not a language model", by=resolve)
 
 
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):

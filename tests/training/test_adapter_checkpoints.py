@@ -17,10 +17,7 @@ from tests.tasks.adapted import Adapted, Rows, logits, make_base
 peft = pytest.importorskip("peft")
 
 STEPS, KILLED_AT = 6, 5
-HOW = {
-    "max_steps": STEPS, "save_every": 2, "workers": 0, "device": "cpu", "cache": False, "quiet": True, "lr": 1e-2, "micro_batch": 4,
-    "layout": "padded", "checkpointing": "off", "compile": "off", "deterministic": True,
-}  # fmt: skip
+HOW = {"max_steps": STEPS, "save_every": 2, "device": "cpu", "cache": False, "quiet": True, "lr": 1e-2}
 EXACT = ("model/adapter_model.safetensors", "weights.safetensors", "model/adapter_config.json")
 
 
@@ -39,8 +36,15 @@ def base(tmp_path_factory):
     return make_base(tmp_path_factory.mktemp("base") / "qwen", std=0.05)
 
 
-def train(task, run, **changes):
-    return brimful.train(task, Rows(), run=run, **{**HOW, **changes})
+@pytest.fixture(scope="module")
+def train(base, tmp_path_factory):
+    """Train with one plan for all: what is planned here does not depend on the adapter."""
+    plan = tmp_path_factory.mktemp("plan") / "plan.json"
+    brimful.plan(
+        Adapted(base), data=Rows(), micro_batch=4, layout="padded", checkpointing="off", compile="off", workers=0, device="cpu", cache=False,
+        deterministic=True,
+    ).save(plan)  # fmt: skip
+    return lambda task, run, **changes: brimful.train(task, Rows(), run=run, plan=plan, **{**HOW, **changes})
 
 
 def hashes(checkpoint):
@@ -58,7 +62,7 @@ def hashes(checkpoint):
         ("r=160,targets=up_proj", "4bit", "adamw8bit"),
     ],
 )
-def test_killed_and_resumed_gives_the_same_bits(base, tmp_path, lora, load_in, optimizer):
+def test_killed_and_resumed_gives_the_same_bits(train, base, tmp_path, lora, load_in, optimizer):
     if load_in or optimizer:
         pytest.importorskip("bitsandbytes")
     task = Adapted(base, lora, load_in)
@@ -97,7 +101,7 @@ def assert_same(one, other):
 class TestOneRun:
     @pytest.fixture(scope="class")
     @classmethod
-    def run(cls, base, tmp_path_factory):
+    def run(cls, train, base, tmp_path_factory):
         folder = tmp_path_factory.mktemp("runs") / "run"
         before = {file.name: file.read_bytes() for file in base.iterdir()}
         return folder, train(Adapted(base), folder, max_steps=4), before
@@ -121,16 +125,16 @@ class TestOneRun:
         before = logits(own)
         assert not torch.equal(logits(peft.PeftModel.from_pretrained(own, run[0] / "model")), before)
 
-    def test_another_base_is_refused(self, base, run, tmp_path):
+    def test_another_base_is_refused(self, train, base, run, tmp_path):
         other = make_base(tmp_path / "other", std=0.05, seed=1)
         with pytest.raises(BadRun, match="is an adapter of another base"):
             train(Adapted(other), run[0], resume=True)
 
-    def test_the_same_files_in_another_dtype_are_another_base(self, base, run):
+    def test_the_same_files_in_another_dtype_are_another_base(self, train, base, run):
         with pytest.raises(BadRun, match="is an adapter of another base"):
             train(Adapted(base, dtype=torch.bfloat16), run[0], resume=True)
 
-    def test_another_adapter_is_refused(self, base, run):
+    def test_another_adapter_is_refused(self, train, base, run):
         with pytest.raises(BadCheckpoint, match="does not fit the model"):
             train(Adapted(base, "r=8,dropout=0.1"), run[0], resume=True)
 
@@ -146,7 +150,7 @@ class TestOneRun:
 
 
 @pytest.mark.parametrize("load_in", [None, "4bit"])
-def test_training_and_evaluation_leave_the_base_as_it_was(base, tmp_path, load_in):
+def test_training_and_evaluation_leave_the_base_as_it_was(train, base, tmp_path, load_in):
     if load_in:
         pytest.importorskip("bitsandbytes")
     found = {}
@@ -163,17 +167,15 @@ def test_training_and_evaluation_leave_the_base_as_it_was(base, tmp_path, load_i
     assert found["before"] and all(torch.equal(value, found["after"][name]) for name, value in found["before"].items())
 
 
-@pytest.mark.parametrize("load_in", [None, "4bit", "8bit"])
-def test_it_learns(base, tmp_path, load_in):
-    if load_in:
-        pytest.importorskip("bitsandbytes")
-    train(Adapted(base, "r=8", load_in), tmp_path / "run", max_steps=30, lr=2e-2, save_every=None)
+def test_an_adapter_of_4_bits_learns(train, base, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    train(Adapted(base, "r=8", "4bit"), tmp_path / "run", max_steps=30, lr=2e-2, save_every=None)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "step"]
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_an_average_of_the_adapter_is_saved_and_the_adapter_resumed(base, tmp_path):
+def test_an_average_of_the_adapter_is_saved_and_the_adapter_resumed(train, base, tmp_path):
     whole = train(Adapted(base), tmp_path / "whole", ema=0.5)
     with pytest.raises(Killed):
         train(Adapted(base), tmp_path / "killed", hooks=[KillAt()], ema=0.5)
@@ -199,7 +201,7 @@ def test_the_fingerprint_of_a_base_leaves_the_trained_weights_out(monkeypatch, w
     assert state.base_fingerprint(model, names) != before
 
 
-def test_eight_bits_without_bitsandbytes_are_refused_before_anything_is_trained(base, tmp_path, monkeypatch):
+def test_eight_bits_without_bitsandbytes_are_refused_before_anything_is_trained(train, base, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtra, match="bitsandbytes"):
         train(Adapted(base), tmp_path / "run", optimizer="adamw8bit")

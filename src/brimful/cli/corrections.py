@@ -20,10 +20,10 @@ from typing import Any
 
 from cyclopts import App
 
-from brimful.cli.flags import FILE_TASK, TABLES, generic_names
-from brimful.cli.old_names import FALSE, OLD_NAMES, SWITCH, TRUE, OldName
+from brimful.cli.flags import TABLES, generic_names, task_place
+from brimful.cli.old_names import BRIMFUL, FALSE, OLD_NAMES, SWITCH, TRUE, OldName
 from brimful.errors import BadOption
-from brimful.tasks.load import BUILT_IN, task_option_fields
+from brimful.tasks.load import BUILT_IN, RENAMED, task_option_fields
 
 _YAML_LINE = re.compile(r"([A-Za-z_]\w*):[ \t]+([^#\n]+?)[ \t]*(?:#.*)?")
 CHAT_TASK = "sft"
@@ -51,7 +51,7 @@ class Found:
 
 
 def refuse_old_names(app: App, tokens: Sequence[str]) -> None:
-    """Raise one `BadOption` if the command line, or the file of --config, has names of other programs."""
+    """Raise one `BadOption` if the command line, or the file of --config, has names of other programs or of an earlier Brimful."""
     chain, apps, rest = app.parse_commands(list(tokens))
     if not chain or chain[0] not in (*TABLES, "data") or chain[-1].startswith("-") or apps[-1].default_command is None:
         return  # another command, or its help
@@ -68,11 +68,24 @@ class _Command:
     def __init__(self, chain: Sequence[str], words: Sequence[str], accepted: set[str]) -> None:
         self.chain, self.words = list(chain), list(words)
         self.is_data = chain[0] == "data"
-        self.task = next((word for word in words if word in BUILT_IN or FILE_TASK.fullmatch(word)), None)
         self.accepted = {_plain(name) for name in accepted}
+        self.renamed: list[str] = []
+        self.task: str | None = None
+        self._find_task()
         self.config = self._config()
 
     # ---- Finding ----
+
+    def _find_task(self) -> None:
+        """The task, under its present name. The value of an old option is none: `--stage sft`."""
+        values = {one.place + word for one in self.on_line() if one.place is not None for word in range(1, one.words)}
+        place = task_place(self.words, without=values)
+        if place is None:
+            return
+        if new := RENAMED.get(self.words[place]):
+            self.renamed = [f"{self.words[place]} is now {new}."]
+            self.words[place] = new
+        self.task = self.words[place]
 
     def on_line(self) -> Iterator[Found]:
         place = 0
@@ -139,13 +152,18 @@ class _Command:
     def message(self, on_line: Sequence[Found], in_file: Sequence[Found]) -> str:
         every = [*on_line, *in_file]
         rows = self._rows_per_step(every)
-        sentences = [self._sentence(one, rows) for one in every]
+        sentences = [*self.renamed, *(self._sentence(one, rows) for one in every)]
         advice = self._advice(on_line, in_file, rows)
         if len(sentences) == 1 and "\n" not in advice:
             return f"{sentences[0]}{f' Try: {advice}' if advice else ''}"
         lines = "\n".join(f"  {sentence}" for sentence in sentences)
+        others = sum(one.old.source != BRIMFUL for one in every)
         count = "1 option comes" if len(sentences) == 1 else f"{len(sentences)} options come"
-        return f"{count} from other programs.\n{lines}{f'{chr(10)}Try: {advice}' if advice else ''}"
+        if others < len(sentences):
+            count = f"{len(sentences)} names have changed{' or come' if others else ''}"
+        return (
+            f"{count}{' from other programs' if others else ''}.\n{lines}{f'{chr(10)}Try: {advice}' if advice else ''}"
+        )
 
     def _sentence(self, one: Found, rows: int | None) -> str:
         if rows is not None and one.old.part and one.value.isdigit():

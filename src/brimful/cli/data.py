@@ -194,7 +194,7 @@ def tokenizer(
     kind: Literal["bpe", "unigram"] = "bpe",
     columns: str | None = None,
     host_limit: str = "4GiB",
-    model: str = "base",
+    model: str = "chatlm-base",
     seed: int = 0,
     max_bad: float = 0.0,
     overwrite: Flag = False,
@@ -221,7 +221,7 @@ def tokenizer(
     host_limit
         The host RAM it may take; decides how many rows are used. A row may take 1/32 of it.
     model
-        The model it is for: base, tiny, or a folder with a config.json; its ids and size are checked.
+        The model it is for: chatlm-base or another preset of --model, or a folder with a config.json; its ids and size are checked.
     seed
         Of the random sample.
     max_bad
@@ -304,7 +304,7 @@ def tokenize(
 
 
 def _model_config(model: str) -> dict[str, Any]:
-    """What the config of a built-in size, or of a folder's config.json, says about its tokenizer."""
+    """What the config of a preset, or of a folder's config.json, says about its tokenizer."""
     from brimful.tasks.presets import EOS, PAD, PRESETS
 
     keys = ("vocab_size", "pad_token_id", "eos_token_id", "decoder_start_token_id")

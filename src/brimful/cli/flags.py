@@ -11,7 +11,7 @@ import difflib
 import keyword
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, make_dataclass
 from importlib import resources
@@ -22,7 +22,7 @@ from cyclopts import Parameter
 
 from brimful.errors import BadOption, TaskError, UserError
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.load import BUILT_IN, task_option_fields
+from brimful.tasks.load import BUILT_IN, RENAMED, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.options import TrainOptions
 from brimful.training.run import RunFolder, newest_run
@@ -30,10 +30,14 @@ from brimful.training.run import RunFolder, newest_run
 RECIPES = "brimful.recipes"
 TABLES = ("plan", "train")
 """Commands that read a config file."""
+RUN_FLAGS = ("--run", "--run-dir")
+NAMED = (*RUN_FLAGS, "--recipe", "--model")
+"""Flags whose value may read like the name of a task: the recipe `pretrain`, a run `sft`."""
 TITLES: dict[str, type] = {"Training": TrainOptions, "Memory and speed": PlanOptions}
 TASK_TITLE = "Options of the task"
 OTHER_FLAGS = {"help", "h", "json", "config", "recipe", "demo-data", "dry-run", "run-dir", "version"}
 FILE_TASK = re.compile(r".+\.py:\w+")
+KNOWN_TASKS = (*BUILT_IN, *RENAMED)
 
 
 # ---- Options as flags ------------------------------------------------------------------------------------------------
@@ -98,15 +102,23 @@ def task_flags(tokens: Sequence[str]) -> tuple[OptionField, ...]:
     return task_option_fields(task)
 
 
+def task_place(words: Sequence[str], without: Container[int] = ()) -> int | None:
+    """Which of the words of a command is its task, with those at the places `without` left out."""
+    for place, (before, word) in enumerate(zip(["", *words], words, strict=False)):
+        if before not in NAMED and place not in without and (word in KNOWN_TASKS or FILE_TASK.fullmatch(word)):
+            return place
+    return None
+
+
 def _task_of(tokens: Sequence[str]) -> str | None:
     """The task among the words of a command, or that of the run which is resumed."""
-    named = next((token for token in tokens if token in BUILT_IN or FILE_TASK.fullmatch(token)), None)
-    if named is not None:
-        return named
+    place = task_place(tokens)
+    if place is not None:
+        return RENAMED.get(tokens[place], tokens[place])  # so that the old name is answered, not its options
     run = None
     for index, token in enumerate(tokens):
         flag, equals, value = token.partition("=")
-        if flag in ("--run", "--run-dir"):
+        if flag in RUN_FLAGS:
             run = value if equals else next(iter(tokens[index + 1 :]), None)
     with suppress(UserError):
         if run is not None or {"--resume", "--rollback"} & {token.partition("=")[0] for token in tokens}:

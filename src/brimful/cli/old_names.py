@@ -1,17 +1,19 @@
 """The names that options have in other programs, and what they are here: ChatLM's scripts, Hugging Face, LLaMA-Factory, launchers.
+Those of an earlier Brimful are here too.
 
 Someone who comes from there types `--per_device_train_batch_size 32 --gradient_accumulation_steps 2` from habit. Accepting it would
 be wrong, for a batch per device is no longer the user's to choose, and "unknown option" would be unkind. So each old name has an
 answer: the option it is now, with its value in the new form; or that it is not needed; or that there is nothing like it.
 
-`corrections.py` uses this table, and `docs/from-huggingface.md` and `docs/from-chatlm.md` show it; a test keeps them equal.
+`corrections.py` uses this table, and `docs/from-huggingface.md` and `docs/from-chatlm.md` show it, Brimful's own names left out; a
+test keeps them equal.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Source = Literal["ChatLM", "Transformers", "LLaMA-Factory", "launchers"]
+Source = Literal["ChatLM", "Transformers", "LLaMA-Factory", "launchers", "Brimful"]
 Verdict = Literal["now", "not needed", "not available"]
 Convert = Callable[[str], "str | None"]
 """The new value for an old one; None if there is none, "" if the option is then left out."""
@@ -20,6 +22,7 @@ CHATLM: Source = "ChatLM"
 HF: Source = "Transformers"
 LLAMA: Source = "LLaMA-Factory"
 LAUNCH: Source = "launchers"
+BRIMFUL: Source = "Brimful"
 TRUE, FALSE = ("true", "1", "yes", "on", ""), ("false", "0", "no", "off", "none")
 SWITCH = "(switch)"
 """What a converter returns for an option that takes no value."""
@@ -207,7 +210,7 @@ def _entries() -> Iterator[OldName]:
     yield from _missing(
         "model_config_file", CHATLM, "--model takes a preset for new weights, or a folder with its config"
     )
-    yield from _now("--resume", "resume_from_checkpoint", HF, "with --run; from other programs' checkpoints take the weights, with --from", convert=only_true, switch=True)  # fmt: skip
+    yield from _now("--resume", "resume_from_checkpoint", HF, "with --run; from other programs' checkpoints take the weights, with --model", convert=only_true, switch=True)  # fmt: skip
     yield from _missing(
         "overwrite_output_dir", HF, "a run is never overwritten; take another --run", switch=True, data="--overwrite"
     )
@@ -354,7 +357,7 @@ def _entries() -> Iterator[OldName]:
     # What LLaMA-Factory and TRL train.
     yield from _now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt", convert=words(sft="sft", pt="pretrain"))  # fmt: skip
     yield from _now("--freeze", "finetuning_type", LLAMA, "which knows no LoRA", convert=words(full="none"))  # fmt: skip
-    yield from _now("--random-weights", "train_from_scratch", LLAMA, convert=only_true, switch=True)
+    yield from _missing("train_from_scratch", LLAMA, "--model takes a preset for new weights, such as chatlm-base", switch=True)  # fmt: skip
     yield from _missing("template tool_format", LLAMA, "the chat tasks take prompt and response as they are; a template belongs into a task of your own")  # fmt: skip
     yield from _missing("val_size", LLAMA, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file", data="--valid")  # fmt: skip
     yield from _missing("validation_split_percentage", HF, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file")  # fmt: skip
@@ -372,7 +375,11 @@ def _entries() -> Iterator[OldName]:
     yield from _missing("ref_model pref_beta pref_loss reward_model", LLAMA, "preference training is not available yet")
     yield from _missing("rope_scaling", LLAMA, "set it in the config of the model")
     yield from _needless("trust_remote_code", HF, "no code from the hub is run", switch=True)
-    yield from _needless("cache_dir", HF, "nothing is downloaded")
+    yield from _needless("cache_dir", HF, "the variable HF_HOME says where the hub's models are kept")
+    # An earlier Brimful.
+    yield from _now("--model", "size", BRIMFUL, "chatlm-tiny or chatlm-base", convert=words(tiny="chatlm-tiny", base="chatlm-base"))  # fmt: skip
+    yield from _now("--model", "from", BRIMFUL)
+    yield from _needless("random_weights", BRIMFUL, "a preset of --model, such as chatlm-base, has new weights", switch=True)  # fmt: skip
 
 
 OLD_NAMES: Mapping[str, OldName] = {one.name: one for one in _entries()}

@@ -33,10 +33,13 @@ class LossRecords:
 
     @contextmanager
     def of_call(self) -> Iterator[SimpleNamespace]:
-        """One call; set `weight` of what this yields to what the loss was a mean over. A call that fails leaves nothing."""
+        """One call, which leaves nothing if it fails.
+
+        Set `weight` of what this yields to what the loss was a mean over, and `weights` for names with another.
+        """
         saved, before = _Saved(self._trainer), dict(_trl_metrics(self._trainer))
         lengths = {key: len(numbers) for key, numbers in before.items()}
-        call = SimpleNamespace(weight=1.0)
+        call = SimpleNamespace(weight=1.0, weights={})
         try:
             yield call
         except BaseException:
@@ -46,7 +49,8 @@ class LossRecords:
             if numbers is not before.get(key, numbers):  # a total, such as num_tokens, which stays as it is
                 self._replaced.add(key)
             elif len(numbers) == lengths.get(key, 0) + 1:
-                self._calls.setdefault(key, []).append((float(call.weight), numbers[-1]))
+                weight = float(call.weights.get(key[1], call.weight))
+                self._calls.setdefault(key, []).append((weight, numbers[-1]))
 
     def merge(self) -> None:
         """One number for each name, over all calls: the least, the greatest, or the mean by their weights."""
@@ -55,6 +59,16 @@ class LossRecords:
             start = self._lengths.get(key, 0)
             if key not in self._replaced and len(metrics[key]) == start + len(calls) > start + 1:
                 metrics[key][start:] = [_merged(key[1], calls)]
+        for mode in {mode for mode, _ in self._calls}:
+            self._merge_margins(mode)
+
+    def _merge_margins(self, mode: str) -> None:
+        """Of all rows, though a micro-batch of KTO may have had no chosen or no rejected ones."""
+        names = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+        by_name = self._trainer._metrics[mode]
+        if all((mode, name) in self._calls for name in names[:2]):
+            chosen, rejected = (by_name[name][-1] for name in names[:2])
+            by_name[names[2]][self._lengths.get((mode, names[2]), 0) :] = [chosen - rejected]
 
 
 class _Saved:

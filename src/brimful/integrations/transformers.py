@@ -48,19 +48,25 @@ from transformers.training_args import ParallelMode
 
 from brimful.errors import BadOption, DoesNotFit, InexactSplit, UnsupportedModel
 from brimful.integrations.loss_records import LossRecords
+from brimful.integrations.trl_losses import (
+    IGNORED,
+    LENGTHS,
+    Packs,
+    WholeBatch,
+    compares_rows,
+    metric_weights,
+)
 from brimful.memory.forward import Halving
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache, is_oom
 from brimful.memory.snapshot import RandomState
 from brimful.planning.plan import Plan
 from brimful.step.recovery import GROW_AFTER
-from brimful.step.result import Event
+from brimful.step.result import Event, StepResult
 from brimful.step.stepper import Stepper, check_stepper_options
 from brimful.task import Loss, Shape, Task
 
 T = TypeVar("T", bound=Trainer)
 logger = logging.getLogger("brimful")
-IGNORED = -100
-"""A label that no loss of transformers counts."""
 _REPLACED = ("training_step", "get_batch_samples", "_get_num_items_in_batch")
 """Methods that Trainer calls with batches, and `exact` with rows or not at all."""
 
@@ -138,11 +144,13 @@ class _ExactTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _check_arguments(self)
+        _check_arguments(self, allow_inexact=self._brimful.step_options["allow_inexact"])
         self._waiting: list[Any] = []
         """What the calls of `training_step` brought for the step so far."""
         self._ooms_of_all = 0
         self._records = LossRecords(self)
+        self._whole_batch = WholeBatch(self)
+        self._packs = Packs(self.data_collator)
         self._halving = Halving(self.args.device)
         self._collate_rows: Callable[[list[Any]], Any] = list
         self._preprocess: Callable[[Any, Any], Any] | None = None
@@ -156,7 +164,7 @@ class _ExactTrainer(Trainer):
         with _no_gradient_wrapper(self.accelerator):
             model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         assert self.optimizer is not None
-        self._waiting, self._ooms_of_all = [], 0
+        self._waiting, self._ooms_of_all, self._packs = [], 0, Packs(self.data_collator)
         self._task = _TrainerTask(self, _collate_later(loader), self._brimful)
         self.stepper = Stepper(
             model,
@@ -194,9 +202,10 @@ class _ExactTrainer(Trainer):
         if callable(to_train := getattr(self.optimizer, "train", None)):  # schedule-free optimizers have modes
             to_train()
         self._task.lengths.choose_columns(rows)
-        self._records = LossRecords(self)
         try:
-            result = self.stepper.backward(rows)
+            with self._whole_batch.of(model, rows, self._task.collate, self.stepper.micro_batch):
+                self._records = LossRecords(self)
+                result = self._backward(rows)
         except InexactSplit as error:
             raise InexactSplit(
                 f"{str(error).removesuffix('.')}, or exact(…, micro_batch={sum(sizes)}) to run it whole, "
@@ -207,6 +216,22 @@ class _ExactTrainer(Trainer):
             empty_cache(self.args.device)
         return torch.tensor(result.loss, device=self.args.device)
 
+    def _backward(self, rows: Any) -> StepResult:
+        """The stepper's. A packed row that does not fit alone is cut between its documents, as are all from then on."""
+        assert self.stepper is not None
+        while True:
+            try:
+                return self.stepper.backward(self._packs.cut(rows))
+            except DoesNotFit:
+                if self.args.world_size > 1 or not self._packs.cut_finer(rows):
+                    raise
+            self.stepper.steps -= 1  # the same step again
+            logger.warning(
+                "step %d goes on: packed rows are now cut into up to %d parts, between their documents",
+                self.stepper.steps + 1,
+                self._packs.parts,
+            )
+
     def _micro_batch_loss(self, model: nn.Module, batch: Any) -> Loss:
         """`compute_loss` of one micro-batch, times what it is a mean over.
 
@@ -215,9 +240,9 @@ class _ExactTrainer(Trainer):
         inputs = self._prepare_inputs(batch)
         count, num_items = self._count(inputs)
         with self._records.of_call() as call, _accumulation_of_one(self), _no_collectives(self.accelerator):
-            with self.compute_loss_context_manager():
-                mean: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items)
-            call.weight = count
+            with self.compute_loss_context_manager(), self._whole_batch.in_loss(inputs) as known:
+                mean: Any = self.compute_loss(model, known, num_items_in_batch=num_items)
+            call.weight, call.weights = count, metric_weights(self, inputs)
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # in fp16 a sum over 10,000 tokens is inf
         mean = torch.where(count > 0, mean, torch.zeros_like(mean))  # 0 / 0, in batches that the loader collated
         return Loss(sum=mean * count, count=count)
@@ -286,34 +311,35 @@ class _ExactTrainer(Trainer):
         arguments = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys, **kwargs}
         if not isinstance(inputs, _Uncollated):
             return predict(inputs, **arguments)
-        rows, records = inputs.rows, LossRecords(self)
+        rows, records, collate = inputs.rows, LossRecords(self), _collate_copies(self._collate_rows)
         items, total = None, torch.ones(())
         if self.args.world_size > 1:  # what all processes counted is asked for once, before any of them may fail
-            whole: Any = self._collate_rows(rows)
+            whole: Any = collate(rows)
             items, total = (
                 super()._get_num_items_in_batch([whole], self.args.device),
                 self._count(whole)[0].clamp(min=1),
             )
 
         def run(part: range) -> tuple[torch.Tensor, Any]:
-            batch: Any = self._collate_rows([rows[index] for index in part])
+            batch: Any = collate([rows[index] for index in part])
             count = self._count(batch)[0]
             counted = contextlib.nullcontext() if items is None else _items_in_batch(self, items * (count / total))
-            with records.of_call() as call, counted:
-                call.weight = count
-                loss, logits, labels = predict(batch, **arguments)
+            with records.of_call() as call, counted, self._whole_batch.in_loss(batch) as known:
+                call.weight, call.weights = count, metric_weights(self, batch)
+                loss, logits, labels = predict(known, **arguments)
             if logits is not None and self._preprocess is not None:
                 logits = self._preprocess(logits, labels)
             return count, (loss, logits, labels)
 
         results = []
-        for _, result in self._halving.run(len(rows), run):
-            if isinstance(result, OutOfMemory):
-                raise DoesNotFit(
-                    "evaluation: one row does not fit in the memory that is left. Try: shorter rows, or more memory.",
-                    needed_bytes=0,
-                )
-            results.append(result)
+        with self._whole_batch.of(model, rows, collate, None):
+            for _, result in self._halving.run(len(rows), run):
+                if isinstance(result, OutOfMemory):
+                    raise DoesNotFit(
+                        "evaluation: one row does not fit in the memory that is left. Try: shorter rows, or more memory.",
+                        needed_bytes=0,
+                    )
+                results.append(result)
         records.merge()
         return _join_predictions(results)
 
@@ -391,7 +417,7 @@ class _TrainerTask(Task):
     def __init__(self, trainer: _ExactTrainer, collate: Callable[[list[Any]], Any], settings: _Settings) -> None:
         super().__init__()
         self.name = type(trainer).__name__
-        self._trainer, self._collate, self._settings = trainer, collate, settings
+        self._trainer, self._collate, self._settings = trainer, _collate_copies(collate), settings
         self.lengths = _Lengths(getattr(collate, "signature_columns", None), settings.shape, settings.plan)
         self._all_masked = False
 
@@ -410,7 +436,7 @@ class _TrainerTask(Task):
 
     def collate(self, rows: Sequence[Any]) -> Any:
         """Your collator's batch. Without any label the mean of a small one would be 0 / 0, so that is noticed here."""
-        batch = self._collate(list(rows))
+        batch = self._collate(rows)
         labels = _counted_labels(batch, shifted=self._trainer._loss_shifts_labels)
         self._all_masked = False
         if labels is not None and self._settings.count is None and labels.device.type == "cpu":
@@ -452,7 +478,7 @@ class _Lengths:
 
     def _sizes(self, row: Any) -> dict[Any, int]:
         if isinstance(row, Mapping):
-            values = {key: value for key, value in row.items() if self._used is None or key in self._used}
+            values = {key: row[key] for key in row if key != LENGTHS and (self._used is None or key in self._used)}
         else:
             values = dict(enumerate(row)) if isinstance(row, (list, tuple)) else {0: row}
         sizes = {key: _size_of(value) for key, value in values.items()}
@@ -493,6 +519,11 @@ def _collate_later(loader: Any) -> Callable[[list[Any]], Any]:
     if not isinstance(inner.collate_fn, _Later):  # the user's own loader may come a second time
         inner.collate_fn = _Later(inner.collate_fn)
     return inner.collate_fn.collate
+
+
+def _collate_copies(collate: Callable[[list[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
+    """Collates copies of the rows: a row may be collated several times, and TRL's collators for images change it."""
+    return lambda rows: collate([dict(row) if type(row) is dict else row for row in rows])
 
 
 def _join(inputs: list[Any]) -> Any:
@@ -635,8 +666,9 @@ def _explained_oom(trainer: Trainer) -> Iterator[None]:
         ) from error
 
 
-def _check_arguments(trainer: Trainer) -> None:
+def _check_arguments(trainer: Trainer, *, allow_inexact: bool) -> None:
     args, mode = trainer.args, trainer.args.parallel_mode
+    sorts = "" if allow_inexact else compares_rows(trainer)
     optim = str(getattr(args.optim, "value", args.optim))
     problems = [
         message
@@ -647,6 +679,7 @@ def _check_arguments(trainer: Trainer) -> None:
             (args.parallelism_config is not None, "parallelism_config splits one row over processes; omit it"),
             (trainer.is_model_parallel, "the model is on several devices (device_map); put it on one"),
             (getattr(args, "activation_offloading", False), "activation_offloading=True keeps state between micro-batches; omit it"),
+            (sorts, f"loss_type={sorts} sorts all rows of a batch, so a part of them has another loss; use another, or allow_inexact=True"),
             (args.n_gpu > 1, f"one process with {args.n_gpu} GPUs means DataParallel; use torchrun --nproc-per-node {args.n_gpu}"),
             (mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED), f"{mode.value} runs its own step"),
             (any(part in optim for part in ("lomo", "layerwise")), f"optim={optim!r} steps inside backward; use one that steps after it"),

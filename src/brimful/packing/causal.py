@@ -143,8 +143,13 @@ def padded_loss(model: Any, batch: Mapping[str, Any], *, label_smoothing: float 
     return Loss(sum=head_loss(model, decoder, hidden, labels, label_smoothing), count=counted.sum())
 
 
-def cannot_pack(config: Any) -> str | None:
-    """Why a model of this config cannot be packed, as far as the config tells; None if nothing is known against it."""
+def cannot_pack(config: Any, longest: int | None = None) -> str | None:
+    """Why a model of this config cannot be packed, as far as the config tells; None if nothing is known against it.
+
+    Args:
+        config: Of the model.
+        longest: Tokens of the longest row, if known. Some rotary positions change for all rows once one is very long.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config(decoder=True)
@@ -156,7 +161,18 @@ def cannot_pack(config: Any) -> str | None:
         return f"it has layers of the kind {others[0]!r}, which see tokens of other rows"
     if model is not None and not hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return "its attention does not go through transformers' attention interface"
-    return _balancing_loss(text)
+    return _balancing_loss(text) or _changing_positions(text, longest or 0)
+
+
+def _changing_positions(config: Any, longest: int) -> str | None:
+    """Padded, too, rows beside a very long one would have other positions than alone."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [one for one in (parameters, *parameters.values()) if isinstance(one, dict) and "rope_type" in one]
+    for one in kinds:
+        limit = one.get("original_max_position_embeddings") or config.max_position_embeddings
+        if one["rope_type"] in ("dynamic", "longrope") and longest > limit:
+            return f"a row of more than {limit:,} tokens changes the rotary positions of the rows beside it"
+    return None
 
 
 def _balancing_loss(config: Any) -> str | None:
@@ -291,11 +307,11 @@ def _switched(config: Any, rows: Boundaries) -> Iterator[None]:
 
 
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Without a mask function: transformers then makes none. With one it looks for rows first, and waits for the GPU."""
+    from transformers import AttentionInterface
 
     if INTERFACE not in AttentionInterface().valid_keys():
         AttentionInterface.register(INTERFACE, _attend)
-        AttentionMaskInterface.register(INTERFACE, lambda *args, **kwargs: None)
 
 
 def _attend(

@@ -396,8 +396,13 @@ def _is_weighted_mean(context: StepContext, batch: Any, draws: "_SameDraws", *, 
         return float((both - other) @ apart / (apart @ apart)) if apart.any() else -1.0
 
     tolerances: list[float] = []
-    a, b, c = mean(0, 1), mean(1, 2), mean(2, 3)
-    of_a, of_c = weight(a, b, mean(0, 2)), weight(c, b, mean(1, 3))
+    try:
+        a, b, c = mean(0, 1), mean(1, 2), mean(2, 3)
+        of_a, of_c = weight(a, b, mean(0, 2)), weight(c, b, mean(1, 3))
+    except RuntimeError as error:
+        if is_oom(error):
+            raise
+        return False  # a loss that takes rows in pairs, such as DPO's
     if of_a <= 0 or of_c <= 0:
         return False
     predicted, actual = (of_a * a + b + of_c * c) / (of_a + 1 + of_c), mean(0, 3)

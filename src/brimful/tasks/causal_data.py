@@ -5,8 +5,8 @@
 
 A conversation longer than `max_tokens` keeps its beginning, since a reply without its question teaches nothing; if none of
 its replies is left, it is dropped and counted. A document is cut into pieces instead, so that nothing of it is lost; an eos
-follows its last token. 20,000 conversations of two turns (278 tokens) in ChatML took 6.3 s of processor time: two thirds for tokenizing with
-offsets, a sixth for printing the template twice and comparing.
+follows its last token. 20,000 conversations of two turns (278 tokens) in ChatML took 6.3 s of processor time: two thirds for
+tokenizing with offsets, a sixth for printing the template twice and comparing.
 """
 
 import json
@@ -105,7 +105,6 @@ class TextEncoder:
     vocab_size: int
     first_ids: tuple[int, ...] = ()
     """What the tokenizer puts before every text: bos, or nothing."""
-    fingerprint: str = ""
 
     fields = (TOKENS,)
     keep_end = (False,)

@@ -85,7 +85,7 @@ class LanguageOptions:
         share = self.label_smoothing
         if not is_number(share) or not 0 <= share < 1:
             yield f"label_smoothing={share!r} must be at least 0 and below 1."
-        if self.model is not None and self.model not in PRESETS and is_missing(self.model):
+        if self.model is not None and self.model not in PRESETS and (not self.model or is_missing(self.model)):
             yield f"model={self.model!r} does not exist. {TRY_MODEL}"
         if self.tokenizer and is_missing(self.tokenizer):
             yield f"tokenizer={self.tokenizer!r} does not exist. Try: another folder."

@@ -39,6 +39,8 @@ BUILT_IN = {
     "pretrain": "brimful.tasks.language:Pretrain",
     "sft": "brimful.tasks.language:Sft",
 }
+RENAMED = {"chatlm-pretrain": "pretrain", "chatlm-sft": "sft"}
+"""Names that built-in tasks had."""
 
 
 def load_task(spec: str, options: Mapping[str, Any] | None = None, *, resumed_run: Path | None = None) -> Task:
@@ -75,10 +77,9 @@ def check_spec(spec: str) -> None:
         return
     if Path(spec).is_file():
         raise UnknownTask(f"{spec} is a file. Try: {spec}:name, with the name of the task in it.")
-    if spec.removeprefix("chatlm-") in BUILT_IN:
-        new = spec.removeprefix("chatlm-")
+    if new := RENAMED.get(spec):
         raise UnknownTask(f"the task {spec} is now {new}, with the model it trains. Try: {new} DATA --model MODEL.")
-    close = difflib.get_close_matches(spec, BUILT_IN, n=1)
+    close = difflib.get_close_matches(spec.removeprefix("chatlm-"), BUILT_IN, n=1)
     advice = close[0] if close else f"{', '.join(BUILT_IN)}, or file.py:name"
     raise UnknownTask(f"there is no task {spec!r}. Try: {advice}.")
 

@@ -2,7 +2,7 @@
 
 `chatlm-base` is the T5 of ChatLM-mini-Chinese (187.7 M parameters, the tied head counted once) and `chatlm-tiny` its small
 brother (1.2 M), which learns on a CPU in a minute. `causal-tiny` (0.9 M) and `causal-small` (34 M) are decoders in the shape
-of Qwen2, for trials and demonstrations.
+of Llama, for trials and demonstrations.
 
 A new model has a new tokenizer, trained on the data, whose special tokens have the ids below. A causal one also needs to mark
 the turns of a conversation; `CHAT_TEMPLATE` does it with those special tokens.
@@ -58,7 +58,7 @@ def _t5(d_model: int, d_ff: int, heads: int, d_kv: int, layers: int) -> dict[str
     }  # fmt: skip
 
 
-def _qwen2(width: int, inner: int, heads: int, key_heads: int, layers: int) -> dict[str, int]:
+def _llama(width: int, inner: int, heads: int, key_heads: int, layers: int) -> dict[str, int]:
     return {
         "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": key_heads,
         "num_hidden_layers": layers, "max_position_embeddings": 4096,
@@ -73,9 +73,9 @@ PRESETS: dict[str, Preset] = {
         model_type="t5", sizes=_t5(768, 3072, 12, 64, 10), vocab=29298, worst_shape=(256, 256), global_batch=256
     ),
     "causal-tiny": Preset(
-        model_type="qwen2", sizes=_qwen2(128, 384, 4, 2, 2), vocab=4096, worst_shape=(256,), global_batch=64
+        model_type="llama", sizes=_llama(128, 384, 4, 2, 2), vocab=4096, worst_shape=(256,), global_batch=64
     ),
     "causal-small": Preset(
-        model_type="qwen2", sizes=_qwen2(512, 1536, 8, 4, 8), vocab=16384, worst_shape=(512,), global_batch=128
+        model_type="llama", sizes=_llama(512, 1536, 8, 4, 8), vocab=16384, worst_shape=(512,), global_batch=128
     ),
 }

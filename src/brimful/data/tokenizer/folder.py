@@ -89,11 +89,17 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> TokenizerFacts:
 
 
 def write_template(folder: Path, template: str) -> None:
-    """Give a tokenizer folder this chat template. Special tokens that the template writes are then read as such."""
+    """Give a tokenizer folder this chat template. Special tokens that the template writes are then read as such.
+
+    The class makes `AutoTokenizer` take tokenizer.json as it is, and not split texts as the model's type usually does.
+    """
     write_atomic(folder / "chat_template.jinja", template)
     config = _read_object(folder / "tokenizer_config.json")
     config.pop("chat_template", None)
-    write_json(folder / "tokenizer_config.json", {**config, "split_special_tokens": False})
+    changes: dict[str, Any] = {"split_special_tokens": False}
+    if config.get("tokenizer_class") == _CONFIG["tokenizer_class"]:
+        changes["tokenizer_class"] = "TokenizersBackend"
+    write_json(folder / "tokenizer_config.json", {**config, **changes})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def test_a_recipe_holds_options_that_train_takes(name):
     options = options_of(name)
     TrainOptions(**pick(options.generic, TrainOptions))
     PlanOptions(**pick(options.generic, PlanOptions))
-    check_request_options("sft", options.task, None)
+    check_request_options("sft", {"model": "chatlm-tiny", **options.task}, None)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -96,7 +96,10 @@ def test_the_model_of_a_folder_gives_size_and_ids(rows, tmp_path, capsys):
         (["--vocab-size", "30000"], "--vocab-size 30000 exceeds the model's vocab_size of 29298"),
         (["--vocab-size", "5000", "--model", "chatlm-tiny"], "vocab_size of 4096"),
         (["--vocab-size", "100"], "--vocab-size 100 must be at least 512"),
-        (["--model", "nowhere"], "--model nowhere is not known. Try: tiny, base, or a folder"),
+        (
+            ["--model", "nowhere"],
+            "--model nowhere is not known. Try: chatlm-tiny, chatlm-base, causal-tiny, causal-small, or a folder",
+        ),
         (["--host-limit", "much"], "--host-limit"),
         (["--host-limit", "50MiB"], "--host-limit 50MiB is too small"),
         (["--kind", "words"], "words"),

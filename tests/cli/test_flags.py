@@ -44,6 +44,19 @@ class Mine(Task):
 print("printed while it is imported")
 """
 
+OTHER = """
+from dataclasses import dataclass
+from brimful import Task
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    from_: str = ""
+    '''Where to begin.'''
+
+class Other(Task):
+    Options = Options
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -181,9 +194,9 @@ def options_of(path=None, recipe=None, task="sft", command="train", **flags):
 
 
 def test_a_file_gives_its_top_and_the_commands_own_table(config):
-    path = config('max-steps = 5\nlr = 1\n[train]\nlr = 2\nfrom = "x"\n[plan]\nlr = 3\n')
+    path = config('max-steps = 5\nlr = 1\n[train]\nlr = 2\nmodel = "x"\n[plan]\nlr = 3\n')
     assert options_of(path).generic == {"max_steps": 5, "lr": 2}
-    assert options_of(path).task == {"from": "x"}
+    assert options_of(path).task == {"model": "x"}
     assert options_of(path, command="plan").generic == {"max_steps": 5, "lr": 3}
 
 
@@ -195,6 +208,14 @@ def test_a_file_may_hold_the_options_of_a_users_task(config, mine):
 def test_an_unknown_key_is_refused(config, text):
     with pytest.raises(BadOption, match="config.toml has the unknown option (learning_rate|from_)"):
         options_of(config(text))
+
+
+def test_a_key_is_called_like_the_flag_without_an_underscore_that_python_needs(config, tmp_path):
+    (tmp_path / "other.py").write_text(OTHER)
+    task = f"{tmp_path / 'other.py'}:Other"
+    assert options_of(config('from = "x"'), task=task).task == {"from": "x"}
+    with pytest.raises(BadOption, match="config.toml has the unknown option from_"):
+        options_of(config('from_ = "x"'), task=task)
 
 
 def test_an_unknown_key_has_a_suggestion(config, mine):

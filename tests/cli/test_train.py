@@ -305,7 +305,7 @@ def test_gradients_that_are_not_numbers_end_in_one_message(tmp_path, plan):
         ([TASK, "a.jsonl", "b.jsonl", "c.jsonl"], "b.jsonl c.jsonl came after a.jsonl. Try: a folder"),
         ([TASK, "rows", "--best", "bleu"], "--best needs rows to evaluate on"),
         (["sft", "rows", "--recipe", "small", "--eval-every", "5"], "--eval-every needs rows to evaluate on"),
-        (["sft", "rows", "--model", "nowhere"], "--from nowhere does not exist"),
+        (["sft", "rows", "--model", "nowhere"], "--model nowhere does not exist"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_message_before_anything_is_started(words, message, capsys, tmp_path, monkeypatch):
@@ -375,7 +375,7 @@ def bare(tmp_path):
     run = tmp_path / "runs" / "s"
     for place in ("model", "checkpoints/step-00000002", "data/train-0/tokenizer", "data/valid-0"):
         (run / place).mkdir(parents=True)
-    gone = {name: str(tmp_path / "models" / name) for name in ("from", "tokenizer")}
+    gone = {name: str(tmp_path / "models" / name) for name in ("model", "tokenizer")}
     before = Request(
         task="sft", data=str(tmp_path / "rows.jsonl"), run=str(run), options={"valid": str(tmp_path / "valid.jsonl")},
         task_options={**gone, "max_tokens": 256}, prepared={"data": "data/train-0", "valid": "data/valid-0"},

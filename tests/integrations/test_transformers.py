@@ -702,6 +702,17 @@ class OwnLoader(Trainer):
         }
 
 
+def test_a_collator_that_changes_its_rows_sees_each_as_it_was(tmp_path, plain):
+    """As TRL's does for images. A row is collated by the exactness check, and again by every attempt."""
+
+    def collate(given):
+        taken = [{name: row.pop(name) for name in ("input_ids", "labels")} for row in given]
+        return pad(taken)
+
+    ours = trained(exact(Trainer), tmp_path, data_collator=collate, **CUT)
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-6)
+
+
 def test_batches_of_a_loader_that_collates_are_joined_and_split_by_rows(tmp_path):
     whole = trained(OwnLoader, tmp_path, **WHOLE)
     ours = trained(exact(OwnLoader, micro_batch=3), tmp_path, **CUT)

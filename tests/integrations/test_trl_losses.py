@@ -1,6 +1,7 @@
 """Losses of TRL that take something from all rows of a batch, and their metrics, when the batch is split."""
 
 import pytest
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from brimful.errors import BadOption, DoesNotFit, InexactSplit
 from brimful.integrations.transformers import exact
@@ -81,6 +82,23 @@ def test_dpos_losses_that_sort_rows_are_refused_unless_inexact_is_allowed(tmp_pa
     with pytest.raises(BadOption, match="loss_type=aot_unpaired sorts all rows of a batch"):
         trainer_of("DPO", tmp_path, exactly={}, loss_type=["sigmoid", "aot_unpaired"])
     trainer_of("DPO", tmp_path, exactly={"allow_inexact": True}, loss_type="aot")
+
+
+def test_the_auxiliary_loss_of_a_mixture_of_experts_is_refused_unless_it_is_off(tmp_path):
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=65, num_key_value_heads=2, pad_token_id=0, **size, **experts))
+    plain = trainer_of("SFT", tmp_path)
+    others = {"train_dataset": plain.train_dataset, "processing_class": TOKENIZER}
+    with pytest.raises(BadOption, match="balances all tokens of a batch; use router_aux_loss_coef=0.0"):
+        exact(trl.SFTTrainer)(model=model, args=plain.args, **others)
+    plain.args.router_aux_loss_coef = 0.0
+    exact(trl.SFTTrainer)(model=model, args=plain.args, **others)
 
 
 def test_a_dpo_loss_of_ones_own_that_compares_rows_is_refused_when_it_has_to_be_split(tmp_path):

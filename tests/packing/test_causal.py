@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from transformers import BartConfig, BartForCausalLM, DogeConfig, DogeForCausalLM
 
 from brimful.errors import TaskError
 from brimful.memory.layout import FixedSize, PackedLayout
@@ -158,4 +159,27 @@ def test_layers_that_do_not_attend_are_found():
     model = build("llama")
     model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(TaskError, match="1 of 2 layers do not attend through transformers' interface"):
+        causal.loss(model, causal.pack(draw_rows(), (128,)))
+
+
+def test_a_window_that_attention_is_not_told_is_found():
+    """Phi-3.5-MoE has it in its mask alone. Rows shorter than the window would not show it."""
+    model = build("phimoe", sliding_window=100)
+    with pytest.raises(
+        TaskError, match="PhimoeModel cannot attend to packed rows: it does not pass on its sliding window"
+    ):
+        causal.loss(model, causal.pack(draw_rows(), (128,)))
+
+
+def test_a_mask_of_the_model_itself_is_found():
+    config = DogeConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = DogeForCausalLM(config)
+    with pytest.raises(TaskError, match="DogeAttention cannot attend to packed rows: it has a mask of its own"):
+        causal.loss(model, causal.pack(draw_rows(), (128,)))
+
+
+def test_positions_that_the_model_counts_are_found():
+    sizes = {"vocab_size": 64, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 2}
+    model = BartForCausalLM(BartConfig(**sizes, is_decoder=True))
+    with pytest.raises(TaskError, match="BartDecoder cannot attend to packed rows: it counts positions by itself"):
         causal.loss(model, causal.pack(draw_rows(), (128,)))

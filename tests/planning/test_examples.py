@@ -17,7 +17,9 @@ TASKS = ["sft", "causal_lm", "image_classifier", "contrastive", "all_pairs", "un
 
 
 def load(name):
-    return load_task(name, options={"size": "tiny"}) if name == "sft" else load_task(f"{EXAMPLES / name}.py:task")
+    return (
+        load_task(name, options={"model": "chatlm-tiny"}) if name == "sft" else load_task(f"{EXAMPLES / name}.py:task")
+    )
 
 
 def keeps_its_promise(name, limit, **options):

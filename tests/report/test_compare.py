@@ -127,7 +127,7 @@ def test_another_global_batch_is_another_experiment(tmp_path):
     [
         ({"request": {"data": "other.parquet"}}, "data rows.parquet → other.parquet"),
         ({"request": {"task": "pretrain"}}, "task sft → pretrain"),
-        ({"request": {"task_options": {"size": "tiny"}}}, "size – → tiny"),
+        ({"request": {"task_options": {"model": "chatlm-tiny"}}}, "model – → chatlm-tiny"),
         ({"request": {"options": {"weight_decay": 0.1}}}, "weight decay 0.01 → 0.1"),
         ({"plan_values": {"choices": changed(optimizer="adamw at 0.001")}}, "optimizer adamw at 0.0001 → adamw at 0.001"),
         ({"plan_values": {"choices": changed(precision="fp32")}}, "precision bf16 → fp32"),
@@ -415,7 +415,7 @@ def test_the_last_run_can_go_back_to_its_plan_before(tmp_path):
 def test_a_finished_first_run_is_trained_again_by_a_whole_command(tmp_path):
     options = {"max_steps": 300, "lengths": [256, 256], "skip_oversized": True, "memory_limit": "20 GiB"}
     a = write_run(
-        tmp_path / "a", request={"data": "my rows.parquet", "options": options, "task_options": {"from": "runs/p"}}
+        tmp_path / "a", request={"data": "my rows.parquet", "options": options, "task_options": {"model": "runs/p"}}
     )
     (_, command), = compare_runs([a, write_run(tmp_path / "b")]).go_back  # fmt: skip
     assert shlex.split(command) == [

@@ -125,9 +125,10 @@ def test_scores_under_a_memory_limit_are_the_same(causal):
 def test_raw_conversations_are_tokenized_as_for_fine_tuning(causal, tmp_path):
     task, notes = ChatEvaluation(causal.model), []
     store = task.rows(task.prepare(str(causal.raw), tmp_path, notes.append))
-    assert [{name: list(part) for name, part in row.items()} for row in store] == [
-        {name: list(part) for name, part in row.items()} for row in causal.store
-    ]
+    made, expected = (
+        [{name: list(part) for name, part in row.items()} for row in rows] for rows in (store, causal.store)
+    )
+    assert made == expected
     assert task.facts()["max_tokens"] == {"tokens": 512}, "the positions of the model"
 
 

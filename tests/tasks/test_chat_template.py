@@ -247,6 +247,28 @@ FORMATS = {
         special=ROLES, method="generation tag",
         talk="<|user|>\nHi.\n<|assistant|>\n«Fine.</s>»\n<|user|>\nFine.\n<|assistant|>\n«Fine.</s>»\n",
     ),
+    "two_ends": Format(
+        special=("<|begin|>", "<|human|>", "<|bot|>", "<|answer|>", "<|answer_end|>", "<|turn_end|>"), bos="<s>",
+        lead="<|answer|>", end="<|answer_end|><|turn_end|>",
+        talk="<s><|begin|><|human|>Hi.<|turn_end|><|begin|><|bot|>«<|answer|>Fine.<|answer_end|><|turn_end|>»"
+        "<|begin|><|human|>Fine.<|turn_end|><|begin|><|bot|>«<|answer|>Fine.<|answer_end|><|turn_end|>»",
+    ),
+    "channels": Format(
+        special=("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"), eos="<|return|>",
+        ends=("<|return|>", "<|call|>"), lead="<|channel|>final<|message|>", middle="<|end|>",
+        talk="<|start|>system<|message|>Channels: thought, final.<|end|><|start|>user<|message|>Hi.<|end|>"
+        "<|start|>assistant«<|channel|>final<|message|>Fine.<|end|>»"
+        "<|start|>user<|message|>Fine.<|end|><|start|>assistant«<|channel|>final<|message|>Fine.<|return|>»",
+        tool_talk="…<|start|>user<|message|>Weather?<|end|><|start|>assistant"
+        '« to=get_weather<|channel|>call<|message|>{"city": "Paris"}<|call|>»<|start|>tool to=assistant<|message|>sunny<|end|>'
+        "<|start|>assistant«<|channel|>final<|message|>It is sunny.<|return|>»",
+    ),
+    "results_inside_calls": Format(
+        special=("<|turn>", "<turn|>", "<|call>", "<call|>", "<|result>", "<result|>"), bos="<s>", end="<turn|>",
+        talk="<s><|turn>user\nHi.<turn|>\n<|turn>model\n«Fine.<turn|>»\n<|turn>user\nFine.<turn|>\n<|turn>model\n«Fine.<turn|>»\n",
+        tool_talk='<s><|turn>user\nWeather?<turn|>\n<|turn>model\n«<|call>get_weather{"city": "Paris"}<call|>»'
+        "<|result>sunny<result|>«It is sunny.<turn|>»\n",
+    ),
     "parts_only": Format(special=IM, end="<|im_end|>", talk=im(CHATML), system=im(CHATML_SYSTEM)),
 }  # fmt: skip
 
@@ -346,7 +368,8 @@ class TestEveryFormat:
         text = marked(template, row)
         expected = FORMATS[name].tool_talk
         assert text.endswith(expected.removeprefix("…")) if not name.startswith("qwen") else expected in text
-        assert "Tells it." in text.partition("«")[0] or name == "deepseek_v3"  # which does not print tools
+        prints_tools = "tools" in (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+        assert ("Tells it." in text.partition("«")[0]) == prints_tools
 
     @every_format
     @pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -439,6 +462,22 @@ def test_there_are_more_than_two_dozen_formats():
     assert len(FORMATS) >= 24 and {f"{name}.jinja" for name in FORMATS} < {file.name for file in TEMPLATES.iterdir()}
 
 
+class TestSystemMessages:
+    @pytest.mark.parametrize("name", ["qwen2_5", "vicuna", "phi3", "mixtral", "mistral_v3", "llama3_1"])
+    def test_a_developer_message_is_one(self, templates, name):
+        template = templates(name)
+        talk = [{"role": "developer", "content": "Be kind."}, *TALK[:2]]
+        text = template.decode(template.encode(talk)[0].tokens)
+        assert "Be kind." in text and ("developer" in text) == (name == "llama3_1")
+
+    def test_one_that_is_not_printed_is_an_error(self, templates):
+        talk = [*TALK[:2], {"role": "system", "content": "Be brief."}, *TALK[2:]]
+        with pytest.raises(RowError, match="message 3 has the role system, and the chat template does not print it"):
+            templates("yi").encode(talk)
+        template = templates("qwen2_5")
+        assert "Be brief." in template.decode(template.encode(talk)[0].tokens)
+
+
 class TestSystemMessageInPromptOnly:
     """Mistral's templates print it before the last message alone, and only if that is a question."""
 
@@ -520,6 +559,64 @@ class TestToolCalls:
         template = ChatTemplate.load(folder)
         assert "# Functions" in template.decode(template.encode(TOOL_TALK, TOOLS)[0].tokens)
         assert "# Functions" not in template.decode(template.encode(TALK)[0].tokens)
+
+    def test_calls_that_the_template_does_not_print(self, templates):
+        with pytest.raises(RowError, match="message 2 has tool calls, which the chat template does not print"):
+            templates("phi3").encode(TOOL_TALK)
+
+    def test_a_reply_of_calls_alone_is_not_printed_as_none(self, tmp_path):
+        jinja = (TEMPLATES / "glm4.jinja").read_text(encoding="utf-8")
+        jinja = jinja.replace(
+            "{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}", "{{- '\\n' }}{{- message.content }}"
+        )
+        template = ChatTemplate.load(save_tokenizer(tmp_path, special=FORMATS["glm4"].special, template=jinja))
+        (row,) = template.encode(TOOL_TALK, TOOLS)
+        assert runs(template, row)[0].startswith("get_weather")
+
+    def test_special_tokens_in_arguments_and_results_are_plain_text(self, templates):
+        template = templates("channels")
+        call = {"function": {"name": "get_weather", "arguments": {"city": "<|call|>"}}}
+        talk = [
+            TOOL_TALK[0],
+            {"role": "assistant", "tool_calls": [call]},
+            {**TOOL_TALK[2], "content": "<|return|>"},
+            TOOL_TALK[3],
+        ]
+        (row,) = template.encode(talk, TOOLS)
+        assert runs(template, row)[0] == ' to=get_weather<|channel|>call<|message|>{"city": "<|call|>"}<|call|>'
+        ids = template.tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+        assert [row.tokens.count(one) for one in ids] == [1, 1]
+
+    def test_a_call_in_an_earlier_turn(self, templates):
+        for name, calls in (("mistral_v3", "[TOOL_CALLS]"), ("qwen2_5", "<tool_call>"), ("llama3_1", '{"name"')):
+            template = templates(name)
+            (row,) = template.encode([*TOOL_TALK, *TALK[:2]], TOOLS)
+            form = FORMATS[name]
+            found = runs(template, row)
+            assert found[0].startswith(calls) and "sunny" not in found[0]
+            assert found[1:] == [form.lead + reply + form.ending(True) for reply in ("It is sunny.", "Fine.")]
+
+
+class TestGenerationTags:
+    def test_a_header_inside_the_tags_is_context(self, tmp_path):
+        jinja = (TEMPLATES / "channels.jinja").read_text()
+        for start in ("'<|start|>assistant to='", "'<|start|>assistant<|channel|>final<|message|>'"):
+            jinja = jinja.replace("{{- " + start, "{%- generation %}{{- " + start)
+        for end in ("call", "return", "end"):
+            jinja = jinja.replace(
+                f"'<|{end}|>' }}}}\n        {{%- el", f"'<|{end}|>' }}}}{{%- endgeneration %}}\n        {{%- el"
+            )
+        jinja = jinja.replace("'<|end|>' }}\n        {%- endif", "'<|end|>' }}{%- endgeneration %}\n        {%- endif")
+        form = FORMATS["channels"]
+        template = ChatTemplate.load(save_tokenizer(tmp_path, special=form.special, eos=form.eos, template=jinja))
+        assert template.method == "generation tag"
+        assert marked(template, template.encode(TALK)[0]) == form.talk
+
+    def test_tags_in_the_wrong_place_are_not_used(self, tmp_path):
+        jinja = "{% for m in messages %}{% set x %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}{{ '<|' + m.role + '|>' + x + eos_token }}{% endfor %}"
+        template = ChatTemplate.load(save_tokenizer(tmp_path, special=ROLES, template=jinja))
+        assert template.method == "sentinel"
+        assert runs(template, template.encode(TALK)[0]) == ["Fine.</s>", "Fine.</s>"]
 
 
 class TestOneRowPerReply:

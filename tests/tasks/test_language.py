@@ -400,7 +400,10 @@ def test_an_option_that_cannot_work_is_refused(options, problem):
     [
         ({"chat_template": "chatml"}, "chat_template= is for causal models"),
         ({"train_on": "all"}, "train_on= is for causal models"),
-        ({"freeze": "embeddings"}, "freeze='embeddings' is not a part of a t5 model. Try: encoder\\+embeddings or"),
+        (
+            {"freeze": "embeddings"},
+            "freeze='embeddings' is not a part of a t5 model. Try: encoder\\+embeddings, encoder, none",
+        ),
     ],
     ids=str,
 )

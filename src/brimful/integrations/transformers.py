@@ -21,8 +21,8 @@ outputs joined as Trainer joins those of batches (`preprocess_logits_for_metrics
 while training, this evaluation is left out with a warning; several processes stop instead.
 
 **Numbers that the loss keeps** on the trainer, as TRL's do (`num_tokens`, `rewards/…`), count every row once: the exactness check
-and failed attempts leave nothing, and a step adds one value, the mean of its micro-batches weighted by what the loss is a mean
-over. TRL's SFT, DPO, KTO and reward trainers work in one process.
+and failed attempts leave nothing, and a step adds one value, the mean of its micro-batches weighted as TRL weighs the rows or
+tokens of one batch. TRL's SFT, DPO, KTO and reward trainers work in one process; `trl_losses.py` has what they need besides.
 
 **Not covered** is what Trainer does once the gradients are there: an out-of-memory error in its clipping, in a callback or in
 the optimizer ends the run as before. The bytes of the optimizer's step are reserved in advance.
@@ -668,7 +668,6 @@ def _explained_oom(trainer: Trainer) -> Iterator[None]:
 
 def _check_arguments(trainer: Trainer, *, allow_inexact: bool) -> None:
     args, mode = trainer.args, trainer.args.parallel_mode
-    sorts = "" if allow_inexact else compares_rows(trainer)
     optim = str(getattr(args.optim, "value", args.optim))
     problems = [
         message
@@ -679,13 +678,13 @@ def _check_arguments(trainer: Trainer, *, allow_inexact: bool) -> None:
             (args.parallelism_config is not None, "parallelism_config splits one row over processes; omit it"),
             (trainer.is_model_parallel, "the model is on several devices (device_map); put it on one"),
             (getattr(args, "activation_offloading", False), "activation_offloading=True keeps state between micro-batches; omit it"),
-            (sorts, f"loss_type={sorts} sorts all rows of a batch, so a part of them has another loss; use another, or allow_inexact=True"),
             (args.n_gpu > 1, f"one process with {args.n_gpu} GPUs means DataParallel; use torchrun --nproc-per-node {args.n_gpu}"),
             (mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED), f"{mode.value} runs its own step"),
             (any(part in optim for part in ("lomo", "layerwise")), f"optim={optim!r} steps inside backward; use one that steps after it"),
         )
         if wrong
     ]  # fmt: skip
+    problems += [] if allow_inexact else compares_rows(trainer)
     if problems:
         name = type(trainer).__name__.removeprefix("Exact")
         raise BadOption(f"exact({name}) does not work with these arguments: {'; '.join(problems)}.")

@@ -5,17 +5,18 @@
   every split too, so the comparison of rows with their halves cannot see it.)
 - **DPO's `sft` term** is a mean over the tokens of the chosen answers, beside terms that are means over rows. Its weight in a
   micro-batch is scaled by the share of the step's tokens.
-- **DPO's `aot` terms** sort the rows of a batch: `compares_rows` names them, and `exact` refuses them.
+- **DPO's `aot` terms** sort the rows of a batch, and the auxiliary loss of a mixture of experts balances all its tokens:
+  `compares_rows` names them, and `exact` refuses them.
 - **Metrics** are means over tokens, over rows, or over the rows with one label: `metric_weights`.
 - **Packed rows** of `SFTConfig(packing=True)` hold several documents that do not see each other. One that does not fit alone
   is run in parts: `Packs`.
 """
 
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,21 @@ IGNORED = -100
 LENGTHS = "seq_lengths"
 """The column of TRL's packed rows with the lengths of their documents."""
 _SORTING = ("aot", "aot_unpaired")
-logger = logging.getLogger("brimful")
 
 
-def compares_rows(trainer: Any) -> str:
-    """The terms of DPO's loss that compare rows with each other; empty if there are none."""
-    return ", ".join(name for name in _SORTING if name in _loss_types(trainer))
+def compares_rows(trainer: Any) -> list[str]:
+    """Why the loss of a part of the rows is not their part of the loss, in a TRL trainer with these arguments.
+
+    Some are too small for the comparison of a few rows with their halves: at the first step, DPO's model is its reference.
+    """
+    sorting = ", ".join(name for name in _SORTING if name in _loss_types(trainer))
+    reasons = {
+        f"loss_type={sorting} sorts all rows of a batch; use another one": bool(sorting),
+        "the auxiliary loss of a mixture of experts balances all tokens of a batch; use router_aux_loss_coef=0.0": bool(
+            vars(trainer).get("aux_loss_enabled")
+        ),
+    }
+    return [f"{reason}, or allow_inexact=True" for reason, applies in reasons.items() if applies]
 
 
 def _loss_types(trainer: Any) -> list[str]:
@@ -110,31 +120,28 @@ class WholeBatch:
             yield inputs
 
     def _measure_kl(self, model: nn.Module, parts: list[Any], collate: Callable[[list[Any]], Any]) -> _Totals:
-        count, total = 0, torch.zeros((), device=self._trainer.args.device)
+        differences = []
         for part in parts:
-            if not isinstance(part, list):
-                differences = self._kl_differences(model, part)
-                count, total = count + len(differences), total + differences.sum()
-                continue
-
-            def measure(some: Sequence[int], part: list[Any] = part) -> torch.Tensor:
-                return self._kl_differences(model, collate([part[row] for row in some]))
-
-            for _, result in self._halving.run(len(part), measure):
+            whole = 1 if not isinstance(part, list) else len(part)
+            for _, result in self._halving.run(whole, partial(self._kl_differences, model, part, collate)):
                 if isinstance(result, OutOfMemory):
                     raise DoesNotFit(
                         "KTO's KL estimate: one row does not fit in the memory that is left. Try: shorter rows, or more memory.",
                         needed_bytes=0,
                     )
-                count, total = count + len(result), total + result.sum()
-        return _Totals(rows=count, kl=total / count)
+                differences.append(result)
+        joined = torch.cat(differences)
+        return _Totals(rows=len(joined), kl=joined.mean())
 
-    def _kl_differences(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Of each row with the answer of another one: its log-probability by the model, less that by the reference."""
+    def _kl_differences(
+        self, model: nn.Module, rows: Any, collate: Callable[[list[Any]], Any], some: range
+    ) -> torch.Tensor:
+        """Of some rows, each with the answer of another: its log-probability by the model, less that by the reference."""
         from trl.models.utils import disable_gradient_checkpointing
         from trl.trainer.utils import use_adapter
 
-        trainer, inputs = self._trainer, self._trainer._prepare_inputs(batch)
+        trainer = self._trainer
+        inputs = trainer._prepare_inputs(collate([rows[row] for row in some]) if isinstance(rows, list) else rows)
         with torch.no_grad(), trainer.compute_loss_context_manager():
             own = trainer._compute_kl_logps(model, inputs)
             if trainer.precompute_ref_logps:

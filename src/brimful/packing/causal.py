@@ -25,6 +25,7 @@ attention is their own. What else is wrong with a model is found by the comparis
 and it is trained padded.
 """
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -226,9 +227,9 @@ def _parts(model: Any) -> tuple[Any, Any]:
                 f"{type(prompt[0]).__name__} puts learnt tokens before each row, which this loss does not. Try: LoRA."
             )
         model = model.get_base_model()
-    decoder = model.get_decoder()
-    decoder = getattr(model, "model", model) if decoder is model else decoder
-    if decoder is model:
+    parts = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+    decoder = next((one for one in parts if one is not model and hasattr(one, "config")), None)
+    if decoder is None:
         raise TaskError(f"{type(model).__name__} has no decoder apart from its head. Try: return model(**batch).")
     return model, decoder
 
@@ -240,6 +241,8 @@ class _Packed(threading.local):
     """For models that do not hand keyword arguments on to their attention."""
     calls = 0
     """Of packed attention."""
+    windows = 0
+    """Of those, with a sliding window."""
 
 
 _packed = _Packed()
@@ -261,19 +264,29 @@ def packed_attention(decoder: Any, rows: Boundaries) -> Iterator[None]:
         part._gradient_checkpointing_func = partial(_run_again_packed, decoder.config, rows, checkpoint)
     try:
         with _switched(decoder.config, rows):
-            before = _packed.calls
+            _packed.calls = _packed.windows = 0
             yield
-            _check_calls(decoder, _packed.calls - before)
+            _check_calls(decoder)
     finally:
         for part, checkpoint in zip(checkpointed, run, strict=True):
             part._gradient_checkpointing_func = checkpoint
 
 
-def _check_calls(decoder: Any, calls: int) -> None:
-    """Of the last forward. Compiled code does not count."""
-    layers = getattr(decoder.config, "num_hidden_layers", 0)
-    if calls < layers and not any(map(_is_compiled, decoder.modules())):
-        why = f"{layers - calls} of {layers} layers do not attend through transformers' interface"
+def _check_calls(decoder: Any) -> None:
+    """That every layer used packed attention in the forward that ended, with its window. Compiled code does not count."""
+    config, why = decoder.config, ""
+    layers, kinds = getattr(config, "num_hidden_layers", 0), getattr(config, "layer_types", None)
+    windows = 0
+    if hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask"):
+        everywhere = layers if getattr(config, "sliding_window", None) else 0
+        windows = kinds.count("sliding_attention") if kinds else everywhere
+    if _packed.calls < layers:
+        why = f"{layers - _packed.calls} of {layers} layers do not attend through transformers' interface"
+    elif _packed.windows < windows:
+        why = "it does not pass on its sliding window"
+    elif "position_ids" not in inspect.signature(decoder.forward).parameters:
+        why = "it counts positions by itself"
+    if why and not any(map(_is_compiled, decoder.modules())):
         raise TaskError(f"{type(decoder).__name__} cannot attend to packed rows: {why}. Try: layout='padded'.")
 
 
@@ -322,10 +335,11 @@ def _attend(
     """transformers hands over [1, head, token, dim] and wants [1, token, head, dim]."""
     if not torch.compiler.is_compiling():
         _packed.calls += 1
+        _packed.windows += sliding_window is not None
     packed_rows = _packed.rows if packed_rows is None else packed_rows
-    biased = kwargs.get("position_bias") is not None
-    if packed_rows is None or biased:
-        lacking = "it uses position_bias" if biased else "it does not pass on where rows begin"
+    masked = attention_mask is not None or kwargs.get("position_bias") is not None
+    if packed_rows is None or masked:
+        lacking = "it has a mask of its own" if masked else "it does not pass on where rows begin"
         raise TaskError(f"{type(module).__name__} cannot attend to packed rows: {lacking}. Try: layout='padded'.")
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
     out = attention(

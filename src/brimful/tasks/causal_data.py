@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
 from brimful.data.store import SPANS, spans_of, token_dtype
 from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer, pieces
+from brimful.tasks.special_tokens import without_post_processor
 
 TOKENS = "tokens"
 REFUSED = "refused by the chat template"
@@ -113,10 +114,7 @@ class TextEncoder:
     def load(cls, folder: str | Path, *, max_tokens: int) -> "TextEncoder":
         """With the tokenizer of a model folder; it needs no chat template."""
         loaded = load_auto_tokenizer(folder)
-        content = json.loads(loaded.backend_tokenizer.to_str())
-        tokenizer = Tokenizer.from_str(
-            json.dumps({**content, "post_processor": None, "truncation": None, "padding": None})
-        )
+        tokenizer = Tokenizer.from_str(json.dumps(without_post_processor(loaded.backend_tokenizer)))
         tokenizer.encode_special_tokens = True
         first = [one for one in loaded("")["input_ids"] if one == loaded.bos_token_id]
         return cls(

@@ -157,7 +157,7 @@ class Pretrain(Task):
         self.family.check(self.options)
         if self.freeze not in self.family.parts:
             raise BadOption(
-                f"freeze={self.freeze!r} is not a part of a {self.config.model_type} model. Try: {' or '.join(self.family.parts)}."
+                f"freeze={self.freeze!r} is not a part of a {self.config.model_type} model. Try: {', '.join(self.family.parts)}."
             )
         self.max_tokens: Shape = self._max_tokens()
         self.worst_shape = self.max_tokens

@@ -95,8 +95,16 @@ def test_zero_gradients_are_a_certain_reason(tmp_path):
 
 
 def test_weights_that_were_trained_before_may_stay_where_they_are(tmp_path):
-    values = {"step_values": {"loss": lambda n: 2 + 1e-3 * (n % 5)}, "request": {"task_options": {"from": "runs/p"}}}
+    values = {"step_values": {"loss": lambda n: 2 + 1e-3 * (n % 5)}, "request": {"task_options": {"model": "runs/p"}}}
     assert found(tmp_path, "loss-flat", **values) is None
+
+
+def test_the_new_weights_of_a_preset_must_learn(tmp_path):
+    values = {
+        "step_values": {"loss": lambda n: 2 + 1e-3 * (n % 5)},
+        "request": {"task_options": {"model": "chatlm-tiny"}},
+    }
+    assert found(tmp_path, "loss-flat", **values) is not None
 
 
 def test_evaluations_that_improve_contradict_a_flat_loss(tmp_path):

@@ -25,6 +25,7 @@ from typing import Any
 from brimful.report.run_figures import RunFigures, Typical, part, spread
 from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
 from brimful.report.why.finding import Finding, say
+from brimful.tasks.presets import PRESETS
 from brimful.training.events import number
 from brimful.units import show_rows
 
@@ -264,7 +265,7 @@ def _flat(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     no_gradient = bool(norms) and max(norms) == 0
     if fallen + 3 * error >= FLAT * abs(begin.value) and not no_gradient:
         return
-    if not no_gradient and (_evaluations_improve(run) or PRETRAINED & {name.rstrip("_") for name in run.task_options}):
+    if not no_gradient and (_evaluations_improve(run) or _was_trained_before(run)):
         return
     figures = {"first": begin.value, "last": end.value, "error": error, "updates": updates}
     sentences = [say("The loss has not fallen in {count} updates: {first} at the start, {last} at the end.", count=f"{updates:,}", first=f"{begin.value:.4g}", last=f"{end.value:.4g}")]  # fmt: skip
@@ -279,6 +280,12 @@ def _flat(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     if rates:
         fixes.insert(0, Fix(title=say("Try ten times the learning rate, {rate}", rate=f"{10 * max(rates):.1g}"), costs=say("another experiment"), flags={"brimful": f"--lr {10 * max(rates):.1g}"}))  # fmt: skip
     yield _finding(0.4, "loss-flat", sentences, "possible", figures, fixes)
+
+
+def _was_trained_before(run: RunFigures) -> bool:
+    """Whether an option names weights to begin with. A preset of `--model` names new ones."""
+    options = {name.rstrip("_"): value for name, value in run.task_options.items()}
+    return any(options[name] not in PRESETS for name in PRETRAINED & options.keys())
 
 
 def _evaluations_improve(run: RunFigures) -> bool:

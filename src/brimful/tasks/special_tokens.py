@@ -1,0 +1,159 @@
+"""Text to tokens with marks, and special tokens told apart from text that looks like them.
+
+"<|im_end|>" in a question about chat formats means these letters. If a conversation contains such letters, they are broken by a
+character that stands in no text before the template prints them. All special tokens in the printed text are then the
+template's own. These are enclosed in two more such characters, the broken ones repaired, and a second tokenizer that knows
+special tokens in their enclosed form alone encodes the text. Its other ids are those of the first.
+"""
+
+import json
+import re
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+HIDDEN, OPEN, CLOSE = "\U0010fffe", "\U0010fffd", "\U000ffffd"
+"""Characters that stand in no text: one breaks a special token in a message, two enclose those the template prints."""
+_MODEL_WRITES = re.compile("think|reason|tool|func", re.IGNORECASE)
+"""Special tokens that belong in the middle of a reply."""
+
+
+@dataclass(slots=True)
+class MarkedText:
+    """A conversation as the template prints it."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """Trained characters, in order and apart from each other."""
+    append_eos: bool = False
+    enclosed: bool = False
+    """Whether its special tokens are enclosed in `OPEN` and `CLOSE`."""
+    prompt_characters: int = 0
+    """If positive, text before this is tokenized apart from the rest, as it is when a reply is generated."""
+
+
+def without_post_processor(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A tokenizer's JSON without what it adds to texts, how it truncates and pads them, and how it trims offsets."""
+    return {**json.loads(tokenizer.to_str()), "post_processor": None, "truncation": None, "padding": None}
+
+
+class Vocabulary:
+    """Text to tokens with offsets, and special tokens told apart from text that looks like them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        content = without_post_processor(self._backend)
+        self._tokenizer = Tokenizer.from_str(json.dumps(content))
+        self._added = [one for one in content["added_tokens"] if one["content"]]
+        self.special = {one["content"]: one["id"] for one in self._added if one["special"]}
+        self._special_ids = set(self.special.values())
+        self._control = [text for text in self.special if not _MODEL_WRITES.search(text)]
+        self._pattern = any_of(self._control)
+        self.edges = any_of([*self.special, OPEN])
+        """Where a token may begin."""
+        self._lock = threading.Lock()
+        self._enclosed: tuple[Tokenizer, dict[int, int]] | None = None
+
+    def looks_special(self, content: Any) -> bool:
+        """Whether a string in messages or tools contains the letters of a special token."""
+        if isinstance(content, str):
+            return self._pattern.search(content) is not None
+        if isinstance(content, Mapping):
+            return any(self.looks_special(one) for one in content.values())
+        return isinstance(content, list | tuple) and any(self.looks_special(one) for one in content)
+
+    def hide(self, content: Any) -> Any:
+        """The same messages with each special token broken, so that those the template prints are the only ones."""
+        if isinstance(content, str):
+            return self._pattern.sub(lambda match: match[0][0] + HIDDEN + match[0][1:], content)
+        if isinstance(content, Mapping):
+            return {key: self.hide(value) for key, value in content.items()}
+        return [self.hide(one) for one in content] if isinstance(content, list | tuple) else content
+
+    def enclose(self, text: str) -> str:
+        """Printed from hidden messages: the special tokens enclosed, the broken ones plain again."""
+        return self._pattern.sub(lambda match: OPEN + match[0] + CLOSE, text).replace(HIDDEN, "")
+
+    def encode(self, texts: Sequence[MarkedText]) -> list[tuple[list[int], list[bool]]]:
+        """Tokens and marks of each text."""
+        parts: list[str] = []
+        for text in texts:
+            parts += [text.text[: text.prompt_characters], text.text[text.prompt_characters :]]
+        enclosed = [text.enclosed for text in texts for _ in range(2)]
+        encodings: list[Any] = [None] * len(parts)
+        for kind in (False, True):
+            numbers = [n for n, part in enumerate(parts) if part and enclosed[n] == kind]
+            if numbers:
+                tokenizer = self._with_enclosed()[0] if kind else self._tokenizer
+                batch = tokenizer.encode_batch([parts[n] for n in numbers], add_special_tokens=False)
+                for n, encoding in zip(numbers, batch, strict=True):
+                    encodings[n] = encoding
+        return [self._join(text, encodings[2 * n], encodings[2 * n + 1]) for n, text in enumerate(texts)]
+
+    def _join(self, text: MarkedText, prompt: Any, rest: Any) -> tuple[list[int], list[bool]]:
+        ids: list[int] = rest.ids if rest is not None else []
+        offsets = rest.offsets if rest is not None else []
+        if text.enclosed:
+            renumber = self._with_enclosed()[1]
+            ids = [renumber.get(one, one) for one in ids]
+        trained = [False] * len(ids)
+        for start, end in text.spans:
+            self._mark(trained, ids, offsets, start - text.prompt_characters, end - text.prompt_characters)
+        if prompt is not None:
+            before = prompt.ids
+            if text.enclosed:
+                before = [renumber.get(one, one) for one in before]
+            return before + ids, [False] * len(before) + trained
+        return ids, trained
+
+    def _mark(self, trained: list[bool], ids: list[int], offsets: list[tuple[int, int]], start: int, end: int) -> None:
+        """Mark the tokens that hold a character from `start` to `end`."""
+        first = bisect_right(offsets, start, key=_second)
+        last = bisect_left(offsets, end, key=_first)
+        if first >= last:
+            return
+        # A special token may swallow white space beside it, and with it the edge of a reply.
+        if offsets[first][0] < start and ids[first] in self._special_ids:
+            first += 1
+        if last > first and offsets[last - 1][1] > end and ids[last - 1] in self._special_ids:
+            last -= 1
+        trained[first:last] = [True] * (last - first)
+
+    def _with_enclosed(self) -> tuple[Tokenizer, dict[int, int]]:
+        """A tokenizer that knows special tokens only where they are enclosed, and what its ids are in the real one."""
+        with self._lock:
+            if self._enclosed is None:
+                names = set(self._control)
+                kept = [one for one in self._added if one["content"] not in names]
+                tokenizer = Tokenizer.from_str(
+                    json.dumps({**without_post_processor(self._backend), "added_tokens": []})
+                )
+                aliases = {one["content"]: one["content"] for one in kept}
+                aliases |= {name: OPEN + name + CLOSE for name in names}
+                for one in self._added:
+                    options = {key: one[key] for key in ("lstrip", "rstrip", "single_word")}
+                    normalized = one["normalized"] and one["content"] not in names
+                    token = AddedToken(
+                        aliases[one["content"]], **options, normalized=normalized, special=one["special"]
+                    )
+                    tokenizer.add_special_tokens([token]) if one["special"] else tokenizer.add_tokens([token])
+                numbers = ((tokenizer.token_to_id(aliases[one["content"]]), int(one["id"])) for one in self._added)
+                self._enclosed = tokenizer, {own: real for own, real in numbers if own is not None}
+            return self._enclosed
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of these texts, the longest first; no text at all if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _first(offsets: tuple[int, int]) -> int:
+    return offsets[0]
+
+
+def _second(offsets: tuple[int, int]) -> int:
+    return offsets[1]

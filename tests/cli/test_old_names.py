@@ -32,6 +32,7 @@ SAMPLES = (
     "wandb",
     "rows.jsonl",
     "tiny",
+    "4",
 )
 BEGIN, END = "<!-- {source}: written by tests/cli/test_old_names.py -->", "<!-- end -->"
 

@@ -356,22 +356,29 @@ def _entries() -> Iterator[OldName]:
     yield from _needless("debug", HF, "--traceback shows where an error comes from")
     # What LLaMA-Factory and TRL train.
     yield from _now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt", convert=words(sft="sft", pt="pretrain"))  # fmt: skip
-    yield from _now("--freeze", "finetuning_type", LLAMA, "which knows no LoRA", convert=words(full="none"))  # fmt: skip
+    yield from _now("--freeze", "finetuning_type", LLAMA, "or --lora for adapters", convert=words(full="none"))  # fmt: skip
     yield from _missing("train_from_scratch", LLAMA, "--model takes a preset for new weights, such as chatlm-base", switch=True)  # fmt: skip
-    yield from _missing("template tool_format", LLAMA, "the chat tasks take prompt and response as they are; a template belongs into a task of your own")  # fmt: skip
+    yield from _missing("template", LLAMA, "the chat template of the model's tokenizer is used; --chat-template takes chatml, plain or a Jinja file")  # fmt: skip
+    yield from _needless("tool_format", LLAMA, "the chat template of the model's tokenizer writes tools")
     yield from _missing("val_size", LLAMA, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file", data="--valid")  # fmt: skip
     yield from _missing("validation_split_percentage", HF, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file")  # fmt: skip
-    yield from _missing("mask_history train_on_prompt", LLAMA, "only responses count in the loss", switch=True)
+    yield from _missing("mask_history", LLAMA, "every reply of a conversation is trained on", switch=True)
+    yield from _now("--train-on", "train_on_prompt", LLAMA, convert=if_true("all"), switch=True)
     yield from _needless(
         "completion_only_loss assistant_only_loss", HF, "only responses count in the loss", switch=True
     )
     yield from _missing("mix_strategy interleave_probs", LLAMA, "mix the files before, or in a task of your own")
-    yield from _missing("adapter_name_or_path lora_rank lora_alpha lora_dropout lora_target quantization_bit quantization_method", LLAMA, "LoRA and quantization need a task of your own")  # fmt: skip
-    yield from _missing(
-        "use_peft load_in_4bit load_in_8bit", HF, "LoRA and quantization need a task of your own", switch=True
-    )
-    yield from _missing("lora_r lora_target_modules", HF, "LoRA and quantization need a task of your own")
-    yield from _missing("freeze_trainable_layers freeze_trainable_modules", LLAMA, "--freeze knows encoder+embeddings, encoder and none")  # fmt: skip
+    yield from _now("--lora", "lora_rank", LLAMA, "with everything else about adapters, such as r=16,alpha=32", convert="r={}".format)  # fmt: skip
+    yield from _now("--lora", "lora_r", HF, "with everything else about adapters, such as r=16,alpha=32", convert="r={}".format)  # fmt: skip
+    yield from _missing("lora_alpha lora_dropout lora_target", LLAMA, "it is a part of --lora: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj")  # fmt: skip
+    yield from _missing("lora_target_modules", HF, "it is a part of --lora: r=16,targets=q_proj+v_proj")
+    yield from _missing("adapter_name_or_path", LLAMA, "merge the adapter first: brimful export ADAPTER --merge --output DIR")  # fmt: skip
+    yield from _needless("use_peft", HF, "--lora says so", switch=True)
+    yield from _now("--load-in", "load_in_4bit", HF, convert=if_true("4bit"), switch=True)
+    yield from _now("--load-in", "load_in_8bit", HF, convert=if_true("8bit"), switch=True)
+    yield from _now("--load-in", "quantization_bit", LLAMA, convert=words(**{"4": "4bit", "8": "8bit"}))
+    yield from _needless("quantization_method", LLAMA, "--load-in uses bitsandbytes")
+    yield from _missing("freeze_trainable_layers freeze_trainable_modules", LLAMA, "--freeze knows embeddings, encoder, encoder+embeddings and none")  # fmt: skip
     yield from _missing("ref_model pref_beta pref_loss reward_model", LLAMA, "preference training is not available yet")
     yield from _missing("rope_scaling", LLAMA, "set it in the config of the model")
     yield from _needless("trust_remote_code", HF, "no code from the hub is run", switch=True)

@@ -36,13 +36,15 @@ class CausalLM:
 
     def __init__(self, config: Any) -> None:
         self.config, self.text = config, text_config(config)
+        self.longest: int | None = None
+        """The most tokens of a row, which some models' positions depend on."""
 
     @property
     def why_not_packed(self) -> str | None:
         """Why rows of this model cannot be packed, as far as its configuration tells; None if they can."""
         from brimful.packing.causal import cannot_pack
 
-        return cannot_pack(self.text)
+        return cannot_pack(self.text, self.longest)
 
     def shape(self, row: Any) -> Shape:
         return (len(row[TOKENS]),)

@@ -226,7 +226,8 @@ class ChatEvaluation(Pretrain):
                 f"Try: the raw files, or `brimful data tokenize --tokenizer {self.source}`."
             )
         self._truncation = {"max_tokens": store.meta.max_tokens, "truncated": store.meta.truncated}
-        self._counted = "responses" if not self.family.causal else "replies" if has_replies(store) else "all"
+        trains_on = self.trains_on if has_replies(store) else "all"
+        self._counted = trains_on if self.family.causal else "responses"
         return store
 
     def evaluate(self, model: Any, rows: Sequence[Any], context: Any) -> dict[str, float]:

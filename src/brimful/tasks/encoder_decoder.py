@@ -36,6 +36,8 @@ class EncoderDecoder:
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        self.longest: int | None = None
+        """The most tokens of a prompt."""
 
     @property
     def why_not_packed(self) -> str | None:

@@ -163,6 +163,7 @@ class Pretrain(Task):
             )
         self.max_tokens: Shape = self._max_tokens()
         self.worst_shape = self.max_tokens
+        self.family.longest = self.max_tokens[0]
         self.global_batch = self.preset.global_batch if self.preset else 64 if self.family.causal else 256
         self.learning_rate = self._learning_rate()
         self.lora = self._lora()

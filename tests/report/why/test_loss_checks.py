@@ -10,7 +10,9 @@ import pytest
 
 from brimful.report.run_record import RunRecord
 from brimful.report.why.diagnosis import Diagnosis
+from brimful.report.why.loss_checks import NEW_WEIGHTS
 from brimful.report.why.run_checks import check_run
+from brimful.tasks.presets import PRESETS
 from tests.report.fake_runs import plan, write_run
 from tests.report.why.loss_curves import HEALTHY, SICK, Curve
 
@@ -191,3 +193,7 @@ def test_a_batch_as_large_as_the_data(tmp_path):
     batch = found(tmp_path, "batch-exceeds-data", plan_values={"global_batch": 8192, "data_rows": 2000})
     assert "A step has 8,192 rows and the data only 2,000" in batch.cause
     assert batch.fixes[0].flags == {"brimful": "--global-batch 100"}
+
+
+def test_new_weights_are_told_by_the_names_of_the_presets():
+    assert tuple(PRESETS) == NEW_WEIGHTS

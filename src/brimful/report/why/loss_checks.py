@@ -25,10 +25,11 @@ from typing import Any
 from brimful.report.run_figures import RunFigures, Typical, part, spread
 from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
 from brimful.report.why.finding import Finding, say
-from brimful.tasks.presets import PRESETS
 from brimful.training.events import number
 from brimful.units import show_rows
 
+NEW_WEIGHTS = ("chatlm-tiny", "chatlm-base", "causal-tiny", "causal-small")
+"""What `--model` calls a model that was not trained before."""
 FEW_UPDATES = 100
 """Below this, neither a learning rate nor a loss curve can be judged."""
 LEVELS, LEAST_PER_LEVEL = 40, 8
@@ -285,7 +286,7 @@ def _flat(run: RunFigures, curve: Curve) -> Iterator[Finding]:
 def _was_trained_before(run: RunFigures) -> bool:
     """Whether an option names weights to begin with. A preset of `--model` names new ones."""
     options = {name.rstrip("_"): value for name, value in run.task_options.items()}
-    return any(options[name] not in PRESETS for name in PRETRAINED & options.keys())
+    return any(options[name] not in NEW_WEIGHTS for name in PRETRAINED & options.keys())
 
 
 def _evaluations_improve(run: RunFigures) -> bool:

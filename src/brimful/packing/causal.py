@@ -348,9 +348,8 @@ def _attend(
         lacking = "it has a mask of its own" if masked else "it does not pass on where rows begin"
         raise TaskError(f"{type(module).__name__} cannot attend to packed rows: {lacking}. Try: layout='padded'.")
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    rows = packed_rows
+    rows = packed_rows.rows if isinstance(packed_rows, SharedRows) else packed_rows
     if isinstance(packed_rows, SharedRows):
-        rows = packed_rows.rows
         q, k, v = (one.index_select(0, packed_rows.copies) for one in (q, k, v))
     out = attention(
         q,

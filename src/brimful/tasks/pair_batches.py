@@ -55,8 +55,8 @@ class CausalPairs(CausalLM):
     def pack(self, rows: Sequence[Any], tokens: Shape) -> Any:
         from brimful.packing.pairs import pack_causal
 
-        sides = ([row[name] for row in rows] for name in FIELDS)
-        return {**pack_causal(*sides, tokens[0], fill=self._fill), **_lengths_and_reference(rows)}
+        prompts, chosen, rejected = ([row[name] for row in rows] for name in FIELDS)
+        return {**pack_causal(prompts, chosen, rejected, tokens[0], fill=self._fill), **_lengths_and_reference(rows)}
 
     def log_probabilities(self, model: Any, batch: Any) -> "Tensor":
         """Of both replies, [pair, 2]."""
@@ -93,9 +93,9 @@ class EncoderDecoderPairs(EncoderDecoder):
     def pack(self, rows: Sequence[Any], tokens: Shape) -> Any:
         from brimful.packing.pairs import pack_t5
 
-        sides = ([row[name] for row in rows] for name in FIELDS)
+        prompts, chosen, rejected = ([row[name] for row in rows] for name in FIELDS)
         ids = {"fill": self.config.pad_token_id, "start": self.config.decoder_start_token_id}
-        return {**pack_t5(*sides, tokens, **ids), **_lengths_and_reference(rows)}
+        return {**pack_t5(prompts, chosen, rejected, tokens, **ids), **_lengths_and_reference(rows)}
 
     def log_probabilities(self, model: Any, batch: Any) -> "Tensor":
         """Of both replies, [pair, 2]. The encoder runs once for each prompt."""

@@ -153,9 +153,7 @@ class Dpo(Sft):
         scaled = self.beta * (apart - self.margin)
         return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
 
-    def _log(
-        self, rewards: "Tensor", policy: "Tensor", reference: "Tensor", tokens: "Tensor"
-    ) -> "dict[str, Tensor]":
+    def _log(self, rewards: "Tensor", policy: "Tensor", reference: "Tensor", tokens: "Tensor") -> "dict[str, Tensor]":
         """Means over the pairs. Equal rewards count as half right, so that a model begins at 0.5."""
         chosen, rejected = rewards.unbind(1)
         right = (chosen > rejected).to(rewards.dtype) + 0.5 * (chosen == rejected).to(rewards.dtype)
@@ -208,7 +206,10 @@ class Dpo(Sft):
         if not self.needs_reference:
             return "none", f"{self.options.loss} compares nothing with a reference"
         if self.options.reference:
-            return self.options.reference, "as requested; its log-probabilities are computed once, then it leaves memory"
+            return (
+                self.options.reference,
+                "as requested; its log-probabilities are computed once, then it leaves memory",
+            )
         start = "the model without its adapter" if self.lora is not None else "the model as it begins"
         return start, "its log-probabilities are computed once, before the first step"
 

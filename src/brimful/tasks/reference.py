@@ -25,8 +25,8 @@ import numpy.typing as npt
 from brimful.data.store import Indices, Store
 from brimful.errors import BadData, BadRun
 from brimful.files import write_atomic
-from brimful.tasks.pair_batches import FIELDS, REFERENCE
 from brimful.task import Dataset
+from brimful.tasks.pair_batches import FIELDS, REFERENCE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -118,8 +118,8 @@ def add_reference(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Tra
         context.note(f"reference log-probabilities of {len(rows):,} pairs are in {file}")
         return
     values = _computed(task, model, rows, context)
-    file = on_rank_zero(context.group, lambda: _write(task, model, rows, context, record, values))
-    rows.use_reference(values, Path(file) if Path(file).is_file() else None)
+    file = Path(on_rank_zero(context.group, lambda: _write(task, model, rows, context, record, values)))
+    rows.use_reference(values, file if file.is_file() else None)
 
 
 def _find(task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingContext", record: Path) -> str | None:

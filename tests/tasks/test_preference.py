@@ -1,0 +1,410 @@
+"""The task `dpo` as a run: what it learns, its reference, interruptions, and every mistake in one message."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import brimful
+from brimful.data.tokenizer.folder import write_template
+from brimful.errors import BadData, BadOption, BadRun, BrimfulError
+from brimful.tasks.load import load_task
+from brimful.tasks.preference import Dpo, DpoOptions
+from brimful.tasks.reference import PairRows
+from tests.tasks.adapted import add_noise
+from tests.tasks.pair_runs import KINDS, Arm, Double, Pairs, RunsOut, events, killed, pairs
+from tests.tasks.tiny import write_jsonl
+from tests.training import runs
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, request):
+    """By kind."""
+    models = {"t5": request.getfixturevalue("tiny").model, "qwen2": request.getfixturevalue("causal").model}
+    return {kind: Pairs(kind, model, tmp_path_factory.mktemp(f"dpo-{kind}")) for kind, model in models.items()}
+
+
+@pytest.fixture(params=KINDS)
+def one(made, request):
+    return made[request.param]
+
+
+def reference_of(run):
+    (file,) = sorted(run.glob("data/train-*/reference-*.npy"))
+    return np.load(file)
+
+
+def weights(run):
+    from safetensors.torch import load_file
+
+    return load_file(next((run / "model").glob("*model.safetensors")))
+
+
+def same_weights(a, b):
+    a, b = weights(a), weights(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ── Learning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_accuracy_on_training_pairs_goes_from_chance_to_all(one):
+    run, _ = one.train("learns", max_steps=30, global_batch=24, valid=str(one.file), eval_every=15)
+    evaluations = events(run, "eval")
+    first, last = evaluations[0]["metrics"], evaluations[-1]["metrics"]
+    assert first == pytest.approx({"accuracy": 0.5, "margin": 0, "logp_chosen": first["logp_chosen"]}, abs=1e-6)
+    assert last["accuracy"] > 0.95 and last["margin"] > 0.5
+    step = events(run, "step")[-1]["log"]
+    assert set(step) == {"rewards/chosen", "rewards/rejected", "margin", "accuracy", "kl", "logp_chosen"}
+    assert step["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("loss", ["ipo", "hinge", "orpo", "simpo"])
+def test_every_loss_learns(made, loss):
+    one = made["qwen2"]
+    run, _ = one.train(loss, one.task(loss=loss), max_steps=25, lr=2e-3, global_batch=24, valid=str(one.file))
+    assert events(run, "eval")[-1]["metrics"]["accuracy"] > 0.95
+    assert bool(list(run.glob("data/*/reference-*"))) == (loss in ("ipo", "hinge"))
+
+
+def test_an_adapter_learns_too(one):
+    task = one.task(lora="r=8")
+    run, _ = one.train("lora", task, max_steps=30, lr=1e-2, global_batch=24, valid=str(one.file))
+    assert events(run, "eval")[-1]["metrics"]["accuracy"] > 0.95
+    assert "adapter_config.json" in {file.name for file in (run / "model").iterdir()}
+
+
+def test_packed_and_padded_runs_agree(one):
+    losses = {}
+    for layout in ("padded", "packed"):
+        run, _ = one.train(layout, one.task(Double), layout=layout)
+        losses[layout] = [event["loss"] for event in events(run, "step")]
+    assert losses["packed"] == pytest.approx(losses["padded"], rel=1e-6)
+
+
+# ── The reference ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def live(task, rows, model):
+    with torch.no_grad():
+        return np.array([task.family.log_probabilities(model.eval(), task.collate([row]))[0].tolist() for row in rows])
+
+
+def test_the_file_holds_what_the_model_says_as_it_begins(one):
+    run, _ = one.train("cached", one.task(Double))
+    task = one.task(Double)
+    (store,) = run.glob("data/train-*")
+    values = live(task, task.rows(str(store)), task.initial_model())
+    assert reference_of(run) == pytest.approx(values, rel=1e-6)  # transformers' norms are in float32
+
+
+class Noisy(Dpo):
+    """Its adapter is not the one that changes nothing."""
+
+    def initial_model(self):
+        return add_noise(super().initial_model())
+
+
+def test_with_an_adapter_the_base_is_the_reference(one):
+    with_adapter, _ = one.train("noisy", one.task(Noisy, lora="r=4"), max_steps=2)
+    without, _ = one.train("plain", max_steps=2)
+    np.testing.assert_allclose(reference_of(with_adapter), reference_of(without), rtol=1e-6)
+    assert abs(events(with_adapter, "step")[0]["log"]["margin"]) > 1e-4
+
+
+def test_another_model_can_be_the_reference(one, tmp_path):
+    task = one.task()
+    other = task.initial_model()
+    for param in other.parameters():
+        param.data += 0.01 * torch.randn(param.shape, generator=torch.Generator().manual_seed(3))
+    shutil.copytree(one.model, tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    run, _ = one.train("other-reference", one.task(reference=str(tmp_path / "other")), max_steps=2)
+    (store,) = run.glob("data/train-*")
+    assert reference_of(run) == pytest.approx(live(task, task.rows(str(store)), other), rel=1e-5)
+
+
+def test_a_second_run_on_the_same_store_reads_the_file(one):
+    run, _ = one.train("first", max_steps=2)
+    (store,) = run.glob("data/train-*")
+    again, _ = one.train("second", data=store, max_steps=2)
+    assert "are in" in " ".join(event["sentence"] for event in events(again, "note"))
+    assert same_weights(run, again)
+
+
+def test_a_file_of_another_model_is_not_used(one, tmp_path):
+    run, _ = one.train("this-model", max_steps=2)
+    (store,) = run.glob("data/train-*")
+    shutil.copytree(one.model, tmp_path / "other")
+    other = one.task().initial_model()
+    other.get_input_embeddings().weight.data *= 1.05
+    other.save_pretrained(tmp_path / "other")
+    one.train("other-model", one.task(model=str(tmp_path / "other")), data=store, max_steps=2)
+    assert len(list(store.glob("reference-*.npy"))) == 2
+
+
+def test_a_file_of_another_template_is_not_used(made, tmp_path):
+    one = made["qwen2"]
+    run, _ = one.train("this-template", max_steps=2)
+    other = tmp_path / "other"
+    shutil.copytree(one.model, other)
+    template = (other / "chat_template.jinja").read_text(encoding="utf-8")
+    write_template(other, template.replace("[BOS]assistant", "[BOS]:assistant"))
+    changed, _ = one.train("other-template", one.task(model=str(other)), max_steps=2)
+    names = [next(path.glob("data/train-*/reference-*.npy")).name for path in (run, changed)]
+    assert names[0] != names[1]
+    assert not np.allclose(reference_of(run), reference_of(changed))
+
+
+def test_a_damaged_file_is_computed_again(one):
+    run, _ = one.train("whole-file", max_steps=2)
+    (file,) = run.glob("data/train-*/reference-*.npy")
+    expected, content = reference_of(run), bytearray(file.read_bytes())
+    content[-3] ^= 8
+    file.write_bytes(content)
+    one.train("repairs", data=file.parent, max_steps=2)
+    assert np.array_equal(np.load(file), expected)
+
+
+def test_a_reference_that_is_not_finite_is_named(one, tmp_path):
+    class Broken(Dpo):
+        def initial_model(self):
+            model = super().initial_model()
+            next(iter(model.parameters())).data.fill_(float("nan"))
+            return model
+
+    with pytest.raises(BrimfulError, match="not finite|is nan"):
+        one.train("broken", one.task(Broken), max_steps=2)
+
+
+def test_rewards_that_become_nan_are_named(one):
+    class Breaks(Dpo):
+        def pair_losses(self, policy, reference, lengths, label_smoothing=0.0):
+            losses, log = super().pair_losses(policy, reference, lengths, label_smoothing)
+            return losses * (float("nan") if getattr(self, "armed", False) and policy.requires_grad else 1.0), log
+
+    with pytest.raises(BrimfulError, match="NaN|nan|finite"):
+        one.train("nan", one.task(Breaks), hooks=[Arm()], max_steps=20)
+
+
+# ── Interruptions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": "r=4,dropout=0.1"}], ids=["full", "lora"])
+def test_killed_and_resumed_it_is_the_same(one, options):
+    name = "lora" if options else "full"
+    whole, _ = one.train(f"whole-{name}", one.task(**options))
+    process = runs._begin(killed, one.kind, one.model, one.folder, f"killed-{name}", options)
+    assert runs.finish([process]) == [-signal.SIGKILL]
+    resumed, _ = one.train(f"killed-{name}", one.task(**options), resume=True)
+    assert same_weights(whole, resumed)
+    assert [event["loss"] for event in events(whole, "step")][-3:] == [
+        event["loss"] for event in events(resumed, "step")
+    ][-3:]
+
+
+def interrupted(one, run, **options):
+    class Stop(brimful.Hook):
+        def after_step(self, loop, result):
+            if loop.step == 5:
+                raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        one.train(run, one.task(**options), hooks=[Stop()])
+    return one.folder / run
+
+
+def test_a_resumed_run_whose_file_is_gone_computes_it_from_the_initial_model(one):
+    whole, _ = one.train("with-file")
+    run = interrupted(one, "without-file")
+    for file in run.glob("data/train-*/reference-*"):
+        file.unlink()
+    one.train("without-file", resume=True)
+    assert np.array_equal(reference_of(run), reference_of(whole))
+    assert same_weights(run, whole)
+
+
+def moved_model(one, tmp_path):
+    model = tmp_path / "moved"
+    shutil.copytree(one.model, model)
+    return model
+
+
+def resumed_by_file(run):
+    """As the command line resumes: with the options that the run began with."""
+    request = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    return load_task("dpo", request["task_options"], resumed_run=run)
+
+
+def test_a_resumed_run_whose_model_is_gone_reads_the_file(one, tmp_path):
+    model = moved_model(one, tmp_path)
+    run = interrupted(one, "model-gone", model=str(model))
+    values = reference_of(run)
+    shutil.rmtree(model)
+    rows = resumed_by_file(run).rows(str(next(run.glob("data/train-*"))))
+    context = FakeContext(run)
+    resumed_by_file(run).before_training(resumed_by_file(run).initial_model(), rows, context)
+    assert np.array_equal(rows.reference, values)
+    for file in run.glob("data/train-*/reference-*"):
+        file.unlink()
+    with pytest.raises(BadRun, match="is gone, and so is the model that the run began with"):
+        resumed_by_file(run).before_training(resumed_by_file(run).initial_model(), rows, context)
+
+
+def FakeContext(run, resumed=True):
+    from brimful.step.distributed import SingleProcess
+    from brimful.training.evaluate import TrainingContext
+
+    quiet = lambda sentence: None  # noqa: E731
+    return TrainingContext(
+        None, torch.device("cpu"), None, None, 0.85, 0, SingleProcess(), quiet, quiet, folder=run / "data", resumed=resumed
+    )  # fmt: skip
+
+
+def test_an_out_of_memory_error_in_the_middle_changes_nothing(one):
+    calm, _ = one.train("calm", one.task(Double))
+    RunsOut.calls = 0
+    run, _ = one.train("runs-out", one.task(RunsOut), hooks=[Arm()])
+    assert events(run, "oom")
+    for (name, a), b in zip(weights(calm).items(), weights(run).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_within_a_small_limit_it_is_split_and_the_same(made):
+    one = made["qwen2"]
+    whole, _ = one.train("unlimited", one.task(Double), max_steps=3)
+    run, _ = one.train("limited", one.task(Double), max_steps=3, memory_limit="6MiB")
+    assert max(event["micro_batches"] for event in events(run, "step")) > 1
+    for a, b in zip(weights(whole).values(), weights(run).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+# ── Rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rows_have_a_reference_that_travels_to_workers(one):
+    import pickle
+
+    run, _ = one.train("rows", max_steps=1)
+    (store,) = run.glob("data/train-*")
+    rows = one.task().rows(str(store))
+    assert isinstance(rows, PairRows) and rows[0]["reference"] == (0.0, 0.0)
+    (file,) = store.glob("reference-*.npy")
+    rows.use_reference(np.load(file), file)
+    copy = pickle.loads(pickle.dumps(rows))
+    expected = np.load(file)
+    assert [row["reference"] for row in copy.__getitems__([3, 1])] == expected[[3, 1]].tolist()
+    assert copy[2]["reference"] == expected[2].tolist()
+    task = one.task()
+    assert [tuple(shape) for shape in copy.shapes(range(5))] == [task.shape(copy[n]) for n in range(5)]
+
+
+def test_loader_workers_see_the_reference(made):
+    one = made["t5"]
+    alone, _ = one.train("no-workers", max_steps=2)
+    with_workers, _ = one.train("workers", max_steps=2, workers=1)
+    assert same_weights(alone, with_workers)
+
+
+def plan_of(one, run, **how):
+    path, _ = one.train(run, max_steps=1, **how)
+    return {choice["name"]: choice for choice in events(path, "plan")[0]["choices"]}
+
+
+def test_the_plan_names_reference_dropped_rows_and_shared_prompts(made):
+    one = made["qwen2"]
+    bad = [
+        {"prompt": "甲？", "chosen": "红", "rejected": "红"},
+        {"prompt": "甲？", "chosen": " ", "rejected": "红"},
+        {"prompt": "甲？", "chosen": "红" * 300, "rejected": "红" * 301},
+    ]
+    as_text = [
+        {"prompt": row["prompt"][-1]["content"], **{name: row[name][0]["content"] for name in ("chosen", "rejected")}}
+        for row in pairs("qwen2")
+    ]
+    data = write_jsonl(one.folder / "bad.jsonl", [*as_text, *bad])
+    valid = write_jsonl(one.folder / "valid.jsonl", [*as_text[:2], {**as_text[3], "prompt": "全新的问题？"}])
+    choices = plan_of(one, "plan", data=data, valid=str(valid), task=one.task(max_tokens=64))
+    assert choices["reference"]["effective"] == "the model as it begins"
+    assert choices["max_tokens"]["effective"] == "64"
+    assert choices["prompts shared with valid"]["effective"] == "2 of 3"
+    reason = choices["rows"]["reason"]
+    assert "1 with an empty field" in reason and "1 with equal replies" in reason and "1 too long" in reason
+    assert "bad.jsonl, line 25: chosen is equal to rejected" in reason
+    (valid_file,) = (one.folder / "plan").glob("data/valid-*/reference-*.npy")
+    assert np.load(valid_file).shape == (3, 2)
+
+
+@pytest.mark.parametrize("preset", ["chatlm-tiny", "causal-tiny"])
+def test_new_weights_are_a_warning(made, preset):
+    one = made["t5"]
+    task = Dpo(DpoOptions(model=preset))
+    choices = plan_of(one, preset, task=task)
+    assert "warning: it was never fine-tuned" in choices["starting weights"]["reason"]
+
+
+# ── Options ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "dpo needs a model that was fine-tuned"),
+        ({"loss": "rdpo"}, "must be one of sigmoid, ipo, hinge, orpo, simpo"),
+        ({"beta": 0.0}, "beta=0.0 must be positive"),
+        ({"label_smoothing": 0.5}, "must be below 0.5"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing= has no meaning"),
+        ({"margin": 1.0}, "margin= is for loss='simpo'"),
+        ({"reference": "chatlm-tiny", "loss": "orpo"}, "reference= cannot be used with"),
+        ({"reference": "/nowhere"}, "reference='/nowhere' does not exist"),
+        ({"train_on": "all"}, "train_on= is for sft"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(BadOption, match=message):
+        DpoOptions(**{"model": "chatlm-tiny", **options})
+
+
+def test_defaults_depend_on_loss_and_model(made):
+    t5, qwen2 = made["t5"], made["qwen2"]
+    assert (t5.task().learning_rate, qwen2.task().learning_rate) == (5e-6, 5e-7)
+    assert qwen2.task(lora="r=8").learning_rate == 5e-6 and qwen2.task(loss="orpo").learning_rate == 8e-6
+    assert (qwen2.task().beta, qwen2.task(loss="simpo").beta, qwen2.task(loss="simpo").margin) == (0.1, 2.0, 0.5)
+    assert qwen2.task().global_batch == 64
+    normalised = {
+        loss: qwen2.task(loss=loss).length_normalised for loss in ("sigmoid", "hinge", "ipo", "orpo", "simpo")
+    }
+    assert normalised == {"sigmoid": False, "hinge": False, "ipo": True, "orpo": True, "simpo": True}
+
+
+def test_a_reference_of_another_architecture_is_refused(made):
+    task = made["t5"].task(reference=str(made["qwen2"].model))
+    with pytest.raises(BadOption, match="is a causal model"):
+        task.reference_model()
+
+
+def test_rows_of_another_task_are_refused(one, tiny):
+    with pytest.raises(BadData, match="not prompt and chosen and rejected|cannot train dpo"):
+        one.task().rows(str(tiny.folder / "store"))
+
+
+def test_the_command_line_plans_trains_and_resumes(made, tmp_path):
+    one = made["qwen2"]
+    words = [str(one.file), "--model", str(one.model), "--device", "cpu", "--global-batch", "8", "--workers", "0"]
+
+    def brimful_(*more):
+        done = subprocess.run(
+            [sys.executable, "-m", "brimful", *more], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "the model without its adapter" in " ".join(brimful_("plan", "dpo", *words, "--lora", "r=4").split())
+    run = str(tmp_path / "run")
+    brimful_("train", "dpo", *words, "--run", run, "--max-steps", "2", "--loss", "ipo", "--length-normalised", "false")
+    assert "step 3/3" in brimful_("train", "--run", run, "--resume", "--max-steps", "3")

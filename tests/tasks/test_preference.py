@@ -426,7 +426,6 @@ def test_the_command_line_plans_trains_and_resumes(made, tmp_path):
         "2",
         "--loss",
         "ipo",
-        "--length-normalised",
-        "false",
+        "--no-length-normalised",
     )
     assert "step 3/3" in brimful_("train", "--run", run, "--resume", "--max-steps", "3")

@@ -154,6 +154,8 @@ def _may_lack_prompt(layout: Layout, schema: FileSchema) -> bool:
 def _type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:
     if part not in _PARTS:
         return requested_type(part, type_, rows_vary=rows_vary, joined=joined)
+    if rows_vary and not joined:
+        return JSON  # one row may have text where another has messages
     if type_ in (None, TEXT):
         return TEXT
     nested = type_ is not None and pa.types.is_nested(type_) and not pa.types.is_map(type_)

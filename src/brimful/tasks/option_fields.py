@@ -41,9 +41,9 @@ def option_fields(owner: type) -> list[OptionField]:
     """The fields of a dataclass of options, each with the docstring below it in the source."""
     if not dataclasses.is_dataclass(owner):
         raise TaskError(f"Options of {owner.__name__} must be a dataclass. Try: @dataclass(frozen=True, kw_only=True).")
-    hints, texts = get_type_hints(owner), {}
-    for one in reversed(owner.__mro__):  # a task's options may add to those of another
-        texts.update(_docstrings(one) if dataclasses.is_dataclass(one) else {})
+    hints, texts = get_type_hints(owner), dict[str, str]()
+    for base in reversed(owner.__mro__):  # a task's options may add to those of another
+        texts.update(_docstrings(base) if dataclasses.is_dataclass(base) else {})
     options = []
     for one in dataclasses.fields(owner):
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default

@@ -246,6 +246,15 @@ class Task:
         """Scores besides the mean loss, higher is better. `context` runs gradient-free work in batches that fit."""
         return {}
 
+    def watch(self, notes: dict[str, Any], step: "Mapping[str, Any]") -> "Mapping[str, str]":
+        """What is wrong with the training after this step: a sentence for each kind of problem that holds now. Optional.
+
+        `step` has step, loss, lr, rows, applied and the values of `Loss.log`, the same on all ranks. `notes` is yours: a dict
+        of plain values, empty at first, that checkpoints keep. The run warns of each kind once, and with `patience=` no
+        evaluation counts as better while a problem holds.
+        """
+        return {}
+
     def save(self, model: "nn.Module", folder: "Path", rows: Dataset) -> None:
         """Write the model for others to load. `rows` is what it was trained on.
 

@@ -329,7 +329,7 @@ def test_the_generic_options_are_frozen():
         "allow_inexact", "backend", "best", "cache", "checkpointing", "clip_norm", "compile", "cuda_graphs", "cudnn_attention", "decay",
         "deterministic", "device", "ema",
         "epochs", "eval_every", "eval_rows", "fill", "generate_rows", "global_batch", "host_limit", "keep", "layout", "lengths", "lr",
-        "max_steps", "memory_limit", "micro_batch", "min_lr", "mix", "optimizer", "pin_memory", "plan", "plan_seconds", "precision",
+        "max_steps", "memory_limit", "micro_batch", "min_lr", "mix", "optimizer", "patience", "pin_memory", "plan", "plan_seconds", "precision",
         "prefetch", "processes", "resume", "rollback", "run", "save_every", "schedule", "seed", "skip_oversized", "table", "time_limit",
         "trackers", "valid", "warmup", "weight_decay", "weights", "workers",
     ]  # fmt: skip

@@ -12,19 +12,20 @@ from brimful.training import state
 from brimful.training.checkpoint import Best, Checkpoints
 from brimful.training.events import Journal
 from brimful.training.loop import Hook, Loop
+from brimful.training.patience import Patience
 from tests.training.saved import names, writer
 
 
 def at(step: int, best: Best | None = None, best_by: str = "loss") -> Loop:
     """A loop that stands there; everything else of it is not asked for."""
     loop = Loop.__new__(Loop)
-    loop.step, loop.best, loop.best_by = step, best, best_by
+    loop.step, loop.best, loop.best_by, loop.patience = step, best, best_by, Patience()
     return loop
 
 
 def test_the_first_evaluation_is_the_best_so_far():
     loop = at(10)
-    assert loop._is_best(-2.5)
+    assert loop._is_best(-2.5, loop.best_by)
     assert loop.best == Best(step=10, metric="loss", score=-2.5)
 
 
@@ -32,21 +33,21 @@ def test_the_first_evaluation_is_the_best_so_far():
 def test_only_a_better_one_takes_its_place(score, better):
     before = Best(step=10, metric="loss", score=-2.5)
     loop = at(20, before)
-    assert loop._is_best(score) is better
+    assert loop._is_best(score, loop.best_by) is better
     assert loop.best == (Best(step=20, metric="loss", score=score) if better else before)
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_never_the_best(score):
     loop = at(10)
-    assert not loop._is_best(score)
+    assert not loop._is_best(score, loop.best_by)
     assert loop.best is None
 
 
 def test_another_figure_starts_anew():
     """A run resumed with --best bleu: a loss of -2.5 and a BLEU of 0.1 cannot be compared."""
     loop = at(20, Best(step=10, metric="loss", score=-2.5), best_by="bleu")
-    assert loop._is_best(0.1)
+    assert loop._is_best(0.1, loop.best_by)
     assert loop.best == Best(step=20, metric="bleu", score=0.1)
 
 

@@ -252,7 +252,8 @@ def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> N
     valid = options.get("valid")
     if valid and ":" not in request.task and is_missing(valid):  # a user's task may take a name, as for DATA
         problems.append(f"valid={valid!r} does not exist. Try: a file of rows.")
-    if not valid and (useless := [f"{name}=" for name in EVALUATION if name in flags]):
+    needless = [name for name in EVALUATION if name != "eval_every" or options.get("patience") is None]
+    if not valid and (useless := [f"{name}=" for name in needless if name in flags]):
         problems.append(f"{', '.join(useless)} needs rows to evaluate on. Try: valid=.")
     try:
         check_request_options(request.task, request.task_options, Path(request.run) if before else None)
@@ -260,7 +261,7 @@ def _check(request: Request, before: Request | None, flags: dict[str, Any]) -> N
         problems.append(str(error))
     if problems:
         raise BadOption(" ".join(problems))
-    if not valid and any(name in options for name in EVALUATION) and os.environ.get("RANK", "0") == "0":
+    if not valid and any(name in options for name in needless) and os.environ.get("RANK", "0") == "0":
         _note("nothing is evaluated, because there is no --valid")
 
 
@@ -297,9 +298,12 @@ def _with_advice(outcome: Outcome, folder: RunFolder) -> str:
 def _print_ending(folder: RunFolder, *, json: bool) -> None:
     """For a run that ended well."""
     end = folder.ending() or {}
-    result = {"run": str(folder.root), **{key: end.get(key) for key in ("reason", "step", "loss", "checkpoint")}}
+    result = {
+        "run": str(folder.root),
+        **{key: end.get(key) for key in ("reason", "step", "loss", "checkpoint", "best")},
+    }
     lines = [translate(str(end.get("sentence", "done")))]
-    if end.get("reason") == "finished":
+    if end.get("reason") in ("finished", "patience"):
         lines.append(tr("Saved to {path}", path=folder.root / "model"))
         if (folder.root / "best").exists():
             lines.append(tr("Best model: {path}", path=folder.root / "best"))

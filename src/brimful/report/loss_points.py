@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from brimful.report.run_figures import RunFigures, spread, whole
+from brimful.report.run_figures import RunFigures, whole
 from brimful.training.events import number
+from brimful.training.levels import spread
 
 SURE = 3.0
 """Standard errors by which losses must differ."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from brimful.report.run_record import RunRecord
 from brimful.training.events import number
+from brimful.training.levels import spread
 from brimful.units import is_number, is_whole
 
 if TYPE_CHECKING:
@@ -56,12 +57,6 @@ class Typical:
             medians = [median(part) for part in in_parts(known, PARTS)]
             error = max(error, math.dist(medians, [sum(medians) / PARTS] * PARTS) / math.sqrt(PARTS * (PARTS - 1)))
         return cls(median(known), error, len(known))
-
-
-def spread(values: Sequence[float]) -> float:
-    """What the standard deviation would be without outliers."""
-    middle = median(values)
-    return 1.4826 * median(abs(value - middle) for value in values)
 
 
 def in_parts(values: Sequence[Any], parts: int) -> list[Sequence[Any]]:

@@ -20,7 +20,7 @@ from brimful.files import read_json
 from brimful.training.events import FORMAT, decode_event, number
 from brimful.training.run import RunFolder, lock_holder
 
-State = Literal["preparing", "running", "finished", "interrupted", "time-limit", "failed", "killed"]
+State = Literal["preparing", "running", "finished", "interrupted", "time-limit", "patience", "failed", "killed"]
 """`killed`: its process has ended without an `end` event."""
 
 POINTS = 2000
@@ -105,7 +105,7 @@ class RunRecord:
         end = next((event for event in reversed(self.events) if event["event"] in ("end", "begin", "resume")), None)
         if end is not None and end["event"] == "end":
             reason = str(end.get("reason"))
-            return reason if reason in ("finished", "interrupted", "time-limit", "failed") else "failed"  # type: ignore[return-value]
+            return reason if reason in ("finished", "interrupted", "time-limit", "patience", "failed") else "failed"  # type: ignore[return-value]
         holder = lock_holder(self.folder.lock)
         if holder is None or holder.has_ended:
             return "killed"

@@ -217,6 +217,12 @@ class Dpo(Sft):
         """Over all rows of the evaluation: what the loss has logged."""
         return {name: context.logged[name] for name in ("accuracy", "margin", "logp_chosen") if name in context.logged}
 
+    def watch(self, notes: dict[str, Any], step: Mapping[str, Any]) -> Mapping[str, str]:
+        """Chosen replies that become unlikely, a loss that spikes, an accuracy that stays at chance."""
+        from brimful.tasks import preference_signals
+
+        return preference_signals.watch(notes, step)
+
     def _family(self) -> "CausalPairs | EncoderDecoderPairs":
         from brimful.tasks.model_folder import is_causal
         from brimful.tasks.pair_batches import CausalPairs, EncoderDecoderPairs

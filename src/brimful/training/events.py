@@ -32,8 +32,9 @@ Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a
     checkpoint   saved; path, size_bytes and seconds, or the sentence of a failure
     oom grow thrash model skip oversized deal note
                  sentence, and figures of their own: see `step.result`; a note of this file's own has no step, and one with
-                 `"level": "warning"` is a warning
-    end          reason (finished, interrupted, time-limit, failed), sentence, loss, checkpoint
+                 `"level": "warning"` is a warning; a warning of `Task.watch` has its kind as `signal`
+    end          reason (finished, interrupted, time-limit, patience, failed), sentence, loss, checkpoint, best (the checkpoint of the
+                 best evaluation)
 
 An unknown figure is null. One that is not a number is null too, for JSON has no word for it, and says so beside itself:
 `"loss": null, "loss_is": "nan"` (or `inf`, `-inf`); `number` reads both. Training outlives its journal: what cannot be

@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -57,11 +57,12 @@ from brimful.training.evaluate import EvalResult, Evaluator
 from brimful.training.events import Journal
 from brimful.training.metrics import Speedometer
 from brimful.training.optimizer import Schedule
+from brimful.training.patience import TRAINING_LOSS, Patience
 from brimful.training.state import Position, RankState
 from brimful.training.stop import Interrupts, TimeLimit
 
-Reason = Literal["finished", "interrupted", "time-limit"]
-REASONS: tuple[Reason, ...] = ("finished", "interrupted", "time-limit")
+Reason = Literal["finished", "interrupted", "time-limit", "patience"]
+REASONS: tuple[Reason, ...] = ("finished", "interrupted", "time-limit", "patience")
 """Why a run ended in good order. Ranks exchange the index."""
 
 
@@ -124,6 +125,7 @@ class Loop:
     evaluator: Evaluator | None = None
     best_by: str = "loss"
     eval_every: int | None = None
+    patience: Patience = field(default_factory=Patience)
     save_every: int | None = None
     """None: whenever `save_s` have passed."""
     save_s: float
@@ -223,9 +225,16 @@ class Loop:
             **({"log": result.log} if result.log else {}),
             **figures,
         )
+        self._watch(result, rate)
         self._position = self._current_position()
         for hook in self.hooks:
             hook.after_step(self, result)
+
+    def _watch(self, result: StepResult, rate: float) -> None:
+        """Let the task judge the step. It warns of each kind of problem once."""
+        figures = {"step": self.step, "loss": result.loss, "lr": rate, "rows": result.rows, "applied": result.applied}
+        for kind, sentence in self.patience.after_step(self.task, {**figures, **result.log}).items():
+            self.journal.write("note", step=self.step, level="warning", signal=kind, sentence=sentence)
 
     def _set_rate(self) -> None:
         if self.scheduler is not None:
@@ -242,6 +251,8 @@ class Loop:
             wish = "interrupted"
         elif stopped or interrupts.stop_requested:
             wish = "time-limit"
+        elif self.patience.is_over:
+            wish = "patience"
         due = self.save_every is None and time.monotonic() - self._saved_time > self.save_s
         votes = self.stepper.group.gather([float(REASONS.index(wish)), float(due)])
         reasons = [REASONS[int(vote[0])] for vote in votes]
@@ -253,8 +264,22 @@ class Loop:
         save = self.save_every is not None and self.step % self.save_every == 0
         if self.evaluator is not None and (last or (self.eval_every and self.step % self.eval_every == 0)):
             save = self.evaluate() or save
+        elif self._window_ends:
+            save = self._judge_window() or save
         if save:
             self.save()
+
+    @property
+    def _window_ends(self) -> bool:
+        """Whether the training loss is judged now, in place of an evaluation."""
+        windows = self.evaluator is None and self.patience.most is not None
+        return windows and bool(self.eval_every) and self.step % (self.eval_every or 1) == 0
+
+    def _judge_window(self) -> bool:
+        is_best = self._is_best(-self.patience.window_loss(), TRAINING_LOSS)
+        self.patience.judged(is_best)
+        self._position = self._current_position()
+        return is_best
 
     def evaluate(self) -> bool:
         """Whether this is the best evaluation so far."""
@@ -276,7 +301,9 @@ class Loop:
             names = ", ".join(["loss", *result.metrics])
             raise BadOption(f"best={self.best_by!r} is not a score of this evaluation. Try: {names}.")
         score = -result.loss if self.best_by == "loss" else result.metrics[self.best_by]
-        is_best = self.step > 0 and self._is_best(score)
+        is_best = self.step > 0 and self._is_best(score, self.best_by)
+        if self.step > 0:
+            self.patience.judged(is_best)
         self.journal.write(
             "eval", step=self.step, **figures, rows=result.rows, seconds=result.seconds, best=is_best, ooms=result.ooms
         )
@@ -285,12 +312,12 @@ class Loop:
             hook.after_evaluation(self, result)
         return is_best
 
-    def _is_best(self, score: float) -> bool:
+    def _is_best(self, score: float, metric: str) -> bool:
         """Whether nothing before was as good by the same figure; then it becomes the best. NaN and inf never do."""
-        before = self.best if self.best is not None and self.best.metric == self.best_by else None
-        if not math.isfinite(score) or (before is not None and score <= before.score):
+        before = self.best if self.best is not None and self.best.metric == metric else None
+        if self.patience.blocked or not math.isfinite(score) or (before is not None and score <= before.score):
             return False
-        self.best = Best(step=self.step, metric=self.best_by, score=score)
+        self.best = Best(step=self.step, metric=metric, score=score)
         return True
 
     def save(self, *, last: bool = False) -> None:
@@ -375,6 +402,7 @@ class Loop:
             optimizer=type(self.optimizer).__name__,
             settings=self._settings,
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
+            patience=self.patience.state_dict(),
         )
 
     def resume(self, folder: Path, position: Position) -> None:
@@ -392,11 +420,30 @@ class Loop:
                 group["lr"] = rate
         self.step = self._saved_step = position.step
         self.best = position.best
+        self.patience.load_state_dict(position.patience)
+        if self.patience.is_over and self.step < self.schedule.steps:
+            raise BadRun(
+                f"the run has stopped by patience={self.patience.most}: {self.patience.describe(self._judged_by)} up to step "
+                f"{self.step}. Try: a larger patience= to train on, or the model in RUN/best."
+            )
         if self.best is not None and self.stepper.group.rank == 0:  # it may have been killed before it was marked
             self.checkpoints.mark_best(self.best)
         self.loader.load_state_dict(position.loader)
         device = next(self.stepper.model.parameters()).device
         self.stepper.load_state_dict(state.restore_rank(position.ranks, self.stepper.group.rank, device))
+
+    @property
+    def _judged_by(self) -> str:
+        return TRAINING_LOSS if self.evaluator is None else self.best_by
+
+    def patience_sentence(self) -> str:
+        """Why the run has stopped, with its last good checkpoint."""
+        why = f"stopped after step {self.step}: {self.patience.describe(self._judged_by)}"
+        if self.patience.problems:
+            why += f", and a warning that still holds ({', '.join(self.patience.problems)})"
+        if self.best is None:
+            return f"{why}; no checkpoint was good"
+        return f"{why}; the last good checkpoint is {self.checkpoints.path(self.best.step)}"
 
     @property
     def newest(self) -> Path | None:

@@ -72,6 +72,9 @@ class TrainOptions:
     """How many of those rows the task's own scores use, such as BLEU of generated answers; 0 for none."""
     best: str = "loss"
     """What decides which checkpoint is the best: loss, or a score of the task, such as bleu."""
+    patience: int | None = None
+    """Stop after this many evaluations in a row without a better one. Without --valid, the mean training loss of --eval-every
+    steps takes the place of an evaluation. The best checkpoint is kept. Default: never."""
     save_every: int | None = None
     """Steps between checkpoints. Default: one every ten minutes. The last step is always saved."""
     keep: int = 2
@@ -104,7 +107,15 @@ class TrainOptions:
         return min(int(text), max(1, steps // 2))
 
 
-_LEAST = {"max_steps": 1, "eval_every": 1, "eval_rows": 1, "generate_rows": 0, "save_every": 1, "keep": 1}
+_LEAST = {
+    "max_steps": 1,
+    "eval_every": 1,
+    "eval_rows": 1,
+    "generate_rows": 0,
+    "patience": 1,
+    "save_every": 1,
+    "keep": 1,
+}
 _POSITIVE = {"epochs": math.inf, "lr": math.inf, "decay": 1}
 _NOT_NEGATIVE = {"weight_decay": math.inf, "clip_norm": math.inf, "min_lr": 1}
 _WORDS = {"optimizer": get_args(OptimizerName), "schedule": get_args(Curve), "backend": get_args(Backend)}

@@ -50,6 +50,7 @@ from brimful.training.metrics import FlopModel, Speedometer, peak_flops
 from brimful.training.monitor import Monitor, begin_figures, gather_places
 from brimful.training.optimizer import Schedule, with_optimizer
 from brimful.training.options import SAVE_S, Backend, Curve, OptimizerName, TrainOptions
+from brimful.training.patience import Patience
 from brimful.training.plan_history import Comparison, PlanHistory, compare, rolled_back
 from brimful.training.run import RUN_OPTIONS, Request, RunFolder, RunLock, absolute, new_run, open_run
 from brimful.training.run_log import RunLog
@@ -100,6 +101,7 @@ def train(
     eval_rows: int = 1000,
     generate_rows: int = 100,
     best: str = "loss",
+    patience: int | None = None,
     save_every: int | None = None,
     keep: int = 2,
     time_limit: str | None = None,
@@ -178,6 +180,8 @@ def train(
         eval_rows: Rows to evaluate on, the same each time.
         generate_rows: How many of those rows the task's own scores use.
         best: What decides which checkpoint is the best: "loss", or a score of the task.
+        patience: Stop after this many evaluations in a row without a better one. Without rows to evaluate on, the mean
+            training loss of `eval_every` steps takes the place of an evaluation.
         save_every: Steps between checkpoints. Default: one every ten minutes. The last step is always saved.
         keep: Newest checkpoints to keep, besides the best one.
         time_limit: Save and leave after this time, such as "8h".
@@ -225,7 +229,7 @@ def train(
         optimizer=optimizer, weight_decay=weight_decay, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr,
         clip_norm=clip_norm, ema=ema, plan=None if plan is None else os.fspath(plan), mix=mix,
         skip_oversized=skip_oversized, valid=_as_path(valid), eval_every=eval_every, eval_rows=eval_rows, generate_rows=generate_rows, best=best,
-        save_every=save_every, keep=keep, time_limit=time_limit, backend=backend, trackers=trackers,
+        patience=patience, save_every=save_every, keep=keep, time_limit=time_limit, backend=backend, trackers=trackers,
     )  # fmt: skip
     plan_options = PlanOptions(
         global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
@@ -535,6 +539,7 @@ class Session:
             evaluator=None if valid is None else self._evaluator(plan, model, valid),
             best_by=options.best,
             eval_every=options.eval_every or max(LEAST_STEPS_APART, steps // EVALUATIONS),
+            patience=Patience(most=options.patience, windows=valid is None),
             save_every=options.save_every,
             save_s=SAVE_S,
             hooks=(_Links(self.folder, self._note), *self.hooks) if self.first else self.hooks,
@@ -691,15 +696,18 @@ class Session:
             )
 
     def _end(self, ending: Ending) -> Ending:
+        assert self.loop is not None
         sentence = {
+            "patience": self.loop.patience_sentence(),
             "finished": f"{'trained' if self.trained else 'already finished:'} {show_count(ending.step, 'step')}",
             "interrupted": f"stopped after step {ending.step} and saved",
             "time-limit": f"reached the time limit after step {ending.step} and saved",
         }[ending.reason]
         checkpoint = None if ending.checkpoint is None else str(ending.checkpoint)
+        best = None if ending.best is None else str(self.checkpoints.path(ending.best.step))
         self._write(
-            "end", reason=ending.reason, step=ending.step, loss=ending.loss, checkpoint=checkpoint, sentence=sentence
-        )
+            "end", reason=ending.reason, step=ending.step, loss=ending.loss, checkpoint=checkpoint, best=best, sentence=sentence
+        )  # fmt: skip
         return ending
 
     def _on_step_event(self, event: Event) -> None:

@@ -33,7 +33,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -97,6 +97,8 @@ class Position:
     """Of every group of the optimizer before its first step: what differs in optimizer.pt was changed by training."""
     scheduler: dict[str, Any] | None = None
     """The state of the task's own learning-rate scheduler."""
+    patience: dict[str, Any] = field(default_factory=dict)
+    """Of `patience.Patience`: evaluations without a better one, and what the task has noted about its steps."""
 
     @classmethod
     def from_file(cls, content: dict[str, Any]) -> "Position":

@@ -30,7 +30,7 @@ from brimful.report.page.report_figures import ReportFigures
 from brimful.report.page.summary import checklist, clock_time, device_words, findings_of, joined, state_words
 from brimful.report.run_record import RunRecord
 
-ENDED = ("finished", "interrupted", "time-limit", "failed", "killed")
+ENDED = ("finished", "interrupted", "time-limit", "patience", "failed", "killed")
 
 _LIGHT = """
 --ground:#fff;--panel:#f8f9fb;--ink:#1a1f26;--soft:#5a6472;--rule:#dfe4ea;--link:#0b63b0;--good:#0a7350;--warn:#a86200;--warn-ink:#8a5000;

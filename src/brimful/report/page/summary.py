@@ -66,6 +66,8 @@ def _what(figures: ReportFigures) -> str:
             return tr("{task} was stopped on {device} at {progress}, after {time}.", **values)
         case "time-limit":
             return tr("{task} reached its time limit on {device} at {progress}, after {time}.", **values)
+        case "patience":
+            return tr("{task} stopped improving on {device} at {progress}, after {time}.", **values)
         case "killed":
             return tr("{task} was killed on {device} at {progress}, after {time}: its process ended without writing why.", **values)  # fmt: skip
     return tr("{task} failed on {device} at {progress}, after {time}.", **values)
@@ -287,7 +289,7 @@ def next_steps(figures: ReportFigures, findings: Sequence[Diagnosis] = ()) -> li
         case "killed" | "failed":
             steps.append(NextStep(tr("Find out why it ended:"), f"brimful why {run}"))
             steps.append(NextStep(tr("Then continue it:"), f"brimful train --run {run} --resume"))
-        case "finished":
+        case "finished" | "patience":
             steps += _use_the_model(figures, run)
     for finding in findings[:FIXES]:
         steps += [NextStep(translate(fix.title), fix.flags.get("brimful")) for fix in finding.fixes[:1]]
@@ -456,7 +458,7 @@ def zone_words(zone: str | None) -> str:
 def state_words(state: str) -> str:
     words = {
         "preparing": tr("preparing"), "running": tr("running"), "finished": tr("finished"), "interrupted": tr("interrupted"),
-        "time-limit": tr("time-limit"), "failed": tr("failed"), "killed": tr("killed"),
+        "time-limit": tr("time-limit"), "patience": tr("patience"), "failed": tr("failed"), "killed": tr("killed"),
     }  # fmt: skip
     return words.get(state, state)
 

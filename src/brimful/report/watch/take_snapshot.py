@@ -340,7 +340,7 @@ def _notes(record: RunRecord) -> Iterator[Note]:
 
 def _resume_command(record: RunRecord, state: WatchState, request: Mapping[str, Any]) -> str | None:
     """None if the run goes on, is complete or has nothing to continue from, or was given its rows in memory."""
-    if state in (*ACTIVE, "finished", "gone") or not record.folder.has_checkpoint:
+    if state in (*ACTIVE, "finished", "patience", "gone") or not record.folder.has_checkpoint:
         return None
     return record.folder.resume_command if request.get("data") is not None else None
 

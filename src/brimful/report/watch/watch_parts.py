@@ -29,7 +29,7 @@ from brimful.report.watch.sparklines import progress_bar, stacked_bar
 from brimful.units import show_rate, show_seconds
 
 STATE_STYLES = {
-    "preparing": "cyan", "running": "green", "finished": "green", "interrupted": "yellow", "time-limit": "yellow",
+    "preparing": "cyan", "running": "green", "finished": "green", "interrupted": "yellow", "time-limit": "yellow", "patience": "yellow",
     "failed": "bold red", "killed": "bold red", "gone": "bold red",
 }  # fmt: skip
 PART_STYLES = ("green", "yellow", "magenta", "bright_black")

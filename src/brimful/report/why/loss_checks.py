@@ -17,15 +17,15 @@ noisy to be sure.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-from brimful.report.run_figures import RunFigures, Typical, part, spread
+from brimful.report.run_figures import RunFigures, Typical, part
 from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
 from brimful.report.why.finding import Finding, say
 from brimful.training.events import number
+from brimful.training.levels import OF_LEVEL, Level, follows_rate, rise_matters, spread
 from brimful.units import show_rows
 
 NEW_WEIGHTS = ("chatlm-tiny", "chatlm-base", "causal-tiny", "causal-small")
@@ -34,10 +34,6 @@ FEW_UPDATES = 100
 """Below this, neither a learning rate nor a loss curve can be judged."""
 LEVELS, LEAST_PER_LEVEL = 40, 8
 """Parts of a curve, and steps of each."""
-SURE = 6.0
-"""Errors by which two levels must differ."""
-OF_PROGRESS, OF_LEVEL = 0.25, 0.10
-"""A rise that matters: of what the loss has fallen so far, and of its level."""
 SWINGS = 3
 FAST_SWING, AUTOCORRELATION = 0.15, 0.6
 """Steps swing if they differ by this share of the level, and depend on the step before by this much. Noise does not."""
@@ -65,18 +61,6 @@ def loss_findings(run: RunFigures) -> Iterator[Finding]:
             return
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """A part of the curve."""
-
-    loss: float
-    error: float
-    lr: float | None
-    first: int
-    last: int
-    """Steps."""
-
-
 class Curve:
     """The finite losses of the updates of a run, and their levels."""
 
@@ -97,7 +81,7 @@ class Curve:
         parts: list[list[tuple[int, float, float | None]]] = [[] for _ in range(count)]
         for point in self.points:
             parts[min(count - 1, int((point[0] - first) / width))].append(point)
-        return [_level(one) for one in parts if len(one) >= 3]
+        return [Level.of(one) for one in parts if len(one) >= 3]
 
     @property
     def start(self) -> float:
@@ -116,23 +100,7 @@ class Curve:
 
     def matters(self, low: Level, high_loss: float, high_error: float) -> bool:
         """Whether a rise from this level is beyond noise and large for this curve."""
-        rise = high_loss - low.loss
-        return rise >= max(
-            SURE * math.hypot(low.error, high_error), OF_PROGRESS * self.progress, OF_LEVEL * abs(low.loss)
-        )
-
-
-def _level(points: Sequence[tuple[int, float, float | None]]) -> Level:
-    losses = [loss for _, loss, _ in points]
-    rates = [lr for _, _, lr in points if lr is not None and math.isfinite(lr)]
-    error = 1.25 * spread(losses) / math.sqrt(len(losses))
-    return Level(median(losses), error, median(rates) if rates else None, points[0][0], points[-1][0])
-
-
-def _follows_rate(low: Level, later: Sequence[Level]) -> bool:
-    """Whether the learning rate rose after the lowest level, as after a restart: then the loss may rise too."""
-    rates = [level.lr for level in later if level.lr is not None]
-    return low.lr is not None and bool(rates) and max(rates) > 1.05 * low.lr
+        return rise_matters(low, high_loss, high_error, progress=self.progress)
 
 
 def _finding(
@@ -176,7 +144,7 @@ def _diverging(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     if at >= len(levels) - max(2, len(levels) // 5) or not curve.matters(low, end, error):
         return
     above_start = end > curve.start + OF_LEVEL * abs(curve.start)
-    if _follows_rate(low, levels[at + 1 :]) and not above_start:
+    if follows_rate(low, levels[at + 1 :]) and not above_start:
         return
     sentences = [
         say("The loss is rising: its lowest level was {low} around step {at}, and now it is {end}.", low=f"{low.loss:.4g}", at=f"{(low.first + low.last) // 2:,}", end=f"{end:.4g}")
@@ -219,11 +187,11 @@ def _count_swings(curve: Curve) -> int:
     for index, level in enumerate(levels):
         if not rising:
             low = index if level.loss < levels[low].loss else low
-            if curve.matters(levels[low], level.loss, level.error) and not _follows_rate(
+            if curve.matters(levels[low], level.loss, level.error) and not follows_rate(
                 levels[low], levels[low + 1 : index + 1]
             ):
                 rising, high = True, index
-            elif level.loss > levels[low].loss and _follows_rate(levels[low], levels[low + 1 : index + 1]):
+            elif level.loss > levels[low].loss and follows_rate(levels[low], levels[low + 1 : index + 1]):
                 low = index
         else:
             high = index if level.loss > levels[high].loss else high

@@ -1,0 +1,127 @@
+"""What tells early that preference training goes wrong: the rules behind the warnings of `dpo`.
+
+A pair can be told apart by making both replies less likely, so the loss falls and the accuracy rises while the model forgets
+how to answer. And wrong labels, or a learning rate that never acts, give a loss that looks like any other. After every
+`WINDOW` steps these rules look at the figures that the loss has logged:
+
+    chosen-collapsed     the log-probability of chosen replies is 0.5 per token below that of the first steps, which makes
+                         each token 1.65 times less likely; by the median of a window, and by six of its errors
+    loss-spiked          two windows in a row are above the lowest one by what `training.levels` calls a rise that matters
+    accuracy-at-chance   of the last 4,000 pairs so few are told apart that an accuracy of 0.55 would give so few once in
+                         10,000 cases (Chernoff's bound of the binomial distribution), after 100 updates at least
+
+Imports no torch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from brimful.training.levels import OF_LEVEL, SURE, Level, follows_rate, rise_matters
+
+COLLAPSED, SPIKED, AT_CHANCE = "chosen-collapsed", "loss-spiked", "accuracy-at-chance"
+WINDOW = 10
+"""Steps."""
+START = 5
+"""The first steps, before training has changed much."""
+FALL = 0.5
+"""Nats per token."""
+ABOVE_CHANCE, RARE = 0.55, 1e-4
+CHANCE_PAIRS, CHANCE_STEPS = 4000, 100
+USUAL = 40
+"""Windows that say how large the error of one usually is."""
+TOKENS_LOGP, ACCURACY = "logp_chosen", "accuracy"
+
+
+def watch(notes: dict[str, Any], step: Mapping[str, Any]) -> dict[str, str]:
+    """What is wrong after this step. `notes` keeps the figures of the window, and what windows before it showed."""
+    if not notes:
+        notes |= {"window": [], "errors": [], "accuracies": [], "problems": {}}
+        notes |= dict.fromkeys(("start", "start_logp", "lowest", "last"))
+    if not step["applied"] or not math.isfinite(step["loss"]):
+        return dict(notes["problems"])
+    window = notes["window"]
+    window.append([step["step"], step["loss"], step["lr"], step["rows"], step.get(TOKENS_LOGP), step.get(ACCURACY)])
+    if notes["start"] is None and len(window) == START:
+        notes["start"], notes["start_logp"] = _level(window, 1), _level(window, 4)
+    if len(window) == WINDOW:
+        found = [_collapsed(notes), _spiked(notes), _at_chance(notes, step["step"])]
+        notes["problems"] = dict(one for one in found if one is not None)
+        notes["window"] = []
+    return dict(notes["problems"])
+
+
+def _level(window: Sequence[Sequence[Any]], column: int) -> list[Any] | None:
+    """A `Level` as the list of its fields, which a checkpoint can hold; None if the figure is unknown."""
+    points = [(one[0], one[column], one[2]) for one in window if one[column] is not None and math.isfinite(one[column])]
+    if len(points) < START:
+        return None
+    level = Level.of(points)
+    return [level.loss, level.error, level.lr, level.first, level.last]
+
+
+def _collapsed(notes: dict[str, Any]) -> tuple[str, str] | None:
+    now, start = _level(notes["window"], 4), notes["start_logp"]
+    if now is None or start is None:
+        return None
+    fall = start[0] - now[0]
+    if fall < max(FALL, SURE * math.hypot(start[1], now[1])):
+        return None
+    return COLLAPSED, (
+        f"the log-probability of chosen replies has fallen from {start[0]:.2f} to {now[0]:.2f} per token, so the model forgets "
+        "how to answer. Try: a lower lr=, or a higher beta="
+    )
+
+
+def _spiked(notes: dict[str, Any]) -> tuple[str, str] | None:
+    """An error from ten steps is rough, so at least the usual one is taken."""
+    now = _level(notes["window"], 1)
+    if now is None or notes["start"] is None:
+        return None
+    notes["errors"] = [*notes["errors"], now[1]][-USUAL:]
+    usual = sum(notes["errors"]) / len(notes["errors"])
+    last, notes["last"] = notes["last"], now
+    lowest = notes["lowest"]
+    if lowest is None or now[0] < lowest[0]:
+        notes["lowest"] = now
+    if lowest is None or last == lowest:
+        return None
+    low, start, recent = Level(*lowest), Level(*notes["start"]), (Level(*last), Level(*now))
+    low = replace(low, error=max(low.error, usual))
+    progress = max(0.0, start.loss - low.loss)
+    rises = all(rise_matters(low, one.loss, max(one.error, usual), progress=progress) for one in recent)
+    above_start = all(one.loss > start.loss + OF_LEVEL * abs(start.loss) for one in recent)
+    if not rises or (follows_rate(low, recent) and not above_start):
+        return None
+    return SPIKED, (
+        f"the loss has risen from {low.loss:.4g} around step {(low.first + low.last) // 2} to {now[0]:.4g}. "
+        "Try: a lower lr=, or a longer warmup="
+    )
+
+
+def _at_chance(notes: dict[str, Any], updates: int) -> tuple[str, str] | None:
+    known = [one for one in notes["window"] if one[5] is not None and math.isfinite(one[5])]
+    accuracies = notes["accuracies"]
+    accuracies.append([sum(one[3] for one in known), sum(one[3] * one[5] for one in known)])
+    while sum(pairs for pairs, _ in accuracies[1:]) >= CHANCE_PAIRS:
+        accuracies.pop(0)
+    pairs, right = (sum(column) for column in zip(*accuracies, strict=True))
+    if pairs < CHANCE_PAIRS or updates < CHANCE_STEPS or not below(right / pairs, pairs, ABOVE_CHANCE):
+        return None
+    return AT_CHANCE, (
+        f"the model tells chosen from rejected in {right / pairs:.1%} of the last {pairs:,} pairs, which is no better than "
+        "chance. Try: check that chosen and rejected are not mixed up, or a higher lr="
+    )
+
+
+def below(share: float, count: float, bound: float) -> bool:
+    """Whether a true share of `bound` would give so small a share of `count` in less than one of 10,000 cases.
+
+    P(X ≤ share·n) ≤ exp(−n·KL(share ‖ bound)), for a share below the bound.
+    """
+    if share >= bound:
+        return False
+    parts = ((share, bound), (1 - share, 1 - bound))
+    divergence = sum(p * math.log(p / q) for p, q in parts if p > 0)
+    return count * divergence >= -math.log(RARE)

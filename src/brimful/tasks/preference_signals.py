@@ -44,7 +44,8 @@ def watch(notes: dict[str, Any], step: Mapping[str, Any]) -> dict[str, str]:
     window = notes["window"]
     window.append([step["step"], step["loss"], step["lr"], step["rows"], step.get(TOKENS_LOGP), step.get(ACCURACY)])
     if notes["start"] is None and len(window) == START:
-        notes["start"], notes["start_logp"] = _level(window, 1), _level(window, 4)
+        notes["start"], logp = _level(window, 1), _level(window, 4)
+        notes["start_logp"] = None if logp is None else max(logp[0], window[0][4])
     if len(window) == WINDOW:
         found = [_collapsed(notes), _spiked(notes), _at_chance(notes, step["step"])]
         notes["problems"] = dict(one for one in found if one is not None)
@@ -62,14 +63,15 @@ def _level(window: Sequence[Sequence[Any]], column: int) -> list[Any] | None:
 
 
 def _collapsed(notes: dict[str, Any]) -> tuple[str, str] | None:
+    """The start is that of the first step if the next ones are lower: a high rate may ruin a model within them."""
     now, start = _level(notes["window"], 4), notes["start_logp"]
     if now is None or start is None:
         return None
-    fall = start[0] - now[0]
-    if fall < max(FALL, SURE * math.hypot(start[1], now[1])):
+    error_of_start = now[1] * math.sqrt(WINDOW / START)
+    if start - now[0] < max(FALL, SURE * math.hypot(error_of_start, now[1])):
         return None
     return COLLAPSED, (
-        f"the log-probability of chosen replies has fallen from {start[0]:.2f} to {now[0]:.2f} per token, so the model forgets "
+        f"the log-probability of chosen replies has fallen from {start:.2f} to {now[0]:.2f} per token, so the model forgets "
         "how to answer. Try: a lower lr=, or a higher beta="
     )
 

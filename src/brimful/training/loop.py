@@ -438,12 +438,12 @@ class Loop:
 
     def patience_sentence(self) -> str:
         """Why the run has stopped, with its last good checkpoint."""
-        why = f"stopped after step {self.step}: {self.patience.describe(self._judged_by)}"
+        why = self.patience.describe(self._judged_by)
         if self.patience.problems:
             why += f", and a warning that still holds ({', '.join(self.patience.problems)})"
         if self.best is None:
-            return f"{why}; no checkpoint was good"
-        return f"{why}; the last good checkpoint is {self.checkpoints.path(self.best.step)}"
+            return f"stopped after step {self.step}: {why}; no checkpoint was good"
+        return f"stopped after step {self.step}: {why}; the last good checkpoint is {self.checkpoints.path(self.best.step)}"
 
     @property
     def newest(self) -> Path | None:

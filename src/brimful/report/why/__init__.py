@@ -21,5 +21,6 @@ growth_checks   memory that grows over equal steps
 long_rows       the one long row
 speed_checks    where the time goes
 loss_checks     losses that do not fall
+signal_checks   what the task has warned of in its own training
 finding         a diagnosis and its place among others
 """

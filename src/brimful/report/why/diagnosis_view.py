@@ -35,6 +35,7 @@ KIND_TITLES = {
     "stopped": "The run was stopped",
     "killed": "The run was killed",
     "time-limit": "The time limit was reached",
+    "patience": "The run no longer improved",
     "missing-package": "A package is missing",
     "nccl-duplicate-gpu": "Two ranks use one GPU",
     "nccl-shm": "NCCL could not use shared memory",

@@ -112,7 +112,7 @@ def _finding(
     )  # fmt: skip
 
 
-def _lower_rate(run: RunFigures) -> Fix:
+def lower_rate(run: RunFigures) -> Fix:
     rates = [lr for step in run.steps if (lr := number(step, "lr")) is not None and math.isfinite(lr)]
     if not rates or not max(rates):
         return Fix(title=say("Lower the learning rate to a third"), costs=say("another experiment"))
@@ -124,7 +124,7 @@ def _lower_rate(run: RunFigures) -> Fix:
 
 
 def _stabilisers(run: RunFigures) -> Iterator[Fix]:
-    yield _lower_rate(run)
+    yield lower_rate(run)
     if run.options.get("clip_norm") == 0:
         yield Fix(title=say("Clip the gradients, which is off"), flags={"brimful": "--clip-norm 1"})
     yield Fix(title=say("Let the learning rate rise for longer"), flags={"brimful": "--warmup 5%"})
@@ -316,7 +316,7 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
         )
         fixes += _stabilisers(run)
     else:
-        fixes.append(_lower_rate(run))
+        fixes.append(lower_rate(run))
         fixes.append(Fix(title=say("Look at the rows of step {step}: an event `skip` names the first weight with such a gradient", step=f"{first:,}")))  # fmt: skip
     serious = ended_so or len(bad) > SKIPPED * len(run.steps)
     skip = next((event for event in run.record.of_kind("skip") if event["step"] == first), {})

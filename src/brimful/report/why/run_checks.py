@@ -5,6 +5,7 @@
     growth_checks    leaks, and the one long row
     speed_checks     where the time went
     loss_checks      loss curves and learning rates
+    signal_checks    what the task itself has warned of
 
 Each check returns nothing for a healthy run: thresholds are above what healthy runs show, and what is not known is not claimed.
 Memory and loss are judged over the whole run, speed over the part since the last resume, because its plan may be another one.
@@ -23,6 +24,7 @@ from brimful.report.why.finding import Finding, say
 from brimful.report.why.growth_checks import growth_findings
 from brimful.report.why.loss_checks import loss_findings
 from brimful.report.why.oom_checks import oom_findings, resource
+from brimful.report.why.signal_checks import signal_findings
 from brimful.report.why.speed_checks import LEAST_STEPS, speed_findings
 from brimful.training.events import number
 from brimful.units import show_bytes
@@ -44,6 +46,9 @@ TITLES = {
     "loss-swinging": "The loss swings",
     "loss-flat": "The loss does not fall",
     "learning-rate-not-applied": "The learning rate has no effect",
+    "chosen-collapsed": "Chosen replies become unlikely",
+    "loss-spiked": "The loss has risen",
+    "accuracy-at-chance": "The accuracy is at chance",
     "few-updates": "Too few updates",
     "batch-exceeds-data": "A batch larger than the data",
     "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
@@ -87,10 +92,13 @@ def check_run(record: RunRecord) -> list[Diagnosis]:
         *oom_findings(run),
         *growth_findings(run),
         *loss_findings(run),
+        *signal_findings(run),
         *speed_findings(_newest_part(run)),
     ]
     if any("others_bytes" in one.diagnosis.figures and one.diagnosis.kind == "gpu-out-of-memory" for one in findings):
         findings = [one for one in findings if one.diagnosis.kind != "others-on-card"]  # said already
+    if any(one.diagnosis.kind in ("loss-diverging", "loss-swinging") for one in findings):
+        findings = [one for one in findings if one.diagnosis.kind != "loss-spiked"]  # the same, with less to go by
     findings = _without_consequences_of_nan(run, findings)
     findings.sort(key=lambda finding: -finding.importance)
     return [finding.diagnosis for finding in findings]

@@ -1,5 +1,7 @@
 """How a run ended that nothing is wrong with: finished, interrupted, or without the file that says so."""
 
+from pathlib import Path
+
 from brimful.report.run_figures import RunFigures
 from brimful.report.run_record import RunRecord
 from brimful.report.why.diagnosis import Diagnosis, Fix
@@ -26,9 +28,11 @@ def events_missing(record: RunRecord) -> Diagnosis | None:
 
 def interruption(record: RunRecord) -> Diagnosis | None:
     """A run that was asked to stop, or reached its time limit: it is to be continued."""
-    if record.state not in ("interrupted", "time-limit"):
+    if record.state not in ("interrupted", "time-limit", "patience"):
         return None
     run = RunFigures(record)
+    if record.state == "patience":
+        return _patience(record, run)
     step, steps = f"{run.last_step:,}", run.steps_in_all
     limit = record.state == "time-limit"
     if steps is None or not run.steps:
@@ -41,6 +45,18 @@ def interruption(record: RunRecord) -> Diagnosis | None:
     return Diagnosis(
         resource="none", kind=record.state, cause=cause, figures=figures, fixes=(_resume(record),), evidence="events.jsonl, end"
     )  # fmt: skip
+
+
+def _patience(record: RunRecord, run: RunFigures) -> Diagnosis:
+    """A run that no longer improved: its best checkpoint is the result, and there is nothing to repair."""
+    best = record.of_kind("end")[-1].get("best")
+    cause = [say("The run stopped after step {step} because it no longer improved.", step=f"{run.last_step:,}")]
+    if best:
+        cause.append(say("Its last good checkpoint is {name}.", name=Path(str(best)).name))
+    figures = {"step": run.last_step, "steps": run.steps_in_all, "best": best}
+    return Diagnosis(
+        resource="none", kind="patience", cause=" ".join(cause), figures=figures, evidence="events.jsonl, end"
+    )
 
 
 def _resume(record: RunRecord) -> Fix:

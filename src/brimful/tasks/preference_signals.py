@@ -37,7 +37,7 @@ TOKENS_LOGP, ACCURACY = "logp_chosen", "accuracy"
 def watch(notes: dict[str, Any], step: Mapping[str, Any]) -> dict[str, str]:
     """What is wrong after this step. `notes` keeps the figures of the window, and what windows before it showed."""
     if not notes:
-        notes |= {"window": [], "errors": [], "accuracies": [], "problems": {}}
+        notes |= {"window": [], "errors": [], "logp_errors": [], "accuracies": [], "problems": {}}
         notes |= dict.fromkeys(("start", "start_logp", "lowest", "last"))
     if not step["applied"] or not math.isfinite(step["loss"]):
         return dict(notes["problems"])
@@ -67,8 +67,8 @@ def _collapsed(notes: dict[str, Any]) -> tuple[str, str] | None:
     now, start = _level(notes["window"], 4), notes["start_logp"]
     if now is None or start is None:
         return None
-    error_of_start = now[1] * math.sqrt(WINDOW / START)
-    if start - now[0] < max(FALL, SURE * math.hypot(error_of_start, now[1])):
+    error = _usual(notes, "logp_errors", now[1])
+    if start - now[0] < max(FALL, SURE * math.hypot(error, error * math.sqrt(WINDOW / START))):
         return None
     return COLLAPSED, (
         f"the log-probability of chosen replies has fallen from {start:.2f} to {now[0]:.2f} per token, so the model forgets "
@@ -76,13 +76,17 @@ def _collapsed(notes: dict[str, Any]) -> tuple[str, str] | None:
     )
 
 
-def _spiked(notes: dict[str, Any]) -> tuple[str, str] | None:
+def _usual(notes: dict[str, Any], name: str, error: float) -> float:
     """An error from ten steps is rough, so at least the usual one is taken."""
+    notes[name] = [*notes[name], error][-USUAL:]
+    return float(max(error, sum(notes[name]) / len(notes[name])))
+
+
+def _spiked(notes: dict[str, Any]) -> tuple[str, str] | None:
     now = _level(notes["window"], 1)
     if now is None or notes["start"] is None:
         return None
-    notes["errors"] = [*notes["errors"], now[1]][-USUAL:]
-    usual = sum(notes["errors"]) / len(notes["errors"])
+    usual = _usual(notes, "errors", now[1])
     last, notes["last"] = notes["last"], now
     lowest = notes["lowest"]
     if lowest is None or now[0] < lowest[0]:

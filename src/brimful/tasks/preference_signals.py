@@ -67,7 +67,7 @@ def _collapsed(notes: dict[str, Any]) -> tuple[str, str] | None:
     now, start = _level(notes["window"], 4), notes["start_logp"]
     if now is None or start is None:
         return None
-    error = _usual(notes, "logp_errors", now[1])
+    error = max(now[1], _usual(notes, "logp_errors", now[1]))
     if start - now[0] < max(FALL, SURE * math.hypot(error, error * math.sqrt(WINDOW / START))):
         return None
     return COLLAPSED, (
@@ -77,9 +77,9 @@ def _collapsed(notes: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _usual(notes: dict[str, Any], name: str, error: float) -> float:
-    """An error from ten steps is rough, so at least the usual one is taken."""
+    """The mean error of the last windows. One from ten steps is rough, so at least this much is assumed."""
     notes[name] = [*notes[name], error][-USUAL:]
-    return float(max(error, sum(notes[name]) / len(notes[name])))
+    return float(sum(notes[name]) / len(notes[name]))
 
 
 def _spiked(notes: dict[str, Any]) -> tuple[str, str] | None:

@@ -18,7 +18,8 @@ On the H200, each call under 4 minutes. Keep the folder between calls: models an
     trl-tuned   the best of a grid of batch sizes, precomputed reference, checkpointing and padding-free batches
 
 Every setting runs in a process of its own below the same cap (`set_per_process_memory_fraction`). All have the same weights,
-the same pairs in the same steps of 64, DPO with beta 0.1, AdamW at a constant rate, gradients clipped to 1 and no dropout.
+the same pairs in the same steps of 64, DPO with beta 0.1, AdamW at a constant rate, gradients clipped to 1 and no dropout; all
+weights are trained (Brimful by itself would leave the encoder of T5 as it is).
 **pairs/s** is the median over the second half of the steps, without the first three if there are more. **peak** and
 **reserved** are the most since training began. **reference** is what it took before the first step: plan, compilation and the
 log-probabilities of the reference; without it is **pairs/s**. **apart** is the largest difference of the first three losses
@@ -80,7 +81,7 @@ def settings(contestant: str) -> list[tuple[str, dict[str, Any]]]:
 def prepare(model: str, folder: Path, chat_rows: Path, *, tiny: bool) -> None:
     """Model with tokenizer, pairs and their token store, unless they are there."""
     import sft_cases
-    from brimful.tasks.language import Pretrain, PretrainOptions
+    from brimful.tasks.language import LanguageOptions, Pretrain
     from brimful.tasks.preference import Dpo, DpoOptions
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ def prepare(model: str, folder: Path, chat_rows: Path, *, tiny: bool) -> None:
         import brimful
 
         run = folder / f"t5-run{'-tiny' if tiny else ''}"
-        task = Pretrain(PretrainOptions(model="chatlm-tiny" if tiny else "chatlm-base"))
+        task = Pretrain(LanguageOptions(model="chatlm-tiny" if tiny else "chatlm-base"))
         how = {"global_batch": TINY_BATCH} if tiny else {}
         brimful.train(task, str(chat_rows), run=run, max_steps=1, lr=1e-9, quiet=True, cache=False, **how)  # type: ignore[arg-type]
         _without_dropout((run / "model").resolve(), target)
@@ -236,7 +237,7 @@ def train_with_brimful(job: dict[str, Any], clock: Clock) -> None:
         for file in Path(job["store"]).glob("reference-*.npy"):
             file.unlink()  # it is part of what is measured
         brimful.train(
-            Dpo(DpoOptions(model=job["model_folder"], beta=BETA)), job["store"], run=f"{folder}/run", max_steps=job["steps"],
+            Dpo(DpoOptions(model=job["model_folder"], beta=BETA, freeze="none" if job["model"] == "t5" else None)), job["store"], run=f"{folder}/run", max_steps=job["steps"],
             lr=LEARNING_RATE, weight_decay=0.0, schedule="constant", warmup=0, clip_norm=CLIP, global_batch=job["global_batch"],
             device=str(clock.device), seed=job["seed"], cache=False, quiet=True, hooks=[Ticks()], **limit, **job["options"],
         )  # fmt: skip

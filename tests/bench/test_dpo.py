@@ -33,7 +33,7 @@ def folder(dpo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(dpo: ModuleType, folder: Path, model: str, contestant: str, **options: Any) -> dict[str, Any]:
-    args = argparse.Namespace(seed=0, steps=3, seconds=60.0, device="cpu", tiny=True)
+    args = argparse.Namespace(seed=0, steps=2, seconds=60.0, device="cpu", tiny=True)
     job = dpo.make_job(args, folder, folder / "out.jsonl", model, None, contestant, "a setting", options)
     result = dpo.run_job(job)
     assert result["status"] == "ok", result["error"]
@@ -50,11 +50,10 @@ def test_two_models_have_the_same_losses(dpo: ModuleType, folder: Path) -> None:
     assert "t5 (tiny)" in table and "| two-models |" in table and "×" in table
 
 
-@pytest.mark.parametrize("options", [{}, {"precompute_ref_log_probs": True, "batch": 4}], ids=["defaults", "tuned"])
-def test_trl_has_the_same_losses(dpo: ModuleType, folder: Path, options: dict[str, Any]) -> None:
+def test_trl_has_the_same_losses(dpo: ModuleType, folder: Path) -> None:
     pytest.importorskip("trl")
     own = run(dpo, folder, "qwen2.5-0.5b", "brimful", workers=0)
-    other = run(dpo, folder, "qwen2.5-0.5b", "trl", **options)
+    other = run(dpo, folder, "qwen2.5-0.5b", "trl", precompute_ref_log_probs=True, batch=4)
     assert other["loss"] == pytest.approx(own["loss"], abs=1e-4)
 
 

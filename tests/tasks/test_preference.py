@@ -258,7 +258,7 @@ def test_a_resumed_run_whose_model_is_gone_reads_the_file(made, tmp_path):
     values = reference_of(run)
     shutil.rmtree(model)
     rows = resumed_by_file(run).rows(str(next(run.glob("data/train-*"))))
-    context = FakeContext(run)
+    context = context_of(run)
     resumed_by_file(run).before_training(resumed_by_file(run).initial_model(), rows, context)
     assert np.array_equal(rows.reference, values)
     for file in run.glob("data/train-*/reference-*"):
@@ -267,7 +267,7 @@ def test_a_resumed_run_whose_model_is_gone_reads_the_file(made, tmp_path):
         resumed_by_file(run).before_training(resumed_by_file(run).initial_model(), rows, context)
 
 
-def FakeContext(run, resumed=True):
+def context_of(run, resumed=True):
     from brimful.step.distributed import SingleProcess
     from brimful.training.evaluate import TrainingContext
 
@@ -395,6 +395,29 @@ def test_a_reference_of_another_architecture_is_refused(made):
     task = made["t5"].task(reference=str(made["qwen2"].model))
     with pytest.raises(BadOption, match="is a causal model"):
         task.reference_model()
+
+
+def test_pairs_in_memory_need_their_reference(made, base):
+    one = made["t5"]
+    rows = [{**row} for row in one.task().rows(str(store_of(base["t5", "whole"])))]
+    for row in rows:
+        del row["reference"]
+    context = context_of(one.folder)
+    with pytest.raises(BadData, match="have no log-probabilities of the reference"):
+        one.task().before_training(None, rows, context)
+    one.task(loss="simpo").before_training(None, rows, context)
+    one.task().before_training(None, [{**row, "reference": (-1.0, -2.0)} for row in rows], context)
+
+
+def test_a_resumed_run_does_not_need_another_reference_model(made, tmp_path):
+    one = made["t5"]
+    reference = shutil.copytree(one.model, tmp_path / "reference")
+    run = interrupted(one, "reference-gone", reference=str(reference))
+    shutil.rmtree(reference)
+    task, values = resumed_by_file(run), reference_of(run)
+    rows = task.rows(str(store_of(run)))
+    task.before_training(task.initial_model(), rows, context_of(run))
+    assert np.array_equal(rows.reference, values)
 
 
 def test_rows_of_another_task_are_refused(one, tiny):

@@ -296,7 +296,7 @@ def _model_too_large(task: Task, model: nn.Module, target: Target) -> DoesNotFit
     return DoesNotFit(
         f"weights and gradients alone take {show_bytes(least)}, and the limit is {show_bytes(target.limit_bytes)} on "
         f"{target.name} ({target.limit_reason}){target.other_users}. "
-        f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model{alternatives(task, target)}.',
+        f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model{alternatives(task, target, least)}.',
         needed_bytes=round(least / target.fill),
     )
 

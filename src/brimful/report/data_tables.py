@@ -65,7 +65,10 @@ def rows_table(report: "RowsReport") -> RenderableType:
         lengths = ", ".join(f"{name} {value:,.0f}" for name, value in report.lengths.items())
         table.add_row("lengths", f"{lengths} tokens")
         lost = f"{report.truncated:,} rows are longer than {report.max_tokens:,} tokens and lose {report.lost_tokens:,}"
-        table.add_row("truncated", lost if report.truncated else f"no row is longer than {report.max_tokens:,} tokens")
+        table.add_row(
+            "truncated",
+            lost if report.truncated else f"no row that is kept is longer than {report.max_tokens:,} tokens",
+        )
     if (packing := report.packing) is not None:
         padded = f"padded {packing.sorted:.0%} with rows of similar length, {packing.unsorted:.0%} as they come"
         table.add_row(

@@ -47,6 +47,8 @@ TITLES = {
     "few-updates": "Too few updates",
     "batch-exceeds-data": "A batch larger than the data",
     "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
+    "slow-plan-cut-short": "Slow: the plan was cut short",
+    "slow-small-micro-batch": "Slow: the micro-batch is small",
     "slow-data": "Slow: waiting for rows",
     "slow-communication": "Slow: communication",
     "slow-rank": "Slow: one rank",

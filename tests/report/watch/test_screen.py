@@ -169,6 +169,13 @@ def test_the_error_of_a_failed_run_does_not_push_the_command_out(tmp_path):
         assert "CUDA error: an illegal" in shown and "To continue: brimful train" in shown
 
 
+def test_an_error_that_would_come_again_is_to_be_fixed_first(tmp_path):
+    folder = write_run(tmp_path / "first", steps=30, checkpoints=[10], end="failed")
+    content = (folder / "events.jsonl").read_text().replace("trained 30 steps", "task Net: loss() failed at mine.py:12: KeyError")  # fmt: skip
+    (folder / "events.jsonl").write_text(content)
+    assert "Fix this first, then continue: brimful train --run" in squeezed(snapshot(folder, "failed"), 120, 24)
+
+
 def test_a_run_that_is_prepared_says_so(tmp_path):
     folder = write_run(tmp_path / "first", steps=30, done=0, running=True)
     assert "The plan is made; the first step has not ended yet." in squeezed(snapshot(folder, "preparing"))

@@ -158,6 +158,8 @@ class Snapshot:
     sentence: str | None = None
     """How it ended."""
     resume_command: str | None = None
+    fails_again: bool = False
+    """Whether the run ended with an error that must be fixed before it is continued."""
     silent_s: float | None = None
     """Seconds since its last event, if that is longer than usual."""
     switched_from: str | None = None

@@ -113,7 +113,8 @@ def ending(canvas: Canvas) -> Lines:
     sentence = " ".join(sentences.get(snapshot.state, translate(snapshot.sentence or "")).split())
     lines = wrap(canvas.text(sentence, style), canvas.width)[:4] if sentence else []
     if snapshot.resume_command:
-        lines.append(canvas.text(tr("To continue: {command}", command=snapshot.resume_command)))
+        template = "Fix this first, then continue: {command}" if snapshot.fails_again else "To continue: {command}"
+        lines.append(canvas.text(tr(template, command=snapshot.resume_command)))
     return lines
 
 

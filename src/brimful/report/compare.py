@@ -279,7 +279,7 @@ class Pair:
             yield phrase("its loss is higher {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
 
     def _ending(self) -> Iterator[Phrase]:
-        state = self.side.run.record.state
+        state = self.side.run.record.state_label
         if self.side.run.record is self.first.run.record:
             return
         if state == "failed":

@@ -112,6 +112,12 @@ class RunRecord:
         return "running" if self.steps else "preparing"
 
     @property
+    def state_label(self) -> str:
+        """The state as people read it. Without events.jsonl nothing says how the run ended."""
+        state = self.state
+        return "no record" if state == "killed" and not self.folder.events.is_file() else state
+
+    @property
     def fails_again(self) -> bool:
         """Whether the run ended with an error that a resume would run into again."""
         ends = self.of_kind("end") if self.state == "failed" else []

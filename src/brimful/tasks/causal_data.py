@@ -122,6 +122,12 @@ class TextEncoder:
             vocab_size=1 + max(loaded.get_vocab().values()),
         )  # fmt: skip
 
+    method = "all tokens"
+
+    def pieces(self, tokens: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+        """A row as text: all of it is trained on."""
+        return [(self.tokenizer.decode(list(tokens), skip_special_tokens=False), True)]
+
     @property
     def max_tokens(self) -> tuple[int, ...]:
         return (self.limit,)

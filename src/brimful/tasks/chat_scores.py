@@ -171,12 +171,15 @@ class ChatEvaluation(Pretrain):
         max_new_tokens: int | None = None,
         columns: str | None = None,
         max_tokens: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Without `max_new_tokens`, answers may be as long as the longest reference."""
         self.generation = GenerateOptions(
             beams=beams, max_new_tokens=MAX_ANSWER_TOKENS if max_new_tokens is None else max_new_tokens
         )
-        super().__init__(LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens))
+        super().__init__(
+            LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens, chat_template=chat_template)
+        )
         self.folder, self.tokenizer = folder, tokenizer_of(folder)
         self.dtype: torch.dtype | None = None
         """Of the weights. Default: float32."""
@@ -258,7 +261,8 @@ def lengths_in_training(folder: Path) -> tuple[int, ...] | None:
     for store in filter(None, (request.prepared.get("valid"), request.prepared.get("data"))):
         with suppress(BadData):
             if (run.root / store / NAME).is_file():
-                return tuple(StoreMeta.read(run.root / store).max_tokens.values())
+                limits = StoreMeta.read(run.root / store).max_tokens
+                return tuple(limit for field, limit in limits.items() if field != "rejected")
     options = request.task_options
     preset = PRESETS.get(options.get("model") or Pretrain.default_model)
     given = LanguageOptions(max_tokens=options.get("max_tokens")).lengths

@@ -126,7 +126,7 @@ def load_model(path: str | Path, device: "torch.device | str" = "cpu", dtype: "t
         return load_adapter(folder, device=device, dtype=dtype)
     config = read_config(folder)
     _check_hashes(folder)
-    _check_shards(folder)
+    check_shards(folder)
     with _as_bad_model(folder, "weights"), quiet():
         model, info = model_class(config).from_pretrained(
             folder, config=config, dtype=dtype or torch.float32, local_files_only=True, output_loading_info=True,
@@ -280,7 +280,8 @@ def _missing_shards(folder: Path) -> list[str]:
     return sorted(name for name in names if not (folder / name).is_file())
 
 
-def _check_shards(folder: Path) -> None:
+def check_shards(folder: Path) -> None:
+    """Refuse a folder that lacks files which the index of its weights names."""
     if missing := _missing_shards(folder):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadModel(f"{folder} lacks {missing[0]}{more} of its weights. Try: copy the folder or download it again.")

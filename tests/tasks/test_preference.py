@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import brimful
+from brimful.cli.app import main
 from brimful.data.tokenizer.folder import write_template
 from brimful.errors import BadData, BadOption, BadRun, BrimfulError
 from brimful.tasks.load import load_task
@@ -425,30 +426,33 @@ def test_rows_of_another_task_are_refused(one, tiny):
         one.task().rows(str(tiny.folder / "store"))
 
 
-def test_the_command_line_plans_trains_and_resumes(made, tmp_path):
-    one = made["qwen2"]
-    words = ["--model", str(one.model), "--device", "cpu", "--global-batch", "8", "--workers", "0"]
+def test_the_command_line_plans(made, capsys):
+    main(
+        ["plan", "dpo", "--model", str(made["qwen2"].model), "--device", "cpu", "--global-batch", "8", "--lora", "r=4"]
+    )
+    assert "dpo on the CPU" in capsys.readouterr().out
 
-    def brimful_(*more):
-        done = subprocess.run(
-            [sys.executable, "-m", "brimful", *more], capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
-    assert "dpo on the CPU" in brimful_("plan", "dpo", *words, "--lora", "r=4")
-    run = str(tmp_path / "run")
-    brimful_(
-        "train",
+def test_the_command_line_trains_and_resumes(made, tmp_path):
+    one, run = made["qwen2"], tmp_path / "run"
+    begin = [
         "dpo",
-        str(one.file),
-        *words,
-        "--run",
-        run,
+        one.file,
+        "--model",
+        one.model,
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
         "--max-steps",
         "2",
         "--loss",
         "ipo",
-        "--no-length-normalised",
-    )
-    assert "trained 3 steps" in brimful_("train", "--run", run, "--resume", "--max-steps", "3")
+    ]
+    for words in ([*begin, "--no-length-normalised"], ["--resume", "--max-steps", "3"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "brimful", "train", *map(str, words), "--run", run],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert "trained 3 steps" in done.stdout

@@ -197,7 +197,9 @@ class ChatEvaluation(Pretrain):
             with suppress(BadRun):
                 lengths = lengths_in_training(folder)
             if lengths:
-                self.max_tokens = lengths * len(self.max_tokens) if len(lengths) == 1 else lengths
+                self.max_tokens = (
+                    lengths * len(self.max_tokens) if len(lengths) == 1 else lengths[: len(self.max_tokens)]
+                )  # pairs have one more, for the second reply
             self._truncation_reason = "as in the model's run" if lengths else "by default"
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package shows now, not after an hour
@@ -261,8 +263,7 @@ def lengths_in_training(folder: Path) -> tuple[int, ...] | None:
     for store in filter(None, (request.prepared.get("valid"), request.prepared.get("data"))):
         with suppress(BadData):
             if (run.root / store / NAME).is_file():
-                limits = StoreMeta.read(run.root / store).max_tokens
-                return tuple(limit for field, limit in limits.items() if field != "rejected")
+                return tuple(StoreMeta.read(run.root / store).max_tokens.values())
     options = request.task_options
     preset = PRESETS.get(options.get("model") or Pretrain.default_model)
     given = LanguageOptions(max_tokens=options.get("max_tokens")).lengths

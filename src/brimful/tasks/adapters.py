@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -144,6 +145,7 @@ def with_adapter(model: Any, lora: Lora) -> Any:
     """The model with an adapter beside each target: the base frozen in its own dtype, the adapter in float32."""
     check_packages(lora, None)
     import peft
+    from peft.tuners.lora import LoraLayer
 
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     shape: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
@@ -153,9 +155,23 @@ def with_adapter(model: Any, lora: Lora) -> Any:
     adapted: Any = peft.get_peft_model(model, config)
     for name, param in adapted.named_parameters():
         param.requires_grad_("lora_" in name)
+    if not lora.dora:  # whose norms are computed in the precision of the input
+        for part in adapted.modules():
+            if isinstance(part, LoraLayer):
+                part._cast_input_dtype = partial(_adapter_input, part)
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     adapted._keep_in_fp32_modules_strict = kept | _adapter_parts(adapted)  # `weights="bf16"` is for the base
     return adapted
+
+
+def _adapter_input(layer: Any, x: Any, dtype: "torch.dtype") -> Any:
+    """What the adapter of a layer is given. PEFT makes it float32, and autocast bf16 again: each of q, k and v then keeps a copy of
+    its own for backward, where one is enough."""
+    import torch
+
+    if x is not None and torch.is_autocast_enabled(x.device.type):
+        return x
+    return type(layer)._cast_input_dtype(layer, x, dtype)
 
 
 def _adapter_parts(model: Any) -> set[str]:

@@ -343,7 +343,7 @@ class Pretrain(Task):
         import torch
 
         in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16)
-        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast and (in_16_bits or self.options.load_in) else torch.float32
 
     def _learning_rate(self) -> float:

@@ -317,7 +317,8 @@ def _in_best_precision(context: StepContext, parts: list[Any], norms: list[nn.Mo
 def _put_back(context: StepContext) -> Iterator[None]:
     """Buffers and attributes are afterwards as before: a table that a forward caches has the precision of the check."""
     model = context.model
-    buffers, attributes = Buffers(model), Attributes(context.task, *model.modules(), excluding=model.buffers())
+    elsewhere = (*model.buffers(), *model.parameters())  # 8-bit layers have their weight as an attribute, too
+    buffers, attributes = Buffers(model), Attributes(context.task, *model.modules(), excluding=elsewhere)
     try:
         yield
     finally:

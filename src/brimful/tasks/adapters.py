@@ -289,7 +289,9 @@ def new_base(config: Any, load_in: LoadIn | None = None, dtype: "torch.dtype | N
     for part in model.modules():
         for name, param in list(part._parameters.items()):
             if param is not None:
-                part._parameters[name] = shared.setdefault(id(param), _made_real(part, param, device, dtype))
+                if id(param) not in shared:
+                    shared[id(param)] = _made_real(part, param, device, dtype)
+                part._parameters[name] = shared[id(param)]
         for name, buffer in list(part._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 part._buffers[name] = torch.zeros_like(buffer, device=device)

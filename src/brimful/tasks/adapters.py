@@ -34,7 +34,6 @@ from brimful.errors import BadModel, BadOption, MissingExtra, in_one_line
 from brimful.files import parse_object, read_json
 from brimful.tasks.export import stored_tensors, write_model
 from brimful.tasks.model_folder import (
-    ADAPTER_CONFIG,
     as_bad_model,
     check_hashes,
     count_tensors,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 LoadIn = Literal["4bit", "8bit"]
 ALL_LINEAR = "all-linear"
-ADAPTER_WEIGHTS, BASE = "adapter_model.safetensors", "brimful_base.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "brimful_base.json"
 HASHED_BYTES = 10**9
 """A base up to this size is hashed whole, in about 0.7 s; of a larger one, 64 KiB of each tensor from 16 places."""
 SAMPLE_BYTES, SAMPLES = 1 << 16, 16

@@ -292,7 +292,10 @@ class TestFolder:
         folder.mkdir()
         adapters.save(with_adapter(load_base(gone), Lora(r=2)), folder)
         gone.rename(tmp_path / "moved")
-        with pytest.raises(BadModel, match=r"the base model .*gone of the adapter .*adapter is not there. Try: base="):
+        with pytest.raises(
+            BadModel,
+            match=r"the base model .*gone of the adapter .*adapter is not there. Try: put it back, or brimful export",
+        ):
             load_adapter(folder)
         assert load_adapter(folder, base=tmp_path / "moved") is not None
 

@@ -680,11 +680,12 @@ class Search:
         if self.lever.available and trial.setting.checkpointing not in ("on", "offload"):
             tips.append('checkpointing="auto"')
         if self.shape:
-            tips.append("shorter lengths=")
+            options = getattr(self.task, "options", None)
+            tips.append("a lower max_tokens=" if hasattr(options, "max_tokens") else "shorter lengths=")
         return DoesNotFit(
             f"{self.context.layout.show(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, "
             f"of which weights and optimizer state take {show_bytes(self.prober.fixed_bytes)}; {target.fill:.0%} of the "
-            f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}{alternatives(self.task, target)}.",
+            f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}{alternatives(self.task, target, self.prober.fixed_bytes)}.",
             needed_bytes=round(peak / target.fill) + 1,
         )
 
@@ -697,7 +698,7 @@ class Search:
             f"weights, optimizer state and gradients take {show_bytes(held)} before any row, and the limit is "
             f"{show_bytes(self.target.limit_bytes)}{self.target.other_users}. Try: {'at least ' if peak is None else ''}"
             f'memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights'
-            f"{alternatives(self.task, self.target)}.",
+            f"{alternatives(self.task, self.target, held)}.",
             needed_bytes=round(needed) + 1,
         )
 
@@ -721,7 +722,7 @@ class Search:
             f"the first step, of {self.context.layout.show(rows, shape)}, ran out of memory: weights and gradients take "
             f"{show_bytes(least)} of {show_bytes(self.target.limit_bytes)}{self.target.other_users}. "
             f'Try: memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights'
-            f"{alternatives(self.task, self.target)}.",
+            f"{alternatives(self.task, self.target, least)}.",
             needed_bytes=round(needed),
         )
 
@@ -768,9 +769,11 @@ class Search:
         )  # fmt: skip
 
 
-def alternatives(task: Task, target: Target) -> str:
-    """`, or lora='r=16' (2.4 GiB before any row)`: what the task names that leaves room in the budget; empty if nothing does."""
-    fitting = [(how, held) for how, held in task.alternatives() if held < ROOM_FOR_ROWS * target.budget_bytes]
+def alternatives(task: Task, target: Target, now_bytes: int) -> str:
+    """`, or lora='r=16' (2.4 GiB before any row)`: what the task names that takes less than now and leaves room in the budget;
+    empty if nothing does."""
+    most = min(ROOM_FOR_ROWS * target.budget_bytes, now_bytes)
+    fitting = [(how, held) for how, held in task.alternatives() if held < most]
     return "".join(f", or {how} ({show_bytes(held)} before any row, predicted)" for how, held in fitting)
 
 

@@ -8,7 +8,7 @@ import copy
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -47,6 +47,9 @@ LENGTHS_LOOKED_AT = 20_000
 """Rows of a token store whose lengths give the mean row."""
 COLLATED_ROWS = 4
 """Rows that `collate` is tried on first."""
+COMPARED_SIZES, COMPARE_SIZES_S, UNEVEN = 32, 0.5, 1.5
+"""Of a task without `shape`, so many rows are collated one by one, for at most this long. They differ in size if the largest has this
+many times the values of the smallest."""
 TIMED_S = 0.15
 """A size is timed for at least this long, or for five repeats; twice if the plan is deterministic."""
 SLOW_S = 1.0
@@ -355,6 +358,39 @@ def check_collate(task: Task, rows: Dataset) -> None:
         raise TaskError(
             f"task {task.name}: collate() made {show_rows(collated)} of {count}. Try: return tensors with one entry for each row."
         )
+
+
+def uneven_rows(task: Task, rows: Dataset | None, *, steady: bool = False) -> str:
+    """A warning if the rows of a task without `shape` differ in size: they are planned for as if all were as large as those probed.
+
+    Each of a few rows is collated alone. `steady` reads a number of them that does not depend on the clock. Rows that cannot be are left to the checks that name the task's mistakes.
+    """
+    if rows is None or task.has_shape or (task.has_dummy and task.worst_shape):
+        return ""
+    indices, sizes, started = random.Random(0).sample(range(len(rows)), min(COMPARED_SIZES, len(rows))), [], now()
+    try:
+        for index in indices:
+            sizes.append(_values(task.collate([rows[index]])))
+            if not steady and now() - started > COMPARE_SIZES_S:
+                break
+    except Exception:  # a user's code may raise anything
+        return ""
+    least, most = min(sizes), max(sizes)
+    if not least or most < UNEVEN * least:
+        return ""
+    return (
+        f"task {task.name} has no shape(), and its rows have from {least:,} to {most:,} values ({len(sizes)} rows were compared), "
+        "so long rows may need more memory than planned; define shape(row), which returns the lengths of a row"
+    )
+
+
+def _values(batch: Any) -> int:
+    """The numbers in all tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    if isinstance(batch, Mapping):
+        return sum(map(_values, batch.values()))
+    return sum(map(_values, batch)) if isinstance(batch, (list, tuple)) else 0
 
 
 def read_rows(task: Task, data: str | os.PathLike[str] | Dataset) -> Dataset:

@@ -26,6 +26,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,6 +101,8 @@ class Lora:
             if not part:
                 if text.strip() and text.strip() != "on":
                     raise BadOption(f"lora={text!r} has an empty part. Try: r=16,alpha=32,targets={ALL_LINEAR}.")
+            elif name.isdecimal() and not equals and "r" not in values:
+                values["r"] = int(name)
             elif name not in (one.name for one in fields(cls)):
                 names = ", ".join(one.name for one in fields(cls))
                 raise BadOption(f"lora={text!r} has the unknown word {name!r}. Try: {names}.")
@@ -142,10 +145,19 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
         raise BadOption(
             f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
         )
-    if lora is not None and find_spec("peft") is None:
-        raise MissingExtra("peft", "lora")
-    if load_in is not None and find_spec("bitsandbytes") is None:
-        raise MissingExtra("bitsandbytes", "eightbit")
+    if lora is not None and lora.dora and load_in == "8bit":
+        raise BadOption("lora: dora does not work with weights of 8 bits. Try: load_in='4bit', or without dora.")
+    needed = {"peft": "lora"} | ({} if load_in is None else {"bitsandbytes": "eightbit"})
+    missing = [package for package in needed if lora is not None and find_spec(package) is None]
+    if missing:
+        raise MissingExtra(" and ".join(missing), ",".join(needed[package] for package in missing))
+    for package in needed if lora is not None else ():
+        try:
+            import_module(package)
+        except Exception as error:
+            raise BadOption(
+                f"{package} is installed and cannot be imported ({in_one_line(error)}). Try: install it again."
+            ) from None
     for name in ("bitsandbytes", "bitsandbytes.autograd._functions"):  # PEFT imports it too, where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
 
@@ -426,20 +438,22 @@ def find_base(adapter: Path, base: str | Path | None = None) -> Path:
     """The folder of the base, the one the adapter names unless given; refused if the adapter belongs to another."""
     name = str(base or _named_base(adapter))
     if not name:
-        raise BadModel(f"{adapter} does not say which model it belongs to. Try: base= with the folder of that model.")
+        raise BadModel(
+            f"{adapter} does not say which model it belongs to. Try: brimful export {adapter} --merge --base DIR --output NEW, with the folder of that model."
+        )
     try:
         folder = resolve(name)
     except BadModel:
         if base is not None:
             raise
         raise BadModel(
-            f"the base model {name} of the adapter {adapter} is not there. Try: base= with the folder it is in now."
+            f"the base model {name} of the adapter {adapter} is not there. Try: put it back, or brimful export {adapter} --merge --base DIR --output NEW with the folder it is in now."
         ) from None
     known = _read_base(adapter)
     if known is not None and known.fingerprint != fingerprint(folder):
         raise BadModel(
             f"{adapter} is an adapter of another base: the weights in {folder} are not those it was trained with. "
-            "Try: base= with the folder of that model."
+            f"Try: brimful export {adapter} --merge --base DIR --output NEW, with the folder of that model."
         )
     return folder
 
@@ -554,7 +568,7 @@ def _on_meta(adapter: Path, base: Path) -> Any:
         problems = count_tensors(unknown, "not in the model"), count_tensors(missing, "missing")
         raise BadModel(
             f"{adapter} is an adapter of another base: {', '.join(filter(None, problems))}. "
-            "Try: base= with the folder of its model."
+            "Try: --base with the folder of its model."
         )
     return adapted
 

@@ -171,12 +171,15 @@ class ChatEvaluation(Pretrain):
         max_new_tokens: int | None = None,
         columns: str | None = None,
         max_tokens: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Without `max_new_tokens`, answers may be as long as the longest reference."""
         self.generation = GenerateOptions(
             beams=beams, max_new_tokens=MAX_ANSWER_TOKENS if max_new_tokens is None else max_new_tokens
         )
-        super().__init__(LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens))
+        super().__init__(
+            LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens, chat_template=chat_template)
+        )
         self.folder, self.tokenizer = folder, tokenizer_of(folder)
         self.dtype: torch.dtype | None = None
         """Of the weights. Default: float32."""

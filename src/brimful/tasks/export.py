@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from brimful.data.pipeline import OutputFolder
-from brimful.errors import BadModel, BadOption
+from brimful.errors import BadModel, BadOption, UserError
 from brimful.files import FileLock, read_json, sync_tree
 from brimful.machine.host import Space
 from brimful.tasks.model_folder import CONFIG, as_bad_model, quiet
@@ -121,6 +121,29 @@ def write_model(
         for file in (*_matching(source, OTHER_FILES), *_matching(holder, TOKENIZER_FILES)):
             shutil.copyfile(file, part / file.name)
         _write_generation_config(part)
+        add_end_ids(part)
+
+
+def add_end_ids(folder: Path) -> None:
+    """Let `generate` stop where the chat template ends a turn, beside the eos ids that generation_config.json has already.
+
+    A model that was tuned with a template learns to end its turns, which may not be what its base calls the end.
+    """
+    file = folder / GENERATION
+    if not file.is_file() or not (folder / "tokenizer.json").is_file():
+        return
+    from brimful.tasks.chat_template import ChatTemplate
+
+    try:
+        ends = ChatTemplate.load(folder).end_ids[:1]
+    except UserError:  # no template, or one that does not work: then nothing was learnt from it
+        return
+    content = read_json(file.read_bytes())
+    known = content.get("eos_token_id")
+    ids = known if isinstance(known, list) else [] if known is None else [known]
+    if missing := [one for one in ends if one not in ids]:
+        content["eos_token_id"] = [*missing, *ids]
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_folder(source: Path, output: Path) -> None:

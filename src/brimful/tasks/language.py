@@ -71,6 +71,8 @@ class LanguageOptions:
     """Tokens of a conversation that a causal model is trained on: replies alone or all. Default: replies for sft."""
     columns: str | None = None
     """Columns of raw DATA, such as prompt=question,response=answer. Default: found by name."""
+    max_bad: float = 0.0
+    """Share of the rows of raw DATA that may be broken or refused by the chat template; they are dropped and counted."""
     max_tokens: str | int | None = None
     """Truncate rows of raw DATA to this many tokens: 1024; for an encoder-decoder 256, or 256,320 for prompt and response.
     Default: 1024, for an encoder-decoder 256, or the preset's."""
@@ -88,6 +90,8 @@ class LanguageOptions:
         share = self.label_smoothing
         if not is_number(share) or not 0 <= share < 1:
             yield f"label_smoothing={share!r} must be at least 0 and below 1."
+        if not is_number(self.max_bad) or not 0 <= self.max_bad <= 1:
+            yield f"max_bad={self.max_bad!r} must be a share from 0 to 1."
         if self.model is not None and self.model not in PRESETS and (not self.model or is_missing(self.model)):
             yield f"model={self.model!r} does not exist. {TRY_MODEL}"
         if self.tokenizer and is_missing(self.tokenizer):
@@ -153,8 +157,8 @@ class Pretrain(Task):
         """The preset that `--model` names; None for a saved model."""
         self.source = None if self.preset else _resolved(model)
         """The folder of the saved model; None for new weights."""
-        if self.source is not None and self.refuses_adapters:
-            _refuse_adapter(model, self.source)
+        if self.source is not None:
+            _check_source(model, self.source, refuses_adapters=self.refuses_adapters)
         self.config = _config(model if self.preset else self.source)
         self.family = self._family()
         self.family.check(self.options)
@@ -267,8 +271,9 @@ class Pretrain(Task):
         head = model.get_output_embeddings()
         layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
         weights, linear = model.num_parameters(), sum(layer.weight.numel() for layer in layers)
-        adapter = 16 * ADAPTER_RANK * sum(layer.in_features + layer.out_features for layer in layers)
-        lora = f"lora='r={ADAPTER_RANK}'"
+        rank = ADAPTER_RANK if self.lora is None else self.lora.r
+        adapter = 16 * rank * sum(layer.in_features + layer.out_features for layer in layers)
+        lora = f"lora='r={rank}'"
         full = [] if self.options.lora else [(lora, 2 * weights + adapter)]
         return [
             *full,
@@ -312,6 +317,10 @@ class Pretrain(Task):
         if store is not None:
             for file in (store / "tokenizer").iterdir():
                 shutil.copyfile(file, folder / file.name)
+            if self.family.causal and self.lora is None:
+                from brimful.tasks.export import add_end_ids
+
+                add_end_ids(folder)
 
     def _family(self) -> "CausalLM | EncoderDecoder":
         from brimful.tasks.model_folder import is_causal
@@ -409,10 +418,12 @@ def _is_gone(model: str) -> bool:
     return model not in PRESETS and not Path(model).exists()
 
 
-def _refuse_adapter(model: str, folder: str) -> None:
-    from brimful.tasks.model_folder import is_adapter
+def _check_source(model: str, folder: str, *, refuses_adapters: bool) -> None:
+    """What can be told of a saved model before its weights are read."""
+    from brimful.tasks.model_folder import check_shards, is_adapter
 
-    if is_adapter(Path(folder)):
+    check_shards(Path(folder))
+    if refuses_adapters and is_adapter(Path(folder)):
         raise BadOption(
             f"model={model!r} is an adapter, not a whole model. Try: brimful export {model} --merge --output DIR, then "
             "model= with that folder."

@@ -130,7 +130,7 @@ def load_model(path: str | Path, device: "torch.device | str" = "cpu", dtype: "t
 def read_weights(folder: Path, config: Any, dtype: "torch.dtype", **options: Any) -> Any:
     """The model of this configuration with every weight of the folder. `options` are those of `from_pretrained`."""
     check_hashes(folder)
-    _check_shards(folder)
+    check_shards(folder)
     with as_bad_model(folder, "weights"), quiet():
         model, info = model_class(config).from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True,
@@ -285,7 +285,8 @@ def _missing_shards(folder: Path) -> list[str]:
     return sorted(name for name in names if not (folder / name).is_file())
 
 
-def _check_shards(folder: Path) -> None:
+def check_shards(folder: Path) -> None:
+    """Refuse a folder that lacks files which the index of its weights names."""
     if missing := _missing_shards(folder):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadModel(f"{folder} lacks {missing[0]}{more} of its weights. Try: copy the folder or download it again.")

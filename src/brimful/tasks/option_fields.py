@@ -56,7 +56,12 @@ def option_fields(owner: type) -> list[OptionField]:
 
 
 def _docstrings(owner: type) -> dict[str, str]:
-    """By field, the string that follows it in the source; nothing where there is no source."""
+    """By field, the string that follows it in the source of the class that defines it."""
+    return {name: text for cls in reversed(owner.__mro__[:-1]) for name, text in _own_docstrings(cls).items()}
+
+
+def _own_docstrings(owner: type) -> dict[str, str]:
+    """Nothing where there is no source."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
     except (OSError, TypeError, SyntaxError):

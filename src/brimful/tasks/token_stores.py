@@ -65,7 +65,7 @@ def token_store(
         return str(store)
     folder.mkdir(parents=True, exist_ok=True)
     options = TokenizeOptions(
-        max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES
+        max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES, max_bad=task.options.max_bad
     )  # fmt: skip
     report = tokenize(source, tokenizer=tokenizer, output=store, options=options, encoder=encoder, progress=progress)
     dropped = _dropped(report.dropped)
@@ -86,10 +86,16 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
     if not isinstance(rows, Store):
         return []
     options, meta = task.options, rows.meta
-    longer = [f"{count:,} of {meta.rows:,} {side}s" for side, count in meta.truncated.items() if count]
+    longer = [
+        f"{count:,} of {meta.rows:,} {'row' if side == 'tokens' else side}s"
+        for side, count in meta.truncated.items()
+        if count
+    ]
     limits = "+".join(str(limit) for limit in meta.max_tokens.values())
     requested = None if options.lengths is None else "+".join(map(str, options.lengths))
     reason = f"{' and '.join(longer)} were longer and are truncated" if longer else "no row is longer"
+    if rows.fields == ("tokens",):
+        reason = "longer texts are divided into several rows"
     dropped = _dropped(meta.dropped)
     return [
         ("tokenizer", options.tokenizer, options.tokenizer or f"{meta.vocab_size:,} tokens", _origin(task, rows)),
@@ -100,7 +106,12 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
 
 def _dropped(counts: Mapping[str, int]) -> str:
     """`2 that could not be read and 7 with an empty field`."""
-    reasons = {"broken": "that could not be read", "empty": "with an empty field"}
+    reasons = {
+        "broken": "that could not be read",
+        "empty": "with an empty field",
+        "nothing to train on": "with nothing to train on",
+        "refused by the chat template": "that the chat template refuses",
+    }
     return " and ".join(f"{count:,} {reasons.get(reason, reason)}" for reason, count in counts.items() if count)
 
 

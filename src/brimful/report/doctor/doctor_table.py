@@ -1,6 +1,8 @@
 """The examination in a terminal: a line for each check, and below a warning or a failure what to try."""
 
-from rich.console import Group, RenderableType
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -25,32 +27,56 @@ def doctor_table(examination: Examination) -> RenderableType:
     for group in GROUPS:
         rows = [check for check in examination.checks if check.group == group]
         if rows:
-            parts += [Text(tr(group), style="bold"), _rows(rows), Text()]
+            parts += [Text(tr(group), style="bold"), _Rows(rows), Text()]
     return Group(*parts, _summary(examination))
 
 
-def _rows(checks: list[Check]) -> Table:
-    width = max(MIN_NAME, *(min(MAX_NAME, Text(check.title).cell_len) for check in checks), 0)
+@dataclass(frozen=True)
+class _Rows:
+    """The checks of a group. A fix with a command that is too long for its column follows below as one line, however long: what
+    a terminal wraps is copied whole, a line that a table breaks is not."""
+
+    checks: list[Check]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(MIN_NAME, *(min(MAX_NAME, Text(check.title).cell_len) for check in self.checks), 0)
+        room = options.max_width - width - 4  # a sign, and a blank after it, after the name and after the text
+        table = _table(width)
+        for check in self.checks:
+            sign, style = SIGNS[check.status]
+            name_style = style if check.status in ("warning", "failed") else ""
+            fix = _fix(check, style)
+            below = fix is not None and "`" in check.fix.shown() and fix.cell_len > room  # type: ignore[union-attr]
+            text = _text(check)
+            if fix is not None and not below:
+                text = Text("\n").join((text, fix))
+            table.add_row(Text(sign, style=style), Text(check.title, style=name_style), text)
+            if fix is not None and below:
+                yield table
+                yield Text.assemble("  ", fix, no_wrap=True, overflow="ignore")
+                table = _table(width)
+        if table.row_count:
+            yield table
+
+
+def _table(width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
     table.add_column(width=1, no_wrap=True)
     table.add_column(width=width, overflow="fold")
     table.add_column(overflow="fold")
-    for check in checks:
-        sign, style = SIGNS[check.status]
-        name_style = style if check.status in ("warning", "failed") else ""
-        table.add_row(Text(sign, style=style), Text(check.title, style=name_style), _text(check, style))
     return table
 
 
-def _text(check: Check, style: str) -> Text:
+def _text(check: Check) -> Text:
     if check.status == "not checked":
         return Text(tr("not checked: {reason}", reason=check.text.shown()), style="dim")
-    text = _with_commands(check.text.shown())
-    if check.fix is not None:
-        text.append("\n")
-        text.append(tr("Try: "), style=style)
-        text.append(_with_commands(check.fix.shown()))
-    return text
+    return _with_commands(check.text.shown())
+
+
+def _fix(check: Check, style: str) -> Text | None:
+    if check.fix is None or check.status == "not checked":
+        return None
+    return Text.assemble((tr("Try: "), style), _with_commands(check.fix.shown()))
 
 
 def _with_commands(text: str) -> Text:

@@ -107,6 +107,21 @@ def test_three_rows_are_shown_when_a_run_begins(whole):
     assert ["红色。[EOS]", True] in event["examples"][0]
 
 
+@pytest.fixture
+def in_bf16(causal, tmp_path):
+    """The model saved as most are published."""
+    folder = shutil.copytree(causal.model, tmp_path / "in-bf16")
+    causal.net.from_pretrained(causal.model).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_saved_in_bf16_is_planned_in_the_precision_it_is_trained_in(in_bf16):
+    task = Sft(SftOptions(model=str(in_bf16)))
+    for model in (task.model(), task.initial_model()):
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert task.config.dtype == torch.bfloat16  # others share this configuration
+
+
 def test_adapters_train_beside_a_base_that_stays_as_it_was(causal, tmp_path):
     pytest.importorskip("peft")
     task = sft(causal, lora="r=4")

@@ -13,6 +13,7 @@ imported inside functions only.
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -183,13 +184,11 @@ class Pretrain(Task):
         return self.options.freeze or fine_tuned
 
     def model(self) -> "nn.Module":
-        from brimful.tasks.model_folder import model_class
-
         if self.lora is not None:
             from brimful.tasks.adapters import new_base, with_adapter
 
-            return with_adapter(new_base(self.config, self.options.load_in, self.base_dtype), self.lora)
-        return self._frozen(model_class(self.config).from_config(self.config))
+            return with_adapter(new_base(deepcopy(self.config), self.options.load_in, self.base_dtype), self.lora)
+        return self._frozen(self._new_weights())
 
     def initial_model(self) -> "nn.Module":
         if self.source is None:
@@ -269,10 +268,8 @@ class Pretrain(Task):
         import torch
         from torch import nn
 
-        from brimful.tasks.model_folder import model_class
-
         with torch.device("meta"):
-            model = model_class(self.config).from_config(self.config)
+            model = self._new_weights()
         head = model.get_output_embeddings()
         layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
         weights, linear = model.num_parameters(), sum(layer.weight.numel() for layer in layers)
@@ -357,7 +354,7 @@ class Pretrain(Task):
         import torch
 
         in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16)
-        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast and (in_16_bits or self.options.load_in) else torch.float32
 
     def _learning_rate(self) -> float:
@@ -387,6 +384,15 @@ class Pretrain(Task):
                 f"Try: {sum(lengths)}."
             )
         return lengths * len(longest) if len(lengths) == 1 else lengths
+
+    def _new_weights(self) -> Any:
+        """The whole model in float32, as `initial_model` loads it, whatever its files are in. transformers writes the dtype
+        into the configuration that it is given, so that is a copy."""
+        import torch
+
+        from brimful.tasks.model_folder import model_class
+
+        return model_class(self.config).from_config(deepcopy(self.config), dtype=torch.float32)
 
     def _frozen(self, model: Any) -> "nn.Module":
         self.family.freeze(model, self.freeze)

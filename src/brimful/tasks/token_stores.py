@@ -128,7 +128,12 @@ def _first_dropped(store: Path) -> str:
 
 def _dropped(counts: Mapping[str, int]) -> str:
     """`2 that could not be read and 7 with an empty field`."""
-    reasons = {"broken": "that could not be read", "empty": "with an empty field"}
+    reasons = {
+        "broken": "that could not be read",
+        "empty": "with an empty field",
+        "nothing to train on": "with nothing to train on",
+        "refused by the chat template": "that the chat template refuses",
+    }
     return " and ".join(f"{count:,} {reasons.get(reason, reason)}" for reason, count in counts.items() if count)
 
 

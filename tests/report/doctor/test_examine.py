@@ -181,6 +181,14 @@ def test_a_command_wider_than_the_terminal_stays_on_one_line(fix, capsys, monkey
     assert next(line for line in lines if LONG in line).startswith("  Try: ")
 
 
+def test_a_command_in_what_was_found_stays_on_one_line_too(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = say("installed: {have}. For the others: `{command}`", have="data, eval, hub, lightning, lora, mol", command="pip install 'brimful[plots,serve]'")  # fmt: skip
+    check = Check(group="Software", name="extras", status="ok", text=text)
+    show(doctor_table(Examination(checks=(check,), seconds=3.2)), {}, as_json=False)
+    assert "pip install 'brimful[plots,serve]'" in capsys.readouterr().out
+
+
 def test_what_was_not_checked_says_why():
     assert "not checked: 3 things" in shown(sample("not checked"))
 

@@ -1,7 +1,10 @@
 """The examination in a terminal: a line for each check, and below a warning or a failure what to try."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +14,8 @@ from brimful.report.doctor.checks import GROUPS, Check, Status
 from brimful.report.doctor.examine import Examination
 from brimful.units import show_seconds
 
+_SENTENCES = re.compile(r"[^`]+(?:\. |。)(?=[^`]*`)")
+"""Those before a command."""
 SIGNS: dict[Status, tuple[str, str]] = {
     "ok": ("✓", "green"),
     "warning": ("!", "yellow"),
@@ -33,8 +38,8 @@ def doctor_table(examination: Examination) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The checks of a group. A fix with a command that is too long for its column follows below as one line, however long: what
-    a terminal wraps is copied whole, a line that a table breaks is not."""
+    """The checks of a group. What has a command and is too long for its column follows below as one line, however long: what a
+    terminal wraps is copied whole, a line that a table breaks is not."""
 
     checks: list[Check]
 
@@ -45,15 +50,13 @@ class _Rows:
         for check in self.checks:
             sign, style = SIGNS[check.status]
             name_style = style if check.status in ("warning", "failed") else ""
-            fix = _fix(check, style)
-            below = fix is not None and "`" in check.fix.shown() and fix.cell_len > room  # type: ignore[union-attr]
-            text = _text(check)
-            if fix is not None and not below:
-                text = Text("\n").join((text, fix))
-            table.add_row(Text(sign, style=style), Text(check.title, style=name_style), text)
-            if fix is not None and below:
+            inside, below = list[Text](), list[Text]()
+            for line, has_command in _lines(check, style, room):
+                (below if has_command and line.cell_len > room else inside).append(line)
+            table.add_row(Text(sign, style=style), Text(check.title, style=name_style), Text("\n").join(inside))
+            if below:
                 yield table
-                yield Text.assemble("  ", fix, no_wrap=True, overflow="ignore")
+                yield from (Text.assemble("  ", line, no_wrap=True, overflow="ignore") for line in below)
                 table = _table(width)
         if table.row_count:
             yield table
@@ -67,16 +70,20 @@ def _table(width: int) -> Table:
     return table
 
 
-def _text(check: Check) -> Text:
+def _lines(check: Check, style: str, room: int) -> Iterator[tuple[Text, bool]]:
+    """What was found and what to try, each with whether it has a command. Sentences before one are apart if all is too long."""
+    text = check.text.shown()
     if check.status == "not checked":
-        return Text(tr("not checked: {reason}", reason=check.text.shown()), style="dim")
-    return _with_commands(check.text.shown())
-
-
-def _fix(check: Check, style: str) -> Text | None:
-    if check.fix is None or check.status == "not checked":
-        return None
-    return Text.assemble((tr("Try: "), style), _with_commands(check.fix.shown()))
+        yield Text(tr("not checked: {reason}", reason=text), style="dim"), False
+        return
+    before = _SENTENCES.match(text) if cell_len(text) > room else None
+    if before:
+        yield Text(before[0].rstrip()), False
+        text = text[before.end() :]
+    yield _with_commands(text), "`" in text
+    if check.fix is not None:
+        fix = check.fix.shown()
+        yield Text.assemble((tr("Try: "), style), _with_commands(fix)), "`" in fix
 
 
 def _with_commands(text: str) -> Text:

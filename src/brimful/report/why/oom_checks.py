@@ -112,12 +112,13 @@ def _causes(run: RunFigures, error: Mapping[str, Any]) -> tuple[dict[str, Any], 
     needed, room = whole(error, "predicted_bytes"), whole(error, "available_bytes")
     if needed is None or room is None:
         return causes, "likely" if causes else "possible"
+    no_shape = {"no_shape": True} if _lacks_shape(run) else {}
     if needed <= (finite(run.plan, "fill") or FILL) * room:
-        return {**causes, "prediction_too_low": True, **({"no_shape": True} if _lacks_shape(run) else {})}, "likely"
+        return {**causes, "prediction_too_low": True, **no_shape}, "likely"
     others = _others_bytes(run, error["step"] or 0)
     if others is not None:
         return {**causes, "others_bytes": others}, "likely"
-    return {**causes, "too_little_room": True}, "certain"
+    return {**causes, "too_little_room": True, **no_shape}, "likely" if no_shape else "certain"
 
 
 def _lacks_shape(run: RunFigures) -> bool:

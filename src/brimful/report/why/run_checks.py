@@ -185,9 +185,11 @@ def _after(run: RunFigures) -> str:
 
 
 def _sentence(text: str, end: str = ".") -> str:
-    """With a capital letter and a full stop, so that it stands by itself."""
+    """With a capital letter and a full stop, so that it stands by itself. The name of a file keeps its letter."""
     text = " ".join(text.split()).rstrip(".")
-    return text[:1].upper() + text[1:] + end if text else ""
+    if not text or set(text.split()[0]) & set("./_"):
+        return text and text + end
+    return text[:1].upper() + text[1:] + end
 
 
 def _crashed(run: RunFigures) -> Finding | None:

@@ -36,6 +36,13 @@ COMPOSED = {
     "an {dtype} activation of a feed-forward layer",
     "a {dtype} activation of a feed-forward layer",
     "Memory access fault by GPU",
+    "{count:,} over-long",
+    "{datasets} × {encoders} × {methods} × {seeds} = {runs}",
+    "{grid}, {known:,} already finished",
+    "{count:,} methods in {settings:,} settings",
+    "Try: repair them, starting with {first!a}",
+    "Try: repair that row, or drop such rows with max_bad=0.01",
+    "{file!s}, line {line:,}: not JSON: {error!s} at character {place:,}",
 }
 """Made of parts that the source joins where `source_templates` does not see it."""
 PLACEHOLDER = re.compile(r"\{(\w+)(?:[:!][^}]*)?\}")

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from brimful import errors
-from brimful.errors import BadData, TaskError, UserError, kind_of, traceback_hint, user_line, with_hint
+from brimful.errors import BadData, TaskError, UserError, kind_of, traceback_hint, user_line, will_repeat, with_hint
 
 
 def raised(call) -> Exception:
@@ -86,3 +86,32 @@ def test_a_code_survives_a_pickle():
     error = UserError("of another process")
     error.code = "B301"
     assert pickle.loads(pickle.dumps(error)).code == "B301"
+
+
+def wrapped(cause: BaseException) -> TaskError:
+    try:
+        raise TaskError("task Net: loss() failed at mine.py:12") from cause
+    except TaskError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "repeats"),
+    [
+        (TaskError("task Net: loss() returned an int"), True),
+        (BadData("line 4 of rows.jsonl is not JSON"), True),
+        (errors.BadOption("lr= must be positive"), True),
+        (wrapped(KeyError("logits")), True),
+        (wrapped(FileNotFoundError("images/4.png")), True),
+        (wrapped(OSError(28, "No space left on device")), False),
+        (wrapped(RuntimeError("CUDA error: an illegal memory access was encountered")), False),
+        (wrapped(RuntimeError("CUDA error: device-side assert triggered")), True),
+        (errors.ProcessLost("rank 1 ended"), False),
+        (errors.SaveFailed("the disk is full"), False),
+        (errors.DeviceBusy("others hold its memory"), False),
+        (raised(lambda: {}["logits"]), True),  # in this file, which is nobody's library
+        (RuntimeError("in a library"), False),
+    ],
+)  # fmt: skip
+def test_a_mistake_will_repeat_and_a_full_disk_may_not(error, repeats):
+    assert will_repeat(error) is repeats

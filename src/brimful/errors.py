@@ -167,6 +167,22 @@ def user_line(error: BaseException) -> str:
     return ""
 
 
+def will_repeat(error: BaseException) -> bool:
+    """Whether the same step would fail the same way again: a mistake in the task, its data or its options.
+
+    A full disk, a lost connection or too little memory may be over by then, also if the task's own code ran into them.
+    """
+    cause = error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error
+    text = str(cause)
+    if isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+        return False
+    if isinstance(cause, MemoryError) or "out of memory" in text or ("CUDA error" in text and "assert" not in text):
+        return False
+    if isinstance(error, BrimfulError):
+        return isinstance(error, (BadOption, UnknownTask, BadData, TaskError, UnsupportedModel, BadModel, InexactSplit))
+    return isinstance(error, Exception) and bool(user_line(error))
+
+
 def kind_of(value: Any) -> str:
     """`an int`, `a Linear`: the type of a value with its article."""
     name = type(value).__name__

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 
 from brimful.cli.app import main
 from brimful.cli.output import error_line
-from brimful.languages import VARIABLE, set_language
+from brimful.languages import VARIABLE, set_language, translate
+from brimful.molecules.results import conventions
+from brimful.molecules.terminal import SweepProgress
+from brimful.tasks.generate import HELP
 from tests.cli.test_cli import run
 
 TASK = str(Path(__file__).parents[1] / "planning" / "small.py") + ":Tagger"
@@ -100,3 +104,82 @@ def test_a_task_of_ones_own_may_stand_behind_the_language(capsys):
     with pytest.raises(SystemExit):
         main(["--lang", "zh", "plan", "nope"])
     assert "没有任务 'nope'" in capsys.readouterr().err
+
+
+ENGLISH = re.compile(r"[a-z']{2,} [a-z']{2,} [a-z']{2,}")
+"""Three words of a sentence."""
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """On a wide terminal: three hundred rows, one of which is not JSON and one empty."""
+    monkeypatch.setenv("COLUMNS", "200")
+    good = [
+        {"instruction": "问题" * (1 + n % 40) + str(n), "output": "答案是这样的" * (1 + n % 70) + str(n * n)}
+        for n in range(300)
+    ]
+    lines = [
+        *(json.dumps(row, ensure_ascii=False) for row in good),
+        "not JSON",
+        json.dumps({"instruction": "", "output": "x"}),
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_data_commands_speak_chinese(rows, tmp_path, capsys):
+    clean, tokenizer, store = (tmp_path / name for name in ("clean", "tokenizer", "store"))
+    commands = {
+        "check": (rows, "--max-bad", "0.1"),
+        "clean": (rows, "--output", clean, "--max-bad", "0.1"),
+        "tokenizer": (clean / "train.parquet", "--output", tokenizer, "--vocab-size", "600"),
+        "tokenize": (clean / "train.parquet", "--tokenizer", tokenizer, "--output", store),
+    }
+    for name, words in commands.items():
+        code, out, _ = run("data", name, *map(str, words), "--lang", "zh", capsys=capsys)
+        assert code == 0, name
+        text = out.replace(str(tmp_path), "").replace("Expecting value", "")
+        assert not ENGLISH.search(text), f"{name}: {ENGLISH.search(text)}"
+
+
+def test_english_tables_of_the_data_commands_are_as_they_were(rows, capsys):
+    out = run("data", "check", str(rows), "--max-bad", "0.1", "--lang", "en", capsys=capsys)[1]
+    assert "300 of 302 rows can be used  read in " in out and "columns: found instruction+input and output" in out
+    assert "over-long" in out and "prompt in characters, mean " in out
+
+
+@pytest.mark.parametrize(
+    ("message", "chinese"),
+    [
+        ("output='c' already has train.parquet. Try: overwrite=True, or another folder.", "--output c 里已有 train.parquet。建议：--overwrite，或换一个文件夹。"),
+        ("a.csv, line 7: the header has 'x' twice. Try: rename one of the columns.", "a.csv，第 7 行：表头里 'x' 出现两次。建议：给其中一列改名。"),
+        ("a.json: column 'x' holds numbers, not text. Try: another one with columns=.", "a.json：列 'x' 里是数字，不是文本。建议：用 --columns 换一列。"),
+        ("a.jsonl, line 4: not JSON: Expecting value at character 1. Try: repair that row, or drop such rows with max_bad=0.01.", "a.jsonl，第 4 行：不是 JSON，第 1 个字符处：Expecting value。建议：修复这一行，或用 --max-bad 0.01 丢弃这样的行。"),
+        ("mine.py is a file. Try: mine.py:name, with the name of the task in it.", "mine.py 是文件。建议：mine.py:名字，即其中任务的名字。"),
+        ("/m needs trust_remote_code: its model type 'foo' is defined by code of its own, which Brimful does not run. Try: a model that transformers knows.", "/m 需要 trust_remote_code：它的模型类型 'foo' 由自带代码定义，Brimful 不运行这样的代码。建议：transformers 认识的模型。"),
+    ],
+)  # fmt: skip
+def test_errors_of_data_and_models_are_translated(message, chinese):
+    set_language("zh")
+    assert error_line(message, "B201") == f"brimful: 错误 B201（数据读不了）：{chinese}说明见 docs/zh/errors.md#b201"
+
+
+@pytest.mark.parametrize("manner", HELP)
+def test_the_help_of_a_chat_is_translated(manner):
+    set_language("zh")
+    assert not ENGLISH.search(translate(HELP[manner]))
+
+
+def test_what_a_sweep_prints_is_translated(capsys):
+    set_language("zh")
+    with SweepProgress() as progress:
+        grid = "3 datasets × 2 encoders × 7 methods × 3 seeds = 126 runs"
+        progress({"event": "begin", "heads": 126, "known": 0, "grid": grid, "device": "the CPU"})
+        progress({"event": "resume", "heads": 4})
+    err = capsys.readouterr().err
+    assert "3 个数据集 × 2 个编码器" in err and "继续训练 4 个头" in err and not ENGLISH.search(err)
+    about = "scaffold split, 1,000 ID and 1,000 OOD test molecules, best trivial baseline rings"
+    assert translate(about) == "scaffold 划分，测试分子 1,000 ID 和 1,000 OOD，最好的简单基线是 rings"
+    for sentence in conventions([{"positive": "ood", "chosen": True, "settings": "", "valid_auroc": None}]):
+        assert not ENGLISH.search(translate(sentence)), sentence

@@ -238,6 +238,32 @@ def test_the_log_says_how_a_killed_process_ended(tmp_path, plan):
     assert f"the training process (pid {pid}) was killed by SIGKILL" in (run / "log.txt").read_text()
 
 
+def test_an_error_of_the_task_after_a_checkpoint_is_to_be_fixed_before_the_run_is_continued(tmp_path):
+    run, task = tmp_path / "run", tmp_path / "deep.py"
+    saved = f"        assert not list(Path({str(run)!r}).glob('checkpoints/step-*')), 'no more'\n"
+    task.write_text(
+        "from pathlib import Path\n"
+        + DEEP.replace("        return model(batch)", f"{saved}        return model(batch)")
+    )
+    words = [
+        "--run",
+        run,
+        "--max-steps",
+        4,
+        "--save-every",
+        2,
+        "--micro-batch",
+        8,
+        "--workers",
+        0,
+        "--no-cache",
+        *DEVICE,
+    ]
+    result = brimful("train", f"{task}:Deep", "rows", *words)
+    assert result.returncode == 2 and "AssertionError: no more" in result.stderr
+    assert f"Fix this first, then continue: brimful train --run {run} --resume" in " ".join(result.stderr.split())
+
+
 def test_ctrl_c_saves_exits_with_0_and_prints_how_to_continue(tmp_path, plan):
     run = tmp_path / "run"
     words = ["train", TASK, "rows", "--run", run, "--plan", plan, "--max-steps", 100_000, *DEVICE]

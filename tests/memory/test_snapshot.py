@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from brimful.memory.ledger import Ledger
-from brimful.memory.snapshot import Buffers, RandomState, TrainingState
+from brimful.memory.snapshot import Attributes, Buffers, RandomState, TrainingState
 
 CPU = torch.device("cpu")
 STREAMS = {
@@ -389,3 +389,14 @@ def test_a_buffer_that_was_expanded_can_be_put_back():
     model.mask = torch.ones(4)
     kept.restore()
     assert torch.equal(model.mask, torch.zeros(4))
+
+
+def test_attributes_in_the_memory_of_a_weight_are_left_to_it():
+    """8-bit layers hold their weight twice: 7 GB of an 8B model would be copied to the host."""
+    layer = nn.Linear(2, 2)
+    layer.alias, layer.own = layer.weight.data, torch.ones(3)
+    attributes = Attributes(layer, excluding=layer.parameters())
+    layer.alias.fill_(7)
+    layer.own.zero_()
+    attributes.restore()
+    assert layer.own.tolist() == [1, 1, 1] and (layer.weight == 7).all()

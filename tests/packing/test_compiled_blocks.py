@@ -99,6 +99,15 @@ def test_checkpointed_blocks_are_compiled_too():
     assert graphs.count
 
 
+def test_answers_are_generated_without_compiling():
+    model, graphs = build("llama", num_hidden_layers=2).eval(), Graphs()
+    prompt = torch.tensor([[3, 4, 5]])
+    plain = model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=True)
+    causal.compile_blocks(model, True, backend=graphs)
+    assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=True), plain)
+    assert graphs.count == 0
+
+
 def test_it_is_a_lever_of_a_task():
     class Compiled(Task):
         def compiling(self, model, on):

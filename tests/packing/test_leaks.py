@@ -73,3 +73,16 @@ def test_packed_attention_passes(family):
             return causal.loss(model, batch) if "packed_rows" in batch else causal.padded_loss(model, batch)
 
     assert proof(Packed(family, use_cache=True)) == ""
+
+
+@pytest.mark.parametrize("leak", [None, *LEAKS])
+def test_a_model_too_large_to_be_widened_is_compared_in_its_own_precision(monkeypatch, leak):
+    class InBf16(ByPositions):
+        def model(self):
+            return super().model().to(torch.bfloat16)
+
+        def loss(self, model, batch):
+            return super().loss(model, batch) if leak or "packed_rows" not in batch else causal.loss(model, batch)
+
+    monkeypatch.setattr("brimful.planning.exactness._room_bytes", lambda device: 0)
+    assert bool(proof(InBf16("qwen2", **LEAKS.get(leak, {"use_cache": False})))) == bool(leak)

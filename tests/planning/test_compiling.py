@@ -178,3 +178,11 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_was(broken):
     with pytest.raises(BadOption):
         small_plan(task, model=model, compile="on")
     assert not any("forward" in vars(block) for block in model.body)
+
+
+@pytest.mark.parametrize(("fitting", "reason"), [(3, "3 rows in "), (0, "1 row in ")])
+def test_blocks_are_compiled_with_rows_that_fit_checkpointed_if_none_do(compiled, monkeypatch, fitting, reason):
+    monkeypatch.setattr("brimful.planning.compile_trial._rows_that_fit", lambda search: fitting)
+    plan = small_plan(Tagger(), compile="on", memory_limit="64MiB", global_batch=8)
+    assert plan.choice("compile").reason.startswith(reason)
+    assert any(one.setting.checkpointing == "on" for one in plan.tried) or fitting

@@ -10,7 +10,7 @@ from torch.utils import checkpoint  # noqa: F401  torch.utils.checkpoint
 
 from brimful.errors import InexactSplit
 from brimful.memory.context import StepContext
-from brimful.planning.exactness import check_exactness, check_rows
+from brimful.planning.exactness import check_exactness, check_rows, rows_to_compare
 from brimful.task import Loss
 from tests.planning.small import Normed, Pairs, Tagger, Texts, small_plan, texts
 
@@ -610,3 +610,30 @@ def test_rows_of_several_lengths_are_described_by_all_of_them():
 
     reason = check_rows(context_of(Images()), texts(*range(2, 30)), 8).reason
     assert reason.startswith("8 rows of the data (lengths 2+16 to 15+16) ")
+
+
+class TestShortOfMemory:
+    """As with an 8B model, whose copies in float64 take 64 GB."""
+
+    @pytest.fixture(autouse=True)
+    def no_room_for_copies(self, monkeypatch):
+        monkeypatch.setattr("brimful.planning.exactness._room_bytes", lambda device: 0)
+
+    def test_weights_stay_as_they_are(self):
+        class Watching(Tagger):
+            def loss(self, model, batch):
+                assert {param.dtype for param in model.parameters()} == {torch.float32}
+                return super().loss(model, batch)
+
+        assert exactness(Watching()).exact
+
+    def test_rows_that_meet_are_found(self):
+        assert not exactness(Contrast()).exact
+
+
+def test_rows_to_compare_are_few_and_short_where_tokens_are():
+    rows = [list(range(length)) for length in range(10, 110)]
+    lengths = [len(row) for row in rows_to_compare(Texts(), rows, 8, most_tokens=200)]
+    assert len(lengths) == 8 and 8 * max(lengths) <= 200
+    assert len(rows_to_compare(Texts(), rows, 8, most_tokens=45)) == 4
+    assert len(rows_to_compare(Texts(), rows, 8, most_tokens=1)) == 2

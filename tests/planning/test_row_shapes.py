@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from brimful.errors import TaskError
-from brimful.planning.probe import SAMPLED_ROWS, SHAPES_S, row_shapes
+from brimful.planning.probe import COMPARED_SIZES, SAMPLED_ROWS, SHAPES_S, row_shapes, uneven_rows
+from brimful.task import Task
 from tests.planning.clock import Clock
 from tests.planning.small import Tagger, Texts, small_plan, texts
 
@@ -100,3 +101,43 @@ def test_a_broken_collate_is_named_before_anything_is_probed(collate, message):
 
     with pytest.raises(TaskError, match=message):
         small_plan(Broken(), data=texts(3, 4, 5, 6, 7))
+
+
+class Shapeless(Texts):
+    """Nobody told it how long its rows are."""
+
+    worst_shape = ()
+    shape = Task.shape
+
+
+def test_a_task_without_shape_whose_rows_differ_in_size_is_warned():
+    rows = [ROW[: 9 + index % 23] for index in range(100)]
+    plan = small_plan(Shapeless(), data=rows, global_batch=4)
+    (warning,) = [one for one in plan.warnings if "shape()" in one]
+    assert "has no shape(), and its rows have from 9 to 31 values (100 rows were compared)" in warning
+    assert "define shape(row)" in warning
+
+
+@pytest.mark.parametrize(
+    ("task", "rows"),
+    [
+        (Shapeless(), [ROW] * 100),  # of one size
+        (Texts(), [ROW[: 9 + index % 23] for index in range(100)]),  # with a shape
+        (Shapeless(), [None] * 100),  # a mistake that others name
+    ],
+    ids=["equal", "shape", "broken"],
+)
+def test_there_is_nothing_to_warn_of(task, rows):
+    assert uneven_rows(task, rows) == ""
+
+
+def test_few_rows_are_compared_and_fewer_if_they_are_slow(clock):
+    fast, slow = Data(clock, 1e-5), Data(clock, 0.2)
+    uneven_rows(Shapeless(), fast)
+    uneven_rows(Shapeless(), slow)
+    assert fast.read == COMPARED_SIZES and slow.read == 3
+
+
+def test_one_long_row_in_a_hundred_is_seen():
+    rows = [ROW if index % 100 == 7 else ROW[:8] for index in range(2000)]
+    assert "from 8 to 32 values" in uneven_rows(Shapeless(), rows)

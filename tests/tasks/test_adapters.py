@@ -158,6 +158,30 @@ class TestWithAdapter:
         assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
+def saved_and_gradients(model):
+    """Bytes that autograd keeps under autocast, and all gradients."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that its place is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+    params = [param for param in model.parameters() if param.requires_grad]
+    return sum(one.untyped_storage().nbytes() for one in kept.values()), torch.autograd.grad(loss, params)
+
+
+def test_under_autocast_adapters_of_one_input_share_it_and_the_gradient_is_the_same(llama):
+    pytest.importorskip("peft")
+    model = add_noise(with_adapter(load_base(llama, dtype=torch.bfloat16), Lora(r=4)))
+    fewer, gradients = saved_and_gradients(model)
+    for part in model.modules():
+        vars(part).pop("_cast_input_dtype", None)
+    more, expected = saved_and_gradients(model)
+    assert all(map(torch.equal, gradients, expected)) and fewer < 0.9 * more
+
+
 class TestBase:
     @pytest.fixture(autouse=True)
     def needs_peft(self):
@@ -268,7 +292,10 @@ class TestFolder:
         folder.mkdir()
         adapters.save(with_adapter(load_base(gone), Lora(r=2)), folder)
         gone.rename(tmp_path / "moved")
-        with pytest.raises(BadModel, match=r"the base model .*gone of the adapter .*adapter is not there. Try: base="):
+        with pytest.raises(
+            BadModel,
+            match=r"the base model .*gone of the adapter .*adapter is not there. Try: put it back, or brimful export",
+        ):
             load_adapter(folder)
         assert load_adapter(folder, base=tmp_path / "moved") is not None
 

@@ -107,6 +107,21 @@ def test_three_rows_are_shown_when_a_run_begins(whole):
     assert ["红色。[EOS]", True] in event["examples"][0]
 
 
+@pytest.fixture
+def in_bf16(causal, tmp_path):
+    """The model saved as most are published."""
+    folder = shutil.copytree(causal.model, tmp_path / "in-bf16")
+    causal.net.from_pretrained(causal.model).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_saved_in_bf16_is_planned_in_the_precision_it_is_trained_in(in_bf16):
+    task = Sft(SftOptions(model=str(in_bf16)))
+    for model in (task.model(), task.initial_model()):
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert task.config.dtype == torch.bfloat16  # others share this configuration
+
+
 def test_adapters_train_beside_a_base_that_stays_as_it_was(causal, tmp_path):
     pytest.importorskip("peft")
     task = sft(causal, lora="r=4")
@@ -193,3 +208,29 @@ def test_code_of_a_model_is_never_run(causal, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadModel, match="needs trust_remote_code"):
         Sft(SftOptions(model=str(folder)))
+
+
+def test_frozen_embeddings_leave_a_head_of_its_own_to_train(causal, tmp_path):
+    from tests.tasks.tiny_causal import make_causal
+
+    make_causal(vocab_size=causal.template.vocab_size, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    model = Sft(SftOptions(model=str(tmp_path / "model"), freeze="embeddings")).model()
+    assert not model.get_input_embeddings().weight.requires_grad and model.get_output_embeddings().weight.requires_grad
+
+
+def test_a_saved_model_stops_where_its_template_ends_a_turn(causal, tmp_path):
+    """Also if the base calls something else its end."""
+    folder = tmp_path / "model"
+    shutil.copytree(causal.model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    train(Sft(SftOptions(model=str(folder))), causal.raw, tmp_path / "run", max_steps=1)
+    saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [causal.template.end_ids[0], 5]
+
+
+def test_a_share_of_bad_rows_is_dropped_if_asked(causal, tmp_path):
+    rows = [json.loads(line) for line in causal.raw.read_text().splitlines()]
+    raw = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"messages": [{"role": "user", "content": "问？"}, {"role": "assistant", "content": ""}]}])  # fmt: skip
+    with pytest.raises(BadData, match=r"rows.jsonl, line 25.*max_bad"):
+        sft(causal).prepare(str(raw), tmp_path / "data", lambda phrase: None)
+    assert len(Store.open(sft(causal, max_bad=0.1).prepare(str(raw), tmp_path / "data", lambda phrase: None))) == 24

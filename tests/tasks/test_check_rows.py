@@ -75,3 +75,9 @@ def test_the_command(causal, capsys):
 def test_an_encoder_decoder_has_plain_texts_checked_with_its_tokenizer(tiny, capsys):
     main(["data", "check", str(tiny.raw), "--model", str(tiny.model), "--json"])
     assert json.loads(capsys.readouterr().out)["tokens"]["prompt"]["rows"] == 24
+
+
+def test_texts_are_checked_as_for_pretraining(causal, tmp_path):
+    raw = write_jsonl(tmp_path / "texts.jsonl", [{"text": "红色的花，" * 30}, {"text": "车"}])
+    report = check_rows([str(raw)], model=str(causal.model), max_tokens=32)
+    assert report.trained_tokens == report.tokens and report.rows_out > 3 and report.method == "all tokens"

@@ -6,7 +6,7 @@ import pytest
 
 from brimful.errors import BadOption, TaskError, UnknownTask
 from brimful.task import Task
-from brimful.tasks.load import BUILT_IN, load_task
+from brimful.tasks.load import BUILT_IN, load_task, task_option_fields
 
 
 @pytest.fixture(autouse=True)
@@ -253,3 +253,7 @@ def test_a_value_without_a_default_is_required(write):
     spec = f"{write(text)}:Mine"
     assert refused(BadOption, spec) == "depth= is required by task Mine."
     assert refused(BadOption, spec, kind="tanh") == "depth= is required by task Mine."
+
+
+def test_options_that_a_task_inherits_have_their_help():
+    assert all(one.help for one in task_option_fields("sft"))

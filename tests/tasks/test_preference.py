@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import brimful
+from brimful.cli.app import main
 from brimful.data.tokenizer.folder import write_template
 from brimful.errors import BadData, BadOption, BadRun, BrimfulError
 from brimful.tasks.load import load_task
@@ -258,7 +259,7 @@ def test_a_resumed_run_whose_model_is_gone_reads_the_file(made, tmp_path):
     values = reference_of(run)
     shutil.rmtree(model)
     rows = resumed_by_file(run).rows(str(next(run.glob("data/train-*"))))
-    context = FakeContext(run)
+    context = context_of(run)
     resumed_by_file(run).before_training(resumed_by_file(run).initial_model(), rows, context)
     assert np.array_equal(rows.reference, values)
     for file in run.glob("data/train-*/reference-*"):
@@ -267,7 +268,7 @@ def test_a_resumed_run_whose_model_is_gone_reads_the_file(made, tmp_path):
         resumed_by_file(run).before_training(resumed_by_file(run).initial_model(), rows, context)
 
 
-def FakeContext(run, resumed=True):
+def context_of(run, resumed=True):
     from brimful.step.distributed import SingleProcess
     from brimful.training.evaluate import TrainingContext
 
@@ -397,35 +398,61 @@ def test_a_reference_of_another_architecture_is_refused(made):
         task.reference_model()
 
 
+def test_pairs_in_memory_need_their_reference(made, base):
+    one = made["t5"]
+    rows = [{**row} for row in one.task().rows(str(store_of(base["t5", "whole"])))]
+    for row in rows:
+        del row["reference"]
+    context = context_of(one.folder)
+    with pytest.raises(BadData, match="have no log-probabilities of the reference"):
+        one.task().before_training(None, rows, context)
+    one.task(loss="simpo").before_training(None, rows, context)
+    one.task().before_training(None, [{**row, "reference": (-1.0, -2.0)} for row in rows], context)
+
+
+def test_a_resumed_run_does_not_need_another_reference_model(made, tmp_path):
+    one = made["t5"]
+    reference = shutil.copytree(one.model, tmp_path / "reference")
+    run = interrupted(one, "reference-gone", reference=str(reference))
+    shutil.rmtree(reference)
+    task, values = resumed_by_file(run), reference_of(run)
+    rows = task.rows(str(store_of(run)))
+    task.before_training(task.initial_model(), rows, context_of(run))
+    assert np.array_equal(rows.reference, values)
+
+
 def test_rows_of_another_task_are_refused(one, tiny):
     with pytest.raises(BadData, match="not prompt and chosen and rejected|cannot train dpo"):
         one.task().rows(str(tiny.folder / "store"))
 
 
-def test_the_command_line_plans_trains_and_resumes(made, tmp_path):
-    one = made["qwen2"]
-    words = ["--model", str(one.model), "--device", "cpu", "--global-batch", "8", "--workers", "0"]
+def test_the_command_line_plans(made, capsys):
+    main(
+        ["plan", "dpo", "--model", str(made["qwen2"].model), "--device", "cpu", "--global-batch", "8", "--lora", "r=4"]
+    )
+    assert "dpo on the CPU" in capsys.readouterr().out
 
-    def brimful_(*more):
-        done = subprocess.run(
-            [sys.executable, "-m", "brimful", *more], capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
-    assert "dpo on the CPU" in brimful_("plan", "dpo", *words, "--lora", "r=4")
-    run = str(tmp_path / "run")
-    brimful_(
-        "train",
+def test_the_command_line_trains_and_resumes(made, tmp_path):
+    one, run = made["qwen2"], tmp_path / "run"
+    begin = [
         "dpo",
-        str(one.file),
-        *words,
-        "--run",
-        run,
+        one.file,
+        "--model",
+        one.model,
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
         "--max-steps",
         "2",
         "--loss",
         "ipo",
-        "--no-length-normalised",
-    )
-    assert "trained 3 steps" in brimful_("train", "--run", run, "--resume", "--max-steps", "3")
+    ]
+    for words in ([*begin, "--no-length-normalised"], ["--resume", "--max-steps", "3"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "brimful", "train", *map(str, words), "--run", run],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert "trained 3 steps" in done.stdout

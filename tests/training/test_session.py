@@ -463,6 +463,7 @@ def test_a_loss_that_fails_in_the_middle_of_a_run_is_one_message(tmp_path):
     with pytest.raises(TaskError, match=r"loss\(\) failed at .*test_session.py:\d+: RuntimeError: late\."):
         train(tmp_path, Late(), hooks=[Count()])
     assert len(done) == 1
+    assert list(read_events(tmp_path / "events.jsonl"))[-1]["repeats"] is True
 
 
 class Reads(Rows):

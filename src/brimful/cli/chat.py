@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from brimful.cli.output import show
+from brimful.languages import tr, translate
 from brimful.units import NOTHING
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def chat(
         _talk_in_terminal(session)
         return
     if session.manner == "continuation":
-        print(f"{session.folder} has no chat template, so it continues the text.", file=sys.stderr)
+        print(tr("{folder} has no chat template, so it continues the text.", folder=session.folder), file=sys.stderr)
     replies = []
     for question in filter(str.strip, _lines() if prompt is None else prompt):
         session.begin()
@@ -104,7 +105,7 @@ def _talk_in_terminal(session: "Chat") -> None:
         import readline  # noqa: F401 - gives input() line editing
     from brimful.tasks.generate import talk
 
-    print(f"{session.folder} on {session.device}. {session.help}")
+    print(tr("{model} on {device}.", model=session.folder, device=session.device), translate(session.help))
     talk(session, lambda: input("> "), _write)
     print()
 

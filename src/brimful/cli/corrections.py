@@ -226,6 +226,8 @@ class _Command:
                 if self.chain[0] == "plan":
                     continue
                 return None
+            if flag == "--lora" and flag in options:  # one flag there for each of its parts
+                value = f"{options.pop(flag)},{value}"
             if options.get(flag, value) != value or self._values(flag):
                 return None
             options[flag] = value

@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from brimful.cli.output import progress, show
 from brimful.errors import BadData, BadOption
+from brimful.languages import translate
 from brimful.units import parse_bytes
 
 Flag = Annotated[bool, Parameter(negative="")]
@@ -182,7 +183,7 @@ def clean(
             report = clean_files(files, output=output, options=options, progress=show_progress)
     except KeyboardInterrupt:
         if (output / ".clean").exists():
-            print("clean: run the same command again to continue", file=sys.stderr)
+            print(translate("clean: run the same command again to continue"), file=sys.stderr)
         raise
     show(clean_table(report), report.to_json(), as_json=json)
 

@@ -38,6 +38,7 @@ def evaluate(
     beams: int = 1,
     columns: str | None = None,
     max_tokens: str | None = None,
+    chat_template: str | None = None,
     output: Path | None = None,
     device: str = "auto",
     memory_limit: str | None = None,
@@ -74,6 +75,8 @@ def evaluate(
     max_tokens
         Truncate raw rows to this many tokens: 1024; for an encoder-decoder 256, or 256,320 for prompt and response. Default: as
         in the model's run, else 1024, for an encoder-decoder 256.
+    chat_template
+        Jinja file that writes conversations for a causal model, or chatml or plain. Default: the tokenizer's own.
     output
         A .jsonl file for all answers: row, prompt, response, reference.
     device
@@ -106,7 +109,7 @@ def evaluate(
         show_progress = stack.enter_context(progress("eval", every_s=5))
         task = ChatEvaluation(
             resolve(model), metrics=[name for name in names if name != "loss"], beams=beams,
-            max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens,
+            max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens, chat_template=chat_template,
         )  # fmt: skip
         task.host_limit_bytes = options.host_limit_bytes
         store = task.rows(task.prepare(data, stack.enter_context(_store_folder()), show_progress, name="eval"))

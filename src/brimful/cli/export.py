@@ -43,7 +43,7 @@ def export(
     from brimful.tasks.adapters import find_adapter, verified_adapter
     from brimful.tasks.adapters import merge as merge_adapter
     from brimful.tasks.export import check_new, copy_folder, dtype_of, stored_tensors, write_model
-    from brimful.tasks.model_folder import _check_hashes, resolve
+    from brimful.tasks.model_folder import check_hashes, resolve
 
     check_new(output)
     adapter = find_adapter(model)
@@ -59,7 +59,7 @@ def export(
     with progress("export") as report:
         if adapter is None:
             source = resolve(model)
-            _check_hashes(source)
+            check_hashes(source)
             write_model(source, output, dtype=dtype_of(dtype), progress=report)
             facts |= {"kind": "model", "source": str(source), "base": None}
         elif merge:

@@ -22,7 +22,7 @@ from cyclopts import Parameter
 
 from brimful.errors import BadOption, TaskError, UserError
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.load import BUILT_IN, RENAMED, task_option_fields
+from brimful.tasks.load import BUILT_IN, RENAMED, check_spec, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
 from brimful.training.options import TrainOptions
 from brimful.training.run import RunFolder, newest_run
@@ -97,9 +97,16 @@ def task_flags(tokens: Sequence[str]) -> tuple[OptionField, ...]:
     task = _task_of(tokens[1:])
     unknown = _flag_names(tokens[1:]) - {name.replace("_", "-") for name in generic_names()} - OTHER_FLAGS
     help_requested = {"--help", "-h"} & set(tokens)
+    is_named = len(tokens) > 1 and not tokens[1].startswith("-")
+    if task is None and is_named and not help_requested and unknown & _language_flags():
+        check_spec(tokens[1])  # a misspelt task has no options, and its name is what is wrong
     if task is None or not (task in BUILT_IN or unknown or help_requested):
         return ()
     return task_option_fields(task)
+
+
+def _language_flags() -> set[str]:
+    return {one.name.replace("_", "-") for one in task_option_fields("sft")}
 
 
 def task_place(words: Sequence[str], without: Container[int] = ()) -> int | None:

@@ -113,6 +113,12 @@ def only_true(value: str) -> str | None:
     return SWITCH if is_true(value) else "" if value.strip().lower() in FALSE else None
 
 
+def lora_targets(value: str) -> str:
+    """`q_proj,v_proj` as `targets=q_proj+v_proj`; `all` are all linear layers."""
+    names = value.replace(",", " ").split()
+    return f"targets={'all-linear' if names == ['all'] else '+'.join(names)}"
+
+
 OPTIMIZERS = words(
     adamw_torch="adamw", adamw_torch_fused="adamw", adamw_hf="adamw", adamw="adamw", adafactor="adafactor",
     adamw_bnb_8bit="adamw8bit", adamw_8bit="adamw8bit", paged_adamw_8bit="adamw8bit", adamw_torch_8bit="adamw8bit",
@@ -356,7 +362,7 @@ def _entries() -> Iterator[OldName]:
     yield from _needless("debug", HF, "--traceback shows where an error comes from")
     # What LLaMA-Factory and TRL train.
     yield from _now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt", convert=words(sft="sft", pt="pretrain"))  # fmt: skip
-    yield from _now("--freeze", "finetuning_type", LLAMA, "or --lora for adapters", convert=words(full="none"))  # fmt: skip
+    yield from _now("--freeze", "finetuning_type", LLAMA, "and for adapters --lora alone", convert=words(full="none", lora=""))  # fmt: skip
     yield from _missing("train_from_scratch", LLAMA, "--model takes a preset for new weights, such as chatlm-base", switch=True)  # fmt: skip
     yield from _missing("template", LLAMA, "the chat template of the model's tokenizer is used; --chat-template takes chatml, plain or a Jinja file")  # fmt: skip
     yield from _needless("tool_format", LLAMA, "the chat template of the model's tokenizer writes tools")
@@ -368,10 +374,12 @@ def _entries() -> Iterator[OldName]:
         "completion_only_loss assistant_only_loss", HF, "only responses count in the loss", switch=True
     )
     yield from _missing("mix_strategy interleave_probs", LLAMA, "mix the files before, or in a task of your own")
-    yield from _now("--lora", "lora_rank", LLAMA, "with everything else about adapters, such as r=16,alpha=32", convert="r={}".format)  # fmt: skip
-    yield from _now("--lora", "lora_r", HF, "with everything else about adapters, such as r=16,alpha=32", convert="r={}".format)  # fmt: skip
-    yield from _missing("lora_alpha lora_dropout lora_target", LLAMA, "it is a part of --lora: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj")  # fmt: skip
-    yield from _missing("lora_target_modules", HF, "it is a part of --lora: r=16,targets=q_proj+v_proj")
+    yield from _now("--lora", "lora_rank", LLAMA, "with the other parts of adapters", convert="r={}".format)
+    yield from _now("--lora", "lora_alpha", LLAMA, "with the other parts of adapters", convert="alpha={}".format)
+    yield from _now("--lora", "lora_dropout", LLAMA, "with the other parts of adapters", convert="dropout={}".format)
+    yield from _now("--lora", "lora_target", LLAMA, "with the other parts of adapters", convert=lora_targets)
+    yield from _now("--lora", "lora_r", HF, "with the other parts of adapters", convert="r={}".format)
+    yield from _now("--lora", "lora_target_modules", HF, "with the other parts of adapters", convert=lora_targets)
     yield from _missing("adapter_name_or_path", LLAMA, "merge the adapter first: brimful export ADAPTER --merge --output DIR")  # fmt: skip
     yield from _needless("use_peft", HF, "--lora says so", switch=True)
     yield from _now("--load-in", "load_in_4bit", HF, convert=if_true("4bit"), switch=True)

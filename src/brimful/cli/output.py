@@ -42,7 +42,7 @@ def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None
     elif isinstance(result, str):
         print(result, flush=True)  # not through rich, which would break a command over two lines
     else:
-        Console().print(result)
+        Console().print(result, crop=False)  # a command that must not be broken may be wider than the terminal
 
 
 @contextmanager

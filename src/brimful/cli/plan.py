@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -48,8 +49,8 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         task
             A built-in task (pretrain, sft) or your own, written file.py:name.
         data
-            Data that the task reads, for the chat tasks a token store: the plan is for its longest rows, and its loader is
-            timed. Default: the task's worst shape.
+            Data that the task reads: the plan is for its longest rows, and its loader is timed. Raw files are tokenized for
+            the time of planning. Default: the task's worst shape.
         config
             A TOML file with any options of plan and train. Flags win over it.
         json
@@ -73,7 +74,9 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
             naming_files(options.origins, options.values),
         ):  # a task's prints are no result
             loaded = with_optimizer(load_task(task, options.task), train_options)
-            with progress(f"plan {loaded.name}") as update:
+            with progress(f"plan {loaded.name}") as update, TemporaryDirectory(prefix="brimful-plan-") as folder:
+                if data is not None:  # raw files are tokenized, as `train` would
+                    data = loaded.prepare(data, Path(folder), update)
                 result = make_plan(loaded, data=data, progress=update, **pick(options.generic, PlanOptions))
         result = replace(result, choices=(*result.choices, optimizer_choice(loaded, train_options)))
         result = with_sources(result, options.origins, options.values)

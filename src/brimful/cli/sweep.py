@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from brimful.cli.flags import make_flags, set_flags
 from brimful.cli.output import prefer_growing_segments, show
 from brimful.errors import BadOption, BadRun
+from brimful.languages import tr, translate
 from brimful.molecules.spec import SweepOptions, SweepSpec
 from brimful.tasks.option_fields import option_fields
 from brimful.units import show_count, show_seconds
@@ -66,9 +67,14 @@ def sweep(
         "remarks": result.remarks, "packs": list(result.packs), "seconds": result.seconds,
         "trained": result.trained, "ooms": result.ooms, "peak_bytes": result.peak_bytes,
     }  # fmt: skip
-    ending = f"{show_count(result.trained, 'head')} trained in {show_seconds(result.seconds)}. Saved to {root}"
-    more = [] if result.finished else [f"Not finished. Continue with: {shlex.join(['brimful', *sys.argv[1:]])}"]
-    show(SweepTable(summaries, [*conventions(summaries), ending, *more], result.remarks), data, as_json=json)
+    trained = tr(
+        "{heads} trained in {time}.", heads=show_count(result.trained, "head"), time=show_seconds(result.seconds)
+    )
+    ending = f"{trained} {tr('Saved to {path}', path=root)}"
+    command = shlex.join(["brimful", *sys.argv[1:]])
+    more = [] if result.finished else [tr("Not finished. Continue with: {command}", command=command)]
+    notes = [*map(translate, conventions(summaries)), ending, *more]
+    show(SweepTable(summaries, notes, result.remarks), data, as_json=json)
 
 
 def _run(spec: SweepSpec, root: Path, options: SweepOptions, cache: Path | None) -> Any:

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
 from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show, with_flags
-from brimful.errors import BadOption, BadRun
+from brimful.errors import BadOption, BadRun, with_hint
 from brimful.languages import tr, translate
 from brimful.tasks.load import check_request_options, check_spec, task_option_fields
 from brimful.tasks.option_fields import OptionField, option_fields
@@ -287,6 +287,8 @@ def _supervise(request: Request, folder: RunFolder) -> Outcome:
 
 def _with_advice(outcome: Outcome, folder: RunFolder) -> str:
     """The parent's message, with the command that continues if something was saved."""
+    if not outcome.resumable and folder.has_checkpoint and folder.fails_again:
+        return with_hint(outcome.message or "", f"Fix this first, then continue: {folder.resume_command}")
     steps = [outcome.advice] if outcome.advice else []
     if outcome.resumable:
         steps += [folder.resume_command] if folder.has_checkpoint else []

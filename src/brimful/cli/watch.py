@@ -111,9 +111,10 @@ def _print(snapshot: Snapshot, console: Console, glyphs: Glyphs) -> None:
 
 def _last_words(snapshot: Snapshot) -> str:
     """What stays in the terminal after the view is closed."""
-    line = f"{snapshot.run}: {tr(snapshot.state)}, {tr('step {step:,}', step=snapshot.step)}"
+    line = f"{snapshot.run}: {tr(snapshot.state_label or snapshot.state)}, {tr('step {step:,}', step=snapshot.step)}"
     command = snapshot.resume_command
-    text = f"{line}\n{tr('To continue: {command}', command=command)}" if command else line
+    template = "Fix this first, then continue: {command}" if snapshot.fails_again else "To continue: {command}"
+    text = f"{line}\n{tr(template, command=command)}" if command else line
     encoding = sys.stdout.encoding or "ascii"
     return text.encode(encoding, "replace").decode(encoding)
 

@@ -125,9 +125,12 @@ class Attributes:
     """
 
     def __init__(self, *objects: Any, excluding: Iterable[torch.Tensor] = ()) -> None:
-        """Tensors of `excluding` are saved elsewhere. The modules of a model are each an object of their own."""
+        """Tensors of `excluding`, and others in their memory, are saved elsewhere. The modules of a model are each an object of
+        their own."""
         self._restore: list[Callable[[], object]] = []
-        self._seen = {id(tensor) for tensor in excluding}
+        excluded = list(excluding)
+        self._seen = {id(tensor) for tensor in excluded}
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in excluded} - {0}
         self._roots = {id(one) for one in objects}
         self._alive: list[Any] = []
         """Keeps the ids in `_seen` from being used again."""
@@ -148,7 +151,8 @@ class Attributes:
             return
         if isinstance(value, torch.Tensor):
             self._remember(value)
-            if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+            plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+            if plain and value.untyped_storage().data_ptr() not in self._storages:
                 self._restore.append(partial(_write_back, value, _to_host(value)))
         elif isinstance(value, torch.Generator):
             self._restore.append(partial(value.set_state, value.get_state()))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
@@ -19,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from brimful.languages import tr, translate
 from brimful.molecules.results import HEADERS, TRIVIAL, Summary, by_dataset
 from brimful.units import show_bytes, show_count, show_seconds
 
@@ -47,11 +49,15 @@ class SweepTable:
     def _render(self, *, narrow: bool) -> RenderableType:
         parts: list[RenderableType] = []
         for dataset, own in by_dataset(self._summaries).items():
-            parts += [Text.assemble((dataset, "bold"), f": {own[0]['about']}"), _table(own, narrow=narrow)]
+            parts += [Text.assemble((dataset, "bold"), f": {translate(own[0]['about'])}"), _table(own, narrow=narrow)]
             if self._remarks.get(dataset):
-                parts.append(Padding(Text("; ".join(self._remarks[dataset]), style="dim"), (0, 0, 0, 2)))
+                parts.append(
+                    Padding(Text("; ".join(map(translate, self._remarks[dataset])), style="dim"), (0, 0, 0, 2))
+                )
             parts.append(Text())
-        return Group(*parts, *(Text(note, style="dim") for note in ((NARROW,) if narrow else ()) + tuple(self._notes)))
+        return Group(
+            *parts, *(Text(note, style="dim") for note in ((tr(NARROW),) if narrow else ()) + tuple(self._notes))
+        )
 
 
 def _table(summaries: Sequence[Summary], *, narrow: bool) -> RenderableType:
@@ -59,15 +65,15 @@ def _table(summaries: Sequence[Summary], *, narrow: bool) -> RenderableType:
     rows = [_cells(one, widths, narrow) for one in summaries]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, width in (("encoder", 7), ("method", 13)):
-        table.add_column(name, overflow="fold", min_width=width)
-    for place, name in enumerate((*(name for _, name in HEADERS), "gain", "seeds"), 2):
-        width = max(len(name), *(len(row[place]) for row in rows))
+        table.add_column(tr(name), overflow="fold", min_width=width)
+    for place, name in enumerate((*(name for _, name in HEADERS), tr("gain"), tr("seeds")), 2):
+        width = max(cell_len(name), *(len(row[place]) for row in rows))
         table.add_column(name, justify="right" if place > 4 else "left", no_wrap=True, min_width=width)
     trivial = [one["kind"] == TRIVIAL for one in summaries]
     for place, row in enumerate(rows):
         if trivial[place] and not any(trivial[:place]):
             table.add_section()
-            table.add_row("", "trivial baselines", style="dim italic")
+            table.add_row("", tr("trivial baselines"), style="dim italic")
         table.add_row(*row)
     return Padding(table, (0, 0, 0, 2))
 
@@ -134,7 +140,7 @@ class SweepProgress:
     def progress(self, phrase: str) -> None:
         """A phrase of the preparation."""
         if self._live is not None:
-            self._live.update(Text(phrase, style="dim"))
+            self._live.update(Text(translate(phrase), style="dim"))
         elif time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._line(phrase)
 
@@ -182,10 +188,10 @@ class SweepProgress:
         table = Table.grid(padding=(0, 2))
         table.add_row(
             ProgressBar(total=max(1, self._heads), completed=self._trained, width=40),
-            Text(f"{self._trained:,} of {self._heads:,} heads", style="bold"),
-            f"{self._alive:,} running",
-            self._speed(),
-            Text(self._time_left(), style="dim"),
+            Text(translate(f"{self._trained:,} of {self._heads:,} heads"), style="bold"),
+            translate(f"{self._alive:,} running"),
+            translate(self._speed()),
+            Text(translate(self._time_left()), style="dim"),
         )
         return table
 
@@ -208,10 +214,10 @@ class SweepProgress:
 
     def _print(self, sentence: str, style: str = "") -> None:
         if self._live is not None:
-            self._live.console.print(Text(sentence, style=style))
+            self._live.console.print(Text(translate(sentence), style=style))
         else:
             self._line(sentence)
 
     def _line(self, sentence: str) -> None:
         self._last_line_s = time.monotonic()
-        print(f"sweep: {sentence}", file=self._file, flush=True)
+        print(f"sweep: {translate(sentence)}", file=self._file, flush=True)

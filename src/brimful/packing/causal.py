@@ -206,17 +206,30 @@ def compile_blocks(model: Any, on: bool, *, backend: str | Callable[..., Any] = 
     model, decoder = model_parts(model)
     blocks = [part for part in decoder.modules() if isinstance(part, GradientCheckpointingLayer)]
     for block in blocks:
-        if isinstance(vars(block).get("forward"), partial) and _is_compiled(block):  # by an earlier call
+        if isinstance(vars(block).get("forward"), _CompiledBlock):  # by an earlier call
             del block.forward
         if on and "forward" not in vars(block):  # else somebody else has replaced it
-            block.forward = partial(_compiled_forward(type(block).forward, backend), block)
+            block.forward = _CompiledBlock(block, backend)
     return bool(blocks)
+
+
+class _CompiledBlock:
+    """The forward of a block, compiled where gradients are made. Text generation would compile it again for every layer, since
+    each has a number of its own in the cache of keys and values."""
+
+    def __init__(self, block: Any, backend: str | Callable[..., Any]) -> None:
+        self._block, self._plain = block, type(block).forward
+        self._compiled = _compiled_forward(self._plain, backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._compiled if torch.is_grad_enabled() else self._plain
+        return forward(self._block, *args, **kwargs)
 
 
 def _is_compiled(block: nn.Module) -> bool:
     forward = vars(block).get("forward")
     by_torch = vars(block).get("_compiled_call_impl") is not None  # block.compile()
-    return by_torch or hasattr(getattr(forward, "func", forward), "_torchdynamo_orig_callable")
+    return by_torch or isinstance(forward, _CompiledBlock) or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 @cache

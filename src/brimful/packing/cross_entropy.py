@@ -141,8 +141,10 @@ def _run(
     wide = torch.promote_types(dtype, torch.float32)
     words = weight.shape[0]
     width = -(-words // ALIGNED) * ALIGNED if _has_kernel(hidden.device, dtype) else words
-    head = F.pad(weight.to(dtype), (0, 0, 0, width - words))
-    head_bias = None if bias is None else F.pad(bias.to(dtype), (0, width - words))
+    head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    if width > words:  # a fill of nothing would still copy the head, 1 GiB of an 8B's
+        head = F.pad(head, (0, 0, 0, width - words))
+        head_bias = None if head_bias is None else F.pad(head_bias, (0, width - words))
     losses = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if wanted[0] else None
     d_weight = torch.zeros(head.shape, dtype=wide, device=weight.device) if wanted[1] else None

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from brimful.errors import BadOption, in_one_line
 from brimful.memory.layout import PACKED
+from brimful.planning.levers import EVERY
+from brimful.planning.plan import Setting
 from brimful.planning.plan_time import now
 from brimful.units import show_rows, show_seconds
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
     from brimful.planning.micro_batch import Search
 
 COMPILED_ROWS = 64
-"""Rows of the mean length with which blocks are compiled and timed."""
+"""Rows of the mean length with which blocks are compiled and timed, if as many fit."""
+ROOM_FOR_ROWS = 0.8
+"""They may take this share of the budget beside weights, gradients and optimizer state: no probe has run yet."""
 COMPILE_S, COMPILE_SAVES = 30.0, 0.3
 """What compiling takes on an H200 when nothing of it is on disk yet, and the least share of the time that it saves there.
 Runs too short to win that back are not compiled unless requested."""
@@ -36,16 +40,32 @@ def wants_compiled(search: "Search") -> tuple[bool, str]:
 
 
 def _try(search: "Search") -> tuple[bool, str]:
+    rows = min(COMPILED_ROWS, search.most, _rows_that_fit(search))
+    if rows or not search.lever.available:
+        return _time(search, max(1, rows), search.setting)
+    with search.lever.set(EVERY["on"]):  # not even one row fits without checkpointing
+        return _time(search, 1, replace(search.setting, checkpointing="on"))
+
+
+def _rows_that_fit(search: "Search") -> int:
+    """Without checkpointing, as predicted from the first rows."""
+    prober = search.prober
+    if not prober.token_bytes:
+        return COMPILED_ROWS
+    room = search.target.budget_bytes - prober.fixed_bytes - prober.gradient_bytes
+    return max(0, int(ROOM_FOR_ROWS * room / (prober.token_bytes * max(1, sum(search.shape)))))
+
+
+def _time(search: "Search", rows: int, plain: Setting) -> tuple[bool, str]:
     requested, compiler, started = search.options.compile, search.compiler, now()
-    rows = min(COMPILED_ROWS, search.most)
     micro_batches = None if search.steps is None else search.steps * search.most / rows
-    plain_s = search.timed(rows, search.setting)
+    plain_s = search.timed(rows, plain)
     if requested == "auto" and plain_s is not None and micro_batches is not None:
         run_s = micro_batches * plain_s
         if COMPILE_SAVES * run_s < COMPILE_S:
             return False, f"the run takes about {show_seconds(run_s)} without it, and compiling {COMPILE_S:.0f} s"
     search.prober.show(f"compile blocks ({compiler.reason})")
-    setting = replace(search.setting, compile="on")
+    setting = replace(plain, compile="on")
     try:
         with compiler.set(True):
             first_s = search.timed(max(1, rows // 2), setting)  # a second size, so that sizes stay open

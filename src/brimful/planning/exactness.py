@@ -8,6 +8,9 @@ evaluation mode, since it would hide everything else.
 
 Dropout, and a loss that draws random numbers (the noise of diffusion), differ from themselves, which says nothing about
 rows. So every run is given the same draws for every row. Where that does not help, evaluation mode is tried.
+
+Copies of all weights in float64 take 64 GB of an 8B model. Where they would take more than half of what is free, the weights
+stay in their own precision, rows are few and short, and the tolerances are those of that precision.
 """
 
 import math
@@ -21,8 +24,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.errors import TaskError
+from brimful.machine.host import Host
 from brimful.memory.context import StepContext, attention_kernels, split_batch, tensors_of, to_device
 from brimful.memory.layout import PACKED
+from brimful.memory.meter import allocated_bytes, available_bytes
 from brimful.memory.oom import is_oom
 from brimful.memory.snapshot import Attributes, Buffers
 from brimful.task import Dataset, Task, loss_terms, map_tensors, rows_of, weighted_by_rows
@@ -31,8 +36,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference that rounding may cause, by the lowest precision that was used; 2e-2 for lower ones."""
 GRADIENT_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """The same for gradients and buffers; 0.1 for lower precisions."""
-PACKING_TOLERANCE = 1e-3
-"""Relative difference between packed rows and the same rows alone that rounding may cause. A leak is a hundred times that."""
+PACKING_TOLERANCE, ROUNDED_PACKING_TOLERANCE = 1e-3, 0.05
+"""Relative difference between packed rows and the same rows alone that rounding may cause, in fp32 and in half precision. A leak
+is 0.1 and more."""
+COPIES_SHARE, ROWS_SHARE = 0.5, 0.4
+"""What copies of the weights, and the activations of rows, may take of the memory that is free."""
 LOOKED_AT = 256
 """Rows of the data among which those to compare are chosen."""
 PROJECTED = 1 << 22
@@ -118,9 +126,9 @@ def check_exactness(
     return Exactness(reason=f"{rows} and their two halves give the same {result.compared}{mean}")
 
 
-def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
+def check_rows(context: StepContext, rows: Dataset, count: int, most_tokens: int | None = None) -> Exactness:
     """The same for real rows of different lengths. The shorter ones are collated apart from the longer ones."""
-    task, some = context.task, rows_to_compare(context.task, rows, count)
+    task, some = context.task, rows_to_compare(context.task, rows, count, most_tokens)
     count = len(some)
     lengths = ["+".join(map(str, task.shape(row))) for row in (some[0], some[-1])] if task.has_shape else []
     name = f"{count} rows of the data" + (f" (lengths {lengths[0]} to {lengths[1]})" if any(lengths) else "")
@@ -131,13 +139,20 @@ def check_rows(context: StepContext, rows: Dataset, count: int) -> Exactness:
     return check_exactness(context, whole, [task.collate(some[:half]), task.collate(some[half:])], name=name)
 
 
-def rows_to_compare(task: Task, rows: Dataset, count: int) -> list[Any]:
-    """Up to `count` rows of different lengths, the shortest first; not the longest, which may not fit in full precision."""
+def rows_to_compare(task: Task, rows: Dataset, count: int, most_tokens: int | None = None) -> list[Any]:
+    """Up to `count` rows of different lengths, the shortest first; not the longest, which may not fit in full precision.
+
+    Padded side by side they have at most `most_tokens`, if two rows of the data do.
+    """
     count = min(count, len(rows))
     looked_at = min(LOOKED_AT, len(rows)) if task.has_shape else count
     some = [rows[place * (len(rows) - 1) // max(1, looked_at - 1)] for place in range(looked_at)]
     some = sorted(some, key=lambda row: sum(task.shape(row))) if task.has_shape else some
     some = some[: max(count, len(some) // 2)]
+    if most_tokens is not None and task.has_shape:
+        count = min(count, max(2, most_tokens // max(1, sum(task.shape(some[0])))))
+        fitting = [row for row in some if count * sum(task.shape(row)) <= most_tokens]
+        some = fitting if len(fitting) >= count else some[:count]
     return [some[place * (len(some) - 1) // max(1, count - 1)] for place in range(count)]
 
 
@@ -166,53 +181,74 @@ def check_dummy(context: StepContext, batch: Any) -> Exactness:
 def check_packing(context: StepContext, rows: Sequence[Any]) -> str:
     """Why these rows must not be packed; empty if packed they have the loss and the gradient that each has alone.
 
-    Runs in the precision of the weights, at least fp32, and without dropout. In full precision that is attention without the
-    kernels, so the proof is of task and model.
+    Runs in the precision of the weights, without dropout, and in at least fp32 if there is room for that. In full precision that is
+    attention without the kernels, so the proof is of task and model.
     """
     task, model = context.task, context.model
     half = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
     widened = (
-        _copied_weights(context, torch.float32) if half else nullcontext()
+        _copied_weights(context, torch.float32) if half and _copies_fit(context, torch.float32) else nullcontext()
     )  # bf16 differs by 1 % after rounding alone
     with _put_back(context), widened, _mode(model, [], training=False), attention_kernels(cudnn=False):
         packed = _sum_and_gradient(context, [PACKED.collate(task, rows)])
         alone = _sum_and_gradient(context, (task.collate([row]) for row in rows))
     if packed.count != alone.count:
         return f"packed, {len(rows)} rows count {packed.count:g} instead of {alone.count:g}"
-    apart = (one - other for one, other in zip(packed.gradient, alone.gradient, strict=True))
-    difference = max(
-        abs(packed.total - alone.total) / max(abs(alone.total), 1e-12), _norm(apart) / max(_norm(alone.gradient), 1e-12)
-    )
-    if difference <= PACKING_TOLERANCE:
+    apart = abs(packed.total - alone.total) / max(abs(alone.total), 1e-12)
+    if packed.gradient is not None and alone.gradient is not None:
+        norm = math.sqrt(float(packed.gradient[1].sum()))  # that of one batch: squares of several do not add up
+        apart = max(apart, float((packed.gradient[0] - alone.gradient[0]).norm()) / max(norm, 1e-12))
+    rounded = {packed.precision, alone.precision} & {torch.bfloat16, torch.float16}  # weights of 4 bits compute in bf16
+    if apart <= (ROUNDED_PACKING_TOLERANCE if rounded else PACKING_TOLERANCE):
         return ""
-    return f"packed rows see each other: {len(rows)} of them and the same rows alone differ by {_share(difference)}"
+    return f"packed rows see each other: {len(rows)} of them and the same rows alone differ by {_share(apart)}"
 
 
 @dataclass(frozen=True, slots=True)
 class _SumAndGradient:
     total: float
     count: float
-    gradient: list[torch.Tensor]
+    gradient: torch.Tensor | None
+    """As `_Projection` reads it: gradients of all weights, three times, would not fit beside the optimizer's state."""
+    precision: torch.dtype
+    """The lowest that was used."""
 
 
 def _sum_and_gradient(context: StepContext, batches: Iterable[Any]) -> _SumAndGradient:
     """Of the loss over these batches, as a sum."""
-    task, model = context.task, context.model
-    params = [param for param in model.parameters() if param.requires_grad]
-    total, count, gradient = 0.0, 0.0, [torch.zeros_like(param) for param in params]
+    task, model, projection, precisions = context.task, context.model, _Projection(context.params), _Precisions()
+    total, count = 0.0, 0.0
     for batch in batches:
         batch = to_device(batch, context.device)
-        terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch).values()
-        summed = torch.stack([term.sum for term in terms]).sum()
+        with precisions:
+            terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch).values()
+            summed = torch.stack([term.sum for term in terms]).sum()
         total, count = total + float(summed.detach()), count + sum(float(term.count) for term in terms)
-        for sums, one in zip(gradient, torch.autograd.grad(summed, params, allow_unused=True), strict=True):
-            if one is not None:
-                sums += one
-    return _SumAndGradient(total, count, gradient)
+        projection.add(summed)
+        dtype = summed.dtype
+        del terms, summed
+    return _SumAndGradient(total, count, projection.read(), precisions.least(dtype))
 
 
-def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(one.double().square().sum()) for one in tensors))
+def tokens_that_fit(context: StepContext, token_bytes: float) -> int:
+    """Tokens of rows that the checks above have room for. In a training step, each takes `token_bytes` of activations."""
+    wide = torch.float64 if _copies_fit(context, torch.float64) else torch.float32
+    wider = wide.itemsize / (context.autocast or torch.float32).itemsize
+    return int(ROWS_SHARE * _room_bytes(context.device) / (wider * token_bytes))
+
+
+def _room_bytes(device: torch.device) -> int:
+    """What may still be allocated; where that is unknown, half of the RAM that is available."""
+    available = available_bytes(device)
+    if available is None:
+        return Host.detect().ram_available_bytes // 2
+    return max(0, available - (allocated_bytes(device) or 0))
+
+
+def _copies_fit(context: StepContext, dtype: torch.dtype | None = None) -> bool:
+    """Whether there is room for `_copied_weights`."""
+    copies = sum(one.numel() * (dtype or one.dtype).itemsize for one in _float_tensors(context))
+    return copies <= COPIES_SHARE * _room_bytes(context.device)
 
 
 def _with_unequal_labels(batch: Any) -> Any:
@@ -260,7 +296,7 @@ class _Result:
 def _in_best_precision(context: StepContext, parts: list[Any], norms: list[nn.Module]) -> _Result:
     parts = [to_device(part, context.device) for part in parts]
     with torch.enable_grad(), torch.backends.cudnn.flags(allow_tf32=False):
-        for factor in (2, 1):
+        for factor in (2, 1) if _copies_fit(context, torch.float64) else ():
             try:
                 with _copied_weights(context, torch.float64, factor):
                     result = _compare(context, [_as_float64(part) for part in parts], norms)
@@ -273,7 +309,7 @@ def _in_best_precision(context: StepContext, parts: list[Any], norms: list[nn.Mo
                 break
             if math.isfinite(result.difference):
                 return result
-        with _copied_weights(context):
+        with _copied_weights(context) if _copies_fit(context) else nullcontext():
             return _compare(context, parts, norms)
 
 
@@ -281,7 +317,8 @@ def _in_best_precision(context: StepContext, parts: list[Any], norms: list[nn.Mo
 def _put_back(context: StepContext) -> Iterator[None]:
     """Buffers and attributes are afterwards as before: a table that a forward caches has the precision of the check."""
     model = context.model
-    buffers, attributes = Buffers(model), Attributes(context.task, *model.modules(), excluding=model.buffers())
+    elsewhere = (*model.buffers(), *model.parameters())  # 8-bit layers have their weight as an attribute, too
+    buffers, attributes = Buffers(model), Attributes(context.task, *model.modules(), excluding=elsewhere)
     try:
         yield
     finally:
@@ -634,7 +671,7 @@ def _copied_weights(context: StepContext, dtype: torch.dtype | None = None, fact
 
     A forward may change its weights in place, as `Embedding(max_norm=…)` does.
     """
-    tensors = [t for t in (*context.params, *context.model.buffers()) if t.is_floating_point()]
+    tensors = _float_tensors(context)
     before = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
@@ -644,6 +681,10 @@ def _copied_weights(context: StepContext, dtype: torch.dtype | None = None, fact
     finally:
         for tensor, data in zip(tensors, before, strict=True):
             tensor.data = data
+
+
+def _float_tensors(context: StepContext) -> list[torch.Tensor]:
+    return [one for one in (*context.params, *context.model.buffers()) if one.is_floating_point()]
 
 
 @contextmanager

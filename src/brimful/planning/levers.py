@@ -290,7 +290,10 @@ def frozen_choice(context: StepContext, shape: Shape, micro_batch: int) -> Choic
     reason = (
         f"saves {show_bytes(gradient_bytes)} of gradients and {show_bytes(state_bytes)} of optimizer state (counted)"
     )
-    row_bytes = _activations_saved(context, frozen, shape)
+    in_part = (
+        context.task.trained_weights(context.model) is not None
+    )  # nobody would train the base of an adapter instead
+    row_bytes = None if in_part else _activations_saved(context, frozen, shape)
     if row_bytes is not None:
         size = context.layout.show(micro_batch, shape)
         probed = f"{FROZEN_ROWS} and {2 * FROZEN_ROWS}"

@@ -34,6 +34,7 @@ from brimful.planning.exactness import (
     check_packing,
     check_rows,
     rows_to_compare,
+    tokens_that_fit,
 )
 from brimful.planning.graph_trial import with_graph
 from brimful.planning.levers import EVERY, FROZEN_ROWS, checkpointing, compiling, frozen_choice
@@ -114,6 +115,8 @@ class Search:
             compile="off", checkpointing="on" if self.lever.already_on else "off",
         )  # fmt: skip
         """What every trial begins with; it is complete when layout and compilation are chosen."""
+        self._compared_rows = 0
+        """Rows that were compared packed and alone."""
         self._sizes: dict[LayoutName, tuple[Shape, Shape]] = {}
         """By layout, the shape to plan for and a shorter one."""
         self.trials: list[Trial] = []
@@ -206,7 +209,7 @@ class Search:
         rows, on, device = self.rows, "rows of the data", self.context.device
         if rows is not None and len(rows) > 1:
             with suppress(NothingCounted), task_errors(self.task, "loss", on), task_errors(self.task, on=on):
-                result = attempt(lambda: check_rows(self.context, rows, count), device)
+                result = attempt(lambda: check_rows(self.context, rows, count, self._comparable_tokens), device)
                 if isinstance(result, Exactness):
                     return result
         result = attempt(lambda: check_dummy(self.context, self.prober.batch(count, self.short)), device)
@@ -260,8 +263,10 @@ class Search:
             return "the kernels for packed rows need bf16 or fp16"
         if not self.exactness.exact:
             return "a split changes the result"
+        rows = self._different_rows()
+        self._compared_rows = len(rows)
         try:
-            result = attempt(lambda: check_packing(self.context, self._different_rows()), self.context.device)
+            result = attempt(lambda: check_packing(self.context, rows), self.context.device)
         except UserError as error:  # it has a remedy of its own, which is not the one needed here
             return str(error).partition(" Try:")[0].rstrip(".")
         except Exception as error:
@@ -273,15 +278,15 @@ class Search:
         )
 
     @property
-    def _compared_rows(self) -> int:
-        """Rows that are compared packed and alone."""
-        return min(ROWS_TO_COMPARE, self.most, self.most if self.rows is None else len(self.rows))
+    def _comparable_tokens(self) -> int | None:
+        """Tokens of rows that a check has room for; None if the device does not tell."""
+        return tokens_that_fit(self.context, self.prober.token_bytes) if self.prober.token_bytes else None
 
     def _different_rows(self) -> list[Any]:
         """Rows of the data, else dummy rows of different lengths. Short ones, since they run in full precision."""
-        count = self._compared_rows
+        count = min(ROWS_TO_COMPARE, self.most, self.most if self.rows is None else len(self.rows))
         if self.rows is not None:
-            return rows_to_compare(self.task, self.rows, count)
+            return rows_to_compare(self.task, self.rows, count, self._comparable_tokens)
         lengths = [
             tuple(max(1, length * (1 + place) // (4 * count)) for length in self.shape) for place in range(count)
         ]
@@ -675,11 +680,12 @@ class Search:
         if self.lever.available and trial.setting.checkpointing not in ("on", "offload"):
             tips.append('checkpointing="auto"')
         if self.shape:
-            tips.append("shorter lengths=")
+            options = getattr(self.task, "options", None)
+            tips.append("a lower max_tokens=" if hasattr(options, "max_tokens") else "shorter lengths=")
         return DoesNotFit(
             f"{self.context.layout.show(self._least, self.shape)} {'needs' if self._least == 1 else 'need'} {show_bytes(peak)}{basis}, "
             f"of which weights and optimizer state take {show_bytes(self.prober.fixed_bytes)}; {target.fill:.0%} of the "
-            f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}{alternatives(self.task, target)}.",
+            f"limit is {show_bytes(target.budget_bytes)}{target.other_users}. Try: {', or '.join(tips)}{alternatives(self.task, target, self.prober.fixed_bytes)}.",
             needed_bytes=round(peak / target.fill) + 1,
         )
 
@@ -692,7 +698,7 @@ class Search:
             f"weights, optimizer state and gradients take {show_bytes(held)} before any row, and the limit is "
             f"{show_bytes(self.target.limit_bytes)}{self.target.other_users}. Try: {'at least ' if peak is None else ''}"
             f'memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights'
-            f"{alternatives(self.task, self.target)}.",
+            f"{alternatives(self.task, self.target, held)}.",
             needed_bytes=round(needed) + 1,
         )
 
@@ -716,7 +722,7 @@ class Search:
             f"the first step, of {self.context.layout.show(rows, shape)}, ran out of memory: weights and gradients take "
             f"{show_bytes(least)} of {show_bytes(self.target.limit_bytes)}{self.target.other_users}. "
             f'Try: memory_limit="{flag_bytes(needed)}", an optimizer with less state, or fewer trainable weights'
-            f"{alternatives(self.task, self.target)}.",
+            f"{alternatives(self.task, self.target, least)}.",
             needed_bytes=round(needed),
         )
 
@@ -763,9 +769,11 @@ class Search:
         )  # fmt: skip
 
 
-def alternatives(task: Task, target: Target) -> str:
-    """`, or lora='r=16' (2.4 GiB before any row)`: what the task names that leaves room in the budget; empty if nothing does."""
-    fitting = [(how, held) for how, held in task.alternatives() if held < ROOM_FOR_ROWS * target.budget_bytes]
+def alternatives(task: Task, target: Target, now_bytes: int) -> str:
+    """`, or lora='r=16' (2.4 GiB before any row)`: what the task names that takes less than now and leaves room in the budget;
+    empty if nothing does."""
+    most = min(ROOM_FOR_ROWS * target.budget_bytes, now_bytes)
+    fitting = [(how, held) for how, held in task.alternatives() if held < most]
     return "".join(f", or {how} ({show_bytes(held)} before any row, predicted)" for how, held in fitting)
 
 

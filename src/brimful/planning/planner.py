@@ -57,6 +57,7 @@ from brimful.planning.probe import (
     real_batches,
     row_shapes,
     task_errors,
+    uneven_rows,
     with_dummy,
 )
 from brimful.planning.target import Target, autocast_dtype, deterministic_algorithms, find_target, idle_gpus
@@ -218,6 +219,7 @@ def find_plan(
         random_state = RandomState(target.device)
         check_collate(task, rows)
         random_state.restore()
+    own = task
     task = with_weights(with_dummy(task, rows, progress, steady=options.deterministic), options.weights)
     shape, sampled = _planned_shape(task, rows, options, progress)
     description = model if model is not None else _describe(task)
@@ -237,8 +239,10 @@ def find_plan(
     random_state = RandomState(target.device)
     try:
         plan = with_host(result, task, rows, target, options, progress)
+        uneven = uneven_rows(own, rows, steady=options.deterministic)
     finally:
         random_state.restore()  # rows may draw random numbers when they are read
+    plan = plan.with_warning(uneven) if uneven else plan
     warning = _save(plan) if options.cache else None
     return plan if warning is None else plan.with_warning(warning)
 
@@ -296,7 +300,7 @@ def _model_too_large(task: Task, model: nn.Module, target: Target) -> DoesNotFit
     return DoesNotFit(
         f"weights and gradients alone take {show_bytes(least)}, and the limit is {show_bytes(target.limit_bytes)} on "
         f"{target.name} ({target.limit_reason}){target.other_users}. "
-        f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model{alternatives(task, target)}.',
+        f'Try: more than memory_limit="{flag_bytes(least / target.fill)}", or a smaller model{alternatives(task, target, least)}.',
         needed_bytes=round(least / target.fill),
     )
 

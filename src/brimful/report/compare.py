@@ -279,7 +279,7 @@ class Pair:
             yield phrase("its loss is higher {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
 
     def _ending(self) -> Iterator[Phrase]:
-        state = self.side.run.record.state
+        state = self.side.run.record.state_label
         if self.side.run.record is self.first.run.record:
             return
         if state == "failed":
@@ -341,7 +341,10 @@ class Comparison:
         if first.run.record.state in ("finished", "running", "preparing"):
             commands.append((phrase("train as {label} did", label=first.label), train_command(first.run)))
         else:
-            commands.append((phrase("continue {label}", label=first.label), first.run.record.folder.resume_command))
+            continue_it = (
+                "fix the error of {label}, then continue it" if first.run.record.fails_again else "continue {label}"
+            )
+            commands.append((phrase(continue_it, label=first.label), first.run.record.folder.resume_command))
         return commands
 
     def to_json(self) -> dict[str, Any]:

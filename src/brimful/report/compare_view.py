@@ -47,7 +47,7 @@ def _legend(comparison: Comparison) -> Table:
         facts = [str(run.request.get("task") or run.plan.get("task") or tr("no plan yet"))]
         facts += [str(run.plan["device_name"])] if run.plan.get("device_name") else []
         facts.append(tr("{done} of {steps} steps", done=f"{run.last_step:,}", steps=f"{run.steps_in_all or 0:,}") if run.steps else tr("no steps yet"))  # fmt: skip
-        facts += [] if comparison.one_run else [tr(run.record.state)]
+        facts += [] if comparison.one_run else [tr(run.record.state_label)]
         grid.add_row(side.label, Text.assemble(*_title(side), ("  " + ", ".join(facts), "dim")))
     return grid
 

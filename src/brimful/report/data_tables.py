@@ -12,7 +12,7 @@ from rich.text import Text
 
 from brimful.data.check import UNUSABLE, Bin, CheckReport, Lengths
 from brimful.data.read.files import RowProblem, skipped_note
-from brimful.languages import tr
+from brimful.languages import tr, translate
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
 if TYPE_CHECKING:  # a command imports only its own libraries
@@ -35,7 +35,7 @@ def check_table(report: CheckReport) -> RenderableType:
     """The headline, the columns with three rows, the counts, the lengths."""
     parts: list[RenderableType] = [_check_headline(report)]
     if report.skipped:
-        parts.append(Text(_one_line(skipped_note(report.skipped)), style=_WARN))
+        parts.append(Text(translate(_one_line(skipped_note(report.skipped))), style=_WARN))
     parts += [Text(), *_columns(report), Text(), _counts(report)]
     for unit, lengths in (("characters", report.characters), ("tokens", report.tokens)):
         parts += [Text(), _lengths(unit, lengths)] if lengths else []
@@ -44,16 +44,16 @@ def check_table(report: CheckReport) -> RenderableType:
 
 def rows_table(report: "RowsReport") -> RenderableType:
     """Rows as a causal model reads them: three with the trained tokens in colour, then tokens, lengths and packing."""
-    files = report.files[0] if len(report.files) == 1 else f"{len(report.files):,} files"
+    files = report.files[0] if len(report.files) == 1 else translate(f"{len(report.files):,} files")
     color = "green" if report.failure() is None else "red"
     speed = f"{show_seconds(report.seconds)}, {show_rate(report.rows_in / max(report.seconds, 1e-9))} rows/s"
     used = report.rows_in - sum(report.dropped.values())
     parts: list[RenderableType] = [
         Text.assemble(
-            f"{_one_line(files)}: ", (f"{used:,} of {report.rows_in:,} rows", f"bold {color}"), f" can train {report.model}  ",
-            (f"read in {speed}", "dim"),
+            f"{_one_line(files)}: ", (translate(f"{used:,} of {report.rows_in:,} rows"), f"bold {color}"),
+            tr(" can train {model}", model=report.model), "  ", (translate(f"read in {speed}"), "dim"),
         ),
-        Text(f"columns: {_one_line(report.reason)}; replies found by: {report.method}", style="dim"),
+        Text(translate(f"columns: {_one_line(report.reason)}; replies found by: {report.method}"), style="dim"),
     ]  # fmt: skip
     parts += [Text(), example_rows(report.examples), Text()]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
@@ -61,19 +61,21 @@ def rows_table(report: "RowsReport") -> RenderableType:
     table.add_column(overflow="fold")
     if report.rows_out:
         share = report.trained_tokens / max(1, report.tokens)
-        table.add_row("tokens", f"{report.tokens:,} in {report.rows_out:,} rows, of which {share:.0%} are trained on")
-        lengths = ", ".join(f"{name} {value:,.0f}" for name, value in report.lengths.items())
-        table.add_row("lengths", f"{lengths} tokens")
+        trained = translate(f"{report.tokens:,} in {report.rows_out:,} rows, of which {share:.0%} are trained on")
+        table.add_row(tr("tokens"), trained)
+        lengths = ", ".join(f"{tr(name)} {value:,.0f}" for name, value in report.lengths.items())
+        table.add_row(tr("lengths"), tr("{lengths} tokens", lengths=lengths))
         lost = f"{report.truncated:,} rows are longer than {report.max_tokens:,} tokens and lose {report.lost_tokens:,}"
-        table.add_row("truncated", lost if report.truncated else f"no row is longer than {report.max_tokens:,} tokens")
+        none = f"no row that is kept is longer than {report.max_tokens:,} tokens"
+        table.add_row(tr("truncated"), translate(lost if report.truncated else none))
     if (packing := report.packing) is not None:
         padded = f"padded {packing.sorted:.0%} with rows of similar length, {packing.unsorted:.0%} as they come"
-        table.add_row(
-            "packing", f"{packing.packed:.0%} full in sequences of {packing.tokens:,} tokens; {padded} (predicted)"
-        )
+        full = f"{packing.packed:.0%} full in sequences of {packing.tokens:,} tokens; {padded} (predicted)"
+        table.add_row(tr("packing"), translate(full))
     for reason, count in report.dropped.items():
         first = report.problems.get(reason)
-        table.add_row("dropped", f"{count:,} rows, {reason.replace('_', ' ')}{f': {first}' if first else ''}")
+        what = translate(f"{count:,} rows, {reason.replace('_', ' ')}")
+        table.add_row(tr("dropped"), f"{what}{f': {first}' if first else ''}")
     return Group(*parts, table)
 
 
@@ -93,16 +95,17 @@ def _shown(text: str, trained: bool) -> tuple[str, str]:
 def clean_table(report: "CleanReport") -> RenderableType:
     """The columns, the rows, the cost, the notes."""
     columns = [field if field == column else f"{field} ← {column}" for field, column in report.columns.items()]
-    stages = ", ".join(f"{stage} {show_seconds(seconds)}" for stage, seconds in report.stage_s.items())
-    rate = f", {show_rate(report.rows_per_s)} rows/s" if report.rows_per_s else ""
+    stages = ", ".join(f"{tr(stage)} {translate(show_seconds(seconds))}" for stage, seconds in report.stage_s.items())
+    rate = translate(f", {show_rate(report.rows_per_s)} rows/s") if report.rows_per_s else ""
+    peak = translate(f"peak memory {show_bytes(report.peak_bytes)}, measured")
     return Group(
-        Text.assemble(("columns  ", "bold"), f"{', '.join(columns)} ({report.reason})"),
+        Text.assemble((tr("columns"), "bold"), f"  {', '.join(columns)} ({translate(report.reason)})"),
         Text(),
         _clean_rows(report),
         Text(),
-        Text(f"{show_seconds(report.seconds)} ({stages}){rate}; peak memory {show_bytes(report.peak_bytes)}, measured"),
-        *(Text(f"note: {note}", style="yellow") for note in report.notes),
-        Text(f"Saved to {report.output}"),
+        Text(f"{translate(show_seconds(report.seconds))} ({stages}){rate}; {peak}"),
+        *(Text(tr("note: {text}", text=translate(note)), style="yellow") for note in report.notes),
+        Text(tr("Saved to {path}", path=report.output)),
     )
 
 
@@ -111,7 +114,7 @@ def tokenizer_table(report: "TokenizerReport") -> RenderableType:
     parts: list[RenderableType] = []
     for table in (_tokenizer_headline, _texts, _choices, _ids, _tokenizer_facts):
         parts += [table(report), Text()]
-    return Group(*parts[:-1], *(Text(f"warning: {warning}", style=_WARN) for warning in _warnings(report)))
+    return Group(*parts[:-1], *(Text(translate(f"warning: {warning}"), style=_WARN) for warning in _warnings(report)))
 
 
 def tokenize_table(report: "TokenizeReport") -> RenderableType:
@@ -120,14 +123,14 @@ def tokenize_table(report: "TokenizeReport") -> RenderableType:
 
 
 def _check_headline(report: CheckReport) -> Text:
-    files = report.files[0] if len(report.files) == 1 else f"{len(report.files):,} files"
+    files = report.files[0] if len(report.files) == 1 else translate(f"{len(report.files):,} files")
     conversations = ""
     if report.conversations is not None:
-        conversations = f" from {show_count(report.conversations, 'conversation')}"
+        conversations = tr(" from {conversations}", conversations=show_count(report.conversations, "conversation"))
     speed = f"{show_seconds(report.seconds)}, {show_rate(report.rows_in / max(report.seconds, 1e-9))} rows/s"
     return Text.assemble(
-        f"{_one_line(files)}: ", (f"{report.rows_out:,} of {report.rows_in:,} rows", f"bold {_color(report)}"),
-        f"{conversations} can be used  ", (f"read in {speed}", "dim"),
+        f"{_one_line(files)}: ", (translate(f"{report.rows_out:,} of {report.rows_in:,} rows"), f"bold {_color(report)}"),
+        conversations, tr(" can be used"), "  ", (translate(f"read in {speed}"), "dim"),
     )  # fmt: skip
 
 
@@ -145,28 +148,35 @@ def _columns(report: CheckReport) -> list[RenderableType]:
         table.add_column(header, ratio=1 if field == "prompt" else 2, no_wrap=True)
     for row in report.examples:
         table.add_row(*[Text(_one_line(row[field]), no_wrap=True, overflow="ellipsis") for field in fields])
-    return [Text(f"columns: {_one_line(report.layout.reason)}", style="dim"), table]
+    return [Text(translate(f"columns: {_one_line(report.layout.reason)}"), style="dim"), table]
 
 
 def _rows_table() -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("rows", no_wrap=True)
+    table.add_column(tr("rows"), no_wrap=True)
     for name in ("count", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("first", overflow="fold")
+        table.add_column(tr(name), justify="right", no_wrap=True)
+    table.add_column(tr("first"), overflow="fold")
     return table
 
 
 def _counts(report: CheckReport) -> Table:
     table = _rows_table()
-    table.add_row("in", f"{report.rows_in:,}")
+    table.add_row(tr("in"), f"{report.rows_in:,}")
     for reason, count in report.dropped.items():
         style = "dim" if not count else "red" if reason in UNUSABLE else "yellow"
-        cells = (reason.replace("_", "-"), f"{count:,}", _share(count, report.rows_in))
+        cells = (_reason_name(reason), f"{count:,}", _share(count, report.rows_in))
         table.add_row(*[Text(cell, style=style) for cell in cells], Text(_first_problems(report.problems[reason])))
-    usable = ("usable", f"{report.rows_out:,}", _share(report.rows_out, report.rows_in))
+    usable = (tr("usable"), f"{report.rows_out:,}", _share(report.rows_out, report.rows_in))
     table.add_row(*[Text(cell, style=f"bold {_color(report)}") for cell in usable])
     return table
+
+
+def _reason_name(reason: str) -> str:
+    """`over-long`, or its translation."""
+    name = reason.replace("_", " ")
+    translated = tr(name)
+    return name.replace(" ", "-") if translated == name else translated
 
 
 def _first_problems(problems: tuple[RowProblem, ...]) -> str:
@@ -175,23 +185,26 @@ def _first_problems(problems: tuple[RowProblem, ...]) -> str:
         return ""
     first, *others = problems
     lines = [
-        f"line {one.line}" if one.file == first.file else f"{_one_line(one.file)}, line {one.line}" for one in others
+        tr("line {line}", line=one.line)
+        if one.file == first.file
+        else f"{_one_line(one.file)}, {tr('line {line}', line=one.line)}"
+        for one in others
     ]
-    return "; ".join([_one_line(str(first)), *lines])
+    return "; ".join([translate(_one_line(str(first))), *lines])
 
 
 def _clean_rows(report: "CleanReport") -> Table:
     """A line for rows in, each reason and each file; rows in is the sum of the others."""
     table = _rows_table()
-    table.add_row(Text("in", style="bold"), Text(f"{report.rows_in:,}", style="bold"), "", "")
+    table.add_row(Text(tr("in"), style="bold"), Text(f"{report.rows_in:,}", style="bold"), "", "")
     for reason, count in report.dropped.items():
         first, style = next(iter(report.problems[reason]), ""), "yellow" if count else "dim"
         table.add_row(
-            Text(f"  {reason.replace('_', '-')}", style=style), Text(f"−{count:,}" if count else "0", style=style),
-            Text(_share(count, report.rows_in) if count else "", style=style), Text(_one_line(str(first)), style="dim"),
+            Text(f"  {_reason_name(reason)}", style=style), Text(f"−{count:,}" if count else "0", style=style),
+            Text(_share(count, report.rows_in) if count else "", style=style), Text(translate(_one_line(str(first))), style="dim"),
         )  # fmt: skip
     out = Text(f"{report.rows_out:,}", style="bold green")
-    table.add_row(Text("out", style="bold"), out, _share(report.rows_out, report.rows_in), "")
+    table.add_row(Text(tr("out"), style="bold"), out, _share(report.rows_out, report.rows_in), "")
     for split, rows in report.files.items():
         table.add_row(f"  {split}", f"{rows:,}", _share(rows, report.rows_in), Text(f"{split}.parquet", style="dim"))
     return table
@@ -214,7 +227,7 @@ def _field_lengths(field: str, unit: str, lengths: Lengths, width: int) -> Rende
     most = max(one.rows for one in lengths.bins)
     for one in lengths.bins:
         bars.add_row(_range(one), _bar(one.rows / most, width), f"{one.rows:,}")
-    title = Text.assemble((field, "bold cyan"), f" in {unit}, mean {lengths.mean:,.1f}")
+    title = Text.assemble((field, "bold cyan"), tr(" in {unit}, mean {mean:,.1f}", unit=tr(unit), mean=lengths.mean))
     return Group(title, Text(" · ".join(f"{name} {value:,}" for name, value in figures.items()), style="dim"), bars)
 
 
@@ -245,9 +258,9 @@ def _one_line(text: str) -> str:
 
 def _tokenizer_headline(report: "TokenizerReport") -> Text:
     return Text.assemble(
-        (report.tokenizer, "bold"), ": ", (f"{report.vocab_size:,} {report.kind} entries", "bold"), ", ",
-        (f"{report.total.characters_per_token:.2f} characters per token", "bold"), ", ",
-        (f"{report.round_trip:.0%} of {report.total.rows:,} {report.measured_on} decode exactly", _GOOD),
+        (report.tokenizer, "bold"), ": ", (translate(f"{report.vocab_size:,} {report.kind} entries"), "bold"), ", ",
+        (translate(f"{report.total.characters_per_token:.2f} characters per token"), "bold"), ", ",
+        (translate(f"{report.round_trip:.0%} of {report.total.rows:,} {report.measured_on} decode exactly"), _GOOD),
     )  # fmt: skip
 
 
@@ -255,7 +268,7 @@ def _texts(report: "TokenizerReport") -> Table:
     table = _table("measured", right=("characters", "tokens", "characters per token", "as bytes", "unknown"))
     fields = {**report.fields, "total": report.total} if len(report.fields) > 1 else report.fields
     for name, stats in fields.items():
-        table.add_row(name, *_figures(stats), style="bold" if name == "total" else "")
+        table.add_row(tr(name) if name == "total" else name, *_figures(stats), style="bold" if name == "total" else "")
     return table
 
 
@@ -266,14 +279,14 @@ def _figures(stats: "TextStats") -> list[str]:
 
 def _choices(report: "TokenizerReport") -> Table:
     table = _table("choice", right=("requested", "effective"))
-    table.add_column("reason", overflow="fold")
+    table.add_column(tr("reason"), overflow="fold")
     for choice in report.choices:
         changed = choice.requested is not None and choice.requested != choice.effective
         table.add_row(
-            choice.name.replace("_", " "),
+            tr(choice.name.replace("_", " ")),
             Text(_value(choice, choice.requested), style=_WARN if changed else "dim"),
             Text(_value(choice, choice.effective), style="bold"),
-            choice.reason,
+            translate(choice.reason),
         )
     return table
 
@@ -295,12 +308,12 @@ def _ids(report: "TokenizerReport") -> Table:
 
 def _verdict(check: "IdCheck") -> Text:
     if check.matches is None:
-        return Text("nothing to compare with", style="dim")
+        return Text(tr("nothing to compare with"), style="dim")
     if not check.matches:
-        return Text("does not match", style="red")
+        return Text(tr("does not match"), style="red")
     if check.name == "vocab_size" and check.tokenizer != check.model:
-        return Text("fits; the other rows of the embedding stay unused", style=_GOOD)
-    return Text("matches", style=_GOOD)
+        return Text(tr("fits; the other rows of the embedding stay unused"), style=_GOOD)
+    return Text(tr("matches"), style=_GOOD)
 
 
 def _tokenizer_facts(report: "TokenizerReport") -> Table:
@@ -310,7 +323,7 @@ def _tokenizer_facts(report: "TokenizerReport") -> Table:
         "time": f"{show_seconds(report.seconds)}, of which {show_seconds(report.training_s)} training",
         "memory": f"peak {show_bytes(report.peak_bytes)} (measured), {show_bytes(report.predicted_peak_bytes)} (predicted)",
     }
-    return _facts({name: Text(text) for name, text in lines.items()})
+    return _facts({name: Text(text if name == "special" else translate(text)) for name, text in lines.items()})
 
 
 def _warnings(report: "TokenizerReport") -> list[str]:
@@ -325,8 +338,8 @@ def _warnings(report: "TokenizerReport") -> list[str]:
 def _store_headline(report: "TokenizeReport") -> Text:
     tokens = sum(field.tokens for field in report.fields.values())
     return Text.assemble(
-        (report.store, "bold"), ": ", (f"{report.rows_out:,} rows", "bold"), f" of {report.rows_in:,}, {tokens:,} tokens, ",
-        f"{show_bytes(report.size_bytes)} on disk",
+        (report.store, "bold"), ": ", (translate(f"{report.rows_out:,} rows"), "bold"),
+        tr(" of {rows:,}, {tokens:,} tokens, {size} on disk", rows=report.rows_in, tokens=tokens, size=show_bytes(report.size_bytes)),
     )  # fmt: skip
 
 
@@ -338,7 +351,7 @@ def _fields(report: "TokenizeReport") -> Table:
         table.add_column(name, justify="right", overflow="fold")
     columns = [_field(field, report.rows_out) for field in report.fields.values()]
     for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
+        table.add_row(translate(name), *(column[name] for column in columns))
     return table
 
 
@@ -356,7 +369,7 @@ def _field(field: "FieldStats", rows: int) -> dict[str, Text]:
         **{f"{name[1:]} % of rows up to": Text(f"{length:,}") for name, length in field.percentiles.items()},
         "longest": Text(f"{field.longest:,}"),
         "limit": Text(f"{field.max_tokens:,}"),
-        "truncation removes": Text("the beginning" if field.keeps_end else "the end"),
+        "truncation removes": Text(tr("the beginning" if field.keeps_end else "the end")),
         "rows truncated": Text(f"{field.truncated:,} ({truncated:.1%})" if field.truncated else "0", style=style),
         "tokens lost": Text(f"{field.lost_tokens:,} ({lost:.1%})" if field.lost_tokens else "0", style=style),
     }
@@ -366,51 +379,57 @@ def _store_facts(report: "TokenizeReport") -> Table:
     requested = ",".join(map(str, report.requested_max_tokens))
     effective = ", ".join(f"{name} {field.max_tokens:,}" for name, field in report.fields.items())
     facts = {
-        "read": Text(f"{report.rows_in:,} rows from {show_count(report.sources, 'file')}: {report.layout_reason}"),
-        **({"added": Text(f"{report.rows_added:,} rows, because one may give several")} if report.rows_added else {}),
+        "read": Text(
+            translate(f"{report.rows_in:,} rows from {show_count(report.sources, 'file')}: {report.layout_reason}")
+        ),
+        **(
+            {"added": Text(translate(f"{report.rows_added:,} rows, because one may give several"))}
+            if report.rows_added
+            else {}
+        ),
         "dropped": _dropped(report),
-        "limit": Text(f"--max-tokens {requested} is {effective}, eos included"),
-        "tokenizer": Text(f"{report.tokenizer}, {report.vocab_size:,} tokens, stored as {report.dtype}"),
-        "time": Text(f"{show_seconds(report.seconds)}, {show_rate(report.rows_per_s)} rows/s"),
+        "limit": Text(translate(f"--max-tokens {requested} is {effective}, eos included")),
+        "tokenizer": Text(translate(f"{report.tokenizer}, {report.vocab_size:,} tokens, stored as {report.dtype}")),
+        "time": Text(translate(f"{show_seconds(report.seconds)}, {show_rate(report.rows_per_s)} rows/s")),
         "memory": _memory(report),
     }
     if report.skipped:
-        facts["skipped"] = Text(_one_line(skipped_note(report.skipped)), style=_WARN)
+        facts["skipped"] = Text(translate(_one_line(skipped_note(report.skipped))), style=_WARN)
     if report.resumed_rows:
-        facts["continued"] = Text(f"after {report.resumed_rows:,} rows that an interrupted run had written")
+        facts["continued"] = Text(translate(f"after {report.resumed_rows:,} rows that an interrupted run had written"))
     if report.started_over:
         reason = f"an interrupted run could not be continued: {report.started_over}"
-        facts["started over"] = Text(reason, style=_WARN)
+        facts["started over"] = Text(translate(reason), style=_WARN)
     return _facts(facts)
 
 
 def _dropped(report: "TokenizeReport") -> Text:
     dropped = {reason: rows for reason, rows in report.dropped.items() if rows}
     if not dropped:
-        return Text("no row")
+        return Text(tr("no row"))
     reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in dropped.items())
     first = f"; the first broken one is {report.first_broken}" if report.first_broken else ""
     for reason, place in report.first_dropped.items():
         first += f"; the first {reason!r} is {place}" if reason not in ("broken", "empty") else ""
-    return Text(f"{sum(dropped.values()):,} of {report.rows_in:,} rows: {reasons}{first}", style=_WARN)
+    return Text(translate(f"{sum(dropped.values()):,} of {report.rows_in:,} rows: {reasons}{first}"), style=_WARN)
 
 
 def _memory(report: "TokenizeReport") -> Text:
     if not report.peak_bytes:
-        return Text("unknown on this kernel")
+        return Text(tr("unknown on this kernel"))
     over = report.peak_bytes > report.host_limit_bytes
-    return Text(
+    sentence = (
         f"peak {show_bytes(report.peak_bytes)} (measured) of {show_bytes(report.host_limit_bytes)}; "
-        f"{show_bytes(report.start_bytes)} before the first row",
-        style=_WARN if over else "",
+        f"{show_bytes(report.start_bytes)} before the first row"
     )
+    return Text(translate(sentence), style=_WARN if over else "")
 
 
 def _table(first: str, *, right: tuple[str, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(first, no_wrap=True)
+    table.add_column(tr(first), no_wrap=True)
     for name in right:
-        table.add_column(name, justify="right")
+        table.add_column(tr(name), justify="right")
     return table
 
 
@@ -419,5 +438,5 @@ def _facts(lines: dict[str, Text]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in lines.items():
-        table.add_row(name, text)
+        table.add_row(tr(name), text)
     return table

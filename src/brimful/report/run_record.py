@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal
 
 from brimful.errors import BadRun
 from brimful.files import read_json
-from brimful.training.events import FORMAT, decode_event, number
+from brimful.training.events import FORMAT, decode_event, error_repeats, number
 from brimful.training.run import RunFolder, lock_holder
 
 State = Literal["preparing", "running", "finished", "interrupted", "time-limit", "patience", "failed", "killed"]
@@ -110,6 +110,18 @@ class RunRecord:
         if holder is None or holder.has_ended:
             return "killed"
         return "running" if self.steps else "preparing"
+
+    @property
+    def state_label(self) -> str:
+        """The state as people read it. Without events.jsonl nothing says how the run ended."""
+        state = self.state
+        return "no record" if state == "killed" and not self.folder.events.is_file() else state
+
+    @property
+    def fails_again(self) -> bool:
+        """Whether the run ended with an error that a resume would run into again."""
+        ends = self.of_kind("end") if self.state == "failed" else []
+        return bool(ends) and error_repeats(ends[-1])
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] in kinds]

@@ -25,6 +25,8 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +34,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from brimful.errors import BadModel, BadOption, MissingExtra, in_one_line
 from brimful.files import parse_object, read_json
 from brimful.tasks.export import stored_tensors, write_model
-from brimful.tasks.model_folder import CONFIG, _as_bad_model, _check_hashes, _count_tensors, quiet, resolve
+from brimful.tasks.model_folder import (
+    as_bad_model,
+    check_hashes,
+    count_tensors,
+    model_class,
+    quiet,
+    read_config,
+    read_weights,
+    resolve,
+)
 from brimful.training.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
@@ -90,6 +101,8 @@ class Lora:
             if not part:
                 if text.strip() and text.strip() != "on":
                     raise BadOption(f"lora={text!r} has an empty part. Try: r=16,alpha=32,targets={ALL_LINEAR}.")
+            elif name.isdecimal() and not equals and "r" not in values:
+                values["r"] = int(name)
             elif name not in (one.name for one in fields(cls)):
                 names = ", ".join(one.name for one in fields(cls))
                 raise BadOption(f"lora={text!r} has the unknown word {name!r}. Try: {names}.")
@@ -132,10 +145,19 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
         raise BadOption(
             f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
         )
-    if lora is not None and find_spec("peft") is None:
-        raise MissingExtra("peft", "lora")
-    if load_in is not None and find_spec("bitsandbytes") is None:
-        raise MissingExtra("bitsandbytes", "eightbit")
+    if lora is not None and lora.dora and load_in == "8bit":
+        raise BadOption("lora: dora does not work with weights of 8 bits. Try: load_in='4bit', or without dora.")
+    needed = {"peft": "lora"} | ({} if load_in is None else {"bitsandbytes": "eightbit"})
+    missing = [package for package in needed if lora is not None and find_spec(package) is None]
+    if missing:
+        raise MissingExtra(" and ".join(missing), ",".join(needed[package] for package in missing))
+    for package in needed if lora is not None else ():
+        try:
+            import_module(package)
+        except Exception as error:
+            raise BadOption(
+                f"{package} is installed and cannot be imported ({in_one_line(error)}). Try: install it again."
+            ) from None
     for name in ("bitsandbytes", "bitsandbytes.autograd._functions"):  # PEFT imports it too, where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
 
@@ -144,6 +166,7 @@ def with_adapter(model: Any, lora: Lora) -> Any:
     """The model with an adapter beside each target: the base frozen in its own dtype, the adapter in float32."""
     check_packages(lora, None)
     import peft
+    from peft.tuners.lora import LoraLayer
 
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     shape: dict[str, Any] = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
@@ -153,9 +176,23 @@ def with_adapter(model: Any, lora: Lora) -> Any:
     adapted: Any = peft.get_peft_model(model, config)
     for name, param in adapted.named_parameters():
         param.requires_grad_("lora_" in name)
+    if not lora.dora:  # whose norms are computed in the precision of the input
+        for part in adapted.modules():
+            if isinstance(part, LoraLayer):
+                part._cast_input_dtype = partial(_adapter_input, part)  # type: ignore[method-assign]
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     adapted._keep_in_fp32_modules_strict = kept | _adapter_parts(adapted)  # `weights="bf16"` is for the base
     return adapted
+
+
+def _adapter_input(layer: Any, x: Any, dtype: "torch.dtype") -> Any:
+    """What the adapter of a layer is given. PEFT makes it float32, and autocast bf16 again: each of q, k and v then keeps a copy of
+    its own for backward, where one is enough."""
+    import torch
+
+    if x is not None and torch.is_autocast_enabled(x.device.type):
+        return x
+    return type(layer)._cast_input_dtype(layer, x, dtype)
 
 
 def _adapter_parts(model: Any) -> set[str]:
@@ -222,27 +259,17 @@ def load_base(
         dtype: Of weights that are not quantized, and of computations with those that are. Default: float32.
     """
     import torch
-    import transformers
 
     path, dtype = resolve(folder), dtype or torch.float32
     place = torch.device(device) if device is not None else torch.get_default_device()
-    how = {} if load_in is None else {"quantization_config": _quantization(load_in, dtype), "device_map": {"": place}}
-    _check_hashes(path)
-    with _as_bad_model(path, CONFIG), quiet():
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    how: dict[str, Any] = {"quantization_config": _quantization(load_in, dtype)} if load_in else {}
+    if load_in or place.type == "cuda":  # read straight to the GPU: an 8B base takes 16 GB of host RAM otherwise
+        how["device_map"] = {"": place}
+    config = read_config(path)
     _check_unquantized(path, config)
     mark = fingerprint(path)
-    with _as_bad_model(path, "weights"), quiet(), torch.device("cpu"):
-        model, info = _auto_class(config).from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, **how,
-        )  # fmt: skip
-    kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape", "unexpected_keys": "not in the model"}
-    if problems := [_count_tensors(info[key], kind) for key, kind in kinds.items() if info.get(key)]:
-        raise BadModel(
-            f"{path} does not match the {type(model).__name__} of its {CONFIG}: {', '.join(problems)}. "
-            "Try: copy the folder or save the model again."
-        )
+    with torch.device("cpu"):
+        model = read_weights(path, config, dtype, **how)
     _keep_packing(model)
     model.config.use_cache = False
     model.name_or_path = os.path.abspath(path)  # noqa: PTH100 - keeps RUN/model, whose target changes
@@ -262,18 +289,20 @@ def new_base(config: Any, load_in: LoadIn | None = None, dtype: "torch.dtype | N
 
     dtype, device = dtype or torch.float32, torch.get_default_device()
     if load_in is None:
-        return _auto_class(config).from_config(config, dtype=dtype)
+        return model_class(config).from_config(config, dtype=dtype)
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(_quantization(load_in, dtype))
     with torch.device("meta"), quiet():
-        model = _auto_class(config).from_config(config, dtype=dtype)
+        model = model_class(config).from_config(config, dtype=dtype)
         quantizer.preprocess_model(model=model, device_map={"": device}, dtype=dtype)
     shared: dict[int, Any] = {}
     for part in model.modules():
         for name, param in list(part._parameters.items()):
             if param is not None:
-                part._parameters[name] = shared.setdefault(id(param), _made_real(part, param, device, dtype))
+                if id(param) not in shared:
+                    shared[id(param)] = _made_real(part, param, device, dtype)
+                part._parameters[name] = shared[id(param)]
         for name, buffer in list(part._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 part._buffers[name] = torch.zeros_like(buffer, device=device)
@@ -311,12 +340,6 @@ def _made_real(part: Any, param: Any, device: "torch.device", dtype: "torch.dtyp
     return torch.nn.Parameter(dense, requires_grad=param.requires_grad)
 
 
-def _auto_class(config: Any) -> Any:
-    import transformers
-
-    return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-
-
 def _quantization(load_in: LoadIn, dtype: "torch.dtype") -> Any:
     """nf4 with its scales quantized once more: 4.13 bits a weight."""
     check_packages(Lora(), load_in)
@@ -340,7 +363,7 @@ def _check_unquantized(path: Path, config: Any) -> None:
 def fingerprint(folder: Path) -> str:
     """Of the weights in a model folder: names, shapes, dtypes and content, however they are divided into files."""
     digest, tensors = hashlib.sha256(), stored_tensors(folder)
-    with _as_bad_model(folder, "weights"):
+    with as_bad_model(folder, "weights"):
         whole = sum(one.size_bytes for one in tensors.values()) <= HASHED_BYTES
         for name, one in sorted(tensors.items()):
             digest.update(f"{name} {list(one.shape)} {one.dtype}\n".encode())
@@ -402,12 +425,12 @@ def _named_base(adapter: Path) -> str:
 def _read_base(adapter: Path) -> Base | None:
     if not (adapter / BASE).is_file():
         return None
-    with _as_bad_model(adapter, BASE):
+    with as_bad_model(adapter, BASE):
         return parse_object(Base, read_json((adapter / BASE).read_bytes()))
 
 
 def _read_adapter(adapter: Path) -> dict[str, Any]:
-    with _as_bad_model(adapter, ADAPTER_CONFIG):
+    with as_bad_model(adapter, ADAPTER_CONFIG):
         return read_json((adapter / ADAPTER_CONFIG).read_bytes())
 
 
@@ -415,20 +438,22 @@ def find_base(adapter: Path, base: str | Path | None = None) -> Path:
     """The folder of the base, the one the adapter names unless given; refused if the adapter belongs to another."""
     name = str(base or _named_base(adapter))
     if not name:
-        raise BadModel(f"{adapter} does not say which model it belongs to. Try: base= with the folder of that model.")
+        raise BadModel(
+            f"{adapter} does not say which model it belongs to. Try: brimful export {adapter} --merge --base DIR --output NEW, with the folder of that model."
+        )
     try:
         folder = resolve(name)
     except BadModel:
         if base is not None:
             raise
         raise BadModel(
-            f"the base model {name} of the adapter {adapter} is not there. Try: base= with the folder it is in now."
+            f"the base model {name} of the adapter {adapter} is not there. Try: put it back, or brimful export {adapter} --merge --base DIR --output NEW with the folder it is in now."
         ) from None
     known = _read_base(adapter)
     if known is not None and known.fingerprint != fingerprint(folder):
         raise BadModel(
             f"{adapter} is an adapter of another base: the weights in {folder} are not those it was trained with. "
-            "Try: base= with the folder of that model."
+            f"Try: brimful export {adapter} --merge --base DIR --output NEW, with the folder of that model."
         )
     return folder
 
@@ -443,7 +468,7 @@ def load_adapter(
 
     adapter = verified_adapter(path)
     model = load_base(find_base(adapter, base), load_in, device, dtype)
-    with _as_bad_model(adapter, "adapter"), quiet():
+    with as_bad_model(adapter, "adapter"), quiet():
         return peft.PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
@@ -452,7 +477,7 @@ def verified_adapter(path: str | Path) -> Path:
     adapter = find_adapter(path)
     if adapter is None:
         raise BadModel(f"{path} has no {ADAPTER_CONFIG}. Try: a run with lora=, or a folder that PEFT wrote.")
-    _check_hashes(adapter)
+    check_hashes(adapter)
     return adapter
 
 
@@ -523,17 +548,15 @@ def _on_meta(adapter: Path, base: Path) -> Any:
     import peft
     import safetensors.torch
     import torch
-    import transformers
 
     config = _read_adapter(adapter)
     if config.get("peft_type") != "LORA":
         raise BadModel(f"{adapter} is an adapter of the kind {config.get('peft_type')}. Try: one of LoRA or DoRA.")
-    with _as_bad_model(base, CONFIG), quiet():
-        base_config = transformers.AutoConfig.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    base_config = read_config(base)
     _check_unquantized(base, base_config)
-    with _as_bad_model(adapter, "adapter"), quiet():
+    with as_bad_model(adapter, "adapter"), quiet():
         with torch.device("meta"):
-            model = _auto_class(base_config).from_config(base_config, dtype=torch.float32)
+            model = model_class(base_config).from_config(base_config, dtype=torch.float32)
         peft_config = peft.PeftConfig.from_pretrained(str(adapter))
         adapted = peft.get_peft_model(model, peft_config, low_cpu_mem_usage=True)
         weights = safetensors.torch.load_file(adapter / ADAPTER_WEIGHTS)
@@ -542,10 +565,10 @@ def _on_meta(adapter: Path, base: Path) -> Any:
         unknown = adapted.load_state_dict(named, strict=False, assign=True).unexpected_keys
     missing = [name for name, param in adapted.named_parameters() if "lora_" in name and param.is_meta]
     if unknown or missing:
-        problems = _count_tensors(unknown, "not in the model"), _count_tensors(missing, "missing")
+        problems = count_tensors(unknown, "not in the model"), count_tensors(missing, "missing")
         raise BadModel(
             f"{adapter} is an adapter of another base: {', '.join(filter(None, problems))}. "
-            "Try: base= with the folder of its model."
+            "Try: --base with the folder of its model."
         )
     return adapted
 

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
 from brimful.data.store import SPANS, spans_of, token_dtype
 from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer, pieces
+from brimful.tasks.reply_spans import NoReply
 from brimful.tasks.special_tokens import without_post_processor
 
 TOKENS = "tokens"
@@ -73,7 +74,8 @@ class ConversationEncoder:
         truncated = lost = characters = 0
         for number, result in enumerate(results):
             if isinstance(result, RowError):
-                drops.append(Drop(number, REFUSED, str(result), refused=True))
+                reason = NOTHING_TO_TRAIN if isinstance(result, NoReply) else REFUSED
+                drops.append(Drop(number, reason, str(result), refused=reason == REFUSED))
                 continue
             if self.train_on == "all":
                 result = [Encoded(row.tokens, [True] * len(row.tokens)) for row in result]
@@ -121,6 +123,12 @@ class TextEncoder:
             tokenizer=tokenizer, limit=max_tokens, eos_id=int(loaded.eos_token_id), first_ids=tuple(first[:1]),
             vocab_size=1 + max(loaded.get_vocab().values()),
         )  # fmt: skip
+
+    method = "all tokens"
+
+    def pieces(self, tokens: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+        """A row as text: all of it is trained on."""
+        return [(self.tokenizer.decode(list(tokens), skip_special_tokens=False), True)]
 
     @property
     def max_tokens(self) -> tuple[int, ...]:

@@ -89,9 +89,8 @@ class CausalLM:
         return compile_blocks(model, on)
 
     def freeze(self, model: Any, part: str) -> None:
-        if part == "embeddings":
+        if part == "embeddings":  # and a head that is tied to them
             model.get_input_embeddings().requires_grad_(False)
-            model.get_output_embeddings().requires_grad_(False)
 
     def check(self, options: Any) -> None:
         """Every option holds for causal models."""

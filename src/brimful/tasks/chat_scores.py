@@ -171,12 +171,15 @@ class ChatEvaluation(Pretrain):
         max_new_tokens: int | None = None,
         columns: str | None = None,
         max_tokens: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Without `max_new_tokens`, answers may be as long as the longest reference."""
         self.generation = GenerateOptions(
             beams=beams, max_new_tokens=MAX_ANSWER_TOKENS if max_new_tokens is None else max_new_tokens
         )
-        super().__init__(LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens))
+        super().__init__(
+            LanguageOptions(model=str(folder), columns=columns, max_tokens=max_tokens, chat_template=chat_template)
+        )
         self.folder, self.tokenizer = folder, tokenizer_of(folder)
         self.dtype: torch.dtype | None = None
         """Of the weights. Default: float32."""
@@ -194,7 +197,9 @@ class ChatEvaluation(Pretrain):
             with suppress(BadRun):
                 lengths = lengths_in_training(folder)
             if lengths:
-                self.max_tokens = lengths * len(self.max_tokens) if len(lengths) == 1 else lengths
+                self.max_tokens = (
+                    lengths * len(self.max_tokens) if len(lengths) == 1 else lengths[: len(self.max_tokens)]
+                )  # pairs have one more, for the second reply
             self._truncation_reason = "as in the model's run" if lengths else "by default"
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package shows now, not after an hour

@@ -1,6 +1,6 @@
 """`brimful data check FILES --model MODEL`: rows as a causal model will read them. One pass, nothing written.
 
-The rows go through the same encoder as those of `brimful train sft --model MODEL`: what it drops, truncates and trains on is
+The rows go through the same encoder as those of `brimful train sft --model MODEL` (texts: of `pretrain`): what it drops, truncates and trains on is
 counted here. Packing is tried on a sample, in steps of `STEP_ROWS` rows drawn at random, as training draws them.
 """
 
@@ -18,8 +18,8 @@ from brimful.data.read.files import RowProblem
 from brimful.data.read.source import check_max_bad, open_source
 from brimful.data.store import trained
 from brimful.errors import BadOption
-from brimful.tasks.language import Sft, SftOptions
-from brimful.tasks.token_stores import causal_encoder, check_fields
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
+from brimful.tasks.token_stores import causal_encoder
 from brimful.units import parse_bytes
 
 EXAMPLES = 3
@@ -103,14 +103,20 @@ def check_rows(
 ) -> RowsReport:
     """Encode every row as training would, and count."""
     check_max_bad(max_bad)
-    task = Sft(SftOptions(model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens))
-    if task.source is None:
-        raise BadOption(f"model={model!r} has new weights and no tokenizer yet. Try: a model folder.")
     started = time.monotonic()
     source = open_source(
         paths, columns=columns, host_limit_bytes=parse_bytes(host_limit, flag="host_limit="), messages=True
     )
-    check_fields(task, paths[0], source)
+    options: dict[str, Any] = {
+        "model": model,
+        "columns": columns,
+        "chat_template": chat_template,
+        "max_tokens": max_tokens,
+    }
+    texts = source.layout.kind == "text"
+    task: Pretrain = Pretrain(LanguageOptions(**options)) if texts else Sft(SftOptions(**options))
+    if task.source is None:
+        raise BadOption(f"model={model!r} has new weights and no tokenizer yet. Try: a model folder.")
     encoder = causal_encoder(task, source, task.options.tokenizer or task.source, chat_template)
     dropped: Counter[str] = Counter()
     problems: dict[str, RowProblem] = {}
@@ -130,10 +136,10 @@ def check_rows(
             )
             dropped[drop.reason] += 1
         place = 0
-        for length, spans in encoded.lengths.tolist():
+        for length, *spans in encoded.lengths.tolist():
             row = encoded.tokens[place : place + length]
-            runs = encoded.tokens[place + length : place + length + spans]
-            place += length + spans
+            runs = encoded.tokens[place + length : place + length + sum(spans)] if spans else np.array([0, length])
+            place += length + sum(spans)
             trained_tokens += int(runs[1::2].sum())
             if len(examples) < EXAMPLES:
                 examples.append(tuple(encoder.pieces(row.tolist(), trained(runs, length).tolist())))

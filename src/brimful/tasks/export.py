@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from brimful.data.pipeline import OutputFolder
-from brimful.errors import BadModel, BadOption
+from brimful.errors import BadModel, BadOption, UserError
 from brimful.files import FileLock, read_json, sync_tree
 from brimful.machine.host import Space
-from brimful.tasks.model_folder import CONFIG, _as_bad_model, quiet
+from brimful.tasks.model_folder import CONFIG, as_bad_model, quiet
 from brimful.units import show_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor in the weights of a model folder, by its name in the files."""
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
-        with _as_bad_model(folder, file.name), file.open("rb") as content:
+        with as_bad_model(folder, file.name), file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
             header = read_json(content.read(min(length, LARGEST_HEADER_BYTES)))
             header.pop("__metadata__", None)
@@ -75,7 +75,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         raise BadModel(f"{folder} has no {WEIGHTS}. Try: save the model with save_pretrained, which writes one.")
-    with _as_bad_model(folder, INDEX):
+    with as_bad_model(folder, INDEX):
         names = sorted(set(read_json((folder / INDEX).read_bytes())["weight_map"].values()))
     for name in names:
         if not (folder / name).is_file():
@@ -121,6 +121,29 @@ def write_model(
         for file in (*_matching(source, OTHER_FILES), *_matching(holder, TOKENIZER_FILES)):
             shutil.copyfile(file, part / file.name)
         _write_generation_config(part)
+        add_end_ids(part)
+
+
+def add_end_ids(folder: Path) -> None:
+    """Let `generate` stop where the chat template ends a turn, beside the eos ids that generation_config.json has already.
+
+    A model that was tuned with a template learns to end its turns, which may not be what its base calls the end.
+    """
+    file = folder / GENERATION
+    if not file.is_file() or not (folder / "tokenizer.json").is_file():
+        return
+    from brimful.tasks.chat_template import ChatTemplate
+
+    try:
+        ends = ChatTemplate.load(folder).end_ids[:1]
+    except UserError:  # no template, or one that does not work: then nothing was learnt from it
+        return
+    content = read_json(file.read_bytes())
+    known = content.get("eos_token_id")
+    ids = known if isinstance(known, list) else [] if known is None else [known]
+    if missing := [one for one in ends if one not in ids]:
+        content["eos_token_id"] = [*missing, *ids]
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_folder(source: Path, output: Path) -> None:
@@ -214,7 +237,7 @@ def _write_weights(
 
 
 def _write_config(source: Path, part: Path, dtype: "torch.dtype | None") -> None:
-    with _as_bad_model(source, CONFIG):
+    with as_bad_model(source, CONFIG):
         config = read_json((source / CONFIG).read_bytes())
     for one in (config, config.get("text_config")):
         if isinstance(one, dict):
@@ -230,14 +253,14 @@ def _write_generation_config(part: Path) -> None:
     """What `generate` reads: the source's, with the cache on, or made from the model's config."""
     file = part / GENERATION
     if file.is_file():
-        with _as_bad_model(part, GENERATION):
+        with as_bad_model(part, GENERATION):
             content = read_json(file.read_bytes())
         if not content.get("use_cache", True):
             file.write_text(json.dumps({**content, "use_cache": True}, indent=2) + "\n", encoding="utf-8")
         return
     import transformers
 
-    with _as_bad_model(part, CONFIG), quiet():
+    with as_bad_model(part, CONFIG), quiet():
         config = transformers.AutoConfig.from_pretrained(part, local_files_only=True, trust_remote_code=False)
         transformers.GenerationConfig.from_model_config(config).save_pretrained(part)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from brimful.errors import BadModel, BadOption, DoesNotFit, UserError
+from brimful.languages import tr, translate
 from brimful.task import Shape
 from brimful.tasks.model_folder import (
     ModelTokenizer,
@@ -501,28 +502,30 @@ def talk(chat: Chat, read: Callable[[], str], write: Callable[[str], object]) ->
         except KeyboardInterrupt:
             write(" …\n")
         except UserError as error:
-            write(f"({error})\n")
+            write(f"({translate(str(error))})\n")
 
 
 def _answer_line(chat: Chat, line: str, write: Callable[[str], object]) -> None:
     command, _, text = line.partition(" ")
     if line == "/help":
-        write(f"{chat.help}\n")
+        write(f"{translate(chat.help)}\n")
     elif line == "/new" and chat.manner == "conversation":
         chat.begin()
-        write("(a new conversation)\n")
+        write(f"({tr('a new conversation')})\n")
     elif command == "/system" and chat.manner == "conversation":
         chat.set_system(text)
-        write(
-            f"({'a new conversation with this system message' if chat.system else 'a new conversation without a system message'})\n"
+        began = (
+            "a new conversation with this system message"
+            if chat.system
+            else "a new conversation without a system message"
         )
+        write(f"({tr(began)})\n")
     elif line:
         reply = chat.reply(line, write)
         write("\n" if reply.response.strip() else f"{NOTHING}\n")
         if (count := chat.turns_left_out) and chat.manner == "conversation":
-            write(
-                f"(the context is full: the model no longer sees the oldest {'turn' if count == 1 else f'{count:,} turns'})\n"
-            )
+            full = f"the context is full: the model no longer sees the oldest {'turn' if count == 1 else f'{count:,} turns'}"
+            write(f"({translate(full)})\n")
 
 
 def _template_of(folder: Path) -> "ChatTemplate | None":

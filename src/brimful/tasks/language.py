@@ -13,6 +13,7 @@ imported inside functions only.
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,8 @@ class LanguageOptions:
     """Tokens of a conversation that a causal model is trained on: replies alone or all. Default: replies for sft."""
     columns: str | None = None
     """Columns of raw DATA, such as prompt=question,response=answer. Default: found by name."""
+    max_bad: float = 0.0
+    """Share of the rows of raw DATA that may be broken or refused by the chat template; they are dropped and counted."""
     max_tokens: str | int | None = None
     """Truncate rows of raw DATA to this many tokens: 1024; for an encoder-decoder 256, or 256,320 for prompt and response.
     Default: 1024, for an encoder-decoder 256, or the preset's."""
@@ -87,6 +90,8 @@ class LanguageOptions:
         share = self.label_smoothing
         if not is_number(share) or not 0 <= share < 1:
             yield f"label_smoothing={share!r} must be at least 0 and below 1."
+        if not is_number(self.max_bad) or not 0 <= self.max_bad <= 1:
+            yield f"max_bad={self.max_bad!r} must be a share from 0 to 1."
         if self.model is not None and self.model not in PRESETS and (not self.model or is_missing(self.model)):
             yield f"model={self.model!r} does not exist. {TRY_MODEL}"
         if self.tokenizer and is_missing(self.tokenizer):
@@ -154,8 +159,8 @@ class Pretrain(Task):
         """The preset that `--model` names; None for a saved model."""
         self.source = None if self.preset else _resolved(model)
         """The folder of the saved model; None for new weights."""
-        if self.source is not None and self.refuses_adapters:
-            _refuse_adapter(model, self.source)
+        if self.source is not None:
+            _check_source(model, self.source, refuses_adapters=self.refuses_adapters)
         self.config = _config(model if self.preset else self.source)
         self.family = self._family()
         self.family.check(self.options)
@@ -179,13 +184,11 @@ class Pretrain(Task):
         return self.options.freeze or fine_tuned
 
     def model(self) -> "nn.Module":
-        from brimful.tasks.model_folder import model_class
-
         if self.lora is not None:
             from brimful.tasks.adapters import new_base, with_adapter
 
-            return with_adapter(new_base(self.config, self.options.load_in, self.base_dtype), self.lora)
-        return self._frozen(model_class(self.config).from_config(self.config))
+            return with_adapter(new_base(deepcopy(self.config), self.options.load_in, self.base_dtype), self.lora)
+        return self._frozen(self._new_weights())
 
     def initial_model(self) -> "nn.Module":
         if self.source is None:
@@ -265,15 +268,14 @@ class Pretrain(Task):
         import torch
         from torch import nn
 
-        from brimful.tasks.model_folder import model_class
-
         with torch.device("meta"):
-            model = model_class(self.config).from_config(self.config)
+            model = self._new_weights()
         head = model.get_output_embeddings()
         layers = [part for part in model.modules() if isinstance(part, nn.Linear) and part is not head]
         weights, linear = model.num_parameters(), sum(layer.weight.numel() for layer in layers)
-        adapter = 16 * ADAPTER_RANK * sum(layer.in_features + layer.out_features for layer in layers)
-        lora = f"lora='r={ADAPTER_RANK}'"
+        rank = ADAPTER_RANK if self.lora is None else self.lora.r
+        adapter = 16 * rank * sum(layer.in_features + layer.out_features for layer in layers)
+        lora = f"lora='r={rank}'"
         full = [] if self.options.lora else [(lora, 2 * weights + adapter)]
         return [
             *full,
@@ -317,6 +319,10 @@ class Pretrain(Task):
         if store is not None:
             for file in (store / "tokenizer").iterdir():
                 shutil.copyfile(file, folder / file.name)
+            if self.family.causal and self.lora is None:
+                from brimful.tasks.export import add_end_ids
+
+                add_end_ids(folder)
 
     def _family(self) -> "CausalLM | EncoderDecoder":
         from brimful.tasks.model_folder import is_causal
@@ -348,7 +354,7 @@ class Pretrain(Task):
         import torch
 
         in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16)
-        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast and (in_16_bits or self.options.load_in) else torch.float32
 
     def _learning_rate(self) -> float:
@@ -379,6 +385,15 @@ class Pretrain(Task):
             )
         return lengths * len(longest) if len(lengths) == 1 else lengths
 
+    def _new_weights(self) -> Any:
+        """The whole model in float32, as `initial_model` loads it, whatever its files are in. transformers writes the dtype
+        into the configuration that it is given, so that is a copy."""
+        import torch
+
+        from brimful.tasks.model_folder import model_class
+
+        return model_class(self.config).from_config(deepcopy(self.config), dtype=torch.float32)
+
     def _frozen(self, model: Any) -> "nn.Module":
         self.family.freeze(model, self.freeze)
         return model
@@ -405,10 +420,12 @@ def _is_gone(model: str) -> bool:
     return model not in PRESETS and not Path(model).exists()
 
 
-def _refuse_adapter(model: str, folder: str) -> None:
-    from brimful.tasks.model_folder import is_adapter
+def _check_source(model: str, folder: str, *, refuses_adapters: bool) -> None:
+    """What can be told of a saved model before its weights are read."""
+    from brimful.tasks.model_folder import check_shards, is_adapter
 
-    if is_adapter(Path(folder)):
+    check_shards(Path(folder))
+    if refuses_adapters and is_adapter(Path(folder)):
         raise BadOption(
             f"model={model!r} is an adapter, not a whole model. Try: brimful export {model} --merge --output DIR, then "
             "model= with that folder."

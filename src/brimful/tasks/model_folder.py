@@ -75,14 +75,14 @@ def read_config(path: str | Path) -> Any:
         from brimful.tasks.adapters import find_base
 
         return read_config(find_base(folder))
-    with _as_bad_model(folder, CONFIG), quiet():
+    with as_bad_model(folder, CONFIG), quiet():
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if "auto_map" in content and content.get("model_type") not in transformers.CONFIG_MAPPING:
         raise BadModel(
             f"{folder} needs trust_remote_code: its model type {content.get('model_type')!r} is defined by code of its own, "
             "which Brimful does not run. Try: a model that transformers knows."
         )
-    with _as_bad_model(folder, CONFIG), quiet():
+    with as_bad_model(folder, CONFIG), quiet():
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not _writes_text(config):
         architecture = ", ".join(config.architectures or []) or type(config).__name__
@@ -124,26 +124,31 @@ def load_model(path: str | Path, device: "torch.device | str" = "cpu", dtype: "t
         from brimful.tasks.adapters import load_adapter
 
         return load_adapter(folder, device=device, dtype=dtype)
-    config = read_config(folder)
-    _check_hashes(folder)
-    _check_shards(folder)
-    with _as_bad_model(folder, "weights"), quiet():
+    return read_weights(folder, read_config(folder), dtype or torch.float32).to(device).eval()
+
+
+def read_weights(folder: Path, config: Any, dtype: "torch.dtype", **options: Any) -> Any:
+    """The model of this configuration with every weight of the folder. `options` are those of `from_pretrained`."""
+    check_hashes(folder)
+    check_shards(folder)
+    with as_bad_model(folder, "weights"), quiet():
         model, info = model_class(config).from_pretrained(
-            folder, config=config, dtype=dtype or torch.float32, local_files_only=True, output_loading_info=True,
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, together with the others
+            **options,
         )  # fmt: skip
     problems = [
-        _count_tensors(info.get("missing_keys", ()), "missing"),
-        _count_tensors(info.get("mismatched_keys", ()), "of another shape"),
-        _count_tensors(info.get("unexpected_keys", ()), "not in the model"),
-        _count_tensors(info.get("error_msgs", ()), "failed"),
+        count_tensors(info.get("missing_keys", ()), "missing"),
+        count_tensors(info.get("mismatched_keys", ()), "of another shape"),
+        count_tensors(info.get("unexpected_keys", ()), "not in the model"),
+        count_tensors(info.get("error_msgs", ()), "failed"),
     ]
     if any(problems):
         raise BadModel(
             f"{folder} does not match the {type(model).__name__} of its {CONFIG}: {', '.join(filter(None, problems))}. "
             "Try: copy the folder or save the model again."
         )
-    return model.to(device).eval()
+    return model
 
 
 @dataclass(frozen=True)
@@ -275,12 +280,13 @@ def _missing_shards(folder: Path) -> list[str]:
     """Files that the index of the weights names and the folder lacks."""
     if not (folder / INDEX).is_file():
         return []
-    with _as_bad_model(folder, INDEX):
+    with as_bad_model(folder, INDEX):
         names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
     return sorted(name for name in names if not (folder / name).is_file())
 
 
-def _check_shards(folder: Path) -> None:
+def check_shards(folder: Path) -> None:
+    """Refuse a folder that lacks files which the index of its weights names."""
     if missing := _missing_shards(folder):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BadModel(f"{folder} lacks {missing[0]}{more} of its weights. Try: copy the folder or download it again.")
@@ -300,7 +306,7 @@ def _no_model(folder: Path, newest: Newest) -> BadModel:
     return BadModel(f"{folder} is not a model folder: it has no {CONFIG} but {content}. {TRY_FOLDER}")
 
 
-def _check_hashes(folder: Path) -> None:
+def check_hashes(folder: Path) -> None:
     """A flipped byte loads without an error. The model of a checkpoint has hashes; other folders have none."""
     checkpoint = folder.resolve().parent
     if folder.resolve().name != "model" or not (checkpoint / MANIFEST).is_file():
@@ -319,7 +325,7 @@ def _id_conflict(role: str, tokenizer_id: int | None, model_ids: int | list[int]
     return f"its {role} id is {tokenizer_id} and the model's {', '.join(map(str, ids))}"
 
 
-def _count_tensors(tensors: Iterable[Any], problem: str) -> str:
+def count_tensors(tensors: Iterable[Any], problem: str) -> str:
     """`3 tensors missing (a, b, c)`; empty if there are none."""
     names = sorted(one if isinstance(one, str) else str(one[0]) for one in tensors)
     if not names:
@@ -329,7 +335,7 @@ def _count_tensors(tensors: Iterable[Any], problem: str) -> str:
 
 
 @contextmanager
-def _as_bad_model(folder: Path, part: str) -> Iterator[None]:
+def as_bad_model(folder: Path, part: str) -> Iterator[None]:
     """Whatever transformers and safetensors raise about a folder becomes one message."""
     try:
         yield

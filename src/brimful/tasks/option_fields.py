@@ -41,9 +41,7 @@ def option_fields(owner: type) -> list[OptionField]:
     """The fields of a dataclass of options, each with the docstring below it in the source."""
     if not dataclasses.is_dataclass(owner):
         raise TaskError(f"Options of {owner.__name__} must be a dataclass. Try: @dataclass(frozen=True, kw_only=True).")
-    hints, texts = get_type_hints(owner), dict[str, str]()
-    for base in reversed(owner.__mro__):  # a task's options may add to those of another
-        texts.update(_docstrings(base) if dataclasses.is_dataclass(base) else {})
+    hints, texts = get_type_hints(owner), _docstrings(owner)
     options = []
     for one in dataclasses.fields(owner):
         default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
@@ -58,7 +56,12 @@ def option_fields(owner: type) -> list[OptionField]:
 
 
 def _docstrings(owner: type) -> dict[str, str]:
-    """By field, the string that follows it in the source; nothing where there is no source."""
+    """By field, the string that follows it in the source of the class that defines it."""
+    return {name: text for cls in reversed(owner.__mro__[:-1]) for name, text in _own_docstrings(cls).items()}
+
+
+def _own_docstrings(owner: type) -> dict[str, str]:
+    """Nothing where there is no source."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
     except (OSError, TypeError, SyntaxError):

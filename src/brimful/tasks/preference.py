@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from brimful.errors import BadOption
+from brimful.errors import BadData, BadOption
 from brimful.task import Dataset, Loss
 from brimful.tasks.language import TRY_MODEL, Sft, SftOptions
 from brimful.tasks.pair_batches import REFERENCE
@@ -91,6 +91,13 @@ class DpoOptions(SftOptions):
             yield f"reference={self.reference!r} does not exist. Try: a model folder, a run, or owner/name."
         if self.train_on is not None:
             yield "train_on= is for sft: preferences are about replies. Try: leave it out."
+
+    @classmethod
+    def on_resume(cls, values: dict[str, Any], run: Path) -> dict[str, Any]:
+        """A run that continues has the log-probabilities of its reference in a file, and no need for the model."""
+        values = super().on_resume(values, run)
+        gone = values.get("reference") and is_missing(values["reference"])
+        return {**values, "reference": None} if gone else values
 
 
 class Dpo(Sft):
@@ -187,8 +194,14 @@ class Dpo(Sft):
         """The log-probabilities that the reference gives to all replies, read from a file or computed into one."""
         from brimful.tasks.reference import PairRows, add_reference
 
-        if self.needs_reference and isinstance(rows, PairRows):
+        if not self.needs_reference:
+            return
+        if isinstance(rows, PairRows):
             add_reference(self, model, rows, context)
+        elif REFERENCE not in rows[0]:
+            raise BadData(
+                "pairs in memory have no log-probabilities of the reference. Try: a file of pairs, or loss='simpo'."
+            )
 
     def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
         remarks = [*super().remarks(rows)]

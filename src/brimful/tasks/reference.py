@@ -14,6 +14,7 @@ initial model.
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from brimful.errors import BadData, BadRun
 from brimful.files import write_atomic
 from brimful.task import Dataset
 from brimful.tasks.pair_batches import FIELDS, REFERENCE
+from brimful.units import show_seconds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +119,11 @@ def add_reference(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Tra
         rows.use_reference(np.load(file), file)
         context.note(f"reference log-probabilities of {len(rows):,} pairs are in {file}")
         return
+    started = time.perf_counter()
     values = _computed(task, model, rows, context)
+    context.note(
+        f"reference log-probabilities of {len(rows):,} pairs computed in {show_seconds(time.perf_counter() - started)}"
+    )
     file = Path(on_rank_zero(context.group, lambda: _write(task, model, rows, context, record, values)))
     rows.use_reference(values, file if file.is_file() else None)
 

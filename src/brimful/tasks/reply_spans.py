@@ -38,6 +38,10 @@ class RowError(BadData):
     """One conversation cannot be encoded. The message names neither file nor line; the caller knows them."""
 
 
+class NoReply(RowError):
+    """One conversation has nothing to train on, though nothing is wrong with it."""
+
+
 @dataclass(slots=True)
 class TemplateFormat:
     """One Jinja template: how it prints replies, learned from sample conversations."""
@@ -605,7 +609,7 @@ def check_replies(messages: Sequence[Message], prints_calls: bool) -> None:
         elif message["role"] == "tool" and not replies:
             raise RowError(f"message {number} is the result of a tool before any reply of the assistant")
     if not replies:
-        raise RowError(
+        raise NoReply(
             f"no message has the role assistant, so there is nothing to train on (the roles are {_roles(messages)})"
         )
 

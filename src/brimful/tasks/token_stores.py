@@ -69,7 +69,7 @@ def token_store(
         return str(store)
     folder.mkdir(parents=True, exist_ok=True)
     options = TokenizeOptions(
-        max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES
+        max_tokens=task.max_tokens, host_limit_bytes=limit or tree_bytes() + TOKENIZING_BYTES, max_bad=task.options.max_bad
     )  # fmt: skip
     report = tokenize(source, tokenizer=tokenizer, output=store, options=options, encoder=encoder, progress=progress)
     dropped = _dropped(report.dropped)
@@ -93,13 +93,15 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
     if not isinstance(rows, Store):
         return []
     options, meta = task.options, rows.meta
-    sides = {"chosen": "chosen replies", "rejected": "rejected replies"}
+    sides = {"tokens": "rows", "chosen": "chosen replies", "rejected": "rejected replies"}
     longer = [
         f"{count:,} of {meta.rows:,} {sides.get(side, f'{side}s')}" for side, count in meta.truncated.items() if count
     ]
     limits = "+".join(map(str, _limits(task, meta)))
     requested = None if options.lengths is None else "+".join(map(str, options.lengths))
     reason = f"{' and '.join(longer)} were longer and are truncated" if longer else "no row is longer"
+    if rows.fields == ("tokens",):
+        reason = "longer texts are divided into several rows"
     dropped, first = _dropped(meta.dropped), _first_dropped(rows.path)
     dropped += f" ({first})" if dropped and first else ""
     return [
@@ -126,7 +128,12 @@ def _first_dropped(store: Path) -> str:
 
 def _dropped(counts: Mapping[str, int]) -> str:
     """`2 that could not be read and 7 with an empty field`."""
-    reasons = {"broken": "that could not be read", "empty": "with an empty field"}
+    reasons = {
+        "broken": "that could not be read",
+        "empty": "with an empty field",
+        "nothing to train on": "with nothing to train on",
+        "refused by the chat template": "that the chat template refuses",
+    }
     return " and ".join(f"{count:,} {reasons.get(reason, reason)}" for reason, count in counts.items() if count)
 
 

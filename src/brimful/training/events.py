@@ -34,7 +34,7 @@ Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a
                  sentence, and figures of their own: see `step.result`; a note of this file's own has no step, and one with
                  `"level": "warning"` is a warning; a warning of `Task.watch` has its kind as `signal`
     end          reason (finished, interrupted, time-limit, patience, failed), sentence, loss, checkpoint, best (the checkpoint of the
-                 best evaluation)
+                 best evaluation); repeats, of a failure: whether a resume would run into it again
 
 An unknown figure is null. One that is not a number is null too, for JSON has no word for it, and says so beside itself:
 `"loss": null, "loss_is": "nan"` (or `inf`, `-inf`); `number` reads both. Training outlives its journal: what cannot be
@@ -45,6 +45,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ FORMAT = 2
 WAITING_LINES = 10_000
 """Lines that wait for a disk with space; the oldest are dropped first, and counted."""
 
+_IN_TASK = re.compile(r"task \S+: \w+\(\) failed")
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 Listener = Callable[[dict[str, Any]], object]
 log = logging.getLogger("brimful")
@@ -216,6 +218,14 @@ def last_steps(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[
         elif event["event"] == kind:
             lines[event["step"]] = dict(event)
     return [lines[step] for step in sorted(lines)]
+
+
+def error_repeats(end: Mapping[str, Any]) -> bool:
+    """Whether the error of an `end` event would come again after a resume; older events tell it only by their sentence."""
+    if end.get("reason") != "failed":
+        return False
+    repeats = end.get("repeats")
+    return repeats if isinstance(repeats, bool) else bool(_IN_TASK.match(str(end.get("sentence"))))
 
 
 def number(event: Mapping[str, Any], name: str) -> float | None:

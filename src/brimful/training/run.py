@@ -35,7 +35,7 @@ from typing import Any, Literal
 from brimful.errors import BadOption, BadRun
 from brimful.files import FileLock, parse_object, read_json, write_atomic
 from brimful.planning.plan_options import PlanOptions
-from brimful.training.events import read_events
+from brimful.training.events import error_repeats, read_events
 from brimful.training.options import TrainOptions
 
 RUN_OPTIONS = ("run", "resume", "rollback")
@@ -191,6 +191,11 @@ class RunFolder:
     @property
     def resume_command(self) -> str:
         return f"brimful train --run {shlex.quote(str(self.root))} --resume"
+
+    @property
+    def fails_again(self) -> bool:
+        """Whether the run ended with an error that a resume would run into again."""
+        return error_repeats(self.ending() or {})
 
     def ending(self) -> dict[str, Any] | None:
         """The last `end` event, unless something was begun after it."""

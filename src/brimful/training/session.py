@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.data.loader import Loader
-from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError, in_one_line, kind_of
+from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError, in_one_line, kind_of, will_repeat
 from brimful.memory.meter import trim_heap
 from brimful.memory.oom import empty_cache
 from brimful.planning.levers import with_weights
@@ -394,7 +394,7 @@ class Session:
                 return self._end(self._run())
         except Exception as error:
             sentence = str(error) if isinstance(error, BrimfulError) else in_one_line(error)
-            self._write("end", reason="failed", sentence=sentence)
+            self._write("end", reason="failed", sentence=sentence, repeats=will_repeat(error))
             raise
         finally:
             for tracker in self.trackers:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from brimful.cli.output import show
 from brimful.languages import set_language
 from brimful.report.doctor import examine as examining
 from brimful.report.doctor.checks import GROUPS, Check, Findings, say
@@ -160,6 +161,32 @@ def test_a_failure_shows_its_sign_and_what_to_try_below_it():
     lines = shown(sample("failed")).splitlines()
     assert lines[1].startswith("✗ X") and "3 things" in lines[1]
     assert lines[2].strip() == "Try: unset X"
+
+
+LONG = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126 'brimful[molecules,text,page]'"
+
+
+@pytest.mark.parametrize(
+    "fix", [say("`{command}`", command=LONG), say("stop the others, then `{command}`", command=LONG)]
+)
+def test_a_command_wider_than_the_terminal_stays_on_one_line(fix, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    torch, other = (
+        Check(group="Software", name=name, status="failed", text=say("{n} things", n=3), fix=fix) for name in "ab"
+    )
+    show(doctor_table(Examination(checks=(torch, sample("ok"), other), seconds=3.2)), {}, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(LONG in line for line in lines) == 2
+    assert all(len(line) <= 80 for line in lines if LONG not in line)
+    assert next(line for line in lines if LONG in line).startswith("  Try: ")
+
+
+def test_a_command_in_what_was_found_stays_on_one_line_too(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = say("installed: {have}. For the others: `{command}`", have="data, eval, hub, lightning, lora, mol", command="pip install 'brimful[plots,serve]'")  # fmt: skip
+    check = Check(group="Software", name="extras", status="ok", text=text)
+    show(doctor_table(Examination(checks=(check,), seconds=3.2)), {}, as_json=False)
+    assert "pip install 'brimful[plots,serve]'" in capsys.readouterr().out
 
 
 def test_what_was_not_checked_says_why():

@@ -10,7 +10,7 @@ import pytest
 from brimful.errors import BadRun
 from brimful.report.compare import figures_of
 from brimful.report.page.report_figures import ReportFigures
-from brimful.report.page.run_charts import memory_chart, speed_chart, split_chart
+from brimful.report.page.run_charts import losses_chart, memory_chart, speed_chart, split_chart
 from brimful.report.run_figures import RunFigures
 from brimful.report.run_record import RunRecord
 from brimful.report.watch.watcher import Watcher
@@ -81,6 +81,14 @@ def test_the_night_between_two_sessions_is_not_run_time(tmp_path):
     for chart in (memory_chart(one), split_chart(one), speed_chart([one], ["a"])):  # nothing is drawn across the pause
         paths = re.findall(r'<path class="(?:line|thin|area) [^"]*" d="([^"]*)"', chart)
         assert paths and all(path.count("M") == 2 for path in paths)
+    views = losses_chart([one, one], ["a", "b"]).split('<div class="view')[1:]
+    pieces = {
+        re.search(r'data-x="(\w+)"', view)[1]: {
+            path.count("M") for path in re.findall(r'<path class="line [^"]*" d="([^"]*)"', view)
+        }
+        for view in views
+    }
+    assert pieces == {"step": {1}, "rows": {1}, "seconds": {2}}
 
 
 def test_report_and_compare_agree_on_the_speed(tmp_path):

@@ -194,3 +194,4 @@ def test_a_run_without_its_events_says_so(tmp_path):
     (run / "events.jsonl").unlink()
     first = summary(ReportFigures(RunRecord(run)))[0][1]
     assert first == "sft has checkpoints, but its events.jsonl is missing: nothing is known about its steps."
+    assert ReportFigures(RunRecord(run)).state_label == "no record"

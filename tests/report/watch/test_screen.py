@@ -17,6 +17,7 @@ from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot
 from brimful.report.watch.sparklines import ASCII
 from brimful.report.watch.take_snapshot import parse_time, take
 from brimful.report.watch.watch_screen import allot, frame, render
+from brimful.report.watch.watcher import Watcher
 from brimful.training.run import lock_holder
 from brimful.units import GiB
 from tests.report.fake_runs import START, sample_event, write_run
@@ -167,6 +168,21 @@ def test_the_error_of_a_failed_run_does_not_push_the_command_out(tmp_path):
     for height in (8, 12, 24):
         shown = squeezed(snapshot(folder, "failed"), 100, height)
         assert "CUDA error: an illegal" in shown and "To continue: brimful train" in shown
+
+
+def test_a_run_without_its_events_is_not_said_to_be_killed(tmp_path):
+    folder = write_run(tmp_path / "first", steps=30, checkpoints=[10])
+    (folder / "events.jsonl").unlink()
+    with Watcher(folder) as watcher:
+        shown = squeezed(watcher.look(), 120, 24)
+    assert "● no record first" in shown and "killed" not in shown
+
+
+def test_an_error_that_would_come_again_is_to_be_fixed_first(tmp_path):
+    folder = write_run(tmp_path / "first", steps=30, checkpoints=[10], end="failed")
+    content = (folder / "events.jsonl").read_text().replace("trained 30 steps", "task Net: loss() failed at mine.py:12: KeyError")  # fmt: skip
+    (folder / "events.jsonl").write_text(content)
+    assert "Fix this first, then continue: brimful train --run" in squeezed(snapshot(folder, "failed"), 120, 24)
 
 
 def test_a_run_that_is_prepared_says_so(tmp_path):

@@ -11,7 +11,7 @@ from brimful.languages import set_language, translate
 from brimful.report.compare import compare_runs
 from brimful.report.run_record import RunRecord
 from brimful.report.why import run_checks
-from brimful.report.why.diagnosis import Diagnosis
+from brimful.report.why.diagnosis import Diagnosis, in_language
 from brimful.report.why.run_checks import TITLES, check_run
 from brimful.units import GiB
 from tests.report.fake_runs import memory_model, plan, tried, write_run
@@ -181,3 +181,8 @@ def test_english_stays_in_json(tmp_path):
     comparison = compare_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")])
     assert comparison.to_json()["verdict"].startswith("the same settings")
     assert plan()["task"] == "sft"
+
+
+def test_an_error_that_begins_a_sentence_is_translated_too():
+    shown = in_language("The run failed after step 3. Task Net: loss() failed at mine.py:12: KeyError: 'x'.")
+    assert shown == "训练在第 3 步之后失败。任务 Net：loss() 出错，位于 mine.py:12：KeyError: 'x'。"

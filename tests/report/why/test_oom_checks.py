@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from brimful.report.run_record import RunRecord
 from brimful.report.why.diagnosis import Diagnosis
 from brimful.report.why.run_checks import check_run
@@ -173,3 +175,14 @@ def test_it_is_json(tmp_path):
     assert (
         json.loads(json.dumps(diagnose(tmp_path, oom(needed=16.3, room=13.0)).to_json()))["kind"] == "gpu-out-of-memory"
     )
+
+
+@pytest.mark.parametrize("room", [17.0, 9.5])  # of a few long rows the room that is measured is small too
+def test_a_task_without_shape_is_the_cause_if_the_plan_warned_of_it(tmp_path, room):
+    warning = "task words has no shape(), and its rows have from 9 to 310 values (32 rows were compared), so long rows may need more"
+    plan = {"shape": [], "warnings": [warning], "memory_model": {}}
+    diagnosis = diagnose(tmp_path, oom(shape=(), needed=9.0, room=room), plan=plan)
+    assert "The task has no shape() although its rows differ in size" in diagnosis.cause
+    assert "prediction was too low" not in diagnosis.cause
+    assert diagnosis.fixes[0].title.startswith("Define shape(row) in the task")
+    assert not any("--fill" in flag for fix in diagnosis.fixes for flag in fix.flags.values())

@@ -117,6 +117,39 @@ def test_an_error_of_the_task_is_read_from_the_end_of_the_log(tmp_path):
     assert "KeyError: 'logits'" in diagnosis.cause
 
 
+def test_an_error_in_the_tasks_own_code_is_fixed_before_the_run_is_continued(tmp_path):
+    run = write_run(tmp_path / "run", done=150, end=None, checkpoints=[100])
+    (run / "log.txt").write_text(LOG)
+    titles = [fix.title for fix in first(run).fixes]
+    assert titles[1:] == [
+        "Fix this error first: the same step would fail in the same way",
+        "Then continue from the checkpoint of step 100",
+    ]
+
+
+def test_an_error_in_a_library_is_not_said_to_come_again(tmp_path):
+    run = write_run(tmp_path / "run", done=150, end=None, checkpoints=[100])
+    (run / "log.txt").write_text(LOG.replace("task.py", "/usr/lib/python3/site-packages/torch/nn/module.py"))
+    assert [fix.title for fix in first(run).fixes][1:] == ["Continue from the checkpoint of step 100"]
+
+
+@pytest.mark.parametrize(
+    ("values", "titles"),
+    [
+        ({"repeats": True}, ["Fix this error first: the same step would fail in the same way", "Then continue from the checkpoint of step 100"]),
+        ({}, ["Fix this error first: the same step would fail in the same way", "Then continue from the checkpoint of step 100"]),
+        ({"repeats": True, "sentence": "row 7 is not JSON. Try: repair it."}, ["Repair it", "Then continue from the checkpoint of step 100"]),
+        ({"repeats": False, "sentence": "[Errno 28] No space left on device"}, ["Continue from the checkpoint of step 100"]),
+    ],
+    ids=["repeats", "older record", "with advice", "disk full"],
+)  # fmt: skip
+def test_a_failure_that_would_come_again_is_not_simply_resumed(tmp_path, values, titles):
+    run = write_run(tmp_path / "run", done=150, end=None, checkpoints=[100])
+    sentence = "task Net: loss() failed at mine.py:12: KeyError: 'logits'."
+    append(run, {"event": "end", "step": 150, "reason": "failed", "sentence": sentence, **values})
+    assert [fix.title for fix in first(run).fixes] == titles
+
+
 def test_a_traceback_that_the_run_survived_is_not_its_end(tmp_path):
     run = write_run(tmp_path / "run", done=150, end=None)
     (run / "log.txt").write_text(LOG + "".join(f"2026-01-31 09:03:00 step {n}\n" for n in range(10)))

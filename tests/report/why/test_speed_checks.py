@@ -9,7 +9,8 @@ import pytest
 from brimful.report.run_record import RunRecord
 from brimful.report.why.run_checks import check_run
 from brimful.units import GiB
-from tests.report.fake_runs import plan, tried, write_run
+from tests.planning.small import small_plan
+from tests.report.fake_runs import memory_model, plan, tried, write_run
 
 
 def found(folder: Path, kind: str, **values: Any):
@@ -102,6 +103,55 @@ def test_an_earlier_plan_of_the_run_knows_faster_sizes(tmp_path):
     (run / "plans" / "0001.json").write_text(json.dumps(earlier))
     slow = next(one for one in check_run(RunRecord(run)) if one.kind == "slow-clamped-micro-batch")
     assert slow.figures["faster_micro_batch"] == 43
+
+
+def cut_short(*names: str) -> list[dict[str, Any]]:
+    """Choices of a plan whose time was up, as `planning.choices` writes them."""
+    reason = f"time ended the search after 19.8 s; not tried: {', '.join(names)}"
+    last = {"name": "plan_seconds", "requested": None, "effective": 20.0, "basis": "measured", "reason": reason, "source": "measured"}  # fmt: skip
+    return [*choices(), last]
+
+
+TINY = {"micro_batch": 4, "largest_micro_batch": 4, "accumulation": 64, "memory_model": memory_model()}
+RISING = [tried(4, 300.0, 4 * GiB, chosen=True), tried(2, 160.0, 3 * GiB)]
+
+
+def test_a_plan_that_time_cut_short_says_what_it_left_out(tmp_path):
+    values = {**TINY, "tried": RISING, "choices": cut_short("more than 4 rows at once", "checkpointing")}
+    slow = found(tmp_path, "slow-plan-cut-short", plan_values=values)
+    assert "The plan was cut short: its time was up after micro-batches of 4 rows." in slow.cause
+    assert "It did not try: more than 4 rows at once, checkpointing." in slow.cause
+    assert "rows/s were still rising, by 1.9 ×" in slow.cause
+    assert "Memory has room for 45 rows at once" in slow.cause
+    assert slow.fixes[0].flags == {"brimful": "--plan-seconds 120"}
+    assert slow.certainty == "likely"
+
+
+def test_what_the_planner_writes_when_its_time_is_up_is_understood(tmp_path):
+    made = small_plan(plan_seconds=1e-6, memory_limit="64MiB", global_batch=500, checkpointing="off").to_json()
+    del made["processes"]
+    slow = found(tmp_path, "slow-plan-cut-short", plan_values=made)
+    assert "rows at once" in slow.cause and slow.fixes[0].flags == {"brimful": "--plan-seconds 60"}
+
+
+def test_a_small_micro_batch_whose_speed_still_rose_is_named_without_a_cut(tmp_path):
+    slow = found(tmp_path, "slow-small-micro-batch", plan_values={**TINY, "tried": RISING})
+    assert "Memory has room for 45 rows" in slow.cause
+    assert slow.fixes[0].flags == {"brimful": "--micro-batch 22"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"choices": cut_short("what frozen weights save")},  # nothing that makes a micro-batch larger
+        {"choices": cut_short("more than 4 rows at once"), "tried": [tried(4, 300.0, GiB, chosen=True), tried(2, 298.0, GiB)]},
+        {"tried": [tried(4, 300.0, GiB, chosen=True), tried(8, 250.0, GiB)]},
+        {"choices": cut_short("more than 40 rows at once"), "micro_batch": 40},  # memory has room for five more
+    ],
+)  # fmt: skip
+def test_a_small_micro_batch_that_is_fast_is_left_alone(tmp_path, values):
+    for kind in ("slow-plan-cut-short", "slow-small-micro-batch"):
+        assert found(tmp_path / kind, kind, plan_values={**TINY, **values}) is None
 
 
 def test_high_padding(tmp_path):

@@ -1,6 +1,11 @@
 """The examination in a terminal: a line for each check, and below a warning or a failure what to try."""
 
-from rich.console import Group, RenderableType
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -9,6 +14,8 @@ from brimful.report.doctor.checks import GROUPS, Check, Status
 from brimful.report.doctor.examine import Examination
 from brimful.units import show_seconds
 
+_SENTENCES = re.compile(r"[^`]+(?:\. |。)(?=[^`]*`)")
+"""Those before a command."""
 SIGNS: dict[Status, tuple[str, str]] = {
     "ok": ("✓", "green"),
     "warning": ("!", "yellow"),
@@ -25,32 +32,58 @@ def doctor_table(examination: Examination) -> RenderableType:
     for group in GROUPS:
         rows = [check for check in examination.checks if check.group == group]
         if rows:
-            parts += [Text(tr(group), style="bold"), _rows(rows), Text()]
+            parts += [Text(tr(group), style="bold"), _Rows(rows), Text()]
     return Group(*parts, _summary(examination))
 
 
-def _rows(checks: list[Check]) -> Table:
-    width = max(MIN_NAME, *(min(MAX_NAME, Text(check.title).cell_len) for check in checks), 0)
+@dataclass(frozen=True)
+class _Rows:
+    """The checks of a group. What has a command and is too long for its column follows below as one line, however long: what a
+    terminal wraps is copied whole, a line that a table breaks is not."""
+
+    checks: list[Check]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(MIN_NAME, *(min(MAX_NAME, Text(check.title).cell_len) for check in self.checks), 0)
+        room = options.max_width - width - 4  # a sign, and a blank after it, after the name and after the text
+        table = _table(width)
+        for check in self.checks:
+            sign, style = SIGNS[check.status]
+            name_style = style if check.status in ("warning", "failed") else ""
+            inside, below = list[Text](), list[Text]()
+            for line, has_command in _lines(check, style, room):
+                (below if has_command and line.cell_len > room else inside).append(line)
+            table.add_row(Text(sign, style=style), Text(check.title, style=name_style), Text("\n").join(inside))
+            if below:
+                yield table
+                yield from (Text.assemble("  ", line, no_wrap=True, overflow="ignore") for line in below)
+                table = _table(width)
+        if table.row_count:
+            yield table
+
+
+def _table(width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
     table.add_column(width=1, no_wrap=True)
     table.add_column(width=width, overflow="fold")
     table.add_column(overflow="fold")
-    for check in checks:
-        sign, style = SIGNS[check.status]
-        name_style = style if check.status in ("warning", "failed") else ""
-        table.add_row(Text(sign, style=style), Text(check.title, style=name_style), _text(check, style))
     return table
 
 
-def _text(check: Check, style: str) -> Text:
+def _lines(check: Check, style: str, room: int) -> Iterator[tuple[Text, bool]]:
+    """What was found and what to try, each with whether it has a command. Sentences before one are apart if all is too long."""
+    text = check.text.shown()
     if check.status == "not checked":
-        return Text(tr("not checked: {reason}", reason=check.text.shown()), style="dim")
-    text = _with_commands(check.text.shown())
+        yield Text(tr("not checked: {reason}", reason=text), style="dim"), False
+        return
+    before = _SENTENCES.match(text) if cell_len(text) > room else None
+    if before:
+        yield Text(before[0].rstrip()), False
+        text = text[before.end() :]
+    yield _with_commands(text), "`" in text
     if check.fix is not None:
-        text.append("\n")
-        text.append(tr("Try: "), style=style)
-        text.append(_with_commands(check.fix.shown()))
-    return text
+        fix = check.fix.shown()
+        yield Text.assemble((tr("Try: "), style), _with_commands(fix)), "`" in fix
 
 
 def _with_commands(text: str) -> Text:

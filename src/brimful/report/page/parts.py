@@ -402,7 +402,7 @@ def missing(one: ReportFigures) -> list[str]:
 def figure_rows(figures: Sequence[ReportFigures]) -> list[list[str]]:
     """The figures that are compared: a name, and a text for each run. What no run has is left out."""
     columns: dict[str, Callable[[ReportFigures], str]] = {
-        tr("State"): lambda one: state_words(one.state),
+        tr("State"): lambda one: state_words(one.state_label),
         tr("Task"): lambda one: one.task or UNKNOWN,
         tr("Device"): device_words,
         tr("Progress"): progress,
@@ -467,7 +467,7 @@ def run_part(one: ReportFigures, name: str, findings: Sequence[Diagnosis]) -> st
     body = (
         _words(one) + _next(one, findings) + findings_part(findings) + plan_part(one) + events_part(one) + request_part(one) + missing_part(one)
     )  # fmt: skip
-    return _folded(name, state_words(one.state), body)
+    return _folded(name, state_words(one.state_label), body)
 
 
 def _size(value: float | None) -> str:

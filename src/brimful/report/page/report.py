@@ -121,7 +121,7 @@ class Report:
         facts = [f"<b>{escape(one.task)}</b>"] if one.task else []
         facts += [escape(device_words(one))] if one.device_name else []
         facts += [clock_time(one.clock.first)] if one.clock.first else []
-        state = f'<span class="state {one.state}">{html.escape(state_words(one.state))}</span>'
+        state = f'<span class="state {one.state}">{html.escape(state_words(one.state_label))}</span>'
         return f'<h1>{escape(one.name)}{state}</h1><p class="facts">{" · ".join(facts)}</p>'
 
     def _foot(self) -> str:

@@ -103,7 +103,7 @@ class ReportFigures:
         self.run = run
         self.plan = run.plan
         self.request = run.request
-        self.state = run.state
+        self.state, self.state_label = run.state, run.state_label
         self.clock = Clock(run)
         self.steps, self.samples = run.steps, run.samples
         _refuse_a_sweep(run)

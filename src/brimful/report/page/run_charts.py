@@ -433,7 +433,9 @@ def losses_chart(figures: Sequence[ReportFigures], names: Sequence[str]) -> str:
         for place, one in enumerate(figures):
             x = {"step": one.step_numbers, "rows": one.rows_so_far, "seconds": one.times}[axis]
             losses = one.column("loss")
-            series.append(Series(name=names[place], x=x, y=smoothed(np.where(np.isfinite(losses), losses, math.nan)), colour=place))  # fmt: skip
+            smooth = smoothed(np.where(np.isfinite(losses), losses, math.nan))
+            curve = _with_gaps(one, x, smooth) if axis == "seconds" else (x, smooth)
+            series.append(Series(name=names[place], x=curve[0], y=curve[1], colour=place))
             at, evaluated = one.eval_losses
             trained = at > 0
             if trained.any() and len(x):

@@ -459,6 +459,7 @@ def state_words(state: str) -> str:
     words = {
         "preparing": tr("preparing"), "running": tr("running"), "finished": tr("finished"), "interrupted": tr("interrupted"),
         "time-limit": tr("time-limit"), "patience": tr("patience"), "failed": tr("failed"), "killed": tr("killed"),
+        "no record": tr("no record"),
     }  # fmt: skip
     return words.get(state, state)
 

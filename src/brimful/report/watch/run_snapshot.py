@@ -158,6 +158,10 @@ class Snapshot:
     sentence: str | None = None
     """How it ended."""
     resume_command: str | None = None
+    state_label: str = ""
+    """The state as people read it, if it is another word."""
+    fails_again: bool = False
+    """Whether the run ended with an error that must be fixed before it is continued."""
     silent_s: float | None = None
     """Seconds since its last event, if that is longer than usual."""
     switched_from: str | None = None

@@ -88,6 +88,8 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
         processes=_whole(begin.get("processes")),
         sentence=NO_EVENTS if record.lost_its_events else _text(end.get("sentence")),
         resume_command=_resume_command(record, state, request),
+        state_label=record.state_label if state == "killed" else "",
+        fails_again=record.fails_again,
         silent_s=_silent_s(record, state, newest, now),
         step=int(last.get("step") or 0),
         steps=steps,

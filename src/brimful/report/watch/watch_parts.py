@@ -47,7 +47,9 @@ WRAPPED_LINES = 3
 def header(canvas: Canvas) -> Text:
     """State, name and task; since when. Where it runs, if there is space."""
     snapshot = canvas.snapshot
-    state = canvas.text(f"{canvas.glyphs.bullet} {tr(snapshot.state)}", STATE_STYLES[snapshot.state])
+    state = canvas.text(
+        f"{canvas.glyphs.bullet} {tr(snapshot.state_label or snapshot.state)}", STATE_STYLES[snapshot.state]
+    )
     task = f"  {snapshot.task}" if snapshot.task and snapshot.task != snapshot.name else ""
     left = Text.assemble(state, canvas.text(f"  {snapshot.name}", "bold"), canvas.text(task, "dim"))
     several = f"{len(snapshot.cards)} × " if len(snapshot.cards) > 1 else ""
@@ -113,7 +115,8 @@ def ending(canvas: Canvas) -> Lines:
     sentence = " ".join(sentences.get(snapshot.state, translate(snapshot.sentence or "")).split())
     lines = wrap(canvas.text(sentence, style), canvas.width)[:4] if sentence else []
     if snapshot.resume_command:
-        lines.append(canvas.text(tr("To continue: {command}", command=snapshot.resume_command)))
+        template = "Fix this first, then continue: {command}" if snapshot.fails_again else "To continue: {command}"
+        lines.append(canvas.text(tr(template, command=snapshot.resume_command)))
     return lines
 
 

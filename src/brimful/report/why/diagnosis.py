@@ -79,7 +79,15 @@ _SENTENCES = re.compile(r"(?<=[^.\s]\.) (?=[A-Z/])")
 def in_language(text: str) -> str:
     """Sentences in the user's language. The catalogue has each of them without its full stop."""
     parts = [(part.removesuffix("."), part.endswith(".")) for part in _SENTENCES.split(text)]
-    translated = [(translate(part), part, stop) for part, stop in parts]
+    translated = [(_translated(part), part, stop) for part, stop in parts]
     chinese = any(new != old for new, old, _ in translated)
     full_stop, gap = ("。", "") if chinese else (".", " ")
     return gap.join(new + full_stop * stop for new, _, stop in translated)
+
+
+def _translated(part: str) -> str:
+    """Also of an error's message that was given a capital letter to stand by itself."""
+    own = part[:1].lower() + part[1:]
+    if (new := translate(part)) != part or own == part:
+        return new
+    return part if (new := translate(own)) == own else new

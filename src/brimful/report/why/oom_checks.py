@@ -4,7 +4,7 @@ An `oom` event has what the micro-batch was predicted to need and what the devic
 lengths of the rows that decides the cause:
 
     longer rows than planned for              the data
-    prediction within `fill` of the room      the prediction was too low, or memory was fragmented
+    prediction within `fill` of the room      the prediction was too low, or memory was fragmented; the task lacks `shape` if the plan warned
     less room, and others hold memory         other programs
     less room                                 the device has less than when the plan was made
 
@@ -112,12 +112,19 @@ def _causes(run: RunFigures, error: Mapping[str, Any]) -> tuple[dict[str, Any], 
     needed, room = whole(error, "predicted_bytes"), whole(error, "available_bytes")
     if needed is None or room is None:
         return causes, "likely" if causes else "possible"
+    no_shape = {"no_shape": True} if _lacks_shape(run) else {}
     if needed <= (finite(run.plan, "fill") or FILL) * room:
-        return {**causes, "prediction_too_low": True}, "likely"
+        return {**causes, "prediction_too_low": True, **no_shape}, "likely"
     others = _others_bytes(run, error["step"] or 0)
     if others is not None:
         return {**causes, "others_bytes": others}, "likely"
-    return {**causes, "too_little_room": True}, "certain"
+    return {**causes, "too_little_room": True, **no_shape}, "likely" if no_shape else "certain"
+
+
+def _lacks_shape(run: RunFigures) -> bool:
+    """Whether the plan warned that the task has no `shape` although its rows differ in size."""
+    warnings = run.plan.get("warnings")
+    return isinstance(warnings, list) and any("has no shape()" in str(warning) for warning in warnings)
 
 
 def _others_bytes(run: RunFigures, step: int) -> int | None:
@@ -145,7 +152,12 @@ def _explained(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, A
         name: show_bytes(whole(error, key))
         for name, key in (("needed", "predicted_bytes"), ("room", "available_bytes"))
     }
-    if causes.get("prediction_too_low"):
+    if causes.get("no_shape"):
+        yield say("It was predicted to need {needed} and the device had room for {room}.", **figures)
+        yield say(
+            "The task has no shape() although its rows differ in size, so the plan was made for shorter rows than these."
+        )
+    elif causes.get("prediction_too_low"):
         yield say("It was predicted to need {needed} and the device had room for {room}, so the prediction was too low or memory was fragmented.", **figures)  # fmt: skip
     elif "others_bytes" in causes:
         yield say("It was predicted to need {needed} and the device had room for {room}, while other programs held {others}.", **figures, others=show_bytes(causes["others_bytes"]))  # fmt: skip
@@ -215,6 +227,10 @@ def _fixes(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, Any])
             title=say("Stop the other programs on this card, or plan for what they leave"), saves=show_bytes(causes["others_bytes"]),
             flags={"brimful": f"--memory-limit {flag_bytes(room)}"} if room else {}, basis="measured",
         )  # fmt: skip
+    if causes.get("no_shape"):
+        yield Fix(
+            title=say("Define shape(row) in the task, which returns the lengths of a row, and plan again: the plan is then made for the longest"),
+        )  # fmt: skip
     if smaller := _smaller_micro_batch(run, error, room, corrected="prediction_too_low" in causes):
         yield smaller
     elif "too_little_room" in causes:
@@ -225,7 +241,7 @@ def _fixes(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, Any])
             costs=say("smaller micro-batches in all steps"), flags={"brimful": f"--lengths {','.join(map(str, shape))}"}, basis="measured",
         )  # fmt: skip
         yield from shorter_rows(run, whole(error, "rows") or 1, shape)
-    if causes.get("prediction_too_low"):
+    if causes.get("prediction_too_low") and not causes.get("no_shape"):
         saves = None if run.limit_bytes is None else show_bytes((fill - 0.75) * run.limit_bytes)
         if fill > 0.75:
             yield Fix(

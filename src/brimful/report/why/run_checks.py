@@ -52,6 +52,8 @@ TITLES = {
     "few-updates": "Too few updates",
     "batch-exceeds-data": "A batch larger than the data",
     "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
+    "slow-plan-cut-short": "Slow: the plan was cut short",
+    "slow-small-micro-batch": "Slow: the micro-batch is small",
     "slow-data": "Slow: waiting for rows",
     "slow-communication": "Slow: communication",
     "slow-rank": "Slow: one rank",
@@ -78,6 +80,9 @@ _COUNTED, _NOT_COUNTED = "because host memory ran out (the kernel's", "not by th
 _ERROR = re.compile(
     r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\w*)(?::\s*(.*))?$"
 )
+_FRAME = re.compile(r'\s+File "(.+)", line \d+')
+_INSTALLED = re.compile(r"[/\\](?:site-packages|dist-packages|brimful|lib[/\\]python[\d.]+|Lib)[/\\]|^<")
+_FIX_FIRST = say("Fix this error first: the same step would fail in the same way")
 _NOT_FINITE = re.compile(r"\b(?:nan|inf|infinite|not finite|non-?finite)\b", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|memory ran out|can't allocate memory|does not fit|cannot be split and needs", re.IGNORECASE
@@ -134,13 +139,17 @@ def _ending(run: RunFigures) -> Iterator[Finding]:
         yield _save_failed(run, saves)
 
 
-def _resume(run: RunFigures) -> Fix:
+def _resume(run: RunFigures, *, fixed: bool = False) -> Fix:
+    """`fixed`: once an error is mended that would come again."""
     saved = [
         event["step"] for event in run.record.of_kind("checkpoint") if event.get("saved") and event["step"] is not None
     ]
-    title = (
-        say("Continue from the checkpoint of step {step}", step=f"{saved[-1]:,}") if saved else say("Start it again")
-    )
+    if saved and fixed:
+        title = say("Then continue from the checkpoint of step {step}", step=f"{saved[-1]:,}")
+    elif saved:
+        title = say("Continue from the checkpoint of step {step}", step=f"{saved[-1]:,}")
+    else:
+        title = say("Then start it again") if fixed else say("Start it again")
     return Fix(title=title, flags={"shell": run.record.folder.resume_command}, basis="measured" if saved else "range")
 
 
@@ -164,11 +173,17 @@ def _failed(run: RunFigures) -> Finding:
 
 
 def _after_failure(run: RunFigures, problem: str, advice: str) -> Iterator[Fix]:
-    """The error's own advice; and to start again, unless the same rows and weights would give the same NaN."""
+    """The error's own advice; and to start again, unless the same rows and weights would give the same NaN.
+
+    An error that would come again is to be fixed first.
+    """
     if advice:
         yield Fix(title=_sentence(advice, end=""))
+    again = run.record.fails_again
+    if again and not advice:
+        yield Fix(title=_FIX_FIRST)
     if not advice or not _NOT_FINITE.search(problem):
-        yield _resume(run)
+        yield _resume(run, fixed=again)
 
 
 def _after(run: RunFigures) -> str:
@@ -178,9 +193,11 @@ def _after(run: RunFigures) -> str:
 
 
 def _sentence(text: str, end: str = ".") -> str:
-    """With a capital letter and a full stop, so that it stands by itself."""
+    """With a capital letter and a full stop, so that it stands by itself. The name of a file keeps its letter."""
     text = " ".join(text.split()).rstrip(".")
-    return text[:1].upper() + text[1:] + end if text else ""
+    if not text or set(text.split()[0]) & set("./_"):
+        return text and text + end
+    return text[:1].upper() + text[1:] + end
 
 
 def _crashed(run: RunFigures) -> Finding | None:
@@ -189,12 +206,14 @@ def _crashed(run: RunFigures) -> Finding | None:
     if found is None:
         return None
     memory = bool(_OUT_OF_MEMORY.search(found))
+    again = not memory and _in_own_code(_log_tail(run))
+    traceback = Fix(title=say("Read the traceback at the end of log.txt, which names the line of code"))
     return Finding(
         1.0,
         Diagnosis(
             resource=resource(run) if memory else "none", kind="run-crashed",
             cause=" ".join([_after(run), say("The last error in log.txt is {error}.", error=found.rstrip("."))]), figures={"step": run.last_step},
-            certainty="likely", evidence="log.txt", fixes=(Fix(title=say("Read the traceback at the end of log.txt, which names the line of code")), _resume(run)),
+            certainty="likely", evidence="log.txt", fixes=(traceback, *((Fix(title=_FIX_FIRST),) if again else ()), _resume(run, fixed=again)),
         ),
     )  # fmt: skip
 
@@ -220,6 +239,13 @@ def _last_error(lines: Sequence[str]) -> str | None:
         return None
     name, message = errors[-1][1].groups()
     return f"{name}: {message[:300]}" if message else str(name)
+
+
+def _in_own_code(lines: Sequence[str]) -> bool:
+    """Whether the last traceback of a log goes through code that is neither Brimful's nor an installed package's."""
+    starts = [index for index, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    files = [match[1] for line in lines[starts[-1] :] if (match := _FRAME.match(line))] if starts else []
+    return any(not _INSTALLED.search(file) for file in files)
 
 
 def _killed(run: RunFigures) -> Finding:

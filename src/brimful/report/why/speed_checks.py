@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from brimful.report.run_figures import RunFigures, Typical, finite, objects, part, step_seconds, whole
+from brimful.report.run_figures import RunFigures, Typical, finite, lengths, objects, part, step_seconds, whole
 from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
 from brimful.report.why.finding import Finding, say
 from brimful.report.why.long_rows import has_store
-from brimful.report.why.oom_checks import chosen_of, rate_of
+from brimful.report.why.oom_checks import FILL, chosen_of, rate_of
 from brimful.units import GiB, MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
 LEAST_STEPS = 20
@@ -48,6 +48,10 @@ CLAMPED_SPEED = 1.10
 """A larger micro-batch that the plan timed must be this much faster to be worth mentioning."""
 CLAMPED_ROWS = 2
 """One that was not timed must be this many times larger."""
+STILL_RISING = 1.25
+"""More rows would clearly pay, noise aside, if the largest size that was timed is this much faster than the next smaller one."""
+ROOM_FOR_MORE, ROOM_IF_CUT_SHORT = 4, 2
+"""A micro-batch is small if memory has room for this many times its rows, and if time ended the search for a larger one."""
 OTHERS_SHARE = 0.10
 """Other programs that hold less of a card than this are not mentioned."""
 SLOWED = 0.93
@@ -60,6 +64,7 @@ UNEVEN_RANKS = 1.30
 
 def speed_findings(run: RunFigures) -> Iterator[Finding]:
     yield from _clamped(run)
+    yield from _small(run)
     yield from _swapping(run)
     if len(run.settled) < LEAST_STEPS or sum(step_seconds(step) or 0.0 for step in run.settled) < LEAST_S:
         return
@@ -138,6 +143,85 @@ def _faster(run: RunFigures, chosen: int) -> Mapping[str, Any] | None:
     ]
     best = max(timed, key=lambda one: rate_of(one) or 0.0, default=None)
     return best if best is not None and now and (rate_of(best) or 0.0) >= CLAMPED_SPEED * now else None
+
+
+def _small(run: RunFigures) -> Iterator[Finding]:
+    """The plan's own micro-batch is small although memory has room, because time ended the search or nothing larger was timed."""
+    chosen, step_rows = whole(run.plan, "micro_batch"), run.rows_per_step
+    if not chosen or not step_rows or isinstance(run.requested("micro_batch"), int):
+        return
+    most = math.ceil(step_rows / (whole(run.plan, "processes") or 1))
+    skipped = not_tried(run)
+    cut_short = any(name.startswith(("more than ", "the speed of other sizes")) for name in skipped)
+    rising, room = _rising(run, chosen), _room(run, most) or (most if cut_short else 0)
+    if room < (ROOM_IF_CUT_SHORT if cut_short else ROOM_FOR_MORE) * chosen or not (
+        rising or (cut_short and rising is None)
+    ):
+        return
+    limit_s, rate = finite(part(run.choices, "plan_seconds"), "effective"), rate_of(chosen_of(run)) or finite(run.plan, "rows_per_s")  # fmt: skip
+    sentences, fixes = [], []
+    if cut_short:
+        sentences.append(
+            say("The plan was cut short: its time was up after micro-batches of {rows}.", rows=show_rows(chosen))
+        )
+        sentences.append(say("It did not try: {names}.", names=", ".join(skipped)))
+        more_s = max(60, math.ceil(4 * (limit_s or 0) / 60) * 60)
+        fixes.append(
+            Fix(
+                title=say("Give the plan more time, in a new run, since a resumed one keeps its plan; best while nothing else is busy"),
+                costs=say("up to {time}, once", time=show_seconds(more_s)), flags={"brimful": f"--plan-seconds {more_s}"},
+            )
+        )  # fmt: skip
+    else:
+        sentences.append(say("Micro-batches have at most {rows}.", rows=show_rows(chosen)))
+    if rising and rate:
+        sentences.append(say("Up to that size rows/s were still rising, by {ratio} × with the last one, to {rate} rows/s.", ratio=f"{rising:.2g}", rate=show_rate(rate)))  # fmt: skip
+    predicted = run.predicted_bytes(room, lengths(run.plan, "shape") or ())
+    if predicted is not None:
+        sentences.append(say("Memory has room for {rows} at once: predicted {peak} of {limit}.", rows=show_rows(room), peak=show_bytes(predicted), limit=show_bytes(run.limit_bytes)))  # fmt: skip
+        fixes.append(
+            Fix(
+                title=say("Or set the size yourself, such as {rows}", rows=show_rows(max(2 * chosen, room // 2))), global_batch=say("unchanged"),
+                flags={"brimful": f"--micro-batch {max(2 * chosen, room // 2)}"}, basis="predicted",
+            )
+        )  # fmt: skip
+    yield _slow(
+        "slow-plan-cut-short" if cut_short else "slow-small-micro-batch", sentences, lost=1 - 1 / rising if rising else 0.25,
+        certainty="likely" if rising else "possible", evidence="plan.json, plan_seconds" if cut_short else "plan.json, tried", fixes=fixes,
+        figures={"micro_batch": chosen, "room_for_rows": room, "rows_per_s": rate, "plan_seconds": limit_s, "not_tried": skipped},
+    )  # fmt: skip
+
+
+def not_tried(run: RunFigures) -> list[str]:
+    """What the search left out because its time was up, as the choice `plan_seconds` names it."""
+    names = str(part(run.choices, "plan_seconds").get("reason", "")).partition("; not tried: ")[2]
+    return names.split(", ") if names else []
+
+
+def _rising(run: RunFigures, chosen: int) -> float | None:
+    """How much faster the chosen size is than the next smaller one; 0 if more rows would not pay, None if nothing tells."""
+    setting = chosen_of(run).get("setting")
+    timed = {
+        rows: rate
+        for one in objects(run.plan, "tried")
+        if one.get("setting") == setting and (rows := whole(one, "micro_batch")) and (rate := rate_of(one))
+    }
+    if chosen not in timed or len(timed) < 2:
+        return None
+    smaller = [rows for rows in timed if rows < chosen]
+    if max(timed) > chosen or not smaller:
+        return 0.0
+    ratio = timed[chosen] / timed[max(smaller)]
+    return ratio if ratio >= STILL_RISING else 0.0
+
+
+def _room(run: RunFigures, most: int) -> int | None:
+    """The rows of a micro-batch that memory has room for, by the plan's model."""
+    limit, shape = run.limit_bytes, lengths(run.plan, "shape")
+    if limit is None or shape is None:
+        return None
+    rows = run.largest_micro_batch(shape, (finite(run.plan, "fill") or FILL) * limit)
+    return None if rows is None else min(rows, most)
 
 
 # ---- Waiting for rows --------------------------------------------------------------------------------------------------

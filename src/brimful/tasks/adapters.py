@@ -472,6 +472,12 @@ def load_adapter(
         return peft.PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
+def trained_in(adapter: Path) -> LoadIn | None:
+    """The bits that the base had while the adapter was trained, if it was quantized: scores are then those of training."""
+    base = _read_base(adapter)
+    return None if base is None else base.load_in
+
+
 def verified_adapter(path: str | Path) -> Path:
     """Where the adapter of a folder or run is; its hashes are checked if a checkpoint has them."""
     adapter = find_adapter(path)

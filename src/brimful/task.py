@@ -231,6 +231,13 @@ class Task:
         """Choices about model and data to show in the plan: name, requested, effective, reason."""
         return ()
 
+    def before_training(self, model: "nn.Module", rows: Dataset, context: Any) -> None:
+        """Called once the model is on the device, before the first step, with the training rows and then with those to
+        evaluate on. `context` is that of `evaluate`, with the run's `folder` for data and whether it was `resumed`. Optional.
+
+        Random state and the model must be left as they are, so that a resumed run gives the same bits.
+        """
+
     def preview(self, rows: Dataset) -> "Sequence[Sequence[tuple[str, bool]]]":
         """A few rows as text, in pieces that are trained on or not, to be shown when a run begins."""
         return ()

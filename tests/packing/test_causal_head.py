@@ -30,7 +30,7 @@ def test_a_plain_head_runs_without_its_logits(name):
 def test_one_row_has_the_logits_of_the_models_own_forward(name):
     """By the gradient of the hidden states, which every logit is part of."""
     model, row = build(name), torch.as_tensor(draw_rows()[2])
-    _, decoder = causal._parts(model)
+    _, decoder = causal.model_parts(model)
     hidden = 10 * torch.randn(len(row), decoder(row[None], use_cache=False).last_hidden_state.shape[-1]).double()
     hidden.requires_grad_()
     with in_float64():

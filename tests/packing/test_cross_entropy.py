@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from brimful.packing.cross_entropy import linear_cross_entropy
+from brimful.packing.cross_entropy import linear_cross_entropy, linear_token_losses
 
 
 def inputs(dtype=torch.float64, tokens=50, words=37, dim=8):
@@ -72,3 +72,27 @@ def test_a_second_backward_is_refused():
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         total.backward()
+
+
+@pytest.mark.parametrize("trained_head", [True, False])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_losses_by_token_have_the_gradients_of_any_function_of_them(trained_head, chunk):
+    torch.manual_seed(0)
+    hidden = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=torch.float64, requires_grad=trained_head)
+    bias = torch.randn(30, dtype=torch.float64, requires_grad=trained_head)
+    labels = torch.randint(30, (20,))
+    labels[::4] = -100
+    factors = torch.randn(20, dtype=torch.float64)
+    wanted = [hidden, weight, bias] if trained_head else [hidden]
+
+    def value(losses):
+        return (losses * factors).sum().exp() + losses.square().sum()
+
+    plain = F.cross_entropy(30 * torch.tanh(F.linear(hidden, weight, bias) * 0.5 / 30), labels, reduction="none")
+    found = linear_token_losses(hidden, weight, labels, bias, logit_scale=0.5, softcap=30.0, chunk=chunk)
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad(value(found), wanted), torch.autograd.grad(value(plain), wanted), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)

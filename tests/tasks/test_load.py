@@ -48,7 +48,7 @@ def refused(error: type[Exception], spec: str, **options) -> str:
 
 
 def test_the_built_in_names():
-    assert list(BUILT_IN) == ["pretrain", "sft"]
+    assert list(BUILT_IN) == ["pretrain", "sft", "dpo"]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -56,7 +56,7 @@ def test_a_built_in_task_is_called_what_the_user_typed(name):
     assert load_task(name, {"model": "chatlm-tiny"}).name == name
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ["pretrain", "sft"])
 @pytest.mark.parametrize(
     ("model", "shape", "global_batch"), [("chatlm-tiny", (128, 128), 64), ("chatlm-base", (256, 256), 256)]
 )
@@ -132,7 +132,7 @@ def test_a_misspelt_name_gets_a_suggestion():
     assert refused(UnknownTask, "chatlm-stf") == "there is no task 'chatlm-stf'. Try: sft."
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ["pretrain", "sft"])
 def test_the_name_that_a_task_had_is_answered_with_its_new_one(name):
     said = refused(UnknownTask, f"chatlm-{name}")
     assert said == f"the task chatlm-{name} is now {name}, with the model it trains. Try: {name} DATA --model MODEL."
@@ -140,7 +140,7 @@ def test_the_name_that_a_task_had_is_answered_with_its_new_one(name):
 
 @pytest.mark.parametrize("spec", ["resnet", "", "tasks.mine:Task", "mine.txt:Task"])
 def test_an_unknown_name_like_no_other_gets_no_suggestion(spec):
-    message = f"there is no task {spec!r}. Try: pretrain, sft, or file.py:name."
+    message = f"there is no task {spec!r}. Try: pretrain, sft, dpo, or file.py:name."
     assert refused(UnknownTask, spec) == message
 
 

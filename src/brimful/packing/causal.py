@@ -41,7 +41,7 @@ from brimful.errors import TaskError
 from brimful.packing.attention import attention
 from brimful.packing.causal_head import head_loss
 from brimful.packing.compiled import compiled
-from brimful.packing.sequence import Boundaries, boundaries, end_to_end, positions
+from brimful.packing.sequence import Boundaries, SharedRows, boundaries, end_to_end, positions
 from brimful.task import Loss, Shape
 
 IGNORED = -100
@@ -111,20 +111,26 @@ def loss(model: Any, batch: Mapping[str, Any], *, label_smoothing: float = 0.0) 
         batch: From `pack`.
         label_smoothing: Share of each label spread over the vocabulary.
     """
-    model, decoder = _parts(model)
+    model, decoder = model_parts(model)
     if reason := cannot_pack(model.config):
         raise TaskError(f"{type(model).__name__} cannot be trained on packed rows: {reason}. Try: layout='padded'.")
+    hidden = packed_hidden(decoder, batch)
+    labels, trained = batch["labels"], batch.get("trained")
+    if trained is not None and len(trained.tokens) < len(labels):
+        hidden, labels = hidden.index_select(0, trained.tokens), labels[trained.tokens]
+    return Loss(sum=head_loss(model, decoder, hidden, labels, label_smoothing), count=batch["count"])
+
+
+def packed_hidden(decoder: Any, batch: Mapping[str, Any]) -> Tensor:
+    """The last hidden states of packed rows, [token, dim]."""
     with packed_attention(decoder, batch["packed_rows"]):
-        hidden = decoder(
+        hidden: Tensor = decoder(
             input_ids=batch["input_ids"][None],
             position_ids=batch["position_ids"][None],
             packed_rows=batch["packed_rows"],
             use_cache=False,
         ).last_hidden_state[0]
-    labels, trained = batch["labels"], batch.get("trained")
-    if trained is not None and len(trained.tokens) < len(labels):
-        hidden, labels = hidden.index_select(0, trained.tokens), labels[trained.tokens]
-    return Loss(sum=head_loss(model, decoder, hidden, labels, label_smoothing), count=batch["count"])
+    return hidden
 
 
 def padded_loss(model: Any, batch: Mapping[str, Any], *, label_smoothing: float = 0.0) -> Loss:
@@ -133,8 +139,8 @@ def padded_loss(model: Any, batch: Mapping[str, Any], *, label_smoothing: float 
     No attention mask is used. What a row is padded with comes after all its tokens, so none of them sees it, and attention
     without a mask runs in faster kernels.
     """
-    model, decoder = _parts(model)
-    _refuse_balancing_loss(model)
+    model, decoder = model_parts(model)
+    refuse_balancing_loss(model)
     hidden = decoder(input_ids=batch["input_ids"], use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
     labels = batch["labels"][:, 1:].flatten()
     counted = labels != IGNORED
@@ -183,7 +189,7 @@ def _balancing_loss(config: Any) -> str | None:
     return None
 
 
-def _refuse_balancing_loss(model: Any) -> None:
+def refuse_balancing_loss(model: Any) -> None:
     if reason := _balancing_loss(model.config.get_text_config(decoder=True)):
         raise TaskError(
             f"{type(model).__name__} cannot be trained in micro-batches: {reason}. Try: output_router_logits=False in its config."
@@ -197,7 +203,7 @@ def compile_blocks(model: Any, on: bool, *, backend: str | Callable[..., Any] = 
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model, decoder = _parts(model)
+    model, decoder = model_parts(model)
     blocks = [part for part in decoder.modules() if isinstance(part, GradientCheckpointingLayer)]
     for block in blocks:
         if isinstance(vars(block).get("forward"), _CompiledBlock):  # by an earlier call
@@ -231,7 +237,7 @@ def _compiled_forward(forward: Callable[..., Any], backend: str | Callable[..., 
     return compiled(forward, backend)
 
 
-def _parts(model: Any) -> tuple[Any, Any]:
+def model_parts(model: Any) -> tuple[Any, Any]:
     """The causal language model, out of PEFT's, and its decoder, which ends with the last norm."""
     if hasattr(model, "get_base_model"):
         prompt = [one for one in model.peft_config.values() if getattr(one, "is_prompt_learning", False)]
@@ -250,7 +256,7 @@ def _parts(model: Any) -> tuple[Any, Any]:
 class _Packed(threading.local):
     """What runs in this thread."""
 
-    rows: Boundaries | None = None
+    rows: Boundaries | SharedRows | None = None
     """For models that do not hand keyword arguments on to their attention."""
     calls = 0
     """Of packed attention."""
@@ -265,7 +271,7 @@ _switched_configs: dict[int, list[Any]] = {}
 
 
 @contextmanager
-def packed_attention(decoder: Any, rows: Boundaries) -> Iterator[None]:
+def packed_attention(decoder: Any, rows: Boundaries | SharedRows) -> Iterator[None]:
     """In here the model's attention stays inside these rows.
 
     A checkpointed block runs again in backward, long after this and on a GPU in another thread. It is switched there too.
@@ -304,7 +310,7 @@ def _check_calls(decoder: Any) -> None:
 
 
 def _run_again_packed(
-    config: Any, rows: Boundaries, checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any
+    config: Any, rows: Boundaries | SharedRows, checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any
 ) -> Any:
     def run(*inputs: Any) -> Any:
         with _switched(config, rows):
@@ -314,7 +320,7 @@ def _run_again_packed(
 
 
 @contextmanager
-def _switched(config: Any, rows: Boundaries) -> Iterator[None]:
+def _switched(config: Any, rows: Boundaries | SharedRows) -> Iterator[None]:
     """Threads that share a config may be in here at once: the last one out puts its own attention back."""
     outer, _packed.rows = _packed.rows, rows
     with _lock:
@@ -343,7 +349,7 @@ def _register() -> None:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    packed_rows: Boundaries | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+    packed_rows: Boundaries | SharedRows | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers hands over [1, head, token, dim] and wants [1, token, head, dim]."""
     if not torch.compiler.is_compiling():
@@ -355,11 +361,14 @@ def _attend(
         lacking = "it has a mask of its own" if masked else "it does not pass on where rows begin"
         raise TaskError(f"{type(module).__name__} cannot attend to packed rows: {lacking}. Try: layout='padded'.")
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    rows = packed_rows.rows if isinstance(packed_rows, SharedRows) else packed_rows
+    if isinstance(packed_rows, SharedRows):
+        q, k, v = (one.index_select(0, packed_rows.copies) for one in (q, k, v))
     out = attention(
         q,
         k,
         v,
-        packed_rows,
+        rows,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         causal=True,
         window=sliding_window,
@@ -367,4 +376,6 @@ def _attend(
         sinks=s_aux,
         dropout=dropout,
     )
+    if isinstance(packed_rows, SharedRows):
+        out = out.index_select(0, packed_rows.back)
     return out[None], None

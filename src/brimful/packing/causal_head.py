@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from brimful.errors import TaskError
-from brimful.packing.cross_entropy import chunk_size, linear_cross_entropy
+from brimful.packing.cross_entropy import chunk_size, linear_cross_entropy, linear_token_losses
 
 PROBED = 4
 """Made-up hidden states that prove a rule."""
@@ -73,6 +73,25 @@ def head_loss(model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_sm
     return total
 
 
+def head_losses(model: Any, decoder: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    """The same by token, [token]; 0 for tokens labelled -100."""
+    linear, rule = _plain_linear(model.get_output_embeddings()), _rule(model, decoder)
+    if linear is not None and _is_proved(model, decoder, linear, rule):
+        return linear_token_losses(
+            hidden, linear.weight, labels, linear.bias, logit_scale=rule.scale, softcap=rule.softcap
+        )
+    chunk = chunk_size(decoder.config.vocab_size, hidden.dtype)
+    parts = [hidden[:0].sum(1, dtype=torch.promote_types(hidden.dtype, torch.float32))]
+    for begin in range(0, len(hidden), chunk):
+        part = slice(begin, begin + chunk)
+        arguments = (model, decoder, hidden[part], labels[part], 0.0, "none")
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(_own_loss, *arguments, use_reentrant=False))
+        else:
+            parts.append(_own_loss(*arguments))
+    return torch.cat(parts)
+
+
 def _plain_linear(head: Any) -> nn.Linear | None:
     """The linear layer that is all of this head; None if it has an adapter, quantized weights or hooks."""
     if type(head).__name__ == "ModulesToSaveWrapper" and not head.disable_adapters and len(head.active_adapters) == 1:
@@ -113,10 +132,12 @@ def _gives_own_logits(model: Any, decoder: Any, linear: nn.Linear, rule: _Rule) 
     return own.shape == logits.shape and bool((own - logits).norm() <= DIFFERENCE * logits.norm())
 
 
-def _own_loss(model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+def _own_loss(
+    model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_smoothing: float, reduction: str = "sum"
+) -> Tensor:
     logits = _own_logits(model, decoder, hidden)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, reduction="sum", label_smoothing=label_smoothing)
+    return F.cross_entropy(wide, labels, reduction=reduction, label_smoothing=label_smoothing)
 
 
 def _own_logits(model: Any, decoder: Any, hidden: Tensor) -> Tensor:

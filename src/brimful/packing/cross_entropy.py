@@ -5,6 +5,10 @@ chunks. A sum of losses has a gradient that depends on nothing that comes later 
 states and head are made chunk by chunk in the forward pass, and backward multiplies them by that factor: no logits are kept
 and none are computed twice. In fp16 small gradients would vanish before the loss scale reaches them, so there the chunks are
 computed again in backward, with the factor.
+
+`linear_token_losses` gives the loss of every token instead of their sum, for losses that are not a plain sum, such as those of
+preferences. Each token then has a factor of its own, and only backward knows it. Gradients of hidden states are still made in
+the forward pass; if the head is trained too, its chunks are computed again in backward.
 """
 
 from typing import Any, NamedTuple
@@ -50,8 +54,29 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rule = _Rule(ignore_index, float(label_smoothing), float(logit_scale), softcap)
     chunk = chunk or chunk_size(weight.shape[0], dtype)
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, rule, chunk)
+    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, rule, chunk, False)
     return total
+
+
+def linear_token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """The same by token, [token]; 0 for tokens labelled `ignore_index`. The arguments are those of `linear_cross_entropy`."""
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    rule = _Rule(ignore_index, 0.0, float(logit_scale), softcap)
+    chunk = chunk or chunk_size(weight.shape[0], dtype)
+    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, dtype, rule, chunk, True)
+    return losses
 
 
 def chunk_size(words: int, dtype: torch.dtype) -> int:
@@ -79,18 +104,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         rule: _Rule,
         chunk: int,
+        by_token: bool,
     ) -> Tensor:
         ctx.dtype, ctx.rule, ctx.chunk = dtype, rule, chunk
-        ctx.again, ctx.spent = dtype == torch.float16, False
         wanted = tuple(ctx.needs_input_grad[:3])
+        ctx.again, ctx.spent = dtype == torch.float16 or (by_token and any(wanted[1:])), False
         make = wanted if not ctx.again else (False, False, False)
-        total, *gradients = _run(hidden, weight, bias, labels, dtype, rule, chunk, make, None)
-        ctx.wanted = wanted
+        losses, *gradients = _run(hidden, weight, bias, labels, dtype, rule, chunk, make, None)
+        ctx.wanted, ctx.by_token = wanted, by_token
         if ctx.again:
             ctx.save_for_backward(hidden, weight, bias, labels)
         else:
             ctx.save_for_backward(*gradients)
-        return total
+        return losses if by_token else losses.sum()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
@@ -101,15 +127,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.spent:
                 raise RuntimeError("linear_cross_entropy cannot run backward twice: its gradients were scaled in place")
             ctx.spent = True
+            factor = factor[:, None] if ctx.by_token else factor
             gradients = [None if one is None else one.mul_(factor.to(one.dtype)) for one in ctx.saved_tensors]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
     dtype: torch.dtype, rule: _Rule, chunk: int, wanted: tuple[bool, bool, bool], factor: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The sum of the losses, and the gradients that are wanted of hidden states, head and bias."""
+    """The losses by token, and the gradients that are wanted of hidden states, head and bias. `factor` is one number, or one
+    for each token."""
     wide = torch.promote_types(dtype, torch.float32)
     words = weight.shape[0]
     width = -(-words // ALIGNED) * ALIGNED if _has_kernel(hidden.device, dtype) else words
@@ -117,14 +145,15 @@ def _run(
     if width > words:  # a fill of nothing would still copy the head, 1 GiB of an 8B's
         head = F.pad(head, (0, 0, 0, width - words))
         head_bias = None if head_bias is None else F.pad(head_bias, (0, width - words))
-    total = torch.zeros((), dtype=wide, device=hidden.device)
+    losses = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if wanted[0] else None
     d_weight = torch.zeros(head.shape, dtype=wide, device=weight.device) if wanted[1] else None
     d_bias = torch.zeros(bias.shape, dtype=wide, device=weight.device) if wanted[2] and bias is not None else None
     for begin in range(0, len(hidden), chunk):
         part, label = hidden[begin : begin + chunk].to(dtype), labels[begin : begin + chunk]
         logits = F.linear(part, head, head_bias)
-        total += _loss_to_gradient(logits, words, label, rule, any(wanted), factor)
+        own = factor[begin : begin + chunk] if factor is not None and factor.ndim else factor
+        losses[begin : begin + chunk] = _loss_to_gradient(logits, words, label, rule, any(wanted), own)
         if not any(wanted):
             continue
         if d_hidden is not None:
@@ -135,7 +164,7 @@ def _run(
             d_bias += logits[:, :words].sum(0, dtype=wide)
     d_weight = None if d_weight is None else d_weight[:words].to(weight.dtype)
     d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
-    return total, d_hidden, d_weight, d_bias
+    return losses, d_hidden, d_weight, d_bias
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -155,7 +184,7 @@ def _add_product(total: Tensor, gradient: Tensor, part: Tensor) -> None:
 def _loss_to_gradient(
     logits: Tensor, words: int, labels: Tensor, rule: _Rule, wanted: bool, factor: Tensor | None
 ) -> Tensor:
-    """The sum of the losses over the first `words` columns. If wanted, `logits` are overwritten with their gradient.
+    """The losses over the first `words` columns, by token. If wanted, `logits` are overwritten with their gradient.
 
     The gradient is multiplied by `factor`, if any, before it is rounded to the precision of the logits.
     """
@@ -180,6 +209,6 @@ def _loss_to_gradient(
         if softcap is not None:
             gradient *= 1 - (scores / softcap) ** 2
         if factor is not None:
-            gradient *= factor
+            gradient *= factor[:, None] if factor.ndim else factor
         logits.copy_(gradient.mul_(scale).masked_fill_(~counted[:, None], 0.0))
-    return losses[counted].sum()
+    return losses[:, 0].masked_fill(~counted, 0.0)

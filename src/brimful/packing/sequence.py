@@ -43,6 +43,17 @@ class Boundaries(NamedTuple):
         return Boundaries(torch.cat([self.starts, starts]), torch.cat([self.tiles, tiles]))
 
 
+class SharedRows(NamedTuple):
+    """Rows of which several begin with the same tokens: those are in the sequence once, and in attention once for each row."""
+
+    rows: Boundaries
+    """Of the sequence that attention runs over, in which nothing is shared."""
+    copies: Tensor
+    """Of each of its tokens, the place in the packed sequence."""
+    back: Tensor
+    """Of each token of the packed sequence, its place or one of its places in the other."""
+
+
 class Positions(NamedTuple):
     """Some tokens of a sequence, such as those that are trained, in a tensor of one of a few sizes."""
 

@@ -454,7 +454,7 @@ packed_attention.register_autograd(_backward, setup_context=_save)
 
 @triton.jit(do_not_specialize=["words", "width"])
 def _cross_entropy(
-    logits, labels, losses, factor, stride, words, width, ignore_index, smoothing, scale, cap,
+    logits, labels, losses, factor, factor_stride, stride, words, width, ignore_index, smoothing, scale, cap,
     WORDS: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One token per program: its loss, and if wanted the gradient of its logits in their place."""
@@ -503,7 +503,7 @@ def _cross_entropy(
                 if SOFTCAP:
                     gradient *= 1.0 - (score / cap) * (score / cap)
                 if SCALED:
-                    gradient *= tl.load(factor)
+                    gradient *= tl.load(factor + token * factor_stride)
                 gradient = tl.where(here, gradient * scale, 0.0)
                 tl.store(line + begin + inside, gradient.to(logits.dtype.element_ty), mask=begin + inside < width)
 
@@ -512,10 +512,13 @@ def cross_entropy(
     logits: Tensor, words: int, labels: Tensor,
     ignore_index: int, smoothing: float, scale: float, softcap: float | None, wanted: bool, factor: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum of the losses over the first `words` columns. If wanted, `logits` are overwritten with their gradient."""
+    """The losses over the first `words` columns, by token. If wanted, `logits` are overwritten with their gradient.
+
+    `factor` of the gradient is one number, or one for each token.
+    """
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     _cross_entropy[(len(labels),)](
-        logits, labels, losses, losses if factor is None else factor, logits.stride(0), words, logits.shape[1], ignore_index, smoothing, scale, softcap or 1.0,
+        logits, labels, losses, losses if factor is None else factor, 0 if factor is None or not factor.ndim else factor.stride(0), logits.stride(0), words, logits.shape[1], ignore_index, smoothing, scale, softcap or 1.0,
         WORDS=4096, SOFTCAP=softcap is not None, SMOOTH=smoothing > 0, GRADIENT=wanted, SCALED=factor is not None, num_warps=8,
     )  # fmt: skip
-    return losses.sum()
+    return losses

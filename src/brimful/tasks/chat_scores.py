@@ -197,7 +197,9 @@ class ChatEvaluation(Pretrain):
             with suppress(BadRun):
                 lengths = lengths_in_training(folder)
             if lengths:
-                self.max_tokens = lengths * len(self.max_tokens) if len(lengths) == 1 else lengths
+                self.max_tokens = (
+                    lengths * len(self.max_tokens) if len(lengths) == 1 else lengths[: len(self.max_tokens)]
+                )  # pairs have one more, for the second reply
             self._truncation_reason = "as in the model's run" if lengths else "by default"
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package shows now, not after an hour

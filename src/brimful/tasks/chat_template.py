@@ -186,6 +186,18 @@ class ChatTemplate:
         rows = iter(self._vocabulary.encode([text for one in results if not isinstance(one, RowError) for text in one]))
         return [one if isinstance(one, RowError) else self._rows(one, rows) for one in results]
 
+    def reply_batch(self, conversations: Sequence[Conversation]) -> list[tuple[list[int], list[int]] | RowError]:
+        """Of each conversation the tokens before its last message, a reply, and those of the reply with the token that ends it;
+        or what is wrong with it. The first do not depend on the reply."""
+        texts: list[MarkedText | RowError] = []
+        for messages, tools in conversations:
+            try:
+                texts.append(self._reply_text(messages, tools))
+            except RowError as error:
+                texts.append(error)
+        rows = iter(self._vocabulary.encode([one for one in texts if not isinstance(one, RowError)]))
+        return [one if isinstance(one, RowError) else self._reply(one, *next(rows)) for one in texts]
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """The tokens after which the model writes its next reply."""
         form = self._form(tools)
@@ -206,6 +218,21 @@ class ChatTemplate:
         check_replies(plain, form.prints_calls)
         hide = self._vocabulary.looks_special(plain) or bool(tools and self._vocabulary.looks_special(tools))
         return form.texts(plain, tools or None, hide)
+
+    def _reply_text(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> MarkedText:
+        form = self._form(tools)
+        plain = form.plain(messages)
+        if len(plain) < 2 or plain[-1]["role"] != "assistant":
+            raise RowError("the last message is not a reply of the assistant to anything")
+        check_replies(plain, form.prints_calls)
+        hide = self._vocabulary.looks_special(plain) or bool(tools and self._vocabulary.looks_special(tools))
+        return form.text_of_reply(plain, tools or None, hide)
+
+    def _reply(self, text: MarkedText, ids: list[int], trained: list[bool]) -> tuple[list[int], list[int]] | RowError:
+        if True not in trained:
+            return RowError("the chat template does not print the reply")
+        first, last = trained.index(True), len(trained) - trained[::-1].index(True)
+        return ids[:first], [*ids[first:last], *([self.eos_id] if text.append_eos else [])]
 
     def _rows(self, texts: list[MarkedText], tokens: Any) -> list[Encoded] | RowError:
         rows = []

@@ -147,6 +147,8 @@ class Pretrain(Task):
     fine_tunes: ClassVar[bool] = False
     trains_on: TrainOn = "all"
     """The tokens of a conversation that a causal model is trained on, unless `--train-on` says otherwise."""
+    reads_pairs: ClassVar[bool] = False
+    """Whether rows are prompts with two replies, one of which is preferred."""
     refuses_adapters: ClassVar[bool] = True
     """An adapter is trained no further; it is merged first."""
 

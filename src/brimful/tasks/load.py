@@ -38,6 +38,7 @@ from brimful.tasks.option_fields import (
 BUILT_IN = {
     "pretrain": "brimful.tasks.language:Pretrain",
     "sft": "brimful.tasks.language:Sft",
+    "dpo": "brimful.tasks.preference:Dpo",
 }
 RENAMED = {"chatlm-pretrain": "pretrain", "chatlm-sft": "sft"}
 """Names that built-in tasks had."""

@@ -361,19 +361,19 @@ class TemplateFormat:
     def _texts_by_reply(
         self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool
     ) -> list[MarkedText]:
-        texts = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant" or not number:
-                continue
-            prompt = self.prompt(messages[:number], tools, hide)
-            text = self.render(messages[: number + 1], tools, hide)
-            if not text.startswith(prompt):
-                text = prompt + self._last_reply(text, messages[: number + 1], tools, hide)
-            ends = [match.end() for match in self._end_tokens[hide].finditer(text, len(prompt))]
-            one = self._with_ends(text, [(len(prompt), ends[-1] if ends else len(text.rstrip()))], hide)
-            one.prompt_characters = len(prompt)
-            texts.append(one)
-        return texts
+        replies = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number]
+        return [self.text_of_reply(messages[: number + 1], tools, hide) for number in replies]
+
+    def text_of_reply(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> MarkedText:
+        """A conversation whose last message is the reply to train on. It is tokenized apart from what is before it."""
+        prompt = self.prompt(messages[:-1], tools, hide)
+        text = self.render(messages, tools, hide)
+        if not text.startswith(prompt):
+            text = prompt + self._last_reply(text, messages, tools, hide)
+        ends = [match.end() for match in self._end_tokens[hide].finditer(text, len(prompt))]
+        one = self._with_ends(text, [(len(prompt), ends[-1] if ends else len(text.rstrip()))], hide)
+        one.prompt_characters = len(prompt)
+        return one
 
     def _last_reply(self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, hide: bool) -> str:
         """The last reply as printed, or its content."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from brimful.data.store import NAME, TOKENIZER_FILES, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts, write_template
 from brimful.errors import BadData, BadOption
+from brimful.files import write_atomic
 from brimful.machine.host import tree_bytes
 from brimful.task import Dataset
 from brimful.tasks.presets import CHAT_TEMPLATE
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from brimful.tasks.language import Pretrain
 
 FIELDS = ("prompt", "response")
+FIRST_DROPPED = "first-dropped.json"
+"""In a store of pairs: by reason, the first row that is not in it."""
 TOKENIZED_HERE = re.compile(r"train-[0-9a-f]{8}")
 """Names of stores that `token_store` makes for training rows."""
 TOKENIZING_BYTES = GiB
@@ -53,11 +56,12 @@ def token_store(
 
     limit, causal = task.host_limit_bytes, task.family.causal
     source = open_source(
-        [data], columns=task.options.columns, messages=causal, host_limit_bytes=limit or TOKENIZING_BYTES
-    )
+        [data], columns=task.options.columns, messages=causal, preferences=task.reads_pairs,
+        host_limit_bytes=limit or TOKENIZING_BYTES,
+    )  # fmt: skip
     check_fields(task, data, source)
     tokenizer = _find_tokenizer(task, data, folder, progress, like)
-    encoder = causal_encoder(task, source, tokenizer) if causal else None
+    encoder = _encoder(task, source, tokenizer)
     facts = TokenizerFacts.read(tokenizer)
     key = [source.fingerprint(), facts.fingerprint, facts.eos_id, list(task.max_tokens), encoder and encoder.key]
     store = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}"
@@ -73,6 +77,9 @@ def token_store(
     message = f"tokenized {report.rows_out:,} of {report.rows_in:,} rows of {data}: {report.layout_reason}"
     if dropped:
         message += f"; dropped {dropped}"
+    if task.reads_pairs and report.first_dropped:
+        write_atomic(store / FIRST_DROPPED, json.dumps(report.first_dropped, ensure_ascii=False))
+        message += f" ({_first_dropped(store)})"
     if truncated:
         message += f"; truncated {truncated:,} texts to {'+'.join(map(str, task.max_tokens))} tokens"
     if report.skipped:
@@ -86,22 +93,37 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
     if not isinstance(rows, Store):
         return []
     options, meta = task.options, rows.meta
+    sides = {"tokens": "rows", "chosen": "chosen replies", "rejected": "rejected replies"}
     longer = [
-        f"{count:,} of {meta.rows:,} {'row' if side == 'tokens' else side}s"
-        for side, count in meta.truncated.items()
-        if count
+        f"{count:,} of {meta.rows:,} {sides.get(side, f'{side}s')}" for side, count in meta.truncated.items() if count
     ]
-    limits = "+".join(str(limit) for limit in meta.max_tokens.values())
+    limits = "+".join(map(str, _limits(task, meta)))
     requested = None if options.lengths is None else "+".join(map(str, options.lengths))
     reason = f"{' and '.join(longer)} were longer and are truncated" if longer else "no row is longer"
     if rows.fields == ("tokens",):
         reason = "longer texts are divided into several rows"
-    dropped = _dropped(meta.dropped)
+    dropped, first = _dropped(meta.dropped), _first_dropped(rows.path)
+    dropped += f" ({first})" if dropped and first else ""
     return [
         ("tokenizer", options.tokenizer, options.tokenizer or f"{meta.vocab_size:,} tokens", _origin(task, rows)),
         ("max_tokens", requested, limits, reason),
         ("rows", meta.rows_in, meta.rows, f"dropped {dropped}" if dropped else "none dropped"),
     ]
+
+
+def _limits(task: "Pretrain", meta: StoreMeta) -> list[int]:
+    """Of a causal pair the limit is that of prompt and longer reply together, and both replies have the same."""
+    limits = list(meta.max_tokens.values())
+    return limits[: 1 if task.family.causal else 2] if task.reads_pairs else limits
+
+
+def _first_dropped(store: Path) -> str:
+    """`the first: pairs.jsonl, line 7: chosen is empty`, for each reason; empty if it is not known."""
+    try:
+        problems = json.loads((store / FIRST_DROPPED).read_bytes())
+    except (OSError, ValueError):
+        return ""
+    return "the first: " + "; ".join(problems.values())
 
 
 def _dropped(counts: Mapping[str, int]) -> str:
@@ -136,6 +158,8 @@ def _check_store(task: "Pretrain", data: str, folder: Path, like: Dataset | None
 def check_fields(task: "Pretrain", data: str, source: "Source") -> None:
     """Refuse rows of another kind before they are tokenized."""
     layout = source.layout
+    if task.reads_pairs:
+        return
     columns = ", ".join(dict.fromkeys(layout.columns.values()))
     if task.family.causal:
         if layout.kind == "text" and task.fine_tunes:
@@ -161,6 +185,15 @@ def causal_encoder(task: "Pretrain", source: "Source", tokenizer: str | Path, te
         return TextEncoder.load(tokenizer, max_tokens=task.max_tokens[0])
     train_on = task.options.train_on or task.trains_on
     return ConversationEncoder.load(tokenizer, max_tokens=task.max_tokens[0], train_on=train_on, template=template)
+
+
+def _encoder(task: "Pretrain", source: "Source", tokenizer: Path) -> Any:
+    """What turns the rows of this source into tokens; None for texts, field by field."""
+    if task.reads_pairs:
+        from brimful.tasks.pair_data import PairEncoder
+
+        return PairEncoder.load(tokenizer, causal=task.family.causal, max_tokens=task.max_tokens)
+    return causal_encoder(task, source, tokenizer) if task.family.causal else None
 
 
 def _origin(task: "Pretrain", store: Store) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -146,23 +147,26 @@ class Evaluator:
 
     def _loss(self) -> dict[str, tuple[float, float]]:
         """Sum and count of each term, over all ranks."""
-        group, totals = self.context.group, dict[str, tuple[float, float]]()
+        group, totals, logged = self.context.group, dict[str, tuple[float, float]](), dict[str, tuple[float, float]]()
         for part in gather_results(group, lambda: self._own_loss(self.rows[group.rank :: group.size])):
-            for name, (total, count) in (part or {}).items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = before[0] + total, before[1] + count
+            for sums, own in zip((totals, logged), part or (), strict=False):
+                for name, (total, count) in own.items():
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = before[0] + total, before[1] + count
+        self.context.logged = {name: total / count for name, (total, count) in logged.items() if count}
         if not totals or not all(count for _, count in totals.values()):
             raise TaskError(
                 f"task {self.task.name}: its loss counted nothing on {len(self.rows):,} rows. Try: a Loss.count above 0."
             )
         return totals
 
-    def _own_loss(self, rows: "SelectedRows") -> dict[str, tuple[float, float]]:
+    def _own_loss(self, rows: "SelectedRows") -> tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
+        """Sum and count of each term, and of each logged value."""
         totals = LossTotals()
         for start in range(0, len(rows), WINDOW_ROWS):
             for terms in self._window(rows[start : start + WINDOW_ROWS]):
                 totals.add(terms)
-        return totals.read()[0]
+        return totals.read()
 
     def _window(self, selected: "SelectedRows") -> Iterator[dict[str, Loss]]:
         rows, done = selected.read(), 0
@@ -239,6 +243,8 @@ class EvalContext:
         self.device, self.autocast, self.seed, self.group = device, autocast, seed, group
         self.note, self.progress = note, progress
         self.cache: dict[Hashable, Any] = {}
+        self.logged: dict[str, float] = {}
+        """The mean of each value in `Loss.log` over all rows of this evaluation; empty if no loss was computed."""
         self.forwards: list[Forward] = []
         self._failed_together = False
         self._model, self._limit_bytes, self._fill = model, limit_bytes, fill
@@ -282,6 +288,19 @@ class EvalContext:
             failure = error
         gather_results(self.group, lambda: _raise(failure))
         return cast(T, result)
+
+
+class TrainingContext(EvalContext):
+    """What `Task.before_training` gets."""
+
+    def __init__(self, *args: Any, folder: Path, resumed: bool) -> None:
+        super().__init__(*args)
+        self._settings = args[1:]
+        self.folder, self.resumed = folder, resumed
+
+    def of_model(self, model: nn.Module) -> "TrainingContext":
+        """The same for another model."""
+        return TrainingContext(model, *self._settings, folder=self.folder, resumed=self.resumed)
 
 
 class SelectedRows(Sequence[Any]):

@@ -43,7 +43,7 @@ from brimful.training.average import WeightAverage
 from brimful.training.checkpoint import Checkpoint, Checkpoints, link
 from brimful.training.choose_plan import PlanChoice
 from brimful.training.connection import check_connection
-from brimful.training.evaluate import Evaluator
+from brimful.training.evaluate import Evaluator, TrainingContext
 from brimful.training.events import Journal, Listener
 from brimful.training.loop import Ending, Hook, Loop, rows_fingerprint
 from brimful.training.metrics import FlopModel, Speedometer, peak_flops
@@ -544,6 +544,7 @@ class Session:
             loop.resume(checkpoint.path, position)
         plan, comparison = self._record(plan, planned, None if scheduler else schedule, position)
         self._begin(plan, comparison, position, planned)
+        self._before_training(plan, model, [rows] if valid is None else [rows, valid], resumed=position is not None)
         if self.target.device.type != "cpu" or self.plan_options.memory_limit is not None:
             stepper.rehearse()
         return loop
@@ -630,6 +631,17 @@ class Session:
             autocast=autocast_dtype(plan.levers.precision, self.target.device), max_rows=self.options.eval_rows,
             generate_rows=self.options.generate_rows, seed=self.plan_options.seed, group=self.group, note=self._note,
         )  # fmt: skip
+
+    def _before_training(self, plan: Plan, model: nn.Module, datasets: Sequence[Dataset], *, resumed: bool) -> None:
+        if getattr(self.task.before_training, "__func__", None) is Task.before_training:
+            return
+        autocast = autocast_dtype(plan.levers.precision, self.target.device)
+        context = TrainingContext(
+            model, self.target.device, autocast, plan.limit_bytes, plan.fill, self.plan_options.seed, self.group, self._note,
+            self.progress, folder=self.folder.data, resumed=resumed,
+        )  # fmt: skip
+        for rows in datasets:
+            self.task.before_training(model, rows, context)
 
     def _record(
         self, plan: Plan, planned: _Planned, schedule: Schedule | None, position: state.Position | None

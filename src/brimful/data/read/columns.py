@@ -60,7 +60,8 @@ class Layout:
 
     kind: Kind
     fields: tuple[str, ...]
-    """What a row has: `("prompt", "response")`, `("prompt", "chosen", "rejected")`, `("text",)` or `CONVERSATION`."""
+    """What a row has: `("prompt", "response")`, `("prompt", "chosen", "rejected")`, `("text",)`, `CONVERSATION`
+    or `("preference",)`."""
     columns: dict[str, str]
     """The file's column for each field: `{"prompt": "instruction+input", "response": "output"}`. Of a conversation, for each
     of its parts: `{"messages": "conversations", "tools": "tools"}`."""
@@ -91,12 +92,12 @@ def find_layout(schema: FileSchema, *, rows_vary: bool) -> Layout | None:
         find_column(TEXTS, names),
     )
     if prompt and chosen and rejected:
-        columns = {"prompt": _with_input(prompt, every, rows_vary), "chosen": chosen, "rejected": rejected}
+        columns = {"prompt": with_input(prompt, every, rows_vary), "chosen": chosen, "rejected": rejected}
         return _found_layout("preference", columns, every)
     if conversation:
         return _found_layout("conversations", {"prompt": conversation, "response": conversation}, every)
     if instruction and response and not (_same_name(prompt, "prompt") and _same_name(response, "response")):
-        columns = {"prompt": _with_input(instruction, every, rows_vary), "response": response}
+        columns = {"prompt": with_input(instruction, every, rows_vary), "response": response}
         return _found_layout("instruction", columns, every)
     if prompt and response:
         return _found_layout("pair", {"prompt": prompt, "response": response}, every)
@@ -154,7 +155,7 @@ def _same_name(name: str | None, alias: str) -> bool:
     return name is not None and name.strip().lower() == alias
 
 
-def _with_input(prompt: str, names: Sequence[str], rows_vary: bool) -> str:
+def with_input(prompt: str, names: Sequence[str], rows_vary: bool) -> str:
     """An instruction takes the input of its row along, also where only later rows have one."""
     if find_column(INSTRUCTIONS, [prompt]) is None:
         return prompt

@@ -55,14 +55,14 @@ from brimful.errors import BadData, BadOption
 if TYPE_CHECKING:
     from brimful.data.read.source import Source
 
-_BESIDE = {
+BESIDE = {
     "system": ("system", "system_prompt", "system_message", "系统", "系统提示"),
     "tools": ("tools", "functions"),
     "history": ("history", "历史"),
 }
 """Columns that a conversation may have beside its messages, or beside prompt and response."""
 
-_SETTABLE = ("messages", "conversations", "prompt", "response", *_BESIDE, "text")
+_SETTABLE = ("messages", "conversations", "prompt", "response", *BESIDE, "text")
 
 _FORMATS: dict[Kind, str] = {"instruction": "Alpaca", "pair": "prompt and response"}
 
@@ -78,7 +78,7 @@ def find_conversation_layout(
     if base is None or base.kind == "text":
         return base
     columns = {"messages": base.columns["prompt"]} if base.kind == "conversations" else dict(base.columns)
-    columns |= _found_beside(base.kind, columns, schema)
+    columns |= found_beside(base.kind, columns, schema)
     reason = f"{_format_name(base.kind, columns, schema)}: {found_reason(columns, list(schema.types))}"
     return Layout(kind=base.kind, fields=CONVERSATION, columns=columns, reason=reason)
 
@@ -108,7 +108,7 @@ def requested_conversation_layout(option: str, schema: FileSchema, file: str, *,
         columns[field] = column
     if kind == "text":
         return Layout(kind="text", fields=("text",), columns=columns, reason="as requested")
-    columns |= _found_beside(kind, columns, schema)
+    columns |= found_beside(kind, columns, schema)
     by_name = [column for field, column in columns.items() if field not in requested]
     reason = f"{_format_name(kind, columns, schema)}: as requested"
     reason += f"; found {in_words(by_name)}" if by_name else ""
@@ -121,14 +121,14 @@ def conversation_columns(layout: Layout, schema: FileSchema, file: str, *, rows_
     for part, joined in layout.columns.items():
         names = joined_columns(joined, schema.types)
         for place, name in enumerate(names):
-            type_ = _requested_type(part, schema.types.get(name), rows_vary=rows_vary, joined=len(names) > 1)
+            type_ = requested_type(part, schema.types.get(name), rows_vary=rows_vary, joined=len(names) > 1)
             if type_ is None:
                 wanted = "messages" if part == "messages" else "text"
                 raise BadData(
                     f"{file}: column '{name}' holds {type_name(schema.types[name])}, not {wanted}. "
                     "Try: another one with columns=."
                 )
-            required = part not in _BESIDE and place == 0
+            required = part not in BESIDE and place == 0
             columns[name] = Column(name, type_, required or (name in columns and columns[name].required))
     for part in _parts_beside(layout.kind) if rows_vary else ():
         if part not in layout.columns and part not in columns and part not in schema.types:
@@ -162,23 +162,23 @@ def _base(layout: Layout) -> Layout:
 
 
 def _parts_beside(kind: Kind) -> tuple[str, ...]:
-    return ("system", "tools") if kind == "conversations" else tuple(_BESIDE)
+    return ("system", "tools") if kind == "conversations" else tuple(BESIDE)
 
 
-def _found_beside(kind: Kind, columns: Mapping[str, str], schema: FileSchema) -> dict[str, str]:
+def found_beside(kind: Kind, columns: Mapping[str, str], schema: FileSchema) -> dict[str, str]:
     """Columns for system, tools and history of a type that can be one, other than those already used."""
     used = {part for column in columns.values() for part in joined_columns(column, schema.types)}
     found = {}
     for part in _parts_beside(kind):
         unused = [name for name in schema.types if name not in used]
-        column = None if part in columns else find_column(_BESIDE[part], unused)
-        if column and _requested_type(part, schema.types[column], rows_vary=False, joined=False) is not None:
+        column = None if part in columns else find_column(BESIDE[part], unused)
+        if column and requested_type(part, schema.types[column], rows_vary=False, joined=False) is not None:
             found[part] = column
             used.add(column)
     return found
 
 
-def _requested_type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:
+def requested_type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:
     """The type to request for a column of this type; None if it cannot be this part of a conversation."""
     nested = type_ is not None and pa.types.is_nested(type_) and not pa.types.is_map(type_)
     if part in ("messages", "tools", "history"):
@@ -212,21 +212,21 @@ def _requested_kind(requested: Mapping[str, str], names: Sequence[str]) -> Kind:
 # ── Rows to conversations ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Unreadable(Exception):
+class Unreadable(Exception):
     """What is wrong with a row."""
 
 
 def map_conversations(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
     """The rows as one text column `conversation`. A row that is no conversation becomes a broken one."""
     problems: dict[int, str] = {}
-    beside = {part: column for part in _BESIDE if (column := _column_beside(part, layout, chunk.rows)) is not None}
+    beside = {part: column for part in BESIDE if (column := column_beside(part, layout, chunk.rows)) is not None}
     convert = _from_texts if _are_texts(layout, chunk.rows, beside) else _from_values
-    array = _text_array(convert(layout, chunk.rows, beside, problems), problems)
+    array = json_text_array(convert(layout, chunk.rows, beside, problems), problems)
     mapped = replace(chunk, rows=pa.RecordBatch.from_arrays([array], schema=pa.schema([(CONVERSATION[0], TEXT)])))
     yield without_rows(mapped, problems) if problems else mapped
 
 
-def _column_beside(part: str, layout: Layout, rows: pa.RecordBatch) -> pa.Array | None:
+def column_beside(part: str, layout: Layout, rows: pa.RecordBatch) -> pa.Array | None:
     """The column for system, tools or history; None if it is not there or has nothing in these rows."""
     name = layout.columns.get(part)
     if name is None:
@@ -268,7 +268,7 @@ def _from_values(
 ) -> list[str]:
     """Row by row, for everything else."""
     columns: dict[str, list[Any]] = {part: column.to_pylist() for part, column in beside.items()}
-    names = {part: layout.columns.get(part, part) for part in _BESIDE}
+    names = {part: layout.columns.get(part, part) for part in BESIDE}
     as_json: set[str] = set()
     for part in ("messages",) if layout.kind == "conversations" else ("prompt", "response"):
         names[part] = joined_columns(layout.columns[part], rows.schema.names)[0]
@@ -282,8 +282,8 @@ def _from_values(
     for row, values in enumerate(zip(*columns.values(), strict=True)):
         text = ""
         try:
-            text = _to_json(_conversation(dict(zip(columns, values, strict=True)), names, as_json))
-        except _Unreadable as problem:
+            text = to_json(_conversation(dict(zip(columns, values, strict=True)), names, as_json))
+        except Unreadable as problem:
             problems.setdefault(row, str(problem))
         except RecursionError:
             problems.setdefault(row, "nested too deep")
@@ -291,10 +291,10 @@ def _from_values(
     return texts
 
 
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def _text_array(texts: list[str], problems: dict[int, str]) -> pa.Array:
+def json_text_array(texts: list[str], problems: dict[int, str]) -> pa.Array:
     """Text inside of JSON inside of text may still have half of a surrogate pair."""
     try:
         return pa.array(texts, TEXT)
@@ -321,18 +321,18 @@ _ROLES = {
 
 def _conversation(values: Mapping[str, Any], names: Mapping[str, str], as_json: set[str]) -> dict[str, Any]:
     """The conversation of a row from its parts, which are text or, those of `as_json`, JSON."""
-    tools = _tools(values.get("tools"), names["tools"])
+    tools = tool_list(values.get("tools"), names["tools"])
     if "messages" in values:
-        value = _parsed(values["messages"], names["messages"])
+        value = parsed(values["messages"], names["messages"])
         if isinstance(value, dict) and "messages" in value:  # a whole conversation in one column, as we write it
-            tools = tools or _tools(value.get("tools"), "tools")
+            tools = tools or tool_list(value.get("tools"), "tools")
             value = value["messages"]
-        messages = _messages(value, names["messages"])
+        messages = message_list(value, names["messages"])
     else:
-        messages = _history(values.get("history"), names["history"])
+        messages = history_messages(values.get("history"), names["history"])
         for part, role in (("prompt", "user"), ("response", "assistant")):
-            value = _parsed(values[part], names[part], nested=False) if part in as_json else values[part]
-            texts = [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, names[part])
+            value = parsed(values[part], names[part], nested=False) if part in as_json else values[part]
+            texts = [{"role": role, "content": value}] if isinstance(value, str) else message_list(value, names[part])
             messages += texts
     system = values.get("system") or ""
     if system.strip() and not any(message["role"] in ("system", "developer") for message in messages):
@@ -340,43 +340,50 @@ def _conversation(values: Mapping[str, Any], names: Mapping[str, str], as_json: 
     return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
 
-def _parsed(text: str | None, name: str, *, nested: bool = True) -> Any:
+def parsed(text: str | None, name: str, *, nested: bool = True) -> Any:
     """The value of a JSON text, None if it is blank. `nested` also reads JSON in a JSON text, as some jsonl files have it."""
     if text is None or not text.strip():
         return None
     try:
         value = json.loads(text)
     except ValueError:
-        raise _Unreadable(f"'{name}' is text, not JSON") from None
-    return _parsed(value, name, nested=False) if nested and isinstance(value, str) else value
+        raise Unreadable(f"'{name}' is text, not JSON") from None
+    return parsed(value, name, nested=False) if nested and isinstance(value, str) else value
 
 
-def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+def one_message(value: Any, name: str) -> dict[str, Any]:
+    try:
+        return _message(value)
+    except Unreadable as problem:
+        raise Unreadable(f"'{name}'{problem}") from None
+
+
+def message_list(value: Any, name: str) -> list[dict[str, Any]]:
     if value is None or value == []:
-        raise _Unreadable(f"'{name}' has no message")
+        raise Unreadable(f"'{name}' has no message")
     if not isinstance(value, list):
-        raise _Unreadable(f"'{name}' is {value_name(value)}, not a list of messages")
+        raise Unreadable(f"'{name}' is {value_name(value)}, not a list of messages")
     messages = []
     for number, message in enumerate(value, 1):
         try:
             messages.append(_message(message))
-        except _Unreadable as problem:
-            raise _Unreadable(f"message {number} of '{name}'{problem}") from None
+        except Unreadable as problem:
+            raise Unreadable(f"message {number} of '{name}'{problem}") from None
     return messages
 
 
 def _message(message: Any) -> dict[str, Any]:
     """In OpenAI's format. A problem continues the sentence `message 3 of 'messages'`."""
     if not isinstance(message, dict):
-        raise _Unreadable(f" is {value_name(message)}, not an object")
+        raise Unreadable(f" is {value_name(message)}, not an object")
     role_key = "from" if message.get("from") is not None else "role"
     content_key = "value" if message.get("value") is not None else "content"
     name = message.get(role_key)
     if not isinstance(name, str):
-        raise _Unreadable(": no role" if name is None else f": its role is {value_name(name)}, not text")
+        raise Unreadable(": no role" if name is None else f": its role is {value_name(name)}, not text")
     role = _ROLES.get(name) or _ROLES.get(name.strip().lower())
     if role is None:
-        raise _Unreadable(f": unknown role {name!r}")
+        raise Unreadable(f": unknown role {name!r}")
     content = message.get(content_key)
     if len(message) == 2 and isinstance(content, str) and role != "tool call":
         return {"role": role, "content": content}
@@ -389,7 +396,7 @@ def _message(message: Any) -> dict[str, Any]:
         text = None if content is None else _content(content)
         return {"role": role, "content": text, "tool_calls": calls, **others}
     if not {"content", "value"} & set(message):
-        raise _Unreadable(": no content")
+        raise Unreadable(": no content")
     return {"role": role, "content": _content(content), **others}
 
 
@@ -400,14 +407,14 @@ def _content(content: Any) -> str:
     if content is None:
         return ""
     if not isinstance(content, list):
-        raise _Unreadable(f": its content is {value_name(content)}, not text")
+        raise Unreadable(f": its content is {value_name(content)}, not text")
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else None
             what = f"of type {kind!r}" if isinstance(kind, str) else value_name(part)
-            raise _Unreadable(f": a part of its content is {what}, not text")
+            raise Unreadable(f": a part of its content is {what}, not text")
         texts.append(text)
     return "\n".join(texts)
 
@@ -418,12 +425,12 @@ def _calls(value: Any) -> list[dict[str, Any]]:
         try:
             value = json.loads(value)
         except ValueError:
-            raise _Unreadable(": its tool call is text, not JSON") from None
+            raise Unreadable(": its tool call is text, not JSON") from None
     calls = []
     for call in value if isinstance(value, list) else [value] if value else []:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _Unreadable(": a tool call without the name of a function")
+            raise Unreadable(": a tool call without the name of a function")
         outside = ("id", "type", "index") if function is call else set(call) - {"function"}
         inside = {key: one for key, one in function.items() if key not in ("arguments", "parameters", *outside)}
         arguments = _arguments(function.get("arguments", function.get("parameters")))
@@ -448,14 +455,14 @@ def _arguments(value: Any) -> Any:
     return value
 
 
-def _tools(value: Any, name: str) -> list[dict[str, Any]]:
+def tool_list(value: Any, name: str) -> list[dict[str, Any]]:
     """Tools in OpenAI's format; a bare function becomes a tool."""
     if isinstance(value, str):
-        value = _parsed(value, name)
+        value = parsed(value, name)
     tools = value if isinstance(value, list) else [] if value is None else [value]
     for number, tool in enumerate(tools, 1):
         if not isinstance(tool, dict):
-            raise _Unreadable(f"tool {number} of '{name}' is {value_name(tool)}, not an object")
+            raise Unreadable(f"tool {number} of '{name}' is {value_name(tool)}, not an object")
     return [_tool(tool) for tool in tools]
 
 
@@ -465,20 +472,20 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def _history(value: Any, name: str) -> list[dict[str, Any]]:
+def history_messages(value: Any, name: str) -> list[dict[str, Any]]:
     """Earlier turns: pairs of what the user and the assistant said, or messages."""
     if isinstance(value, str):
-        value = _parsed(value, name)
+        value = parsed(value, name)
     if value is None or value == []:
         return []
     if not isinstance(value, list):
-        raise _Unreadable(f"'{name}' is {value_name(value)}, not a list of pairs")
+        raise Unreadable(f"'{name}' is {value_name(value)}, not a list of pairs")
     if isinstance(value[0], dict):
-        return _messages(value, name)
+        return message_list(value, name)
     messages = []
     for number, pair in enumerate(value, 1):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise _Unreadable(f"turn {number} of '{name}' is not a pair of texts")
+            raise Unreadable(f"turn {number} of '{name}' is not a pair of texts")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return messages
 

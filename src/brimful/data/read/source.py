@@ -5,7 +5,8 @@
 Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .bz2, .zst, .xz);
 folders of them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
 
-With `messages=True` every row becomes one conversation instead (conversations.py), whatever the format of its file.
+With `messages=True` every row becomes one conversation instead (conversations.py), whatever the format of its file, and with
+`preferences=True` one prompt with two replies (preferences.py).
 
 A row that cannot be read (broken JSON, invalid UTF-8, a field that is missing or not text) neither stops the reader nor is
 skipped silently: it comes in `Chunk.broken` with file and line, and the caller decides (`BrokenRowLimit`). A file that
@@ -48,6 +49,13 @@ from brimful.data.read.files import (
     row_too_long,
 )
 from brimful.data.read.json_rows import json_schema, jsonl_schema, read_json, read_jsonl
+from brimful.data.read.preferences import (
+    PREFERENCE,
+    find_preference_layout,
+    map_preferences,
+    preference_columns,
+    requested_preference_layout,
+)
 from brimful.data.read.tables import csv_schema, hub_schema, parquet_schema, read_csv, read_hub, read_parquet
 from brimful.errors import BadData, BadOption
 from brimful.files import sha256
@@ -107,7 +115,7 @@ class Source:
             for one in self._files
         ]  # fmt: skip
         layouts = [
-            (*("conversation" for _ in range(one.layout.is_conversation)), one.layout.kind, sorted(one.layout.columns.items()))
+            (*one.layout.fields * (one.layout.is_conversation or one.layout.fields == PREFERENCE), one.layout.kind, sorted(one.layout.columns.items()))
             for one in self._files
         ]  # fmt: skip
         return sha256(repr((files, layouts, CHUNK_ROWS, CHUNK_BYTES)))
@@ -118,17 +126,24 @@ class Source:
             for chunk in _READERS[one.file.format][1](one.file.path, one.columns, self._max_row_bytes):
                 _check_row_sizes(chunk, self._max_row_bytes)
                 mapped = map_conversations if one.layout.is_conversation else map_columns
+                mapped = map_preferences if one.layout.fields == PREFERENCE else mapped
                 yield from mapped(one.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
             _check_unchanged(one.file)
             bytes_before += one.file.size_bytes
 
 
 def open_source(
-    paths: Sequence[str] | Source, *, columns: str | None = None, host_limit_bytes: int = GiB, messages: bool = False
+    paths: Sequence[str] | Source,
+    *,
+    columns: str | None = None,
+    host_limit_bytes: int = GiB,
+    messages: bool = False,
+    preferences: bool = False,
 ) -> Source:
     """Find the files behind these paths and what their columns mean. Reads only a few rows.
 
     With `messages`, rows have one text column `conversation`, a JSON object (see conversations.py); plain text stays `text`.
+    With `preferences`, they have one text column `preference` (see preferences.py).
     A row that cannot be read within the memory limit is an error. A source that is already open is returned as it is, so
     that commands built on each other open it once.
     """
@@ -137,7 +152,9 @@ def open_source(
     files: list[_SourceFile] = []
     found, max_row_bytes = find_files(paths), longest_row(host_limit_bytes)
     for file in found.files:
-        one = _open_file(file, columns, files[0].layout if files else None, max_row_bytes, messages=messages)
+        one = _open_file(
+            file, columns, files[0].layout if files else None, max_row_bytes, messages=messages, preferences=preferences
+        )
         if files and one.layout.fields != files[0].layout.fields:
             raise layout_mismatch(
                 files[0].file.path, files[0].layout, files[0].schema, file.path, one.layout, one.schema
@@ -170,12 +187,24 @@ def _check_row_sizes(chunk: Chunk, max_row_bytes: int) -> None:
 
 
 def _open_file(
-    file: DataFile, requested: str | None, earlier: Layout | None, max_row_bytes: int, *, messages: bool
+    file: DataFile,
+    requested: str | None,
+    earlier: Layout | None,
+    max_row_bytes: int,
+    *,
+    messages: bool,
+    preferences: bool,
 ) -> _SourceFile:
     """A file and its layout: as requested, as in the first file, or by its own columns."""
     schema = _READERS[file.format][0](file.path, max_row_bytes)
     varying = file.format in ("jsonl", "json")
     layout: Layout | None
+    if preferences:
+        if requested is not None:
+            layout = requested_preference_layout(requested, schema, file.path, rows_vary=varying)
+        else:
+            layout = find_preference_layout(schema, file.path, rows_vary=varying)
+        return _SourceFile(file, schema, layout, preference_columns(layout, schema, file.path, rows_vary=varying))
     if requested is not None and messages:
         layout = requested_conversation_layout(requested, schema, file.path, rows_vary=varying)
     elif requested is not None:

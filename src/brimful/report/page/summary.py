@@ -295,7 +295,7 @@ def next_steps(figures: ReportFigures, findings: Sequence[Diagnosis] = ()) -> li
 
 
 def _use_the_model(figures: ReportFigures, run: str) -> list[NextStep]:
-    if figures.task in ("pretrain", "sft", "chatlm-pretrain", "chatlm-sft"):
+    if figures.task in ("pretrain", "sft", "dpo", "chatlm-pretrain", "chatlm-sft"):
         return [
             NextStep(tr("Talk to the model:"), f"brimful chat {run}"),
             NextStep(tr("Score it on rows of your own:"), f"brimful eval {run} rows.jsonl"),

@@ -1,0 +1,249 @@
+"""Rows of two replies to one prompt, one of them preferred: what `open_source(…, preferences=True)` reads.
+
+Each row becomes one JSON object, the column `preference`:
+
+    {"prompt": [{"role": "user", "content": "…"}], "chosen": {"role": "assistant", …}, "rejected": {…}, "tools": […]}
+
+    texts             `prompt`, `chosen` and `rejected`, under all names that columns.py knows; `instruction` and `input`
+    messages          `chosen` and `rejected` are lists of messages or single ones. They are the reply alone, after the
+                      `prompt` (a text, or messages), or whole conversations whose last message is the reply
+    UltraFeedback     a `prompt` that is also the first message of `chosen` and `rejected`; scores are not used
+    ShareGPT          `conversations` up to the question, `chosen` and `rejected` with from and value
+
+Where `chosen` and `rejected` are whole conversations, the messages that both begin with are the prompt, and the prompt's own
+column is not needed. Columns `system`, `tools` and `history` are used as in conversations.py. A row whose replies do not
+answer the same messages is `{"problem": "…"}`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from brimful.data.read.columns import (
+    CHOSEN,
+    CONVERSATIONS,
+    PROMPTS,
+    REJECTED,
+    Layout,
+    find_column,
+    found_reason,
+    in_words,
+    joined_columns,
+    listed,
+    requested_columns,
+    text_array,
+    type_name,
+    with_input,
+    without_rows,
+)
+from brimful.data.read.conversations import (
+    BESIDE,
+    Unreadable,
+    column_beside,
+    found_beside,
+    history_messages,
+    json_text_array,
+    message_list,
+    one_message,
+    parsed,
+    requested_type,
+    to_json,
+    tool_list,
+)
+from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema
+from brimful.errors import BadData, BadOption
+
+PREFERENCE = ("preference",)
+"""The fields of a row that is a preference."""
+_REPLIES = ("chosen", "rejected")
+_PARTS = ("prompt", *_REPLIES)
+_SETTABLE = (*_PARTS, "messages", "conversations", *BESIDE)
+
+
+def find_preference_layout(schema: FileSchema, file: str, *, rows_vary: bool) -> Layout:
+    """The layout by column names."""
+    names = list(schema.common)
+    chosen, rejected = find_column(CHOSEN, names), find_column(REJECTED, names)
+    if not (chosen and rejected):
+        missing = " and ".join(name for name, one in zip(_REPLIES, (chosen, rejected), strict=True) if not one)
+        raise BadData(
+            f"{file} has no column {missing}, only {listed(schema.types)}. "
+            "Try: columns='prompt=question,chosen=good,rejected=bad'."
+        )
+    columns = {"chosen": chosen, "rejected": rejected}
+    columns = _with_prompt(columns, schema, file, rows_vary=rows_vary)
+    columns |= found_beside("pair", columns, schema)
+    return Layout(
+        kind="preference",
+        fields=PREFERENCE,
+        columns=columns,
+        reason=f"preferences: {found_reason(columns, list(schema.types))}",
+    )
+
+
+def requested_preference_layout(option: str, schema: FileSchema, file: str, *, rows_vary: bool) -> Layout:
+    """The layout that `prompt=question,chosen=good,rejected=bad` describes."""
+    names = list(schema.types)
+    requested = requested_columns(option, names, file, _SETTABLE)
+    for other in ("messages", "conversations"):
+        if other in requested:
+            requested.setdefault("prompt", requested.pop(other))
+    columns = dict(requested)
+    unused = [name for name in names if name not in requested.values()]
+    for field, aliases in zip(_REPLIES, (CHOSEN, REJECTED), strict=True):
+        column = columns.get(field) or find_column(aliases, unused)
+        if column is None:
+            raise BadOption(
+                f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
+            )
+        columns[field] = column
+    if "prompt" not in columns:
+        columns = _with_prompt(columns, schema, file, rows_vary=rows_vary)
+    columns |= found_beside("pair", columns, schema)
+    by_name = [column for field, column in columns.items() if field not in requested]
+    reason = "preferences: as requested" + (f"; found {in_words(by_name)}" if by_name else "")
+    return Layout(kind="preference", fields=PREFERENCE, columns=columns, reason=reason)
+
+
+def _with_prompt(columns: dict[str, str], schema: FileSchema, file: str, *, rows_vary: bool) -> dict[str, str]:
+    """The prompt's column by its name, or none where both replies are messages."""
+    unused = [name for name in schema.types if name not in columns.values()]
+    prompt = find_column(PROMPTS, unused)
+    if prompt is not None:
+        return {"prompt": with_input(prompt, unused, rows_vary), **columns}
+    conversation = find_column(CONVERSATIONS, unused)
+    if conversation is not None:
+        return {"prompt": conversation, **columns}
+    if any(schema.types[columns[field]] == TEXT for field in _REPLIES) and not rows_vary:
+        return _no_prompt(columns, schema, file)
+    if all(schema.types[columns[field]] == TEXT for field in _REPLIES):
+        return _no_prompt(columns, schema, file)
+    return columns
+
+
+def _no_prompt(columns: Mapping[str, str], schema: FileSchema, file: str) -> dict[str, str]:
+    raise BadData(
+        f"{file} has {columns['chosen']} and {columns['rejected']} as texts and no prompt, only {listed(schema.types)}. "
+        "Try: columns='prompt=question'."
+    )
+
+
+def preference_columns(layout: Layout, schema: FileSchema, file: str, *, rows_vary: bool) -> tuple[Column, ...]:
+    """What a reader is asked for, each column once."""
+    columns: dict[str, Column] = {}
+    for part, joined in layout.columns.items():
+        names = joined_columns(joined, schema.types)
+        for place, name in enumerate(names):
+            type_ = _type(part, schema.types.get(name), rows_vary=rows_vary, joined=len(names) > 1)
+            if type_ is None:
+                raise BadData(
+                    f"{file}: column '{name}' holds {type_name(schema.types[name])}, not text. "
+                    "Try: another one with columns=."
+                )
+            required = part in _REPLIES or (part == "prompt" and place == 0 and not _may_lack_prompt(layout, schema))
+            columns[name] = Column(name, type_, required or (name in columns and columns[name].required))
+    return tuple(columns.values())
+
+
+def _may_lack_prompt(layout: Layout, schema: FileSchema) -> bool:
+    return any(schema.types.get(layout.columns[field]) != TEXT for field in _REPLIES)
+
+
+def _type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:
+    if part not in _PARTS:
+        return requested_type(part, type_, rows_vary=rows_vary, joined=joined)
+    if rows_vary and not joined:
+        return JSON  # one row may have text where another has messages
+    if type_ in (None, TEXT):
+        return TEXT
+    nested = type_ is not None and pa.types.is_nested(type_) and not pa.types.is_map(type_)
+    return JSON if nested and not joined else None
+
+
+def map_preferences(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
+    """The rows as one text column `preference`. A row that is none becomes a broken one."""
+    problems: dict[int, str] = {}
+    columns: dict[str, list[Any]] = {}
+    names: dict[str, str] = {part: layout.columns.get(part, part) for part in (*_PARTS, *BESIDE)}
+    as_json: set[str] = set()
+    for part in BESIDE:
+        if (column := column_beside(part, layout, chunk.rows)) is not None:
+            columns[part] = column.to_pylist()
+    for part in _PARTS:
+        if part not in layout.columns:
+            continue
+        names[part] = joined_columns(layout.columns[part], chunk.rows.schema.names)[0]
+        array = chunk.rows.column(names[part])
+        if array.type == JSON:
+            as_json.add(part)
+            columns[part] = array.to_pylist()
+        else:
+            columns[part] = text_array(chunk.rows, part, layout.columns[part], problems).to_pylist()
+    texts = []
+    for row in range(chunk.rows.num_rows):
+        text = ""
+        try:
+            text = to_json(_preference({part: column[row] for part, column in columns.items()}, names, as_json))
+        except Unreadable as problem:
+            problems.setdefault(row, str(problem))
+        except RecursionError:
+            problems.setdefault(row, "nested too deep")
+        texts.append(text)
+    array = json_text_array(texts, problems)
+    mapped = replace(chunk, rows=pa.RecordBatch.from_arrays([array], schema=pa.schema([(PREFERENCE[0], TEXT)])))
+    yield without_rows(mapped, problems) if problems else mapped
+
+
+def _preference(values: Mapping[str, Any], names: Mapping[str, str], as_json: set[str]) -> dict[str, Any]:
+    """The preference of a row from its parts, which are text or, those of `as_json`, JSON."""
+    tools = tool_list(values.get("tools"), names["tools"])
+    replies = [_reply_messages(values[part], names[part], part in as_json) for part in _REPLIES]
+    whole = [len(messages) > 1 for messages in replies]
+    if any(whole):
+        if not all(whole):
+            raise Unreadable(f"'{names['chosen']}' and '{names['rejected']}' are not both whole conversations")
+        prompt = _shared(*replies)
+        if any(len(messages) != len(prompt) + 1 for messages in replies):
+            return {"problem": f"'{names['chosen']}' and '{names['rejected']}' differ in more than the last reply"}
+    else:
+        prompt = history_messages(values.get("history"), names["history"]) + _prompt_messages(values, names, as_json)
+    chosen, rejected = (messages[-1] for messages in replies)
+    for name, reply in zip(_REPLIES, (chosen, rejected), strict=True):
+        if reply["role"] != "assistant":
+            raise Unreadable(f"the last message of '{names[name]}' is of the role {reply['role']}, not a reply")
+    system = values.get("system") or ""
+    if system.strip() and not any(message["role"] in ("system", "developer") for message in prompt):
+        prompt = [{"role": "system", "content": system}, *prompt]
+    content = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return {**content, "tools": tools} if tools else content
+
+
+def _reply_messages(value: Any, name: str, is_json: bool) -> list[dict[str, Any]]:
+    if is_json:
+        value = parsed(value, name, nested=False)
+    if value is None or isinstance(value, str):
+        return [{"role": "assistant", "content": value or ""}]
+    if isinstance(value, dict):
+        return [one_message(value, name)]
+    return message_list(value, name)
+
+
+def _prompt_messages(values: Mapping[str, Any], names: Mapping[str, str], as_json: set[str]) -> list[dict[str, Any]]:
+    if "prompt" not in values:
+        raise Unreadable(f"'{names['chosen']}' is a reply alone, and there is no prompt")
+    value = parsed(values["prompt"], names["prompt"], nested=False) if "prompt" in as_json else values["prompt"]
+    if value is None or isinstance(value, str):
+        return [{"role": "user", "content": value or ""}]
+    return message_list(value, names["prompt"])
+
+
+def _shared(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages that both begin with, without the last of either."""
+    shared = []
+    for first, second in zip(one[:-1], other[:-1], strict=False):
+        if first != second:
+            break
+        shared.append(first)
+    return shared

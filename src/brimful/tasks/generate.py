@@ -240,8 +240,8 @@ class Generator:
 
         options = self.options
         seeds = [seed_of(options.seed, prompt) for prompt in prompts]
-        top_p = [TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []
-        return [TemperatureLogitsWarper(options.temperature), *top_p, OwnNoise(seeds, self.device)]
+        top_p = [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []
+        return [TemperatureLogitsWarper(float(options.temperature)), *top_p, OwnNoise(seeds, self.device)]
 
     def _tokens(self, prompt: Sequence[int]) -> Iterator[int]:
         """The answer token by token, up to its end: that of `generate`."""

@@ -1,0 +1,794 @@
+"""`brimful data rejects MODEL DATA`: for each prompt the answer of the data, and beside it one that the model writes itself.
+
+    DATA ─► prompts, each once ─► --rows of them ─► windows of 4,096 ─► length-sorted batches that fit ─► answers.jsonl
+                                                                             rows.jsonl ─► OUTPUT ◄─ filter ◄─┘
+
+DPO learns from pairs of a better and a worse answer. The reply of the data is the chosen one. The rejected one is sampled from
+the model that is to be trained: what it would say itself is what it has to unlearn.
+
+**The same answers in any batch.** Every prompt has random numbers of its own, from the seed and its tokens
+(`generate.OwnNoise`), so neither the memory limit nor `--rows` nor an interruption changes what is drawn. Scores of another
+batch differ by rounding, which rarely decides in float32; therefore float32 weights are not computed in bf16 here.
+
+**Interrupted.** `.OUTPUT.part` beside the output keeps every answer as soon as its batch is done, under a key of data, model
+and sampling. Run again, the answers are read from there and the others generated. The filter runs over all of them at the end
+of each window, so other thresholds cost no new answers. The output is renamed to its place when it is complete.
+
+**Which answers are kept.** Each that is dropped is counted under the first reason that holds (`reason_to_drop`). An answer
+that reached the token limit before its end is dropped: training would give it an end that the model did not write, in the
+middle of a sentence, and the pair would teach where to stop instead of what to say.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from brimful.data.pipeline import PeakMemory, writing_to
+from brimful.data.read.files import refuse_output_inside
+from brimful.data.read.source import BrokenRowLimit, RowProblem, Source, check_max_bad, open_source
+from brimful.errors import BadData, BadModel, BadOption, BadRun, InternalError
+from brimful.files import FileLock, sync, write_atomic
+from brimful.planning.plan_options import PlanOptions
+from brimful.tasks.generate import INCOMPLETE_CHARACTER, GenerateOptions, Generator, max_rows, weights_dtype
+from brimful.tasks.model_folder import is_adapter, is_causal, load_model, read_config, resolve, tokenizer_of
+from brimful.tasks.presets import PRESETS
+from brimful.units import GiB, is_number, is_whole
+
+if TYPE_CHECKING:
+    from brimful.memory.forward import Forward
+    from brimful.planning.target import Target
+
+WINDOW_ROWS = 4096
+"""Rows that are held and sorted by length at a time."""
+PREVIEW_ROWS = 10
+FORMAT = 1
+
+REASONS = {
+    "broken": "cannot be read",
+    "no_reply": "no reply of the assistant that is a text",
+    "no_prompt": "nothing before the reply",
+    "empty_chosen": "the reply of the data is empty",
+    "duplicate_prompt": "the prompt of an earlier row",
+    "refused": "refused by the chat template",
+    "prompt_too_long": "no room for an answer in the model's context",
+    "empty": "the model answered nothing",
+    "unfinished": "no end before the token limit",
+    "not_text": "half of a character",
+    "too_short": "too short",
+    "identical": "the chosen answer itself",
+    "too_similar": "nearly the chosen answer",
+    "off_topic": "shares nothing with prompt and chosen answer",
+}
+"""Why a row is not in the output, in the order in which it is looked for. Those up to `prompt_too_long` are not answered."""
+
+_ADVICE = {
+    "empty": "a model that `brimful train sft` has trained on replies",
+    "unfinished": "more max_new_tokens=, or a model that has learned to end its answers",
+    "not_text": "a lower temperature=",
+    "too_short": "fewer min_chars=",
+    "identical": "a higher temperature=",
+    "too_similar": "a higher temperature= or max_similarity=",
+    "off_topic": "a lower temperature=",
+}
+_PART_KEY, _ANSWERS, _ROWS = "key.json", "answers.jsonl", "rows.jsonl"
+_LETTERS = re.compile(r"[^\W_]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectsOptions:
+    """How rejected answers are made, and which are kept."""
+
+    rows: int | None = None
+    """Prompts to answer, chosen by the seed. Default: all."""
+    seed: int = 0
+    """Of the choice of prompts and of their answers."""
+    temperature: float = 0.8
+    top_p: float = 0.95
+    max_new_tokens: int = 256
+    columns: str | None = None
+    """Which columns make up which field. Default: found by name."""
+    chat_template: str | None = None
+    """`chatml`, `plain` or a Jinja file. Default: the model's own."""
+    min_chars: int = 2
+    """An answer with fewer characters is dropped."""
+    max_similarity: float = 0.8
+    """An answer that is more similar to the chosen one (`similarity`) is dropped."""
+    max_bad: float = 0.0
+    """The share of rows that may be broken."""
+    device: str = "auto"
+    memory_limit: int | str | None = None
+    host_limit: int | str | None = None
+    fill: float = 0.85
+    overwrite: bool = False
+    """Replace an existing output."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.rows is not None and not is_whole(self.rows, 1):
+            problems.append(f"rows={self.rows!r} must be a whole number of at least 1.")
+        if not is_whole(self.min_chars, 0):
+            problems.append(f"min_chars={self.min_chars!r} must be a whole number of at least 0.")
+        if not is_number(self.max_similarity) or not 0 <= self.max_similarity <= 1:
+            problems.append(f"max_similarity={self.max_similarity!r} must be between 0 and 1.")
+        if problems:
+            raise BadOption(" ".join(problems))
+        check_max_bad(self.max_bad)
+        _ = self.generation, self.plan
+
+    @property
+    def generation(self) -> GenerateOptions:
+        return GenerateOptions(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
+        )
+
+    @property
+    def plan(self) -> PlanOptions:
+        """What says where it runs and within which limits."""
+        return PlanOptions(
+            device=self.device, memory_limit=self.memory_limit, host_limit=self.host_limit, fill=self.fill, seed=self.seed
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectsReport:
+    """The result of `make_rejects`. `rows_in` is `rows_out` plus `not_chosen` plus everything in `dropped`."""
+
+    model: str
+    data: str
+    output: str
+    layout_reason: str
+    form: str
+    """`texts`, or `conversations` if any prompt is more than one question: how the output has prompts and answers."""
+    rows_in: int
+    rows_out: int
+    not_chosen: int
+    """Rows beyond `rows`."""
+    answers: int
+    """Prompts answered, those of an interrupted run included."""
+    dropped: dict[str, int]
+    """By each of `REASONS`."""
+    first_dropped: dict[str, str]
+    """By reason, the first row: file, line and what is wrong with it."""
+    truncated_prompts: int
+    """Prompts of an encoder-decoder that were truncated as in its training."""
+    seconds: float
+    answers_per_s: float
+    """Without those of an interrupted run, and without loading the model."""
+    device: str
+    peak_bytes: int | None
+    """Of the device; None if it has no statistics or nothing was generated."""
+    host_peak_bytes: int
+    forward: dict[str, Any] | None
+    """Batches, out-of-memory errors and the memory model; None if nothing was generated."""
+    resumed_answers: int
+    """Answers of an interrupted run."""
+    started_over: str
+    """Why the answers of an interrupted run could not be used; empty where there were none."""
+    options: RejectsOptions
+    samples: tuple[dict[str, str], ...]
+    """The first ten rows as texts."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": round(self.seconds, 3), "answers_per_s": round(self.answers_per_s, 3)}
+
+
+def make_rejects(
+    model: str,
+    data: str,
+    *,
+    output: str | Path,
+    options: RejectsOptions | None = None,
+    progress: Callable[[str], object] = lambda phrase: None,
+) -> RejectsReport:
+    """Write pairs of chosen and rejected answers for `brimful train dpo`. After an interruption it continues."""
+    from brimful.planning.target import find_target
+
+    options, path, begin_s = options or RejectsOptions(), Path(output).resolve(), time.monotonic()
+    _check_output(path, overwrite=options.overwrite)
+    source = open_source(
+        [data], columns=options.columns, host_limit_bytes=options.plan.host_limit_bytes or GiB, messages=True
+    )
+    if source.layout.kind == "text":
+        raise BadData(
+            f"{data} has whole texts and no prompts. Try: rows with a prompt and a response, or conversations."
+        )
+    refuse_output_inside(path, source.paths)
+    if any(Path(file).resolve() == path for file in source.files):
+        raise BadOption(f"output='{path}' is a file of the data. Try: another file.")
+    prompter = Prompter(model, options.chat_template, keep_end=source.layout.kind == "conversations")
+    target = find_target(options.plan)
+    drops = _Drops()
+    survey = _Survey.of(source, drops, options)
+    if not survey.pairs:
+        raise BadData(
+            f"{data}: none of {survey.rows_in:,} rows has a prompt{drops.in_words()}. Try: `brimful data check`."
+        )
+    with writing_to(path), PeakMemory() as host, _part_folder(path) as part, ExitStack() as stack:
+        key = {
+            "format": [FORMAT, WINDOW_ROWS], "data": source.fingerprint(), "model": prompter.key, "rows": options.rows,
+            "sampling": asdict(options.generation),
+        }  # fmt: skip
+        journal = stack.enter_context(_Journal.open(part, key))
+        if journal.resumed:
+            progress(f"continuing after {journal.resumed:,} answers of an interrupted run")
+        elif journal.started_over:
+            progress(f"starting over, because an interrupted run cannot be continued: {journal.started_over}")
+        answerer = _Answerer(prompter, target, options.generation, stack, progress)
+        job = _Job(source, survey, journal, answerer, drops, options, progress)
+        try:
+            job.run(part / _ROWS)
+        except _SilentModel:
+            shutil.rmtree(part, ignore_errors=True)
+            raise BadModel(
+                f"{model} has learnt to be silent: all of its {job.answers:,} answers are empty. "
+                "Try: a model that `brimful train sft` has trained on replies."
+            ) from None
+        if not job.rows_out:
+            raise BadData(f"{data}: no row is left of {survey.rows_in:,}{drops.in_words()}. Try: {drops.advice()}.")
+        if survey.rows_in != job.rows_out + survey.not_chosen + drops.total:
+            raise InternalError(f"rows do not add up: {survey}, {job.rows_out} written, {drops.counts} dropped")
+        sync(part / _ROWS)
+        _check_output(path, overwrite=options.overwrite)
+        (part / _ROWS).replace(path)
+        sync(path.parent)
+        shutil.rmtree(part, ignore_errors=True)
+    return RejectsReport(
+        model=model, data=data, output=str(path), layout_reason=source.layout.reason, form=survey.form, rows_in=survey.rows_in,
+        rows_out=job.rows_out, not_chosen=survey.not_chosen, answers=job.answers, dropped=drops.counts, first_dropped=drops.first,
+        truncated_prompts=job.truncated, seconds=time.monotonic() - begin_s, answers_per_s=job.rate, device=str(target.device),
+        peak_bytes=answerer.peak_bytes, host_peak_bytes=host.bytes, forward=None if answerer.forward is None else answerer.forward.to_json(),
+        resumed_answers=journal.resumed, started_over=journal.started_over, options=options, samples=tuple(job.samples),
+    )  # fmt: skip
+
+
+# ── Which answers can be the rejected one of a pair ───────────────────────────────────────────────────────────────────
+
+
+def reason_to_drop(
+    prompt: str, chosen: str, rejected: str, *, finished: bool, min_chars: int, max_similarity: float
+) -> tuple[str, str] | None:
+    """Why this answer is not kept: one of `REASONS`, and what is wrong with it. None if it is kept."""
+    if not rejected.strip():
+        return "empty", REASONS["empty"]
+    if not finished:
+        return "unfinished", f"no end before the token limit: {_shortened(rejected)}"
+    if INCOMPLETE_CHARACTER in rejected and INCOMPLETE_CHARACTER not in prompt + chosen:
+        return "not_text", f"half of a character in {_shortened(rejected)}"
+    if len(rejected.strip()) < min_chars:
+        return "too_short", f"fewer than {min_chars:,} characters: {_shortened(rejected)}"
+    if _comparable(rejected) == _comparable(chosen):
+        return "identical", f"the chosen answer itself: {_shortened(rejected)}"
+    if (alike := similarity(chosen, rejected)) > max_similarity:
+        return "too_similar", f"{alike:.0%} of the chosen answer: {_shortened(rejected)}"
+    if is_off_topic(prompt, chosen, rejected):
+        return "off_topic", f"shares nothing with prompt and chosen answer: {_shortened(rejected)}"
+    return None
+
+
+def similarity(one: str, other: str) -> float:
+    """How much two texts have in common, from 0 to 1: twice their common pairs of neighbouring characters, divided by all
+    pairs of both (Dice's coefficient). Upper and lower case, full and half width, and the kind of white space do not count.
+
+    >>> similarity("红色。", "橙色。")
+    0.5
+    >>> similarity("Yes, it is.", "yes,  it is.")
+    1.0
+    """
+    first, second = (Counter(pairwise(f"\x02{_comparable(text)}\x03")) for text in (one, other))
+    return 2 * (first & second).total() / (first.total() + second.total())
+
+
+def is_off_topic(prompt: str, chosen: str, rejected: str) -> bool:
+    """Whether an answer shares no pair of neighbouring letters or digits with the prompt and the chosen answer, although the
+    chosen answer shares one with the prompt.
+
+    That holds for another script or mere punctuation, hardly ever for sentences in the same language. Where the chosen answer
+    itself has nothing of the prompt, as in a translation or a single word, it says nothing.
+    """
+    about, answer = _letter_pairs(prompt), _letter_pairs(chosen)
+    return bool(about & answer) and not _letter_pairs(rejected) & (about | answer)
+
+
+def _comparable(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _letter_pairs(text: str) -> set[tuple[str, str]]:
+    return {pair for run in _LETTERS.findall(_comparable(text)) for pair in pairwise(run)}
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 40 else line[:39] + "…")
+
+
+# ── Prompts and chosen answers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A row of the data: the last reply of a conversation, and what comes before it."""
+
+    number: int
+    """Among all rows that can be answered."""
+    file: str
+    line: int
+    prompt: list[dict[str, Any]]
+    chosen: dict[str, Any]
+    tools: list[Any]
+
+    @property
+    def is_question(self) -> bool:
+        """Whether texts say all of it."""
+        plain = {"role", "content"}
+        messages = [*self.prompt, self.chosen]
+        return not self.tools and len(messages) == 2 and self.prompt[0]["role"] == "user" and all(set(one) == plain for one in messages)  # fmt: skip
+
+    @property
+    def prompt_text(self) -> str:
+        """All messages before the reply, a system message first: as the rows of an encoder-decoder are read."""
+        texts = [(one["role"] in ("system", "developer"), one.get("content") or "") for one in self.prompt]
+        return "\n".join(text for _, text in sorted(texts, key=lambda one: not one[0]) if text.strip())
+
+    def problem(self, message: str) -> RowProblem:
+        return RowProblem(self.file, self.line, message)
+
+    def output(self, rejected: str, form: str) -> dict[str, Any]:
+        """The row for `brimful train dpo`."""
+        if form == "texts":
+            return {"prompt": self.prompt[0]["content"], "chosen": self.chosen["content"], "rejected": rejected}
+        row = {"prompt": self.prompt, "chosen": [self.chosen], "rejected": [{"role": "assistant", "content": rejected}]}
+        return {**row, "tools": self.tools} if self.tools else row
+
+
+class _Drops:
+    """Rows that are not in the output: how many for each reason, and the first."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(REASONS, 0)
+        self.first: dict[str, str] = {}
+
+    def add(self, reason: str, problem: RowProblem) -> None:
+        self.counts[reason] += 1
+        self.first.setdefault(reason, str(problem))
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def in_words(self) -> str:
+        """` (3 unfinished, 1 identical)`, the most frequent first."""
+        counts = sorted(((count, reason) for reason, count in self.counts.items() if count), reverse=True)
+        text = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for count, reason in counts)
+        return f" ({text})" if text else ""
+
+    def advice(self) -> str:
+        """What helps against the most frequent reason."""
+        return _ADVICE.get(max(self.counts, key=self.counts.__getitem__), "`brimful data check`")
+
+
+def _read_pairs(source: Source, drops: _Drops, bad_rows: BrokenRowLimit) -> Iterator[Pair]:
+    """Every row with a prompt and a reply, each prompt once; the same ones each time. The others go to `drops`."""
+    seen: set[bytes] = set()
+    for chunk in source.chunks():
+        bad_rows.add(chunk)
+        for problem in chunk.broken:
+            drops.add("broken", problem)
+        for line, text in zip(chunk.lines.tolist(), chunk.rows.column(0).to_pylist(), strict=True):
+            content = json.loads(text)
+            pair = _pair(len(seen), chunk.file, line, content["messages"], content.get("tools", []))
+            if isinstance(pair, Pair):
+                digest = hashlib.blake2b(json.dumps([pair.prompt, pair.tools]).encode(), digest_size=16).digest()
+                if digest not in seen:
+                    seen.add(digest)
+                    yield pair
+                    continue
+                pair = "duplicate_prompt"
+            drops.add(pair, RowProblem(chunk.file, line, REASONS[pair]))
+    bad_rows.check()
+
+
+def _pair(number: int, file: str, line: int, messages: list[dict[str, Any]], tools: list[Any]) -> Pair | str:
+    """The pair of a conversation, or the reason why there is none."""
+    last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=None)
+    if last is None or messages[last].get("tool_calls"):
+        return "no_reply"
+    pair = Pair(number=number, file=file, line=line, prompt=messages[:last], chosen=messages[last], tools=tools)
+    if not any((one.get("content") or "").strip() for one in pair.prompt if one["role"] not in ("system", "developer")):
+        return "no_prompt"
+    return pair if (pair.chosen["content"] or "").strip() else "empty_chosen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Survey:
+    """What a first pass over the data tells."""
+
+    rows_in: int
+    pairs: int
+    """Rows that can be answered."""
+    chosen: Sequence[int]
+    """Their numbers, ascending: those that will be."""
+    form: str
+
+    @classmethod
+    def of(cls, source: Source, drops: _Drops, options: RejectsOptions) -> "_Survey":
+        from brimful.training.evaluate import choose
+
+        bad_rows, pairs, texts = BrokenRowLimit(options.max_bad), 0, True
+        for pair in _read_pairs(source, drops, bad_rows):
+            pairs += 1
+            texts = texts and pair.is_question
+        chosen = choose(pairs, options.rows, options.seed)
+        return cls(rows_in=bad_rows.rows_in, pairs=pairs, chosen=chosen, form="texts" if texts else "conversations")
+
+    @property
+    def not_chosen(self) -> int:
+        return self.pairs - len(self.chosen)
+
+
+class Prompter:
+    """A model's tokenizer: prompts to tokens, as the model was trained to read them, and answers to text."""
+
+    def __init__(self, model: str, chat_template: str | None = None, *, keep_end: bool = False) -> None:
+        """`keep_end`: prompts are conversations, whose end matters most if they must be truncated."""
+        if model in PRESETS:
+            raise BadOption(f"{model} has new weights and answers nothing yet. Try: a model folder or a run.")
+        self.folder = resolve(model)
+        self.config = read_config(self.folder)
+        self.tokenizer = tokenizer_of(self.folder, self.config)
+        self.template: Any = None
+        self.end_ids: tuple[int, ...] = (self.tokenizer.eos_id,)
+        self.max_tokens = 0
+        """Of the prompts of an encoder-decoder."""
+        self._keep_end = keep_end
+        if is_causal(self.config):
+            from brimful.tasks.chat_template import ChatTemplate
+
+            self.template = ChatTemplate.load(self.folder, chat_template)
+            self.end_ids = self.template.end_ids
+        elif chat_template is not None:
+            raise BadOption(
+                f"chat_template={chat_template!r} is for causal models, not for an encoder-decoder. Try: leave it out."
+            )
+        else:
+            self.max_tokens = _trained_length(self.folder)
+
+    @property
+    def key(self) -> list[Any]:
+        """Changes with any file of the model and of its base, and with the template."""
+        folders = [self.folder]
+        if is_adapter(self.folder):
+            from brimful.tasks.adapters import find_base
+
+            folders.append(find_base(self.folder))
+        files = [
+            [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
+            for folder in folders
+            for file in sorted(folder.iterdir())
+            if file.is_file()
+        ]
+        return [files, self.template.fingerprint if self.template else self.max_tokens]
+
+    def tokens(self, pair: Pair) -> tuple[list[int], bool]:
+        """The prompt, and whether it is truncated. Raises `RowError` for one that the chat template refuses."""
+        if self.template is not None:
+            return self.template.prompt(pair.prompt, pair.tools or None), False
+        ids = self.tokenizer.encode(pair.prompt_text)
+        if len(ids) <= self.max_tokens:
+            return ids, False
+        most = self.max_tokens - 1
+        return [*(ids[-1 - most : -1] if self._keep_end else ids[:most]), ids[-1]], True
+
+
+def _trained_length(folder: Path) -> int:
+    """The most tokens of an encoder-decoder's prompts: as in its run, else the default of training."""
+    from brimful.tasks.chat_scores import lengths_in_training
+    from brimful.tasks.encoder_decoder import EncoderDecoder
+
+    lengths = None
+    with suppress(BadRun):  # an unreadable run.json does not matter here
+        lengths = lengths_in_training(folder)
+    return max(2, (lengths or EncoderDecoder.lengths)[0])
+
+
+# ── Answers, kept as they are made ────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of one prompt; a line of `answers.jsonl`."""
+
+    row: int
+    text: str = ""
+    finished: bool = False
+    """Whether it ended before the token limit."""
+    truncated: bool = False
+    """Whether the prompt was."""
+    refused: str = ""
+    """The reason why the prompt was not answered."""
+    message: str = ""
+
+
+@dataclass(kw_only=True)
+class _Journal:
+    """All answers so far, in a file that only grows. Those of one window come before those of the next."""
+
+    path: Path
+    resumed: int = 0
+    """Lines of an interrupted run."""
+    started_over: str = ""
+    _file: Any = None
+    _ahead: Answer | None = None
+
+    @classmethod
+    @contextmanager
+    def open(cls, part: Path, key: Mapping[str, Any]) -> "Iterator[_Journal]":
+        """The journal in this folder if it has the same key, else an empty one. What was half written is removed."""
+        path, own_key = part / _ANSWERS, json.loads(json.dumps(key))  # as it is read back
+        journal = cls(path=path)
+        if path.exists():
+            journal.started_over = _difference(part / _PART_KEY, own_key)
+            if journal.started_over:
+                path.unlink()
+        write_atomic(part / _PART_KEY, json.dumps(own_key))
+        with path.open("a+b") as journal._file:
+            journal._cut()
+            yield journal
+
+    def below(self, end: int) -> dict[int, Answer]:
+        """The answers of the interrupted run to rows before this one, without those returned already."""
+        found = {}
+        while self._ahead is not None and self._ahead.row < end:
+            found[self._ahead.row] = self._ahead
+            self._ahead = self._next()
+        return found
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        default = asdict(Answer(row=-1))
+        lines = [{name: value for name, value in asdict(one).items() if value != default[name]} for one in answers]
+        self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self._file.flush()
+
+    def _cut(self) -> None:
+        """Keep the lines before the first that is not whole, and go back to the first."""
+        self._file.seek(0)
+        end = 0
+        while self._next() is not None:
+            self.resumed += 1
+            end = self._file.tell()
+        self._file.truncate(end)
+        self._file.seek(0)
+        self._ahead = self._next()
+
+    def _next(self) -> Answer | None:
+        line = self._file.readline()
+        try:
+            return Answer(**json.loads(line)) if line.endswith(b"\n") else None
+        except (ValueError, TypeError):
+            return None
+
+
+def _difference(file: Path, key: dict[str, Any]) -> str:
+    """Why answers under the key in this file cannot be used; empty if they can."""
+    try:
+        earlier = json.loads(file.read_bytes())
+        changed = [name for name in key if earlier.get(name) != key[name]]
+    except (OSError, ValueError, AttributeError):
+        return f"its {file.name} cannot be read"
+    return f"it had another {' and '.join(changed)}" if changed else ""
+
+
+class _Answerer:
+    """The model, loaded when the first answer is needed: an interrupted run may have had them all."""
+
+    def __init__(
+        self, prompter: Prompter, target: "Target", options: GenerateOptions, stack: ExitStack, progress: Callable[[str], object]
+    ) -> None:  # fmt: skip
+        self.forward: Forward | None = None
+        self._prompter, self._target, self._options = prompter, target, options
+        self._stack, self._progress = stack, progress
+        self._generator: Generator | None = None
+        self._ledger: Any = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        if self._ledger is not None:
+            return int(self._ledger.peak_bytes)
+        return None if self.forward is None else self.forward.peak_bytes
+
+    def prepare(self) -> None:
+        """Load the model, unless it is there."""
+        if self._generator is not None:
+            return
+        from brimful.memory.context import forward_context
+        from brimful.memory.forward import Forward
+        from brimful.planning.target import autocast_dtype
+
+        prompter, target = self._prompter, self._target
+        self._progress(f"loading {prompter.folder}")
+        dtype = weights_dtype(prompter.config, target.device)
+        model = load_model(prompter.folder, dtype=dtype)
+        self._ledger = self._stack.enter_context(target.hold(model))
+        autocast = None if dtype is None else autocast_dtype("auto", target.device)
+        self._generator = Generator(
+            model, prompter.tokenizer, self._options, device=target.device, end_ids=prompter.end_ids,
+            autocast=lambda: forward_context(target.device, autocast),
+        )  # fmt: skip
+        self.forward = Forward(
+            self._generator.dummy, model, target.device, what="generation", limit_bytes=target.limit_bytes, fill=target.fill,
+            max_rows=max_rows(target.device), fewest_batches=True, note=self._progress,
+        )  # fmt: skip
+
+    def answers(self, pairs: Sequence[Pair]) -> Iterator[list[Answer]]:
+        """Batch by batch; first those that are not asked at all."""
+        from brimful.tasks.chat_template import RowError
+
+        self.prepare()
+        assert self._generator is not None and self.forward is not None
+        generator, asked, prompts, refused = (
+            self._generator,
+            list[tuple[Pair, bool]](),
+            list[list[int]](),
+            list[Answer](),
+        )
+        for pair in pairs:
+            try:
+                tokens, truncated = self._prompter.tokens(pair)
+            except RowError as error:
+                refused.append(Answer(row=pair.number, refused="refused", message=str(error)))
+                continue
+            if not generator.room(tokens):
+                message = f"its prompt has {len(tokens):,} tokens and the model's context {generator.context_tokens:,}"
+                refused.append(Answer(row=pair.number, refused="prompt_too_long", message=message))
+                continue
+            asked.append((pair, truncated))
+            prompts.append(tokens)
+        if refused:
+            yield refused
+
+        def name(place: int) -> str:
+            return f"the prompt of {asked[place][0].file}, line {asked[place][0].line}"
+
+        for places, batch in generator.answer_batches(prompts, self.forward, name=name):
+            yield [
+                Answer(
+                    row=asked[place][0].number, text=generator.tokenizer.decode(ids).strip(), truncated=asked[place][1],
+                    finished=len(ids) < generator.room(prompts[place]),
+                )
+                for place, ids in zip(places, batch, strict=True)
+            ]  # fmt: skip
+
+
+class _SilentModel(Exception):
+    """All answers are empty."""
+
+
+@dataclass
+class _Job:
+    """One run: window by window, the answers that are there, those that are missing, and what of them goes to the output."""
+
+    source: Source
+    survey: _Survey
+    journal: _Journal
+    answerer: _Answerer
+    drops: _Drops
+    options: RejectsOptions
+    progress: Callable[[str], object]
+    rows_out: int = 0
+    answers: int = 0
+    truncated: int = 0
+    samples: list[dict[str, str]] = field(default_factory=list)
+    _spoke: bool = False
+    _done: int = 0
+    _new: int = 0
+    _new_s: float = 0.0
+
+    @property
+    def asked(self) -> int:
+        return len(self.survey.chosen)
+
+    @property
+    def rate(self) -> float:
+        """New answers per second."""
+        return self._new / self._new_s if self._new_s else 0.0
+
+    def run(self, file: Path) -> None:
+        with file.open("w", encoding="utf-8") as rows:
+            for window in self._windows():
+                for pair, answer in self._answered(window):
+                    if (rejected := self._kept(pair, answer)) is not None:
+                        rows.write(json.dumps(pair.output(rejected, self.survey.form), ensure_ascii=False) + "\n")
+                        self.rows_out += 1
+                if self.answers and not self._spoke:
+                    raise _SilentModel
+
+    def _windows(self) -> Iterator[list[Pair]]:
+        """The chosen rows of a second pass, which drops the same ones as the first."""
+        chosen = iter(self.survey.chosen)
+        wanted = next(chosen, None)
+
+        def matching() -> Iterator[Pair]:
+            nonlocal wanted
+            for pair in _read_pairs(self.source, _Drops(), BrokenRowLimit(self.options.max_bad)):
+                if pair.number == wanted:
+                    yield pair
+                    wanted = next(chosen, None)
+
+        pairs = matching()
+        while window := list(islice(pairs, WINDOW_ROWS)):
+            yield window
+
+    def _answered(self, window: list[Pair]) -> list[tuple[Pair, Answer]]:
+        answers = self.journal.below(window[-1].number + 1)
+        missing = [pair for pair in window if pair.number not in answers]
+        self._done += len(window) - len(missing)
+        if missing:
+            self.answerer.prepare()
+            begin_s, before_s = time.monotonic(), self._new_s
+            for batch in self.answerer.answers(missing):
+                self.journal.add(batch)
+                answers.update((one.row, one) for one in batch)
+                self._done += len(batch)
+                self._new += sum(not one.refused for one in batch)
+                self._new_s = before_s + time.monotonic() - begin_s
+                self.progress(f"answered {self._done:,} of {self.asked:,} prompts, {self.rate:,.1f}/s")
+        return [(pair, answers[pair.number]) for pair in window]
+
+    def _kept(self, pair: Pair, answer: Answer) -> str | None:
+        """The rejected answer, or None if it was dropped."""
+        if answer.refused:
+            self.drops.add(answer.refused, pair.problem(answer.message))
+            return None
+        self.answers += 1
+        self.truncated += answer.truncated
+        self._spoke = self._spoke or bool(answer.text)
+        prompt, chosen = pair.prompt_text, pair.chosen["content"]
+        drop = reason_to_drop(
+            prompt, chosen, answer.text, finished=answer.finished, min_chars=self.options.min_chars,
+            max_similarity=self.options.max_similarity,
+        )  # fmt: skip
+        if drop is not None:
+            self.drops.add(drop[0], pair.problem(drop[1]))
+            return None
+        if len(self.samples) < PREVIEW_ROWS:
+            self.samples.append({"prompt": prompt, "chosen": chosen, "rejected": answer.text})
+        return answer.text
+
+
+# ── The output ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_output(path: Path, *, overwrite: bool) -> None:
+    if path.suffix != ".jsonl":
+        raise BadOption(f"output='{path}' must end in .jsonl. Try: output='{path.with_suffix('.jsonl')}'.")
+    if path.is_dir():
+        raise BadOption(f"output='{path}' is a folder. Try: the name of a file.")
+    if path.exists() and not overwrite:
+        raise BadOption(f"output='{path}' is an existing file. Try: another file, or overwrite=True.")
+
+
+@contextmanager
+def _part_folder(output: Path) -> Iterator[Path]:
+    """The folder with what is done so far, locked for one process. After an error it stays if it has answers."""
+    part = output.with_name(f".{output.name}.part")
+    try:
+        lock = FileLock(part, folder=True)
+    except BlockingIOError:
+        raise BadOption(f"output='{output}' is being written by another process. Try: another file.") from None
+    with lock:
+        try:
+            yield part
+        except BaseException:
+            if not (part / _ANSWERS).exists() or not (part / _ANSWERS).stat().st_size:
+                shutil.rmtree(part, ignore_errors=True)
+            raise

@@ -102,7 +102,7 @@ def test_tools_stay_with_their_conversation():
 
 def test_answers_are_those_of_the_model(chat, tmp_path):
     """Without sampling it says what it has learned, which is no rejected answer."""
-    with pytest.raises(BadData, match=r"no row is left of 24 \(24 identical\)"):
+    with pytest.raises(BadData, match=r"no row is left of 24 \(24 identical to the chosen answer\)"):
         make(chat.model, chat.raw, tmp_path / "pairs.jsonl", temperature=0)
     assert not (tmp_path / "pairs.jsonl").exists()
 
@@ -354,7 +354,7 @@ def test_an_answer_is_dropped_for_the_first_reason_that_holds(rejected, changes,
 
 def test_every_reason_is_named_with_its_row():
     found = reason_to_drop("问？", "答案", "其他" * 30, finished=False, min_chars=2, max_similarity=0.8)
-    assert found == ("unfinished", f"no end before the token limit: {'其他' * 19 + '其…'!r}")
+    assert found == ("unfinished", f"without an end before the token limit: {'其他' * 19 + '其…'!r}")
 
 
 def test_similarity_is_symmetric_and_bounded():
@@ -416,7 +416,7 @@ def test_unfinished_answers_are_dropped(tiny, tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", [{**row, "response": "别的。"} for row in ROWS])
     report = make(tiny.model, data, tmp_path / "pairs.jsonl", max_new_tokens=4, temperature=0)
     assert {row["rejected"] for row in written(tmp_path / "pairs.jsonl")} == {"红色。", "绿色。", "紫色。"}
-    assert report.dropped["unfinished"] == 21 and "no end before the token limit" in report.first_dropped["unfinished"]
+    assert report.dropped["unfinished"] == 21 and "without an end" in report.first_dropped["unfinished"]
 
 
 def test_broken_rows_stop_it_unless_they_are_allowed(tiny, tmp_path):
@@ -477,7 +477,7 @@ def test_mistakes_are_one_sentence(tiny, causal, tmp_path):
     pairs = write_jsonl(tmp_path / "preferences.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     for model, data, changes, kind, message in [
         (tiny.model, texts, {}, BadData, "has whole texts and no prompts"),
-        (tiny.model, alone, {}, BadData, r"none of 1 rows has a prompt \(1 no reply\)"),
+        (tiny.model, alone, {}, BadData, r"none of 1 rows has a prompt and a reply \(1 without a reply"),
         (tiny.model, pairs, {}, BadData, "holds preferences"),
         (tiny.model, tmp_path / "missing.jsonl", {}, BadData, "missing.jsonl"),
         (tmp_path / "missing", tiny.raw, {}, BadModel, "there is no model at"),

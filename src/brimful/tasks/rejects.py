@@ -54,20 +54,20 @@ PREVIEW_ROWS = 10
 FORMAT = 1
 
 REASONS = {
-    "broken": "cannot be read",
-    "no_reply": "no reply of the assistant that is a text",
-    "no_prompt": "nothing before the reply",
-    "empty_chosen": "the reply of the data is empty",
-    "duplicate_prompt": "the prompt of an earlier row",
+    "broken": "that cannot be read",
+    "no_reply": "without a reply that is a text",
+    "no_prompt": "without a prompt",
+    "empty_chosen": "with an empty reply",
+    "duplicate_prompt": "with the prompt of an earlier row",
     "refused": "refused by the chat template",
-    "prompt_too_long": "no room for an answer in the model's context",
-    "empty": "the model answered nothing",
-    "unfinished": "no end before the token limit",
-    "not_text": "half of a character",
+    "prompt_too_long": "too long for the model's context",
+    "empty": "answered with nothing",
+    "unfinished": "without an end before the token limit",
+    "not_text": "with half of a character",
     "too_short": "too short",
-    "identical": "the chosen answer itself",
+    "identical": "identical to the chosen answer",
     "too_similar": "nearly the chosen answer",
-    "off_topic": "shares nothing with prompt and chosen answer",
+    "off_topic": "off topic",
 }
 """Why a row is not in the output, in the order in which it is looked for. Those up to `prompt_too_long` are not answered."""
 
@@ -211,7 +211,7 @@ def make_rejects(
     survey = _Survey.of(source, drops, options)
     if not survey.pairs:
         raise BadData(
-            f"{data}: none of {survey.rows_in:,} rows has a prompt{drops.in_words()}. Try: `brimful data check`."
+            f"{data}: none of {survey.rows_in:,} rows has a prompt and a reply ({drops.in_words()}). Try: `brimful data check`."
         )
     with writing_to(path), PeakMemory() as host, _part_folder(path) as part, ExitStack() as stack:
         key = {
@@ -234,7 +234,7 @@ def make_rejects(
                 "Try: a model that `brimful train sft` has trained on replies."
             ) from None
         if not job.rows_out:
-            raise BadData(f"{data}: no row is left of {survey.rows_in:,}{drops.in_words()}. Try: {drops.advice()}.")
+            raise BadData(f"{data}: no row is left of {survey.rows_in:,} ({drops.in_words()}). Try: {drops.advice()}.")
         if survey.rows_in != job.rows_out + survey.not_chosen + drops.total:
             raise InternalError(f"rows do not add up: {survey}, {job.rows_out} written, {drops.counts} dropped")
         sync(part / _ROWS)
@@ -261,13 +261,13 @@ def reason_to_drop(
     if not rejected.strip():
         return "empty", REASONS["empty"]
     if not finished:
-        return "unfinished", f"no end before the token limit: {_shortened(rejected)}"
+        return "unfinished", f"{REASONS['unfinished']}: {_shortened(rejected)}"
     if INCOMPLETE_CHARACTER in rejected and INCOMPLETE_CHARACTER not in prompt + chosen:
-        return "not_text", f"half of a character in {_shortened(rejected)}"
+        return "not_text", f"{REASONS['not_text']}: {_shortened(rejected)}"
     if len(rejected.strip()) < min_chars:
         return "too_short", f"fewer than {min_chars:,} characters: {_shortened(rejected)}"
     if _comparable(rejected) == _comparable(chosen):
-        return "identical", f"the chosen answer itself: {_shortened(rejected)}"
+        return "identical", f"{REASONS['identical']}: {_shortened(rejected)}"
     if (alike := similarity(chosen, rejected)) > max_similarity:
         return "too_similar", f"{alike:.0%} of the chosen answer: {_shortened(rejected)}"
     if is_off_topic(prompt, chosen, rejected):
@@ -367,10 +367,9 @@ class _Drops:
         return sum(self.counts.values())
 
     def in_words(self) -> str:
-        """` (3 unfinished, 1 identical)`, the most frequent first."""
+        """`3 too short, 1 off topic`, the most frequent first."""
         counts = sorted(((count, reason) for reason, count in self.counts.items() if count), reverse=True)
-        text = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for count, reason in counts)
-        return f" ({text})" if text else ""
+        return ", ".join(f"{count:,} {REASONS[reason]}" for count, reason in counts)
 
     def advice(self) -> str:
         """What helps against the most frequent reason."""

@@ -231,6 +231,10 @@ class Task:
         """Choices about model and data to show in the plan: name, requested, effective, reason."""
         return ()
 
+    def preview(self, rows: Dataset) -> "Sequence[Sequence[tuple[str, bool]]]":
+        """A few rows as text, in pieces that are trained on or not, to be shown when a run begins."""
+        return ()
+
     def evaluate(self, model: "nn.Module", rows: Sequence[Any], context: Any) -> "Mapping[str, float]":
         """Scores besides the mean loss, higher is better. `context` runs gradient-free work in batches that fit."""
         return {}

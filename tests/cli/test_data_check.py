@@ -22,6 +22,8 @@ def test_the_flags_are_frozen(capsys):
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     assert flags == {
         "--columns",
+        "--model",
+        "--chat-template",
         "--tokenizer",
         "--max-chars",
         "--max-tokens",

@@ -109,7 +109,7 @@ def test_some_checkpointed_blocks_repeat_their_dropout(task, model, layout, ever
 
 
 def test_a_frozen_encoder_keeps_no_graph():
-    task = Sft(SftOptions(model="chatlm-tiny"))
+    task = Sft(SftOptions(model="chatlm-tiny", freeze="encoder+embeddings"))
     model = task.model().double().eval()
     rows = draw_rows(3)
     assert_same(

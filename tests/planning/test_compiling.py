@@ -26,7 +26,7 @@ def compiled(monkeypatch):
 
     def compile_(function, **options):
         functions.append(function)
-        return functools.wraps(function)(COMPILE(function, **options, backend="eager"))
+        return functools.wraps(function)(COMPILE(function, **{**options, "backend": "eager", "options": None}))
 
     monkeypatch.setattr(torch, "compile", compile_)
     return functions

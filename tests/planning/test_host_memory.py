@@ -224,8 +224,8 @@ def test_a_global_batch_of_all_rows_is_none(plan):
 
 
 def test_a_host_limit_is_shown_as_requested(plan):
-    choice = host_plan(plan, Data(), host_limit="1GiB").choice("host_limit")
-    assert (choice.requested, choice.effective, choice.source) == (GiB, GiB, "you")
+    choice = host_plan(plan, Data(), host_limit="8GiB").choice("host_limit")
+    assert (choice.requested, choice.effective, choice.source) == (8 * GiB, 8 * GiB, "you")
 
 
 def test_a_host_limit_above_what_there_is_is_lowered_in_sight(plan):

@@ -29,7 +29,7 @@ def check(
     """Show which columns were found, three rows, how many rows can be used, and how long they are.
 
     Reads everything once and writes nothing. The exit code is 2 if more rows are broken, empty or over-long than --max-bad
-    allows. With --model of a causal model, rows are shown as that model reads them, the tokens that it is trained on in colour.
+    allows. With the name of a causal model, rows are shown as that model reads them, the tokens that it is trained on in colour.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def check(
     columns
         Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     model
-        A model folder, a run or owner/name on the hub: rows go through its chat template, as in `brimful train sft --model`.
+        A model folder, a run or owner/name on the hub: rows go through its chat template, as in `brimful train sft`.
     chat_template
         Jinja file that writes conversations, or chatml or plain. Default: the template of the model's tokenizer.
     tokenizer

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from brimful.data.check import UNUSABLE, Bin, CheckReport, Lengths
 from brimful.data.read.files import RowProblem, skipped_note
+from brimful.languages import tr
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
 if TYPE_CHECKING:  # a command imports only its own libraries
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # a command imports only its own libraries
 
 _WARN, _GOOD = "yellow", "green"
 _TRAINED = "bold green"
-_PIECE = 400
+_PIECE = 160
 """Characters of a part of a row that are shown."""
 _BAR_WIDTH = 16
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -55,13 +56,7 @@ def rows_table(report: "RowsReport") -> RenderableType:
         ),
         Text(f"columns: {_one_line(report.reason)}; replies found by: {report.method}", style="dim"),
     ]  # fmt: skip
-    for pieces in report.examples:
-        parts += [Text(), Text.assemble(*_shown_pieces(pieces))]
-    parts += [
-        Text(),
-        Text.assemble("trained on: ", ("this", _TRAINED), ("   not trained on: ", ""), ("this", "dim")),
-        Text(),
-    ]
+    parts += [Text(), example_rows(report.examples), Text()]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -83,15 +78,17 @@ def rows_table(report: "RowsReport") -> RenderableType:
     return Group(*parts, table)
 
 
-def _shown_pieces(pieces: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
-    """The text with its trained parts in colour, cut in the middle of long parts."""
-    return [
-        (
-            text if len(text) <= _PIECE else f"{text[: _PIECE // 2]} … {text[-_PIECE // 2 :]}",
-            _TRAINED if is_trained else "dim",
-        )
-        for text, is_trained in pieces
-    ]
+def example_rows(rows: Sequence[Sequence[tuple[str, bool]]]) -> RenderableType:
+    """Rows as a model reads them. What is trained on stands in ⟦ ⟧ and in colour."""
+    legend = Text.assemble((tr("rows as the model reads them, trained on what is in "), "dim"), ("⟦ ⟧", _TRAINED))
+    return Group(legend, *(Text.assemble(*(_shown(*piece) for piece in row)) for row in rows))
+
+
+def _shown(text: str, trained: bool) -> tuple[str, str]:
+    """A piece on one line, long ones cut in the middle."""
+    flat = "".join(one if one.isprintable() else "·" for one in text.replace("\n", "⏎").replace("\t", " "))
+    short = flat if len(flat) <= _PIECE else f"{flat[: _PIECE // 2]} … {flat[-_PIECE // 2 :]}"
+    return (f"⟦{short}⟧", _TRAINED) if trained else (short, "dim")
 
 
 def clean_table(report: "CleanReport") -> RenderableType:

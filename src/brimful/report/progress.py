@@ -106,6 +106,8 @@ class Progress:
             view.flush(self._summary)
         if event["event"] == "begin":
             self._resumed, self._run = bool(event.get("resumed")), event["run"]
+        if event["event"] == "rows":
+            view.table(_rows(event))
         if event["event"] == "plan" and not self._resumed:
             view.table(_plan_table(event, self._wording))
             self._warned = event.get("warnings", ())
@@ -144,6 +146,12 @@ def _plan_table(event: Mapping[str, Any], wording: Callable[[str], str]) -> Rend
     from brimful.report.tables import plan_table
 
     return plan_table(Plan.from_json(dict(event)), wording=wording)
+
+
+def _rows(event: Mapping[str, Any]) -> RenderableType:
+    from brimful.report.data_tables import example_rows
+
+    return example_rows([[(str(text), bool(trained)) for text, trained in one] for one in event["examples"]])
 
 
 def _plan_changes(event: Mapping[str, Any]) -> RenderableType:

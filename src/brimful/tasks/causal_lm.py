@@ -8,6 +8,8 @@ torch is imported inside functions only: the command line reads the options of a
 """
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from brimful.data.store import SPANS, trained
@@ -54,6 +56,15 @@ class CausalLM:
         import torch
 
         return {TOKENS: torch.randint(2, self.text.vocab_size, shape).numpy()}
+
+    def pieces(self, row: Any) -> list[tuple[list[int], bool]]:
+        """The tokens of a row in pieces, and whether each is trained on."""
+        tokens = row[TOKENS].tolist()
+        if SPANS not in row:
+            return [(tokens, True)]
+        marks = trained(row[SPANS], len(tokens)).tolist()
+        groups = groupby(zip(tokens, marks, strict=True), key=itemgetter(1))
+        return [([token for token, _ in group], mark) for mark, group in groups]
 
     def collate(self, rows: Sequence[Any]) -> Any:
         from brimful.packing.causal import pad

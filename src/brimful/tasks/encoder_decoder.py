@@ -54,6 +54,10 @@ class EncoderDecoder:
         vocab = self.config.vocab_size
         return {name: torch.randint(2, vocab, (length,)).numpy() for name, length in zip(FIELDS, shape, strict=True)}
 
+    def pieces(self, row: Any) -> list[tuple[list[int], bool]]:
+        """The tokens of a row in pieces, and whether each is trained on."""
+        return [(row["prompt"].tolist(), False), (row["response"].tolist(), True)]
+
     def collate(self, rows: Sequence[Any]) -> Any:
         prompts, responses = ([row[name] for row in rows] for name in FIELDS)
         ids, mask = pad(prompts, self.config.pad_token_id)

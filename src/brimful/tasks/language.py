@@ -38,6 +38,8 @@ TrainOn = Literal["replies", "all"]
 LoadIn = Literal["4bit", "8bit"]
 ADAPTER_RANK = 16
 """Of the adapters that a message suggests."""
+PREVIEWED = 3
+"""Rows that are shown when a run begins."""
 LORA_RATE, CAUSAL_RATE = 2e-4, 2e-5
 """Learning rates of adapters, and of fine-tuning a causal model."""
 BYTES_IN_4BIT = 0.57
@@ -280,6 +282,20 @@ class Pretrain(Task):
         from brimful.tasks.token_stores import remarks
 
         return remarks(self, rows)
+
+    def preview(self, rows: Dataset) -> Sequence[Sequence[tuple[str, bool]]]:
+        """The first three rows of a token store, decoded by its own tokenizer."""
+        from brimful.data.store import Store
+        from brimful.data.tokenizer.folder import load_tokenizer
+
+        if not isinstance(rows, Store):
+            return ()
+        tokenizer = load_tokenizer(rows.path / "tokenizer")
+        some = [rows[number] for number in range(min(PREVIEWED, len(rows)))]
+        return [
+            [(tokenizer.decode(ids, skip_special_tokens=False), trained) for ids, trained in self.family.pieces(row)]
+            for row in some
+        ]
 
     def evaluate(self, model: "nn.Module", rows: Any, context: Any) -> Mapping[str, float]:
         from brimful.tasks.chat_scores import evaluate_in_training

@@ -663,6 +663,8 @@ class Session:
             request=self.request.to_json(),
             **begin_figures(self.places),
         )
+        if position is None and (examples := self.task.preview(planned.rows)):
+            self._write("rows", examples=examples)
         self._write("plan", **plan.to_json(), **comparison.to_json())
         if position is None or comparison.changes:
             for warning in plan.warnings:

@@ -1,0 +1,195 @@
+"""`sft` and `pretrain` of causal models, from raw files to a saved model: rows, labels, resume, memory, adapters."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import brimful
+from brimful.data.store import Store
+from brimful.errors import BadData, BadModel, BadOption
+from brimful.tasks.causal_lm import IGNORED, CausalLM
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
+from brimful.training.events import last_steps, read_events
+from tests.tasks.tiny import write_jsonl
+
+RUN = {"device": "cpu", "workers": 0, "cache": False, "quiet": True, "schedule": "constant", "warmup": 0, "lr": 1e-3, "global_batch": 8}  # fmt: skip
+
+
+def sft(causal, **options):
+    return Sft(SftOptions(model=str(causal.model), **options))
+
+
+def train(task, data, folder, **options):
+    brimful.train(task, str(data), run=folder, **{**RUN, "max_steps": 4, **options})
+    return [event["loss"] for event in last_steps(read_events(folder / "events.jsonl"))]
+
+
+def weights(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(causal, tmp_path_factory):
+    """An undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, train(sft(causal), causal.raw, folder)
+
+
+def test_labels_are_the_trained_tokens_alone(causal):
+    row = causal.store[2]
+    labels = CausalLM(causal.net.config)._labels(row)
+    text = causal.template.decode(labels[labels != IGNORED].tolist())
+    assert text == "红色。[EOS]红车。[EOS]"
+
+
+def test_the_loss_is_that_of_the_model_on_its_trained_tokens(causal):
+    task, row = sft(causal), causal.store[5]
+    mask = np.zeros(len(row["tokens"]), bool)
+    place = 0
+    for number, run in enumerate(row["spans"].tolist()):
+        mask[place : place + run] = bool(number % 2)
+        place += run
+    ids = torch.tensor(row["tokens"].astype(np.int64))[None]
+    labels = torch.where(torch.tensor(mask)[None], ids, IGNORED)
+    model = task.model().eval()  # new weights, whose loss is not all rounding
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=labels).loss
+        loss = task.loss(model, task.collate([row]))
+    assert float(loss.sum / loss.count) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_run_learns_and_is_saved_for_transformers(causal, tmp_path, layout):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    losses = train(
+        Sft(SftOptions(model="causal-tiny")), causal.raw, tmp_path / "run", max_steps=12, layout=layout, lr=5e-3
+    )
+    assert losses[-1] < 0.7 * losses[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "甲的花？"}], add_generation_prompt=True, return_tensors="pt")  # fmt: skip
+    assert model.config.use_cache and model.generate(**prompt, max_new_tokens=2).shape[0] == 1
+    assert "甲" in tokenizer.decode(prompt["input_ids"][0])
+
+
+def test_packed_and_padded_runs_end_with_the_same_weights(causal, tmp_path):
+    found = []
+    for layout in ("padded", "packed"):
+        train(sft(causal), causal.raw, tmp_path / layout, layout=layout)
+        found.append(weights(tmp_path / layout))
+    assert all(torch.allclose(found[0][name], found[1][name], atol=2e-5) for name in found[0])
+
+
+def test_a_run_short_of_memory_has_the_losses_of_one_that_is_not(causal, tmp_path, whole):
+    limit = causal.weight_bytes * 4 + 2_000_000
+    assert train(sft(causal), causal.raw, tmp_path / "run", memory_limit=limit) == pytest.approx(whole[1], rel=1e-4)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["micro_batch"] < 8
+
+
+def test_a_resumed_run_ends_with_the_same_bits(causal, tmp_path):
+    task, steady = sft(causal), {"deterministic": True, "memory_limit": "256MiB"}
+    train(task, causal.raw, tmp_path / "run", max_steps=2, **steady)
+    train(task, causal.raw, tmp_path / "run", resume=True, **steady)
+    train(task, causal.raw, tmp_path / "undisturbed", **steady)
+    first, second = weights(tmp_path / "run"), weights(tmp_path / "undisturbed")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_three_rows_are_shown_when_a_run_begins(whole):
+    event = next(event for event in read_events(whole[0] / "events.jsonl") if event["event"] == "rows")
+    assert len(event["examples"]) == 3
+    assert ["红色。[EOS]", True] in event["examples"][0]
+
+
+def test_adapters_train_beside_a_base_that_stays_as_it_was(causal, tmp_path):
+    pytest.importorskip("peft")
+    task = sft(causal, lora="r=4")
+    model = task.initial_model()
+    assert {name.split(".")[-3] for name, one in model.named_parameters() if one.requires_grad} == {"lora_A", "lora_B"}
+    before = (causal.model / "model.safetensors").read_bytes()
+    losses = train(task, causal.raw, tmp_path / "run", max_steps=6, lr=1e-2)
+    assert losses[-1] != losses[0]
+    assert (causal.model / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert task.learning_rate == 2e-4
+
+
+def test_an_adapter_is_not_a_model_to_train(causal, tmp_path):
+    pytest.importorskip("peft")
+    train(sft(causal, lora="r=4"), causal.raw, tmp_path / "run", max_steps=1)
+    with pytest.raises(BadOption, match="is an adapter, not a whole model. Try: brimful export"):
+        Sft(SftOptions(model=str(tmp_path / "run")))
+
+
+def test_what_would_fit_is_named_where_a_model_does_not(causal):
+    task = sft(causal)
+    ways = dict(task.alternatives())
+    assert list(ways) == ["lora='r=16'", "lora='r=16' with load_in='4bit'"]
+    assert ways["lora='r=16' with load_in='4bit'"] < ways["lora='r=16'"]
+    assert not Sft(SftOptions(model="causal-tiny")).alternatives()
+
+
+def test_texts_are_cut_and_nothing_is_lost(causal, tmp_path):
+    raw = write_jsonl(tmp_path / "texts.jsonl", [{"text": "红色的花，" * 30}, {"text": "车"}])
+    task = Pretrain(LanguageOptions(model=str(causal.model), max_tokens=32))
+    store = Store.open(task.prepare(str(raw), tmp_path, lambda phrase: None))
+    assert store.fields == ("tokens",) and len(store) > 3 and store.longest == (32,)
+    assert store.meta.truncated == {"tokens": 0}
+
+
+def test_fine_tuning_on_texts_is_refused(causal, tmp_path):
+    raw = write_jsonl(tmp_path / "texts.jsonl", [{"text": "红色的花"}])
+    with pytest.raises(BadData, match="sft trains on replies. Try: pretrain"):
+        sft(causal).prepare(str(raw), tmp_path, lambda phrase: None)
+
+
+def test_all_tokens_are_trained_on_if_asked(causal, tmp_path):
+    store = Store.open(sft(causal, train_on="all").prepare(str(causal.raw), tmp_path, lambda phrase: None))
+    assert all(row["spans"].tolist() == [0, len(row["tokens"])] for row in store)
+
+
+def test_a_model_without_a_template_is_refused_before_anything_is_tokenized(causal, tmp_path):
+    folder = causal.without_template(tmp_path / "model")
+    with pytest.raises(BadModel, match="chat_template"):
+        Sft(SftOptions(model=str(folder))).prepare(str(causal.raw), tmp_path / "data", lambda phrase: None)
+    given = Sft(SftOptions(model=str(folder), chat_template="plain"))
+    store = Store.open(given.prepare(str(causal.raw), tmp_path / "data", lambda phrase: None))
+    assert len(store) == 24
+    assert "Assistant:" in (store.path / "tokenizer" / "chat_template.jinja").read_text()
+
+
+def test_two_lengths_are_refused(causal):
+    with pytest.raises(BadOption, match="a row of a causal model is one sequence. Try: 576"):
+        sft(causal, max_tokens="256,320")
+
+
+def test_a_frozen_part_that_there_is_not_is_refused(causal):
+    with pytest.raises(BadOption, match="freeze='encoder' is not a part of a qwen2 model. Try: embeddings, none"):
+        sft(causal, freeze="encoder")
+
+
+def test_missing_shards_are_named(causal, tmp_path):
+    folder = tmp_path / "model"
+    causal.net.save_pretrained(folder, max_shard_size="40KB")
+    for file in causal.tokenizer.iterdir():
+        shutil.copy(file, folder / file.name)
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(BadModel, match=f"lacks {shard.name} of its weights"):
+        Sft(SftOptions(model=str(folder))).initial_model()
+
+
+def test_code_of_a_model_is_never_run(causal, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(causal.model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadModel, match="needs trust_remote_code"):
+        Sft(SftOptions(model=str(folder)))

@@ -1,0 +1,77 @@
+"""`data check --model`: rows go through the model's template, and everything that happens to them is counted."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from brimful.cli import main
+from brimful.errors import BadOption
+from brimful.report.data_tables import rows_table
+from brimful.tasks.check_rows import _packed_tokens, check_rows
+from tests.tasks.tiny import write_jsonl
+from tests.tasks.tiny_causal import CONVERSATIONS, talk
+
+
+def shown(report):
+    console = Console(file=io.StringIO(), width=160)
+    console.print(rows_table(report))
+    return console.file.getvalue()
+
+
+def test_tokens_lengths_and_trained_shares_are_those_of_the_store(causal):
+    report = check_rows([str(causal.raw)], model=str(causal.model))
+    lengths = [len(row["tokens"]) for row in causal.store]
+    assert (report.rows_in, report.rows_out, report.tokens) == (24, 24, sum(lengths))
+    assert report.trained_tokens == sum(int(row["spans"][1::2].sum()) for row in causal.store)
+    assert report.lengths["longest"] == max(lengths) and report.dropped == {} and report.failure() is None
+
+
+def test_trained_tokens_stand_out(causal):
+    report = check_rows([str(causal.raw)], model=str(causal.model))
+    assert ("红色。[EOS]", True) in report.examples[0]
+    assert "⟦红色。[EOS]⟧" in shown(report) and "甲的花" in shown(report)
+
+
+def test_tokens_lost_to_the_limit_are_counted(causal):
+    report = check_rows([str(causal.raw)], model=str(causal.model), max_tokens=30)
+    lengths = [len(row["tokens"]) for row in causal.store]
+    longer = [length for length in lengths if length > 30]
+    assert report.truncated + report.dropped.get("nothing to train on", 0) == len(longer)
+    assert 0 < report.lost_tokens <= sum(length - 30 for length in longer)
+
+
+def test_rows_that_cannot_be_used_are_named(causal, tmp_path):
+    rows = [{"messages": one} for one in (*CONVERSATIONS[:3], talk("问？"), talk("问？", ""))]
+    report = check_rows([str(write_jsonl(tmp_path / "rows.jsonl", rows))], model=str(causal.model))
+    assert sum(report.dropped.values()) == 2 and "rows.jsonl" in report.failure()
+    assert "line 4" in str(report.problems) or "line=4" in str(report.problems)
+
+
+@pytest.mark.parametrize(("lengths", "tokens"), [([10, 10, 10], 30), ([60, 50, 40, 50], 200), ([70, 60, 50], 250)])
+def test_the_tokens_of_packed_micro_batches(lengths, tokens):
+    import numpy as np
+
+    assert _packed_tokens(np.array(lengths), 100) == tokens
+
+
+def test_packing_wastes_less_than_padding(causal):
+    packing = check_rows([str(causal.raw)], model=str(causal.model)).packing
+    assert packing.unsorted <= packing.sorted <= packing.packed <= 1
+
+
+def test_new_weights_have_no_tokenizer(causal):
+    with pytest.raises(BadOption, match="has new weights and no tokenizer yet"):
+        check_rows([str(causal.raw)], model="causal-tiny")
+
+
+def test_the_command(causal, capsys):
+    main(["data", "check", str(causal.raw), "--model", str(causal.model), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["rows_out"] == 24 and answer["examples"][0][-1]["trained"] is True
+
+
+def test_an_encoder_decoder_has_plain_texts_checked_with_its_tokenizer(tiny, capsys):
+    main(["data", "check", str(tiny.raw), "--model", str(tiny.model), "--json"])
+    assert json.loads(capsys.readouterr().out)["tokens"]["prompt"]["rows"] == 24

@@ -229,6 +229,25 @@ def test_an_interrupted_run_continues_with_the_same_file(chat, tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "whole.jsonl"]
 
 
+def test_a_resumed_run_has_the_batches_of_one_that_was_not_interrupted(chat, tmp_path, monkeypatch, small_batches):
+    """Those with other prompts would differ by rounding."""
+    answer_batch, batches = Generator.answer_batch, []
+
+    def recorded(self, prompts):
+        batches.append([list(prompt) for prompt in prompts])
+        return answer_batch(self, prompts)
+
+    monkeypatch.setattr(Generator, "answer_batch", recorded)
+    make(chat.model, chat.raw, tmp_path / "whole.jsonl", temperature=2.0)
+    whole = list(batches)
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        interrupt_after(patched, 2)
+        make(chat.model, chat.raw, tmp_path / "pairs.jsonl", temperature=2.0)
+    batches.clear()
+    make(chat.model, chat.raw, tmp_path / "pairs.jsonl", temperature=2.0)
+    assert len(whole) == 5 and batches == whole[2:]
+
+
 def test_answers_that_were_half_written_are_made_again(tiny, tmp_path, monkeypatch, small_batches):
     make(tiny.model, tiny.raw, tmp_path / "whole.jsonl")
     output, journal = tmp_path / "pairs.jsonl", tmp_path / ".pairs.jsonl.part" / "answers.jsonl"

@@ -18,7 +18,7 @@ different laws, so they are phases of their own: one law for all was three times
 import hashlib
 import time
 from collections import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,14 +139,24 @@ class Generator:
         return [answers[row] for row in range(len(prompts))]
 
     def answer_batches(
-        self, prompts: Sequence[Sequence[int]], forward: "Forward", *, name: Callable[[int], str] | None = None
-    ) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """The same batch by batch: which prompts, and their answers. `name` names a prompt that does not fit even alone."""
-        new = self.options.max_new_tokens
+        self, prompts: Sequence[Sequence[int]], forward: "Forward", *, answered: Collection[int] = (),
+        name: Callable[[int], str] | None = None,
+    ) -> Iterator[tuple[list[int], list[list[int]]]]:  # fmt: skip
+        """The same batch by batch: which prompts, and their answers. `name` names a prompt that does not fit even alone.
+
+        A batch of prompts that are all in `answered` is left out. So a caller that was interrupted gets the same batches again,
+        to the last bit, and not others with the prompts that are left.
+        """
+        new, known = self.options.max_new_tokens, set(answered)
         if prompts and forward.model is None:
             forward.fit((min(PROBE_SOURCE, max(map(len, prompts))), min(PROBE_TOKENS, new)))
-        shapes = [(len(prompt), new) for prompt in prompts]
-        return forward.run_batches(shapes, lambda rows: self.answer_batch([prompts[row] for row in rows]), name=name)
+
+        def run(rows: list[int]) -> list[list[int]] | None:
+            return None if known.issuperset(rows) else self.answer_batch([prompts[row] for row in rows])
+
+        for rows, batch in forward.run_batches([(len(prompt), new) for prompt in prompts], run, name=name):
+            if batch is not None:
+                yield rows, batch
 
     def answer_batch(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens of an answer to each prompt, generated together: as far as they have equal room in the context."""

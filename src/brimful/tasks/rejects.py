@@ -7,11 +7,12 @@ DPO learns from pairs of a better and a worse answer. The reply of the data is t
 the model that is to be trained: what it would say itself is what it has to unlearn.
 
 **The same answers in any batch.** Every prompt has random numbers of its own, from the seed and its tokens
-(`generate.OwnNoise`), so neither the memory limit nor `--rows` nor an interruption changes what is drawn. Scores of another
-batch differ by rounding, which rarely decides in float32; therefore float32 weights are not computed in bf16 here.
+(`generate.OwnNoise`), so neither the memory limit nor `--rows` nor an interruption changes what is drawn. What is left are
+scores that differ by rounding in another batch. In float32 that changed one of 999 answers (45,000 tokens) of a model that was
+hardly trained, so float32 weights are not computed in bf16 here.
 
 **Interrupted.** `.OUTPUT.part` beside the output keeps every answer as soon as its batch is done, under a key of data, model
-and sampling. Run again, the answers are read from there and the others generated. The filter runs over all of them at the end
+and sampling. Run again, the answers are read from there and the other batches generated, the same as before. The filter runs over all of them at the end
 of each window, so other thresholds cost no new answers. The output is renamed to its place when it is complete.
 
 **Which answers are kept.** Each that is dropped is counted under the first reason that holds (`reason_to_drop`). An answer
@@ -26,7 +27,7 @@ import shutil
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
@@ -628,8 +629,8 @@ class _Answerer:
             max_rows=max_rows(target.device), fewest_batches=True, note=self._progress,
         )  # fmt: skip
 
-    def answers(self, pairs: Sequence[Pair]) -> Iterator[list[Answer]]:
-        """Batch by batch; first those that are not asked at all."""
+    def answers(self, pairs: Sequence[Pair], known: Collection[int]) -> Iterator[list[Answer]]:
+        """Batch by batch, first those that are not asked at all; without those whose numbers are in `known`."""
         from brimful.tasks.chat_template import RowError
 
         self.prepare()
@@ -652,19 +653,21 @@ class _Answerer:
                 continue
             asked.append((pair, truncated))
             prompts.append(tokens)
-        if refused:
-            yield refused
+        if new := [one for one in refused if one.row not in known]:
+            yield new
 
         def name(place: int) -> str:
             return f"the prompt of {asked[place][0].file}, line {asked[place][0].line}"
 
-        for places, batch in generator.answer_batches(prompts, self.forward, name=name):
+        answered = [place for place, (pair, _) in enumerate(asked) if pair.number in known]
+        for places, batch in generator.answer_batches(prompts, self.forward, answered=answered, name=name):
             yield [
                 Answer(
                     row=asked[place][0].number, text=generator.tokenizer.decode(ids).strip(), truncated=asked[place][1],
                     finished=len(ids) < generator.room(prompts[place]),
                 )
                 for place, ids in zip(places, batch, strict=True)
+                if asked[place][0].number not in known
             ]  # fmt: skip
 
 
@@ -729,12 +732,11 @@ class _Job:
 
     def _answered(self, window: list[Pair]) -> list[tuple[Pair, Answer]]:
         answers = self.journal.below(window[-1].number + 1)
-        missing = [pair for pair in window if pair.number not in answers]
-        self._done += len(window) - len(missing)
-        if missing:
+        self._done += len(answers)
+        if len(answers) < len(window):
             self.answerer.prepare()
             begin_s, before_s = time.monotonic(), self._new_s
-            for batch in self.answerer.answers(missing):
+            for batch in self.answerer.answers(window, frozenset(answers)):
                 self.journal.add(batch)
                 answers.update((one.row, one) for one in batch)
                 self._done += len(batch)

@@ -145,7 +145,9 @@ def rejects_table(report: "RejectsReport") -> RenderableType:
     if report.resumed_answers:
         notes.append(f"{report.resumed_answers:,} answers are those of an interrupted run")
     if report.truncated_prompts:
-        notes.append(f"{report.truncated_prompts:,} prompts were truncated, as in the training of the model")
+        notes.append(
+            f"{report.truncated_prompts:,} prompts were longer than those of the model's training and lost their beginning"
+        )
     if report.forward is not None and report.forward["ooms"]:
         notes.append(f"{report.forward['ooms']:,} out-of-memory errors; the batches were made smaller")
     peak = "" if report.peak_bytes is None else f"{show_bytes(report.peak_bytes)} on {report.device}, "

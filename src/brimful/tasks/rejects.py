@@ -8,7 +8,7 @@ the model that is to be trained: what it would say itself is what it has to unle
 
 **The same answers in any batch.** Every prompt has random numbers of its own, from the seed and its tokens
 (`generate.OwnNoise`), so neither the memory limit nor `--rows` nor an interruption changes what is drawn. What is left are
-scores that differ by rounding in another batch. In float32 that changed one of 999 answers (45,000 tokens) of a model that was
+scores that differ by rounding in another batch. In float32 that changed one of 999 answers (46,000 tokens) of a model that was
 hardly trained, so float32 weights are not computed in bf16 here.
 
 **Interrupted.** `.OUTPUT.part` beside the output keeps every answer as soon as its batch is done, under a key of data, model
@@ -161,7 +161,7 @@ class RejectsReport:
     first_dropped: dict[str, str]
     """By reason, the first row: file, line and what is wrong with it."""
     truncated_prompts: int
-    """Prompts of an encoder-decoder that were truncated as in its training."""
+    """Prompts of an encoder-decoder that were longer than those of its training and lost their beginning."""
     seconds: float
     answers_per_s: float
     """Without those of an interrupted run, and without loading the model."""
@@ -206,7 +206,7 @@ def make_rejects(
     refuse_output_inside(path, source.paths)
     if any(Path(file).resolve() == path for file in source.files):
         raise BadOption(f"output='{path}' is a file of the data. Try: another file.")
-    prompter = Prompter(model, options.chat_template, keep_end=source.layout.kind == "conversations")
+    prompter = Prompter(model, options.chat_template)
     target = find_target(options.plan)
     drops = _Drops()
     survey = _Survey.of(source, drops, options)
@@ -337,9 +337,9 @@ class Pair:
 
     @property
     def prompt_text(self) -> str:
-        """All messages before the reply, a system message first: as the rows of an encoder-decoder are read."""
-        texts = [(one["role"] in ("system", "developer"), one.get("content") or "") for one in self.prompt]
-        return "\n".join(text for _, text in sorted(texts, key=lambda one: not one[0]) if text.strip())
+        """All messages before the reply, one below the other: as an encoder-decoder reads the prompts of pairs."""
+        texts = (one.get("content") or "" for one in self.prompt)
+        return "\n".join(text for text in texts if text.strip())
 
     def problem(self, message: str) -> RowProblem:
         return RowProblem(self.file, self.line, message)
@@ -439,8 +439,7 @@ class _Survey:
 class Prompter:
     """A model's tokenizer: prompts to tokens, as the model was trained to read them, and answers to text."""
 
-    def __init__(self, model: str, chat_template: str | None = None, *, keep_end: bool = False) -> None:
-        """`keep_end`: prompts are conversations, whose end matters most if they must be truncated."""
+    def __init__(self, model: str, chat_template: str | None = None) -> None:
         if model in PRESETS:
             raise BadOption(f"{model} has new weights and answers nothing yet. Try: a model folder or a run.")
         self.folder = resolve(model)
@@ -450,7 +449,6 @@ class Prompter:
         self.end_ids: tuple[int, ...] = (self.tokenizer.eos_id,)
         self.max_tokens = 0
         """Of the prompts of an encoder-decoder."""
-        self._keep_end = keep_end
         if is_causal(self.config):
             from brimful.tasks.chat_template import ChatTemplate
 
@@ -486,8 +484,7 @@ class Prompter:
         ids = self.tokenizer.encode(pair.prompt_text)
         if len(ids) <= self.max_tokens:
             return ids, False
-        most = self.max_tokens - 1
-        return [*(ids[-1 - most : -1] if self._keep_end else ids[:most]), ids[-1]], True
+        return ids[-self.max_tokens :], True  # the end, where the question is, as in preference training
 
 
 def _trained_length(folder: Path) -> int:

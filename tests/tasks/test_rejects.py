@@ -48,6 +48,12 @@ def chat(request, tiny, causal):
     return tiny if request.param == "encoder-decoder" else causal
 
 
+@pytest.fixture
+def unfiltered(monkeypatch):
+    """Every answer is kept, so that files which are equal say something about all of them."""
+    monkeypatch.setattr(rejects, "reason_to_drop", lambda *texts, **limits: None)
+
+
 # ── Rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -144,20 +150,24 @@ def test_the_rows_that_are_chosen_follow_the_seed_and_keep_their_answers(tiny, t
 # ── Memory ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_any_memory_limit_gives_the_same_file(chat, tmp_path):
+def test_any_memory_limit_gives_the_same_file(chat, tmp_path, unfiltered):
     weights = sum(one.nbytes for one in chat.net.parameters())
     reports = [
         make(chat.model, chat.raw, tmp_path / f"{number}.jsonl", memory_limit=limit, temperature=2.0)
         for number, limit in enumerate(["1GiB", weights + 600 * KiB, weights + 250 * KiB])
     ]
     files = [(tmp_path / f"{number}.jsonl").read_bytes() for number in range(3)]
-    assert files[0] == files[1] == files[2] and files[0]
+    assert files[0] == files[1] == files[2]
+    rows = written(tmp_path / "0.jsonl")
+    assert len(rows) == 24 and sum(row["chosen"] != row["rejected"] for row in rows) > 12, (
+        "greedy answers are always the same"
+    )
     batches = [report.forward["batches"] for report in reports]
     assert batches[0] == 1 < batches[1] < batches[2]
     assert reports[2].peak_bytes <= weights + 250 * KiB and reports[2].forward["ooms"] == 0
 
 
-def test_the_windows_do_not_matter_either(chat, tmp_path, monkeypatch):
+def test_the_windows_do_not_matter_either(chat, tmp_path, monkeypatch, unfiltered):
     make(chat.model, chat.raw, tmp_path / "one.jsonl", temperature=2.0)
     monkeypatch.setattr(rejects, "WINDOW_ROWS", 7)
     report = make(chat.model, chat.raw, tmp_path / "four.jsonl", temperature=2.0)
@@ -165,13 +175,13 @@ def test_the_windows_do_not_matter_either(chat, tmp_path, monkeypatch):
     assert report.forward["batches"] == 4
 
 
-def test_out_of_memory_is_survived_with_the_same_answers(chat, tmp_path, monkeypatch):
+def test_out_of_memory_is_survived_with_the_same_answers(chat, tmp_path, monkeypatch, unfiltered):
     """The probes are replaced by the smallest one, so the memory model predicts too little."""
-    make(chat.model, chat.raw, tmp_path / "plain.jsonl")
+    make(chat.model, chat.raw, tmp_path / "plain.jsonl", temperature=2.0)
     dummy, notes = Generator.dummy, []
     monkeypatch.setattr(Generator, "dummy", lambda self, rows, shape: dummy(self, 1, (2, 1)))
     limit = sum(one.nbytes for one in chat.net.parameters()) + 250 * KiB
-    report = make(chat.model, chat.raw, tmp_path / "tight.jsonl", notes.append, memory_limit=limit)
+    report = make(chat.model, chat.raw, tmp_path / "tight.jsonl", notes.append, memory_limit=limit, temperature=2.0)
     assert (tmp_path / "tight.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
     assert report.forward["ooms"] > 0 and any("out of memory" in note for note in notes)
 
@@ -211,7 +221,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(rejects, "max_rows", lambda device: 5)
 
 
-def test_an_interrupted_run_continues_with_the_same_file(chat, tmp_path, monkeypatch, small_batches):
+def test_an_interrupted_run_continues_with_the_same_file(chat, tmp_path, monkeypatch, small_batches, unfiltered):
     make(chat.model, chat.raw, tmp_path / "whole.jsonl", temperature=2.0)
     output, notes = tmp_path / "pairs.jsonl", []
     with monkeypatch.context() as patched:
@@ -245,7 +255,7 @@ def test_a_resumed_run_has_the_batches_of_one_that_was_not_interrupted(chat, tmp
     assert len(whole) == 5 and batches == whole[2:]
 
 
-def test_answers_that_were_half_written_are_made_again(tiny, tmp_path, monkeypatch, small_batches):
+def test_answers_that_were_half_written_are_made_again(tiny, tmp_path, monkeypatch, small_batches, unfiltered):
     make(tiny.model, tiny.raw, tmp_path / "whole.jsonl")
     output, journal = tmp_path / "pairs.jsonl", tmp_path / ".pairs.jsonl.part" / "answers.jsonl"
     with monkeypatch.context() as patched:
@@ -315,7 +325,7 @@ make_rejects(model, data, output=output, options=RejectsOptions(temperature=1.5,
 """
 
 
-def test_a_killed_run_continues_with_the_same_file(tiny, tmp_path):
+def test_a_killed_run_continues_with_the_same_file(tiny, tmp_path, unfiltered):
     make(tiny.model, tiny.raw, tmp_path / "whole.jsonl")
     output = tmp_path / "pairs.jsonl"
     command = [sys.executable, "-c", SCRIPT, str(tiny.model), str(tiny.raw), str(output)]

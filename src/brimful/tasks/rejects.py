@@ -607,6 +607,8 @@ class _Answerer:
         """Load the model, unless it is there."""
         if self._generator is not None:
             return
+        import torch
+
         from brimful.memory.context import forward_context
         from brimful.memory.forward import Forward
         from brimful.planning.target import autocast_dtype
@@ -616,7 +618,7 @@ class _Answerer:
         dtype = weights_dtype(prompter.config, target.device)
         model = load_model(prompter.folder, dtype=dtype)
         self._ledger = self._stack.enter_context(target.hold(model))
-        autocast = None if dtype is None else autocast_dtype("auto", target.device)
+        autocast = None if dtype in (None, torch.float32) else autocast_dtype("auto", target.device)
         self._generator = Generator(
             model, prompter.tokenizer, self._options, device=target.device, end_ids=prompter.end_ids,
             autocast=lambda: forward_context(target.device, autocast),

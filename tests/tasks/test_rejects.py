@@ -13,15 +13,9 @@ from brimful.errors import BadData, BadModel, BadOption, DoesNotFit
 from brimful.files import FileLock
 from brimful.tasks import rejects
 from brimful.tasks.generate import Generator
-from brimful.tasks.rejects import (
-    REASONS,
-    Prompter,
-    RejectsOptions,
-    is_off_topic,
-    make_rejects,
-    reason_to_drop,
-    similarity,
-)
+from brimful.tasks.reject_filter import REASONS, is_off_topic, reason_to_drop, similarity
+from brimful.tasks.reject_prompts import Prompter, pair_of
+from brimful.tasks.rejects import RejectsOptions, make_rejects
 from brimful.units import KiB
 from tests.tasks.adapted import add_noise
 from tests.tasks.tiny import ROWS, learn, make_model, save, write_jsonl
@@ -99,7 +93,7 @@ def test_conversations_of_single_questions_are_texts(causal, tmp_path):
 
 def test_tools_stay_with_their_conversation():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    pair = rejects._pair(0, "rows.jsonl", 1, talk("一？", "二。"), tools)
+    pair = pair_of(0, "rows.jsonl", 1, talk("一？", "二。"), tools)
     assert not pair.is_question
     assert pair.output("三。", "conversations") == {
         "prompt": talk("一？"), "chosen": talk("", "二。")[1:], "rejected": talk("", "三。")[1:], "tools": tools,
@@ -115,14 +109,14 @@ def test_answers_are_those_of_the_model(chat, tmp_path):
 
 def test_an_encoder_decoder_reads_all_messages_one_below_the_other(tiny):
     conversation = talk("一？", "二。", "三？", "四。", system=SYSTEM)
-    pair = rejects._pair(0, "rows.jsonl", 1, conversation, [])
+    pair = pair_of(0, "rows.jsonl", 1, conversation, [])
     assert pair.prompt_text == f"{SYSTEM}\n一？\n二。\n三？" and not pair.is_question
     prompter = Prompter(str(tiny.model))
     assert prompter.tokens(pair) == (prompter.tokenizer.encode(pair.prompt_text), False)
 
 
 def test_a_long_prompt_keeps_its_end(tiny):
-    pair = rejects._pair(0, "rows.jsonl", 1, talk("甲" + "花" * 300 + "乙", "红。"), [])
+    pair = pair_of(0, "rows.jsonl", 1, talk("甲" + "花" * 300 + "乙", "红。"), [])
     prompter = Prompter(str(tiny.model))
     tokens, truncated = prompter.tokens(pair)
     assert truncated and tokens == prompter.tokenizer.encode(pair.prompt_text)[-256:]
@@ -130,7 +124,7 @@ def test_a_long_prompt_keeps_its_end(tiny):
 
 def test_a_causal_model_is_asked_through_its_template(causal):
     prompter = Prompter(str(causal.model))
-    pair = rejects._pair(0, "rows.jsonl", 1, CONVERSATIONS[2], [])
+    pair = pair_of(0, "rows.jsonl", 1, CONVERSATIONS[2], [])
     assert prompter.tokens(pair) == (causal.template.prompt(CONVERSATIONS[2][:-1]), False)
     assert prompter.end_ids == causal.template.end_ids
 

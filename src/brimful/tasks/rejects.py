@@ -8,41 +8,39 @@ the model that is to be trained: what it would say itself is what it has to unle
 
 **The same answers in any batch.** Every prompt has random numbers of its own, from the seed and its tokens
 (`generate.OwnNoise`), so neither the memory limit nor `--rows` nor an interruption changes what is drawn. What is left are
-scores that differ by rounding in another batch. In float32 that changed one of 999 answers (46,000 tokens) of a model that was
-hardly trained, so float32 weights are not computed in bf16 here.
+scores that differ by rounding in another batch. On a CPU in float32 that changed one of 999 answers (46,000 tokens) of a model
+that was hardly trained. bf16 rounds more coarsely, which was not measured, so float32 weights are computed in float32 here.
 
 **Interrupted.** `.OUTPUT.part` beside the output keeps every answer as soon as its batch is done, under a key of data, model
-and sampling. Run again, the answers are read from there and the other batches generated, the same as before. The filter runs over all of them at the end
-of each window, so other thresholds cost no new answers. The output is renamed to its place when it is complete.
+and sampling. Run again, the answers are read from there and the other batches generated, split as before. The filter runs over
+all of them at the end of each window, so other thresholds cost no new answers. The output is renamed to its place when it is
+complete.
 
-**Which answers are kept.** Each that is dropped is counted under the first reason that holds (`reason_to_drop`). An answer
+**Which answers are kept.** Each that is dropped is counted under the first reason that holds (`reject_filter.py`). An answer
 that reached the token limit before its end is dropped: training would give it an end that the model did not write, in the
 middle of a sentence, and the pair would teach where to stop instead of what to say.
 """
 
-import hashlib
 import json
-import re
 import shutil
 import time
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brimful.data.pipeline import PeakMemory, writing_to
 from brimful.data.read.files import refuse_output_inside
-from brimful.data.read.source import BrokenRowLimit, RowProblem, Source, check_max_bad, open_source
-from brimful.errors import BadData, BadModel, BadOption, BadRun, InternalError
+from brimful.data.read.source import BrokenRowLimit, Source, check_max_bad, open_source
+from brimful.errors import BadData, BadModel, BadOption, InternalError
 from brimful.files import FileLock, sync, write_atomic
 from brimful.planning.plan_options import PlanOptions
-from brimful.tasks.generate import INCOMPLETE_CHARACTER, GenerateOptions, Generator, max_rows, weights_dtype
-from brimful.tasks.model_folder import is_adapter, is_causal, load_model, read_config, resolve, tokenizer_of
-from brimful.tasks.presets import PRESETS
+from brimful.tasks.generate import GenerateOptions, Generator, max_rows, weights_dtype
+from brimful.tasks.model_folder import load_model
+from brimful.tasks.reject_filter import Drops, reason_to_drop
+from brimful.tasks.reject_prompts import Pair, Prompter, read_pairs
 from brimful.units import GiB, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -54,35 +52,7 @@ WINDOW_ROWS = 4096
 PREVIEW_ROWS = 10
 FORMAT = 1
 
-REASONS = {
-    "broken": "that cannot be read",
-    "no_reply": "without a reply that is a text",
-    "no_prompt": "without a prompt",
-    "empty_chosen": "with an empty reply",
-    "duplicate_prompt": "with the prompt of an earlier row",
-    "refused": "refused by the chat template",
-    "prompt_too_long": "too long for the model's context",
-    "empty": "answered with nothing",
-    "unfinished": "without an end before the token limit",
-    "not_text": "with half of a character",
-    "too_short": "too short",
-    "identical": "identical to the chosen answer",
-    "too_similar": "nearly the chosen answer",
-    "off_topic": "off topic",
-}
-"""Why a row is not in the output, in the order in which it is looked for. Those up to `prompt_too_long` are not answered."""
-
-_ADVICE = {
-    "empty": "a model that `brimful train sft` has trained on replies",
-    "unfinished": "more max_new_tokens=, or a model that has learned to end its answers",
-    "not_text": "a lower temperature=",
-    "too_short": "fewer min_chars=",
-    "identical": "a higher temperature=",
-    "too_similar": "a higher temperature= or max_similarity=",
-    "off_topic": "a lower temperature=",
-}
 _PART_KEY, _ANSWERS, _ROWS = "key.json", "answers.jsonl", "rows.jsonl"
-_LETTERS = re.compile(r"[^\W_]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +178,7 @@ def make_rejects(
         raise BadOption(f"output='{path}' is a file of the data. Try: another file.")
     prompter = Prompter(model, options.chat_template)
     target = find_target(options.plan)
-    drops = _Drops()
+    drops = Drops()
     survey = _Survey.of(source, drops, options)
     if not survey.pairs:
         raise BadData(
@@ -252,163 +222,6 @@ def make_rejects(
     )  # fmt: skip
 
 
-# ── Which answers can be the rejected one of a pair ───────────────────────────────────────────────────────────────────
-
-
-def reason_to_drop(
-    prompt: str, chosen: str, rejected: str, *, finished: bool, min_chars: int, max_similarity: float
-) -> tuple[str, str] | None:
-    """Why this answer is not kept: one of `REASONS`, and what is wrong with it. None if it is kept."""
-    if not rejected.strip():
-        return "empty", REASONS["empty"]
-    if not finished:
-        return "unfinished", f"{REASONS['unfinished']}: {_shortened(rejected)}"
-    if INCOMPLETE_CHARACTER in rejected and INCOMPLETE_CHARACTER not in prompt + chosen:
-        return "not_text", f"{REASONS['not_text']}: {_shortened(rejected)}"
-    if len(rejected.strip()) < min_chars:
-        return "too_short", f"fewer than {min_chars:,} characters: {_shortened(rejected)}"
-    if _comparable(rejected) == _comparable(chosen):
-        return "identical", f"{REASONS['identical']}: {_shortened(rejected)}"
-    if (alike := similarity(chosen, rejected)) > max_similarity:
-        return "too_similar", f"{alike:.0%} of the chosen answer: {_shortened(rejected)}"
-    if is_off_topic(prompt, chosen, rejected):
-        return "off_topic", f"shares nothing with prompt and chosen answer: {_shortened(rejected)}"
-    return None
-
-
-def similarity(one: str, other: str) -> float:
-    """How much two texts have in common, from 0 to 1: twice their common pairs of neighbouring characters, divided by all
-    pairs of both (Dice's coefficient). Upper and lower case, full and half width, and the kind of white space do not count.
-
-    >>> similarity("红色。", "橙色。")
-    0.5
-    >>> similarity("Yes, it is.", "yes,  it is.")
-    1.0
-    """
-    first, second = (Counter(pairwise(f"\x02{_comparable(text)}\x03")) for text in (one, other))
-    return 2 * (first & second).total() / (first.total() + second.total())
-
-
-def is_off_topic(prompt: str, chosen: str, rejected: str) -> bool:
-    """Whether an answer shares no pair of neighbouring letters or digits with the prompt and the chosen answer, although the
-    chosen answer shares one with the prompt.
-
-    That holds for another script or mere punctuation, hardly ever for sentences in the same language. Where the chosen answer
-    itself has nothing of the prompt, as in a translation or a single word, it says nothing.
-    """
-    about, answer = _letter_pairs(prompt), _letter_pairs(chosen)
-    return bool(about & answer) and not _letter_pairs(rejected) & (about | answer)
-
-
-def _comparable(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
-def _letter_pairs(text: str) -> set[tuple[str, str]]:
-    return {pair for run in _LETTERS.findall(_comparable(text)) for pair in pairwise(run)}
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(text.split())
-    return repr(line if len(line) <= 40 else line[:39] + "…")
-
-
-# ── Prompts and chosen answers ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """A row of the data: the last reply of a conversation, and what comes before it."""
-
-    number: int
-    """Among all rows that can be answered."""
-    file: str
-    line: int
-    prompt: list[dict[str, Any]]
-    chosen: dict[str, Any]
-    tools: list[Any]
-
-    @property
-    def is_question(self) -> bool:
-        """Whether texts say all of it."""
-        plain = {"role", "content"}
-        messages = [*self.prompt, self.chosen]
-        return not self.tools and len(messages) == 2 and self.prompt[0]["role"] == "user" and all(set(one) == plain for one in messages)  # fmt: skip
-
-    @property
-    def prompt_text(self) -> str:
-        """All messages before the reply, one below the other: as an encoder-decoder reads the prompts of pairs."""
-        texts = (one.get("content") or "" for one in self.prompt)
-        return "\n".join(text for text in texts if text.strip())
-
-    def problem(self, message: str) -> RowProblem:
-        return RowProblem(self.file, self.line, message)
-
-    def output(self, rejected: str, form: str) -> dict[str, Any]:
-        """The row for `brimful train dpo`."""
-        if form == "texts":
-            return {"prompt": self.prompt[0]["content"], "chosen": self.chosen["content"], "rejected": rejected}
-        row = {"prompt": self.prompt, "chosen": [self.chosen], "rejected": [{"role": "assistant", "content": rejected}]}
-        return {**row, "tools": self.tools} if self.tools else row
-
-
-class _Drops:
-    """Rows that are not in the output: how many for each reason, and the first."""
-
-    def __init__(self) -> None:
-        self.counts = dict.fromkeys(REASONS, 0)
-        self.first: dict[str, str] = {}
-
-    def add(self, reason: str, problem: RowProblem) -> None:
-        self.counts[reason] += 1
-        self.first.setdefault(reason, str(problem))
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def in_words(self) -> str:
-        """`3 too short, 1 off topic`, the most frequent first."""
-        counts = sorted(((count, reason) for reason, count in self.counts.items() if count), reverse=True)
-        return ", ".join(f"{count:,} {REASONS[reason]}" for count, reason in counts)
-
-    def advice(self) -> str:
-        """What helps against the most frequent reason."""
-        return _ADVICE.get(max(self.counts, key=self.counts.__getitem__), "`brimful data check`")
-
-
-def _read_pairs(source: Source, drops: _Drops, bad_rows: BrokenRowLimit) -> Iterator[Pair]:
-    """Every row with a prompt and a reply, each prompt once; the same ones each time. The others go to `drops`."""
-    seen: set[bytes] = set()
-    for chunk in source.chunks():
-        bad_rows.add(chunk)
-        for problem in chunk.broken:
-            drops.add("broken", problem)
-        for line, text in zip(chunk.lines.tolist(), chunk.rows.column(0).to_pylist(), strict=True):
-            content = json.loads(text)
-            pair = _pair(len(seen), chunk.file, line, content["messages"], content.get("tools", []))
-            if isinstance(pair, Pair):
-                digest = hashlib.blake2b(json.dumps([pair.prompt, pair.tools]).encode(), digest_size=16).digest()
-                if digest not in seen:
-                    seen.add(digest)
-                    yield pair
-                    continue
-                pair = "duplicate_prompt"
-            drops.add(pair, RowProblem(chunk.file, line, REASONS[pair]))
-    bad_rows.check()
-
-
-def _pair(number: int, file: str, line: int, messages: list[dict[str, Any]], tools: list[Any]) -> Pair | str:
-    """The pair of a conversation, or the reason why there is none."""
-    last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=None)
-    if last is None or messages[last].get("tool_calls"):
-        return "no_reply"
-    pair = Pair(number=number, file=file, line=line, prompt=messages[:last], chosen=messages[last], tools=tools)
-    if not any((one.get("content") or "").strip() for one in pair.prompt if one["role"] not in ("system", "developer")):
-        return "no_prompt"
-    return pair if (pair.chosen["content"] or "").strip() else "empty_chosen"
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Survey:
     """What a first pass over the data tells."""
@@ -421,11 +234,11 @@ class _Survey:
     form: str
 
     @classmethod
-    def of(cls, source: Source, drops: _Drops, options: RejectsOptions) -> "_Survey":
+    def of(cls, source: Source, drops: Drops, options: RejectsOptions) -> "_Survey":
         from brimful.training.evaluate import choose
 
         bad_rows, pairs, texts = BrokenRowLimit(options.max_bad), 0, True
-        for pair in _read_pairs(source, drops, bad_rows):
+        for pair in read_pairs(source, drops, bad_rows):
             pairs += 1
             texts = texts and pair.is_question
         chosen = choose(pairs, options.rows, options.seed)
@@ -434,68 +247,6 @@ class _Survey:
     @property
     def not_chosen(self) -> int:
         return self.pairs - len(self.chosen)
-
-
-class Prompter:
-    """A model's tokenizer: prompts to tokens, as the model was trained to read them, and answers to text."""
-
-    def __init__(self, model: str, chat_template: str | None = None) -> None:
-        if model in PRESETS:
-            raise BadOption(f"{model} has new weights and answers nothing yet. Try: a model folder or a run.")
-        self.folder = resolve(model)
-        self.config = read_config(self.folder)
-        self.tokenizer = tokenizer_of(self.folder, self.config)
-        self.template: Any = None
-        self.end_ids: tuple[int, ...] = (self.tokenizer.eos_id,)
-        self.max_tokens = 0
-        """Of the prompts of an encoder-decoder."""
-        if is_causal(self.config):
-            from brimful.tasks.chat_template import ChatTemplate
-
-            self.template = ChatTemplate.load(self.folder, chat_template)
-            self.end_ids = self.template.end_ids
-        elif chat_template is not None:
-            raise BadOption(
-                f"chat_template={chat_template!r} is for causal models, not for an encoder-decoder. Try: leave it out."
-            )
-        else:
-            self.max_tokens = _trained_length(self.folder)
-
-    @property
-    def key(self) -> list[Any]:
-        """Changes with any file of the model and of its base, and with the template."""
-        folders = [self.folder]
-        if is_adapter(self.folder):
-            from brimful.tasks.adapters import find_base
-
-            folders.append(find_base(self.folder))
-        files = [
-            [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
-            for folder in folders
-            for file in sorted(folder.iterdir())
-            if file.is_file()
-        ]
-        return [files, self.template.fingerprint if self.template else self.max_tokens]
-
-    def tokens(self, pair: Pair) -> tuple[list[int], bool]:
-        """The prompt, and whether it is truncated. Raises `RowError` for one that the chat template refuses."""
-        if self.template is not None:
-            return self.template.prompt(pair.prompt, pair.tools or None), False
-        ids = self.tokenizer.encode(pair.prompt_text)
-        if len(ids) <= self.max_tokens:
-            return ids, False
-        return ids[-self.max_tokens :], True  # the end, where the question is, as in preference training
-
-
-def _trained_length(folder: Path) -> int:
-    """The most tokens of an encoder-decoder's prompts: as in its run, else the default of training."""
-    from brimful.tasks.chat_scores import lengths_in_training
-    from brimful.tasks.encoder_decoder import EncoderDecoder
-
-    lengths = None
-    with suppress(BadRun):  # an unreadable run.json does not matter here
-        lengths = lengths_in_training(folder)
-    return max(2, (lengths or EncoderDecoder.lengths)[0])
 
 
 # ── Answers, kept as they are made ────────────────────────────────────────────────────────────────────────────────────
@@ -682,7 +433,7 @@ class _Job:
     survey: _Survey
     journal: _Journal
     answerer: _Answerer
-    drops: _Drops
+    drops: Drops
     options: RejectsOptions
     progress: Callable[[str], object]
     rows_out: int = 0
@@ -720,7 +471,7 @@ class _Job:
 
         def matching() -> Iterator[Pair]:
             nonlocal wanted
-            for pair in _read_pairs(self.source, _Drops(), BrokenRowLimit(self.options.max_bad)):
+            for pair in read_pairs(self.source, Drops(), BrokenRowLimit(self.options.max_bad)):
                 if pair.number == wanted:
                     yield pair
                     wanted = next(chosen, None)

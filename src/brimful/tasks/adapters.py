@@ -158,7 +158,11 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
             raise BadOption(
                 f"{package} is installed and cannot be imported ({in_one_line(error)}). Try: install it again."
             ) from None
-    for name in ("bitsandbytes", "bitsandbytes.autograd._functions", "bitsandbytes.backends.cpu.ops"):  # PEFT imports it too, where it is installed
+    for name in (
+        "bitsandbytes",
+        "bitsandbytes.autograd._functions",
+        "bitsandbytes.backends.cpu.ops",
+    ):  # PEFT imports it too, where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
 
 

@@ -234,3 +234,12 @@ def test_a_share_of_bad_rows_is_dropped_if_asked(causal, tmp_path):
     with pytest.raises(BadData, match=r"rows.jsonl, line 25.*max_bad"):
         sft(causal).prepare(str(raw), tmp_path / "data", lambda phrase: None)
     assert len(Store.open(sft(causal, max_bad=0.1).prepare(str(raw), tmp_path / "data", lambda phrase: None))) == 24
+
+
+def test_an_adapter_of_a_4_bit_base_is_evaluated_on_4_bits(causal, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from brimful.tasks.model_folder import load_model
+
+    train(sft(causal, lora="r=4", load_in="4bit"), causal.raw, tmp_path / "run", max_steps=1)
+    kinds = {type(param).__name__ for param in load_model(tmp_path / "run").parameters()}
+    assert "Params4bit" in kinds

@@ -6,7 +6,7 @@ import torch
 from brimful.errors import BadOption
 from brimful.memory.forward import Forward, eval_mode
 from brimful.memory.ledger import simulated_memory
-from brimful.tasks.generate import HELP, Chat, GenerateOptions, Generator, weights_dtype
+from brimful.tasks.generate import HELP, Chat, GenerateOptions, Generator, OwnNoise, seed_of, weights_dtype
 from brimful.tasks.model_folder import tokenizer_of
 from brimful.units import KiB
 from tests.tasks.test_generate import talk_output
@@ -108,6 +108,32 @@ def test_sampling_follows_the_seed(causal):
 
     first, again, other = sampled(1), sampled(1), sampled(2)
     assert first == again and first[0] != other[0] and first[1] != other[1]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_sampled_answer_does_not_depend_on_its_batch(causal, top_p):
+    model = make_causal("qwen2", 385, torch.float64, initializer_range=0.3, tie_word_embeddings=False)
+    made, prompts = (
+        generator(causal, model, max_new_tokens=20, temperature=1.0, top_p=top_p),
+        random_prompts(3, 7, 31, 1, 12),
+    )
+    answers = made.answer_batch(prompts)
+    assert answers == [made.answer_batch([prompt])[0] for prompt in prompts]
+    assert answers == [*made.answer_batch(prompts[:2]), *made.answer_batch(prompts[2:])]
+    assert answers == [list(made._tokens(prompt)) for prompt in prompts], "a stream differs"
+    assert answers != generator(causal, model, max_new_tokens=20).answer_batch(prompts), "greedy"
+
+
+def test_noise_of_its_own_samples_from_the_softmax():
+    scores = torch.tensor([2.0, 1.0, 0.0, -float("inf")])
+    drawn = OwnNoise(range(20_000), CPU)(torch.empty(0), scores.repeat(20_000, 1)).argmax(-1)
+    shares = torch.bincount(drawn, minlength=4) / len(drawn)
+    assert shares.tolist() == pytest.approx(scores.softmax(-1).tolist(), abs=0.015)
+
+
+def test_every_prompt_has_a_seed_of_its_own():
+    prompts = [[1], [1, 2], [12], [2, 1]]
+    assert len({seed_of(seed, prompt) for seed in (0, 1) for prompt in prompts}) == 8
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2"])

@@ -1,4 +1,4 @@
-"""`brimful data …`: from files of rows to a token store."""
+"""`brimful data …`: from files of rows to a token store, and to pairs for preference training."""
 
 import json as json_format
 import sys
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from brimful.cli.output import progress, show
+from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadData, BadOption
 from brimful.languages import translate
 from brimful.units import parse_bytes
@@ -304,6 +304,94 @@ def tokenize(
     show(tokenize_table(report), report.to_json(), as_json=json)
 
 
+def rejects(
+    model: str,
+    data: str,
+    /,
+    *,
+    output: Path,
+    rows: Literal["all"] | int = "all",
+    seed: int = 0,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    max_new_tokens: int = 256,
+    min_chars: int = 2,
+    max_similarity: float = 0.8,
+    columns: str | None = None,
+    chat_template: str | None = None,
+    max_bad: float = 0.0,
+    device: str = "auto",
+    memory_limit: str | None = None,
+    host_limit: str | None = None,
+    fill: float = 0.85,
+    overwrite: Flag = False,
+    json: Flag = False,
+) -> None:
+    """Sample a rejected answer to each prompt from a model: pairs of chosen and rejected for `brimful train dpo`.
+
+    The last reply of each row is the chosen answer. Each prompt is answered once, in batches that fit; the answers do not
+    depend on the batches. Answers that are empty, unfinished, too short, too similar to the chosen one or off-topic are dropped
+    and counted. Interrupted, it leaves nothing at --output; run again with the same options, it continues where it was.
+
+    Parameters
+    ----------
+    model
+        The model that is to be trained: a run of `brimful train sft`, a model folder, an adapter, or owner/name on the hub.
+    data
+        Rows with prompts and responses, or conversations (parquet, jsonl, json, csv …).
+    output
+        The .jsonl file to create.
+    rows
+        Number of prompts to answer, chosen by the seed, or all.
+    seed
+        Seed of that choice and of the answers.
+    temperature
+        Sampling temperature; 0 always takes the most likely token.
+    top_p
+        Sample only from the most likely tokens that together have this probability.
+    max_new_tokens
+        Tokens of an answer at most. One that has not ended by then is dropped.
+    min_chars
+        Drop answers with fewer characters.
+    max_similarity
+        Drop answers that are more similar to the chosen one, from 0 to 1, by pairs of neighbouring characters.
+    columns
+        Which column is what, such as prompt=question,response=answer or messages=chat. Default: found by name.
+    chat_template
+        Jinja file that writes conversations, or chatml or plain. Default: the template of the model's tokenizer.
+    max_bad
+        The share of rows that may be broken; they are dropped and counted.
+    device
+        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
+    memory_limit
+        Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU.
+    host_limit
+        Host RAM to use at most, such as 16GiB. A row may take 1/32 of it.
+    fill
+        Share of the memory limit to use.
+    overwrite
+        Replace an existing file at --output once the new one is complete.
+    json
+        Print one JSON object.
+    """
+    prefer_growing_segments()
+    from brimful.report.data_tables import rejects_table
+    from brimful.tasks.rejects import RejectsOptions, make_rejects
+
+    options = RejectsOptions(
+        rows=None if rows == "all" else rows, seed=seed, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens,
+        min_chars=min_chars, max_similarity=max_similarity, columns=columns, chat_template=chat_template, max_bad=max_bad,
+        device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, overwrite=overwrite,
+    )  # fmt: skip
+    try:
+        with progress("rejects", every_s=5) as say:
+            report = make_rejects(model, data, output=output, options=options, progress=say)
+    except KeyboardInterrupt:
+        print("rejects: run the same command again to continue", file=sys.stderr)
+        raise
+    show(rejects_table(report), report.to_json(), as_json=json)
+
+
 def _model_config(model: str) -> dict[str, Any]:
     """What the config of a preset, or of a folder's config.json, says about its tokenizer."""
     from brimful.tasks.presets import EOS, PAD, PRESETS
@@ -334,6 +422,9 @@ def _numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-data = App(name="data", help="Rows in, token store out: check, clean, tokenizer, tokenize.")
-for command in (check, clean, tokenizer, tokenize):
+data = App(
+    name="data",
+    help="Rows in, token store out: check, clean, tokenizer, tokenize; and rejects, pairs for preference training.",
+)
+for command in (check, clean, tokenizer, tokenize, rejects):
     data.command(command)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from brimful.cli.output import prefer_growing_segments, progress, show
-from brimful.errors import BadOption, DoesNotFit
+from brimful.errors import BadOption
 from brimful.files import FileLock
-from brimful.units import show_bytes
 
 if TYPE_CHECKING:
     from brimful.planning.target import Target
@@ -144,7 +143,8 @@ def _run(
     from brimful.planning.target import autocast_dtype
     from brimful.training.evaluate import Evaluator
 
-    with _model_on(task, target) as (model, ledger):
+    model = task.initial_model().eval()
+    with target.hold(model) as ledger:
         result = Evaluator(
             task, model, store, device=target.device, autocast=autocast_dtype(task.precision, target.device),
             limit_bytes=target.limit_bytes, fill=target.fill, max_rows=max_rows, generate_rows=None if answers else 0,
@@ -156,27 +156,6 @@ def _run(
         "ooms": result.ooms, "peak_bytes": result.peak_bytes if ledger is None else ledger.peak_bytes,
         "forward": result.forward,
     }  # fmt: skip
-
-
-@contextmanager
-def _model_on(task: "ChatEvaluation", target: "Target") -> Iterator[tuple[Any, Any]]:
-    """The model on its device under the memory limit, and the ledger of a simulated limit, if any."""
-    from brimful.memory.oom import is_oom
-
-    model = task.initial_model().eval()
-    with ExitStack() as stack:
-        try:
-            ledger = stack.enter_context(target.enforce([*model.parameters(), *model.buffers()]))
-            model.to(target.device)
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            raise DoesNotFit(
-                f"the model alone does not fit {target.name}, where {show_bytes(target.limit_bytes)} may be used "
-                f"({target.limit_reason}). Try: a higher memory_limit=, or another device=.",
-                needed_bytes=target.limit_bytes,
-            ) from None
-        yield model, ledger
 
 
 @contextmanager

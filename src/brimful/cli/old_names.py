@@ -361,7 +361,7 @@ def _entries() -> Iterator[OldName]:
     yield from _missing("use_deepspeed use_fsdp", LAUNCH, "weights are not split over cards", switch=True)
     yield from _needless("debug", HF, "--traceback shows where an error comes from")
     # What LLaMA-Factory and TRL train.
-    yield from _now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt", convert=words(sft="sft", pt="pretrain"))  # fmt: skip
+    yield from _now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt, dpo for dpo", convert=words(sft="sft", pt="pretrain", dpo="dpo"))  # fmt: skip
     yield from _now("--freeze", "finetuning_type", LLAMA, "and for adapters --lora alone", convert=words(full="none", lora=""))  # fmt: skip
     yield from _missing("train_from_scratch", LLAMA, "--model takes a preset for new weights, such as chatlm-base", switch=True)  # fmt: skip
     yield from _missing("template", LLAMA, "the chat template of the model's tokenizer is used; --chat-template takes chatml, plain or a Jinja file")  # fmt: skip
@@ -387,7 +387,12 @@ def _entries() -> Iterator[OldName]:
     yield from _now("--load-in", "quantization_bit", LLAMA, convert=words(**{"4": "4bit", "8": "8bit"}))
     yield from _needless("quantization_method", LLAMA, "--load-in uses bitsandbytes")
     yield from _missing("freeze_trainable_layers freeze_trainable_modules", LLAMA, "--freeze knows embeddings, encoder, encoder+embeddings and none")  # fmt: skip
-    yield from _missing("ref_model pref_beta pref_loss reward_model", LLAMA, "preference training is not available yet")
+    yield from _missing(
+        "ref_model", LLAMA, "`brimful train dpo --reference` takes a model; by default it is the model as it begins"
+    )
+    yield from _missing("pref_beta", LLAMA, "`brimful train dpo --beta` takes it")
+    yield from _missing("pref_loss", LLAMA, "`brimful train dpo --loss` takes sigmoid, ipo, hinge, orpo or simpo")
+    yield from _missing("reward_model", LLAMA, "reward models are trained by TRL's RewardTrainer: see docs/step.md")
     yield from _missing("rope_scaling", LLAMA, "set it in the config of the model")
     yield from _needless("trust_remote_code", HF, "no code from the hub is run", switch=True)
     yield from _needless("cache_dir", HF, "the variable HF_HOME says where the hub's models are kept")

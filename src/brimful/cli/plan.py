@@ -47,7 +47,7 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         Parameters
         ----------
         task
-            A built-in task (pretrain, sft) or your own, written file.py:name.
+            A built-in task (pretrain, sft, dpo) or your own, written file.py:name.
         data
             Data that the task reads: the plan is for its longest rows, and its loader is timed. Raw files are tokenized for
             the time of planning. Default: the task's worst shape.

@@ -81,7 +81,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         Parameters
         ----------
         task
-            A built-in task (pretrain, sft) or your own, written file.py:name. Not needed to resume a run.
+            A built-in task (pretrain, sft, dpo) or your own, written file.py:name. Not needed to resume a run.
         data
             The rows to train on: a file, a folder or a name that the task reads.
         recipe

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -140,18 +140,23 @@ class OutputFolder:
         self._remove(old)
         sync(self.path.parent)
 
-    @contextmanager
-    def errors(self) -> Iterator[None]:
+    def errors(self) -> AbstractContextManager[None]:
         """Turn the system's errors while writing into one sentence."""
-        try:
-            yield
-        except OSError as error:
-            if why := disk_full(error):
-                raise BadData(f"{self.path}: {why}. Try: free some space and run the same command again.") from None
-            place = Path(str(error.filename or self.path))
-            advice = " Try: another output=." if place.is_relative_to(self.path.parent) else ""
-            raise BadData(f"{place}: {error.strerror or error}.{advice}") from None
+        return writing_to(self.path)
 
     def _remove(self, folder: Path) -> None:
         if (folder / self.marker).is_file():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def writing_to(output: Path) -> Iterator[None]:
+    """Turn the system's errors while this output is written into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if why := disk_full(error):
+            raise BadData(f"{output}: {why}. Try: free some space and run the same command again.") from None
+        place = Path(str(error.filename or output))
+        advice = " Try: another output=." if place.is_relative_to(output.parent) else ""
+        raise BadData(f"{place}: {error.strerror or error}.{advice}") from None

@@ -7,17 +7,19 @@ exists already. On the CPU the limit is simulated.
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 
-from brimful.errors import BadOption, DeviceBusy
+from brimful.errors import BadOption, DeviceBusy, DoesNotFit
 from brimful.machine.gpu import gpu_holders
 from brimful.machine.host import Host
 from brimful.memory.ledger import Ledger, active_limit_bytes
 from brimful.memory.meter import process_limit_bytes
+from brimful.memory.oom import is_oom
 from brimful.planning.plan_options import PlanOptions
 from brimful.task import Precision
 from brimful.units import MiB, flag_bytes, show_bytes
@@ -78,6 +80,23 @@ class Target:
                 yield ledger
         else:
             yield None
+
+    @contextmanager
+    def hold(self, model: nn.Module) -> Iterator[Ledger | None]:
+        """The model on the device and the limit enforced while the block runs. A model that does not fit is an error."""
+        with ExitStack() as stack:
+            try:
+                ledger = stack.enter_context(self.enforce([*model.parameters(), *model.buffers()]))
+                model.to(self.device)
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                raise DoesNotFit(
+                    f"the model alone does not fit {self.name}, where {show_bytes(self.limit_bytes)} may be used "
+                    f"({self.limit_reason}). Try: a higher memory_limit=, or another device=.",
+                    needed_bytes=self.limit_bytes,
+                ) from None
+            yield ledger
 
 
 def find_target(options: PlanOptions) -> Target:

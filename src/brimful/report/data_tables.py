@@ -1,4 +1,4 @@
-"""The reports of `brimful data check`, `clean`, `tokenizer` and `tokenize` as tables.
+"""The reports of `brimful data check`, `clean`, `tokenizer`, `tokenize` and `rejects` as tables.
 
 Text from the files is shown as it is, never as markup, on one line: a line break as ⏎, other control characters as a dot.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a command imports only its own libraries
     from brimful.data.tokenize import FieldStats, TokenizeReport
     from brimful.data.tokenizer.train import Choice, IdCheck, TextStats, TokenizerReport
     from brimful.tasks.check_rows import RowsReport
+    from brimful.tasks.rejects import RejectsReport
 
 _WARN, _GOOD = "yellow", "green"
 _TRAINED = "bold green"
@@ -120,6 +121,58 @@ def tokenizer_table(report: "TokenizerReport") -> RenderableType:
 def tokenize_table(report: "TokenizeReport") -> RenderableType:
     """How many rows and tokens, what each field became, what was dropped and truncated, time and memory."""
     return Group(_store_headline(report), Text(), _fields(report), Text(), _store_facts(report))
+
+
+def rejects_table(report: "RejectsReport") -> RenderableType:
+    """The rows with why others were dropped, ten pairs, the cost."""
+    rows = _rows_table()
+    rows.add_row(Text("in", style="bold"), Text(f"{report.rows_in:,}", style="bold"), "", "")
+    if report.not_chosen:
+        share = _share(report.not_chosen, report.rows_in)
+        rows.add_row(
+            Text("  not chosen", style="dim"), f"−{report.not_chosen:,}", share, Text("beyond --rows", style="dim")
+        )
+    for reason, count in report.dropped.items():
+        if count:
+            first = Text(_one_line(report.first_dropped[reason]), style="dim")
+            cells = (f"  {reason.replace('_', '-')}", f"−{count:,}", _share(count, report.rows_in))
+            rows.add_row(*[Text(cell, style=_WARN) for cell in cells], first)
+    out = Text(f"{report.rows_out:,}", style="bold green")
+    rows.add_row(Text("out", style="bold"), out, _share(report.rows_out, report.rows_in), "")
+    pairs = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="bold")
+    for name in ("prompt", "chosen", "rejected"):
+        pairs.add_column(name, ratio=1, no_wrap=True)
+    for one in report.samples:
+        pairs.add_row(*[Text(_one_line(text), no_wrap=True, overflow="ellipsis") for text in one.values()])
+    notes = []
+    if report.resumed_answers:
+        notes.append(f"{report.resumed_answers:,} answers are those of an interrupted run")
+    if report.truncated_prompts:
+        notes.append(
+            f"{report.truncated_prompts:,} prompts were longer than those of the model's training and lost their beginning"
+        )
+    if report.forward is not None and report.forward["ooms"]:
+        notes.append(f"{report.forward['ooms']:,} out-of-memory errors; the batches were made smaller")
+    peak = "" if report.peak_bytes is None else f"{show_bytes(report.peak_bytes)} on {report.device}, "
+    batches = (
+        ""
+        if report.forward is None
+        else f" in {report.forward['batches']:,} batch{'es' * (report.forward['batches'] != 1)}"
+    )
+    return Group(
+        Text(f"columns: {_one_line(report.layout_reason)}; written as {report.form}", style="dim"),
+        Text(),
+        rows,
+        Text(),
+        pairs,
+        Text(),
+        Text(
+            f"{report.answers:,} answers{batches}, {show_seconds(report.seconds)}, {show_rate(report.answers_per_s)} answers/s; "
+            f"peak memory {peak}{show_bytes(report.host_peak_bytes)} on the host, measured"
+        ),
+        *(Text(f"note: {note}", style=_WARN) for note in notes),
+        Text(f"Saved to {report.output}"),
+    )
 
 
 def _check_headline(report: CheckReport) -> Text:

@@ -158,7 +158,11 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
             raise BadOption(
                 f"{package} is installed and cannot be imported ({in_one_line(error)}). Try: install it again."
             ) from None
-    for name in ("bitsandbytes", "bitsandbytes.autograd._functions"):  # PEFT imports it too, where it is installed
+    for name in (
+        "bitsandbytes",
+        "bitsandbytes.autograd._functions",
+        "bitsandbytes.backends.cpu.ops",
+    ):  # PEFT imports it too, where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
 
 
@@ -470,6 +474,12 @@ def load_adapter(
     model = load_base(find_base(adapter, base), load_in, device, dtype)
     with as_bad_model(adapter, "adapter"), quiet():
         return peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+
+
+def trained_in(adapter: Path) -> LoadIn | None:
+    """The bits that the base had while the adapter was trained, if it was quantized: scores are then those of training."""
+    base = _read_base(adapter)
+    return None if base is None else base.load_in
 
 
 def verified_adapter(path: str | Path) -> Path:

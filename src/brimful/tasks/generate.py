@@ -6,7 +6,8 @@ ends at the *tokenizer's* eos id, or at any token that ends a turn in the model'
 because a model's config may name others.
 
 Prompts are answered in batches of similar lengths. Those of a causal model are padded on the left, so that all answers begin
-in the same place; each row counts its positions from its own first token, so it is answered as it would be alone.
+in the same place; each row counts its positions from its own first token, so it is answered as it would be alone. Sampling
+keeps that: each prompt has random numbers of its own, which follow from the seed and its tokens (`OwnNoise`).
 
 The memory of a batch is modelled from a few short generations of dummies: cache and scores grow with rows, prompt length, new
 tokens and beams, and every answer counts as if it had `max_new_tokens`. A causal model runs over the whole prompt at once
@@ -14,9 +15,10 @@ before it writes the first token. That prefill, the blocks in decoding, and the 
 different laws, so they are phases of their own: one law for all was three times too high at 160 new tokens. A decoding step of the tiny model takes 2 ms for one row and 4.4 ms for 32, so fewer batches are faster.
 """
 
+import hashlib
 import time
 from collections import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -131,14 +133,31 @@ class Generator:
         self, prompts: Sequence[Sequence[int]], forward: "Forward", progress: Callable[[str], object] = lambda _: None
     ) -> list[list[int]]:
         """The tokens of an answer to each prompt. `forward` was made for `dummy` and keeps its memory model."""
-        new, answers = self.options.max_new_tokens, dict[int, list[int]]()
-        if prompts and forward.model is None:
-            forward.fit((min(PROBE_SOURCE, max(map(len, prompts))), min(PROBE_TOKENS, new)))
-        shapes = [(len(prompt), new) for prompt in prompts]
-        for rows, batch in forward.run_batches(shapes, lambda rows: self.answer_batch([prompts[row] for row in rows])):
+        answers = dict[int, list[int]]()
+        for rows, batch in self.answer_batches(prompts, forward):
             answers.update(zip(rows, batch, strict=True))
             progress(f"answered {len(answers):,} of {len(prompts):,} prompts")
         return [answers[row] for row in range(len(prompts))]
+
+    def answer_batches(
+        self, prompts: Sequence[Sequence[int]], forward: "Forward", *, answered: Collection[int] = (),
+        name: Callable[[int], str] | None = None,
+    ) -> Iterator[tuple[list[int], list[list[int]]]]:  # fmt: skip
+        """The same batch by batch: which prompts, and their answers. `name` names a prompt that does not fit even alone.
+
+        A batch of prompts that are all in `answered` is left out. So a caller that was interrupted gets the same batches again,
+        to the last bit, and not others with the prompts that are left.
+        """
+        new, known = self.options.max_new_tokens, set(answered)
+        if prompts and forward.model is None:
+            forward.fit((min(PROBE_SOURCE, max(map(len, prompts))), min(PROBE_TOKENS, new)))
+
+        def run(rows: list[int]) -> list[list[int]] | None:
+            return None if known.issuperset(rows) else self.answer_batch([prompts[row] for row in rows])
+
+        for rows, batch in forward.run_batches([(len(prompt), new) for prompt in prompts], run, name=name):
+            if batch is not None:
+                yield rows, batch
 
     def answer_batch(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens of an answer to each prompt, generated together: as far as they have equal room in the context."""
@@ -205,37 +224,48 @@ class Generator:
         from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
         options = self.options
-        sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0} if options.temperature else {}  # fmt: skip
         config = GenerationConfig(
-            max_new_tokens=new, min_new_tokens=min_new, num_beams=options.beams, do_sample=bool(options.temperature),
-            repetition_penalty=1.0, use_cache=True, eos_token_id=list(self.end_ids), pad_token_id=self.tokenizer.pad_id,
-            decoder_start_token_id=self._start_id, **sampling,
+            max_new_tokens=new, min_new_tokens=min_new, num_beams=options.beams, do_sample=False, repetition_penalty=1.0,
+            use_cache=True, eos_token_id=list(self.end_ids), pad_token_id=self.tokenizer.pad_id,
+            decoder_start_token_id=self._start_id,
         )  # fmt: skip
-        penalties = LogitsProcessorList()
+        processors = LogitsProcessorList()
         if (
             options.repetition_penalty != 1
         ):  # not by `config`, which would count the prompt and its padding as generated
             ignored = ids.shape[1] if self.causal else 0
-            penalties.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty, prompt_ignore_length=ignored))
+            processors.append(
+                RepetitionPenaltyLogitsProcessor(options.repetition_penalty, prompt_ignore_length=ignored)
+            )
         if options.temperature:
-            torch.manual_seed(options.seed)
+            prompts = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
+            processors.extend(self._sampling(prompts))
         with torch.no_grad(), self._autocast(), quiet():
             return self.model.generate(
-                input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=penalties
+                input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
             )
 
+    def _sampling(self, prompts: Sequence[Sequence[int]]) -> list[Callable[..., "torch.Tensor"]]:
+        """What turns scores into others whose maximum is a sample: for `generate`, and for a stream."""
+        from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+        options = self.options
+        seeds = [seed_of(options.seed, prompt) for prompt in prompts]
+        top_p = [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []
+        return [TemperatureLogitsWarper(float(options.temperature)), *top_p, OwnNoise(seeds, self.device)]
+
     def _tokens(self, prompt: Sequence[int]) -> Iterator[int]:
-        """The answer token by token, up to its end. Without sampling it is the answer of `generate`."""
+        """The answer token by token, up to its end: that of `generate`."""
         import torch
 
         ids = torch.tensor([[int(token) for token in prompt]], device=self.device)
-        rng = torch.Generator().manual_seed(self.options.seed)
+        sampling = self._sampling([prompt]) if self.options.temperature else []
         decoded = torch.full((1, 0 if self.causal else 1), self._start_id or 0, device=self.device)
         next_scores = self._causal_steps(ids) if self.causal else self._decoder_steps(ids)
         for _ in range(self.room(prompt)):
             with torch.no_grad(), self._autocast():
                 scores = next_scores(decoded)
-            token = self._choose(decoded, scores.float(), rng)
+            token = self._choose(decoded, scores.float(), sampling)
             if token in self.end_ids:
                 return
             decoded = torch.cat([decoded, torch.full((1, 1), token, device=self.device)], dim=1)
@@ -280,22 +310,48 @@ class Generator:
 
         return step
 
-    def _choose(self, decoded: "torch.Tensor", scores: "torch.Tensor", rng: "torch.Generator") -> int:
-        from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
+    def _choose(
+        self, decoded: "torch.Tensor", scores: "torch.Tensor", sampling: "Sequence[Callable[..., torch.Tensor]]"
+    ) -> int:
+        from transformers import RepetitionPenaltyLogitsProcessor
 
-        options = self.options
-        if options.repetition_penalty != 1 and decoded.shape[1]:
-            scores = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)(decoded, scores)
-        if not options.temperature:
-            return int(scores.argmax())
-        scores = TemperatureLogitsWarper(options.temperature)(decoded, scores)
-        if options.top_p < 1:
-            scores = TopPLogitsWarper(options.top_p)(decoded, scores)
-        return int(scores.softmax(-1).cpu().multinomial(1, generator=rng))
+        if self.options.repetition_penalty != 1 and decoded.shape[1]:
+            scores = RepetitionPenaltyLogitsProcessor(self.options.repetition_penalty)(decoded, scores)
+        for process in sampling:
+            scores = process(decoded, scores)
+        return int(scores.argmax())
 
     def _before_end(self, tokens: list[int]) -> list[int]:
         end = next((place for place, token in enumerate(tokens) if token in self.end_ids), None)
         return tokens[:end]
+
+
+class OwnNoise:
+    """Scores plus Gumbel noise: their maximum is a sample from the softmax of the scores (Gumbel 1954).
+
+    Each row has a random generator of its own and takes one number per token from it at every step. So what it draws depends
+    neither on the other rows of its batch nor on how many there are, and scores that differ by rounding, as those of another
+    batch do, mostly give the same token. Drawing all rows from one generator gives other answers in every batch.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: "torch.device") -> None:
+        import torch
+
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, _: "torch.Tensor", scores: "torch.Tensor") -> "torch.Tensor":
+        import torch
+
+        noise = torch.empty_like(scores, dtype=torch.float32)
+        for row, generator in zip(noise, self._generators, strict=True):
+            row.exponential_(generator=generator)
+        return scores - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_()
+
+
+def seed_of(seed: int, prompt: Sequence[int]) -> int:
+    """The seed of the answer to a prompt. The same prompt has another one under another seed."""
+    text = f"{seed}:{','.join(str(int(token)) for token in prompt)}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def weights_dtype(config: Any, device: "torch.device") -> "torch.dtype | None":

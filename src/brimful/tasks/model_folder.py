@@ -121,9 +121,9 @@ def load_model(path: str | Path, device: "torch.device | str" = "cpu", dtype: "t
 
     folder = resolve(path)
     if is_adapter(folder):
-        from brimful.tasks.adapters import load_adapter
+        from brimful.tasks.adapters import load_adapter, trained_in
 
-        return load_adapter(folder, device=device, dtype=dtype)
+        return load_adapter(folder, load_in=trained_in(folder), device=device, dtype=dtype)
     return read_weights(folder, read_config(folder), dtype or torch.float32).to(device).eval()
 
 

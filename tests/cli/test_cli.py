@@ -61,7 +61,7 @@ def test_the_flags_of_plan_are_frozen(capsys):
     _, out, _ = run("plan", "sft", "--help", capsys=capsys)
     flags = {word.strip("│ ,[].") for word in out.split() if word.startswith("--")}
     assert flags == {
-        "--model", "--lora", "--load-in", "--freeze", "--label-smoothing", "--tokenizer", "--chat-template", "--train-on", "--columns", "--max-tokens",
+        "--model", "--lora", "--load-in", "--freeze", "--label-smoothing", "--tokenizer", "--chat-template", "--train-on", "--columns", "--max-bad", "--max-tokens",
         "--global-batch", "--micro-batch", "--memory-limit", "--host-limit", "--fill", "--device", "--processes",
         "--layout", "--compile", "--checkpointing", "--precision", "--weights", "--optimizer", "--cuda-graphs", "--cudnn-attention", "--workers", "--prefetch", "--pin-memory", "--lengths",
         "--allow-inexact", "--deterministic", "--plan-seconds", "--table", "--traceback", "--lang", "--cache", "--no-cache", "--seed", "--config", "--json", "--help",

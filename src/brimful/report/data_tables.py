@@ -83,7 +83,10 @@ def rows_table(report: "RowsReport") -> RenderableType:
 def example_rows(rows: Sequence[Sequence[tuple[str, bool]]]) -> RenderableType:
     """Rows as a model reads them. What is trained on stands in ⟦ ⟧ and in colour."""
     legend = Text.assemble((tr("rows as the model reads them, trained on what is in "), "dim"), ("⟦ ⟧", _TRAINED))
-    return Group(legend, *(Text.assemble(*(_shown(*piece) for piece in row)) for row in rows))
+    numbered = (
+        Text.assemble((f"{number}  ", "cyan"), *(_shown(*piece) for piece in row)) for number, row in enumerate(rows, 1)
+    )
+    return Group(legend, *numbered)
 
 
 def _shown(text: str, trained: bool) -> tuple[str, str]:

@@ -27,6 +27,11 @@ from brimful.tasks.special_tokens import without_post_processor
 TOKENS = "tokens"
 REFUSED = "refused by the chat template"
 NOTHING_TO_TRAIN = "nothing to train on"
+FOUND_BY = {
+    "generation tag": "the template's own tag",
+    "sentinel": "comparing texts",
+    "one row per reply": "one row per reply",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class ConversationEncoder:
     @property
     def method(self) -> str:
         """How the trained tokens are found."""
-        return self.template.method if self.train_on == "replies" else "all tokens"
+        return FOUND_BY[self.template.method] if self.train_on == "replies" else "all tokens"
 
     def pieces(self, tokens: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
         """A row as text, divided where training begins and ends."""

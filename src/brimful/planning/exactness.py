@@ -351,7 +351,8 @@ def _difference(context: StepContext, parts: list[Any], draws: "_SameDraws") -> 
     whole = _value(context, parts[:1], draws)
     halves = _value(context, parts[1:], draws, counts=whole.counts)
     same_count = whole.counts == halves.counts
-    if same_count and abs(halves.mean - 2 * whole.mean) <= whole.tolerance * abs(halves.mean):
+    doubled = whole.mean != 0 and abs(halves.mean - 2 * whole.mean) <= whole.tolerance * abs(halves.mean)
+    if same_count and doubled:  # a loss of 0, of a margin that is kept, is twice itself
         raise TaskError(
             f"task {context.task.name}: Loss.sum seems to be a mean, since two halves of a batch add up to twice the "
             "whole. Try: return the sum, as with reduction='sum', or (mean, count)."

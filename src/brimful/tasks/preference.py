@@ -100,6 +100,23 @@ class DpoOptions(SftOptions):
         return {**values, "reference": None} if gone else values
 
 
+DROPOUTS = ("dropout_rate", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout")
+"""What configurations call it."""
+
+
+def without_dropout(model: "nn.Module") -> "nn.Module":
+    """The same model, which drops nothing but what adapters drop. Its configuration keeps what it says."""
+    from torch import nn
+
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Dropout) and "lora_dropout" not in name:
+            part.p = 0.0
+        for attribute in ("dropout", "attention_dropout", "dropout_rate"):
+            if isinstance(getattr(part, attribute, None), float):
+                setattr(part, attribute, 0.0)
+    return model
+
+
 class Dpo(Sft):
     """Teaches a fine-tuned model which of two replies to a prompt is preferred."""
 
@@ -123,6 +140,12 @@ class Dpo(Sft):
     @property
     def needs_reference(self) -> bool:
         return self.options.loss not in WITHOUT_REFERENCE
+
+    def model(self) -> "nn.Module":
+        return without_dropout(super().model())
+
+    def initial_model(self) -> "nn.Module":
+        return without_dropout(super().initial_model())
 
     def loss(self, model: "nn.Module", batch: Any) -> Loss:
         policy = self.family.log_probabilities(model, batch)
@@ -208,12 +231,22 @@ class Dpo(Sft):
         if self.preset is not None:
             reason = "warning: it was never fine-tuned, and preferences cannot teach it to answer; fine-tune it with sft first"
             remarks.append(("starting weights", None, "new", reason))
+        remarks.append(("loss", self.options.loss, self._loss_words(), "of a pair"))
+        if dropout := max((getattr(self.config, name, None) or 0.0 for name in DROPOUTS), default=0.0):
+            remarks.append(("dropout", dropout, 0.0, "off: replies are compared with the reference, which has none"))
         remarks.append(("reference", self.options.reference, *self._reference_remark()))
         if self.shared_prompts is not None:
             shared, every = self.shared_prompts
             reason = "warning: these rows are too easy" if shared else "no prompt to evaluate on is also trained on"
             remarks.append(("prompts shared with valid", None, f"{shared:,} of {every:,}", reason))
         return remarks
+
+    def _loss_words(self) -> str:
+        """`sigmoid, beta 0.1`."""
+        words = [self.options.loss, f"beta {self.beta:g}"]
+        words += [f"margin {self.margin:g}"] if self.margin else []
+        words += ["by token"] if self.length_normalised else []
+        return ", ".join(words)
 
     def _reference_remark(self) -> tuple[str, str]:
         if not self.needs_reference:
@@ -260,7 +293,19 @@ class Dpo(Sft):
                 f"reference={self.options.reference!r} is {kind} with {text_config(config).vocab_size:,} tokens, and the "
                 f"model to train has {text_config(self.config).vocab_size:,}. Try: a reference with the same tokenizer."
             )
+        self._check_tokenizer(folder)
         return load_model(folder)
+
+    def _check_tokenizer(self, folder: str) -> None:
+        """Ids of another tokenizer would be other words to the reference."""
+        from brimful.data.tokenizer.folder import MODEL_FILE
+        from brimful.files import file_sha256
+
+        files = [Path(one) / MODEL_FILE for one in (folder, self.source) if one]
+        if len(files) == 2 and all(file.is_file() for file in files) and len({file_sha256(one) for one in files}) == 2:
+            raise BadOption(
+                f"reference={self.options.reference!r} has another tokenizer than {self.source}. Try: a reference with the same tokenizer."
+            )
 
     _tokens_used = 0
     """Ids in the rows, once they are known."""

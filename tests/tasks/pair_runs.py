@@ -42,7 +42,15 @@ class Pairs:
     def train(self, run, task=None, data=None, **how):
         how = {"max_steps": 8, "lr": 1e-3, "global_batch": 8, "save_every": 3, **how}
         path = self.folder / run
-        how = {"device": "cpu", "workers": 0, "cache": False, "quiet": True, "deterministic": True, **how}
+        how = {
+            "device": "cpu",
+            "workers": 0,
+            "cache": False,
+            "quiet": True,
+            "deterministic": True,
+            "memory_limit": "1GiB",
+            **how,
+        }
         ending = brimful.train(task or self.task(), str(data or self.file), run=path, **how)
         return path, ending
 

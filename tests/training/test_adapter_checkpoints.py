@@ -44,6 +44,7 @@ def train(base, tmp_path_factory):
     brimful.plan(
         Adapted(base), data=Rows(), micro_batch=4, layout="padded", checkpointing="off", compile="off", workers=0, device="cpu", cache=False,
         deterministic=True,
+        memory_limit="1GiB",
     ).save(plan)  # fmt: skip
     return lambda task, run, **changes: brimful.train(task, Rows(), run=run, plan=plan, **{**HOW, **changes})
 

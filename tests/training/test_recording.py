@@ -133,7 +133,7 @@ class NotesPadding(brimful.Hook):
 def test_padding_is_what_went_through_the_model_for_nothing(tmp_path):
     hook = NotesPadding()
     train(
-        tmp_path / "run", Counts(), hooks=[hook], deterministic=True
+        tmp_path / "run", Counts(), hooks=[hook], deterministic=True, memory_limit="1GiB"
     )  # else micro-batches of one length may be faster
     steps = last_steps(read_events(tmp_path / "run" / "events.jsonl"))
     assert [step["padding"] for step in steps] == pytest.approx(hook.shares)
@@ -231,7 +231,13 @@ def test_the_time_left_leaves_out_what_comes_before_the_first_step_evaluations_a
 
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=tick))
     folder = tmp_path / "run"
-    options = {"eval_every": 1, "save_every": 1, "micro_batch": 8, "deterministic": True}  # one micro-batch
+    options = {
+        "eval_every": 1,
+        "save_every": 1,
+        "micro_batch": 8,
+        "deterministic": True,
+        "memory_limit": "1GiB",
+    }  # one micro-batch
     train(folder, Slow(), valid=ROWS[:4], hooks=[SlowHook()], **options)
     steps = last_steps(read_events(folder / "events.jsonl"))
     assert [step["eta_s"] for step in steps] == pytest.approx([3.0, 2.0, 1.0, 0.0], abs=0.1)

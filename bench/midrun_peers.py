@@ -32,8 +32,7 @@ import brimful
 from brimful.errors import BadOption
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.plan import Plan
-from brimful.task import Loss, Shape
-from brimful.tasks.encoder_decoder import IGNORED
+from brimful.task import IGNORED, Loss, Shape
 from brimful.tasks.language import Sft, SftOptions
 from brimful.tasks.presets import PAD
 from brimful.units import show_bytes

@@ -9,7 +9,7 @@
             their text taken from the chat rows
 
 Models are made from their configurations, since no hub can be reached where this runs, and saved in bf16 as published ones
-are: shard by shard, so that an 8B model never lies in memory whole. They are in the shape of the published ones to the last
+are, one shard at a time, so that an 8B model is never in memory as a whole. They are in the shape of the published ones to the last
 tensor. What is learnt means nothing; speed and memory do not depend on it, and the same weights make losses comparable.
 
 The tokenizer is a byte-level BPE trained on the rows, with a ChatML template. Brimful tokenizes the conversations as it does
@@ -29,7 +29,8 @@ import torch
 
 from brimful.data.batches import StepSampler
 from brimful.data.store import SPANS, Store, trained
-from brimful.tasks.causal_lm import IGNORED, TOKENS
+from brimful.task import IGNORED
+from brimful.tasks.causal_lm import TOKENS
 from brimful.tasks.language import Sft, SftOptions
 
 Method = Literal["full", "lora", "qlora"]

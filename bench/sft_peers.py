@@ -11,7 +11,7 @@ Before its first step `Case.check` counts what a trainer trains, and refuses it 
 All start from the same weights and have the same rows in the same steps, AdamW at a constant rate of 1e-5 (adapters: 1e-4)
 without weight decay, gradients clipped to 1, bf16 autocast on a GPU, the same adapters. TRL's own accumulation fills up the
 global batch. Packing is the exception: TRL packs rows into sequences of a fixed length before training, in an order of its
-own, so a step has so many sequences that it has *about* as many rows.
+own, so the number of sequences per step is chosen to give *about* the same number of rows.
 """
 
 import contextlib

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from brimful.data.batches import StepSampler
 from brimful.data.store import NAME, Store, StoreWriter
 from brimful.packing import causal
-from brimful.task import Loss, Shape, Task
-from brimful.tasks.encoder_decoder import FIELDS, IGNORED, pad
+from brimful.task import IGNORED, Loss, Shape, Task
+from brimful.tasks.encoder_decoder import FIELDS, pad
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.presets import EOS, PAD, PRESETS
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 import brimful
 from brimful.memory.layout import packed_sizes
-from brimful.tasks.encoder_decoder import IGNORED
+from brimful.task import IGNORED
 from peers import _import_lightning
 from train_cases import Case, Stream
 

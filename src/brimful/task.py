@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+IGNORED = -100
+"""The label of a token that no loss counts, as in torch and transformers."""
+
 Shape = tuple[int, ...]
 """The lengths of a row, or of a padded batch of rows."""
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 import brimful
 from brimful.data.store import Store
 from brimful.errors import BadData, BadModel, BadOption
-from brimful.tasks.causal_lm import IGNORED, CausalLM
+from brimful.task import IGNORED
+from brimful.tasks.causal_lm import CausalLM
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.training.events import last_steps, read_events
 from tests.tasks.tiny import write_jsonl

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from brimful.data.tokenize import tokenize
 from brimful.errors import BadData, BadModel, BadOption
-from brimful.tasks.encoder_decoder import IGNORED
+from brimful.task import IGNORED
 from brimful.tasks.language import TRY_MODEL, LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.presets import PRESETS
 from brimful.training.run import Request, RunFolder

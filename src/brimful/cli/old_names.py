@@ -1,7 +1,7 @@
 """The names that options have in other programs, and what they are here: ChatLM's scripts, Hugging Face, LLaMA-Factory, launchers.
 Those of an earlier Brimful are here too.
 
-Someone who comes from there types `--per_device_train_batch_size 32 --gradient_accumulation_steps 2` from habit. Accepting it would
+Users of those programs type `--per_device_train_batch_size 32 --gradient_accumulation_steps 2` from habit. Accepting it would
 be wrong, for a batch per device is no longer the user's to choose, and "unknown option" would be unkind. So each old name has an
 answer: the option it is now, with its value in the new form; or that it is not needed; or that there is nothing like it.
 

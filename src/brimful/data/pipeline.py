@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.errors import BadData, BadOption
-from brimful.files import disk_full, sync
+from brimful.files import FileLock, disk_full, sync
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -160,3 +160,24 @@ def writing_to(output: Path) -> Iterator[None]:
         place = Path(str(error.filename or output))
         advice = " Try: another output=." if place.is_relative_to(output.parent) else ""
         raise BadData(f"{place}: {error.strerror or error}.{advice}") from None
+
+
+@contextmanager
+def part_folder(output: Path, *, progress: str) -> Iterator[Path]:
+    """The hidden folder beside an output that holds what is done so far, locked for one process.
+
+    After an error it stays if its file `progress` has any content, so that a later run can continue.
+    """
+    part = output.with_name(f".{output.name}.part")
+    try:
+        lock = FileLock(part, folder=True)
+    except BlockingIOError:
+        raise BadOption(f"output='{output}' is being written by another process. Try: another output=.") from None
+    with lock:
+        try:
+            yield part
+        except BaseException:
+            file = part / progress
+            if not file.exists() or not file.stat().st_size:
+                shutil.rmtree(part, ignore_errors=True)
+            raise

@@ -19,7 +19,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.data.encode import EMPTY, PIECES_IN_FLIGHT, Drop, EncodedRows, Encoder, RowEncoder, in_pieces, piece_size
-from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, read_ahead
+from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, part_folder, read_ahead
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Chunk, Layout, RowProblem, Source, open_source
 from brimful.data.store import (
@@ -46,7 +46,7 @@ from brimful.data.store import (
 )
 from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
 from brimful.errors import BadData, BadOption, InternalError
-from brimful.files import FileLock, write_atomic
+from brimful.files import write_atomic
 from brimful.machine.host import Space
 from brimful.units import GiB, show_bytes
 
@@ -207,7 +207,7 @@ def tokenize(
     )
     refuse_output_inside(path, source.paths)
     facts = TokenizerFacts.read(tokenizer)
-    with folder.errors(), PeakMemory() as peak, _part_folder(path) as part:
+    with folder.errors(), PeakMemory() as peak, part_folder(path, progress=_PROGRESS_FILE) as part:
         job = _Job(source, facts, Path(tokenizer), part, path, options, peak, encoder)
         job.run(progress)
         meta = job.finish()
@@ -453,23 +453,6 @@ def _percentile(count: npt.NDArray[np.int64], share: int) -> int:
     """The smallest length that is not exceeded by `share` percent of the rows."""
     below = np.cumsum(count)
     return int(np.searchsorted(below, share / 100 * below[-1]))
-
-
-@contextmanager
-def _part_folder(output: Path) -> Iterator[Path]:
-    """The folder that becomes the output, locked for one process. After an error it stays if a later run can use it."""
-    part = output.with_name(f".{output.name}.part")
-    try:
-        lock = FileLock(part, folder=True)
-    except BlockingIOError:
-        raise BadOption(f"output='{output}' is being written by another process. Try: another folder.") from None
-    with lock:
-        try:
-            yield part
-        except BaseException:
-            if not (part / _PROGRESS_FILE).exists():
-                shutil.rmtree(part, ignore_errors=True)
-            raise
 
 
 def _take_over(part: Path, key: dict[str, Any]) -> _Earlier:

@@ -25,9 +25,8 @@ from torch import nn
 from brimful.errors import DoesNotFit
 from brimful.memory.forward import Halving
 from brimful.memory.oom import OutOfMemory
+from brimful.task import IGNORED
 
-IGNORED = -100
-"""A label that no loss of transformers counts."""
 LENGTHS = "seq_lengths"
 """The column of TRL's packed rows with the lengths of their documents."""
 _SORTING = ("aot", "aot_unpaired")

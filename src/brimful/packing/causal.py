@@ -42,9 +42,8 @@ from brimful.packing.attention import attention
 from brimful.packing.causal_head import head_loss
 from brimful.packing.compiled import compiled
 from brimful.packing.sequence import Boundaries, SharedRows, boundaries, end_to_end, positions
-from brimful.task import Loss, Shape
+from brimful.task import IGNORED, Loss, Shape
 
-IGNORED = -100
 INTERFACE = "brimful_packed"
 KINDS = {"full_attention", "sliding_attention"}
 """Of layers that can be packed, as configs call them."""

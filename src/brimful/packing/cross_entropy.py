@@ -80,7 +80,7 @@ def linear_token_losses(
 
 
 def chunk_size(words: int, dtype: torch.dtype) -> int:
-    """Tokens whose logits over so many words are computed at once."""
+    """How many tokens have their logits computed at once, for a vocabulary of this size."""
     return max(CHUNK_TOKENS, CHUNK_BYTES // (words * dtype.itemsize))
 
 

@@ -26,8 +26,7 @@ from brimful.packing import causal, t5
 from brimful.packing.causal_head import head_losses
 from brimful.packing.cross_entropy import linear_token_losses
 from brimful.packing.sequence import BLOCK, SharedRows, boundaries, end_to_end
-
-IGNORED = -100
+from brimful.task import IGNORED
 
 
 def pack_causal(

@@ -17,8 +17,7 @@ from brimful.packing.attention import attention
 from brimful.packing.compiled import compiled
 from brimful.packing.cross_entropy import linear_cross_entropy
 from brimful.packing.sequence import Boundaries, boundaries, end_to_end
-
-IGNORED = -100
+from brimful.task import IGNORED
 
 
 def pack(

@@ -292,7 +292,7 @@ def frozen_choice(context: StepContext, shape: Shape, micro_batch: int) -> Choic
     )
     in_part = (
         context.task.trained_weights(context.model) is not None
-    )  # nobody would train the base of an adapter instead
+    )  # the base of an adapter is frozen by definition, so there is nothing to compare with
     row_bytes = None if in_part else _activations_saved(context, frozen, shape)
     if row_bytes is not None:
         size = context.layout.show(micro_batch, shape)

@@ -48,9 +48,9 @@ LENGTHS_LOOKED_AT = 20_000
 COLLATED_ROWS = 4
 """Rows that `collate` is tried on first."""
 COMPARED_SIZES, COMPARE_SIZES_S, UNEVEN = 512, 0.5, 1.5
-"""Of a task without `shape`, so many rows are collated one by one, for at most this long: of one long row in a hundred, 32 rows would
-show none three times out of four. They differ in size if the largest has this
-many times the values of the smallest."""
+"""For a task without `shape`: how many rows are collated one by one, for how many seconds at most, and how much larger than the
+smallest the largest must be to count as uneven. With 32 rows, a long row that is one in a hundred would be missed three
+times out of four."""
 TIMED_S = 0.15
 """A size is timed for at least this long, or for five repeats; twice if the plan is deterministic."""
 SLOW_S = 1.0

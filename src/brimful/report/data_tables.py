@@ -83,10 +83,12 @@ def rows_table(report: "RowsReport") -> RenderableType:
 def example_rows(rows: Sequence[Sequence[tuple[str, bool]]]) -> RenderableType:
     """Rows as a model reads them. What is trained on stands in ⟦ ⟧ and in colour."""
     legend = Text.assemble((tr("rows as the model reads them, trained on what is in "), "dim"), ("⟦ ⟧", _TRAINED))
-    numbered = (
-        Text.assemble((f"{number}  ", "cyan"), *(_shown(*piece) for piece in row)) for number, row in enumerate(rows, 1)
-    )
-    return Group(legend, *numbered)
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), Text.assemble(*(_shown(*piece) for piece in row)))
+    return Group(legend, table)
 
 
 def _shown(text: str, trained: bool) -> tuple[str, str]:

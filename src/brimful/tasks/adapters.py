@@ -139,6 +139,12 @@ def _value(text: str, name: str, value: str) -> Any:
 
 def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
     """Before anything is read or trained: is what these need installed?"""
+    for name in (
+        "bitsandbytes",
+        "bitsandbytes.autograd._functions",
+        "bitsandbytes.backends.cpu.ops",
+    ):  # PEFT imports it too, where it is installed
+        logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
     if load_in not in (None, "4bit", "8bit"):
         raise BadOption(f"load_in={load_in!r} must be 4bit or 8bit.")
     if load_in is not None and lora is None:
@@ -158,12 +164,6 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
             raise BadOption(
                 f"{package} is installed and cannot be imported ({in_one_line(error)}). Try: install it again."
             ) from None
-    for name in (
-        "bitsandbytes",
-        "bitsandbytes.autograd._functions",
-        "bitsandbytes.backends.cpu.ops",
-    ):  # PEFT imports it too, where it is installed
-        logging.getLogger(name).setLevel(logging.ERROR)  # it remarks on every product that it casts its inputs
 
 
 def with_adapter(model: Any, lora: Lora) -> Any:

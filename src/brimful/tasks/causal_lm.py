@@ -13,13 +13,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from brimful.data.store import SPANS, trained
-from brimful.task import Loss, Shape
+from brimful.task import IGNORED, Loss, Shape
 from brimful.tasks.model_folder import text_config
 
 if TYPE_CHECKING:
     from torch import nn
 
-IGNORED = -100
 TOKENS = "tokens"
 
 

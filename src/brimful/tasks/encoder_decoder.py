@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from brimful.errors import BadOption
-from brimful.task import Loss, Shape
+from brimful.task import IGNORED, Loss, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-IGNORED = -100
 FIELDS = ("prompt", "response")
 PACKED_MODELS = ("t5", "mt5")
 """Types of models that `brimful.packing.t5` runs."""

@@ -9,14 +9,13 @@ torch is imported inside functions only: the command line reads the options of a
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from brimful.task import Shape
+from brimful.task import IGNORED, Shape
 from brimful.tasks.causal_lm import CausalLM
 from brimful.tasks.encoder_decoder import EncoderDecoder, _encoder_inputs, pad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100
 FIELDS = ("prompt", "chosen", "rejected")
 REPLIES = FIELDS[1:]
 REFERENCE = "reference"

@@ -31,11 +31,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brimful.data.pipeline import PeakMemory, writing_to
+from brimful.data.pipeline import PeakMemory, part_folder, writing_to
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Source, check_max_bad, open_source
 from brimful.errors import BadData, BadModel, BadOption, InternalError
-from brimful.files import FileLock, sync, write_atomic
+from brimful.files import sync, write_atomic
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.generate import GenerateOptions, Generator, max_rows, weights_dtype
 from brimful.tasks.model_folder import load_model
@@ -184,7 +184,7 @@ def make_rejects(
         raise BadData(
             f"{data}: none of {survey.rows_in:,} rows has a prompt and a reply ({drops.in_words()}). Try: `brimful data check`."
         )
-    with writing_to(path), PeakMemory() as host, _part_folder(path) as part, ExitStack() as stack:
+    with writing_to(path), PeakMemory() as host, part_folder(path, progress=_ANSWERS) as part, ExitStack() as stack:
         key = {
             "format": [FORMAT, WINDOW_ROWS], "data": source.fingerprint(), "model": prompter.key, "rows": options.rows,
             "sampling": asdict(options.generation),
@@ -526,20 +526,3 @@ def _check_output(path: Path, *, overwrite: bool) -> None:
         raise BadOption(f"output='{path}' is a folder. Try: the name of a file.")
     if path.exists() and not overwrite:
         raise BadOption(f"output='{path}' is an existing file. Try: another file, or overwrite=True.")
-
-
-@contextmanager
-def _part_folder(output: Path) -> Iterator[Path]:
-    """The folder with what is done so far, locked for one process. After an error it stays if it has answers."""
-    part = output.with_name(f".{output.name}.part")
-    try:
-        lock = FileLock(part, folder=True)
-    except BlockingIOError:
-        raise BadOption(f"output='{output}' is being written by another process. Try: another file.") from None
-    with lock:
-        try:
-            yield part
-        except BaseException:
-            if not (part / _ANSWERS).exists() or not (part / _ANSWERS).stat().st_size:
-                shutil.rmtree(part, ignore_errors=True)
-            raise

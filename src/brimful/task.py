@@ -115,6 +115,8 @@ class Task:
     """The largest lengths a row may have. Planning without data assumes that every row is this long."""
     global_batch: int = 256
     """Rows per optimizer step, over all micro-batches and processes, unless the user sets another number."""
+    work_follows_shape: bool = True
+    """Whether the FLOPs of a row follow from its lengths alone. If they do not, MFU is unknown."""
     why_not_packed: str | None = "the task has no pack()"
     """For the plan, where `packs` is false."""
     chunked_loss: bool = False

@@ -244,3 +244,10 @@ def test_an_adapter_of_a_4_bit_base_is_evaluated_on_4_bits(causal, tmp_path):
     train(sft(causal, lora="r=4", load_in="4bit"), causal.raw, tmp_path / "run", max_steps=1)
     kinds = {type(param).__name__ for param in load_model(tmp_path / "run").parameters()}
     assert "Params4bit" in kinds
+
+
+def test_mfu_is_unknown_where_only_some_tokens_have_logits(causal, whole):
+    """A formula of the row's length would count the logits of every token: 1.6 times the work of a run of pairs."""
+    steps = last_steps(read_events(whole[0] / "events.jsonl"))
+    assert all(step["mfu"] is None for step in steps)
+    assert Pretrain(LanguageOptions(model=str(causal.model))).work_follows_shape

@@ -173,6 +173,7 @@ class Pretrain(Task):
         self.family.longest = self.max_tokens[0]
         self.global_batch = self.preset.global_batch if self.preset else 64 if self.family.causal else 256
         self.learning_rate = self._learning_rate()
+        self.work_follows_shape = not (self.fine_tunes and self.family.causal)  # only replies have logits
         self.lora = self._lora()
 
     @property

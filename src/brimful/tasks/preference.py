@@ -131,6 +131,7 @@ class Dpo(Sft):
         own = self.options
         simpo, normalised = own.loss == "simpo", own.length_normalised
         self.global_batch = 64
+        self.work_follows_shape = False  # the shape has the longer reply; the other one costs less
         self.beta: float = own.beta if own.beta is not None else SIMPO_BETA if simpo else BETA
         self.margin: float = own.margin if own.margin is not None else SIMPO_MARGIN if simpo else 0.0
         self.length_normalised: bool = own.loss in NORMALISED if normalised is None else normalised

@@ -245,6 +245,8 @@ class FlopModel:
         Call it before checkpointing or compilation changes the model: the one counts work twice, the other hides it.
         Weights, buffers, gradients, modes and random state are as before.
         """
+        if not task.work_follows_shape:
+            return None, "unknown: what a row costs does not follow from its lengths alone"
         count = partial(_count, task, model, device, autocast)
         modes = [(part, part.training) for part in model.modules()]
         random_state, buffers = RandomState(device), Buffers(model)

@@ -35,7 +35,7 @@ def check(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     columns
         Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     model
@@ -135,7 +135,7 @@ def clean(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder for the results. Temporary files are kept in its hidden folder .clean.
     columns
@@ -210,7 +210,7 @@ def tokenizer(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder to create.
     vocab_size
@@ -267,7 +267,7 @@ def tokenize(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     tokenizer
         A folder with a tokenizer.json, such as `brimful data tokenizer` makes.
     output

@@ -2,7 +2,7 @@
 
     paths ─► files.find_files ─► a layout for each file (columns.py) ─► Source.chunks(): read, then map columns to fields
 
-Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .bz2, .zst, .xz);
+Formats: parquet, jsonl, json (a list of objects), csv, tsv and plain text (.txt, a file is a document); text formats also compressed (.gz, .bz2, .zst, .xz);
 folders of them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
 
 With `messages=True` every row becomes one conversation instead (conversations.py), whatever the format of its file, and with
@@ -49,6 +49,7 @@ from brimful.data.read.files import (
     row_too_long,
 )
 from brimful.data.read.json_rows import json_schema, jsonl_schema, read_json, read_jsonl
+from brimful.data.read.plain_text import read_text, text_schema
 from brimful.data.read.preferences import (
     PREFERENCE,
     find_preference_layout,
@@ -70,6 +71,7 @@ _READERS: dict[Format, tuple[Callable[[str, int], FileSchema], Reader]] = {
     "jsonl": (jsonl_schema, read_jsonl),
     "json": (json_schema, read_json),
     "csv": (csv_schema, read_csv),
+    "text": (text_schema, read_text),
     "hub": (hub_schema, read_hub),
 }
 

@@ -392,6 +392,13 @@ def test_defaults_depend_on_loss_and_model(made):
     assert normalised == {"sigmoid": False, "hinge": False, "ipo": True, "orpo": True, "simpo": True}
 
 
+def test_a_score_that_there_is_none_of_is_refused_before_rows_are_read(made):
+    one = made["qwen2"]
+    message = r"best='bleu' is not a score of task dpo. Try: loss, accuracy, margin, logp_chosen\."
+    with pytest.raises(BadOption, match=message):
+        one.train("best", valid=str(one.file), best="bleu", data=one.folder / "gone.jsonl")
+
+
 def test_a_reference_of_another_architecture_is_refused(made):
     task = made["t5"].task(reference=str(made["qwen2"].model))
     with pytest.raises(BadOption, match="is a causal model"):

@@ -149,6 +149,7 @@ class Pretrain(Task):
     """The tokens of a conversation that a causal model is trained on, unless `--train-on` says otherwise."""
     reads_pairs: ClassVar[bool] = False
     """Whether rows are prompts with two replies, one of which is preferred."""
+    scores: Sequence[str] | None = ("bleu", "chrf")
     refuses_adapters: ClassVar[bool] = True
     """An adapter is trained no further; it is merged first."""
 
@@ -345,18 +346,23 @@ class Pretrain(Task):
         lora = Lora.parse(self.options.lora)
         check_packages(lora, self.options.load_in)
         self.trained_weights = trained_weights  # type: ignore[method-assign]
-        if str(self.base_dtype) == "torch.bfloat16":
-            self.precision = "bf16"
         return lora
 
-    @property
-    def base_dtype(self) -> "torch.dtype":
-        """The dtype of frozen weights below adapters: bf16 where the model was saved in 16 bits and a GPU computes in bf16."""
+    def use_device(self, device: "torch.device", precision: Precision | None) -> None:
+        """Frozen weights below adapters are in bf16 if the model was saved in 16 bits, or is quantized now, and computes in
+        bf16: because that was asked for, or because a GPU does so and nothing else was."""
         import torch
 
-        in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16)
-        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if fast and (in_16_bits or self.options.load_in) else torch.float32
+        if self.lora is None:
+            return
+        in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16) or self.options.load_in
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        computes_in_bf16 = precision == "bf16" or (precision in (None, "auto") and on_gpu)
+        self.base_dtype = torch.bfloat16 if in_16_bits and computes_in_bf16 else torch.float32
+        self.precision = "bf16" if self.base_dtype is torch.bfloat16 else type(self).precision
+
+    base_dtype: "torch.dtype | None" = None
+    """Of frozen weights below adapters; float32 by default."""
 
     def _learning_rate(self) -> float:
         """What is usual for adapters, and for fine-tuning all weights of a causal model."""

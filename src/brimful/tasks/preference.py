@@ -124,6 +124,7 @@ class Dpo(Sft):
     Options = DpoOptions
     options: DpoOptions
     reads_pairs: ClassVar[bool] = True
+    scores: Sequence[str] | None = ("accuracy", "margin", "logp_chosen")
     family: "CausalPairs | EncoderDecoderPairs"
 
     def __init__(self, options: DpoOptions | None = None) -> None:
@@ -262,7 +263,7 @@ class Dpo(Sft):
 
     def evaluate(self, model: "nn.Module", rows: Any, context: Any) -> Mapping[str, float]:
         """Over all rows of the evaluation: what the loss has logged."""
-        return {name: context.logged[name] for name in ("accuracy", "margin", "logp_chosen") if name in context.logged}
+        return {name: context.logged[name] for name in self.scores or () if name in context.logged}
 
     def watch(self, notes: dict[str, Any], step: Mapping[str, Any]) -> Mapping[str, str]:
         """Chosen replies that become unlikely, a loss that spikes, an accuracy that stays at chance."""

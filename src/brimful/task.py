@@ -250,8 +250,8 @@ class Task:
         Random state and the model must be left as they are, so that a resumed run gives the same bits.
         """
 
-    def preview(self, rows: Dataset) -> "Sequence[Sequence[tuple[str, bool]]]":
-        """A few rows as text, in pieces that are trained on or not, to be shown when a run begins."""
+    def preview(self, rows: Dataset) -> "Sequence[Sequence[tuple[str, bool | str]]]":
+        """A few rows as text, in pieces that are trained on or not, or that have a name, to be shown when a run begins."""
         return ()
 
     def evaluate(self, model: "nn.Module", rows: Sequence[Any], context: Any) -> "Mapping[str, float]":

@@ -27,6 +27,7 @@ from brimful.units import is_number
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
     from torch import nn
 
     from brimful.data.store import Store
@@ -289,7 +290,7 @@ class Pretrain(Task):
 
         return remarks(self, rows)
 
-    def preview(self, rows: Dataset) -> Sequence[Sequence[tuple[str, bool]]]:
+    def preview(self, rows: Dataset) -> Sequence[Sequence[tuple[str, bool | str]]]:
         """The first three rows of a token store, decoded by its own tokenizer."""
         from brimful.data.store import Store
         from brimful.data.tokenizer.folder import load_tokenizer
@@ -297,11 +298,11 @@ class Pretrain(Task):
         if not isinstance(rows, Store):
             return ()
         tokenizer = load_tokenizer(rows.path / "tokenizer")
-        some = [rows[number] for number in range(min(PREVIEWED, len(rows)))]
-        return [
-            [(tokenizer.decode(ids, skip_special_tokens=False), trained) for ids, trained in self.family.pieces(row)]
-            for row in some
-        ]
+        return [self.row_texts(tokenizer, rows[number]) for number in range(min(PREVIEWED, len(rows)))]
+
+    def row_texts(self, tokenizer: "Tokenizer", row: Any) -> Sequence[tuple[str, bool | str]]:
+        """A row as text, divided where training begins and ends."""
+        return [(tokenizer.decode(ids, skip_special_tokens=False), on) for ids, on in self.family.pieces(row)]
 
     def evaluate(self, model: "nn.Module", rows: Any, context: Any) -> Mapping[str, float]:
         from brimful.tasks.chat_scores import evaluate_in_training

@@ -36,6 +36,7 @@ from brimful.training.run import is_missing
 from brimful.units import is_number
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor, nn
 
     from brimful.tasks.pair_batches import CausalPairs, EncoderDecoderPairs
@@ -214,6 +215,11 @@ class Dpo(Sft):
 
             self.shared_prompts = shared_prompts(like, store)
         return store
+
+    def row_texts(self, tokenizer: "Tokenizer", row: Any) -> Sequence[tuple[str, bool | str]]:
+        from brimful.tasks.pair_data import named_texts
+
+        return named_texts(tokenizer, row)
 
     def before_training(self, model: "nn.Module", rows: Dataset, context: Any) -> None:
         """The log-probabilities that the reference gives to all replies, read from a file or computed into one."""

@@ -304,9 +304,7 @@ def _task_options(task: Task) -> dict[str, Any]:
 def _check_best(task: Task, best: str) -> None:
     """Before rows are read: a score that this task never has would end the run at its first evaluation."""
     if best != "loss" and task.scores is not None and best not in task.scores:
-        raise BadOption(
-            f"best={best!r} is not a score of task {task.name}. Try: {', '.join(['loss', *task.scores])}."
-        )
+        raise BadOption(f"best={best!r} is not a score of task {task.name}. Try: {', '.join(['loss', *task.scores])}.")
 
 
 def _check_processes(processes: int) -> None:

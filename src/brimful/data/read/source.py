@@ -20,8 +20,11 @@ from itertools import islice
 from pathlib import Path
 
 from brimful.data.read.columns import (
+    CHOSEN,
+    REJECTED,
     Layout,
     columns_to_read,
+    find_column,
     find_layout,
     layout_mismatch,
     map_columns,
@@ -62,7 +65,17 @@ from brimful.errors import BadData, BadOption
 from brimful.files import sha256
 from brimful.units import GiB
 
-__all__ = ["CHUNK_ROWS", "BrokenRowLimit", "Chunk", "Layout", "RowProblem", "Source", "check_max_bad", "open_source"]
+__all__ = [
+    "CHUNK_ROWS",
+    "BrokenRowLimit",
+    "Chunk",
+    "Layout",
+    "RowProblem",
+    "Source",
+    "check_max_bad",
+    "holds_preferences",
+    "open_source",
+]
 
 Reader = Callable[[str, tuple[Column, ...], int], Iterator[Chunk]]
 
@@ -163,6 +176,17 @@ def open_source(
             )
         files.append(one)
     return Source(paths, files, found.skipped, max_row_bytes)
+
+
+def holds_preferences(paths: Sequence[str], *, columns: str | None = None, host_limit_bytes: int = GiB) -> bool:
+    """Whether rows have two replies, one of them preferred: by the columns of the first file, or by the fields that
+    `columns` sets."""
+    if columns is not None:
+        fields = {word.strip() for item in columns.split(",") for word in item.split("=")}
+        return {"chosen", "rejected"} <= fields and "response" not in fields
+    file = find_files(paths).files[0]
+    names = _READERS[file.format][0](file.path, longest_row(host_limit_bytes)).common
+    return find_column(CHOSEN, names) is not None and find_column(REJECTED, names) is not None
 
 
 def _check_unchanged(file: DataFile) -> None:

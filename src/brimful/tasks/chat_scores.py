@@ -160,7 +160,7 @@ class ChatEvaluation(Pretrain):
 
     name = "eval"
     trains_on: TrainOn = "replies"
-    refuses_adapters: ClassVar[bool] = False
+    continues_adapters: ClassVar[bool] = False
 
     def __init__(
         self,

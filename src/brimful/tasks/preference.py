@@ -264,7 +264,8 @@ class Dpo(Sft):
                 self.options.reference,
                 "as requested; its log-probabilities are computed once, then it leaves memory",
             )
-        start = "the model without its adapter" if self.lora is not None else "the model as it begins"
+        new_adapter = self.lora is not None and self.adapter is None
+        start = "the model without its adapter" if new_adapter else "the model as it begins"
         return start, "its log-probabilities are computed once, before the first step"
 
     def evaluate(self, model: "nn.Module", rows: Any, context: Any) -> Mapping[str, float]:
@@ -284,7 +285,7 @@ class Dpo(Sft):
         return (CausalPairs if is_causal(self.config) else EncoderDecoderPairs)(self.config)
 
     def _learning_rate(self) -> float:
-        usual = SMALL_RATE if self.options.lora is not None or not self.family.causal else FULL_RATE
+        usual = SMALL_RATE if self._adapts or not self.family.causal else FULL_RATE
         return ORPO_RATE if self.options.loss == "orpo" else usual
 
     def reference_model(self) -> "nn.Module":

@@ -7,9 +7,9 @@
 The name carries a hash of the weights, the tokens of the store (hence of tokenizer and chat template) and the precision. A file
 of anything else has another name, and one that was damaged is computed again. Another run on the same store and model finds it.
 
-The reference is the model as it begins. With adapters it is the model with the adapter switched off, which is the same. A
-resumed run has other weights by then and reads the file that it began with; if that is gone, it is computed again from the
-initial model.
+The reference is the model as it begins. With a new adapter it is the model with the adapter switched off, which is the same;
+where a saved adapter is trained further, it is the base with that adapter. A resumed run has other weights by then and reads
+the file that it began with; if that is gone, it is computed again from the initial model.
 """
 
 import hashlib
@@ -154,14 +154,14 @@ def _key(task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingCont
     from brimful.tasks.adapters import fingerprint
     from brimful.tasks.language import _resolved
 
-    source = _resolved(task.options.reference) if task.options.reference else task.source
+    source = _resolved(task.options.reference) if task.options.reference else task.adapter or task.source
     weights = f"{task.options.model} of seed {context.seed}" if source is None else fingerprint(Path(source))
     dtypes = sorted({str(param.dtype) for param in model.parameters() if not param.requires_grad or task.lora is None})
     return {
         "weights": weights,
         "tokens": rows.fingerprint,
         "tokenizer": rows.meta.tokenizer_fingerprint,
-        "precision": [str(context.autocast), *dtypes, task.options.load_in],
+        "precision": [str(context.autocast), *dtypes, task.load_in],
     }
 
 
@@ -249,7 +249,7 @@ def _reference_model(
 ) -> "Iterator[tuple[nn.Module, TrainingContext]]":
     """The reference on the device. A second model is there only in here."""
     if task.options.reference is None and task.lora is not None:
-        with model.disable_adapter():  # type: ignore[operator]
+        with model.disable_adapter() if task.adapter is None else _initial_adapter(task, model):  # type: ignore[operator]
             yield model, context
         return
     if task.options.reference is None and not context.resumed:
@@ -263,6 +263,25 @@ def _reference_model(
     finally:
         del other
         empty_cache(context.device)
+
+
+@contextmanager
+def _initial_adapter(task: "Dpo", model: "nn.Module") -> Iterator[None]:
+    """The adapter as training began with it; after a resume it has other weights by now, which are put back."""
+    import torch
+
+    from brimful.tasks.adapters import load_weights
+
+    assert task.adapter is not None
+    own = {name: param for name, param in model.named_parameters() if "lora_" in name}
+    before = {name: param.detach().clone() for name, param in own.items()}
+    try:
+        load_weights(model, task.adapter)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, param in own.items():
+                param.copy_(before[name])
 
 
 def _loaded(task: "Dpo", context: "TrainingContext") -> "nn.Module":

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from brimful.tasks.preference import Dpo
-    from brimful.training.evaluate import TrainingContext
+    from brimful.training.evaluate import EvalContext, TrainingContext
 
 Values = npt.NDArray[np.float64]
 WINDOW_ROWS = 4096
@@ -231,7 +231,7 @@ def _computed(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Trainin
     random_state = RandomState(context.device)
     try:
         with _reference_model(task, model, context) as (reference, own_context):
-            values = np.array(_log_probabilities(task, reference, rows, own_context), dtype=np.float64).reshape(-1, 2)
+            values = np.array(log_probabilities(task, reference, rows, own_context), dtype=np.float64).reshape(-1, 2)
     finally:
         random_state.restore()
     broken = np.flatnonzero(~np.isfinite(values).all(axis=1))
@@ -292,10 +292,10 @@ def _loaded(task: "Dpo", context: "TrainingContext") -> "nn.Module":
     return model.to(context.device).requires_grad_(False)
 
 
-def _log_probabilities(
-    task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingContext"
+def log_probabilities(
+    task: "Dpo", model: "nn.Module", rows: PairRows, context: "EvalContext", chosen: Sequence[int] | None = None
 ) -> list[list[float]]:
-    """Of all pairs, in batches that fit, shared by the ranks."""
+    """Of all pairs, or of the `chosen` ones in their order; in batches that fit, shared by the ranks."""
     from brimful.memory.context import to_device
     from brimful.memory.forward import eval_mode
 
@@ -306,8 +306,11 @@ def _log_probabilities(
 
     forward = context.forward(lambda count, shape: run(task.dummy(count, shape)), what="reference")
 
-    def own(indices: Sequence[int]) -> list[list[float]]:
+    numbers = range(len(rows)) if chosen is None else chosen
+
+    def own(places: Sequence[int]) -> list[list[float]]:
         results: dict[int, list[float]] = {}
+        indices = [numbers[place] for place in places]
         for start in range(0, len(indices), WINDOW_ROWS):
             window = list(indices[start : start + WINDOW_ROWS])
             read = rows.__getitems__(window)
@@ -318,4 +321,4 @@ def _log_probabilities(
         return [results[index] for index in indices]
 
     with eval_mode(model, context.device):
-        return context.share(len(rows), own)
+        return context.share(len(numbers), own)

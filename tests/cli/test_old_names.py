@@ -33,6 +33,7 @@ SAMPLES = (
     "rows.jsonl",
     "tiny",
     "4",
+    "ipo",
 )
 BEGIN, END = "<!-- {source}: written by tests/cli/test_old_names.py -->", "<!-- end -->"
 

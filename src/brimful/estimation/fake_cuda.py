@@ -133,6 +133,7 @@ def fake_device(device: torch.device, *, has_bf16: bool) -> Iterator[FakeTensorM
             (torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda device=None: None),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):
             stack.enter_context(replaced(owner, name, function))
         if callable(switch):

@@ -147,9 +147,10 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             return self._stand_in(args[0])
+        run = func
         if func in (_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):  # fmt: skip
-            func, args = self._without_values(func, args)
-        out = func(*args, **kwargs)
+            run, args = self._without_values(func, args)
+        out = run(*args, **kwargs)
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 self._track(value, func)

@@ -17,6 +17,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -136,6 +137,9 @@ def fake_device(device: torch.device, *, has_bf16: bool) -> Iterator[FakeTensorM
             (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):
             stack.enter_context(replaced(owner, name, function))
+        masks = sys.modules.get("transformers.masking_utils")
+        if masks is not None and hasattr(masks, "is_tracing"):  # it would keep every mask, as for export
+            stack.enter_context(replaced(masks, "is_tracing", lambda tensor=None: False))
         if callable(switch):
             switch(1)
             stack.callback(switch, 0)

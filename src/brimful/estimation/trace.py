@@ -4,7 +4,9 @@
 `StepContext` that training uses, and returns their `History`. A dispatch mode sees each new storage, and a weak reference sees it
 die; storages are counted, not operations, so views and in-place updates cost nothing, as on the card.
 
-What a fake tensor cannot know is assumed, and every assumption is reported with the line that needed it:
+Whole numbers of a batch keep their values beside the fake tensors (`KnownValues`): transformers leaves a mask of ones out, and then
+takes another attention kernel. What else a fake tensor cannot know is assumed, and every assumption is reported with the line that
+needed it:
 
     .item(), bool(tensor)           1 or True
     nonzero, x[mask], masked_select every element counts, which is the most it can be
@@ -15,14 +17,14 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from brimful.errors import TaskError, UserError, in_one_line
@@ -91,11 +93,53 @@ class TraceNotes:
         self.outside_blocks_bytes = self.weight_bytes - sum(sizes[one] for one in set().union(*blocks))
 
 
+class KnownValues:
+    """The values of fake tensors of whole numbers that follow from the batch: masks, labels, and what is made of them."""
+
+    OPERATIONS = frozenset(
+        getattr(_aten, name)
+        for name in (
+            "_to_copy", "alias", "all", "any", "bitwise_and", "bitwise_not", "bitwise_or", "clone", "cumsum", "detach", "eq",
+            "expand", "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "max", "min", "ne", "select", "slice",
+            "sum", "unsqueeze", "view",
+        )  # fmt: skip
+    )
+    MOST = 2**22
+    """Elements of a tensor whose values are kept."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        if fake.numel() <= self.MOST and not fake.is_floating_point() and not fake.is_complex():
+            key = id(fake)
+            self._real[key] = (weakref.ref(fake, lambda _: self._real.pop(key, None)), real)
+
+    def get(self, fake: Any) -> torch.Tensor | None:
+        found = self._real.get(id(fake))
+        return found[1] if found is not None and found[0]() is fake else None
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Compute the values of a result whose arguments are known."""
+        if func.overloadpacket not in self.OPERATIONS or not isinstance(out, torch.Tensor):
+            return
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        values = [self.get(one) for one in tensors]
+        if any(value is None for value in values) or len(tensors) != sum(isinstance(one, torch.Tensor) for one in tree_iter(args)):
+            return
+        known = iter(values)
+        real_args = [next(known) if isinstance(one, torch.Tensor) else one for one in args]
+        others = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "non_blocking")}
+        with _disable_current_modes(), suppress(Exception):
+            self.set(out, func(*real_args, **others))
+
+
 class Tracer(TorchDispatchMode):
     """Records the storages of one kind of device as they come and go."""
 
     def __init__(self, device: str, notes: TraceNotes) -> None:
         super().__init__()
+        self.values = KnownValues()
         self._device, self._notes = device, notes
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = []
@@ -146,11 +190,17 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
-            return self._stand_in(args[0])
+            known = self.values.get(args[0])
+            if known is None:
+                return self._stand_in(args[0])
+            with _disable_current_modes():
+                return known.item()
         run = func
         if func in (_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):  # fmt: skip
             run, args = self._without_values(func, args)
         out = run(*args, **kwargs)
+        if run is func:
+            self.values.follow(func, args, kwargs, out)
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 self._track(value, func)
@@ -262,7 +312,13 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
                 layout=layout,
             )
             stack.enter_context(tracer.modules(model))
-            fakes = [map_tensors(batch, mode.from_tensor) for batch in batches]
+
+            def fake(tensor: torch.Tensor) -> torch.Tensor:
+                result: torch.Tensor = mode.from_tensor(tensor)
+                tracer.values.set(result, tensor)
+                return result
+
+            fakes = [map_tensors(batch, fake) for batch in batches]
             _run(context, tracer, fakes, rows)
             del context, optimizer, fakes, model
         events, marks = _in_order(tracer), list(tracer.marks)  # what is freed from here on is no part of it

@@ -239,7 +239,8 @@ class SymbolicHistory:
                 kept[start:end] = False
         left_out = ~kept[self._allocated_at]
         kept |= (self._sign < 0) & ~left_out[self._index]
-        return kept & ~left_out[self._index]
+        kept &= ~left_out[self._index]
+        return kept
 
     def _phase_peaks(self, live: NDArray[np.int64], accumulates: bool) -> tuple[dict[str, int], dict[str, int]]:
         """The peak of each phase of the second step, and at which event it is."""

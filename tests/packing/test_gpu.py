@@ -7,7 +7,6 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 
-from brimful.errors import TaskError
 from brimful.memory.context import to_device
 from brimful.memory.layout import PACKED
 from brimful.packing import attention as kernels
@@ -177,38 +176,6 @@ def test_compiled_causal_blocks_compute_what_plain_ones_do_for_all_sizes(name):
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] == graphs[2]
     assert not counters["graph_break"]
-
-
-class LittleSharedMemory:
-    """A kernel that runs in one stage, or not at all."""
-
-    __name__ = "little"
-
-    def __init__(self, stages):
-        self.stages, self.runs = stages, []
-
-    def __getitem__(self, grid):
-        def run(*args, num_stages, **constants):
-            from triton.runtime.errors import OutOfResources
-
-            if num_stages > self.stages:
-                raise OutOfResources(200_000, 100_000, "shared memory")
-            self.runs.append(num_stages)
-
-        return run
-
-
-def test_a_card_with_little_shared_memory_runs_fewer_stages():
-    from brimful.packing.triton_kernels import _launch
-
-    kernel, tensor = LittleSharedMemory(1), torch.zeros(1, device="cuda")
-    for _ in range(2):
-        _launch(kernel, (1,), tensor, D=96, DP=128)
-    assert kernel.runs == [1, 1]
-    with pytest.raises(
-        TaskError, match="heads of 256 does not fit the shared memory of this card. Try: layout='padded'"
-    ):
-        _launch(LittleSharedMemory(0), (1,), tensor, D=256, DP=256)
 
 
 def test_gradients_with_dropout_are_those_of_the_same_draw():

@@ -16,10 +16,17 @@ from torch import Tensor
 
 from brimful.packing.sequence import Boundaries
 
-if find_spec("triton") is not None:  # comes with torch for GPUs
+HAS_TRITON = find_spec("triton") is not None
+"""It comes with torch for GPUs, but not on Windows."""
+HALF = (torch.bfloat16, torch.float16)
+
+if HAS_TRITON:
     from brimful.packing.triton_kernels import packed_attention
 
-HALF = (torch.bfloat16, torch.float16)
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention and loss run in kernels of ours there."""
+    return HAS_TRITON and device.type == "cuda" and dtype in HALF
 
 
 def attention(
@@ -59,7 +66,7 @@ def attention(
     """
     keys = queries if keys is None else keys
     q, k, v = (side.to(_precision(v)) for side in (q, k, v))
-    if q.is_cuda and q.dtype in HALF:
+    if has_kernels(q.device, q.dtype):
         seed = torch.randint(2**31, (1,), device=q.device) if dropout else None
         narrower = q.shape[2] - v.shape[2]  # DeepSeek's values: the kernels know one width
         out, _ = packed_attention(

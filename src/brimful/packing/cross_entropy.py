@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from brimful.packing.attention import has_kernels
+
 CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024
 """Logits of one chunk, in bytes, unless that would be fewer tokens than this: the sum of the head's gradients is read and
 written for every chunk. Small chunks also make memory grow in a straight line from few tokens on."""
@@ -140,7 +142,7 @@ def _run(
     for each token."""
     wide = torch.promote_types(dtype, torch.float32)
     words = weight.shape[0]
-    width = -(-words // ALIGNED) * ALIGNED if _has_kernel(hidden.device, dtype) else words
+    width = -(-words // ALIGNED) * ALIGNED if has_kernels(hidden.device, dtype) else words
     head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     if width > words:  # a fill of nothing would still copy the head, 1 GiB of an 8B's
         head = F.pad(head, (0, 0, 0, width - words))
@@ -167,10 +169,6 @@ def _run(
     return losses, d_hidden, d_weight, d_bias
 
 
-def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
 def _add_product(total: Tensor, gradient: Tensor, part: Tensor) -> None:
     """`total += gradient.T @ part`, with the sum over tokens in `total`'s wider type."""
     if gradient.dtype == total.dtype:
@@ -188,7 +186,7 @@ def _loss_to_gradient(
 
     The gradient is multiplied by `factor`, if any, before it is rounded to the precision of the logits.
     """
-    if _has_kernel(logits.device, logits.dtype):
+    if has_kernels(logits.device, logits.dtype):
         from brimful.packing.triton_kernels import cross_entropy
 
         return cross_entropy(logits, words, labels, *rule, wanted, factor)

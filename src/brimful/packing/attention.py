@@ -8,6 +8,8 @@ On a GPU and in bf16 or fp16 this runs the kernels of `triton_kernels.py`. Elsew
 what tests compare the kernels with.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -24,9 +26,23 @@ if HAS_TRITON:
     from brimful.packing.triton_kernels import packed_attention
 
 
+_kernels_off = False
+
+
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether attention and loss run in kernels of ours there."""
-    return HAS_TRITON and device.type == "cuda" and dtype in HALF
+    return HAS_TRITON and device.type == "cuda" and dtype in HALF and not _kernels_off
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """In here they run in torch's own operations, to compare with."""
+    global _kernels_off
+    before, _kernels_off = _kernels_off, True
+    try:
+        yield
+    finally:
+        _kernels_off = before
 
 
 def attention(

@@ -21,7 +21,7 @@ from brimful.tasks.language import LanguageOptions, Pretrain
 from tests.packing.families import build, draw_rows
 
 ROWS = [5, 70, 1, 130]
-EXACT, ROUNDED = 2e-6, 1e-2
+EXACT, ROUNDED = 1e-5, 1e-2
 """Relative differences that fp32 and bf16 may have from float64."""
 
 
@@ -86,42 +86,45 @@ def draw(lengths, keys=None, heads=2, kv_heads=2, dim=16, values=None, dtype=tor
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "radius, heads, kv_heads, dim, options",
+    "dtype, radius, heads, kv_heads, dim, options",
     [
-        (129, 2, 2, 16, {}),
-        (129, 2, 2, 16, {"causal": True}),
-        (20, 2, 1, 16, {"causal": True, "window": 50, "softcap": 2.0}),
-        (None, 4, 2, 24, {"causal": True}),
-        (None, 2, 1, 8, {"causal": True, "window": 50}),
-        (None, 2, 1, 16, {"causal": True, "window": 2, "softcap": 2.0}),
-        (None, 2, 2, 16, {"softcap": 5.0}),
+        (torch.float32, 129, 1, 1, 16, {}),
+        (torch.float32, 129, 2, 2, 16, {"causal": True}),
+        (torch.bfloat16, 20, 2, 1, 16, {"causal": True, "window": 50, "softcap": 2.0}),
+        (torch.float32, None, 4, 2, 24, {"causal": True}),
+        (torch.bfloat16, None, 2, 1, 8, {"causal": True, "window": 50}),
+        (torch.float32, None, 2, 1, 16, {"causal": True, "window": 2, "softcap": 2.0}),
+        (torch.float32, None, 2, 2, 16, {"softcap": 5.0}),
     ],
-    ids=["encoder", "decoder", "bias, window, softcap", "grouped", "window", "window of two", "softcap"],
+    ids=["encoder", "decoder", "all in bf16", "grouped", "window in bf16", "window of two", "softcap"],
 )
-def test_attention_and_its_gradients(radius, heads, kv_heads, dim, options, dtype):
+def test_attention_and_its_gradients(dtype, radius, heads, kv_heads, dim, options):
     inputs = draw(ROWS, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     if radius is not None:
         inputs["bias"] = torch.randn(heads, 2 * radius - 1).to(dtype)
     compare(inputs, dtype, sum(ROWS), queries=boundaries(ROWS, sum(ROWS) + 37), scale=dim**-0.5, **options)
 
 
-@pytest.mark.parametrize("radius", [2, 64, 65, 66, 128, 200])
+@pytest.mark.parametrize("radius", [2, 65, 66, 130])
 @pytest.mark.parametrize("causal_rows", [True, False], ids=["causal", "both sides"])
 def test_the_gradient_of_the_position_bias_for_any_radius(radius, causal_rows):
-    rows = [150, 1, 66]
+    rows = [135, 66]
     inputs = draw(rows, heads=1, kv_heads=1, dim=8)
     inputs["bias"] = torch.randn(1, 2 * radius - 1)
     places = boundaries(rows, sum(rows) + 37)
     compare(inputs, torch.float32, sum(rows), queries=places, scale=1.0, causal=causal_rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "queries, keys",
-    [(ROWS, [64, 3, 20, 9]), ([3, 1, 65], [1, 128, 63]), ([7, 0, 70], [5, 4, 0]), ([64, 128], [128, 64])],
-    ids=["shorter", "longer", "empty", "whole tiles"],
+    "queries, keys, dtype",
+    [
+        (ROWS, [64, 3, 20, 9], torch.float32),
+        ([3, 1, 65], [1, 128, 63], torch.bfloat16),
+        ([7, 0, 70], [5, 4, 0], torch.float32),
+        ([64, 128], [128, 64], torch.float32),
+    ],
+    ids=["shorter", "longer in bf16", "empty", "whole tiles"],
 )
 def test_attention_to_rows_of_other_lengths(queries, keys, dtype):
     inputs = draw(queries, keys, dtype=dtype)
@@ -194,16 +197,16 @@ def test_one_seed_gives_one_mask():
     assert not torch.equal(kept_weights(3, rows, 2, 0.5), kept_weights(4, rows, 2, 0.5))
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.6])
+@pytest.mark.parametrize("dropout", [0.1, 0.6])  # the second is more than a signed integer holds
 def test_backward_drops_what_forward_dropped(dropout):
     """The output is linear in the values, and a moved input changes it as its gradient says."""
     torch.manual_seed(0)
-    lengths = [20, 70, 1]
+    lengths = [20, 66]
     size = sum(lengths) + 5
     rows = boundaries(lengths, size)
-    inputs = [torch.randn(size, 2, 16) for _ in range(3)] + [torch.randn(2, 2 * 30 - 1)]
+    inputs = [torch.randn(size, 1, 16) for _ in range(3)] + [torch.randn(1, 2 * 30 - 1)]
     steps = [torch.randn_like(one) for one in inputs]
-    weight = torch.randn(size, 2, 16)
+    weight = torch.randn(size, 1, 16)
 
     def value(moved):
         torch.manual_seed(7)
@@ -256,10 +259,13 @@ def draw_head(words, tokens=20, dim=8):
     return (hidden, weight, bias), labels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("options", HEADS, ids=["plain", "smoothing", "softcap", "all"])
-@pytest.mark.parametrize("words", [37, 4099], ids=["one tile", "two tiles"])
-def test_loss_and_gradients_over_a_vocabulary(words, options, dtype):
+@pytest.mark.parametrize(
+    "words, dtype",
+    [(37, torch.float32), (4099, torch.float32), (37, torch.bfloat16), (37, torch.float16)],
+    ids=["one tile", "two tiles", "bf16", "fp16"],
+)
+def test_loss_and_gradients_over_a_vocabulary(words, dtype, options):
     tensors, labels = draw_head(words)
     tensors = [one.to(dtype) for one in tensors]
     exact = [one.double().requires_grad_() for one in tensors]

@@ -209,7 +209,7 @@ def stand_in(monkeypatch, kernel):
         rows = Boundaries(starts_q, tiles_q), Boundaries(starts_k, tiles_k)
         return kernel(attention._reference(q, k, v, *rows, scale, causal, None, None, None, None, 0.0)), None
 
-    monkeypatch.setattr(attention, "packed_attention", packed_attention, raising=False)
+    monkeypatch.setattr(attention, "packed_attention", packed_attention)
 
 
 def test_kernels_that_agree_with_plain_operations_are_used(with_kernels, monkeypatch):

@@ -11,6 +11,7 @@ what tests compare the kernels with.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,20 +19,16 @@ from torch import Tensor
 
 from brimful.packing.sequence import Boundaries
 
+HALF = (torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
 """It comes with torch for GPUs, but not on Windows."""
-HALF = (torch.bfloat16, torch.float16)
-
-if HAS_TRITON:
-    from brimful.packing.triton_kernels import packed_attention
-
 
 _kernels_off = False
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether attention and loss run in kernels of ours there."""
-    return HAS_TRITON and device.type == "cuda" and dtype in HALF and not _kernels_off
+    """Whether attention and loss run in the kernels there, if Triton is installed."""
+    return device.type == "cuda" and dtype in HALF and not _kernels_off
 
 
 @contextmanager
@@ -132,6 +129,23 @@ def leave_uncompiled() -> None:
     global _plain
     if _plain is _reference:
         _plain = torch.compiler.disable(_reference)
+
+
+def _without_triton(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
+    starts_q: Tensor, tiles_q: Tensor, starts_k: Tensor, tiles_k: Tensor,
+    scale: float, causal: bool, window: int, softcap: float, dropout: float,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """In the place of the kernels."""
+    rows = Boundaries(starts_q, tiles_q), Boundaries(starts_k, tiles_k)
+    return _plain(q, k, v, *rows, scale, causal, window or None, softcap or None, bias, sinks, dropout), None
+
+
+packed_attention: Any = _without_triton
+if HAS_TRITON:
+    from brimful.packing import triton_kernels
+
+    packed_attention = triton_kernels.packed_attention
 
 
 def _attend_side_by_side(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from brimful.packing.attention import has_kernels
+from brimful.packing.attention import HAS_TRITON, has_kernels
 
 CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024
 """Logits of one chunk, in bytes, unless that would be fewer tokens than this: the sum of the head's gradients is read and
@@ -191,7 +191,7 @@ def _loss_to_gradient(
 
     The gradient is multiplied by `factor`, if any, before it is rounded to the precision of the logits.
     """
-    if has_kernels(logits.device, logits.dtype):
+    if HAS_TRITON and has_kernels(logits.device, logits.dtype):
         from brimful.packing.triton_kernels import cross_entropy
 
         return cross_entropy(logits, words, labels, *rule, wanted, factor)

@@ -44,11 +44,10 @@ def test_the_layout_is_a_choice_with_its_reason(packed):
     )
 
 
-def test_sizes_are_tokens(packed):
-    assert packed.tokens == (packed.micro_batch * packed.shape[0],)
-    assert packed.headline.startswith(
-        f"lines on the CPU: {packed.micro_batch} rows packed in {packed.tokens[0]} tokens × {packed.accumulation} = 50 per step"
-    )
+def test_sizes_are_tokens():
+    plan = small_plan(Lines(), data=ROWS, global_batch=50, micro_batch=25, layout="packed", workers=0)
+    assert plan.tokens == (25 * plan.shape[0],)
+    assert plan.headline.startswith(f"lines on the CPU: 25 rows packed in {plan.tokens[0]} tokens × 2 = 50 per step")
 
 
 def test_it_is_planned_for_the_mean_row_and_not_for_the_longest(packed):

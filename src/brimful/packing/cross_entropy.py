@@ -6,6 +6,9 @@ states and head are made chunk by chunk in the forward pass, and backward multip
 and none are computed twice. In fp16 small gradients would vanish before the loss scale reaches them, so there the chunks are
 computed again in backward, with the factor.
 
+torch has `F.linear_cross_entropy` since 2.13. It is not used: a sum over bf16 comes out in bf16 (334 for 50 tokens), logits
+have no factor and no cap, and with label smoothing they are all in memory at once.
+
 `linear_token_losses` gives the loss of every token instead of their sum, for losses that are not a plain sum, such as those of
 preferences. Each token then has a factor of its own, and only backward knows it. Gradients of hidden states are still made in
 the forward pass; if the head is trained too, its chunks are computed again in backward.

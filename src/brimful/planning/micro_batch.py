@@ -259,7 +259,7 @@ class Search:
         if not self.task.has_dummy_row:
             return "the task has no dummy_row()"
         if self.options.layout == "auto" and not slow and not self.target.has_kernels:
-            return f"{self.target.name} has no kernels for packed rows"
+            return self.target.why_no_kernels
         if self.options.layout == "auto" and not slow and self.context.autocast is None:
             return "the kernels for packed rows need bf16 or fp16"
         if not self.exactness.exact:

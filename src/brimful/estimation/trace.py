@@ -4,25 +4,28 @@
 `StepContext` that training uses, and returns their `History`. A dispatch mode sees each new storage, and a weak reference sees it
 die; storages are counted, not operations, so views and in-place updates cost nothing, as on the card.
 
-What a fake tensor cannot know is assumed, and every assumption is reported with the line that needed it:
+Whole numbers of a batch keep their values beside the fake tensors (`KnownValues`): transformers leaves a mask of ones out, and then
+takes another attention kernel. What else a fake tensor cannot know is assumed, and every assumption is reported with the line that
+needed it:
 
     .item(), bool(tensor)           1 or True
     nonzero, x[mask], masked_select every element counts, which is the most it can be
 """
 
 import gc
+import random
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from brimful.errors import TaskError, UserError, in_one_line
@@ -91,11 +94,56 @@ class TraceNotes:
         self.outside_blocks_bytes = self.weight_bytes - sum(sizes[one] for one in set().union(*blocks))
 
 
+class KnownValues:
+    """The values of fake tensors of whole numbers that follow from the batch: masks, labels, and what is made of them."""
+
+    NAMES = (
+        "_to_copy alias all any bitwise_and bitwise_not bitwise_or clone cumsum detach eq expand ge gt le logical_and logical_not "
+        "logical_or lt max min ne select slice sum unsqueeze view"
+    )
+    OPERATIONS = frozenset(getattr(_aten, name) for name in NAMES.split())
+    MOST = 2**22
+    """Elements of a tensor whose values are kept."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        whole = not fake.is_floating_point() and not fake.is_complex()
+        if (whole and fake.numel() <= self.MOST) or fake.dim() == 0:
+            key = id(fake)
+            self._real[key] = (weakref.ref(fake, lambda _: self._real.pop(key, None)), real)
+
+    def get(self, fake: Any) -> torch.Tensor | None:
+        found = self._real.get(id(fake))
+        return found[1] if found is not None and found[0]() is fake else None
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Compute the values of a result whose arguments are known. A single random number is 0.5."""
+        if func is _aten.rand.default and out.dim() == 0:  # layers are left out by such a number, or not
+            with _disable_current_modes():
+                self.set(out, torch.tensor(0.5))
+        if func.overloadpacket not in self.OPERATIONS or not isinstance(out, torch.Tensor):
+            return
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        values = [self.get(one) for one in tensors]
+        if any(value is None for value in values) or len(tensors) != sum(
+            isinstance(one, torch.Tensor) for one in tree_iter(args)
+        ):
+            return
+        known = iter(values)
+        real_args = [next(known) if isinstance(one, torch.Tensor) else one for one in args]
+        others = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "non_blocking")}
+        with _disable_current_modes(), suppress(Exception):
+            self.set(out, func(*real_args, **others))
+
+
 class Tracer(TorchDispatchMode):
     """Records the storages of one kind of device as they come and go."""
 
     def __init__(self, device: str, notes: TraceNotes) -> None:
         super().__init__()
+        self.values = KnownValues()
         self._device, self._notes = device, notes
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = []
@@ -146,10 +194,20 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
-            return self._stand_in(args[0])
-        if func in (_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):  # fmt: skip
-            func, args = self._without_values(func, args)
-        out = func(*args, **kwargs)
+            known = self.values.get(args[0])
+            if known is None:
+                return self._stand_in(args[0])
+            with _disable_current_modes():
+                return known.item()
+        if func is _aten.nonzero.default:
+            out = args[0].new_empty((self._chosen(args[0], "nonzero()"), args[0].dim()), dtype=torch.long)
+        elif func is _aten.masked_select.default:
+            out = args[0].new_empty((self._chosen(args[1], "masked_select()", *args),))
+        elif func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
+            out = func(args[0], self._as_numbers(args[1]), *args[2:], **kwargs)
+        else:
+            out = func(*args, **kwargs)
+            self.values.follow(func, args, kwargs, out)
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 self._track(value, func)
@@ -200,33 +258,26 @@ class Tracer(TorchDispatchMode):
             self._notes.assumptions[f"a value of a tensor is read at {where}: 1 or True was assumed"] += 1
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
-    def _without_values(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Operations whose result has as many rows as a mask has True: every element is taken."""
-        if func is _aten.nonzero.default:
-            self._assume_all("nonzero()")
-            return (lambda mask: mask.new_empty((mask.numel(), mask.dim()), dtype=torch.long)), args
-        if func is _aten.masked_select.default:
-            self._assume_all("masked_select()")
-            return (
-                lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape)).flatten()
-            ), args
-        tensor, indices, *rest = args
-        if not any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices):
-            return func, args
-        self._assume_all("an index that is a mask")
-        expanded = list[Any]()
-        for one in indices:
-            if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8):
-                expanded += [one.new_empty((one.numel(),), dtype=torch.long) for _ in range(one.dim())]
-            else:
-                expanded.append(one)
-        if rest and rest[0].dim() and rest[0].shape[0] == 1 and rest[0].dim() == 1:
-            rest[0] = rest[0].squeeze(0)
-        return func, (tensor, expanded, *rest)
-
-    def _assume_all(self, what: str) -> None:
+    def _chosen(self, mask: torch.Tensor, what: str, *broadcast: torch.Tensor) -> int:
+        """How many elements a mask chooses: known from the batch, or all, which is the most it can be."""
+        known = self.values.get(mask)
+        if known is not None and not broadcast:
+            with _disable_current_modes():
+                return int(known.count_nonzero())
         where = _user_frame() or "a library"
         self._notes.assumptions[f"{what} at {where}: every element was assumed to be chosen"] += 1
+        return torch.broadcast_shapes(*(one.shape for one in broadcast)).numel() if broadcast else mask.numel()
+
+    def _as_numbers(self, indices: Any) -> list[Any]:
+        """Masks among the indices replaced by the numbers of what they choose."""
+        result = list[Any]()
+        for one in indices:
+            if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8):
+                count = self._chosen(one, "an index that is a mask")
+                result += [one.new_empty((count,), dtype=torch.long) for _ in range(one.dim())]
+            else:
+                result.append(one)
+        return result
 
 
 def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> tuple[History, TraceNotes]:
@@ -236,6 +287,8 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
     model = describe(task)
     tracer, collects = Tracer(setting.device.type, notes), gc.isenabled()
     gc.collect()
+    random_state = random.getstate()
+    random.seed(0)  # so that every size leaves the same layers out
     gc.disable()  # what is freed, and when, must not depend on other objects of the process
     try:
         with ExitStack() as stack:
@@ -261,11 +314,18 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
                 layout=layout,
             )
             stack.enter_context(tracer.modules(model))
-            fakes = [map_tensors(batch, mode.from_tensor) for batch in batches]
+
+            def fake(tensor: torch.Tensor) -> torch.Tensor:
+                result: torch.Tensor = mode.from_tensor(tensor)
+                tracer.values.set(result, tensor)
+                return result
+
+            fakes = [map_tensors(batch, fake) for batch in batches]
             _run(context, tracer, fakes, rows)
             del context, optimizer, fakes, model
         events, marks = _in_order(tracer), list(tracer.marks)  # what is freed from here on is no part of it
     finally:
+        random.setstate(random_state)
         if collects:
             gc.enable()
     return History(rows, tuple(shape), events, marks, tracer.kinds, tracer.origins), notes
@@ -315,12 +375,30 @@ def _put_on(model: nn.Module, device: torch.device) -> None:
                 if id(param) not in made:
                     made[id(param)] = (_parameter_like(param, device), param)
                 module._parameters[name] = made[id(param)][0]
+                if type(param).__name__ == "Params4bit":
+                    made[id(param)][0].quant_state = module.quant_state = _quant_state(module, device)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = moved(buffer)
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):
                 setattr(module, name, moved(value))
+
+
+def _quant_state(layer: Any, device: torch.device) -> Any:
+    """The scales of a 4-bit layer of bitsandbytes, quantized once more: a byte for 64 weights, a float for 256 of those."""
+    from bitsandbytes.functional import QuantState
+
+    def empty(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    shape = torch.Size((layer.out_features, layer.in_features))
+    blocks = -(-shape.numel() // 64)
+    scales = QuantState(empty(-(-blocks // 256)), code=empty(256), blocksize=256, dtype=torch.float32)
+    return QuantState(
+        empty(blocks, torch.uint8), shape=shape, dtype=layer.compute_dtype or torch.float32, blocksize=64, code=empty(16),
+        quant_type="nf4", offset=empty(1)[0], state2=scales,
+    )  # fmt: skip
 
 
 def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:

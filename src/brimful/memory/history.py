@@ -33,6 +33,7 @@ SHARDED: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
 
 TOLERANCE, SLACK_BYTES = 2e-3, ROUNDING
 """A polynomial describes an allocation if no traced size is off by more than this share, or these bytes."""
+EXACT_BYTES = 0.5
 FIRST_STEP, SECOND_STEP = "step 1", "step 2"
 """Marks of a history: where its two steps begin."""
 
@@ -217,6 +218,12 @@ class SymbolicHistory:
         """Whether it was fitted to more than one shape, so that other lengths can be asked for."""
         return self._shapes > 1
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether no allocation grows with the square of the rows."""
+        squares = [index for index, powers in enumerate(self._powers) if powers[0] > 1]
+        return not self._coefficients[squares].any()
+
     def _of_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
         chosen: NDArray[np.bool_] = np.isin(self._kinds, kinds)
         return chosen
@@ -239,7 +246,8 @@ class SymbolicHistory:
                 kept[start:end] = False
         left_out = ~kept[self._allocated_at]
         kept |= (self._sign < 0) & ~left_out[self._index]
-        return kept & ~left_out[self._index]
+        kept &= ~left_out[self._index]
+        return kept
 
     def _phase_peaks(self, live: NDArray[np.int64], accumulates: bool) -> tuple[dict[str, int], dict[str, int]]:
         """The peak of each phase of the second step, and at which event it is."""
@@ -293,21 +301,22 @@ def _fit(points: NDArray[np.float64], sizes: NDArray[np.float64]) -> tuple[NDArr
     """
     count, allocations = points.shape[1], sizes.shape[1]
     coefficients, explained = np.zeros((count, allocations)), np.zeros(allocations, dtype=bool)
-    allowed = np.maximum(SLACK_BYTES, TOLERANCE * sizes)
     groups = [(one,) for one in range(count)] + list(combinations(range(count), 2))
-    for group in groups:
-        left = np.flatnonzero(~explained)
-        if not len(left):
-            break
-        columns = points[:, group]
-        if np.linalg.matrix_rank(columns / columns.max(axis=0)) < len(group):
-            continue
-        scale = columns.max(axis=0)
-        found, *_ = np.linalg.lstsq(columns / scale, sizes[:, left], rcond=None)
-        close = (np.abs(columns / scale @ found - sizes[:, left]) <= allowed[:, left]).all(axis=0)
-        close &= (found >= -SLACK_BYTES).all(axis=0)
-        coefficients[np.ix_(list(group), left[close])] = found[:, close] / scale[:, None]
-        explained[left[close]] = True
+    # Exactly first: 4 bytes × rows² at a few rows are also a constant within the slack, and a gibibyte at 16,384.
+    for allowed in (np.full_like(sizes, EXACT_BYTES), np.maximum(SLACK_BYTES, TOLERANCE * sizes)):
+        for group in groups:
+            left = np.flatnonzero(~explained)
+            if not len(left):
+                break
+            columns = points[:, group]
+            if np.linalg.matrix_rank(columns / columns.max(axis=0)) < len(group):
+                continue
+            scale = columns.max(axis=0)
+            found, *_ = np.linalg.lstsq(columns / scale, sizes[:, left], rcond=None)
+            close = (np.abs(columns / scale @ found - sizes[:, left]) <= allowed[:, left]).all(axis=0)
+            close &= (found >= -SLACK_BYTES).all(axis=0)
+            coefficients[np.ix_(list(group), left[close])] = found[:, close] / scale[:, None]
+            explained[left[close]] = True
     if not explained.all():
         left, scale = np.flatnonzero(~explained), points.max(axis=0)
         found, *_ = np.linalg.lstsq(points / scale, sizes[:, left], rcond=None)

@@ -29,7 +29,7 @@ def why(
         Print one JSON object, `{"diagnoses": […]}`.
     """
     from brimful.report.run_record import newest_run_folder
-    from brimful.report.why.diagnosis_view import diagnoses_view
+    from brimful.report.why.diagnosis import diagnoses_view
     from brimful.report.why.log_reader import diagnose, diagnose_stream
 
     if more:
@@ -58,8 +58,7 @@ def _of_run(folder: Path) -> list[Diagnosis]:
     """What the run's figures show, and what its log says; if the run failed, the log first."""
     from brimful.report.run_record import RunRecord
     from brimful.report.why.log_reader import diagnose
-    from brimful.report.why.run_checks import check_run
-    from brimful.report.why.run_ending import NOTHING_WRONG, events_missing, interruption
+    from brimful.report.why.run_checks import NOTHING_WRONG, check_run, events_missing, interruption
 
     record = RunRecord(folder)
     missing, stopped = events_missing(record), interruption(record)

@@ -18,10 +18,19 @@ from typing import Any, Literal
 
 from brimful.errors import BadOption
 from brimful.languages import language, tr, translate
-from brimful.report.loss_points import LossPoint, loss_points, rows_only
 from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, whole
 from brimful.report.run_record import RunRecord
-from brimful.report.run_settings import RATE, Difference, differences, same_setting, show_setting, train_command
+from brimful.report.run_settings import (
+    RATE,
+    Difference,
+    LossPoint,
+    differences,
+    loss_points,
+    rows_only,
+    same_setting,
+    show_setting,
+    train_command,
+)
 from brimful.training.events import number
 from brimful.units import show_bytes
 

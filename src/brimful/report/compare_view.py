@@ -14,8 +14,7 @@ from rich.text import Text
 
 from brimful.languages import tr, translate
 from brimful.report.compare import Comparison, Side, figures_of, rows_phrase, show_ratio
-from brimful.report.loss_points import LossPoint
-from brimful.report.run_settings import Difference, Setting, show_setting
+from brimful.report.run_settings import Difference, LossPoint, Setting, show_setting
 from brimful.units import show_bytes, show_rate, show_seconds, zone
 
 ZONE_STYLE = {"safe": "", "edge": "yellow", "danger": "red"}

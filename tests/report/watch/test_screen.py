@@ -13,9 +13,8 @@ from brimful import languages
 from brimful.languages import set_language
 from brimful.report.run_record import RunRecord
 from brimful.report.watch import watch_parts
-from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot
-from brimful.report.watch.sparklines import ASCII
-from brimful.report.watch.take_snapshot import parse_time, take
+from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot, parse_time, take
+from brimful.report.watch.watch_canvas import ASCII
 from brimful.report.watch.watch_screen import allot, frame, render
 from brimful.report.watch.watcher import Watcher
 from brimful.training.run import lock_holder

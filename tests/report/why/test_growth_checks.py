@@ -9,7 +9,7 @@ import numpy as np
 from brimful.data.store import StoreWriter, spans_of
 from brimful.report.run_figures import RunFigures
 from brimful.report.run_record import RunRecord
-from brimful.report.why.long_rows import find_long_row, longest_lengths, share_longer
+from brimful.report.why.oom_checks import find_long_row, longest_lengths, share_longer
 from brimful.report.why.run_checks import check_run
 from brimful.units import GiB, MiB
 from tests.report.fake_runs import write_run

@@ -12,8 +12,8 @@ from typing import Any
 
 from brimful.machine.gpu import Gpu, GpuProcess, Nvml, open_nvml
 from brimful.report.doctor.checks import Findings, Foreign, Sentence, say
-from brimful.report.doctor.children import Ended, run_children
 from brimful.report.doctor.software import OLDER_BUILD, Torch, supports_card
+from brimful.report.doctor.trial import Ended, run_children
 from brimful.training.launch import free_port, loopback_interface
 from brimful.units import GiB, show_bytes, show_seconds
 

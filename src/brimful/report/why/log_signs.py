@@ -15,19 +15,40 @@ from typing import Any
 
 from brimful.report.why.diagnosis import Certainty, Resource
 from brimful.report.why.gpu_messages import (
+    SIZE,
     async_message,
     mps_message,
     phase_of,
     plain_message,
+    size_bytes,
     tensor_message,
     torch_message,
 )
-from brimful.report.why.log_stream import ANYWHERE, TRACEBACK, Place
-from brimful.report.why.wanted_block import SIZE, size_bytes
 from brimful.units import KiB, show_bytes
 
+TRACEBACK = b"Traceback (most recent call last)"
+ANYWHERE = b""
+"""The gate of literals that are searched for in every piece."""
 ROOT, VAGUE, CONSEQUENCE, SYMPTOM = range(4)
 """A cause; a cause that the log does not prove; what usually follows from another; what does not end a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line with a hit, and what is around it, as clean text."""
+
+    offset: int
+    line: int
+    """As an editor counts, from 1."""
+    text: str
+    """From the beginning of the line on."""
+    before: str
+    """Up to the beginning of the line."""
+    rank: int | None = None
+
+    @property
+    def first_line(self) -> str:
+        return self.text.partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ from statistics import fmean, median
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, Typical, part
-from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.why.finding import Finding, say
+from brimful.report.why.diagnosis import Certainty, Diagnosis, Finding, Fix, say
 from brimful.training.events import number
 from brimful.training.levels import OF_LEVEL, Level, follows_rate, rise_matters, spread
 from brimful.units import show_rows

@@ -15,16 +15,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, part, seconds_at, whole
 from brimful.report.run_record import RunRecord
-from brimful.report.why.diagnosis import Diagnosis, Fix
-from brimful.report.why.finding import Finding, say
-from brimful.report.why.growth_checks import growth_findings
-from brimful.report.why.loss_checks import loss_findings
-from brimful.report.why.oom_checks import oom_findings, resource
-from brimful.report.why.signal_checks import signal_findings
+from brimful.report.why.diagnosis import Diagnosis, Finding, Fix, say
+from brimful.report.why.loss_checks import loss_findings, lower_rate
+from brimful.report.why.oom_checks import growth_findings, oom_findings, resource
 from brimful.report.why.speed_checks import LEAST_STEPS, speed_findings
 from brimful.training.events import number
 from brimful.units import show_bytes
@@ -356,3 +354,114 @@ def _save_failed(run: RunFigures, saves: list[dict[str, Any]]) -> Finding:
             fixes=(Fix(title=_sentence(advice, end="")),) if advice else (Fix(title=say("Free space on the disk of the run"), flags={"brimful": "--keep 1"}),),
         ),
     )  # fmt: skip
+
+
+NOTHING_WRONG = Diagnosis(
+    resource="none", kind="nothing-wrong", cause=say("Nothing is wrong with this run that its figures show."), certainty="likely"
+)  # fmt: skip
+
+
+def events_missing(record: RunRecord) -> Diagnosis | None:
+    """A run with checkpoints but without events.jsonl: its figures are lost, not its training."""
+    saved = sorted(record.folder.checkpoints.glob("step-*"))
+    if record.folder.events.is_file() or not saved:
+        return None
+    cause = [
+        say("The file events.jsonl is missing, so the figures of this run are not known."),
+        say("The newest checkpoint is {name}.", name=saved[-1].name),
+    ]
+    return Diagnosis(
+        resource="none",
+        kind="events-missing",
+        cause=" ".join(cause),
+        fixes=(_continue(record),),
+        evidence=str(saved[-1]),
+    )
+
+
+def interruption(record: RunRecord) -> Diagnosis | None:
+    """A run that was asked to stop, or reached its time limit: it is to be continued."""
+    if record.state not in ("interrupted", "time-limit", "patience"):
+        return None
+    run = RunFigures(record)
+    if record.state == "patience":
+        return _patience(record, run)
+    step, steps = f"{run.last_step:,}", run.steps_in_all
+    limit = record.state == "time-limit"
+    if steps is None or not run.steps:
+        cause = say("The run reached its time limit after step {step}.", step=step) if limit else say("The run was interrupted after step {step}.", step=step)  # fmt: skip
+    elif limit:
+        cause = say("The run reached its time limit after step {step} of {steps}.", step=step, steps=f"{steps:,}")
+    else:
+        cause = say("The run was interrupted after step {step} of {steps}.", step=step, steps=f"{steps:,}")
+    figures = {"step": run.last_step, "steps": steps}
+    return Diagnosis(
+        resource="none", kind=record.state, cause=cause, figures=figures, fixes=(_continue(record),), evidence="events.jsonl, end"
+    )  # fmt: skip
+
+
+def _patience(record: RunRecord, run: RunFigures) -> Diagnosis:
+    """A run that no longer improved: its best checkpoint is the result, and there is nothing to repair."""
+    best = record.of_kind("end")[-1].get("best")
+    cause = [say("The run stopped after step {step} because it no longer improved.", step=f"{run.last_step:,}")]
+    if best:
+        cause.append(say("Its last good checkpoint is {name}.", name=Path(str(best)).name))
+    figures = {"step": run.last_step, "steps": run.steps_in_all, "best": best}
+    return Diagnosis(
+        resource="none", kind="patience", cause=" ".join(cause), figures=figures, evidence="events.jsonl, end"
+    )
+
+
+def _continue(record: RunRecord) -> Fix:
+    return Fix(title=say("Continue from the last checkpoint"), flags={"shell": record.folder.resume_command})
+
+
+IMPORTANCE = {"chosen-collapsed": 0.75, "loss-spiked": 0.7, "accuracy-at-chance": 0.6}
+"""Of the kinds that `dpo` has (`tasks/preference_signals.py`); of others half as much as a lost run."""
+
+
+def signal_findings(run: RunFigures) -> Iterator[Finding]:
+    """One for each kind, with the step it began at. A checkpoint from before is named as a fix."""
+    for note in _first_of_each_kind(run):
+        kind, step = str(note["signal"]), int(number(note, "step") or 0)
+        problem = str(note.get("sentence") or "").partition(" Try: ")[0].rstrip(".")
+        sentences = [
+            f"{problem[:1].upper()}{problem[1:]}.",
+            say("The run warned of it after step {step}.", step=f"{step:,}"),
+        ]
+        yield Finding(
+            IMPORTANCE.get(kind, 0.5),
+            Diagnosis(
+                resource="none", kind=kind, cause=" ".join(sentences), certainty="likely", figures={"step": step},
+                evidence=f"events.jsonl, step {step}: note", fixes=tuple(_fixes(run, kind, step)),
+            ),
+        )  # fmt: skip
+
+
+def _first_of_each_kind(run: RunFigures) -> list[Mapping[str, Any]]:
+    kinds: dict[str, Mapping[str, Any]] = {}
+    for event in run.record.of_kind("note"):
+        if event.get("signal"):
+            kinds.setdefault(str(event["signal"]), event)
+    return list(kinds.values())
+
+
+def _fixes(run: RunFigures, kind: str, step: int) -> Iterator[Fix]:
+    if kind in ("chosen-collapsed", "loss-spiked"):
+        yield lower_rate(run)
+    if kind == "chosen-collapsed":
+        beta = run.task_options.get("beta")
+        higher = 2 * beta if isinstance(beta, int | float) and beta > 0 else 0.2
+        yield Fix(
+            title=say("Keep the model closer to its reference"), costs=say("smaller margins"), flags={"brimful": f"--beta {higher:g}"}
+        )  # fmt: skip
+    if kind == "accuracy-at-chance":
+        yield Fix(title=say("Look at some pairs: chosen and rejected may be mixed up, or too similar to tell apart"))
+        rates = [rate for one in run.steps if (rate := number(one, "lr"))]
+        if rates:
+            yield Fix(title=say("Try ten times the learning rate, {rate}", rate=f"{10 * max(rates):.1g}"), costs=say("another experiment"), flags={"brimful": f"--lr {10 * max(rates):.1g}"})  # fmt: skip
+    saved = [event["step"] for event in run.record.of_kind("checkpoint") if event.get("saved") and event.get("step")]
+    if before := [one for one in saved if one < step and run.record.folder.checkpoints.joinpath(f"step-{one:08}").is_dir()]:  # fmt: skip
+        yield Fix(title=say("Use the checkpoint of step {step}, from before the warning", step=f"{before[-1]:,}"))
+    if run.options.get("patience") is None:
+        yield Fix(title=say("Let the run stop by itself"), flags={"brimful": "--patience 3"})

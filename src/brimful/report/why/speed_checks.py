@@ -19,10 +19,8 @@ from statistics import median
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, Typical, finite, lengths, objects, part, step_seconds, whole
-from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.why.finding import Finding, say
-from brimful.report.why.long_rows import has_store
-from brimful.report.why.oom_checks import FILL, chosen_of, rate_of
+from brimful.report.why.diagnosis import Certainty, Diagnosis, Finding, Fix, say
+from brimful.report.why.oom_checks import FILL, chosen_of, has_store, rate_of
 from brimful.units import GiB, MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
 LEAST_STEPS = 20

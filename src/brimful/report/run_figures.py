@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,14 @@ class RunFigures:
     def requested(self, name: str) -> Any:
         """What the user asked for; None if it was left open."""
         return part(self.choices, name).get("requested")
+
+    @property
+    def store_path(self) -> Path | None:
+        """The token store that the run was trained on, if it is still there."""
+        path = part(self.request, "prepared").get("data")
+        if not isinstance(path, str) or "\0" in path or not (self.record.root / path / "store.json").is_file():
+            return None
+        return self.record.root / path
 
     @property
     def begin(self) -> Mapping[str, Any]:

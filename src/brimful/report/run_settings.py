@@ -98,13 +98,12 @@ def settings_of(run: RunFigures) -> dict[str, Setting]:
 
 def _fingerprint(run: RunFigures) -> str | None:
     """Of the token store that the run was trained on."""
-    path = part(run.record.request, "prepared").get("data")
-    if not isinstance(path, str) or "\0" in path or not (run.record.root / path / "store.json").is_file():
+    if run.store_path is None:
         return None
     try:
         from brimful.data.store import StoreMeta
 
-        return StoreMeta.read(run.record.root / path).fingerprint
+        return StoreMeta.read(run.store_path).fingerprint
     except Exception:  # damaged, or of another version
         return None
 

@@ -11,8 +11,8 @@ from brimful.languages import set_language, translate
 from brimful.report.compare import compare_runs
 from brimful.report.run_record import RunRecord
 from brimful.report.why import run_checks
-from brimful.report.why.diagnosis import Diagnosis, in_language
-from brimful.report.why.run_checks import TITLES, check_run
+from brimful.report.why.diagnosis import Diagnosis, in_language, title_of
+from brimful.report.why.run_checks import check_run
 from brimful.units import GiB
 from tests.report.fake_runs import memory_model, plan, tried, write_run
 from tests.report.test_compare import changed, loss, resumed, shown
@@ -101,7 +101,7 @@ def test_a_diagnosis_is_all_chinese(tmp_path, name):
     found = check_run(RunRecord(write_run(tmp_path / "run", **RUNS[name])))
     assert found
     for diagnosis in found:
-        assert translate(TITLES[diagnosis.kind]) != TITLES[diagnosis.kind]
+        assert translate(title_of(diagnosis)) != title_of(diagnosis)
         for sentence in sentences(diagnosis):
             assert not ENGLISH.search(translate(sentence)), translate(sentence)
 

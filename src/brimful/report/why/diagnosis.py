@@ -5,7 +5,7 @@ knows: `certainty` says how sure the cause is, and a figure that follows from no
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -118,6 +118,20 @@ class Finding:
     diagnosis: Diagnosis
 
 
+def finding(
+    importance: float, kind: str, sentences: Iterable[str], *, resource: Resource = "none", certainty: Certainty = "certain",
+    figures: Mapping[str, Any] | None = None, evidence: str | None = None, fixes: Iterable[Fix] = (),
+) -> Finding:  # fmt: skip
+    """A `Finding` whose cause is these sentences."""
+    return Finding(
+        importance,
+        Diagnosis(
+            resource=resource, kind=kind, cause=" ".join(filter(None, sentences)), certainty=certainty, figures=figures or {}, evidence=evidence,
+            fixes=tuple(fixes),
+        ),
+    )  # fmt: skip
+
+
 def say(template: str, **values: Any) -> str:
     """A sentence of a diagnosis, in English, which is what `--json` prints.
 
@@ -126,7 +140,7 @@ def say(template: str, **values: Any) -> str:
     return template.format(**values)
 
 
-TITLES = {
+RESOURCE_TITLES = {
     "gpu": "GPU memory ran out",
     "host": "Host RAM ran out",
     "shm": "/dev/shm is full",
@@ -134,7 +148,7 @@ TITLES = {
     "files": "Too many open files",
     "network": "The processes lost each other",
 }
-KIND_TITLES = {
+TITLES = {
     "gpu-library-out-of-memory": "GPU memory likely ran out",
     "kernel-shared-memory": "A kernel does not fit this GPU",
     "gpu-fault": "A fault on the GPU, not a lack of memory",
@@ -148,16 +162,48 @@ KIND_TITLES = {
     "missing-package": "A package is missing",
     "nccl-duplicate-gpu": "Two ranks use one GPU",
     "nccl-shm": "NCCL could not use shared memory",
-    "nan-loss": "The loss is not a number",
+    "nan-loss": "NaN in the loss",
     "worker-lost": "A loader worker was lost",
     "no-batch-fits": "Not even one row fits",
     "interrupted": "The run was interrupted",
     "events-missing": "events.jsonl is missing",
     "nothing-wrong": "Nothing wrong",
     "unknown": "Nothing was recognised",
+    "run-failed": "The run failed",
+    "run-crashed": "The run crashed",
+    "run-killed": "The run was killed",
+    "save-failed": "A checkpoint was not saved",
+    "cpu-out-of-memory": "The memory limit was reached",
+    "oversized-rows": "Rows too long to train on",
+    "device-memory-leak": "Memory leak",
+    "host-memory-leak": "Host RAM leak",
+    "long-row": "One long row",
+    "loss-diverging": "The loss diverges",
+    "loss-swinging": "The loss swings",
+    "loss-flat": "The loss does not fall",
+    "learning-rate-not-applied": "The learning rate has no effect",
+    "chosen-collapsed": "Chosen replies become unlikely",
+    "loss-spiked": "The loss has risen",
+    "accuracy-at-chance": "The accuracy is at chance",
+    "few-updates": "Too few updates",
+    "batch-exceeds-data": "A batch larger than the data",
+    "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
+    "slow-plan-cut-short": "Slow: the plan was cut short",
+    "slow-small-micro-batch": "Slow: the micro-batch is small",
+    "slow-data": "Slow: waiting for rows",
+    "slow-communication": "Slow: communication",
+    "slow-rank": "Slow: one rank",
+    "slow-padding": "Slow: padding",
+    "slow-saves": "Slow: saving checkpoints",
+    "slow-evaluations": "Slow: evaluating",
+    "launch-bound": "Slow: the card waits for launches",
+    "card-not-full": "One run does not fill the card",
+    "others-on-card": "Others use the card",
+    "hot-card": "The card is hot",
+    "host-swapping": "Host RAM is short",
     "empty": "An empty log",
 }
-"""Where the kind says more than the resource."""
+"""How each kind is headed; where it says no more than the resource, `RESOURCE_TITLES` serves."""
 CERTAINTY_STYLE = {"certain": "green", "likely": "yellow", "possible": "dim"}
 BAR_WIDTH = 40
 PARTS = (
@@ -169,8 +215,12 @@ PARTS = (
 )
 
 
-def diagnoses_view(diagnoses: Sequence[Diagnosis], *, titles: Mapping[str, str] | None = None) -> RenderableType:
-    """Every diagnosis in order, and behind them the other problems of their logs. `titles` has those of further kinds."""
+def title_of(diagnosis: Diagnosis) -> str:
+    return TITLES.get(diagnosis.kind) or RESOURCE_TITLES.get(diagnosis.resource) or diagnosis.kind.replace("-", " ")
+
+
+def diagnoses_view(diagnoses: Sequence[Diagnosis]) -> RenderableType:
+    """Every diagnosis in order, and behind them the other problems of their logs."""
     blocks: list[RenderableType] = []
     others = [other for diagnosis in diagnoses for other in diagnosis.others]
     for number, diagnosis in enumerate([*diagnoses, *others]):
@@ -178,13 +228,12 @@ def diagnoses_view(diagnoses: Sequence[Diagnosis], *, titles: Mapping[str, str] 
             blocks.append(Text())
         if number == len(diagnoses):
             blocks += [Text(tr("Also in this log"), style="dim"), Text()]
-        blocks += _diagnosis(diagnosis, {**KIND_TITLES, **(titles or {})})
+        blocks += _diagnosis(diagnosis)
     return Group(*blocks)
 
 
-def _diagnosis(diagnosis: Diagnosis, titles: Mapping[str, str]) -> Iterator[RenderableType]:
-    title = titles.get(diagnosis.kind) or TITLES.get(diagnosis.resource) or diagnosis.kind.replace("-", " ")
-    head = Text(translate(title), style="bold")
+def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    head = Text(translate(title_of(diagnosis)), style="bold")
     if diagnosis.kind not in ("unknown", "empty", "nothing-wrong"):
         head.append(f"  {tr(diagnosis.certainty)}", style=CERTAINTY_STYLE[diagnosis.certainty])
     yield head

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from brimful.errors import BadData, BadOption
-from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
+from brimful.report.why.diagnosis import Certainty, Diagnosis, fix
 from brimful.report.why.gpu_messages import PHASE_WORDS, Block, bounds, likely_blocks, read_settings
 from brimful.report.why.log_signs import (
     ANYWHERE,
@@ -527,7 +527,7 @@ def _unknown(result: Scan) -> Diagnosis:
     )
 
 
-_ASK_THE_KERNEL = Fix(
-    title="If the process vanished without a message, ask the kernel whether it killed it",
-    flags={"shell": "sudo dmesg -T | grep -i 'killed process'"},
+_ASK_THE_KERNEL = fix(
+    "If the process vanished without a message, ask the kernel whether it killed it",
+    shell="sudo dmesg -T | grep -i 'killed process'",
 )

@@ -12,19 +12,13 @@ Fixes are predicted by the plan's memory model for the very rows that failed ("m
 their cost in speed is what the plan timed. Without a memory model nothing is predicted.
 """
 
-import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from brimful.report.run_figures import (
     RunFigures,
     finite,
-    in_parts,
     lengths,
     objects,
     part,
@@ -32,100 +26,9 @@ from brimful.report.run_figures import (
     step_seconds,
     whole,
 )
-from brimful.report.why.diagnosis import Certainty, Diagnosis, Finding, Fix, say
-from brimful.units import MiB, flag_bytes, show_bytes, show_rows, zone
-
-if TYPE_CHECKING:
-    from brimful.data.store import Store
-
-FEW = 0.01
-"""A length that more than this share of the rows reaches is not that of one long row."""
-CHUNK_ROWS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongRow:
-    """A row that is longer than almost all others."""
-
-    row: int
-    """Its index in the token store, from 0."""
-    lengths: tuple[int, ...]
-    alike: int
-    """Rows at least as long, this one included."""
-    file: str
-    """Where it is: a raw file if its line is known, else the token store."""
-    line: int | None
-    """Of the raw file, from 1; None if rows were dropped, a line gave several, or they come from several files."""
-
-
-def find_long_row(run: RunFigures, shape: Sequence[int]) -> LongRow | None:
-    """The row that made a padded micro-batch this long; None if that is unknown, or if it is not about a few rows."""
-    store = _store(run)
-    if store is None or len(store.length_fields) != len(shape) or not len(store):
-        return None
-    means = store.mean_lengths
-    axis = max(range(len(shape)), key=lambda axis: shape[axis] / max(1.0, means[axis]))
-    first, alike = -1, 0
-    found: tuple[int, ...] = ()
-    for start, sizes in _sizes(store):
-        long_enough = (sizes[:, axis] >= shape[axis]).nonzero()[0]
-        if len(long_enough) and first < 0:
-            first, found = start + int(long_enough[0]), tuple(map(int, sizes[long_enough[0]]))
-        alike += len(long_enough)
-    if first < 0 or alike > max(1, FEW * len(store)):
-        return None
-    meta, sources = store.meta, store.meta.sources
-    one_each = not any(meta.dropped.values()) and meta.rows == meta.rows_in  # else a line gave no row, or several
-    in_lines = len(sources) == 1 and Path(sources[0]).suffix == ".jsonl" and one_each
-    return LongRow(
-        row=first, lengths=found, alike=alike, file=sources[0] if in_lines else str(store.path), line=first + 1 if in_lines else None
-    )  # fmt: skip
-
-
-def longest_lengths(run: RunFigures) -> tuple[int, ...] | None:
-    """The longest of each field in the run's token store; None without one."""
-    store = _store(run)
-    return None if store is None or not len(store) else store.longest
-
-
-def share_longer(run: RunFigures, limits: Sequence[int]) -> float | None:
-    """The share of the rows that are longer than these limits in some field; None if lengths are unknown."""
-    store = _store(run)
-    if store is None or len(store.length_fields) != len(limits) or not len(store):
-        return None
-    return sum(int((sizes > list(limits)).any(axis=1).sum()) for _, sizes in _sizes(store)) / len(store)
-
-
-def has_store(run: RunFigures) -> bool:
-    """Whether the run was trained on a token store that is still there."""
-    return _store_path(run) is not None
-
-
-def _store_path(run: RunFigures) -> Path | None:
-    path = part(run.request, "prepared").get("data")
-    if not isinstance(path, str) or "\0" in path or not (run.record.root / path / "store.json").is_file():
-        return None
-    return run.record.root / path
-
-
-def _store(run: RunFigures) -> "Store | None":
-    path = _store_path(run)
-    if path is None:
-        return None
-    try:
-        from brimful.data.store import Store  # pyarrow takes 60 ms
-
-        return Store.open(path, verify=False)
-    except Exception:  # damaged, or of another version: then its rows are not named
-        return None
-
-
-def _sizes(store: "Store") -> Iterator[tuple[int, Any]]:
-    import numpy as np
-
-    for start in range(0, len(store), CHUNK_ROWS):
-        yield start, store.shapes(np.arange(start, min(start + CHUNK_ROWS, len(store))))
-
+from brimful.report.why.diagnosis import Certainty, Finding, Fix, finding, fix, say
+from brimful.report.why.growth_checks import row_place, shorter_rows
+from brimful.units import flag_bytes, show_bytes, show_rows
 
 FILL = 0.85
 """Of a plan that does not say."""
@@ -168,18 +71,11 @@ def _errors_of_steps(run: RunFigures) -> Iterator[Finding]:
     ]
     if (error["step"] or 0) > 1 and any(event["step"] == error["step"] - 1 for event in run.record.of_kind("eval")):
         sentences.insert(1, say("It was the first step after an evaluation, which has a peak of its own."))
-    yield Finding(
-        0.98 if died else 0.5,
-        Diagnosis(
-            resource=resource(run),
-            kind="gpu-out-of-memory" if run.on_gpu else "cpu-out-of-memory",
-            cause=" ".join(sentences),
-            certainty=certainty,
-            figures=figures,
-            evidence=f"events.jsonl, step {error['step']}: {error.get('sentence', '')}",
-            fixes=tuple(_fixes(run, error, causes)),
-        ),
-    )
+    yield finding(
+        0.98 if died else 0.5, "gpu-out-of-memory" if run.on_gpu else "cpu-out-of-memory", sentences, resource=resource(run),
+        certainty=certainty, figures=figures, evidence=f"events.jsonl, step {error['step']}: {error.get('sentence', '')}",
+        fixes=_fixes(run, error, causes),
+    )  # fmt: skip
 
 
 def _what(errors: Sequence[Mapping[str, Any]], error: Mapping[str, Any]) -> str:
@@ -270,26 +166,6 @@ def _explained(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, A
         yield say("It was predicted to need {needed} and the device had room for only {room}.", **figures)
 
 
-def row_place(run: RunFigures, event: Mapping[str, Any], shape: Sequence[int]) -> str | None:
-    """Which row it was: as the event says, else by its length in the token store."""
-    file, line = event.get("file"), event.get("line")
-    if isinstance(file, str) and isinstance(line, int):
-        return say("It is line {line} of {file}.", line=f"{line:,}", file=file)
-    long_row = find_long_row(run, shape) if shape else None
-    return None if long_row is None else show_long_row(long_row)
-
-
-def show_long_row(found: LongRow) -> str:
-    values = {"lengths": show_lengths(found.lengths), "file": found.file}
-    if found.alike > 1:
-        return say("{count} rows of {file} are as long, such as row {row} ({lengths} tokens).", count=found.alike, row=f"{found.row:,}", **values)  # fmt: skip
-    if found.line is not None:
-        return say(
-            "The only row as long is line {line} of {file} ({lengths} tokens).", line=f"{found.line:,}", **values
-        )
-    return say("The only row as long is row {row} of {file} ({lengths} tokens).", row=f"{found.row:,}", **values)
-
-
 def _consequences(
     run: RunFigures, error: Mapping[str, Any], died: bool, restored: int | None, lost: float | None
 ) -> Iterator[str]:
@@ -333,30 +209,30 @@ def _fixes(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, Any])
             flags={"brimful": f"--memory-limit {flag_bytes(room)}"} if room else {}, basis="measured",
         )  # fmt: skip
     if causes.get("no_shape"):
-        yield Fix(
-            title=say("Define shape(row) in the task, which returns the lengths of a row, and plan again: the plan is then made for the longest"),
+        yield fix(
+            say("Define shape(row) in the task, which returns the lengths of a row, and plan again: the plan is then made for the longest"),
         )  # fmt: skip
     if smaller := _smaller_micro_batch(run, error, room, corrected="prediction_too_low" in causes):
         yield smaller
     elif "too_little_room" in causes:
         yield from _more_memory(run, whole(error, "rows") or 1, shape or ())
     if causes.get("longer_than_planned") and shape:
-        yield Fix(
-            title=say("Plan for rows of {shape}, the length that failed", shape=show_lengths(shape)),
-            costs=say("smaller micro-batches in all steps"), flags={"brimful": f"--lengths {','.join(map(str, shape))}"}, basis="measured",
+        yield fix(
+            say("Plan for rows of {shape}, the length that failed", shape=show_lengths(shape)),
+            costs=say("smaller micro-batches in all steps"), brimful=f"--lengths {','.join(map(str, shape))}", basis="measured",
         )  # fmt: skip
         yield from shorter_rows(run, whole(error, "rows") or 1, shape)
     if causes.get("prediction_too_low") and not causes.get("no_shape"):
         saves = None if run.limit_bytes is None else show_bytes((fill - 0.75) * run.limit_bytes)
         if fill > 0.75:
-            yield Fix(
-                title=say("Leave more room: plan for 75 % of the limit instead of {fill}", fill=f"{fill:.0%}"), saves=saves,
-                costs=say("smaller micro-batches in all steps"), flags={"brimful": "--fill 0.75"}, basis="predicted",
+            yield fix(
+                say("Leave more room: plan for 75 % of the limit instead of {fill}", fill=f"{fill:.0%}"), saves=saves,
+                costs=say("smaller micro-batches in all steps"), brimful="--fill 0.75", basis="predicted",
             )  # fmt: skip
         if run.on_gpu and "expandable_segments:True" not in str(part(run.choices, "allocator").get("effective", "")):
-            yield Fix(
-                title=say("Let the allocator's segments grow, which avoids fragmentation"), saves=say("up to a quarter of what is reserved"),
-                flags={"shell": "export PYTORCH_ALLOC_CONF=expandable_segments:True"},
+            yield fix(
+                say("Let the allocator's segments grow, which avoids fragmentation"), saves=say("up to a quarter of what is reserved"),
+                shell="export PYTORCH_ALLOC_CONF=expandable_segments:True",
             )  # fmt: skip
     yield from _checkpointing(run, room)
 
@@ -375,12 +251,12 @@ def _smaller_micro_batch(run: RunFigures, error: Mapping[str, Any], room: int | 
         return None
     size = show_size(fewer, shape)
     step_rows = run.rows_per_step or rows
-    return Fix(
-        title=say("Use micro-batches of at most {size}: predicted {needs}", size=size, needs=show_bytes(factor * after)),
+    return fix(
+        say("Use micro-batches of at most {size}: predicted {needs}", size=size, needs=show_bytes(factor * after)),
         saves=show_bytes(factor * (before - after)),
         costs=_speed_cost(run, rows, fewer),
         global_batch=say("unchanged: {rows} in {count} micro-batches", rows=show_rows(step_rows), count=math.ceil(step_rows / fewer)),
-        flags={"brimful": f"--micro-batch {fewer}"},
+        brimful=f"--micro-batch {fewer}",
         basis="predicted",
     )  # fmt: skip
 
@@ -390,9 +266,9 @@ def _more_memory(run: RunFigures, rows: int, shape: Sequence[int]) -> Iterator[F
     if needed is None:
         return
     size = show_size(rows, shape)
-    yield Fix(
-        title=say("Give the run more memory: {size} are predicted to need {needed}", size=size, needed=show_bytes(needed)),
-        flags={"brimful": f"--memory-limit {flag_bytes(needed / (finite(run.plan, 'fill') or FILL))}"}, basis="predicted",
+    yield fix(
+        say("Give the run more memory: {size} are predicted to need {needed}", size=size, needed=show_bytes(needed)),
+        brimful=f"--memory-limit {flag_bytes(needed / (finite(run.plan, 'fill') or FILL))}", basis="predicted",
     )  # fmt: skip
 
 
@@ -436,41 +312,18 @@ def _checkpointing(run: RunFigures, room: int | None) -> Iterator[Fix]:
         how, peak, rate = part(one, "setting").get("checkpointing"), whole(one, "peak_bytes"), rate_of(one)
         if how in (None, "off") or not one.get("fits") or not peak or not now or peak > 0.95 * now:
             continue
-        yield Fix(
-            title=say(
+        yield fix(
+            say(
                 "Recompute activations in backward: {rows} took {peak}", rows=show_rows(whole(one, "micro_batch") or 0), peak=show_bytes(peak)
             ),
             saves=show_bytes(now - peak), costs=_slower(rate / now_rate) if rate and now_rate and rate < now_rate else None,
-            flags={"brimful": f"--checkpointing {how}"}, basis="measured" if one.get("basis") == "measured" else "predicted",
+            brimful=f"--checkpointing {how}", basis="measured" if one.get("basis") == "measured" else "predicted",
         )  # fmt: skip
         return
-    yield Fix(
-        title=say("Recompute activations in backward"), saves=say("about two thirds of the activations"),
-        costs=say("20–50 % of the rows/s at equal size"), flags={"brimful": "--checkpointing on"},
+    yield fix(
+        say("Recompute activations in backward"), saves=say("about two thirds of the activations"),
+        costs=say("20–50 % of the rows/s at equal size"), brimful="--checkpointing on",
     )  # fmt: skip
-
-
-def shorter_rows(run: RunFigures, rows: int, shape: Sequence[int]) -> Iterator[Fix]:
-    """Truncate to what the plan was made for; only a task that tokenizes can."""
-    planned = lengths(run.plan, "shape")
-    if "max_tokens" not in run.choices or not planned or len(planned) != len(shape):
-        return
-    shorter = tuple(map(min, shape, planned))
-    before, after, share = (
-        run.predicted_bytes(rows, shape),
-        run.predicted_bytes(rows, shorter),
-        share_longer(run, shorter),
-    )
-    known = before is not None and after is not None
-    yield Fix(
-        title=say("Truncate rows to {shape} tokens", shape=show_lengths(shorter)),
-        saves=show_bytes(before - after) if before is not None and after is not None else None,
-        costs=say("the end of longer rows")
-        if share is None
-        else say("the end of {share} of the rows", share=f"{share:.2%}"),
-        flags={"brimful": f"--max-tokens {','.join(map(str, shorter))}"},
-        basis="predicted" if known else "range",
-    )
 
 
 # ---- Rows that do not fit even alone -----------------------------------------------------------------------------------
@@ -491,234 +344,7 @@ def _rows_set_aside(run: RunFigures) -> Iterator[Finding]:
     fixes = [*shorter_rows(run, 1, shape)]
     if needed is not None and needed > (run.limit_bytes or 0):
         fixes += _more_memory(run, 1, shape)
-    yield Finding(
-        0.45,
-        Diagnosis(
-            resource=resource(run), kind="oversized-rows", cause=" ".join(sentences),
-            figures={"rows": count, "shape": list(shape), "predicted_bytes": needed},
-            evidence=f"events.jsonl, step {first['step']}: {first.get('sentence', '')}",
-            fixes=(*fixes, *_checkpointing(run, run.limit_bytes)),
-        ),
-    )  # fmt: skip
-
-
-LEAST_STEPS = 64
-"""Steps of equal shape that a leak is looked for in."""
-PARTS = 8
-LEAST_SHARE = 0.05
-"""A rise below this share of what there was is none."""
-LEAST_BYTES = {"peak_bytes": 32 * MiB, "host_bytes": 256 * MiB}
-"""Nor is one below this: Python and torch keep a little more as they go."""
-STILL_RISING = 0.5
-"""The second half of a leak rises at least this much as fast as the first."""
-EQUAL_TOKENS = 0.10
-"""Steps whose tokens are within this share of the median have equal shape."""
-EXPLAINED = 0.5
-"""If the tokens rise by this share of what memory rises by, they are the cause."""
-JUMP = 1.25
-"""A peak this much above those of almost all other steps stands out."""
-ALMOST_ALL = 0.99
-
-
-def growth_findings(run: RunFigures) -> Iterator[Finding]:
-    device, host = _rise(run, "peak_bytes"), _rise(run, "host_bytes")
-    if device is not None:
-        yield _device_leak(run, device)
-    if host is not None:
-        yield _host_leak(run, host)
-    if device is None and not run.events("oom"):
-        yield from _long_row(run)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rise:
-    """A steady rise."""
-
-    first_bytes: float
-    last_bytes: float
-    per_step: float
-    steps: int
-    """Steps of equal shape that show it."""
-    passes: float
-    """Passes over the data meanwhile."""
-
-
-def _rise(run: RunFigures, name: str) -> Rise | None:
-    points = _equal_steps(run, name)
-    points = points[len(points) // 10 :]
-    if len(points) < LEAST_STEPS:
-        return None
-    parts = in_parts(points, PARTS)
-    levels = [median(value for _, value in one) for one in parts]
-    middles = [median(step["step"] for step, _ in one) for one in parts]
-    rise, half = levels[-1] - levels[0], PARTS // 2
-    steady = all(before < after for before, after in itertools.pairwise(levels))
-    if not steady or rise < max(LEAST_BYTES[name], LEAST_SHARE * levels[0]):
-        return None
-    tokens = [median(finite(step, "tokens") or 0.0 for step, _ in one) for one in (parts[0], parts[-1])]
-    if tokens[0] and tokens[1] / tokens[0] - 1 > EXPLAINED * rise / levels[0]:  # rows become longer
-        return None
-    early, late = ((levels[b] - levels[a]) / (middles[b] - middles[a]) for a, b in ((0, half - 1), (half, PARTS - 1)))
-    if late < STILL_RISING * early:
-        return None
-    epochs = [finite(points[at][0], "epoch") or 0.0 for at in (0, -1)]
-    return Rise(
-        first_bytes=levels[0], last_bytes=levels[-1], per_step=rise / (middles[-1] - middles[0]), steps=len(points),
-        passes=max(0.0, epochs[1] - epochs[0]),
-    )  # fmt: skip
-
-
-def _equal_steps(run: RunFigures, name: str) -> list[tuple[Mapping[str, Any], float]]:
-    """Steps with the usual number of micro-batches and about the usual tokens, and their figure."""
-    known = [(step, value) for step in run.settled if (value := whole(step, name)) and not whole(step, "ooms")]
-    if not known:
-        return []
-    usual = Counter(whole(step, "micro_batches") for step, _ in known).most_common(1)[0][0]
-    tokens = [count for step, _ in known if (count := finite(step, "tokens"))]
-    middle = median(tokens) if tokens else None
-    return [
-        (step, value)
-        for step, value in known
-        if whole(step, "micro_batches") == usual
-        and (middle is None or abs((finite(step, "tokens") or 0.0) / middle - 1) <= EQUAL_TOKENS)
-    ]
-
-
-def _full_at(run: RunFigures, rise: Rise, used: float | None, limit: int | None) -> int | None:
-    """The step in which the limit would be reached."""
-    if used is None or limit is None:
-        return None
-    return run.last_step + max(0, int((limit - used) / rise.per_step))
-
-
-def _leak_sentences(run: RunFigures, rise: Rise, what: str, full: int | None, limit: int | None) -> list[str]:
-    sentences = [
-        say(
-            "{what} rises by {bytes} in 1,000 steps of equal shape, from {first} to {last} so far, and has not stopped rising.",
-            what=what,
-            bytes=show_bytes(1000 * rise.per_step),
-            first=show_bytes(rise.first_bytes),
-            last=show_bytes(rise.last_bytes),
-        )
-    ]
-    if full is not None:
-        beyond = run.steps_in_all is not None and full > run.steps_in_all
-        template = (
-            "At this rate the limit of {limit} is reached around step {step}, after the end of this run."
-            if beyond
-            else "At this rate the limit of {limit} is reached around step {step}."
-        )
-        sentences.append(say(template, limit=show_bytes(limit), step=f"{full:,}"))
-    return sentences
-
-
-def _leak_finding(
-    run: RunFigures, rise: Rise, *, name: str, kind: str, what: str, used: float | None, limit: int | None, fixes: Sequence[Fix],
-    caution: str | None = None,
-) -> Finding:  # fmt: skip
-    full = _full_at(run, rise, used, limit)
-    in_time = full is not None and (run.steps_in_all is None or full <= run.steps_in_all)
-    sentences = _leak_sentences(run, rise, what, full, limit)
-    certainty: Certainty = "likely"
-    if caution is not None:
-        certainty = "possible"
-        sentences.append(caution)
-    return Finding(
-        0.9 if in_time else 0.3,
-        Diagnosis(
-            resource="none", kind=kind, cause=" ".join(sentences), certainty=certainty,
-            figures={
-                "first_bytes": round(rise.first_bytes), "last_bytes": round(rise.last_bytes), "bytes_per_step": round(rise.per_step),
-                "steps": rise.steps, "limit_bytes": limit, "full_at_step": full,
-            },
-            evidence=f"events.jsonl, {name}", fixes=tuple(fixes),
-        ),
-    )  # fmt: skip
-
-
-def _restart(run: RunFigures) -> Fix:
-    command = f"{run.record.folder.resume_command} --time-limit 4h"
-    return Fix(
-        title=say("Until then, pause and continue the run before memory is full, since a new process starts without the leak"),
-        costs=say("a restart each time"), flags={"shell": command},
-    )  # fmt: skip
-
-
-def _device_leak(run: RunFigures, rise: Rise) -> Finding:
-    used = max(rise.last_bytes, *(whole(step, "reserved_bytes") or 0 for step in run.steps[-20:]))
-    what = say("The peak of a step") if run.on_gpu else say("The peak of a step on the CPU")
-    keep = Fix(
-        title=say("Keep numbers instead of tensors: what a task or a hook stores of a step must be detached, such as loss.item()"),
-        saves=show_bytes(rise.last_bytes - rise.first_bytes), basis="measured",
-    )  # fmt: skip
-    return _leak_finding(
-        run, rise, name="peak_bytes", kind="device-memory-leak", what=what, used=used, limit=run.limit_bytes, fixes=(keep, _restart(run)),
-    )  # fmt: skip
-
-
-def _host_leak(run: RunFigures, rise: Rise) -> Finding:
-    newest = run.host_samples[-1][1] if run.host_samples else {}
-    limit = (
-        whole(newest, "limit_bytes")
-        or whole(run.begin, "ram_limit_bytes")
-        or whole(part(run.plan, "host"), "limit_bytes")
-    )
-    used = whole(newest, "machine_bytes") or whole(run.steps[-1], "machine_bytes") or rise.last_bytes
-    workers = whole(part(run.plan, "host"), "workers")
-    fixes = [
-        Fix(
-            title=say(
-                "Look for what the task, the dataset or a hook appends to without end, such as a list of results or a cache"
-            ),
-            saves=show_bytes(rise.last_bytes - rise.first_bytes),
-            basis="measured",
-        )
-    ]
-    if workers:
-        fixes.append(
-            Fix(
-                title=say(
-                    "Read without workers for a while: if the rise stops, the memory is held by the dataset's code in the workers"
-                ),
-                costs=say("time to read rows, in each step"),
-                flags={"brimful": "--workers 0"},
-            )
-        )
-    caution = None
-    if rise.passes < 1:
-        caution = say("It may stop once every row has been read, because the run has not completed an epoch yet.")
-    return _leak_finding(
-        run, rise, name="host_bytes", kind="host-memory-leak", what=say("Host RAM of the run"), used=used, limit=limit,
-        fixes=(*fixes, _restart(run)), caution=caution,
-    )  # fmt: skip
-
-
-def _long_row(run: RunFigures) -> Iterator[Finding]:
-    """One or two steps whose peak came near the limit, far above the others."""
-    peaks = sorted((value, step["step"]) for step in run.settled if (value := whole(step, "peak_bytes")))
-    if len(peaks) < LEAST_STEPS or not run.limit_bytes:
-        return
-    usual = peaks[min(len(peaks) - 2, int(ALMOST_ALL * len(peaks)) - 1)][0]
-    (peak, at), step = peaks[-1], None
-    step = next(one for one in run.settled if one["step"] == at)
-    used = max(peak, whole(step, "reserved_bytes") or 0) / run.limit_bytes
-    if peak < JUMP * usual or zone(used) == "safe":
-        return
-    sentences = [
-        say("Step {step} took {peak}, while almost all others take {usual} or less: it had an unusually long row.", step=f"{at:,}", peak=show_bytes(peak), usual=show_bytes(usual))
-    ]  # fmt: skip
-    shape = longest_lengths(run) or lengths(run.plan, "shape") or ()
-    place = row_place(run, step, shape)
-    if place is not None:
-        sentences.append(place)
-    tokens = [count for one in run.settled if (count := finite(one, "tokens"))]
-    more_tokens = bool(tokens) and (finite(step, "tokens") or 0.0) > 1.1 * median(tokens)
-    yield Finding(
-        0.25,
-        Diagnosis(
-            resource="none", kind="long-row", cause=" ".join(sentences),
-            certainty="likely" if place is not None or more_tokens else "possible",
-            figures={"step": at, "peak_bytes": peak, "usual_bytes": usual, "limit_bytes": run.limit_bytes},
-            evidence=f"events.jsonl, step {at}", fixes=tuple(shorter_rows(run, whole(run.plan, "micro_batch") or 1, shape)),
-        ),
+    yield finding(
+        0.45, "oversized-rows", sentences, resource=resource(run), figures={"rows": count, "shape": list(shape), "predicted_bytes": needed},
+        evidence=f"events.jsonl, step {first['step']}: {first.get('sentence', '')}", fixes=(*fixes, *_checkpointing(run, run.limit_bytes)),
     )  # fmt: skip

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from brimful.cli.app import main
-from brimful.report.doctor.checks import Check, Examination, say
+from brimful.languages import say
+from brimful.report.doctor.checks import Check, Examination
 
 
 @pytest.fixture

@@ -351,7 +351,7 @@ def test_of_three_runs_each_is_judged_by_what_differs_from_the_first(tmp_path):
         plan_values={"global_batch": 128, "choices": changed(global_batch=128)},
     )
     assert (
-        str(compare_runs([a, b, c]).pairs[1].verdict)
+        compare_runs([a, b, c]).pairs[1].to_json()["verdict"]
         == "same experiment, as fast; losses equal to the bit up to step 300"
     )
 

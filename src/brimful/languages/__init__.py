@@ -16,7 +16,8 @@ import itertools
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Literal, get_args
@@ -81,6 +82,43 @@ def tr(template: str, **values: Any) -> str:
 def translate(sentence: str) -> str:
     """A finished English sentence in the user's language, as far as the catalogue has its parts."""
     return sentence if language() == "en" else _translated(sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A template and what to fill in, kept apart until it is shown: `str` is English, as `--json` has it.
+
+    A value may be a sentence or a list of them; a plain text stays as it is. Without values it is a finished sentence.
+    """
+
+    template: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        values = {name: _joined(value, ", ", str) for name, value in self.values.items()}
+        return self.template.format(**values) if values else self.template
+
+    def shown(self) -> str:
+        """In the user's language."""
+        if not self.values:
+            return translate(self.template)
+        comma = "，" if language() == "zh" else ", "
+        return tr(self.template, **{name: _joined(value, comma, _shown) for name, value in self.values.items()})
+
+
+def say(template: str, **values: Any) -> Sentence:
+    """`say("{free} free", free="3 GiB")`."""
+    return Sentence(template, values)
+
+
+def _joined(value: Any, comma: str, text: Callable[[Any], str]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return comma.join(map(text, value))
+    return text(value) if isinstance(value, Sentence) else value
+
+
+def _shown(value: Any) -> str:
+    return value.shown() if isinstance(value, Sentence) else str(value)
 
 
 @lru_cache(maxsize=4096)  # parts come again and again while a sentence is taken apart in several ways

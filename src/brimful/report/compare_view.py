@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.languages import tr, translate
-from brimful.report.compare import Comparison, Side, figures_of, rows_phrase, show_ratio
+from brimful.languages import language, say, tr, translate
+from brimful.report.compare import Comparison, Side, figures_of, rows_sentence, show_ratio
 from brimful.report.run_settings import Difference, LossPoint, Setting, show_setting
 from brimful.units import show_bytes, show_rate, show_seconds, zone
 
@@ -32,7 +32,7 @@ def comparison_view(comparison: Comparison) -> RenderableType:
 
 def _verdict(comparison: Comparison) -> Iterator[Text]:
     for pair in comparison.pairs:
-        text = pair.verdict.shown()
+        text = ("；" if language() == "zh" else "; ").join(one.shown() for one in pair.verdict)
         label = "" if len(comparison.pairs) == 1 else f"{pair.side.label}  "
         yield Text.assemble(label, (text[:1].upper() + text[1:], "bold yellow" if pair.is_other else "bold green"))
 
@@ -180,7 +180,7 @@ def _same_rows(one: list[list[int]], two: list[list[int]]) -> str:
 
 _LINES: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any, Any], str]], ...] = (
     ("updates", "steps", lambda value: f"{value:,}", _nothing),
-    ("rows a step", "row_changes", lambda value: rows_phrase(value).shown(), _same_rows),
+    ("rows a step", "row_changes", lambda value: say("{rows}", rows=rows_sentence(value)).shown(), _same_rows),
     ("s/step", "step_s", lambda value: f"{value:.3g}", _times),
     ("rows/s", "rows_per_s", show_rate, _times),
     ("an epoch takes", "epoch_s", show_seconds, _times),

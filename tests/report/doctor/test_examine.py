@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from brimful.cli.output import show
-from brimful.languages import set_language
+from brimful.languages import say, set_language
 from brimful.report.doctor import examine as examining
 from brimful.report.doctor import trial
-from brimful.report.doctor.checks import GROUPS, Check, Examination, Findings, doctor_table, say
+from brimful.report.doctor.checks import GROUPS, Check, Examination, Findings, doctor_table
 from brimful.report.doctor.examine import examine
 from brimful.report.doctor.trial import Ended
 from brimful.training.run import Request, RunFolder

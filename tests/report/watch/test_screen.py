@@ -11,9 +11,10 @@ from rich.cells import cell_len
 
 from brimful import languages
 from brimful.languages import set_language
+from brimful.report.run_figures import parse_time
 from brimful.report.run_record import RunRecord
 from brimful.report.watch import watch_parts
-from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot, parse_time, take
+from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot, take
 from brimful.report.watch.watch_canvas import ASCII
 from brimful.report.watch.watch_screen import allot, frame, render
 from brimful.report.watch.watcher import Watcher

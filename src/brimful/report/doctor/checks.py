@@ -14,58 +14,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from brimful.languages import language, tr, translate
+from brimful.languages import Sentence, language, tr
 from brimful.units import show_seconds
 
 Status = Literal["ok", "warning", "failed", "not checked"]
 CheckGroup = Literal["Software", "Cards", "Several processes", "Host", "Folders", "Environment"]
 GROUPS: tuple[CheckGroup, ...] = get_args(CheckGroup)
-
-
-@dataclass(frozen=True, slots=True)
-class Sentence:
-    """A template of the catalogue and what to fill in. A value may be a sentence, or a list of them; a plain text stays as it is."""
-
-    template: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """In English."""
-        values = {name: _joined(value, ", ", str) for name, value in self.values.items()}
-        return self.template.format(**values) if values else self.template
-
-    def shown(self) -> str:
-        """In the user's language."""
-        separator = "，" if language() == "zh" else ", "
-        return tr(self.template, **{name: _joined(value, separator, _shown) for name, value in self.values.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """A sentence of another part of Brimful, finished already: the catalogue knows it as a whole or not at all."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-    def shown(self) -> str:
-        return translate(self.text)
-
-
-def say(template: str, **values: Any) -> Sentence:
-    """`say("{free} free", free="3 GiB")`."""
-    return Sentence(template, values)
-
-
-def _joined(value: Any, separator: str, text: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return separator.join(text(one) for one in value)
-    return text(value) if isinstance(value, (Sentence, Foreign)) else value
-
-
-def _shown(value: Any) -> str:
-    return value.shown() if isinstance(value, (Sentence, Foreign)) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

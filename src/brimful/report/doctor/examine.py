@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import UserError, in_one_line
-from brimful.languages import tr
+from brimful.languages import say, tr
 from brimful.machine.gpu import Gpu, GpuProcess
 from brimful.machine.host import Host, Space, container_sign
 from brimful.report.doctor.cards import (
@@ -25,7 +25,7 @@ from brimful.report.doctor.cards import (
     read_nvidia,
     try_cards,
 )
-from brimful.report.doctor.checks import GROUPS, Check, CheckGroup, Examination, Findings, say
+from brimful.report.doctor.checks import GROUPS, Check, CheckGroup, Examination, Findings
 from brimful.report.doctor.host_checks import (
     cache_checks,
     core_checks,

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from brimful.errors import in_one_line
 from brimful.files import FileLock, cache_folder
+from brimful.languages import Sentence, say
 from brimful.machine.cgroup import levels, oom_kills
 from brimful.machine.host import Host, Space, tree
-from brimful.report.doctor.checks import Findings, Foreign, Sentence, say
+from brimful.report.doctor.checks import Findings
 from brimful.units import GiB, MiB, show_bytes, show_seconds
 
 LITTLE_RAM_BYTES, LITTLE_RAM = 2 * GiB, 0.1
@@ -45,7 +46,7 @@ def ram_checks(host: Host, root: Path = Path("/")) -> Findings:
     """What is available under the limit that binds, and who holds the rest."""
     found = Findings("Host")
     limit, available = host.ram_limit_bytes, host.ram_available_bytes
-    text = say("{available} of {limit} available ({by})", available=show_bytes(available), limit=show_bytes(limit), by=Foreign(host.ram_limited_by))  # fmt: skip
+    text = say("{available} of {limit} available ({by})", available=show_bytes(available), limit=show_bytes(limit), by=Sentence(host.ram_limited_by))  # fmt: skip
     holders = [_holder(*one) for one in largest_processes(root)]
     figures = {"available_bytes": available, "limit_bytes": limit, "oom_kills": oom_kills(root)}
     if available < NO_RAM_BYTES:
@@ -126,7 +127,7 @@ def core_checks(host: Host, environment: Mapping[str, str] = os.environ) -> Find
     found = Findings("Host")
     figures = {"cores": host.cores, "cores_total": host.cores_total}
     text = say(
-        "{cores} of {total} cores ({by})", cores=host.cores, total=host.cores_total, by=Foreign(host.cores_limited_by)
+        "{cores} of {total} cores ({by})", cores=host.cores, total=host.cores_total, by=Sentence(host.cores_limited_by)
     )
     threads = environment.get("OMP_NUM_THREADS", "")
     limited = "cgroup" in host.cores_limited_by and host.cores < host.cores_total

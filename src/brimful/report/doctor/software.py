@@ -18,7 +18,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from brimful.report.doctor.checks import Findings, Foreign, Sentence, Status, say
+from brimful.languages import Sentence, say
+from brimful.report.doctor.checks import Findings, Status
 
 _PYPI_CUDA = 13
 """torch from PyPI is built for this major version of CUDA (torch 2.11 and newer, Linux); for older drivers there is `OLDER_BUILD`."""
@@ -176,7 +177,7 @@ def torch_checks(
     """The build against what NVML sees: `nvidia_names`, and the newest CUDA of the driver. `visible`: the cards torch sees."""
     found = Findings("Software")
     if torch is None:
-        text = say("it cannot be imported ({problem})", problem=Foreign(problem))
+        text = say("it cannot be imported ({problem})", problem=Sentence(problem))
         found.fail("torch", text, say("`{command}`", command="pip install --force-reinstall torch"))
         return found
     if nvidia_names and not torch.cuda and not visible:

@@ -12,7 +12,7 @@ from typing import Any
 
 from brimful.languages import tr, translate
 from brimful.report.page.planning_charts import model_chart, probe_fits, setting_name
-from brimful.report.page.report_figures import ReportFigures, any_number, is_number, mappings, number
+from brimful.report.page.report_figures import ReportFigures, any_number, is_number, number
 from brimful.report.page.summary import (
     UNKNOWN,
     KeyFigure,
@@ -28,6 +28,7 @@ from brimful.report.page.summary import (
     summary,
     verdict_words,
 )
+from brimful.report.run_figures import objects
 from brimful.report.why.diagnosis import Diagnosis, Fix
 from brimful.units import show_bytes, show_rate, show_seconds
 
@@ -193,7 +194,7 @@ def probes_part(one: ReportFigures) -> str:
 
 def tried_part(one: ReportFigures) -> str:
     """Every split that the search timed, and what it left out."""
-    tried = [row for row in mappings(one.plan.get("tried")) if is_number(row.get("micro_batch"))][:MOST_ROWS]
+    tried = [row for row in objects(one.plan, "tried") if is_number(row.get("micro_batch"))][:MOST_ROWS]
     if not tried:
         return ""
     rows: list[Sequence[Cell]] = []
@@ -292,7 +293,7 @@ def choice_rows(one: ReportFigures) -> list[list[str]]:
     """The texts of the plan's choices, in the order of `plan_titles`."""
     return [
         [_choice_name(choice), _choice_value(choice, "requested"), _choice_value(choice, "effective"), _source(choice), translate(str(choice.get("reason") or ""))]
-        for choice in mappings(one.plan.get("choices"))
+        for choice in objects(one.plan, "choices")
     ]  # fmt: skip
 
 
@@ -324,7 +325,7 @@ def plan_part(one: ReportFigures) -> str:
     if not texts:
         return ""
     rows: list[Sequence[Cell]] = []
-    for choice, (name, requested, effective, source, reason) in zip(mappings(plan.get("choices")), texts, strict=True):
+    for choice, (name, requested, effective, source, reason) in zip(objects(plan, "choices"), texts, strict=True):
         changed = choice.get("requested") not in (None, choice.get("effective"))
         rows.append(((name, "value"), (requested, "changed" if changed else ""), (effective, "value"), source, reason))
     warnings = plan.get("warnings")
@@ -348,7 +349,7 @@ def _plan_note(one: ReportFigures) -> str:
 
 def _plan_changes(one: ReportFigures) -> str:
     """Old and new values, where the run was resumed with another plan."""
-    changes = [change for event in one.run.of_kind("plan") for change in mappings(event.get("changes"))]
+    changes = [change for event in one.run.of_kind("plan") for change in objects(event, "changes")]
     items = "".join(
         f"<li>{escape(_choice_name(change))}: {escape(change.get('old'))} → {escape(change.get('new'))}</li>"
         for change in changes[-MOST_ROWS:]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from brimful.charts import Floats
 from brimful.errors import BadRun
-from brimful.report.run_figures import RunFigures, sessions_of
+from brimful.report.run_figures import RunFigures, objects, part, seconds_at, sessions_of, text
 from brimful.report.run_record import RunRecord
 from brimful.training import events as journal
 from brimful.units import Zone, zone
@@ -40,7 +40,7 @@ class Clock:
     """Seconds that the run was at work, from its beginning. The time between two sessions does not count."""
 
     def __init__(self, run: RunRecord) -> None:
-        seen = sorted(filter(None, (timestamp(event) for event in (*run.events, *run.steps, *run.samples))))
+        seen = sorted(filter(None, (seconds_at(event) for event in (*run.events, *run.steps, *run.samples))))
         self._starts, self._spans, self._before = [], [], []
         """Of each session: when it began, how long it lasted, and the work before it."""
         worked = 0.0
@@ -60,7 +60,7 @@ class Clock:
 
     def seconds(self, event: Mapping[str, Any]) -> float:
         """NaN for an event without a time."""
-        at = timestamp(event)
+        at = seconds_at(event)
         if at is None or not self._starts:
             return math.nan
         place = max(bisect_right(self._starts, at) - 1, 0)
@@ -68,14 +68,6 @@ class Clock:
 
     def column(self, events: Iterable[Mapping[str, Any]]) -> Floats:
         return np.array([self.seconds(event) for event in events], dtype=np.float64)
-
-
-def timestamp(event: Mapping[str, Any]) -> float | None:
-    """The time of an event, or of anything else that has one, in seconds since 1970."""
-    with suppress(TypeError, ValueError, OverflowError):
-        when = datetime.fromisoformat(str(event.get("time")))
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +112,15 @@ class ReportFigures:
 
     @cached_property
     def task(self) -> str | None:
-        return _text(self.request.get("task")) or _text(self.plan.get("task"))
+        return text(self.request, "task") or text(self.plan, "task")
 
     @cached_property
     def device_name(self) -> str | None:
-        return _text(self.plan.get("device_name"))
+        return text(self.plan, "device_name")
 
     @cached_property
     def on_gpu(self) -> bool:
-        device = _text(self.plan.get("device")) or ""
+        device = text(self.plan, "device") or ""
         return bool(self.cards) or device.split(":")[0] in ("cuda", "xpu", "mps", "hip")
 
     @cached_property
@@ -138,7 +130,7 @@ class ReportFigures:
     @cached_property
     def ending(self) -> str | None:
         """The sentence of the last `end` event."""
-        return next((_text(event.get("sentence")) for event in reversed(self.run.of_kind("end"))), None)
+        return next((text(event, "sentence") for event in reversed(self.run.of_kind("end"))), None)
 
     # ---- How far it came -------------------------------------------------------------------------------------------------
 
@@ -169,7 +161,7 @@ class ReportFigures:
 
     @cached_property
     def predicted_time(self) -> Mapping[str, Any]:
-        return _mapping(self.plan.get("run_time"))
+        return part(self.plan, "run_time")
 
     @cached_property
     def seconds_per_epoch(self) -> float | None:
@@ -280,7 +272,7 @@ class ReportFigures:
 
     @cached_property
     def host_predicted_bytes(self) -> float | None:
-        return number(_mapping(self.plan.get("host")), "predicted_bytes")
+        return number(part(self.plan, "host"), "predicted_bytes")
 
     # ---- What happened ---------------------------------------------------------------------------------------------------
 
@@ -359,15 +351,13 @@ class ReportFigures:
     @cached_property
     def cards(self) -> list[CardFigures]:
         """One for each rank that has samples of a GPU."""
-        ranks = sorted(
-            {rank for event in self.samples if _mapping(event.get("gpu")) and (rank := _rank(event)) is not None}
-        )
+        ranks = sorted({rank for event in self.samples if part(event, "gpu") and (rank := _rank(event)) is not None})
         return [self._card(rank) for rank in ranks]
 
     def _card(self, rank: int) -> CardFigures:
         samples = [event for event in self.samples if _rank(event) == rank]
-        own = [one for event in self.steps for one in mappings(event.get("ranks")) if one.get("rank") == rank]
-        names = (_text(_mapping(event.get("gpu")).get("name")) for event in samples)
+        own = [one for event in self.steps for one in objects(event, "ranks") if one.get("rank") == rank]
+        names = (text(part(event, "gpu"), "name") for event in samples)
         busy, walls = _column(own, "busy_s"), self.part_sum
         usable = len(busy) == len(walls) and np.nansum(walls) > 0 and np.isfinite(busy).any()
         return CardFigures(
@@ -412,7 +402,7 @@ class ReportFigures:
 
     def part(self, name: str) -> Floats:
         """One part of every step's time."""
-        return _column([_mapping(event.get("times")) for event in self.steps], name)
+        return _column([part(event, "times") for event in self.steps], name)
 
     @cached_property
     def part_sum(self) -> Floats:
@@ -421,11 +411,11 @@ class ReportFigures:
     def gpu_column(self, name: str, rank: int | None = None) -> Floats:
         """One figure of every sample of a GPU, or of one rank's; NaN in the samples of the others."""
         return _column(
-            [_mapping(event.get("gpu")) if rank is None or _rank(event) == rank else {} for event in self.samples], name
+            [part(event, "gpu") if rank is None or _rank(event) == rank else {} for event in self.samples], name
         )
 
     def host_column(self, name: str) -> Floats:
-        return _column([_mapping(event.get("host")) for event in self.samples], name)
+        return _column([part(event, "host") for event in self.samples], name)
 
     def typical(self, values: Floats) -> float | None:
         """The median without the first steps."""
@@ -480,15 +470,6 @@ def _refuse_a_sweep(run: RunRecord) -> None:
         raise BadRun(f"{run.root} is a sweep, whose page is {run.root / 'report.html'}. Try: a folder that `brimful train` wrote.")  # fmt: skip
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The objects of a list; none if it is no list."""
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
-
-
 def any_number(values: Mapping[str, Any], name: str) -> float | None:
     """As `training.events.number`, NaN and infinities included; None for an integer of hundreds of digits."""
     with suppress(OverflowError):
@@ -505,10 +486,6 @@ def number(values: Mapping[str, Any], name: str) -> float | None:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is finite, and no larger than a float32 can be."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _rank(event: Mapping[str, Any]) -> int | None:

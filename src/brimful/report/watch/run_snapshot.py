@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any, Literal, cast
 
 from brimful.files import read_json
-from brimful.report.run_figures import sessions_of
+from brimful.report.run_figures import objects, parse_time, part, sessions_of, text, whole
 from brimful.report.run_record import RunRecord, State
 from brimful.training.events import number
 from brimful.training.run import LockHolder
@@ -265,11 +265,11 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
     """The snapshot of a run that has begun, from its folder alone."""
     begins = record.of_kind("begin")
     begin, plan, last = (begins[-1] if begins else {}), record.plan, record.last
-    request = record.request or _dict(begin.get("request"))
+    request = record.request or part(begin, "request")
     end: Mapping[str, Any] = next(iter(record.of_kind("end")[-1:]), {}) if state not in (*ACTIVE, "killed") else {}
     recent = record.steps[-RATE_STEPS:]
     newest = _newest_time(record)
-    steps = _whole(last.get("steps")) or _whole(begin.get("steps"))
+    steps = whole(last, "steps") or whole(begin, "steps")
     eta_s = number(last, "eta_s") if state == "running" else None
     last_time = parse_time(last.get("time"))
     ends = None
@@ -280,67 +280,33 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
     if state == "preparing" and holder is not None:
         since = parse_time(holder.since) or since
     ended = None if state in ACTIVE else parse_time(end.get("time")) or newest
-    choices = {str(one.get("name")): one.get("effective") for one in _dicts(plan.get("choices"))}
+    choices = {str(one.get("name")): one.get("effective") for one in objects(plan, "choices")}
     saved = [event for event in record.of_kind("checkpoint", "resume") if event.get("saved", True)]
     failed = [event for event in record.of_kind("checkpoint") if event.get("saved") is False]
     evaluations = [_evaluation(event) for event in record.of_kind("eval")]
     bests = [one for one in evaluations if one.best]
     ooms = _ooms(record)
     return Snapshot(
-        taken=now,
-        run=str(record.root),
-        name=record.name,
-        state=state,
-        task=_text(plan.get("task")) or _text(request.get("task")),
-        begun=parse_time(begins[0].get("time")) if begins else None,
-        since=since,
-        ended=ended,
-        trained_s=_trained_s(record, ended or now),
-        host=_text(begin.get("host")) or (holder.host if holder else None),
-        pid=_whole(begin.get("pid")),
-        device_name=_text(plan.get("device_name")),
-        processes=_whole(begin.get("processes")),
-        sentence=NO_EVENTS if record.lost_its_events else _text(end.get("sentence")),
-        resume_command=_resume_command(record, state, request),
-        state_label=record.state_label if state == "killed" else "",
-        fails_again=record.fails_again,
-        silent_s=_silent_s(record, state, newest, now),
-        step=int(last.get("step") or 0),
-        steps=steps,
-        epoch=number(last, "epoch"),
-        epochs=_epochs(record, last, steps),
-        step_s=_step_s(recent),
-        eta_s=eta_s,
-        ends=ends,
-        global_batch=_whole(plan.get("global_batch")),
-        micro_batch=_whole(plan.get("micro_batch")),
-        micro_batches=_whole(last.get("micro_batches")) or _whole(plan.get("accumulation")),
-        precision=_text(choices.get("precision")),
-        layout=_text(plan.get("layout")),
-        cards=_cards(record, begin, plan, recent),
-        ram=_ram(record, begin, plan),
-        times=_times(recent),
-        padding=_mean(recent, "padding"),
-        mfu=_median(recent, "mfu"),
-        tokens_per_s=_median(recent, "tokens_per_s"),
-        lr=number(last, "lr"),
-        grad_norm=number(last, "grad_norm"),
-        loss=_series((step["step"], number(step, "loss")) for step in record.steps),
-        rows_per_s=_series((step["step"], number(step, "rows_per_s")) for step in record.steps),
+        taken=now, run=str(record.root), name=record.name, state=state, task=text(plan, "task") or text(request, "task"),
+        begun=parse_time(begins[0].get("time")) if begins else None, since=since, ended=ended, trained_s=_trained_s(record, ended or now),
+        host=text(begin, "host") or (holder.host if holder else None), pid=whole(begin, "pid"), device_name=text(plan, "device_name"),
+        processes=whole(begin, "processes"), sentence=NO_EVENTS if record.lost_its_events else text(end, "sentence"),
+        resume_command=_resume_command(record, state, request), state_label=record.state_label if state == "killed" else "",
+        fails_again=record.fails_again, silent_s=_silent_s(record, state, newest, now),
+        step=int(last.get("step") or 0), steps=steps, epoch=number(last, "epoch"), epochs=_epochs(record, last, steps),
+        step_s=_step_s(recent), eta_s=eta_s, ends=ends, global_batch=whole(plan, "global_batch"), micro_batch=whole(plan, "micro_batch"),
+        micro_batches=whole(last, "micro_batches") or whole(plan, "accumulation"), precision=text(choices, "precision"), layout=text(plan, "layout"),
+        cards=_cards(record, begin, plan, recent), ram=_ram(record, begin, plan), times=_times(recent), padding=_mean(recent, "padding"),
+        mfu=_median(recent, "mfu"), tokens_per_s=_median(recent, "tokens_per_s"), lr=number(last, "lr"), grad_norm=number(last, "grad_norm"),
+        loss=_curve(record, "loss"), rows_per_s=_curve(record, "rows_per_s"), rate=_curve(record, "lr"),
         memory=_series(((step["step"], _peak(step)) for step in record.steps), max),
-        utilization=_series(
-            (_whole(one.get("step")) or 0, number(_dict(one.get("gpu")), "utilization")) for one in record.samples
-        ),
-        rate=_series((step["step"], number(step, "lr")) for step in record.steps),
-        evaluation=evaluations[-1] if evaluations else None,
+        utilization=_series((whole(one, "step") or 0, number(part(one, "gpu"), "utilization")) for one in record.samples),
+        evaluation=evaluations[-1] if evaluations else None, best=bests[-1] if bests else None,
         evaluations=tuple((one.step, dict(one.metrics)["loss"]) for one in evaluations if "loss" in dict(one.metrics)),
-        best=bests[-1] if bests else None,
         checkpoint=_saved(saved[-1]) if saved else None,
         failed_save=_saved(failed[-1]) if failed and (not saved or failed[-1]["step"] > saved[-1]["step"]) else None,
-        ooms_survived=sum(oom.change != STOPS for oom in ooms),
-        ooms=tuple(ooms[-OOMS_KEPT:]),
-        notes=tuple(_notes(record))[-NOTES_KEPT:],
-    )
+        ooms_survived=sum(oom.change != STOPS for oom in ooms), ooms=tuple(ooms[-OOMS_KEPT:]), notes=tuple(_notes(record))[-NOTES_KEPT:],
+    )  # fmt: skip
 
 
 def _cards(
@@ -348,15 +314,15 @@ def _cards(
 ) -> tuple[Card, ...]:
     samples: dict[int, Mapping[str, Any]] = {}
     for sample in reversed(record.samples):
-        if _dict(sample.get("gpu")):
-            samples.setdefault(_whole(sample.get("rank")) or 0, _dict(sample["gpu"]))
+        if part(sample, "gpu"):
+            samples.setdefault(whole(sample, "rank") or 0, part(sample, "gpu"))
     by_rank: dict[int, list[Mapping[str, Any]]] = {}
     for step in recent:
-        for one in _dicts(step.get("ranks")) or [step]:
-            by_rank.setdefault(_whole(one.get("rank")) or 0, []).append(one)
-    gpus = _dicts(begin.get("gpus"))
+        for one in objects(step, "ranks") or [step]:
+            by_rank.setdefault(whole(one, "rank") or 0, []).append(one)
+    gpus = objects(begin, "gpus")
     ranks = sorted({*samples, *by_rank, *range(len(gpus))}) or ([0] if plan else [])
-    indices = [_whole(samples.get(rank, {}).get("index")) for rank in ranks]
+    indices = [whole(samples.get(rank, {}), "index") for rank in ranks]
     kind = str(plan.get("device") or "").partition(":")[0]
     busy = {rank: value for rank in ranks if (value := _mean(by_rank.get(rank, ()), "busy_s"))}
     slowest = max(busy, key=lambda rank: busy[rank], default=None)
@@ -367,7 +333,7 @@ def _cards(
         gpu = gpus[rank] if rank < len(gpus) else {}
         own_plan = (_plan_file(record, rank) if rank else {}) or plan
         if index is None:
-            index = _whole(gpu.get("index"))
+            index = whole(gpu, "index")
         several = len(ranks) > 1
         ambiguous = index is None or indices.count(index) > 1
         label = f"rank {rank}" if several and ambiguous else "CPU" if kind == "cpu" else f"GPU {rank if index is None else index}"  # fmt: skip
@@ -384,27 +350,14 @@ def _cards(
         used = ours / limit if ours is not None and limit else None
         cards.append(
             Card(
-                label=label,
-                rank=rank,
-                kind=kind,
-                uuid=_text(sample.get("uuid")) or _text(gpu.get("uuid")),
-                name=_text(sample.get("name")) or _text(gpu.get("name")) or _text(plan.get("device_name")),
-                allocated_bytes=allocated,
-                reserved_bytes=reserved,
-                held_bytes=held,
-                others_bytes=others,
-                limit_bytes=limit,
-                total_bytes=number(sample, "total_bytes") or number(gpu, "total_bytes"),
-                predicted_bytes=number(own_plan, "predicted_peak_bytes"),
-                utilization=number(sample, "utilization"),
-                temperature_c=number(sample, "temperature_c"),
-                power_w=number(sample, "power_w"),
-                busy_s=busy.get(rank),
-                slowest=uneven and rank == slowest,
-                used=used,
-                zone=None if used is None else zone(used),
+                label=label, rank=rank, kind=kind, uuid=text(sample, "uuid") or text(gpu, "uuid"),
+                name=text(sample, "name") or text(gpu, "name") or text(plan, "device_name"), allocated_bytes=allocated, reserved_bytes=reserved,
+                held_bytes=held, others_bytes=others, limit_bytes=limit, total_bytes=number(sample, "total_bytes") or number(gpu, "total_bytes"),
+                predicted_bytes=number(own_plan, "predicted_peak_bytes"), utilization=number(sample, "utilization"),
+                temperature_c=number(sample, "temperature_c"), power_w=number(sample, "power_w"), busy_s=busy.get(rank),
+                slowest=uneven and rank == slowest, used=used, zone=None if used is None else zone(used),
             )
-        )
+        )  # fmt: skip
     return tuple(cards)
 
 
@@ -416,7 +369,7 @@ def _plan_file(record: RunRecord, rank: int) -> dict[str, Any]:
 
 
 def _ram(record: RunRecord, begin: Mapping[str, Any], plan: Mapping[str, Any]) -> HostMemory | None:
-    host = next((_dict(one["host"]) for one in reversed(record.samples) if _dict(one.get("host"))), {})
+    host = next((part(one, "host") for one in reversed(record.samples) if part(one, "host")), {})
     tree_bytes, machine = number(host, "tree_bytes"), number(host, "machine_bytes")
     tree_bytes = number(record.last, "host_bytes") if tree_bytes is None else tree_bytes
     machine = number(record.last, "machine_bytes") if machine is None else machine
@@ -425,23 +378,15 @@ def _ram(record: RunRecord, begin: Mapping[str, Any], plan: Mapping[str, Any]) -
         return None
     used = machine / limit if machine is not None and limit else None
     return HostMemory(
-        tree_bytes=tree_bytes,
-        machine_bytes=machine,
-        limit_bytes=limit,
-        limited_by=_text(host.get("limited_by")),
-        predicted_bytes=number(_dict(plan.get("host")), "predicted_bytes"),
-        swap_used_bytes=number(host, "swap_used_bytes"),
-        swap_total_bytes=number(host, "swap_total_bytes"),
-        workers=_whole(host.get("workers")),
-        cpu=number(host, "cpu"),
-        read_bytes_per_s=number(host, "read_bytes_per_s"),
-        used=used,
+        tree_bytes=tree_bytes, machine_bytes=machine, limit_bytes=limit, limited_by=text(host, "limited_by"),
+        predicted_bytes=number(part(plan, "host"), "predicted_bytes"), workers=whole(host, "workers"), used=used,
         zone=None if used is None else zone(used),
-    )
+        **{name: number(host, name) for name in ("swap_used_bytes", "swap_total_bytes", "cpu", "read_bytes_per_s")},
+    )  # fmt: skip
 
 
 def _times(recent: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
-    times = [_dict(step.get("times")) for step in recent]
+    times = [part(step, "times") for step in recent]
     means = [(part, _mean(times, f"{part}_s")) for part in TIME_PARTS]
     return tuple((part, seconds or 0.0) for part, seconds in means) if any(seconds for _, seconds in means) else ()
 
@@ -474,6 +419,11 @@ def _peak(step: Mapping[str, Any]) -> float | None:
     return number(step, "peak_bytes") if reserved is None else reserved
 
 
+def _curve(record: RunRecord, name: str) -> Series:
+    """One figure of the steps."""
+    return _series((step["step"], number(step, name)) for step in record.steps)
+
+
 def _series(values: Iterable[tuple[int, float | None]], together: Callable[[Sequence[float]], float] = fmean) -> Series:
     """`together` makes one point of neighbours, where there are too many."""
     points = [(step, value) for step, value in values if value is not None]
@@ -487,13 +437,8 @@ def _series(values: Iterable[tuple[int, float | None]], together: Callable[[Sequ
         good = [value for _, value in group if math.isfinite(value)]
         step = group[-1 if reduced else 0][0]  # the curve begins with the first and ends with the last
         reduced.append((step, together(good) if len(good) == len(group) else math.nan))
-    return Series(
-        points=tuple(reduced),
-        last=points[-1][1],
-        minimum=min(finite, default=None),
-        maximum=max(finite, default=None),
-        not_finite=len(points) - len(finite),
-    )
+    least, most = min(finite, default=None), max(finite, default=None)
+    return Series(points=tuple(reduced), last=points[-1][1], minimum=least, maximum=most, not_finite=len(points) - len(finite))  # fmt: skip
 
 
 def _evaluation(event: Mapping[str, Any]) -> Evaluation:
@@ -508,14 +453,9 @@ def _evaluation(event: Mapping[str, Any]) -> Evaluation:
 
 
 def _saved(event: Mapping[str, Any]) -> Saved:
-    failure = (_text(event.get("sentence")) or "it could not be written") if event.get("saved") is False else None
-    return Saved(
-        step=_whole(event.get("step")) or 0,
-        time=parse_time(event.get("time")),
-        size_bytes=number(event, "size_bytes"),
-        seconds=number(event, "seconds"),
-        failure=failure,
-    )
+    failure = (text(event, "sentence") or "it could not be written") if event.get("saved") is False else None
+    step, time, seconds = whole(event, "step") or 0, parse_time(event.get("time")), number(event, "seconds")
+    return Saved(step=step, time=time, size_bytes=number(event, "size_bytes"), seconds=seconds, failure=failure)
 
 
 def _ooms(record: RunRecord) -> list[Oom]:
@@ -523,17 +463,13 @@ def _ooms(record: RunRecord) -> list[Oom]:
     ooms: list[Oom] = []
     waiting: dict[int, list[int]] = {}
     for event in record.of_kind("oom", "grow"):
-        rank, step, time = (
-            _whole(event.get("process")) or 0,
-            _whole(event.get("step")) or 0,
-            parse_time(event.get("time")),
-        )
-        sentence = _text(event.get("sentence")) or ""
+        rank, step, time = whole(event, "process") or 0, whole(event, "step") or 0, parse_time(event.get("time"))
+        sentence = text(event, "sentence") or ""
         if event["event"] == "oom":
             what, _, change = sentence.removeprefix("out of memory in ").partition(": ")
             if not change:
                 what, _, change = what.partition("; ")
-            ooms.append(Oom(step=step, time=time, rank=rank, what=what, change=_text(event.get("change")) or change))
+            ooms.append(Oom(step=step, time=time, rank=rank, what=what, change=text(event, "change") or change))
             waiting.setdefault(rank, []).append(len(ooms) - 1)
             continue
         for index in waiting.pop(rank, []):
@@ -544,10 +480,10 @@ def _ooms(record: RunRecord) -> list[Oom]:
 def _notes(record: RunRecord) -> Iterator[Note]:
     for event in record.events:
         failed = event["event"] == "checkpoint" and event.get("saved") is False
-        sentence = _text(event.get("sentence"))
+        sentence = text(event, "sentence")
         if (event["event"] in NOTED or failed) and sentence:
             yield Note(
-                step=_whole(event.get("step")),
+                step=whole(event, "step"),
                 time=parse_time(event.get("time")),
                 sentence=sentence,
                 warning=failed or event["event"] in WARNINGS or event.get("level") == "warning",
@@ -588,28 +524,3 @@ def _median(events: Iterable[Mapping[str, Any]], name: str) -> float | None:
 
 def _known(events: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     return [value for event in events if (value := number(event, name)) is not None and math.isfinite(value)]
-
-
-def parse_time(value: object) -> datetime | None:
-    """An event's or a lock's time; None if it is none. Without a time zone it is taken for UTC."""
-    try:
-        time = datetime.fromisoformat(str(value))
-    except ValueError:
-        return None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _dict(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _dicts(value: object) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []

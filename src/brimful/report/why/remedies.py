@@ -374,7 +374,7 @@ def show_range(saved: Range) -> str:
     return f"{low}–{high}"
 
 
-def _accumulated(rows: str, steps: str) -> dict[str, str]:
+def _accumulated(rows: str, steps: str) -> dict[str, Any]:
     """Micro-batch and accumulation, as each framework names them."""
     return {
         "transformers": f"per_device_train_batch_size={rows}, gradient_accumulation_steps={steps}",
@@ -387,7 +387,7 @@ def _truncated(length: str) -> str:
     return f"tokenizer(texts, truncation=True, max_length={length})"
 
 
-def _workers(count: int, ahead: int | None = None) -> dict[str, str]:
+def _workers(count: int, ahead: int | None = None) -> dict[str, Any]:
     """Loader workers, and how many batches each reads ahead, as each framework names them."""
     hf, loader = ("", "") if ahead is None else (f", dataloader_prefetch_factor={ahead}", f", prefetch_factor={ahead}")
     loader = f"DataLoader(num_workers={count}{loader})"

@@ -36,7 +36,7 @@ _MATCHES = {None: rf"(?:(?!; |{_STOP}).)+?", "!s": rf"(?:(?!; |{_STOP}).)+?", "!
 """What a placeholder stands for, by its conversion."""
 _BLANK = re.compile(r"(?<=[\u4e00-\u9fff])\0(?=[A-Za-z0-9'\"./-])|(?<=[A-Za-z0-9%'\"./)-])\0(?=[\u4e00-\u9fff])")
 _IDEOGRAM = re.compile(r"[\u4e00-\u9fff]")
-_STRONG_BREAKS = ((re.compile(r"\n"), "\n"), (re.compile("; "), "；"), (re.compile(_STOP), "。"))
+_STRONG_BREAKS = ((re.compile(r"\n"), "\n"), (re.compile(_STOP), "。"), (re.compile("; "), "；"))
 """Between them, parts are translated or not, each for itself. Each break comes with what stands for it in Chinese."""
 _WEAK_BREAKS = (
     (re.compile(": "), "："),
@@ -48,8 +48,9 @@ _WEAK_BREAKS = (
     (re.compile(r" (?=\()"), ""),
 )
 """Between them, all parts are translated or none: half a sentence in English is harder to read than a whole one."""
+_COMMAND = re.compile(r"`[^`]*`|\bbrimful(?: [a-z-]+)+")
 _ENGLISH = re.compile(r"\b[a-z']+ [a-z']+ [a-z']+\b")
-"""Three words: not a name or a unit."""
+"""Three words that are no command: not a name or a unit."""
 
 _chosen: Language | None = None
 
@@ -136,7 +137,7 @@ def _translated(sentence: str) -> str:
         if match := pattern.fullmatch(sentence):
             parts = match.groupdict()
             parts |= {name: _translated(parts[name]) for name in translated}
-            if not any(_ENGLISH.search(parts[name]) for name in translated):
+            if not any(_has_english(parts[name]) for name in translated):
                 return _fill_in(_catalogue()[template], parts)
     return _translated_in_parts(sentence)
 
@@ -145,7 +146,7 @@ def _translated_in_parts(sentence: str) -> str:
     """Taken apart at the first kind of break where that helps; the sentence itself if none does."""
     for last, chinese in ((".", "。"), (":", "："), (",", "，")):
         if sentence.endswith(last) and (changed := _translated(sentence[:-1])) != sentence[:-1]:
-            return changed + (last if _ENGLISH.search(re.split(r"。|\. ", changed)[-1]) else chinese)
+            return changed + (last if _has_english(re.split(r"。|\. ", changed)[-1]) else chinese)
     if sentence.startswith("(") and sentence.endswith(")"):
         inner = _translated(sentence[1:-1])
         return f"（{inner}）" if inner != sentence[1:-1] else sentence
@@ -160,9 +161,13 @@ def _translated_in_parts(sentence: str) -> str:
         parts, _ = _split(sentence, outside, mark)
         translated = [_translated(part) for part in parts]
         connects = len(parts) > 1 and _IDEOGRAM.search(chinese)  # an English word, which goes even if the parts stay
-        if (translated != parts or connects) and not any(map(_ENGLISH.search, translated)):
+        if (translated != parts or connects) and not any(map(_has_english, translated)):
             return _with_blanks(f"\0{chinese}\0".join(translated))
     return sentence
+
+
+def _has_english(text: str) -> bool:
+    return bool(_ENGLISH.search(_COMMAND.sub("", text)))
 
 
 def _split(sentence: str, outside: str, mark: re.Pattern[str]) -> tuple[list[str], list[str]]:

@@ -32,9 +32,13 @@ def templates_in(*paths: Path) -> frozenset[str]:
     return frozenset(found | {text.replace("_", " ") for text in found if text.isidentifier()})
 
 
-def raised_in(root: Path, names: set[str]) -> list[tuple[str, list[str]]]:
-    """The messages with which these errors are raised, by place: every form that one may have."""
+def raised_in(root: Path, base: str) -> list[tuple[str, list[str]]]:
+    """The messages with which this error and those derived from it are raised, by place: every form that one may have."""
     trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(root.rglob("*.py"))}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = {base}
+    while more := {one.name for one in classes if {getattr(base, "id", "") for base in one.bases} & names} - names:
+        names |= more
     by_name: dict[str, list[ast.AST]] = {}
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         if isinstance(node, _FUNCTIONS) and node.name not in _FIGURES:

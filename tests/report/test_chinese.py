@@ -10,7 +10,8 @@ from rich.console import Console, Group
 from brimful.languages import set_language, translate
 from brimful.planning.planner import plan as make_plan
 from brimful.report.progress import Progress, RunPanel, RunSummary
-from brimful.report.tables import WrappedText, eval_table, machine_table, plan_table
+from brimful.report.tables import eval_table, machine_table, plan_table
+from brimful.report.wrapped_text import WrappedText
 from brimful.units import GiB
 from tests.planning.small import Normed, Pairs, Tagger, Texts, texts
 from tests.report.test_progress import EVALUATION, lines_of, step

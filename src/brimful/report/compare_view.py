@@ -15,6 +15,7 @@ from rich.text import Text
 from brimful.languages import language, say, tr, translate
 from brimful.report.compare import Comparison, Side, figures_of, rows_sentence, show_ratio
 from brimful.report.run_settings import Difference, LossPoint, Setting, show_setting
+from brimful.report.wrapped_text import WrappedText
 from brimful.units import show_bytes, show_rate, show_seconds, zone
 
 ZONE_STYLE = {"safe": "", "edge": "yellow", "danger": "red"}
@@ -34,7 +35,9 @@ def _verdict(comparison: Comparison) -> Iterator[Text]:
     for pair in comparison.pairs:
         text = ("；" if language() == "zh" else "; ").join(one.shown() for one in pair.verdict)
         label = "" if len(comparison.pairs) == 1 else f"{pair.side.label}  "
-        yield Text.assemble(label, (text[:1].upper() + text[1:], "bold yellow" if pair.is_other else "bold green"))
+        yield WrappedText.assemble(
+            label, (text[:1].upper() + text[1:], "bold yellow" if pair.is_other else "bold green")
+        )
 
 
 def _legend(comparison: Comparison) -> Table:
@@ -44,7 +47,7 @@ def _legend(comparison: Comparison) -> Table:
     for side in comparison.sides:
         run = side.run
         facts = [str(run.request.get("task") or run.plan.get("task") or tr("no plan yet"))]
-        facts += [str(run.plan["device_name"])] if run.plan.get("device_name") else []
+        facts += [translate(str(run.plan["device_name"]))] if run.plan.get("device_name") else []
         facts.append(tr("{done} of {steps} steps", done=f"{run.last_step:,}", steps=f"{run.steps_in_all or 0:,}") if run.steps else tr("no steps yet"))  # fmt: skip
         facts += [] if comparison.one_run else [tr(run.record.state_label)]
         grid.add_row(side.label, Text.assemble(*_title(side), ("  " + ", ".join(facts), "dim")))

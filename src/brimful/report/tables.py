@@ -3,15 +3,11 @@
 Whatever will end a training (a full GPU, a tiny /dev/shm, a torch without CUDA) is yellow and says what to do.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from itertools import accumulate
 from typing import Any
 
-from rich.cells import cell_len, chop_cells
-from rich.console import Console, Group, RenderableType
-from rich.containers import Lines
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,47 +17,9 @@ from brimful.machine.host import Host, Space
 from brimful.machine.machine import Machine
 from brimful.planning.plan import COLUMNS, Plan, Setting, Tried
 from brimful.report.progress import ZONE_STYLE
+from brimful.report.wrapped_text import WrappedText
 from brimful.training.plan_history import show_value
 from brimful.units import NOTHING, GiB, show_bytes, show_count, show_rate, show_rows, show_seconds
-
-_WIDE = r"\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef"
-_UNIT = re.compile(
-    rf"[（《「]*(?:\d[\d.,]* (?:[KMGT]?i?B|ms|min|s|h)(?![a-z])|[^\s{_WIDE}]+|[{_WIDE}])[，。；：、！？）》」/]*\s*|\s+"
-)
-"""What stays on one line: a figure with its unit, a word, or a Chinese character, with the punctuation that belongs to it."""
-
-
-class WrappedText(Text):
-    """A `Text` that wraps so."""
-
-    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
-        if options.get("no_wrap") or self.no_wrap or not re.search(f"[{_WIDE}]", self.plain):
-            return super().wrap(console, width, **options)
-        lines = Lines()
-        for line in self.split(allow_blank=True):
-            lines.extend(line.divide(_line_ends(line.plain, width)))
-        for line in lines:
-            line.rstrip()
-        return lines
-
-
-def _line_ends(text: str, width: int) -> list[int]:
-    """The offsets at which a line of this many columns ends."""
-    ends, used = list[int](), 0
-    for unit in _UNIT.finditer(text):
-        taken = cell_len(unit[0].rstrip())
-        if used and used + taken > width:
-            ends.append(unit.start())
-            used = 0
-        if taken > width:  # a path without blanks
-            *pieces, last = chop_cells(unit[0].rstrip(), width)
-            starts = accumulate(map(len, pieces), initial=unit.start())
-            ends += [start for start in starts if start > unit.start()]
-            used = cell_len(last)
-            continue
-        used += cell_len(unit[0])
-    return ends
-
 
 WARNING = "yellow"
 BAR_WIDTH = 40

@@ -314,3 +314,9 @@ def test_chinese_templates_have_the_same_places():
     for english, chinese in catalogue().items():
         names = [sorted(re.findall(r"\{(\w+)", text)) for text in (english, chinese)]
         assert names[0] == names[1], english
+
+
+def test_a_run_on_the_cpu_has_no_columns_for_temperature_and_power(tmp_path):
+    on_cpu = text(usual(tmp_path, plan_values={"device": "cpu", "device_name": "the CPU"}))
+    assert "power" not in on_cpu and "planned" in on_cpu
+    assert "power" in text(usual(tmp_path))

@@ -13,6 +13,9 @@ from brimful.report.why.diagnosis import Diagnosis, Fix, diagnoses_view, in_lang
 
 LOGS = sorted((Path(__file__).parents[2] / "logs").glob("*.log"))
 NAMES = [
+    "datasets.map",
+    "map",
+    "vLLM",
     "GPU",
     "RAM",
     "NCCL",

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.languages import Sentence, language, tr
+from brimful.report.wrapped_text import WrappedText
 from brimful.units import show_seconds
 
 Status = Literal["ok", "warning", "failed", "not checked"]
@@ -157,7 +158,7 @@ def _lines(check: Check, style: str, room: int) -> Iterator[tuple[Text, bool]]:
     """What was found and what to try, each with whether it has a command. Sentences before one are apart if all is too long."""
     text = check.text.shown()
     if check.status == "not checked":
-        yield Text(tr("not checked: {reason}", reason=text), style="dim"), False
+        yield WrappedText(tr("not checked: {reason}", reason=text), style="dim"), False
         return
     before = _SENTENCES.match(text) if cell_len(text) > room else None
     if before:
@@ -171,7 +172,7 @@ def _lines(check: Check, style: str, room: int) -> Iterator[tuple[Text, bool]]:
 
 def _with_commands(text: str) -> Text:
     """What is in backquotes is something to type."""
-    return Text.assemble(*((part, "cyan" if place % 2 else "") for place, part in enumerate(text.split("`"))))
+    return WrappedText.assemble(*((part, "cyan" if place % 2 else "") for place, part in enumerate(text.split("`"))))
 
 
 def _summary(examination: Examination) -> Text:

@@ -6,6 +6,7 @@ blocks, so nothing has to be scrolled sideways.
 
 import html
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,9 @@ MOST_TEXT = 400
 NOT_SCORES = frozenset(("event", "time", "step", "rows", "seconds", "best", "ooms", "loss"))
 EVENT_NAMES = ("oom", "grow", "thrash", "skip", "oversized", "deal", "resume", "note", "end")
 
+_UNIT_GAP = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|ms|s|min|h)\b)")
+"""No line ends between a figure and its unit."""
+
 Cell = str | tuple[str, str]
 """The text of a cell, or its text and its class."""
 
@@ -50,7 +54,7 @@ Cell = str | tuple[str, str]
 
 def escape(value: Any) -> str:
     """Anything as text for a page; long texts are cut."""
-    text = str(value)
+    text = _UNIT_GAP.sub("\u00a0", str(value))
     return html.escape(text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…")
 
 

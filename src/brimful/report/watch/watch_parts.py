@@ -58,7 +58,7 @@ def header(canvas: Canvas) -> Text:
     task = f"  {snapshot.task}" if snapshot.task and snapshot.task != snapshot.name else ""
     left = Text.assemble(state, canvas.text(f"  {snapshot.name}", "bold"), canvas.text(task, "dim"))
     several = f"{len(snapshot.cards)} × " if len(snapshot.cards) > 1 else ""
-    device = f"{several}{snapshot.device_name}" if snapshot.device_name else ""
+    device = f"{several}{translate(snapshot.device_name)}" if snapshot.device_name else ""
     places = (device, snapshot.host, f"pid {snapshot.pid}" if snapshot.pid else "")
     where = canvas.text("  " + ", ".join(place for place in places if place), "dim")
     when = _when(canvas)
@@ -187,13 +187,15 @@ def scores(canvas: Canvas) -> Text:
     last, best = canvas.snapshot.evaluation, canvas.snapshot.best
     if last is None:
         return canvas.row(tr("scores"), canvas.text(tr("no evaluation yet"), "dim"))
-    metrics = [f"{name} {show_metric(value)}" for name, value in last.metrics] or [UNKNOWN]
+    metrics = [f"{translate(name)} {show_metric(value)}" for name, value in last.metrics] or [UNKNOWN]
     facts = [f"{show_step(last.step)}: {metrics[0]}", *metrics[1:2]]
     if best is not None and best.step == last.step:
         facts.append(tr("the best so far"))
     elif best is not None and best.metrics:
         name, value = best.metrics[0]
-        facts.append(tr("best {score!s} at step {step:,}", score=f"{name} {show_metric(value)}", step=best.step))
+        facts.append(
+            tr("best {score!s} at step {step:,}", score=f"{translate(name)} {show_metric(value)}", step=best.step)
+        )
     return canvas.row(tr("scores"), canvas.facts([*facts, *metrics[2:]]))
 
 
@@ -379,7 +381,9 @@ def _share(size: float | None, limit: float | None) -> float:
 def _columns(canvas: Canvas) -> tuple[int, list[tuple[str, str, int]]]:
     """Cells of the bar, and the columns beside it: as many as there is space for."""
     left, chosen = canvas.text_cells - LEAST_BAR, []
-    for number, (name, english, least) in enumerate(_COLUMNS):
+    on_cpu = all(card.kind == "cpu" for card in canvas.snapshot.cards)
+    columns = [one for one in _COLUMNS if not on_cpu or one[0] not in ("temperature", "power")]
+    for number, (name, english, least) in enumerate(columns):
         heading = tr(english) if english else ""
         cells = max(least, cell_len(heading))
         if cells + 1 > left - (GOOD_BAR - LEAST_BAR if number >= ESSENTIAL else 0):

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.languages import tr, translate
+from brimful.report.wrapped_text import WrappedText
 from brimful.units import show_bytes
 
 Resource = Literal["gpu", "host", "shm", "disk", "files", "network", "none"]
@@ -164,6 +165,8 @@ TITLES = {
     "nccl-shm": "NCCL could not use shared memory",
     "nan-loss": "NaN in the loss",
     "worker-lost": "A loader worker was lost",
+    "map-process-lost": "Host RAM likely ran out",
+    "vllm-no-room": "vLLM does not fit on the GPU",
     "no-batch-fits": "Not even one row fits",
     "interrupted": "The run was interrupted",
     "events-missing": "events.jsonl is missing",
@@ -237,14 +240,14 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     if diagnosis.kind not in ("unknown", "empty", "nothing-wrong"):
         head.append(f"  {tr(diagnosis.certainty)}", style=CERTAINTY_STYLE[diagnosis.certainty])
     yield head
-    yield Text(in_language(diagnosis.cause))
+    yield WrappedText(in_language(diagnosis.cause))
     yield from _memory(diagnosis.figures)
     if diagnosis.evidence:
         place, colon, line = diagnosis.evidence.partition(": ")
         yield Text(translate(place) + colon + line if place.startswith("line ") else diagnosis.evidence, style="dim")
     if looked_for := diagnosis.figures.get("looked_for"):
         yield Text(tr("Looked for:"), style="dim")
-        yield from (Padding(Text(in_language(what), style="dim"), (0, 0, 0, 2)) for what in looked_for)
+        yield from (Padding(WrappedText(in_language(what), style="dim"), (0, 0, 0, 2)) for what in looked_for)
     if diagnosis.fixes:
         yield Text()
         many = len(diagnosis.fixes) > 1
@@ -260,13 +263,13 @@ def _fix(number: int, fix: Fix) -> Iterator[RenderableType]:
     title = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     title.add_column(no_wrap=True, style="bold cyan")
     title.add_column(overflow="fold")
-    title.add_row(f"{number}.", Text(in_language(fix.title)))
+    title.add_row(f"{number}.", WrappedText(in_language(fix.title)))
     yield title
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     for name, value in _facts(fix):
-        table.add_row(name, Text(value))
+        table.add_row(name, WrappedText(value))
     for setting, names in _by_setting(fix).items():
         table.add_row(", ".join(names), Text(translate(setting) if setting.startswith("(") else setting, style="green"))
     if table.row_count:

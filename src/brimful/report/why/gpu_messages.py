@@ -378,7 +378,7 @@ def phase_of(place: "Place") -> str | None:
     return None
 
 
-_TOTAL = re.compile(rf"GPU (\d+) has a total capaci?ty of ({SIZE}) of which ({SIZE}) is free")
+_TOTAL = re.compile(rf"GPU (\d+) has a total capaci?ty of ({SIZE})(?: of which ({SIZE}) is free)?")
 _OLD = re.compile(
     rf"\(\w+\s+(\d+); ({SIZE}) total capacity; ({SIZE}) already allocated; (?:{SIZE} current active; )?(?:({SIZE}) free; )?({SIZE}) (reserved|cached)"
 )
@@ -413,7 +413,8 @@ def torch_message(match: re.Match[str], place: "Place") -> dict[str, Any] | None
         "wanted_bytes": size_bytes(match["wanted_size"]),
     }
     if found := _TOTAL.search(text):
-        figures |= {"gpu": int(found[1]), "total_bytes": size_bytes(found[2]), "free_bytes": size_bytes(found[3])}
+        figures |= {"gpu": int(found[1]), "total_bytes": size_bytes(found[2])}
+        figures |= {"free_bytes": size_bytes(found[3])} if found[3] else {}
     elif found := _OLD.search(text):
         figures |= {"gpu": int(found[1]), "total_bytes": size_bytes(found[2]), "allocated_bytes": size_bytes(found[3])}
         if found[4]:

@@ -224,6 +224,15 @@ def _worker(match: re.Match[str], place: Place) -> dict[str, Any] | None:
             "cause": f"A DataLoader worker crashed ({signal}). That is a fault in compiled code, not memory that ran out."}  # fmt: skip
 
 
+def _vllm(match: re.Match[str], place: Place) -> dict[str, Any]:
+    """vLLM takes a share of the card at its start, whatever a training beside it has left."""
+    if match["_free"] is None:
+        return {"figures": {"device": "cuda"}}
+    free, total = (int(float(match[name]) * 2**30) for name in ("_free", "_total"))
+    cause = f"vLLM has no room on the GPU: {show_bytes(free)} of {show_bytes(total)} were free when it started."
+    return {"figures": {"device": "cuda", "free_bytes": free, "total_bytes": total}, "cause": cause}
+
+
 def _space(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     """Errno 28 means a full disk, a full /dev/shm, or no more inotify watches."""
     line, around = place.first_line, place.before[-1500:] + place.first_line
@@ -389,10 +398,16 @@ SIGNS: tuple[Sign, ...] = (
          pattern=_S(r"^(?:Killed|\S+\.sh: line \d+:\s+\d+ Killed\s.*|\[\d+\]\s+(?:\d+ |\+ )?[Kk]illed\s.*|/\S+: line \d+:\s+\d+ Killed\s.*)$", re.MULTILINE),
          figures={"signal": "SIGKILL"}, cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=("已杀死".encode(),), level=VAGUE, certainty="likely", figures={"signal": "SIGKILL"},
-         pattern=_S(r"^(?:\S+: (?:行|第) ?\d+ ?行?:\s*\d+ )?已杀死"), cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
+         pattern=_S(r"^(?:\S+?[:：] ?(?:行|第) ?\d+ ?行?[:：]\s*\d+ )?已杀死"), cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=(b"KernelRestarter", b"ernel died", b"have died", b"DeadKernel", b"KernelDied", b"Kernel crashed", b"Kernel Restarting"), gate=b"ernel", level=VAGUE, certainty="possible",
          pattern=_S(r"AsyncIOLoopKernelRestarter: restarting kernel|[Kk]ernel (?:appears to have )?died|DeadKernelError|KernelDied|The Kernel crashed while executing|Kernel Restarting"),
          cause="The notebook's kernel died. It leaves no message; most often the kernel of the machine killed it because RAM ran out."),
+    Sign(kind="map-process-lost", resource="host", hints=(b"has abruptly died during map",), level=VAGUE, certainty="likely", pattern=_S(r"subprocesses has abruptly died during map operation"),
+         cause="A process of datasets.map ended without a message, most likely killed by the kernel because the host ran out of RAM."),
+    # ---- Serving beside a training
+    Sign(kind="vllm-no-room", resource="gpu", hints=(b"memory on device (", b"for the cache blocks", b"stored in KV cache"), gate=ERROR,
+         pattern=_S(r"Free memory on device \((?P<_free>[\d.]+)/(?P<_total>[\d.]+) GiB\) on startup is less than desired GPU memory utilization|No available memory for the cache blocks|is larger than the maximum number of tokens that can be stored in KV cache"),
+         read=_vllm, cause="vLLM has no room for its cache on the GPU."),
     # ---- Shared memory, files, disk
     Sign(kind="shm-full", resource="shm", hints=(b"insufficient shared memory",), gate=ERROR, pattern=_S(r"insufficient shared memory \(shm\)"),
          cause="A DataLoader worker got a bus error, because /dev/shm is full: workers hand over their batches in it."),

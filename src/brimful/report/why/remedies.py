@@ -483,6 +483,14 @@ _OTHER: dict[str, tuple[Fix, ...]] = {
         fix("Hand over tensors by file name instead of by open file", costs="files stay in /dev/shm if a process is killed", shell='torch.multiprocessing.set_sharing_strategy("file_system")'),
         fix(_FEWER_WORKERS, costs=_SLOWER_READING, **_workers(2)),
     ),
+    "map-process-lost": (
+        fix("Use fewer processes for map, and smaller batches and writes", saves="what each process holds", costs="slower preparation", brimful="brimful data tokenize rows.jsonl --tokenizer tokenizer --output store", peers="dataset.map(tokenize, num_proc=4, batch_size=100, writer_batch_size=200)"),
+        fix("Ask the kernel whether it killed a process", shell=_KERNEL_LOG),
+    ),
+    "vllm-no-room": (
+        fix("Give vLLM a share of the card that is free, with shorter sequences", saves="the cache of the tokens that are left out", costs="fewer or shorter answers at once", shell="vllm serve MODEL --gpu-memory-utilization 0.5 --max-model-len 4096", transformers="vllm_gpu_memory_utilization=0.3, vllm_max_model_length=4096"),
+        fix("Stop the other processes on the card, or use another card", shell="nvidia-smi; CUDA_VISIBLE_DEVICES=1"),
+    ),
     "worker-lost": (
         fix("Read in the training process once, so that the worker's error is shown", costs="slower reading, for this test", **_workers(0)),
         fix("Ask the kernel whether it killed the worker, and look at /dev/shm", shell=f"{_KERNEL_LOG}; df -h /dev/shm"),

@@ -488,7 +488,7 @@ _OTHER: dict[str, tuple[Fix, ...]] = {
         fix("Ask the kernel whether it killed a process", shell=_KERNEL_LOG),
     ),
     "vllm-no-room": (
-        fix("Give vLLM a share of the card that is free, with shorter sequences", saves="the cache of the tokens that are left out", costs="fewer or shorter answers at once", shell="vllm serve MODEL --gpu-memory-utilization 0.5 --max-model-len 4096", transformers="vllm_gpu_memory_utilization=0.3, vllm_max_model_length=4096"),
+        fix("Give vLLM a share of the card that is free, with shorter sequences", saves="the cache of the tokens that are left out", costs="fewer or shorter answers at once", shell="vllm serve MODEL --gpu-memory-utilization 0.5 --max-model-len 4096; TRL: GRPOConfig(vllm_gpu_memory_utilization=0.3)"),
         fix("Stop the other processes on the card, or use another card", shell="nvidia-smi; CUDA_VISIBLE_DEVICES=1"),
     ),
     "worker-lost": (

@@ -372,7 +372,7 @@ def _parts(record: RunRecord) -> list[Side]:
             RunFigures(record, plan=start["plan"], request=start["request"], after_step=start["after"], up_to_step=end),
             start,
         )
-        for start, end in zip(starts, ends, strict=True)
+        for start, end in zip(starts, ends, strict=False)  # without a plan there is an end too many
     ]
     runs = [(run, start) for run, start in runs if run.steps][-MOST_RUNS:]
     if len(runs) < 2:

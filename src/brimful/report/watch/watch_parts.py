@@ -382,7 +382,7 @@ def _columns(canvas: Canvas) -> tuple[int, list[tuple[str, str, int]]]:
     """Cells of the bar, and the columns beside it: as many as there is space for."""
     left, chosen = canvas.text_cells - LEAST_BAR, []
     on_cpu = all(card.kind == "cpu" for card in canvas.snapshot.cards)
-    columns = [one for one in _COLUMNS if not on_cpu or one[0] not in ("temperature", "power")]
+    columns = [one for one in _COLUMNS if not on_cpu or one[0] not in ("temperature", "power", "allocated", "held")]
     for number, (name, english, least) in enumerate(columns):
         heading = tr(english) if english else ""
         cells = max(least, cell_len(heading))

@@ -5,6 +5,7 @@ On the loss, evaluations are marked; on memory, the limit, the plan's prediction
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from rich.text import Text
@@ -46,7 +47,9 @@ class Curve(NamedTuple):
 
 
 def curve(snapshot: Snapshot, name: str) -> Curve:
-    """`loss`, `rows`, `peak`, `busy` or `rate`."""
+    """`loss`, `rows`, `peak`, `busy` or `rate`, or one that the task logs."""
+    if (series := dict(snapshot.logged).get(name)) is not None:
+        return Curve(name, name, series, curve_range(series.points), show_metric)
     match name:
         case "loss":
             return Curve(tr("loss"), tr("loss"), snapshot.loss, curve_range(snapshot.loss.points), show_metric)
@@ -83,6 +86,13 @@ def chart(canvas: Canvas, name: str, lines: int) -> Lines:
         canvas.row("" if number else one.label, Text.assemble(line, align_right(stat, STATS_CELLS)))
         for number, (line, stat) in enumerate(zip(drawn, stat_lines, strict=False))
     ]
+
+
+def logged_lines(canvas: Canvas, lines: int) -> Lines:
+    """A sparkline for each figure that the task logs, with the last, least and highest value."""
+    names = [name for name, _ in canvas.snapshot.logged][:lines]
+    own = replace(canvas, label_cells=max([canvas.label_cells, *(1 + len(name) for name in names)]))
+    return [line for name in names for line in chart(own, name, 1)]
 
 
 def boxed_charts(canvas: Canvas, names: Sequence[str], lines: int) -> Lines:

@@ -199,6 +199,8 @@ class Snapshot:
     """Of all cards, on average."""
     rate: Series = Series()
     """The learning rate."""
+    logged: tuple[tuple[str, Series], ...] = ()
+    """What the task itself logs of each step, by name."""
     evaluation: Evaluation | None = None
     evaluations: tuple[tuple[int, float], ...] = ()
     """Step and loss of each."""
@@ -232,7 +234,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_field(name: str, value: Any) -> Any:
-    if name in ("times", "metrics"):
+    if name in ("times", "metrics", "logged"):
         return {key: _plain(one) for key, one in value}
     return (
         round(value) if name.endswith("_bytes") and isinstance(value, float) and math.isfinite(value) else _plain(value)

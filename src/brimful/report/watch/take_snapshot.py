@@ -118,6 +118,7 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
             (_whole(one.get("step")) or 0, number(_dict(one.get("gpu")), "utilization")) for one in record.samples
         ),
         rate=_series((step["step"], number(step, "lr")) for step in record.steps),
+        logged=_logged(record.steps),
         evaluation=evaluations[-1] if evaluations else None,
         evaluations=tuple((one.step, dict(one.metrics)["loss"]) for one in evaluations if "loss" in dict(one.metrics)),
         best=bests[-1] if bests else None,
@@ -279,6 +280,13 @@ def _series(values: Iterable[tuple[int, float | None]], together: Callable[[Sequ
         minimum=min(finite, default=None),
         maximum=max(finite, default=None),
         not_finite=len(points) - len(finite),
+    )
+
+
+def _logged(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Series], ...]:
+    names = dict.fromkeys(name for step in steps[-1:] for name in _dict(step.get("log")))
+    return tuple(
+        (name, _series((step["step"], number(_dict(step.get("log")), name)) for step in steps)) for name in names
     )
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from brimful.languages import tr
 from brimful.report.watch import watch_parts as parts
 from brimful.report.watch.cells import Canvas, Lines
-from brimful.report.watch.curves import boxed_charts, chart
+from brimful.report.watch.curves import boxed_charts, chart, logged_lines
 from brimful.report.watch.memory_table import card_label, memory_facts, memory_table
 from brimful.report.watch.run_snapshot import Snapshot
 from brimful.report.watch.sparklines import UNICODE, Glyphs
@@ -29,7 +29,7 @@ LEFT_COLUMNS = 86
 ANY = 99
 """Lines of a part that can use any number of them."""
 ORDER = (
-    "header", "progress", "ending", "gap 1", "memory", "gap 2", "time", "gap 3", "loss", "rows", "peak", "figures", "scores", "saved",
+    "header", "progress", "ending", "gap 1", "memory", "gap 2", "time", "gap 3", "loss", "logged", "rows", "peak", "figures", "scores", "saved",
     "ooms", "gap 4", "notes",
 )  # fmt: skip
 
@@ -61,7 +61,13 @@ def _one_column(canvas: Canvas, height: int, keys: str | None) -> Lines:
         ("ooms", 1),
     ]
     wishes += [("loss", 1), ("rows", 1), ("time", 1), ("saved", 1), ("notes", 1), ("time", 2), ("ending", 3)]
-    wishes += [("scores", 1), ("figures", 1), ("progress", 2), ("memory", table + len(memory_facts(canvas)))]
+    wishes += [
+        ("scores", 1),
+        ("figures", 1),
+        ("logged", ANY),
+        ("progress", 2),
+        ("memory", table + len(memory_facts(canvas))),
+    ]
     wishes += [("gap 1", 1), ("gap 3", 1), ("notes", 2), ("loss", 3), ("ooms", 2), ("gap 2", 1), ("gap 4", 1), ("notes", 3)]  # fmt: skip
     wishes += [("saved", 2), ("rows", 3), ("ooms", 3), ("loss", 5), ("peak", 4), ("notes", 6), ("ooms", 6), ("loss", 9)]
     wishes += [("rows", 5), ("peak", 6), ("loss", 14), ("rows", 8), ("peak", 9), ("loss", 20)]
@@ -80,10 +86,10 @@ def _two_columns(canvas: Canvas, height: int, keys: str | None) -> Lines:
     rest = height - len(top) - 1
     boxed = replace(left, width=left_cells - 4)
     table = min(len(canvas.snapshot.cards), max(2, rest // 3)) + 2
-    wishes = [("memory", table), ("time", 2), ("ooms", 1), ("training", 3), ("notes", 2)]
+    wishes = [("memory", table), ("time", 2), ("ooms", 1), ("training", 3), ("notes", 2), ("logged", ANY)]
     wishes += [("memory", table + len(memory_facts(boxed))), ("training", 4), ("ooms", 4), ("notes", 5), ("ooms", 8), ("notes", 12)]  # fmt: skip
     lines = allot(rest, wishes, _most(boxed), overhead=2)
-    titles = {"memory": tr("memory"), "time": tr("time of a step"), "training": tr("training"), "ooms": tr("out-of-memory errors"), "notes": tr("notes")}  # fmt: skip
+    titles = {"memory": tr("memory"), "time": tr("time of a step"), "training": tr("training"), "logged": tr("the task's own figures"), "ooms": tr("out-of-memory errors"), "notes": tr("notes")}  # fmt: skip
     column: Lines = []
     for name, title in titles.items():
         if lines.get(name):
@@ -122,7 +128,7 @@ def _most(canvas: Canvas) -> dict[str, int]:
         "header": 1, "footer": 1, "progress": 2 if snapshot.steps else 0, "ending": len(parts.ending(canvas)),
         "memory": cards + 1 + (snapshot.ram is not None) + len(memory_facts(canvas)) if cards else 0,
         "time": len(parts.step_time(canvas)) * begun, "loss": ANY * begun, "rows": ANY * begun, "peak": ANY if snapshot.memory.points else 0,
-        "figures": begun, "scores": begun, "saved": len(parts.checkpoints(canvas)) * begun, "training": (2 + len(parts.checkpoints(canvas))) * begun,
+        "logged": len(snapshot.logged) * begun, "figures": begun, "scores": begun, "saved": len(parts.checkpoints(canvas)) * begun, "training": (2 + len(parts.checkpoints(canvas))) * begun,
         "ooms": 1 + len(snapshot.ooms) if cards else 0, "notes": len(parts.notes(canvas, parts.NOTE_LINES)),
         **{f"gap {number}": int(cards > 0) for number in (1, 2, 3, 4)},
     }  # fmt: skip
@@ -139,6 +145,7 @@ def _draw(canvas: Canvas, name: str, lines: int) -> Lines:
         "memory": lambda: memory_table(canvas, lines),
         "time": lambda: parts.step_time(canvas),
         "loss": lambda: chart(canvas, "loss", lines),
+        "logged": lambda: logged_lines(canvas, lines),
         "rows": lambda: chart(canvas, "rows", lines),
         "peak": lambda: chart(canvas, "peak", lines),
         "figures": lambda: [parts.figures(canvas)],

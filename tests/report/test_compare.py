@@ -290,6 +290,10 @@ def test_less_memory_is_worth_a_word(tmp_path):
     assert "5.1 GiB less memory" in found.verdict
 
 
+def test_it_says_how_many_steps_a_loss_is_the_mean_of(tmp_path):
+    assert "a loss is the mean of the last 15 to 30 steps up to there" in shown(compared(tmp_path, {}, {}))
+
+
 def test_the_table_has_everything_that_was_measured(tmp_path):
     text = shown(compared(tmp_path, {"evals": [100, 300], "ooms": [50]}, {"evals": [100, 300]}))
     for name in ("updates", "rows a step", "s/step", "rows/s", "an epoch takes", "waiting for rows", "padding", "MFU", "peak, allocated", "peak, reserved",

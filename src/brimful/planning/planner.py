@@ -17,6 +17,7 @@ device and the versions. Free memory cannot be part of it: a plan for whatever w
 much is free.
 """
 
+import copy
 import hashlib
 import inspect
 import json
@@ -220,6 +221,8 @@ def find_plan(
         check_collate(task, rows)
         random_state.restore()
     own = task
+    task = copy.copy(task)
+    task.use_device(target.device, options.precision)
     task = with_weights(with_dummy(task, rows, progress, steady=options.deterministic), options.weights)
     shape, sampled = _planned_shape(task, rows, options, progress)
     description = model if model is not None else _describe(task)

@@ -322,7 +322,7 @@ class Comparison:
             "runs": [{"label": side.label, "run": side.title, **figures_of(side.run)} for side in self.sides],
             "against_first": [pair.to_json() for pair in self.pairs],
             "differences": [one.to_json() for one in self.differences],
-            "loss": [{"by": one.by, "at": one.at, "losses": one.losses} for one in self.points],
+            "loss": [{"by": one.by, "at": one.at, "losses": one.losses, "mean_of_steps": one.steps} for one in self.points],
             "go_back": [command for _, command in self.go_back],
         }  # fmt: skip
         plain: dict[str, Any] = _json(content)

@@ -27,8 +27,17 @@ NONE = "–"
 def comparison_view(comparison: Comparison) -> RenderableType:
     """All of it, the verdict first."""
     parts: list[RenderableType] = [*_verdict(comparison), Text(), _legend(comparison), Text(), *_settings(comparison)]
-    parts += [_heading(tr("What they did")), _figures(comparison)]
+    parts += [_heading(tr("What they did")), _figures(comparison), *_averaging(comparison)]
     return Group(*parts)
+
+
+def _averaging(comparison: Comparison) -> Iterator[Text]:
+    """What a loss of the table is the mean of."""
+    counts = sorted({count for point in comparison.points for count in point.steps})
+    if counts and counts[-1] > 1:
+        several = tr("{least:,} to {most:,}", least=counts[0], most=counts[-1])
+        steps = f"{counts[0]:,}" if len(counts) == 1 else several
+        yield Text(tr("a loss is the mean of the last {steps} steps up to there", steps=steps), style="dim")
 
 
 def _verdict(comparison: Comparison) -> Iterator[Text]:

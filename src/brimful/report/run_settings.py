@@ -231,6 +231,8 @@ class LossPoint:
     losses: tuple[float | None, ...]
     errors: tuple[float | None, ...]
     """Of the difference to the first run; None for the first, and where it is unknown."""
+    steps: tuple[int, ...]
+    """How many steps each loss is the mean of."""
 
     def differs(self, index: int) -> bool | None:
         """Whether this run's loss is another than the first one's, beyond noise."""
@@ -275,7 +277,8 @@ def _at_step(runs: Sequence[RunFigures], common: Sequence[int], step: int) -> Lo
             if len(paired) >= 5 and all(map(math.isfinite, paired))
             else None
         )
-    return LossPoint(at=step, by="step", losses=tuple(_mean(column) for column in columns), errors=tuple(errors))
+    losses = tuple(_mean(column) for column in columns)
+    return LossPoint(at=step, by="step", losses=losses, errors=tuple(errors), steps=(len(window),) * len(runs))
 
 
 def _at(curves: Sequence[Sequence[tuple[int, float]]], at: int, by: Literal["step", "rows"]) -> LossPoint:
@@ -289,7 +292,8 @@ def _at(curves: Sequence[Sequence[tuple[int, float]]], at: int, by: Literal["ste
         None if index == 0 or errors[0] is None or one is None else math.hypot(errors[0], one)
         for index, one in enumerate(errors)
     ]
-    return LossPoint(at=at, by=by, losses=tuple(map(_mean, windows)), errors=tuple(differences))
+    losses, steps = tuple(map(_mean, windows)), tuple(map(len, windows))
+    return LossPoint(at=at, by=by, losses=losses, errors=tuple(differences), steps=steps)
 
 
 def _by_rows(run: RunFigures) -> list[tuple[int, float]]:

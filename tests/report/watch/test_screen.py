@@ -320,3 +320,17 @@ def test_a_run_on_the_cpu_has_no_columns_for_temperature_and_power(tmp_path):
     on_cpu = text(usual(tmp_path, plan_values={"device": "cpu", "device_name": "the CPU"}))
     assert "power" not in on_cpu and "planned" in on_cpu
     assert "power" in text(usual(tmp_path))
+
+
+LOGGED = {"log": lambda step: {"rewards/chosen": 0.01 * step, "margin": 0.5, "accuracy": 0.9}}
+
+
+@pytest.mark.parametrize("size", [(80, 40), (150, 50)])
+def test_what_the_task_logs_has_a_line_each_with_its_last_value(tmp_path, size):
+    lines = text(usual(tmp_path, step_values=LOGGED), *size).splitlines()
+    for name, last in (("rewards/chosen", "2.0000"), ("margin", "0.5000"), ("accuracy", "0.9000")):
+        assert any(name in line and last in line for line in lines), name
+
+
+def test_a_small_terminal_leaves_out_what_the_task_logs(tmp_path):
+    assert "margin" not in text(usual(tmp_path, step_values=LOGGED), 80, 15)

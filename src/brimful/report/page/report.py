@@ -161,6 +161,7 @@ class Report:
         curves = each(
             learning, (charts.loss_chart, one), (charts.rate_chart, runs, names), (charts.norm_chart, runs, names)
         )
+        curves += self._safe(learning, charts.logged_charts, runs, names, instead=[])
         bytes_ = each(memory, (charts.memory_chart, one), (model_chart, one), (throughput_chart, runs, names))
         rates = each(
             speed, (charts.speed_chart, runs, names), (charts.split_chart, one), (charts.padding_chart, runs, names)
@@ -183,6 +184,7 @@ class Report:
         both, each = (self.figures, self.names), self._each
         memory, learning, speed, machine = tr("Memory"), tr("Learning"), tr("Speed"), tr("Machine")
         curves = each(learning, (charts.losses_chart, *both), (charts.rate_chart, *both), (charts.norm_chart, *both))
+        curves += self._safe(learning, charts.logged_charts, *both, instead=[])
         rates = each(speed, (charts.speed_chart, *both), (charts.split_bars, *both), (charts.padding_chart, *both))
         bytes_ = each(memory, (charts.memories_chart, *both), (throughput_chart, *both), (charts.host_chart, *both))
         cards = self._safe(machine, charts.gpu_charts, *both, instead=[])

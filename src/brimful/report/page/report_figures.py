@@ -400,6 +400,20 @@ class ReportFigures:
         """One figure of every step; NaN where it is unknown."""
         return _column(self.steps, name)
 
+    @cached_property
+    def logged_names(self) -> list[str]:
+        """What the task itself logs of each step, such as the rewards of `dpo`, in its order."""
+        return list(dict.fromkeys(name for event in self.steps for name in part(event, "log")))
+
+    def logged(self, name: str) -> Floats:
+        """One of these for every step."""
+        return _column([part(event, "log") for event in self.steps], name)
+
+    def scores(self, name: str) -> tuple[Floats, Floats]:
+        """Step and value of a score in each evaluation that has it."""
+        found = [(float(_step(event)), value) for event in self.evals if (value := number(event, name)) is not None]
+        return np.array([step for step, _ in found]), np.array([value for _, value in found])
+
     def part(self, name: str) -> Floats:
         """One part of every step's time."""
         return _column([part(event, "times") for event in self.steps], name)
@@ -451,6 +465,7 @@ class ReportFigures:
         """What the charts are drawn from, by step and by sample."""
         steps = {"step": self.step_numbers, "work_s": self.times, **{name: self.column(name) for name in STEP_FIGURES}}
         steps |= {name: self.part(name) for name in TIME_PARTS}
+        steps |= {f"log_{name}": self.logged(name) for name in self.logged_names}
         numbers = _column(self.samples, "step")
         samples = {"step": numbers, "work_s": self.sample_times, "rank": _column(self.samples, "rank")}
         samples |= {f"gpu_{name}": self.gpu_column(name) for name in GPU_FIGURES}

@@ -207,6 +207,8 @@ class Snapshot:
     """Of all cards, on average."""
     rate: Series = Series()
     """The learning rate."""
+    logged: tuple[tuple[str, Series], ...] = ()
+    """What the task itself logs of each step, by name."""
     evaluation: Evaluation | None = None
     evaluations: tuple[tuple[int, float], ...] = ()
     """Step and loss of each."""
@@ -240,7 +242,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_field(name: str, value: Any) -> Any:
-    if name in ("times", "metrics"):
+    if name in ("times", "metrics", "logged"):
         return {key: _plain(one) for key, one in value}
     return (
         round(value) if name.endswith("_bytes") and isinstance(value, float) and math.isfinite(value) else _plain(value)
@@ -298,7 +300,7 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
         micro_batches=whole(last, "micro_batches") or whole(plan, "accumulation"), precision=text(choices, "precision"), layout=text(plan, "layout"),
         cards=_cards(record, begin, plan, recent), ram=_ram(record, begin, plan), times=_times(recent), padding=_mean(recent, "padding"),
         mfu=_median(recent, "mfu"), tokens_per_s=_median(recent, "tokens_per_s"), lr=number(last, "lr"), grad_norm=number(last, "grad_norm"),
-        loss=_curve(record, "loss"), rows_per_s=_curve(record, "rows_per_s"), rate=_curve(record, "lr"),
+        loss=_curve(record, "loss"), rows_per_s=_curve(record, "rows_per_s"), rate=_curve(record, "lr"), logged=_logged(record.steps),
         memory=_series(((step["step"], _peak(step)) for step in record.steps), max),
         utilization=_series((whole(one, "step") or 0, number(part(one, "gpu"), "utilization")) for one in record.samples),
         evaluation=evaluations[-1] if evaluations else None, best=bests[-1] if bests else None,
@@ -439,6 +441,12 @@ def _series(values: Iterable[tuple[int, float | None]], together: Callable[[Sequ
         reduced.append((step, together(good) if len(good) == len(group) else math.nan))
     least, most = min(finite, default=None), max(finite, default=None)
     return Series(points=tuple(reduced), last=points[-1][1], minimum=least, maximum=most, not_finite=len(points) - len(finite))  # fmt: skip
+
+
+def _logged(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Series], ...]:
+    """What the task logs, by name."""
+    names = [*part(steps[-1], "log")] if steps else []
+    return tuple((name, _series((step["step"], number(part(step, "log"), name)) for step in steps)) for name in names)
 
 
 def _evaluation(event: Mapping[str, Any]) -> Evaluation:

@@ -60,7 +60,9 @@ class Curve(NamedTuple):
 
 
 def curve(snapshot: Snapshot, name: str) -> Curve:
-    """`loss`, `rows`, `peak`, `busy` or `rate`."""
+    """`loss`, `rows`, `peak`, `busy` or `rate`, or one that the task logs."""
+    if (series := dict(snapshot.logged).get(name)) is not None:
+        return Curve(name, name, series, curve_range(series.points), show_metric)
     match name:
         case "loss":
             return Curve(tr("loss"), tr("loss"), snapshot.loss, curve_range(snapshot.loss.points), show_metric)
@@ -97,6 +99,13 @@ def chart(canvas: Canvas, name: str, lines: int) -> Lines:
         canvas.row("" if number else one.label, Text.assemble(line, align_right(stat, STATS_CELLS)))
         for number, (line, stat) in enumerate(zip(drawn, stat_lines, strict=False))
     ]
+
+
+def logged_lines(canvas: Canvas, lines: int) -> Lines:
+    """A sparkline for each figure that the task logs, with the last, least and highest value."""
+    names = [name for name, _ in canvas.snapshot.logged][:lines]
+    own = replace(canvas, label_cells=max([canvas.label_cells, *(1 + len(name) for name in names)]))
+    return [line for name in names for line in chart(own, name, 1)]
 
 
 def boxed_charts(canvas: Canvas, names: Sequence[str], lines: int) -> Lines:
@@ -197,7 +206,7 @@ LEFT_COLUMNS = 86
 ANY = 99
 """Lines of a part that can use any number of them."""
 ORDER = (
-    "header", "progress", "ending", "gap 1", "memory", "gap 2", "time", "gap 3", "loss", "rows", "peak", "figures", "scores", "saved",
+    "header", "progress", "ending", "gap 1", "memory", "gap 2", "time", "gap 3", "loss", "logged", "rows", "peak", "figures", "scores", "saved",
     "ooms", "gap 4", "notes",
 )  # fmt: skip
 
@@ -229,7 +238,8 @@ def _one_column(canvas: Canvas, height: int, keys: str | None) -> Lines:
         ("ooms", 1),
     ]
     wishes += [("loss", 1), ("rows", 1), ("time", 1), ("saved", 1), ("notes", 1), ("time", 2), ("ending", 3)]
-    wishes += [("scores", 1), ("figures", 1), ("progress", 2), ("memory", table + len(memory_facts(canvas)))]
+    wishes += [("scores", 1), ("figures", 1), ("logged", ANY), ("progress", 2)]
+    wishes += [("memory", table + len(memory_facts(canvas)))]
     wishes += [("gap 1", 1), ("gap 3", 1), ("notes", 2), ("loss", 3), ("ooms", 2), ("gap 2", 1), ("gap 4", 1), ("notes", 3)]  # fmt: skip
     wishes += [("saved", 2), ("rows", 3), ("ooms", 3), ("loss", 5), ("peak", 4), ("notes", 6), ("ooms", 6), ("loss", 9)]
     wishes += [("rows", 5), ("peak", 6), ("loss", 14), ("rows", 8), ("peak", 9), ("loss", 20)]
@@ -248,10 +258,10 @@ def _two_columns(canvas: Canvas, height: int, keys: str | None) -> Lines:
     rest = height - len(top) - 1
     boxed = replace(left, width=left_cells - 4)
     table = min(len(canvas.snapshot.cards), max(2, rest // 3)) + 2
-    wishes = [("memory", table), ("time", 2), ("ooms", 1), ("training", 3), ("notes", 2)]
+    wishes = [("memory", table), ("time", 2), ("ooms", 1), ("training", 3), ("notes", 2), ("logged", ANY)]
     wishes += [("memory", table + len(memory_facts(boxed))), ("training", 4), ("ooms", 4), ("notes", 5), ("ooms", 8), ("notes", 12)]  # fmt: skip
     lines = allot(rest, wishes, _most(boxed), overhead=2)
-    titles = {"memory": tr("memory"), "time": tr("time of a step"), "training": tr("training"), "ooms": tr("out-of-memory errors"), "notes": tr("notes")}  # fmt: skip
+    titles = {"memory": tr("memory"), "time": tr("time of a step"), "training": tr("training"), "logged": tr("the task's own figures"), "ooms": tr("out-of-memory errors"), "notes": tr("notes")}  # fmt: skip
     column: Lines = []
     for name, title in titles.items():
         if lines.get(name):
@@ -290,7 +300,7 @@ def _most(canvas: Canvas) -> dict[str, int]:
         "header": 1, "footer": 1, "progress": 2 if snapshot.steps else 0, "ending": len(parts.ending(canvas)),
         "memory": cards + 1 + (snapshot.ram is not None) + len(memory_facts(canvas)) if cards else 0,
         "time": len(parts.step_time(canvas)) * begun, "loss": ANY * begun, "rows": ANY * begun, "peak": ANY if snapshot.memory.points else 0,
-        "figures": begun, "scores": begun, "saved": len(parts.checkpoints(canvas)) * begun, "training": (2 + len(parts.checkpoints(canvas))) * begun,
+        "logged": len(snapshot.logged) * begun, "figures": begun, "scores": begun, "saved": len(parts.checkpoints(canvas)) * begun, "training": (2 + len(parts.checkpoints(canvas))) * begun,
         "ooms": 1 + len(snapshot.ooms) if cards else 0, "notes": len(parts.notes(canvas, parts.NOTE_LINES)),
         **{f"gap {number}": int(cards > 0) for number in (1, 2, 3, 4)},
     }  # fmt: skip
@@ -307,6 +317,7 @@ def _draw_part(canvas: Canvas, name: str, lines: int) -> Lines:
         "memory": lambda: memory_table(canvas, lines),
         "time": lambda: parts.step_time(canvas),
         "loss": lambda: chart(canvas, "loss", lines),
+        "logged": lambda: logged_lines(canvas, lines),
         "rows": lambda: chart(canvas, "rows", lines),
         "peak": lambda: chart(canvas, "peak", lines),
         "figures": lambda: [parts.figures(canvas)],

@@ -1,4 +1,4 @@
-"""What a run was set to, and what two runs were set to differently: requested and effective, and whether it is another experiment.
+"""What two runs were set to differently, whether that makes another experiment, and where their losses can be compared.
 
 **The experiment** is what decides on the updates: task and its options, data and their order, rows per step, optimizer, rates,
 precision. Two runs that differ in nothing of it train the same thing, up to rounding and the seed. How a step is computed (micro-batch,
@@ -7,6 +7,9 @@ user allowed to split it all the same.
 
 Of the learning rate, what was recorded counts, not what was requested: a run of another length has another cosine, and a constant
 rate is the same however many steps follow.
+
+At equal steps two runs of one seed see the same rows, so their losses are compared step by step and the noise that they share does not
+count. After equal rows, and in runs so long that other steps of them were read, noise counts in full.
 """
 
 import math

@@ -2,6 +2,12 @@
 
 In a container the figures of the machine mean nothing: the kernel kills at the limit of the group, and threads beyond the quota of
 cores stop all others for the rest of each 100 ms. So each line names the limit that binds.
+
+Of the run's folder, the data and the caches: may they be written, is there space, do locks work, how fast is the disk. Reading is timed
+around the page cache (O_DIRECT), in blocks of 4 MiB, for at most 256 MiB or 2 s: a plain read of a file that was read before would time
+RAM, and dropping the cache would slow down whatever else runs. Where the filesystem refuses that, the result goes through the cache and
+says so. A token store is read at random, so the time of a random read counts as well: about 0.1 ms on an SSD, 10 ms on a hard disk. For
+the run's folder a file of up to 128 MiB is written, which has no name and is gone when it is closed.
 """
 
 import errno

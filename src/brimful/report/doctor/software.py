@@ -3,6 +3,10 @@
 torch's build is the most frequent mistake. Its CPU build trains on the CPU without a word although there is a card. A build for a
 newer major version of CUDA than the driver supports sees no card either; a newer minor version works. A card whose compute
 capability no kernel was compiled for fails at the first operation ("no kernel image is available").
+
+Variables are looked at because nobody else does: `ACCELERATE_USE_GLOO=1` is in guides and scripts and exists in no library, a misspelt
+`PYTORCH_CUDA_ALOC_CONF` is silent, and `CUDA_LAUNCH_BLOCKING=1`, set once to find a fault, makes every kernel wait for the one before.
+Each rule looks at one value and answers with what is wrong and what to do, or with None.
 """
 
 import difflib

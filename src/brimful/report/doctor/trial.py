@@ -1,12 +1,16 @@
-"""What the doctor runs in child processes: everything that imports torch, uses a card or waits for another process.
+"""What the doctor runs in child processes: everything that imports torch, uses a card or waits for another process; and how they end.
 
     python -m brimful.report.doctor.trial torch                    what torch is, and what it sees
     python -m brimful.report.doctor.trial card KIND INDEX          whether one card computes
     python -m brimful.report.doctor.trial rank KIND INDEX SECONDS  an all_reduce with the other ranks
 
 Each answer is a line of JSON. A card is tried with a product of small whole numbers, which every precision must give exactly, and
-with 64 MiB that are written and read back. With the CUDA context that is an
-estimated 1 GiB for a few seconds.
+with 64 MiB that are written and read back. With the CUDA context that is an estimated 1 GiB for a few seconds.
+
+A broken driver hangs in the kernel, a broken NCCL in C++, with Python's lock held: only another process can give up on them. Each child
+is in a session of its own and is killed with its own children: at the time limit, when a child that it works with has failed, and when
+the doctor is stopped. If the doctor itself is killed, the kernel ends them (`end_with_parent`), and at the latest an alarm that each
+child has set.
 """
 
 import contextlib

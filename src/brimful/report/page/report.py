@@ -5,6 +5,8 @@ for the parts that have changed and replaces them, so whatever is true of the sa
 and its script are in it, a policy in its head forbids every request, and no text of a run is ever taken for HTML: `escape`
 stands around all of them.
 
+The Markdown is for a notebook. Signs in a run's text that Markdown or HTML would read are escaped there too.
+
 A run of 2,000 steps with two evaluations a minute is a page of about 300 kB.
 """
 

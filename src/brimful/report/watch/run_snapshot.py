@@ -1,4 +1,6 @@
-"""What is known of a run at one moment: a frozen `Snapshot`. `take_snapshot` makes it, `watch_screen` draws it.
+"""What is known of a run at one moment: a frozen `Snapshot`, which `take` makes from the run's folder and `watch_screen` draws.
+
+Work and size are bounded however long the run is: `RunRecord` keeps some thousand steps, and curves get at most `SERIES_POINTS` points.
 
 Every figure may be missing, in a run that has just begun, was killed while it wrote or is of an older version: what is unknown is
 None.

@@ -3,6 +3,9 @@
 A braille character has 2 × 4 dots, so a chart of 80 × 10 characters has 160 × 40 points. Where the encoding or the terminal cannot
 show them, `ASCII` draws the same with the characters every terminal has. No meaning is carried by a colour alone: parts of a bar
 differ by their glyph too.
+
+Texts are measured in cells, of which a Chinese character takes two. A text from a run may hold anything, such as an error of a library
+with colours in it: control characters never reach the terminal.
 """
 
 import math

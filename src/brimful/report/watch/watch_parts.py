@@ -1,6 +1,8 @@
 """The parts of the view that are lines of text: the run as a whole, where a step's time goes, scores, checkpoints, errors, notes.
 
-A part is a function of the canvas and of the lines it may use; it draws what matters most first.
+A part is a function of the canvas and of the lines it may use; it draws what matters most first. The table of cards and RAM has a bar as
+long as the limit: ours comes from the left, what others take of the limit from the right, so the gap between them is what the run can
+still get; the mark is the plan's predicted peak. Its columns never move.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Space goes to what matters most. Each part of the view has wishes (1 line for the loss, later 3 lines for the loss), and they are
 granted in the order of importance while there are lines left: 80 × 24 shows every figure, a wide terminal gets two columns, boxes and
-real charts. Every part keeps its place and its width while its figures change, so nothing jumps. Colour only repeats what a word or a
+real charts with axes, in which evaluations, out-of-memory errors, the limit and the plan's prediction are marked. Every part keeps its place and its width while its figures change, so nothing jumps. Colour only repeats what a word or a
 glyph says.
 """
 

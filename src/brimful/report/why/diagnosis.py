@@ -2,6 +2,9 @@
 
 `log_reader` makes them from the text of a training log, `run_checks` from a run folder. A diagnosis never claims more than it
 knows: `certainty` says how sure the cause is, and a figure that follows from no measurement is a range and marked so.
+
+In the terminal a fix is a title, a line with what it saves and costs, and the exact setting for each framework; frameworks with the
+same setting share a line.
 """
 
 import re

@@ -1,12 +1,18 @@
-"""The figures in an out-of-memory message of a GPU's allocator: how much was wanted, how much was free, and who holds the rest.
+"""What a log tells of a full GPU: the settings of the run, the figures of the message, and which tensor did not fit.
 
-torch has changed its message with almost every major version, and prints other ones for Macs and with cudaMallocAsync:
+**Settings.** Trainers print them as `name = value`, `"name": value`, `name: int = 32`, `--name value` or `['--name', 'value']`, under a
+dozen names each. They are only read, never guessed: what a log does not say is unknown, and no figure is made from it.
+
+**Figures.** torch has changed its message with almost every major version, and prints other ones for Macs and with cudaMallocAsync:
 
     Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity; 9.71 GiB already allocated; 13.56 MiB free; 9.84 GiB reserved …)
     Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB is free. Process 4711 has 2.00 GiB memory
     in use. Including non-PyTorch memory, this process has 16.50 GiB memory in use. Of the allocated memory …
 
-Each reader returns fields of a `Finding` of `log_signs`.
+**The block** (`1.23 GiB = 32 × 252 × 40,960 × 4 bytes`, the fp32 logits) is a product of numbers that the log or the run names, so it is
+likely the tensor, never certainly. A message rounds twice: torch asks the driver for multiples of 2 MiB (anything up to 1 MiB becomes
+2, up to 10 MiB becomes 20), and prints two decimals. So a product may be off by 0.005 of the unit and by 2 MiB. Five numbers give about
+twenty products, and one of them has a given size by chance about once in sixty logs (simulated).
 """
 
 import re

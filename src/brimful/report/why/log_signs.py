@@ -1,6 +1,6 @@
 """How each failure looks in a log, tool by tool and version by version, and the figures its message has.
 
-A `Sign` is a literal that `log_stream` searches for, a regular expression for the text from that line on, and what it means.
+A `Sign` is a literal that `log_reader` searches for, a regular expression for the text from that line on, and what it means.
 Formats were taken from the sources of torch, NCCL, Linux, Slurm, DeepSpeed and others, and from public bug reports; the logs in
 `tests/logs` have an example of each. To add one: a row in `SIGNS`, a log in `tests/logs`, its diagnosis in `expected.toml`.
 
@@ -524,7 +524,7 @@ LOOKED_FOR = (
 
 
 def literals() -> dict[bytes, tuple[bytes, ...]]:
-    """By gate: what `log_stream.scan` searches for."""
+    """By gate: what `log_reader.scan` searches for."""
     gates: dict[bytes, dict[bytes, None]] = {}
     for sign in SIGNS:
         gates.setdefault(sign.gate, {}).update(dict.fromkeys(sign.hints))

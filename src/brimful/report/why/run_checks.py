@@ -1,11 +1,10 @@
 """What is wrong with a run, from its folder alone: `check_run` for `brimful why RUN`.
 
-    how it ended     failed, killed by the kernel or by nobody knows whom, a checkpoint that could not be saved (here)
+    how it ended     failed, killed, interrupted, a checkpoint that could not be saved; what the task has warned of (here)
     oom_checks       out-of-memory errors, survived or not
     growth_checks    leaks, and the one long row
     speed_checks     where the time went
     loss_checks      loss curves and learning rates
-    signal_checks    what the task itself has warned of
 
 Each check returns nothing for a healthy run: thresholds are above what healthy runs show, and what is not known is not claimed.
 Memory and loss are judged over the whole run, speed over the part since the last resume, because its plan may be another one.

@@ -72,6 +72,15 @@ class Findings(list[Check]):
         """A training would not start, or would end."""
         self.append(Check(group=self.group, name=name, status="failed", text=text, fix=fix, figures=figures))
 
+    def grade(
+        self, name: str | Sentence, text: Sentence, fix: Sentence, /, *, failed: bool, warning: bool, **figures: Any
+    ) -> None:
+        """A failure, a warning, or well."""
+        if failed or warning:
+            (self.fail if failed else self.warn)(name, text, fix, **figures)
+        else:
+            self.ok(name, text, **figures)
+
     def skip(self, name: str | Sentence, text: Sentence, /, **figures: Any) -> None:
         """Not checked, and why."""
         self.append(Check(group=self.group, name=name, status="not checked", text=text, figures=figures))

@@ -55,12 +55,8 @@ def ram_checks(host: Host, root: Path = Path("/")) -> Findings:
     text = say("{available} of {limit} available ({by})", available=show_bytes(available), limit=show_bytes(limit), by=Sentence(host.ram_limited_by))  # fmt: skip
     holders = [_holder(*one) for one in largest_processes(root)]
     figures = {"available_bytes": available, "limit_bytes": limit, "oom_kills": oom_kills(root)}
-    if available < NO_RAM_BYTES:
-        found.fail("RAM", text, _less_ram(holders), **figures)
-    elif available < max(LITTLE_RAM_BYTES, LITTLE_RAM * limit):
-        found.warn("RAM", text, _less_ram(holders), **figures)
-    else:
-        found.ok("RAM", text, **figures)
+    little = available < max(LITTLE_RAM_BYTES, LITTLE_RAM * limit)
+    found.grade("RAM", text, _less_ram(holders), failed=available < NO_RAM_BYTES, warning=little, **figures)
     if holders:
         found.ok("RAM held", say("{holders}", holders=holders))
     else:
@@ -108,13 +104,10 @@ def swap_checks(host: Host, root: Path = Path("/"), sleep: Callable[[float], obj
     fix = say("end what you do not need, or a lower --host-limit")
     if not host.swap_total_bytes:
         found.ok("swap", say("none, so the kernel kills a process as soon as RAM runs out"), **figures)
-    elif rate > MiB:
-        text = say("swapping now, {rate}/s", rate=show_bytes(rate))
-        found.warn("swap", text, fix, **figures)
-    elif used > SWAP_USED * host.swap_total_bytes:
-        found.warn("swap", text, fix, **figures)
     else:
-        found.ok("swap", text, **figures)
+        text = say("swapping now, {rate}/s", rate=show_bytes(rate)) if rate > MiB else text
+        busy = rate > MiB or used > SWAP_USED * host.swap_total_bytes
+        found.grade("swap", text, fix, failed=False, warning=busy, **figures)
     return found
 
 
@@ -167,12 +160,8 @@ def shm_checks(shm: Space | None, *, in_container: bool, linux: bool = sys.platf
     text = say("{free} of {total} free", free=show_bytes(shm.free_bytes), total=show_bytes(shm.total_bytes))
     if shm.total_bytes >= SMALL_SHM_BYTES > shm.free_bytes:
         fix = say("remove files of ended processes (`ls -l /dev/shm`)")
-    if shm.free_bytes < NO_SHM_BYTES:
-        found.fail("/dev/shm", text, fix, **figures)
-    elif shm.free_bytes < SMALL_SHM_BYTES:
-        found.warn("/dev/shm", text, fix, **figures)
-    else:
-        found.ok("/dev/shm", text, **figures)
+    none, little = shm.free_bytes < NO_SHM_BYTES, shm.free_bytes < SMALL_SHM_BYTES
+    found.grade("/dev/shm", text, fix, failed=none, warning=little, **figures)
     return found
 
 
@@ -187,11 +176,8 @@ def limit_checks(host: Host, root: Path = Path("/")) -> Findings:
 
 def _open_files(limit: int | None, found: Findings) -> None:
     text = say("no limit") if limit is None else say("{limit} (`ulimit -n`)", limit=f"{limit:,}")
-    if limit is not None and limit < FEW_FILES:
-        state = found.fail if limit < NO_FILES else found.warn
-        state("open files", text, say("`ulimit -n 65536`"), limit=limit)
-    else:
-        found.ok("open files", text, limit=limit)
+    none, few = (limit is not None and limit < least for least in (NO_FILES, FEW_FILES))
+    found.grade("open files", text, say("`ulimit -n 65536`"), failed=none, warning=few, limit=limit)
 
 
 def _tasks(root: Path, found: Findings) -> None:
@@ -204,11 +190,8 @@ def _tasks(root: Path, found: Findings) -> None:
     if left is None:
         return
     text = say("{left} more threads and processes are allowed (cgroup pids.max)", left=f"{left:,}")
-    if left < FEW_TASKS:
-        fix = say("start the container with {options}", options="--pids-limit -1")
-        found.warn("threads", text, fix, left=left)
-    else:
-        found.ok("threads", text, left=left)
+    fix = say("start the container with {options}", options="--pids-limit -1")
+    found.grade("threads", text, fix, failed=False, warning=left < FEW_TASKS, left=left)
 
 
 def _locked_memory(limit: int | None, root: Path, found: Findings) -> None:
@@ -327,13 +310,9 @@ def _space(run: Path, space: Space | None, found: Findings) -> None:
     fix = say("delete old runs or checkpoints, a lower --keep, or a --run on another disk")
     if needed and space.free_bytes < needed:
         text = say("{text}, and a checkpoint of this run takes {size}", text=text, size=show_bytes(largest))
-        (found.fail if space.free_bytes < largest else found.warn)("disk space", text, fix, **figures)
-    elif space.free_bytes < NO_BYTES:
-        found.fail("disk space", text, fix, **figures)
-    elif space.free_bytes < LITTLE_BYTES:
-        found.warn("disk space", text, fix, **figures)
-    else:
-        found.ok("disk space", text, **figures)
+    failed = space.free_bytes < (largest if needed and space.free_bytes < needed else NO_BYTES)
+    warning = space.free_bytes < max(needed, LITTLE_BYTES)
+    found.grade("disk space", text, fix, failed=failed, warning=warning, **figures)
     with suppress(OSError, AttributeError):
         stats = os.statvfs(space.path)
         if stats.f_files and stats.f_favail < _FEW_INODES:
@@ -468,10 +447,8 @@ def _data_speed(speed: Speed | None, found: Findings) -> None:
         return
     text = say("reads {speed}", speed=speed.phrase)
     figures = {"bytes_per_s": speed.bytes_per_s, "seek_s": speed.seek_s, "direct": speed.direct}
-    if speed.bytes_per_s < SLOW_READ or (speed.seek_s or 0) > SLOW_SEEK_S:
-        found.warn("data speed", text, say("copy the data to a local SSD"), **figures)
-    else:
-        found.ok("data speed", text, **figures)
+    slow = speed.bytes_per_s < SLOW_READ or (speed.seek_s or 0) > SLOW_SEEK_S
+    found.grade("data speed", text, say("copy the data to a local SSD"), failed=False, warning=slow, **figures)
 
 
 def read_speed(files: Sequence[Path], limit_bytes: int = READ_BYTES, limit_s: float = READ_S) -> Speed | None:

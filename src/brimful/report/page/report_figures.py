@@ -89,7 +89,7 @@ class CardFigures:
 
 
 class ReportFigures:
-    """One run in numbers. Every attribute is worked out when it is first asked for, and kept."""
+    """One run in numbers. What takes time is worked out when it is first asked for, and kept."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
@@ -97,40 +97,28 @@ class ReportFigures:
         self.request = run.request
         self.state, self.state_label = run.state, run.state_label
         self.clock = Clock(run)
+        self.name = self.run.name
+        self.begin: Mapping[str, Any] = next(reversed(self.run.of_kind("begin")), {})
+        self.task = text(self.request, "task") or text(self.plan, "task")
+        self.device_name = text(self.plan, "device_name")
+        self.processes = int(number(self.begin, "processes") or number(self.plan, "processes") or 1)
+        self.ending = next((text(event, "sentence") for event in reversed(self.run.of_kind("end"))), None)
+        """The sentence of the last `end` event."""
+        self.predicted_time: Mapping[str, Any] = part(self.plan, "run_time")
+        self.predicted_bytes = number(self.plan, "predicted_peak_bytes")
+        self.host_predicted_bytes = number(part(self.plan, "host"), "predicted_bytes")
+        self.ooms = self.run.of_kind("oom")
+        self.evals = self.run.of_kind("eval")
+        self.checkpoints = [event for event in self.run.of_kind("checkpoint") if event.get("saved") is not False]
         self.steps, self.samples = run.steps, run.samples
         _refuse_a_sweep(run)
 
     # ---- What it is ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def name(self) -> str:
-        return self.run.name
-
-    @cached_property
-    def begin(self) -> Mapping[str, Any]:
-        return next(reversed(self.run.of_kind("begin")), {})
-
-    @cached_property
-    def task(self) -> str | None:
-        return text(self.request, "task") or text(self.plan, "task")
-
-    @cached_property
-    def device_name(self) -> str | None:
-        return text(self.plan, "device_name")
-
-    @cached_property
     def on_gpu(self) -> bool:
         device = text(self.plan, "device") or ""
         return bool(self.cards) or device.split(":")[0] in ("cuda", "xpu", "mps", "hip")
-
-    @cached_property
-    def processes(self) -> int:
-        return int(number(self.begin, "processes") or number(self.plan, "processes") or 1)
-
-    @cached_property
-    def ending(self) -> str | None:
-        """The sentence of the last `end` event."""
-        return next((text(event, "sentence") for event in reversed(self.run.of_kind("end"))), None)
 
     # ---- How far it came -------------------------------------------------------------------------------------------------
 
@@ -158,10 +146,6 @@ class ReportFigures:
     @cached_property
     def rows(self) -> int | None:
         return int(self.rows_so_far[-1]) if len(self.rows_so_far) and self.rows_so_far[-1] > 0 else None
-
-    @cached_property
-    def predicted_time(self) -> Mapping[str, Any]:
-        return part(self.plan, "run_time")
 
     @cached_property
     def seconds_per_epoch(self) -> float | None:
@@ -227,10 +211,6 @@ class ReportFigures:
         return last_known(self.column("limit_bytes")) or number(self.plan, "limit_bytes")
 
     @cached_property
-    def predicted_bytes(self) -> float | None:
-        return number(self.plan, "predicted_peak_bytes")
-
-    @cached_property
     def peak_bytes(self) -> float | None:
         return highest(self.column("peak_bytes"))
 
@@ -270,24 +250,12 @@ class ReportFigures:
     def host_limit_bytes(self) -> float | None:
         return last_known(self.host_column("limit_bytes")) or number(self.begin, "ram_limit_bytes")
 
-    @cached_property
-    def host_predicted_bytes(self) -> float | None:
-        return number(part(self.plan, "host"), "predicted_bytes")
-
     # ---- What happened ---------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def ooms(self) -> list[dict[str, Any]]:
-        return self.run.of_kind("oom")
 
     @cached_property
     def oom_count(self) -> int:
         """Events, or what the steps counted where a step had several."""
         return max(len(self.ooms), int(np.nansum(self.column("ooms"))))
-
-    @cached_property
-    def evals(self) -> list[dict[str, Any]]:
-        return self.run.of_kind("eval")
 
     @cached_property
     def eval_losses(self) -> tuple[Floats, Floats]:
@@ -307,10 +275,6 @@ class ReportFigures:
     def best_loss(self) -> float | None:
         """Of the best evaluation."""
         return None if self.best_eval is None else number(self.best_eval, "loss")
-
-    @cached_property
-    def checkpoints(self) -> list[dict[str, Any]]:
-        return [event for event in self.run.of_kind("checkpoint") if event.get("saved") is not False]
 
     @cached_property
     def losses(self) -> tuple[float, float] | None:

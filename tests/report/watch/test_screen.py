@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Group
 
 from brimful import languages
 from brimful.languages import set_language
@@ -16,7 +17,7 @@ from brimful.report.run_record import RunRecord
 from brimful.report.watch import watch_parts
 from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot, take
 from brimful.report.watch.watch_canvas import ASCII
-from brimful.report.watch.watch_screen import allot, frame, render
+from brimful.report.watch.watch_screen import allot, frame
 from brimful.report.watch.watcher import Watcher
 from brimful.training.run import lock_holder
 from brimful.units import GiB
@@ -263,7 +264,7 @@ def test_a_frame_can_be_printed_by_rich(tmp_path):
     from rich.console import Console
 
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(render(usual(tmp_path), 80, 24))
+    console.print(Group(*frame(usual(tmp_path), 80, 24)))
     assert len(console.export_text().splitlines()) == 24
 
 

@@ -113,13 +113,6 @@ class ReportFigures:
         self.steps, self.samples = run.steps, run.samples
         _refuse_a_sweep(run)
 
-    # ---- What it is ------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def on_gpu(self) -> bool:
-        device = text(self.plan, "device") or ""
-        return bool(self.cards) or device.split(":")[0] in ("cuda", "xpu", "mps", "hip")
-
     # ---- How far it came -------------------------------------------------------------------------------------------------
 
     @cached_property

@@ -13,7 +13,6 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from rich.cells import cell_len
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from brimful.languages import tr
@@ -211,15 +210,8 @@ ORDER = (
 )  # fmt: skip
 
 
-def render(
-    snapshot: Snapshot, width: int, height: int, *, glyphs: Glyphs = UNICODE, footer: str | None = None
-) -> RenderableType:
-    """One frame of at most `height` lines, none wider than `width`. `footer` says what the keys do and stays at the bottom."""
-    return Group(*frame(snapshot, width, height, glyphs=glyphs, footer=footer))
-
-
 def frame(snapshot: Snapshot, width: int, height: int, *, glyphs: Glyphs = UNICODE, footer: str | None = None) -> Lines:
-    """The lines of `render`."""
+    """At most `height` lines, none wider than `width`. `footer` says what the keys do and stays at the bottom."""
     canvas = Canvas(snapshot=snapshot, width=max(20, width), label_cells=_label_cells(snapshot), glyphs=glyphs)
     wide = canvas.width >= WIDE and height >= TALL and bool(snapshot.cards)
     lines = (_two_columns if wide else _one_column)(canvas, max(3, height), footer)

@@ -121,8 +121,9 @@ class Lora:
         return cls(**values)
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
-        targets = self.targets if isinstance(self.targets, str) else "+".join(self.targets)
+        """As `parse` reads it. Of a saved adapter, which names each layer with its path, the kinds of layers."""
+        kinds = dict.fromkeys(one.rpartition(".")[2] for one in self.targets)
+        targets = self.targets if isinstance(self.targets, str) else "+".join(kinds)
         parts = [f"r={self.r}", f"alpha={self.alpha:g}", f"targets={targets}"]
         parts += [f"dropout={self.dropout:g}"] if self.dropout else []
         return ",".join([*parts, *(name for name in ("dora", "rslora") if getattr(self, name))])

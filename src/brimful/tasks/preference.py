@@ -49,6 +49,8 @@ NORMALISED = ("ipo", "orpo", "simpo")
 SMOOTHED = ("sigmoid", "simpo")
 FULL_RATE, SMALL_RATE, ORPO_RATE = 5e-7, 5e-6, 8e-6
 BETA, SIMPO_BETA, SIMPO_MARGIN = 0.1, 2.0, 0.5
+ROUNDED = 8
+"""Times the precision of a log-probability by which it differs in another batch: the reference was computed in others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +189,14 @@ class Dpo(Sft):
         return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
 
     def _log(self, rewards: "Tensor", policy: "Tensor", reference: "Tensor", tokens: "Tensor") -> "dict[str, Tensor]":
-        """Means over the pairs. Equal rewards count as half right, so that a model begins at 0.5."""
+        """Means over the pairs. Rewards that are equal up to rounding count as half right, so that a model begins at 0.5."""
+        import torch
+
         chosen, rejected = rewards.unbind(1)
-        right = (chosen > rejected).to(rewards.dtype) + 0.5 * (chosen == rejected).to(rewards.dtype)
+        scale = policy / tokens if self.length_normalised else policy
+        rounding = ROUNDED * torch.finfo(policy.dtype).eps * self.beta * scale.abs().amax(1)
+        equal = (chosen - rejected).abs() <= rounding
+        right = torch.where(equal, 0.5, (chosen > rejected).to(rewards.dtype))
         log = {
             "rewards/chosen": chosen.mean(),
             "rewards/rejected": rejected.mean(),

@@ -90,7 +90,9 @@ class Lora:
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             problems.append(f"'dropout={self.dropout!r}' must be at least 0 and below 1.")
         if self.targets != ALL_LINEAR and (isinstance(self.targets, str) or not self.targets or "" in self.targets):
-            problems.append(f"targets must be {ALL_LINEAR} or names of layers, such as q_proj+v_proj, not {self.targets!r}.")
+            problems.append(
+                f"targets must be {ALL_LINEAR} or names of layers, such as q_proj+v_proj, not {self.targets!r}."
+            )
         if problems:
             raise BadOption(f"lora: {' '.join(problems)}")
 

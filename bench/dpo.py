@@ -8,7 +8,7 @@ On the H200, each call under 4 minutes. Keep the folder between calls: models an
     python bench/dpo.py --learn --part sft --limits 20GiB --folder /tmp/dpo      fine-tunes T5 base on the real rows
     python bench/dpo.py --learn --part rejects --limits 20GiB --folder /tmp/dpo  its own answers to 1,000 prompts are rejected
     python bench/dpo.py --learn --part dpo --limits 20GiB --folder /tmp/dpo --output $OUT/learn.json
-    python bench/dpo.py --tiny --seconds 2             a dry run of small models, also on a CPU
+    python bench/dpo.py --tiny --seconds 2             a dry run of small models, also on a CPU; also with --learn
     python bench/dpo.py --table dpo.jsonl              the tables of earlier calls
 
     brimful     no setting: batch, packing and kernels are its plan's
@@ -479,26 +479,40 @@ def _brimful(args: argparse.Namespace, *command: str) -> None:
     limit = args.limits[0]
     more = [] if limit is None else ["--memory-limit", f"{limit / 2**30:g}GiB"]
     device = [] if args.device == "auto" else ["--device", args.device]
-    subprocess.run([sys.executable, "-m", "brimful", *command, *more, *device], check=True)
+    ended = subprocess.run([sys.executable, "-m", "brimful", *command, *more, *device], check=False)
+    if ended.returncode:
+        sys.exit(f"brimful {' '.join(command[:2])} ended with exit code {ended.returncode}")
+
+
+def _learn_rows(args: argparse.Namespace, folder: Path) -> str:
+    """The rows, or the shortest of them for a tiny model, which learns to end such answers within a minute on a CPU."""
+    if not args.tiny:
+        return str(args.rows.resolve())
+    import sft_cases
+
+    file = folder / "learn-rows.jsonl"
+    if not file.is_file():
+        rows = sorted(sft_cases.read_pairs(args.rows), key=lambda one: len(one[0]) + len(one[1]))
+        lines = [json.dumps({"prompt": prompt, "response": reply}, ensure_ascii=False) for prompt, reply in rows if len(reply) > 5]  # fmt: skip
+        file.write_text("\n".join(lines[:TINY_PAIRS]) + "\n", encoding="utf-8")
+    return str(file)
 
 
 def _learn_sft(args: argparse.Namespace, folder: Path, _: Path) -> None:
     """No weights can be downloaded, so the model learns the rows from the start before it is fine-tuned on them."""
-    rows, tiny = str(args.rows.resolve()), args.tiny
+    rows, tiny = _learn_rows(args, folder), args.tiny
     first, batch = ["--model", "chatlm-tiny" if tiny else "chatlm-base"], ["--global-batch", "16" if tiny else "64"]
-    steps = ["--max-steps", "6"] if tiny else ["--epochs", str(args.epochs)]
-    _brimful(
-        args, "train", "pretrain", rows, *first, "--run", str(folder / "learn-base"), *batch, *steps, "--lr", "5e-4"
-    )
-    short = ["--max-steps", "3"] if tiny else ["--epochs", "2"]
+    steps = ["--max-steps", "160", "--lr", "3e-3"] if tiny else ["--epochs", str(args.epochs), "--lr", "5e-4"]
+    _brimful(args, "train", "pretrain", rows, *first, "--run", str(folder / "learn-base"), *batch, *steps)
+    short = ["--max-steps", "8"] if tiny else ["--epochs", "2"]
     _brimful(args, "train", "sft", rows, "--model", str(folder / "learn-base"), "--run", str(folder / "learn-sft"), *batch, *short)  # fmt: skip
 
 
 def _learn_rejects(args: argparse.Namespace, folder: Path, _: Path) -> None:
     """More prompts than are needed, since answers that are too similar are dropped."""
-    count = 40 if args.tiny else LEARN_PROMPTS + 2 * HELD_BACK
-    more = ["--max-new-tokens", "16"] if args.tiny else []
-    _brimful(args, "data", "rejects", str(folder / "learn-sft"), str(args.rows.resolve()), "--rows", str(count), "--output", str(folder / "rejects.jsonl"), "--overwrite", *more)  # fmt: skip
+    count = TINY_PAIRS if args.tiny else LEARN_PROMPTS + 2 * HELD_BACK
+    more = ["--max-new-tokens", "32"] if args.tiny else []
+    _brimful(args, "data", "rejects", str(folder / "learn-sft"), _learn_rows(args, folder), "--rows", str(count), "--output", str(folder / "rejects.jsonl"), "--overwrite", *more)  # fmt: skip
 
 
 def _learn_dpo(args: argparse.Namespace, folder: Path, output: Path) -> None:
@@ -508,7 +522,7 @@ def _learn_dpo(args: argparse.Namespace, folder: Path, output: Path) -> None:
     files["training"].write_text("".join(lines[:-held][:LEARN_PROMPTS]), encoding="utf-8")
     files["held back"].write_text("".join(lines[-held:]), encoding="utf-8")
     run = folder / f"learn-dpo-{time.time_ns()}"
-    steps = ["--max-steps", "4", "--global-batch", "8"] if args.tiny else ["--epochs", str(args.dpo_epochs)]
+    steps = ["--max-steps", "30", "--global-batch", "8", "--lr", "3e-4"] if args.tiny else ["--epochs", str(args.dpo_epochs)]  # fmt: skip
     _brimful(args, "train", "dpo", str(files["training"]), "--model", str(folder / "learn-sft"), "--run", str(run), "--valid", str(files["held back"]), "--patience", "3", *steps)  # fmt: skip
     result: dict[str, Any] = {"run": str(run), "device_name": _device_name(_device(args.device))}
     for name, file in files.items():

@@ -1,10 +1,12 @@
 """LoRA, DoRA and QLoRA beside tiny models: what is trained, in which dtype, and what is refused."""
 
 import json
+import re
 
 import pytest
 import torch
 
+from brimful.cli.output import with_flags
 from brimful.errors import BadModel, BadOption, MissingExtra
 from brimful.planning.levers import checkpointing, with_weights
 from brimful.tasks import adapters
@@ -59,8 +61,8 @@ def test_what_lora_says(text, expected):
         ("alpha=nan", "alpha=nan", "above 0"),
         ("dropout=1", "dropout=1.0", "below 1"),
         ("dora=maybe", "dora=maybe", "on or off"),
-        ("targets=", "targets=('',)", "all-linear"),
-        ("targets=q_proj++v_proj", "targets=", "q_proj+v_proj"),
+        ("targets=", "('',)", "all-linear"),
+        ("targets=q_proj++v_proj", "'v_proj'", "q_proj+v_proj"),
         ("r", "r without a value", "r=16"),
         ("r=4,r=8", "r twice", "one of the two"),
         ("r=4,,alpha=2", "an empty part", "r=16"),
@@ -70,6 +72,8 @@ def test_a_bad_value_is_one_message_with_the_word_and_what_is_allowed(text, word
     with pytest.raises(BadOption) as error:
         Lora.parse(text)
     assert word in str(error.value) and advice in str(error.value)
+    shown = with_flags(str(error.value))
+    assert not re.search(r"--(?!lora)", shown), shown  # parts of --lora are no flags
 
 
 @pytest.mark.parametrize(("package", "extra"), [("peft", "lora"), ("bitsandbytes", "eightbit")])

@@ -172,9 +172,17 @@ def test_an_adapter_trained_further_belongs_to_the_same_base(causal, adapter, tm
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").read_bytes() != before
 
 
-def test_an_adapter_keeps_its_shape(adapter):
-    with pytest.raises(BadOption, match="is an adapter, which is trained further as it is .* Try: without lora="):
-        Sft(SftOptions(model=str(adapter), lora="r=8"))
+@pytest.mark.parametrize(("name", "value"), [("lora", "r=8"), ("freeze", "embeddings")])
+def test_an_adapter_keeps_its_shape(adapter, name, value):
+    with pytest.raises(BadOption, match=f"is an adapter, which is trained further as it is .* Try: without {name}="):
+        Sft(SftOptions(model=str(adapter), **{name: value}))
+
+
+def test_an_adapter_of_all_layers_is_named_by_their_kinds(causal, tmp_path):
+    train(sft(causal, lora="r=4"), causal.raw, tmp_path / "run", max_steps=1)
+    shape = str(Sft(SftOptions(model=str(tmp_path / "run"))).lora)
+    names = shape.removeprefix("r=4,alpha=32,targets=").split("+")
+    assert sorted(names) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 def test_an_adapter_with_more_than_matrices_must_be_merged(adapter, tmp_path):

@@ -410,6 +410,15 @@ def test_new_weights_are_a_warning(made, base):
     assert "starting weights" not in {name for name, *_ in made["t5"].task().remarks(rows)}
 
 
+def test_a_model_of_pretrain_is_a_warning_and_one_of_sft_is_not(made, causal, tmp_path):
+    one = made["qwen2"]
+    for task, warned in (("pretrain", True), ("sft", False)):
+        one.train(tmp_path / task, load_task(task, {"model": str(one.model)}), causal.raw, max_steps=1)
+        remarks = one.task(model=str(tmp_path / task)).remarks([])
+        reasons = [reason for name, _, value, reason in remarks if (name, value) == ("starting weights", "of pretrain")]
+        assert [reason.startswith("warning: it was never fine-tuned") for reason in reasons] == [True] * warned
+
+
 def test_new_weights_can_be_trained(made):
     run, _ = made["t5"].train("new", Dpo(DpoOptions(model="chatlm-tiny")), max_steps=1)
     assert len(reference_of(run)) == 24

@@ -84,13 +84,15 @@ class Lora:
     def __post_init__(self) -> None:
         problems = []
         if type(self.r) is not int or self.r < 1:
-            problems.append(f"r={self.r!r} must be a whole number of at least 1.")
+            problems.append(f"'r={self.r!r}' must be a whole number of at least 1.")
         if not isinstance(self.alpha, (int, float)) or not 0 < self.alpha < float("inf"):
-            problems.append(f"alpha={self.alpha!r} must be a number above 0.")
+            problems.append(f"'alpha={self.alpha!r}' must be a number above 0.")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            problems.append(f"dropout={self.dropout!r} must be at least 0 and below 1.")
+            problems.append(f"'dropout={self.dropout!r}' must be at least 0 and below 1.")
         if self.targets != ALL_LINEAR and (isinstance(self.targets, str) or not self.targets or "" in self.targets):
-            problems.append(f"targets={self.targets!r} must be {ALL_LINEAR} or names of layers, such as q_proj+v_proj.")
+            problems.append(
+                f"targets must be {ALL_LINEAR} or names of layers, such as q_proj+v_proj, not {self.targets!r}."
+            )
         if problems:
             raise BadOption(f"lora: {' '.join(problems)}")
 
@@ -106,7 +108,7 @@ class Lora:
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not part:
                 if text.strip() and text.strip() != "on":
-                    raise BadOption(f"lora={text!r} has an empty part. Try: r=16,alpha=32,targets={ALL_LINEAR}.")
+                    raise BadOption(f"lora={text!r} has an empty part. Try: 'r=16,alpha=32,targets={ALL_LINEAR}'.")
             elif name.isdecimal() and not equals and "r" not in values:
                 values["r"] = int(name)
             elif name not in (one.name for one in fields(cls)):
@@ -115,14 +117,15 @@ class Lora:
             elif name in values:
                 raise BadOption(f"lora={text!r} has {name} twice. Try: one of the two.")
             elif not equals and name not in ("dora", "rslora"):
-                raise BadOption(f"lora={text!r} has {name} without a value. Try: {name}={getattr(cls, name)}.")
+                raise BadOption(f"lora={text!r} has {name} without a value. Try: '{name}={getattr(cls, name)}'.")
             else:
                 values[name] = _value(text, name, value if equals else "on")
         return cls(**values)
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
-        targets = self.targets if isinstance(self.targets, str) else "+".join(self.targets)
+        """As `parse` reads it. Of a saved adapter, which names each layer with its path, the kinds of layers."""
+        kinds = dict.fromkeys(one.rpartition(".")[2] for one in self.targets)
+        targets = self.targets if isinstance(self.targets, str) else "+".join(kinds)
         parts = [f"r={self.r}", f"alpha={self.alpha:g}", f"targets={targets}"]
         parts += [f"dropout={self.dropout:g}"] if self.dropout else []
         return ",".join([*parts, *(name for name in ("dora", "rslora") if getattr(self, name))])
@@ -132,14 +135,14 @@ def _value(text: str, name: str, value: str) -> Any:
     if name in ("dora", "rslora"):
         if value.lower() in WORDS:
             return WORDS[value.lower()]
-        raise BadOption(f"lora={text!r} has {name}={value}, which must be on or off.")
+        raise BadOption(f"lora={text!r} has '{name}={value}', which must be on or off.")
     if name == "targets":
         return value if value == ALL_LINEAR else tuple(one.strip() for one in value.split("+"))
     kind, words = (int, "a whole number") if name == "r" else (float, "a number")
     try:
         number = kind(value)
     except ValueError:
-        raise BadOption(f"lora={text!r} has {name}={value}, which must be {words}.") from None
+        raise BadOption(f"lora={text!r} has '{name}={value}', which must be {words}.") from None
     return int(number) if name == "alpha" and float(number).is_integer() else number
 
 

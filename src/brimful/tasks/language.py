@@ -355,11 +355,13 @@ class Pretrain(Task):
         from brimful.tasks.adapters import Lora, check_packages, lora_of, trained_weights
 
         lora = Lora.parse(self.options.lora or "") if self.adapter is None else lora_of(self.adapter)
-        if self.adapter is not None and self.options.lora not in (None, str(lora)):
-            raise BadOption(
-                f"model={self.options.model!r} is an adapter, which is trained further as it is ({lora}), so "
-                f"lora={self.options.lora!r} has no effect. Try: without lora=, or merge the adapter with brimful export --merge first."
-            )
+        freeze = self.options.freeze if self.options.freeze != "none" else None
+        for name, value in (("lora", self.options.lora), ("freeze", freeze)):
+            if self.adapter is not None and value is not None:
+                raise BadOption(
+                    f"model={self.options.model!r} is an adapter, which is trained further as it is ({lora}), so "
+                    f"{name}={value!r} has no effect. Try: without {name}=, or merge the adapter with brimful export --merge first."
+                )
         check_packages(lora, self.load_in)
         self.trained_weights = trained_weights  # type: ignore[method-assign]
         return lora

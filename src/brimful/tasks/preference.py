@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from brimful.errors import BadData, BadOption
+from brimful.errors import BadData, BadOption, BadRun
 from brimful.task import Dataset, Loss
 from brimful.tasks.language import TRY_MODEL, Sft, SftOptions
 from brimful.tasks.pair_batches import REFERENCE
@@ -49,6 +49,8 @@ NORMALISED = ("ipo", "orpo", "simpo")
 SMOOTHED = ("sigmoid", "simpo")
 FULL_RATE, SMALL_RATE, ORPO_RATE = 5e-7, 5e-6, 8e-6
 BETA, SIMPO_BETA, SIMPO_MARGIN = 0.1, 2.0, 0.5
+ROUNDED = 8
+"""Times the precision of a log-probability by which it differs in another batch: the reference was computed in others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +189,14 @@ class Dpo(Sft):
         return -(1 - label_smoothing) * F.logsigmoid(scaled) - label_smoothing * F.logsigmoid(-scaled)
 
     def _log(self, rewards: "Tensor", policy: "Tensor", reference: "Tensor", tokens: "Tensor") -> "dict[str, Tensor]":
-        """Means over the pairs. Equal rewards count as half right, so that a model begins at 0.5."""
+        """Means over the pairs. Rewards that are equal up to rounding count as half right, so that a model begins at 0.5."""
+        import torch
+
         chosen, rejected = rewards.unbind(1)
-        right = (chosen > rejected).to(rewards.dtype) + 0.5 * (chosen == rejected).to(rewards.dtype)
+        scale = policy / tokens if self.length_normalised else policy
+        rounding = ROUNDED * torch.finfo(policy.dtype).eps * self.beta * scale.abs().amax(1)
+        equal = (chosen - rejected).abs() <= rounding
+        right = torch.where(equal, 0.5, (chosen > rejected).to(rewards.dtype))
         log = {
             "rewards/chosen": chosen.mean(),
             "rewards/rejected": rejected.mean(),
@@ -236,9 +243,9 @@ class Dpo(Sft):
 
     def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
         remarks = [*super().remarks(rows)]
-        if self.preset is not None:
+        if self.preset is not None or self._is_pretrained():
             reason = "warning: it was never fine-tuned, and preferences cannot teach it to answer; fine-tune it with sft first"
-            remarks.append(("starting weights", None, "new", reason))
+            remarks.append(("starting weights", None, "new" if self.preset else "of pretrain", reason))
         remarks.append(("loss", self.options.loss, self._loss_words(), "of a pair"))
         if dropout := max((getattr(self.config, name, None) or 0.0 for name in DROPOUTS), default=0.0):
             remarks.append(("dropout", dropout, 0.0, "off: replies are compared with the reference, which has none"))
@@ -248,6 +255,16 @@ class Dpo(Sft):
             reason = "warning: these rows are too easy" if shared else "no prompt to evaluate on is also trained on"
             remarks.append(("prompts shared with valid", None, f"{shared:,} of {every:,}", reason))
         return remarks
+
+    def _is_pretrained(self) -> bool:
+        """Whether the model comes from a run of `pretrain`; of other folders nothing is known."""
+        from brimful.tasks.model_folder import run_of
+
+        run = None if self.source is None else run_of(Path(self.source))
+        try:
+            return run is not None and run.read_request().task == "pretrain"
+        except BadRun:
+            return False
 
     def _loss_words(self) -> str:
         """`sigmoid, beta 0.1`."""

@@ -111,6 +111,33 @@ def test_out_of_memory_errors_are_in_the_table_of_events(page):
     assert "out of memory in the backward of 43 rows; micro-batches of at most 32 rows from here" in page.text
 
 
+LOGGED = {
+    "log": lambda step: {"rewards/chosen": 0.1 * step, "rewards/rejected": -0.1 * step, "accuracy": 0.9, "kl": 0.2}
+}
+
+
+def test_what_a_task_logs_has_charts_and_names_of_one_kind_share_one(tmp_path):
+    folder = rich_run(tmp_path / "run", step_values=LOGGED)
+    page = Page(report(folder).html())
+    ids = [attributes.get("id") for tag, attributes in page.tags if tag == "figure"]
+    assert [one for one in ids if one and one.startswith("chart-log")] == ["chart-log-1", "chart-log-2", "chart-log-3"]
+    assert all(name in page.text for name in ("rewards", "chosen", "rejected", "accuracy", "kl"))
+
+
+def test_several_runs_have_a_chart_for_each_name(tmp_path):
+    folders = [rich_run(tmp_path / name, step_values=LOGGED) for name in "ab"]
+    page = Page(report(*folders).html())
+    assert sum(str(attributes.get("id")).startswith("chart-log") for _, attributes in page.tags) == 4
+    assert "rewards/rejected" in page.text
+
+
+def test_evaluations_stand_in_the_chart_of_their_score(tmp_path):
+    more = [{"event": "eval", "step": 100, "loss": 2.0, "accuracy": 0.75, "seconds": 1.0}]
+    html = report(write_run(tmp_path / "run", step_values=LOGGED, more=more)).html()
+    chart = html.partition('id="chart-log-2"')[2].partition("</figure>")[0]
+    assert ">accuracy<" in chart and "evaluation" in chart
+
+
 def test_memory_has_its_limit_and_its_prediction(page):
     assert "limit 20 GiB" in page.text and "predicted 15.4 GiB" in page.text
 
@@ -142,6 +169,7 @@ def test_html_in_a_run_is_shown_as_text(tmp_path):
         {"event": "note", "step": 5, "sentence": NASTY, "level": "warning"},
         {"event": "plan", "step": 6, "changes": [{"name": NASTY, "old": NASTY, "new": NASTY}]},
         {"event": "eval", "step": 7, "loss": 2.0, NASTY: 3.0, "seconds": 1.0},
+        {"event": "step", "step": 8, "loss": 2.0, "log": {NASTY: 3.0, f"{NASTY}/x": 1.0}},
     ]
     choice = {"name": NASTY, "requested": NASTY, "effective": NASTY, "reason": NASTY, "source": NASTY}
     plan = {"device_name": NASTY, "choices": [choice], "warnings": [NASTY], "not_tried": [NASTY], "task": NASTY}
@@ -333,7 +361,7 @@ def test_findings_are_shown_with_their_fixes(tmp_path):
     page = Page(shown.html())
     assert "findings" in page.sections()
     assert re.search(
-        r"29 % of the positions are padding\.\s+\(likely\)\s+Pack the rows · saves 2 GiB · costs nothing\s+--layout packed",
+        r"29 % of the positions are padding\.\s+\(likely\)\s+Pack the rows · saves 2\sGiB · costs nothing\s+--layout packed",
         page.text,
     )
     assert "Pack the rows" in shown.markdown()

@@ -38,6 +38,8 @@ GREY = 5
 AREAS = 160
 """Groups of steps in a chart of areas."""
 MOST_MARKS = 40
+MOST_LOGGED = 8
+"""Charts of what a task logs."""
 OVERLAID = 150
 """Columns of a curve among several runs."""
 _LANES = {
@@ -204,7 +206,7 @@ def _x_span(series: Sequence[Series]) -> Span | None:
     values = np.concatenate(known) if known else np.empty(0)
     if not len(values) or values.max() <= values.min():
         return None
-    return min(float(values.min()), 1.0), float(values.max()) * 1.004  # a dot at the end is not cut in half
+    return min(float(values.min()), 1.0), float(values.max()) * 1.01  # a dot at the end is not cut in half
 
 
 def _robust(columns: Sequence[Floats]) -> Span | None:
@@ -227,6 +229,41 @@ def rate_chart(figures: Sequence[ReportFigures], names: Sequence[str]) -> str:
 def norm_chart(figures: Sequence[ReportFigures], names: Sequence[str]) -> str:
     note = tr("Of all gradients, before they are clipped.")
     return _by_step(figures, names, "grad_norm", "norm", tr("Gradient norm"), note=note, robust=True)
+
+
+def logged_charts(figures: Sequence[ReportFigures], names: Sequence[str]) -> list[str]:
+    """What the task logs of its steps, such as rewards and margin of `dpo`, with the evaluations that have the same score.
+
+    Names with a common beginning (`rewards/chosen`, `rewards/rejected`) share a chart in the report of one run.
+    """
+    logged = list(dict.fromkeys(name for one in figures for name in one.logged_names))
+    groups: dict[str, list[str]] = {}
+    for name in logged:
+        groups.setdefault(name.partition("/")[0] if len(figures) == 1 else name, []).append(name)
+    some = list(groups.items())[:MOST_LOGGED]
+    made = [_logged_chart(figures, names, f"log-{place}", *one) for place, one in enumerate(some, 1)]
+    return [one for one in made if one]
+
+
+def _logged_chart(
+    figures: Sequence[ReportFigures], names: Sequence[str], key: str, title: str, logged: Sequence[str]
+) -> str:
+    series = []
+    lines = [(one, name, run) for one, run in zip(figures, names, strict=True) for name in logged]
+    for colour, (one, name, run) in enumerate(lines):
+        x, y = one.step_numbers, one.logged(name)
+        shown = run if len(figures) > 1 else name.partition("/")[2] or tr("smoothed")
+        if len(lines) == 1:
+            series.append(Series(name=tr("each step"), x=x, y=y, colour=colour, kind="thin"))
+        series.append(Series(name=shown, x=x, y=smoothed(y), colour=colour))
+        at, scored = one.scores(name)
+        if len(at) and len(lines) == 1:
+            series.append(Series(name=tr("evaluation"), x=at, y=scored, colour=1, kind="dots"))
+    plot = Plot(
+        label=title, series=series, x_unit="step", x_name=tr("step"), x_span=_x_span(series), height=170, columns=_columns(figures),
+        y_span=_robust([line.y for line in series]) if series else None,
+    )  # fmt: skip
+    return figure(key, title, plot.html())
 
 
 def _by_step(figures: Sequence[ReportFigures], names: Sequence[str], column: str, key: str, title: str, *, note: str = "", robust: bool = False) -> str:  # fmt: skip

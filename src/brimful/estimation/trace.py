@@ -13,6 +13,7 @@ needed it:
 """
 
 import gc
+import random
 import sys
 import weakref
 from collections import Counter
@@ -96,14 +97,11 @@ class TraceNotes:
 class KnownValues:
     """The values of fake tensors of whole numbers that follow from the batch: masks, labels, and what is made of them."""
 
-    OPERATIONS = frozenset(
-        getattr(_aten, name)
-        for name in (
-            "_to_copy", "alias", "all", "any", "bitwise_and", "bitwise_not", "bitwise_or", "clone", "cumsum", "detach", "eq",
-            "expand", "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "max", "min", "ne", "select", "slice",
-            "sum", "unsqueeze", "view",
-        )  # fmt: skip
+    NAMES = (
+        "_to_copy alias all any bitwise_and bitwise_not bitwise_or clone cumsum detach eq expand ge gt le logical_and logical_not "
+        "logical_or lt max min ne select slice sum unsqueeze view"
     )
+    OPERATIONS = frozenset(getattr(_aten, name) for name in NAMES.split())
     MOST = 2**22
     """Elements of a tensor whose values are kept."""
 
@@ -111,7 +109,8 @@ class KnownValues:
         self._real: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        if fake.numel() <= self.MOST and not fake.is_floating_point() and not fake.is_complex():
+        whole = not fake.is_floating_point() and not fake.is_complex()
+        if (whole and fake.numel() <= self.MOST) or fake.dim() == 0:
             key = id(fake)
             self._real[key] = (weakref.ref(fake, lambda _: self._real.pop(key, None)), real)
 
@@ -120,12 +119,17 @@ class KnownValues:
         return found[1] if found is not None and found[0]() is fake else None
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute the values of a result whose arguments are known."""
+        """Compute the values of a result whose arguments are known. A single random number is 0.5."""
+        if func is _aten.rand.default and out.dim() == 0:  # layers are left out by such a number, or not
+            with _disable_current_modes():
+                self.set(out, torch.tensor(0.5))
         if func.overloadpacket not in self.OPERATIONS or not isinstance(out, torch.Tensor):
             return
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         values = [self.get(one) for one in tensors]
-        if any(value is None for value in values) or len(tensors) != sum(isinstance(one, torch.Tensor) for one in tree_iter(args)):
+        if any(value is None for value in values) or len(tensors) != sum(
+            isinstance(one, torch.Tensor) for one in tree_iter(args)
+        ):
             return
         known = iter(values)
         real_args = [next(known) if isinstance(one, torch.Tensor) else one for one in args]
@@ -195,11 +199,14 @@ class Tracer(TorchDispatchMode):
                 return self._stand_in(args[0])
             with _disable_current_modes():
                 return known.item()
-        run = func
-        if func in (_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):  # fmt: skip
-            run, args = self._without_values(func, args)
-        out = run(*args, **kwargs)
-        if run is func:
+        if func is _aten.nonzero.default:
+            out = args[0].new_empty((self._chosen(args[0], "nonzero()"), args[0].dim()), dtype=torch.long)
+        elif func is _aten.masked_select.default:
+            out = args[0].new_empty((self._chosen(args[1], "masked_select()", *args),))
+        elif func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
+            out = func(args[0], self._as_numbers(args[1]), *args[2:], **kwargs)
+        else:
+            out = func(*args, **kwargs)
             self.values.follow(func, args, kwargs, out)
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
@@ -251,33 +258,26 @@ class Tracer(TorchDispatchMode):
             self._notes.assumptions[f"a value of a tensor is read at {where}: 1 or True was assumed"] += 1
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
-    def _without_values(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Operations whose result has as many rows as a mask has True: every element is taken."""
-        if func is _aten.nonzero.default:
-            self._assume_all("nonzero()")
-            return (lambda mask: mask.new_empty((mask.numel(), mask.dim()), dtype=torch.long)), args
-        if func is _aten.masked_select.default:
-            self._assume_all("masked_select()")
-            return (
-                lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape)).flatten()
-            ), args
-        tensor, indices, *rest = args
-        if not any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indices):
-            return func, args
-        self._assume_all("an index that is a mask")
-        expanded = list[Any]()
-        for one in indices:
-            if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8):
-                expanded += [one.new_empty((one.numel(),), dtype=torch.long) for _ in range(one.dim())]
-            else:
-                expanded.append(one)
-        if rest and rest[0].dim() and rest[0].shape[0] == 1 and rest[0].dim() == 1:
-            rest[0] = rest[0].squeeze(0)
-        return func, (tensor, expanded, *rest)
-
-    def _assume_all(self, what: str) -> None:
+    def _chosen(self, mask: torch.Tensor, what: str, *broadcast: torch.Tensor) -> int:
+        """How many elements a mask chooses: known from the batch, or all, which is the most it can be."""
+        known = self.values.get(mask)
+        if known is not None and not broadcast:
+            with _disable_current_modes():
+                return int(known.count_nonzero())
         where = _user_frame() or "a library"
         self._notes.assumptions[f"{what} at {where}: every element was assumed to be chosen"] += 1
+        return torch.broadcast_shapes(*(one.shape for one in broadcast)).numel() if broadcast else mask.numel()
+
+    def _as_numbers(self, indices: Any) -> list[Any]:
+        """Masks among the indices replaced by the numbers of what they choose."""
+        result = list[Any]()
+        for one in indices:
+            if isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8):
+                count = self._chosen(one, "an index that is a mask")
+                result += [one.new_empty((count,), dtype=torch.long) for _ in range(one.dim())]
+            else:
+                result.append(one)
+        return result
 
 
 def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> tuple[History, TraceNotes]:
@@ -287,6 +287,8 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
     model = describe(task)
     tracer, collects = Tracer(setting.device.type, notes), gc.isenabled()
     gc.collect()
+    random_state = random.getstate()
+    random.seed(0)  # so that every size leaves the same layers out
     gc.disable()  # what is freed, and when, must not depend on other objects of the process
     try:
         with ExitStack() as stack:
@@ -323,6 +325,7 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
             del context, optimizer, fakes, model
         events, marks = _in_order(tracer), list(tracer.marks)  # what is freed from here on is no part of it
     finally:
+        random.setstate(random_state)
         if collects:
             gc.enable()
     return History(rows, tuple(shape), events, marks, tracer.kinds, tracer.origins), notes
@@ -372,12 +375,30 @@ def _put_on(model: nn.Module, device: torch.device) -> None:
                 if id(param) not in made:
                     made[id(param)] = (_parameter_like(param, device), param)
                 module._parameters[name] = made[id(param)][0]
+                if type(param).__name__ == "Params4bit":
+                    made[id(param)][0].quant_state = module.quant_state = _quant_state(module, device)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = moved(buffer)
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):
                 setattr(module, name, moved(value))
+
+
+def _quant_state(layer: Any, device: torch.device) -> Any:
+    """The scales of a 4-bit layer of bitsandbytes, quantized once more: a byte for 64 weights, a float for 256 of those."""
+    from bitsandbytes.functional import QuantState
+
+    def empty(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    shape = torch.Size((layer.out_features, layer.in_features))
+    blocks = -(-shape.numel() // 64)
+    scales = QuantState(empty(-(-blocks // 256)), code=empty(256), blocksize=256, dtype=torch.float32)
+    return QuantState(
+        empty(blocks, torch.uint8), shape=shape, dtype=layer.compute_dtype or torch.float32, blocksize=64, code=empty(16),
+        quant_type="nf4", offset=empty(1)[0], state2=scales,
+    )  # fmt: skip
 
 
 def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:

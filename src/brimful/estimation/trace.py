@@ -14,6 +14,7 @@ needed it:
 
 import gc
 import random
+import re
 import sys
 import weakref
 from collections import Counter
@@ -439,14 +440,20 @@ def _named_failures(task: Task, method: str) -> Iterator[None]:
             "Try: brimful plan, on the GPU."
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
-        raise TaskError(
-            f"task {task.name}: {in_one_line(error)} has no fake implementation, so its memory is unknown. "
-            "Try: torch.library.register_fake for it, or brimful plan, on the GPU."
-        ) from error
+        raise TaskError(_without_fake(task, in_one_line(error))) from error
     except Exception as error:
+        if custom := re.search(r"no fake impl registered for <CustomOpDef\((\S+)\)>", str(error)):
+            raise TaskError(_without_fake(task, custom[1])) from error
         raise TaskError(
             f"{failure(task, error, method, 'tensors without values')} Try: brimful plan, on the GPU."
         ) from error
+
+
+def _without_fake(task: Task, operation: str) -> str:
+    return (
+        f"task {task.name}: {operation} has no fake implementation, so its memory is unknown. "
+        "Try: torch.library.register_fake for it, or brimful plan, on the GPU."
+    )
 
 
 def _user_frame() -> str:

@@ -35,6 +35,7 @@ from brimful.estimation.fake_kernels import card_kernels
 from brimful.memory.context import StepContext, tensors_of
 from brimful.memory.history import FIRST_STEP, SECOND_STEP, History, Kind
 from brimful.memory.layout import LAYOUTS, LayoutName
+from brimful.memory.snapshot import RandomState
 from brimful.planning.levers import EVERY, Lever, checkpointing, repeated_blocks
 from brimful.planning.plan_options import Checkpointed, Weights
 from brimful.planning.planner import describe
@@ -283,12 +284,11 @@ class Tracer(TorchDispatchMode):
 
 def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> tuple[History, TraceNotes]:
     """The history of a step of this size."""
-    layout, notes = LAYOUTS[setting.layout], TraceNotes()
+    layout, notes, random_state = LAYOUTS[setting.layout], TraceNotes(), RandomState(torch.device("cpu"))
     batches = [layout.dummy(task, rows, shape) for _ in range(3)]  # real tensors, so that their values count
     model = describe(task)
     tracer, collects = Tracer(setting.device.type, notes), gc.isenabled()
     gc.collect()
-    random_state = random.getstate()
     random.seed(0)  # so that every size leaves the same layers out
     gc.disable()  # what is freed, and when, must not depend on other objects of the process
     try:
@@ -326,7 +326,7 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
             del context, optimizer, fakes, model
         events, marks = _in_order(tracer), list(tracer.marks)  # what is freed from here on is no part of it
     finally:
-        random.setstate(random_state)
+        random_state.restore()
         if collects:
             gc.enable()
     return History(rows, tuple(shape), events, marks, tracer.kinds, tracer.origins), notes

@@ -70,7 +70,9 @@ def _torch_optimizer(kind: OptimizerKind, model: torch.nn.Module) -> torch.optim
 class FromConfig(Task):
     """A Hugging Face model of a configuration, with batches of the inputs that it has."""
 
-    def __init__(self, name: str, make_model: Callable[[], Any], make_batch: Callable[[int, Shape], dict[str, Any]]) -> None:
+    def __init__(
+        self, name: str, make_model: Callable[[], Any], make_batch: Callable[[int, Shape], dict[str, Any]]
+    ) -> None:
         super().__init__()
         self.name, self._make_model, self.dummy = name, make_model, make_batch  # type: ignore[method-assign]
 
@@ -192,7 +194,9 @@ def _cases() -> Iterator[Case]:
     bert = partial(Case, make_task=lambda: FromConfig("bert", _bert, _tokens), shape=(256,), rows=(8, 32, 96))
     yield bert(name="bert-base fused bf16")
     yield bert(name="bert-base foreach fp32", optimizer="adamw-foreach", precision="fp32", rows=(8, 32, 64))
-    yield bert(name="bert-base adafactor bf16 checkpointed", optimizer="adafactor", checkpointing="on", rows=(16, 64, 192))
+    yield bert(
+        name="bert-base adafactor bf16 checkpointed", optimizer="adafactor", checkpointing="on", rows=(16, 64, 192)
+    )
 
     gpt2 = partial(
         Case, make_task=lambda: FromConfig("gpt2", partial(_gpt2, 768, 12, 12), _tokens), shape=(512,), rows=(4, 16, 32)
@@ -201,7 +205,10 @@ def _cases() -> Iterator[Case]:
     yield gpt2(name="gpt2-small foreach fp32", optimizer="adamw-foreach", precision="fp32", rows=(2, 8, 24))
     yield gpt2(name="gpt2-small sgd bf16 checkpointed", optimizer="sgd", checkpointing="on", rows=(8, 32, 64))
     medium = partial(
-        Case, make_task=lambda: FromConfig("gpt2-medium", partial(_gpt2, 1024, 24, 16), _tokens), shape=(512,), rows=(2, 8, 24)
+        Case,
+        make_task=lambda: FromConfig("gpt2-medium", partial(_gpt2, 1024, 24, 16), _tokens),
+        shape=(512,),
+        rows=(2, 8, 24),
     )
     yield medium(name="gpt2-medium fused bf16")
     yield medium(name="gpt2-medium adafactor bf16", optimizer="adafactor")
@@ -218,16 +225,18 @@ def _cases() -> Iterator[Case]:
     yield qlora1(name="llama-1b qlora fused bf16 padded")
     yield qlora1(name="llama-1b qlora fused bf16 packed", layout="packed")
 
-    lora8 = partial(
-        Case, make_task=partial(_llama, "8b", lora=True), shape=(1024,), rows=(1, 2, 6), needs=("peft",)
-    )
+    lora8 = partial(Case, make_task=partial(_llama, "8b", lora=True), shape=(1024,), rows=(1, 2, 6), needs=("peft",))
     yield lora8(name="llama-8b lora fused bf16 padded")
     yield lora8(name="llama-8b lora fused bf16 packed", layout="packed")
-    yield lora8(name="llama-8b lora fused bf16 packed checkpointed", layout="packed", checkpointing="on", rows=(4, 16, 48))
+    yield lora8(
+        name="llama-8b lora fused bf16 packed checkpointed", layout="packed", checkpointing="on", rows=(4, 16, 48)
+    )
     qlora8 = partial(lora8, make_task=partial(_llama, "8b", lora=True, load_in="4bit"), needs=("peft", "bitsandbytes"))
     yield qlora8(name="llama-8b qlora fused bf16 padded")
     yield qlora8(name="llama-8b qlora fused bf16 packed", layout="packed")
-    yield qlora8(name="llama-8b qlora fused bf16 packed checkpointed", layout="packed", checkpointing="on", rows=(4, 16, 48))
+    yield qlora8(
+        name="llama-8b qlora fused bf16 packed checkpointed", layout="packed", checkpointing="on", rows=(4, 16, 48)
+    )
 
     vit = partial(Case, make_task=lambda: FromConfig("vit", _vit, _images), shape=(), rows=(16, 64, 192))
     yield vit(name="vit-b fused bf16")

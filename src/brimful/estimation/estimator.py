@@ -362,11 +362,13 @@ class _Estimator:
             fit = self._fit(memory, shape)
         return memory, fit
 
-    def _traced(self, task: Task, setting: TracedSetting, shape: Shape, *, lengths: bool = False) -> StepMemory:
+    def _traced(
+        self, task: Task, setting: TracedSetting, shape: Shape, *, lengths: bool = False, like: StepMemory | None = None
+    ) -> StepMemory:
         own_lengths = lengths and (task.has_dummy or self.request.rows is None)
         return StepMemory(
             with_weights(task, setting.weights), setting, shape, lengths=own_lengths, step_rows=self.request.step_rows,
-            progress=self.request.progress,
+            like=like, progress=self.request.progress,
         )  # fmt: skip
 
     def _peaks(self, memory: StepMemory, rows: int, shape: Shape, **options: Any) -> Peaks:
@@ -440,7 +442,7 @@ class _Estimator:
         ]
         for change, other_task, setting, lengths in changes:
             try:
-                yield self._fit(self._traced(other_task, setting, lengths), lengths, change)
+                yield self._fit(self._traced(other_task, setting, lengths, like=memory), lengths, change)
             except TaskError as error:
                 self._assume(f"{change} could not be traced: {error}")
 
@@ -451,7 +453,7 @@ class _Estimator:
             setting = replace(self._setting(card), checkpointing=memory.setting.checkpointing)
             if setting not in traced:
                 lengths = self._shape(self.request.task, setting)
-                traced[setting] = self._traced(self.request.task, setting, lengths), lengths
+                traced[setting] = self._traced(self.request.task, setting, lengths, like=memory), lengths
             fit = self._fit(*traced[setting], limit_bytes=card.limit_bytes)
             yield CardFit(card=card, limit_bytes=card.limit_bytes, fit=fit)
 

@@ -29,23 +29,31 @@ class StepMemory:
 
     def __init__(
         self, task: Task, setting: TracedSetting, longest: Shape, *, lengths: bool, step_rows: int,
-        progress: Callable[[str], object],
+        like: "StepMemory | None" = None, progress: Callable[[str], object],
     ) -> None:  # fmt: skip
         """Args:
         longest: The longest row, or the mean one where rows are packed.
         lengths: Whether to predict other lengths, too.
+        like: The memory of the same task at another setting. Where its allocations grow with the rows in a straight line, two sizes
+            are enough.
         step_rows: Rows of the whole step in one process. A micro-batch of that many holds no gradients meanwhile.
         progress: Called with a phrase before each trace.
         """
         self.setting, self.step_rows, self.notes = setting, step_rows, TraceNotes()
         self._histories: list[History] = []
-        for rows, shape in sizes_to_trace(longest, lengths=lengths, packed=setting.layout == "packed"):
+        sizes = sizes_to_trace(longest, lengths=lengths, packed=setting.layout == "packed")
+        for rows, shape in sizes[:2] if like is not None and like.is_linear and not lengths else sizes:
             progress(f"trace {setting.describe()}: {rows} rows{' of ' if shape else ''}{'+'.join(map(str, shape))}")
             history, self.notes = trace_step(task, rows, shape, setting)
             self._histories.append(history)
         self._symbolic = _fitted(self._histories) or _fitted([one for one in self._histories if one.shape == longest])
         self.knows_lengths = lengths and self._symbolic is not None and self._symbolic.varies_lengths
         self.peaks = lru_cache(maxsize=4096)(self._peaks)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether no allocation grows with the square of the rows."""
+        return self._symbolic is not None and self._symbolic.is_linear
 
     @property
     def interpolates(self) -> bool:

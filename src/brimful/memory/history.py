@@ -218,6 +218,12 @@ class SymbolicHistory:
         """Whether it was fitted to more than one shape, so that other lengths can be asked for."""
         return self._shapes > 1
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether no allocation grows with the square of the rows."""
+        squares = [index for index, powers in enumerate(self._powers) if powers[0] > 1]
+        return not self._coefficients[squares].any()
+
     def _of_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
         chosen: NDArray[np.bool_] = np.isin(self._kinds, kinds)
         return chosen

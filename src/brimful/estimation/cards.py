@@ -19,6 +19,8 @@ SINCE_FLASH = (8, 0)
 """Compute capability from which torch has flash attention, and bf16 is fast."""
 UNNAMED = "a card"
 NEAR = 5
+USUAL = "RTX 4090"
+"""The card that is looked at closely where all are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ CARDS = (
 
 def all_cards() -> tuple[Card, ...]:
     """From the smallest to the largest."""
-    return tuple(sorted(CARDS, key=lambda card: (card.total_bytes, card.name)))
+    return tuple(sorted(CARDS, key=lambda card: (card.limit_bytes, card.name)))
 
 
 def find_card(name: str | None, memory: int | str | None = None) -> Card:
@@ -142,7 +144,7 @@ def find_card(name: str | None, memory: int | str | None = None) -> Card:
         if here is not None:
             return here
         if name == "all":
-            return max(CARDS, key=lambda card: card.total_bytes)
+            return next(card for card in CARDS if card.name == USUAL)
         raise BadOption(
             'gpu= is needed, because this machine has no GPU. Try: gpu="RTX 4090", gpu="all", or memory="24GiB".'
         )

@@ -147,9 +147,11 @@ class Estimate:
             return f"{self.task} does not fit {self.card.name}: one row{lengths} takes {need}, and {show_bytes(self.limit_bytes)} can be used"
         if not self.fits:
             return f"{self.task} on {self.card.name}: {show_rows(self.size.rows)}{lengths} do not fit, {self.fit.largest} are the most"
+        if self.fit.accumulation == 1:
+            return f"{self.task} fits {self.card.name}: the whole step of {show_rows(self.fit.recommended)}{lengths}"
         return (
-            f"{self.task} on {self.card.name}: {show_rows(self.fit.recommended)}{lengths} × {self.fit.accumulation} recommended, "
-            f"{self.fit.largest} at most"
+            f"{self.task} fits {self.card.name}: micro-batches of {show_rows(self.fit.recommended)}{lengths} recommended, "
+            f"{self.fit.accumulation} per step; {show_rows(self.fit.largest)} at most"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +165,7 @@ class Estimate:
 
     def __str__(self) -> str:
         peak = f"{show_bytes(self.peak_allocated_bytes)} allocated, {show_bytes(self.peak_reserved_bytes)} reserved"
-        return f"{self.headline}. Predicted peak of {show_rows(self.size.rows)}: {peak}, within {self.error:.1%}."
+        return f"{self.headline}. Predicted peak of {show_rows(self.size.rows)}: {peak} (largest error seen so far: {self.error:.1%})."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,6 +481,8 @@ class _Estimator:
         self._assume(
             f"{show_bytes(WORKSPACE_BYTES)} of workspaces and {show_bytes(self.card.context_bytes)} of CUDA context beside torch's own memory"
         )
+        if memory.has_convolutions:
+            self._assume("cuDNN's workspaces for convolutions are not counted")
         self._assume("expandable segments, which the brimful command switches on")
         if request.options.processes > 1:
             self._assume(_SHARDING[request.sharding])

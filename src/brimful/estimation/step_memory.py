@@ -51,6 +51,10 @@ class StepMemory:
         self.peaks = lru_cache(maxsize=4096)(self._peaks)
 
     @property
+    def has_convolutions(self) -> bool:
+        return any(origin.endswith("convolution") for origin in self._histories[0].origins)
+
+    @property
     def is_linear(self) -> bool:
         """Whether no allocation grows with the square of the rows."""
         return self._symbolic is not None and self._symbolic.is_linear

@@ -152,13 +152,13 @@ class Tracer(TorchDispatchMode):
         self.kinds: list[Kind] = []
         self.origins: list[str] = []
         self._live: dict[int, tuple[int, Any]] = {}
-        self._phase, self._in_model = "", False
+        self._phase, self._in_model, self._after_head = "", False, False
         self._modules: list[str] = []
         self._resized: dict[int, int] = {}
 
     def mark(self, phase: str) -> None:
         """What follows belongs to this phase."""
-        self._phase, self._in_model = phase, False
+        self._phase, self._in_model, self._after_head = phase, False, False
         self._modules.clear()
         self.marks.append((len(self.events), phase))
 
@@ -181,7 +181,7 @@ class Tracer(TorchDispatchMode):
 
         def leave(module: nn.Module, _: Any, __: Any) -> None:
             if module in names and self._modules:
-                self._modules.pop()
+                self._after_head |= self._modules.pop().rpartition(".")[2] in HEADS
 
         handles = [
             nn.modules.module.register_module_forward_pre_hook(enter),
@@ -250,7 +250,7 @@ class Tracer(TorchDispatchMode):
             if not self._modules:
                 return "loss" if self._in_model else "batch"
             inner = self._modules[-1]
-            if not inner or inner.rpartition(".")[2] in HEADS:
+            if inner.rpartition(".")[2] in HEADS or (not inner and self._after_head):
                 return "loss"
         return "activations"
 

@@ -65,7 +65,7 @@ def _bar(estimate: Estimate) -> Text:
 def _facts(estimate: Estimate) -> Table:
     card, size = estimate.card, estimate.size
     reserved = tr(
-        "{allocated} allocated, {reserved} reserved ({native} without expandable segments), within {error:.1%}",
+        "{allocated} allocated, {reserved} reserved ({native} without expandable segments); largest error seen so far {error:.1%}",
         allocated=show_bytes(size.allocated_bytes), reserved=show_bytes(size.reserved_bytes),
         native=show_bytes(estimate.reserved_native_bytes), error=estimate.error,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def _cards(cards: Iterable[CardFit]) -> Table:
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
     return table

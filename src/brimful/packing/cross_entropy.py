@@ -6,6 +6,9 @@ states and head are made chunk by chunk in the forward pass, and backward multip
 and none are computed twice. In fp16 small gradients would vanish before the loss scale reaches them, so there the chunks are
 computed again in backward, with the factor.
 
+torch has `F.linear_cross_entropy` since 2.13. It is not used: a sum over bf16 comes out in bf16 (334 for 50 tokens), logits
+have no factor and no cap, and with label smoothing they are all in memory at once.
+
 `linear_token_losses` gives the loss of every token instead of their sum, for losses that are not a plain sum, such as those of
 preferences. Each token then has a factor of its own, and only backward knows it. Gradients of hidden states are still made in
 the forward pass; if the head is trained too, its chunks are computed again in backward.
@@ -17,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from brimful.packing.attention import HAS_TRITON, has_kernels
 
 CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024
 """Logits of one chunk, in bytes, unless that would be fewer tokens than this: the sum of the head's gradients is read and
@@ -146,7 +151,7 @@ def _run(
     for each token."""
     wide = torch.promote_types(dtype, torch.float32)
     words = weight.shape[0]
-    width = -(-words // ALIGNED) * ALIGNED if _has_kernel(hidden.device, dtype) else words
+    width = -(-words // ALIGNED) * ALIGNED if has_kernels(hidden.device, dtype) else words
     head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     if width > words:  # a fill of nothing would still copy the head, 1 GiB of an 8B's
         head = F.pad(head, (0, 0, 0, width - words))
@@ -172,10 +177,6 @@ def _run(
     return losses, d_hidden, d_weight, d_bias
 
 
-def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
 def _add_product(total: Tensor, gradient: Tensor, part: Tensor) -> None:
     """`total += gradient.T @ part`, with the sum over tokens in `total`'s wider type."""
     if gradient.dtype == total.dtype:
@@ -193,7 +194,7 @@ def _loss_to_gradient(
 
     The gradient is multiplied by `factor`, if any, before it is rounded to the precision of the logits.
     """
-    if _has_kernel(logits.device, logits.dtype):
+    if HAS_TRITON and has_kernels(logits.device, logits.dtype):
         from brimful.packing.triton_kernels import cross_entropy
 
         return cross_entropy(logits, words, labels, *rule, wanted, factor)

@@ -14,7 +14,6 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.integrations import sdpa_attention
 
 from brimful import Task
-from brimful.estimation import estimator
 from brimful.estimation.estimator import ERRORS, WORKSPACE_BYTES
 from brimful.estimation.fake_cuda import load_shim, replaced
 from brimful.estimation.step_memory import StepMemory

@@ -44,7 +44,18 @@ class Gpt2(Task):
     worst_shape = (256,)
 
     def model(self):
-        return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=512, n_positions=256, bos_token_id=0, eos_token_id=1, use_cache=False))
+        return GPT2LMHeadModel(
+            GPT2Config(
+                n_embd=64,
+                n_layer=2,
+                n_head=2,
+                vocab_size=512,
+                n_positions=256,
+                bos_token_id=0,
+                eos_token_id=1,
+                use_cache=False,
+            )
+        )
 
     def dummy(self, rows, shape):
         ids = torch.ones(rows, shape[0], dtype=torch.long)
@@ -58,8 +69,16 @@ class Cnn(Task):
     worst_shape = (64,)
 
     def model(self):
-        layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1)]
-        return nn.Sequential(*layers, nn.GroupNorm(4, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+        layers = [
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.SiLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+        ]
+        return nn.Sequential(
+            *layers, nn.GroupNorm(4, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+        )
 
     def dummy(self, rows, shape):
         side = shape[0]
@@ -89,7 +108,12 @@ def peaks_of(history, **options):
     ("task", "rows", "shape", "options"),
     [
         (Pretrain(LanguageOptions(model="chatlm-tiny")), 9, (96, 72), {"autocast": torch.bfloat16}),
-        (Pretrain(LanguageOptions(model="chatlm-tiny")), 300, (128, 128), {"autocast": torch.bfloat16, "layout": "packed"}),
+        (
+            Pretrain(LanguageOptions(model="chatlm-tiny")),
+            300,
+            (128, 128),
+            {"autocast": torch.bfloat16, "layout": "packed"},
+        ),
         (Gpt2(), 11, (224,), {"autocast": torch.bfloat16}),
         (Gpt2(), 11, (224,), {"checkpointing": "on"}),
         (Cnn(), 11, (48,), {}),
@@ -191,7 +215,9 @@ def test_foreach_is_chosen_where_torch_chooses_it_on_a_gpu():
 def test_checkpointing_keeps_less():
     class Deep(Plain):
         def model(self):
-            return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+            return nn.Sequential(
+                *(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()) for _ in range(8))
+            )
 
         def dummy(self, rows, shape):
             return torch.zeros(rows, 256)
@@ -223,7 +249,9 @@ def test_adapters_by_peft_train_little():
 
     class Adapted(Gpt2):
         def model(self):
-            return peft.get_peft_model(super().model(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+            return peft.get_peft_model(
+                super().model(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+            )
 
     plain, adapted = (peaks_of(trace_step(task, 2, (64,), setting())[0]).kinds for task in (Gpt2(), Adapted()))
     assert adapted["parameters"] > plain["parameters"]
@@ -288,10 +316,10 @@ def test_a_mask_of_the_batch_that_is_all_ones_is_known():
 
     full, short = Masked(), Masked()
     full.mask = lambda rows, length: torch.ones(rows, length, dtype=torch.long)
-    short.mask = lambda rows, length: torch.ones(rows, length, dtype=torch.long).index_fill(1, torch.tensor([length - 1]), 0)
-    kernels = [
-        set(trace_step(task, 2, (64,), setting(autocast=torch.bfloat16))[1].attention) for task in (full, short)
-    ]
+    short.mask = lambda rows, length: torch.ones(rows, length, dtype=torch.long).index_fill(
+        1, torch.tensor([length - 1]), 0
+    )
+    kernels = [set(trace_step(task, 2, (64,), setting(autocast=torch.bfloat16))[1].attention) for task in (full, short)]
     assert kernels == [{"flash"}, {"memory-efficient"}]
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
-from brimful import Loss, Task
+from brimful import Task
 from brimful.memory.layout import LayoutName
 from brimful.planning.plan_options import Checkpointed
 from brimful.task import Precision, Shape
@@ -54,6 +53,7 @@ class Case:
     def task(self) -> Task:
         """The model's task with the optimizer of this case."""
         task = self.make_task()
+        task.use_device(torch.device("cuda"), self.precision)
         if self.optimizer in ("adafactor", "adamw8bit"):
             return with_optimizer(task, TrainOptions(optimizer=self.optimizer))
         task.optimizer = partial(_torch_optimizer, self.optimizer)  # type: ignore[method-assign]
@@ -157,7 +157,7 @@ def _llama_folder(size: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"brimful-llama-{size}-"))
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "max_position_embeddings": 8192,
-        "rope_theta": 500_000.0, "torch_dtype": "bfloat16", "bos_token_id": 128_000, "eos_token_id": 128_001, **LLAMA[size],
+        "rope_theta": 500_000.0, "dtype": "bfloat16", "bos_token_id": 128_000, "eos_token_id": 128_001, **LLAMA[size],
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -29,7 +29,7 @@ from brimful.memory.layout import LayoutName
 from brimful.planning.levers import with_weights
 from brimful.planning.plan_options import AutoCheckpointed, Checkpointed, PlanOptions, Weights
 from brimful.planning.planner import planned_shape
-from brimful.planning.probe import mean_row, read_rows, with_dummy
+from brimful.planning.probe import mean_row, read_rows, real_batches, with_dummy
 from brimful.show import open_view
 from brimful.task import Dataset, Precision, Shape, Task
 from brimful.units import MiB, parse_bytes, show_bytes, show_rows
@@ -367,7 +367,7 @@ class _Estimator:
     def _traced(
         self, task: Task, setting: TracedSetting, shape: Shape, *, lengths: bool = False, like: StepMemory | None = None
     ) -> StepMemory:
-        own_lengths = lengths and (task.has_dummy or self.request.rows is None)
+        own_lengths = lengths and real_batches(task) is None  # the data may have no rows of other lengths
         return StepMemory(
             with_weights(task, setting.weights), setting, shape, lengths=own_lengths, step_rows=self.request.step_rows,
             like=like, progress=self.request.progress,

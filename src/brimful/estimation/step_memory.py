@@ -131,7 +131,8 @@ def sizes_to_trace(longest: Shape, *, lengths: bool, packed: bool = False) -> li
     >>> sizes_to_trace((256, 128), lengths=True)[2:4]
     [(5, (128, 128)), (2, (256, 64))]
     """
-    times = -(-PACKED_TOKENS // (2 * max(1, longest[-1]))) if packed and longest else 1
+    shortest = min(others for _, others in PARTS) if lengths else 1.0
+    times = -(-PACKED_TOKENS // int(ROWS[0] * max(1.0, shortest * longest[-1]))) if packed and longest else 1
     rows = [times * count for count in ROWS]
     if not lengths or not longest or min(longest) < 2 * STEP:
         return [(count, longest) for count in rows]

@@ -14,6 +14,7 @@ needed it:
 
 import gc
 import random
+import re
 import sys
 import weakref
 from collections import Counter
@@ -34,6 +35,7 @@ from brimful.estimation.fake_kernels import card_kernels
 from brimful.memory.context import StepContext, tensors_of
 from brimful.memory.history import FIRST_STEP, SECOND_STEP, History, Kind
 from brimful.memory.layout import LAYOUTS, LayoutName
+from brimful.memory.snapshot import RandomState
 from brimful.planning.levers import EVERY, Lever, checkpointing, repeated_blocks
 from brimful.planning.plan_options import Checkpointed, Weights
 from brimful.planning.planner import describe
@@ -282,12 +284,11 @@ class Tracer(TorchDispatchMode):
 
 def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> tuple[History, TraceNotes]:
     """The history of a step of this size."""
-    layout, notes = LAYOUTS[setting.layout], TraceNotes()
+    layout, notes, random_state = LAYOUTS[setting.layout], TraceNotes(), RandomState(torch.device("cpu"))
     batches = [layout.dummy(task, rows, shape) for _ in range(3)]  # real tensors, so that their values count
     model = describe(task)
     tracer, collects = Tracer(setting.device.type, notes), gc.isenabled()
     gc.collect()
-    random_state = random.getstate()
     random.seed(0)  # so that every size leaves the same layers out
     gc.disable()  # what is freed, and when, must not depend on other objects of the process
     try:
@@ -325,7 +326,7 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
             del context, optimizer, fakes, model
         events, marks = _in_order(tracer), list(tracer.marks)  # what is freed from here on is no part of it
     finally:
-        random.setstate(random_state)
+        random_state.restore()
         if collects:
             gc.enable()
     return History(rows, tuple(shape), events, marks, tracer.kinds, tracer.origins), notes
@@ -439,14 +440,20 @@ def _named_failures(task: Task, method: str) -> Iterator[None]:
             "Try: brimful plan, on the GPU."
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
-        raise TaskError(
-            f"task {task.name}: {in_one_line(error)} has no fake implementation, so its memory is unknown. "
-            "Try: torch.library.register_fake for it, or brimful plan, on the GPU."
-        ) from error
+        raise TaskError(_without_fake(task, in_one_line(error))) from error
     except Exception as error:
+        if custom := re.search(r"no fake impl registered for <CustomOpDef\((\S+)\)>", str(error)):
+            raise TaskError(_without_fake(task, custom[1])) from error
         raise TaskError(
             f"{failure(task, error, method, 'tensors without values')} Try: brimful plan, on the GPU."
         ) from error
+
+
+def _without_fake(task: Task, operation: str) -> str:
+    return (
+        f"task {task.name}: {operation} has no fake implementation, so its memory is unknown. "
+        "Try: torch.library.register_fake for it, or brimful plan, on the GPU."
+    )
 
 
 def _user_frame() -> str:

@@ -3,11 +3,16 @@
 import json
 import re
 import threading
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.report.chromium import Chromium, Page, chromium_path
 from tests.report.page.test_browser import contrast, luminance
+from tests.tasks.tiny import save
+from tests.tasks.tiny_causal import make_causal
 
 from .scripted_server import GiB, Reply, ScriptedServer, page, policy
 
@@ -862,6 +867,78 @@ def test_a_screen_reader_hears_the_whole_answer_once(tabs):
             )
             == 0
         )
+
+
+# ---- The real server
+
+
+@contextmanager
+def running(folder: Path, **changes):
+    """`brimful serve` in this process: its address, and what it says of itself."""
+    from brimful.planning.plan_options import PlanOptions
+    from brimful.planning.target import find_target
+    from brimful.serving.api import Api
+    from brimful.serving.chat_model import ChatModel
+    from brimful.serving.engine import Engine, EngineOptions
+    from brimful.serving.server import Server, ServerOptions, listen
+    from brimful.tasks.generate import GenerateOptions
+
+    defaults, options = GenerateOptions(**changes), ServerOptions(port=0)
+    target = find_target(PlanOptions(device="cpu", memory_limit="1GiB"))
+    model = ChatModel(str(folder), defaults, device=target.device, autocast=None)
+    engine = Engine(model.generator, target, EngineOptions()).start()
+    server, listener, ready = Server(Api(model, engine, "tiny", defaults), options), listen(options), threading.Event()
+    thread = threading.Thread(target=server.run, args=(listener, ready.set))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield SimpleNamespace(url=f"http://127.0.0.1:{listener.getsockname()[1]}/", token=None, engine=engine)
+    finally:
+        server.stop()
+        thread.join(60)
+        engine.close()
+        listener.close()
+
+
+def test_a_conversation_with_a_real_model(tabs, causal):
+    with running(causal.model) as server:
+        tab = tabs(server)
+        ask(tab, "甲的花？")
+        assert answers(tab) == "红色。"
+        ask(tab, "车？")
+        assert answers(tab) == "红色。\n红车。"  # which it knows only from the first question
+        tab.open(server.url)
+        assert questions(tab) == "甲的花？\n车？" and answers(tab) == "红色。\n红车。"
+        assert re.search(r"3 tokens · .* tokens/s", shown(tab, ".assistant .figures"))
+        assert "GiB memory" in shown(tab, "#memory")
+        assert tab.errors == [] and all(one.startswith((server.url, "data:")) for one in tab.requests)
+
+
+def test_questions_to_a_real_model(tabs, tiny):
+    with running(tiny.model) as server:
+        tab = tabs(server)
+        ask(tab, "甲的花是什么颜色？")
+        ask(tab, "乙的花是什么颜色？")
+        assert answers(tab) == "红色。\n橙色橙色。" and "does not remember" in shown(tab, "#note") and tab.errors == []
+
+
+def test_a_real_model_is_stopped_and_goes_on(tabs, causal, tmp_path):
+    """It knows nothing, so it does not know when to end."""
+    endless = save(make_causal(vocab_size=causal.template.vocab_size, max_position_embeddings=65_536), tmp_path / "endless", causal.tokenizer)  # fmt: skip
+    (endless / "chat_template.jinja").unlink()
+    with running(endless, max_new_tokens=60_000) as server:
+        tab = tabs(server)
+        write(tab, "甲的花")
+        tab.key("Enter")
+        tab.wait_for("document.querySelector('.assistant > .text').textContent.length > 20")
+        assert server.engine.state().running == 1
+        click(tab, "#stop")
+        tab.wait_for(IDLE)
+        wait_until(lambda: server.engine.state().running == 0)
+        text = tab.run("document.querySelector('.assistant > .text').textContent")
+        tab.open(server.url)
+        assert tab.run("document.querySelector('.assistant > .text').textContent") == text
+        assert tab.errors == []
 
 
 # ---- The file

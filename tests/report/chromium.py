@@ -178,6 +178,9 @@ class Page:
         for kind in ("rawKeyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
+    def close(self) -> None:
+        self._browser.send("Target.closeTarget", targetId=self._target)
+
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A PNG of the page, or of what the window shows."""
         answer = self.send(

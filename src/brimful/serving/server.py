@@ -556,6 +556,9 @@ def metrics_text(state: EngineState, responses: "Counter[tuple[str, int]]", drop
     metric("tokens_per_second", "gauge", "Tokens of answers in the last seconds.", ("", float(state.tokens_per_second)))
     metric("memory_used_bytes", "gauge", "Memory in use, measured.", ("", state.used_bytes))
     metric("memory_predicted_bytes", "gauge", "Predicted peak of the requests that run.", ("", state.predicted_bytes))
+    metric(
+        "memory_peak_bytes", "gauge", "The most in use since the start, where it is measured.", ("", state.peak_bytes)
+    )
     metric("memory_limit_bytes", "gauge", "Memory that may be used.", ("", state.limit_bytes))
     metric("out_of_memory_total", "counter", "Out-of-memory errors that were survived.", ("", state.ooms))
     name = "time_to_first_token_seconds"

@@ -1,5 +1,7 @@
 """A talk: questions with and without a memory of earlier ones, several lines, commands, and what does not end it."""
 
+import json
+
 import pytest
 import torch
 
@@ -180,3 +182,45 @@ def test_a_model_without_a_chat_template_continues_the_text(causal, tmp_path):
 def test_an_encoder_decoder_has_no_system_message(tiny):
     with pytest.raises(BadOption, match="needs a chat template"):
         Chat(tiny.model, GenerateOptions(), device=CPU, system="short")
+
+
+def test_a_question_may_have_several_lines(chat, monkeypatch):
+    asked = []
+    monkeypatch.setattr(chat, "_pieces", lambda ids: iter(["好"]))
+    monkeypatch.setattr(chat, "_remember", lambda question, answer: asked.append(question))
+    talk_output(chat, "one \\", "two", '"""three', "  four", 'five"""', '"""six"""', '"""', "seven", '"""')
+    assert asked == ["one\ntwo", "three\n  four\nfive", "six", "seven"]
+
+
+def test_a_question_that_goes_on_shows_another_prompt(chat):
+    prompts, lines = [], iter(["甲的\\", "花？"])
+
+    def read(prompt):
+        prompts.append(prompt)
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    talk(chat, read, lambda text: None)
+    assert prompts == ["> ", "… ", "> "]
+
+
+def test_the_talk_is_saved_as_text_or_json(chat, tmp_path):
+    plain, data = tmp_path / "talk.txt", tmp_path / "talk.json"
+    output, _ = talk_output(chat, "甲的花？", "/new", "乙的花？", f"/save {plain}", f"/save {data}")
+    assert f"(saved to {plain})" in output
+    said = ["甲的花？", "红色。", "乙的花？", "橙色橙色。"]
+    assert plain.read_text() == "user:\n甲的花？\n\nassistant:\n红色。\n\nuser:\n乙的花？\n\nassistant:\n橙色橙色。\n"
+    assert [message["content"] for message in json.loads(data.read_text())["messages"]] == said
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_talk(chat, tmp_path):
+    output, _ = talk_output(chat, f"/save {tmp_path / 'no' / 'talk.txt'}", "/save", "甲的花？")
+    assert "cannot be written (No such file or directory). Try: another file." in output
+    assert "/save needs the name of a file" in output and output.endswith("红色。\n")
+
+
+def test_an_answer_with_beams_is_one_piece(tiny):
+    chat = Chat(tiny.model, GenerateOptions(max_new_tokens=16, beams=2), device=CPU)
+    assert list(chat.ask(QUESTION)) == [ANSWER]

@@ -86,7 +86,7 @@ def serve(
 
     options = ServerOptions(
         host=host, port=port, token=token or os.environ.get("BRIMFUL_TOKEN") or None, grace_s=grace,
-        max_body_bytes=parse_bytes(max_body, flag="max_body"), log_requests=log_requests,
+        max_body_bytes=parse_bytes(max_body, flag="--max-body"), log_requests=log_requests,
     )  # fmt: skip
     from brimful.planning.plan_options import PlanOptions
     from brimful.planning.target import autocast_dtype, find_target

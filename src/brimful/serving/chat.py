@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _KEYS = (
     'A line that ends in \\ goes on, as does a text between two lines of """. '
-    "/save FILE writes the talk to a file, /quit or Ctrl-D ends, Ctrl-C stops an answer."
+    "Type /save FILE to write the talk to a file, /quit or Ctrl-D to end, Ctrl-C to stop an answer."
 )
 HELP: dict[Manner, str] = {
     "questions": "Each line is one question; the model does not remember earlier ones. " + _KEYS,
-    "conversation": "The model remembers the conversation. /new begins another, /system TEXT tells the model how to behave. "
+    "conversation": "The model remembers the conversation. Type /new to begin another, /system TEXT to tell the model how to behave. "
     + _KEYS,
     "continuation": "The model has no chat template: it continues each line as a text of its own. " + _KEYS,
 }
@@ -148,6 +148,8 @@ class Chat:
         answer = self._engine.submit(prompt)
         try:
             yield from answer
+        except DoesNotFit:
+            raise self._out_of_memory(ids) from None
         finally:
             self._engine.cancel(answer)
 
@@ -159,11 +161,14 @@ class Chat:
         except Exception as error:
             if not is_oom(error):
                 raise
-            raise DoesNotFit(
-                f"out of memory while answering a prompt of {len(ids):,} tokens. "
-                "Try: a shorter prompt, or a lower max_tokens.",
-                needed_bytes=0,
-            ) from None
+            raise self._out_of_memory(ids) from None
+
+    def _out_of_memory(self, ids: list[int]) -> DoesNotFit:
+        return DoesNotFit(
+            f"out of memory while answering a question of {len(ids):,} tokens. "
+            "Try: a shorter question, or a lower max_new_tokens=.",
+            needed_bytes=0,
+        )
 
     def _prompt(self, question: str) -> list[int]:
         """The tokens that the model is given; a causal model has room for one more at least."""

@@ -519,8 +519,8 @@ def test_the_page_may_load_nothing_from_elsewhere(server):
 def test_sigterm_finishes_what_is_in_flight_and_exits_with_0(causal):
     with command(causal.model, "--name", NAME) as made:
         url = f"{made.url}{CHAT}"
-        # Tokens become likelier each time, so the answer does not end before its limit.
-        body = json.dumps(question("乙的花？", stream=True, max_tokens=480, frequency_penalty=-2)).encode()
+        # A token that was generated becomes likelier, so the answer does not end before its limit.
+        body = json.dumps(question("乙的花？", stream=True, max_tokens=480, repetition_penalty=0.01)).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             first = response.readline()

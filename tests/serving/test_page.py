@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.report.chromium import Chromium, Page, chromium_path
-from tests.report.page.test_browser import contrast, luminance
+from tests.report.chromium import Chromium, Page, chromium_path, contrast, luminance
 from tests.tasks.tiny import save
 from tests.tasks.tiny_causal import make_causal
 
@@ -227,6 +226,21 @@ def test_the_enter_that_ends_a_chinese_word_does_not_send(tabs):
         tab.key("Enter")
         tab.wait_for(IDLE)
         assert sent(server) == ["user: 天"]
+
+
+def test_enter_on_a_touch_keyboard_breaks_the_line(tabs):
+    """It has no Shift+Enter."""
+    with ScriptedServer() as server:
+        tab = tabs(server, width=360, height=740)
+        tab.send("Emulation.setTouchEmulationEnabled", enabled=True)
+        tab.wait_for("matchMedia('(pointer: coarse)').matches")
+        write(tab, "one")
+        for kind in ("keyDown", "keyUp"):
+            tab.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")  # fmt: skip
+        assert tab.run("document.getElementById('question').value") == "one\n"
+        click(tab, "#send")
+        tab.wait_for(IDLE)
+        assert sent(server) == ["user: one"]
 
 
 def test_nothing_is_sent_while_an_answer_is_written(tabs):

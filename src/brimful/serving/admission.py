@@ -10,13 +10,14 @@ Every answer counts with its full length, because a batch that was admitted shou
 is of the padded batch: rows × the longest. If memory runs out all the same, the model is raised, and the engine halves the batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from brimful.memory.forward import Forward, next_phase
-from brimful.memory.meter import has_peak_statistics
+from brimful.errors import DoesNotFit
+from brimful.memory.forward import Forward, next_phase, probe_sizes
 from brimful.planning.target import Target
 from brimful.serving.batch import RowTokens, prefill
 from brimful.serving.sampling import Sampling, choose
@@ -24,8 +25,10 @@ from brimful.task import Shape
 from brimful.tasks.generate import PROBE_SOURCE, Generator
 from brimful.tasks.model_folder import text_config
 
-PROBE_ANSWER = 16
+PROBE_ANSWER = 128
 """Tokens of an encoder-decoder's answer in the longest probe."""
+SHORTEST_PROBE = 8
+"""Tokens of the longest probe at least."""
 DECODED = 2
 """Tokens that a probe decodes."""
 
@@ -46,8 +49,19 @@ class Admission:
         self._fill = target.fill
 
     def fit(self) -> None:
-        """Probe. The budget before anything runs is the budget when nothing runs."""
-        self._forward.fit(self._longest)
+        """Probe, with shorter texts if not all probes fit: those that are left out would show what memory grows with."""
+        longest = self._longest
+        while True:
+            smallest = max(longest) <= SHORTEST_PROBE
+            try:
+                complete = len(self._forward.fit(longest).probes) == len(probe_sizes(longest))
+            except DoesNotFit:
+                if smallest:
+                    raise
+                complete = False
+            if complete or smallest:
+                return
+            longest = tuple(max(SHORTEST_PROBE, length // 2) for length in longest)
 
     @property
     def memory_model(self) -> dict[str, Any]:
@@ -58,21 +72,22 @@ class Admission:
         added, reason = self._forward.added_budget()
         return added + held_bytes, reason
 
-    def needed_bytes(self, held_bytes: int, new: Sequence[Shape], final: Sequence[Shape]) -> float:
-        """The peak if rows of the shapes `new` are prefilled now and all rows grow to their `final` shapes."""
-        prefilled = self._forward.phase_bytes(len(new), widest(new), "forward") + held_bytes if new else 0.0
-        return max(prefilled, self._forward.phase_bytes(len(final), widest(final), "decoding", "choosing"))
+    def needed_bytes(self, size: "BatchSize") -> float:
+        """The peak of this batch, from now to its end."""
+        decoding = self._forward.phase_bytes(size.rows, size.final, "decoding", "choosing")
+        if not size.new_rows:
+            return decoding
+        return max(decoding, self._forward.phase_bytes(size.new_rows, size.prefilled, "forward") + size.held_bytes)
 
     def out_of_memory(self, predicted_bytes: float) -> None:
         """Raise the model to what was there and was not enough. Nothing is held any more."""
         self._forward.ooms += 1
         self._forward.correct(predicted_bytes, self.budget(0)[0] / self._fill)
 
-    def measured(self, predicted_bytes: float, idle_bytes: int) -> None:
-        """Where the device counts peaks: raise the model if the last batches took more than predicted."""
-        if has_peak_statistics(self._device) and predicted_bytes:
-            peak = torch.accelerator.max_memory_allocated(self._device) - idle_bytes
-            self._forward.correct(predicted_bytes, peak)
+    def measured(self, predicted_bytes: float, added_bytes: int) -> None:
+        """Raise the model if the last batches took more than predicted."""
+        if predicted_bytes:
+            self._forward.correct(predicted_bytes, added_bytes)
 
     @torch.no_grad()
     def _work(self, rows: int, shape: Shape) -> None:
@@ -90,6 +105,23 @@ class Admission:
         choose(scores, costly)
 
 
-def widest(shapes: Sequence[Shape]) -> Shape:
-    """Rows side by side are as long as the longest, on every axis."""
-    return tuple(max(lengths) for lengths in zip(*shapes, strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSize:
+    """What drives the memory of a batch: its rows as long as they may get, and those that are prefilled now."""
+
+    held_bytes: int
+    """Of the cache that there is."""
+    rows: int = 0
+    final: Shape = ()
+    new_rows: int = 0
+    prefilled: Shape = ()
+
+    def with_row(self, final: Shape, prefilled: Shape = ()) -> "BatchSize":
+        """With a further row, which is prefilled now if `prefilled` is given. Rows side by side are as long as the longest."""
+        return BatchSize(
+            held_bytes=self.held_bytes,
+            rows=self.rows + 1,
+            final=tuple(map(max, self.final or final, final)),
+            new_rows=self.new_rows + bool(prefilled),
+            prefilled=tuple(map(max, self.prefilled or prefilled, prefilled)) or self.prefilled,
+        )

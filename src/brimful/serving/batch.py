@@ -113,7 +113,7 @@ class CausalBatch:
             optional = {CACHE_NAMES[1]: self.cache}
         optional = {name: value for name, value in {**optional, "logits_to_keep": 1}.items() if name in arguments}
         output = self._generator.model(input_ids=ids, use_cache=True, **optional)
-        return output.logits[:, -1]
+        return _last(output.logits)
 
 
 class EncoderDecoderBatch:
@@ -142,9 +142,8 @@ class EncoderDecoderBatch:
         assert generator.start_id is not None
         answers = [[generator.start_id, *row.answer] for row in rows]
         decoded, _ = _padded(answers, pad, device, left=True)
-        cache = EncoderDecoderCache(
-            DynamicCache(config=generator.model.config), DynamicCache(config=generator.model.config)
-        )
+        # Its own configuration: the decoder may have more layers than the encoder, whose number the model's names.
+        cache = EncoderDecoderCache(DynamicCache(config=generator.model.get_decoder().config), DynamicCache())
         lengths = [len(answer) for answer in answers]
         batch = cls(generator, cache, [len(row.prompt) for row in rows], lengths, mask)
         return batch, batch._scores(decoded, generator.model.get_encoder()(input_ids=ids, attention_mask=mask))
@@ -194,7 +193,7 @@ class EncoderDecoderBatch:
             past_key_values=self.cache,
             use_cache=True,
         )
-        return output.logits[:, -1]
+        return _last(output.logits)
 
 
 Batch = CausalBatch | EncoderDecoderBatch
@@ -237,6 +236,11 @@ def joinable(generator: Generator) -> tuple[bool, str]:
     if not off <= tolerance:  # NaN as well
         return False, f"joined rows give other scores than alone (off by {off:.2g} standard deviations)"
     return True, f"joined rows give the scores of the same rows alone (within {off:.1g} standard deviations)"
+
+
+def _last(scores: torch.Tensor) -> torch.Tensor:
+    """Those of the last place, without holding on to the others."""
+    return scores[:, -1] if scores.shape[1] == 1 else scores[:, -1].clone()
 
 
 def _padded(

@@ -29,10 +29,11 @@ import torch
 
 from brimful.errors import BadOption, BrimfulError, DoesNotFit, InternalError, ServerBusy, in_one_line
 from brimful.memory.forward import eval_mode
+from brimful.memory.ledger import Ledger
 from brimful.memory.meter import allocated_bytes, has_peak_statistics
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.target import Target
-from brimful.serving.admission import Admission
+from brimful.serving.admission import Admission, BatchSize
 from brimful.serving.answer import Answer, Prompt
 from brimful.serving.batch import Batch, RowTokens, joinable, prefill
 from brimful.serving.sampling import Sampling, choose
@@ -92,6 +93,8 @@ class EngineState:
     tokens_per_second: float
     used_bytes: int
     predicted_bytes: int
+    peak_bytes: int | None
+    """The most that was in use since the start, where that is measured: on a GPU, and under a limit on the CPU."""
     limit_bytes: int | None
     ooms: int
     prompt_tokens: int
@@ -159,6 +162,8 @@ class Engine:
         """Rows of the round that is running."""
         self._predicted = self._highest_predicted = 0.0
         self._idle_bytes = 0
+        self._ledger: Ledger | None = None
+        self._peak_bytes: int | None = None
         self._counts = _Counts()
         self._recent: deque[tuple[float, int]] = deque()
         self._ends: deque[float] = deque(maxlen=64)
@@ -245,6 +250,7 @@ class Engine:
             tokens_per_second=sum(tokens for _, tokens in recent) / max(span, 0.5) if recent else 0.0,
             used_bytes=self._used_bytes(),
             predicted_bytes=round(self._idle_bytes + (self._predicted if self._running else 0)),
+            peak_bytes=self._peak_bytes if self._ledger is None else self._ledger.peak_bytes,
             limit_bytes=None if self.target is None else self.target.limit_bytes,
             ooms=counts.ooms,
             prompt_tokens=counts.prompt_tokens,
@@ -297,7 +303,7 @@ class Engine:
         try:
             with ExitStack() as stack:
                 if self.target is not None:
-                    stack.enter_context(self.target.hold(model))
+                    self._ledger = stack.enter_context(self.target.hold(model))
                 stack.enter_context(eval_mode(model, device))
                 # One context for all tokens: autocast keeps the weights that it has converted until its end.
                 stack.enter_context(self.generator.autocast())
@@ -410,32 +416,32 @@ class Engine:
         chosen: list[_Row] = []
         most_tokens = PREFILL_TOKENS.get(self.generator.device.type, OTHER_PREFILL_TOKENS)
         held = 0 if self._batch is None else self._batch.cache_bytes
+        size = BatchSize(held_bytes=held)
+        for row in self._running:
+            size = size.with_row(self._final_shape(row))
         budget: int | None = None
         for row in list(self._waiting):
             if len(self._running) + len(chosen) >= self._row_limit:
                 break
-            trial = [*chosen, row]
-            if chosen and sum(len(one.tokens.prompt) + len(one.tokens.answer) for one in trial) > most_tokens:
+            prefilled = self._prefill_shape(row)
+            if chosen and most_tokens < sum(prefilled):
                 break
+            trial = size.with_row(self._final_shape(row), prefilled)
             if self._admission is not None:
                 budget = self._admission.budget(held)[0] if budget is None else budget
-                needed = self._needed(held, trial)
+                needed = self._admission.needed_bytes(trial)
                 if needed > budget:
                     if self._running or chosen:
                         break
                     self._refuse(row, needed, budget)
                     continue
                 self._predict(needed)
-            chosen = trial
+            size, most_tokens = trial, most_tokens - sum(prefilled)
+            chosen.append(row)
         return chosen
 
     def _predict(self, needed: float) -> None:
         self._predicted, self._highest_predicted = needed, max(needed, self._highest_predicted)
-
-    def _needed(self, held: int, new: list[_Row]) -> float:
-        assert self._admission is not None
-        final = [self._final_shape(row) for row in [*self._running, *new]]
-        return self._admission.needed_bytes(held, [self._prefill_shape(row) for row in new], final)
 
     def _prefill_shape(self, row: _Row) -> Shape:
         source, answer = len(row.answer.prompt.tokens), len(row.answer.tokens)
@@ -529,12 +535,17 @@ class Engine:
         self._batch.keep(places)
         self._next_tokens = self._next_tokens[places]
         if self._admission is not None:
-            self._predicted = self._needed(self._batch.cache_bytes, [])
+            size = BatchSize(held_bytes=self._batch.cache_bytes)
+            for row in left:
+                size = size.with_row(self._final_shape(row))
+            self._predicted = self._admission.needed_bytes(size)
 
     def _measure(self) -> None:
         """Where the device counts peaks, a batch that took more than predicted raises the memory model."""
         if self._admission is not None and has_peak_statistics(self.generator.device):
-            self._admission.measured(self._highest_predicted, self._idle_bytes)
+            peak = torch.accelerator.max_memory_allocated(self.generator.device)
+            self._peak_bytes = max(self._peak_bytes or 0, peak)
+            self._admission.measured(self._highest_predicted, peak - self._idle_bytes)
             self._highest_predicted = 0.0
             torch.accelerator.reset_peak_memory_stats(self.generator.device)
 

@@ -924,7 +924,7 @@ def test_a_conversation_with_a_real_model(tabs, causal):
         tab.open(server.url)
         assert questions(tab) == "甲的花？\n车？" and answers(tab) == "红色。\n红车。"
         assert re.search(r"3 tokens · .* tokens/s", shown(tab, ".assistant .figures"))
-        assert "GiB memory" in shown(tab, "#memory")
+        tab.wait_for("document.getElementById('memory').textContent.includes('GiB memory')")
         assert tab.errors == [] and all(one.startswith((server.url, "data:")) for one in tab.requests)
 
 

@@ -152,6 +152,7 @@ def test_stop_ends_the_request_and_keeps_what_has_come(tabs, by):
         tab.wait_for(IDLE)
         assert server.cancelled.wait(30)
         assert answers(tab).strip() == "It is" and "Stopped" in shown(tab, ".assistant .foot")
+        assert "≈ 1 token" in shown(tab, ".assistant .foot")  # the server did not come to count them
         server.reply = lambda body: Reply()
         ask(tab, "And now?")
         assert answers(tab).endswith("It is blue.") and tab.errors == []
@@ -722,6 +723,13 @@ def test_speed_and_memory_are_shown(tabs):
         assert tab.run("(bar => bar.firstChild.getBoundingClientRect().width / bar.getBoundingClientRect().width)(document.getElementById('bar'))") == pytest.approx(0.375, abs=0.01)  # fmt: skip
         ask(tab, "Sky?")
         assert re.fullmatch(r"8 tokens · [\d.]+ tokens/s · [\d.]+ s", shown(tab, ".assistant .figures"))
+
+
+def test_an_answer_says_how_full_the_context_is_once_half_is_used(tabs):
+    with ScriptedServer(context_length=16) as server:
+        tab = tabs(server)
+        ask(tab, "Sky?")
+        assert "10 of 16 tokens of context" in shown(tab, ".assistant .figures")
 
 
 def test_memory_that_nobody_measures_is_not_made_up(tabs):

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.report.chromium import Chromium, Page, chromium_path
-from tests.report.page.test_browser import contrast, luminance
+from tests.report.chromium import Chromium, Page, chromium_path, contrast, luminance
 from tests.tasks.tiny import save
 from tests.tasks.tiny_causal import make_causal
 
@@ -153,6 +152,7 @@ def test_stop_ends_the_request_and_keeps_what_has_come(tabs, by):
         tab.wait_for(IDLE)
         assert server.cancelled.wait(30)
         assert answers(tab).strip() == "It is" and "Stopped" in shown(tab, ".assistant .foot")
+        assert "≈ 1 token" in shown(tab, ".assistant .foot")  # the server did not come to count them
         server.reply = lambda body: Reply()
         ask(tab, "And now?")
         assert answers(tab).endswith("It is blue.") and tab.errors == []
@@ -227,6 +227,21 @@ def test_the_enter_that_ends_a_chinese_word_does_not_send(tabs):
         tab.key("Enter")
         tab.wait_for(IDLE)
         assert sent(server) == ["user: 天"]
+
+
+def test_enter_on_a_touch_keyboard_breaks_the_line(tabs):
+    """It has no Shift+Enter."""
+    with ScriptedServer() as server:
+        tab = tabs(server, width=360, height=740)
+        tab.send("Emulation.setTouchEmulationEnabled", enabled=True)
+        tab.wait_for("matchMedia('(pointer: coarse)').matches")
+        write(tab, "one")
+        for kind in ("keyDown", "keyUp"):
+            tab.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")  # fmt: skip
+        assert tab.run("document.getElementById('question').value") == "one\n"
+        click(tab, "#send")
+        tab.wait_for(IDLE)
+        assert sent(server) == ["user: one"]
 
 
 def test_nothing_is_sent_while_an_answer_is_written(tabs):
@@ -710,6 +725,13 @@ def test_speed_and_memory_are_shown(tabs):
         assert re.fullmatch(r"8 tokens · [\d.]+ tokens/s · [\d.]+ s", shown(tab, ".assistant .figures"))
 
 
+def test_an_answer_says_how_full_the_context_is_once_half_is_used(tabs):
+    with ScriptedServer(context_length=16) as server:
+        tab = tabs(server)
+        ask(tab, "Sky?")
+        assert "10 of 16 tokens of context" in shown(tab, ".assistant .figures")
+
+
 def test_memory_that_nobody_measures_is_not_made_up(tabs):
     with ScriptedServer(memory={"used_bytes": None, "predicted_bytes": GiB, "limit_bytes": 4 * GiB}) as server:
         tab = tabs(server)
@@ -910,7 +932,7 @@ def test_a_conversation_with_a_real_model(tabs, causal):
         tab.open(server.url)
         assert questions(tab) == "甲的花？\n车？" and answers(tab) == "红色。\n红车。"
         assert re.search(r"3 tokens · .* tokens/s", shown(tab, ".assistant .figures"))
-        assert "GiB memory" in shown(tab, "#memory")
+        tab.wait_for("document.getElementById('memory').textContent.includes('GiB memory')")
         assert tab.errors == [] and all(one.startswith((server.url, "data:")) for one in tab.requests)
 
 

@@ -46,6 +46,7 @@ from brimful.errors import TaskError, in_one_line, kind_of, user_line
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -123,6 +124,8 @@ class Task:
     """Whether the loss of packed rows never holds all logits in memory, for the plan to say so."""
     precision: Precision = "fp32"
     """The precision of autocast. The weights stay as `model()` made them."""
+    scores: "Sequence[str] | None" = None
+    """Names of the scores that `evaluate` gives, for `best=` to be checked before anything is done; None if unknown."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -131,6 +134,10 @@ class Task:
 
     def __init__(self, options: Any = None) -> None:
         self.options = self.Options() if options is None and self.Options is not None else options
+
+    def use_device(self, device: "torch.device", precision: "Precision | None") -> None:
+        """Called before a model is made, with the device that it will be on and the precision that was asked for. Optional:
+        for tasks whose weights depend on it."""
 
     def model(self) -> "nn.Module":
         """A new model, on the CPU. Also called under `torch.device("meta")`, which allocates nothing."""
@@ -243,8 +250,8 @@ class Task:
         Random state and the model must be left as they are, so that a resumed run gives the same bits.
         """
 
-    def preview(self, rows: Dataset) -> "Sequence[Sequence[tuple[str, bool]]]":
-        """A few rows as text, in pieces that are trained on or not, to be shown when a run begins."""
+    def preview(self, rows: Dataset) -> "Sequence[Sequence[tuple[str, bool | str]]]":
+        """A few rows as text, in pieces that are trained on or not, or that have a name, to be shown when a run begins."""
         return ()
 
     def evaluate(self, model: "nn.Module", rows: Sequence[Any], context: Any) -> "Mapping[str, float]":

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,24 @@ def test_a_count_is_printed_once_in_a_while_and_each_kind_of_work_at_once(capsys
         "plan mine: probe 1 row of 64",
         "plan mine: probe 2 rows of 64",
     ]
+
+
+def test_the_last_line_of_a_count_is_where_it_ended(capsys):
+    with progress("export") as update:
+        for done in range(1, 21):
+            update(f"tensors written: {done} of 20")
+    assert capsys.readouterr().err.splitlines() == [
+        "export: tensors written: 1 of 20",
+        "export: tensors written: 20 of 20",
+    ]
+
+
+def test_a_count_that_was_broken_off_does_not_end_it(capsys):
+    with suppress(ValueError), progress("export") as update:
+        update("tensors written: 1 of 20")
+        update("tensors written: 2 of 20")
+        raise ValueError
+    assert capsys.readouterr().err.splitlines() == ["export: tensors written: 1 of 20"]
 
 
 def test_a_config_file_is_read_and_flags_win(tmp_path, capsys):

@@ -29,6 +29,7 @@ def test_the_flags_are_frozen(capsys):
         "--max-tokens",
         "--host-limit",
         "--max-bad",
+        "--valid",
         "--json",
         "--traceback",
         "--lang",

@@ -178,6 +178,6 @@ def test_the_flags_are_frozen(capsys):
     _, out, _ = run("eval", "--help", capsys=capsys)
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     assert flags == {
-        "--rows", "--seed", "--metrics", "--max-new-tokens", "--beams", "--columns", "--max-tokens", "--chat-template", "--output", "--device",
+        "--rows", "--seed", "--metrics", "--max-new-tokens", "--beams", "--columns", "--max-tokens", "--chat-template", "--reference", "--output", "--device",
         "--memory-limit", "--host-limit", "--fill", "--json", "--traceback", "--lang",
     }  # fmt: skip

@@ -33,6 +33,7 @@ SAMPLES = (
     "rows.jsonl",
     "tiny",
     "4",
+    "ipo",
 )
 BEGIN, END = "<!-- {source}: written by tests/cli/test_old_names.py -->", "<!-- end -->"
 
@@ -69,13 +70,18 @@ def parse(words):
     make_app(words).parse_args(words, exit_on_error=False, print_error=False)
 
 
+def command_of(old):
+    """A task that has the new option."""
+    return ("dpo", "rows") if old.note.startswith("of dpo") else ("sft", "rows")
+
+
 # ---- The table ----
 
 
 @pytest.mark.parametrize("name", [name for name, old in OLD_NAMES.items() if old.verdict == "now"])
 def test_the_new_option_exists(name):
     flag = OLD_NAMES[name].flag.split()[0]
-    assert flag in ("TASK", "DATA") or flag in flags("train", "sft", "rows")
+    assert flag in ("TASK", "DATA") or flag in flags("train", *command_of(OLD_NAMES[name]))
 
 
 @pytest.mark.parametrize("name", [name for name, old in OLD_NAMES.items() if old.data_flag])
@@ -96,7 +102,8 @@ def test_the_suggested_command_is_accepted(capsys, name):
     given = [f"--{name}", *([value] if value else [])]
     if old.part == "accumulation":
         given += ["--per_device_train_batch_size", "8"]
-    words = suggestion(refused(capsys, "train", *given))
+    task = command_of(old) if old.note.startswith("of dpo") else ()
+    words = suggestion(refused(capsys, "train", *task, *given))
     parse(words)
     new = old.convert(value)
     if old.verdict == "now" and new and not old.part:

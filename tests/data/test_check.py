@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from brimful.data.check import Bin, Duplicates, Histogram, TokenCounter, check, row_hashes
+from brimful.data.check import Bin, Duplicates, Histogram, TokenCounter, check, row_hashes, shared_prompts
 from brimful.data.read import columns as read_columns
 from brimful.data.read.files import CHUNK_ROWS
 from brimful.errors import BadData, BadOption
@@ -47,6 +47,49 @@ def test_each_row_counts_under_its_first_reason(tmp_path):
     assert report.rows_in == 9
     assert report.dropped == {"broken": 1, "empty": 4, "over_long": 1, "duplicate": 1}
     assert report.rows_out == 2
+
+
+def preference(prompt, chosen, rejected):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_a_preference_whose_replies_are_equal_cannot_be_used(tmp_path):
+    rows = [preference("a", "b", "c"), preference("a", "b ", "b"), preference("a", "b", " "), preference("", "b", "b")]
+    report = check([jsonl(tmp_path, *rows)])
+    assert report.dropped == {"broken": 0, "empty": 2, "equal": 1, "over_long": 0, "duplicate": 0}
+    assert [str(one).rpartition("line ")[2] for one in report.problems["equal"]] == ["2: chosen is equal to rejected"]
+    assert report.bad_share == 0.75
+
+
+def test_preferences_are_read_in_all_forms_that_dpo_reads(tmp_path):
+    def said(*texts):
+        return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
+
+    whole = {"chosen": said("a", "b"), "rejected": said("a", "c")}
+    sharegpt = {
+        "conversations": [{"from": "human", "value": "a"}],
+        "chosen": {"from": "gpt", "value": "b"},
+        "rejected": {"from": "gpt", "value": "c"},
+    }
+    for name, row in (("whole", whole), ("sharegpt", sharegpt), ("texts", preference("a", "b", "c"))):
+        report = check([jsonl(tmp_path, row, name=f"{name}.jsonl")])
+        assert report.rows_out == 1 and report.examples == (preference("a", "b", "c"),), name
+
+
+def test_conversations_that_differ_before_the_reply_are_broken(tmp_path):
+    rows = {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    rows["rejected"] = [{"role": "user", "content": "other"}, {"role": "assistant", "content": "b"}]
+    (problem,) = check([jsonl(tmp_path, rows)]).problems["broken"]
+    assert problem.message == "'chosen' and 'rejected' differ in more than the last reply"
+
+
+def test_prompts_that_are_in_both_sets_are_counted(tmp_path):
+    train = jsonl(tmp_path, pair("a", "b"), pair("c", "d"), name="train.jsonl")
+    valid = jsonl(tmp_path, pair("e", "f"), pair(" c", "other"), pair("a", "b"), name="valid.jsonl")
+    shared = shared_prompts([train], [valid])
+    assert (shared.rows, shared.shared) == (3, 2)
+    assert str(shared.first) == f"{valid}, line 2: its prompt is also in the training rows"
+    assert shared_prompts([train], [jsonl(tmp_path, pair("x", "b"), name="other.jsonl")]).first is None
 
 
 def test_the_first_places_of_each_problem_are_listed(tmp_path):
@@ -181,7 +224,7 @@ def test_conversations_are_counted_beside_their_rows(tmp_path, monkeypatch):
 def test_other_layouts_are_counted_likewise(row, fields, tmp_path):
     report = check([jsonl(tmp_path, row, row, dict.fromkeys(row, ""))])
     assert report.layout.columns == fields
-    assert report.dropped == {"broken": 0, "empty": 1, "over_long": 0, "duplicate": 1}
+    assert {**report.dropped, "equal": 0} == {"broken": 0, "empty": 1, "equal": 0, "over_long": 0, "duplicate": 1}
     assert set(report.characters) == set(fields)
 
 

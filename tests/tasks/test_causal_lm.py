@@ -136,11 +136,60 @@ def test_adapters_train_beside_a_base_that_stays_as_it_was(causal, tmp_path):
     assert task.learning_rate == 2e-4
 
 
-def test_an_adapter_is_not_a_model_to_train(causal, tmp_path):
+@pytest.fixture(scope="module")
+def adapter(causal, tmp_path_factory):
+    """A run whose adapter has learnt something."""
     pytest.importorskip("peft")
-    train(sft(causal, lora="r=4"), causal.raw, tmp_path / "run", max_steps=1)
-    with pytest.raises(BadOption, match="is an adapter, not a whole model. Try: brimful export"):
-        Sft(SftOptions(model=str(tmp_path / "run")))
+    run = tmp_path_factory.mktemp("adapter") / "run"
+    train(sft(causal, lora="r=4,targets=q_proj+v_proj"), causal.raw, run, max_steps=4, lr=1e-2)
+    return run
+
+
+def test_an_adapter_is_trained_further_as_it_was_saved(causal, adapter):
+    from brimful.tasks.model_folder import load_model
+
+    task = Sft(SftOptions(model=str(adapter)))
+    model, saved = task.initial_model(), load_model(adapter)
+    weights = dict(saved.named_parameters())
+    assert all(torch.equal(weights[name], param) for name, param in model.named_parameters())
+    trained = {name.split(".")[-4] for name, one in model.named_parameters() if one.requires_grad}
+    assert trained == {"q_proj", "v_proj"} and task.learning_rate == 2e-4
+
+
+def test_the_plan_says_which_adapter_is_trained_further(causal, adapter):
+    name, requested, effective, reason = Sft(SftOptions(model=str(adapter))).remarks([])[0]
+    assert (name, requested, effective) == ("adapter", str(adapter), "r=4,alpha=32,targets=q_proj+v_proj")
+    assert reason == f"the adapter of {adapter} is trained further, beside its base {causal.model}"
+
+
+def test_an_adapter_trained_further_belongs_to_the_same_base(causal, adapter, tmp_path):
+    from brimful.tasks.adapters import base_of
+
+    before = (adapter / "model" / "adapter_model.safetensors").read_bytes()
+    train(Sft(SftOptions(model=str(adapter))), causal.raw, tmp_path / "run", max_steps=2, lr=1e-2)
+    assert base_of(tmp_path / "run") == base_of(adapter) == str(causal.model)
+    assert (adapter / "model" / "adapter_model.safetensors").read_bytes() == before
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").read_bytes() != before
+
+
+def test_an_adapter_keeps_its_shape(adapter):
+    with pytest.raises(BadOption, match="is an adapter, which is trained further as it is .* Try: without lora="):
+        Sft(SftOptions(model=str(adapter), lora="r=8"))
+
+
+def test_an_adapter_with_more_than_matrices_must_be_merged(adapter, tmp_path):
+    folder = shutil.copytree(adapter / "model", tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))
+    with pytest.raises(BadModel, match="has modules_to_save, so it cannot be trained any further. Try: brimful export"):
+        Sft(SftOptions(model=str(folder)))
+
+
+def test_an_adapter_without_a_tokenizer_uses_that_of_its_base(causal, adapter, tmp_path):
+    folder = shutil.copytree(adapter / "model", tmp_path / "adapter")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert Sft(SftOptions(model=str(folder))).source == str(causal.model)
 
 
 def test_what_would_fit_is_named_where_a_model_does_not(causal):

@@ -81,3 +81,47 @@ def test_texts_are_checked_as_for_pretraining(causal, tmp_path):
     raw = write_jsonl(tmp_path / "texts.jsonl", [{"text": "红色的花，" * 30}, {"text": "车"}])
     report = check_rows([str(raw)], model=str(causal.model), max_tokens=32)
     assert report.trained_tokens == report.tokens and report.rows_out > 3 and report.method == "all tokens"
+
+
+PAIRS = [
+    {"prompt": "甲的花？", "chosen": "红色。", "rejected": "白色。"},
+    {"prompt": "乙的花？", "chosen": "红色。", "rejected": "红色。 "},
+    {"prompt": "丙的花？", "chosen": "", "rejected": "白色。"},
+    {"prompt": "丁的花？", "chosen": "绿色。", "rejected": "白色。"},
+]
+
+
+@pytest.mark.parametrize("kind", ["tiny", "causal"])
+def test_pairs_are_checked_as_dpo_reads_them(kind, request, tmp_path):
+    model = request.getfixturevalue(kind).model
+    report = check_rows([str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))], model=str(model))
+    assert (report.rows_in, report.rows_out) == (4, 2)
+    assert report.dropped == {"with equal replies": 1, "empty": 1}
+    assert str(report.problems["with equal replies"]).endswith("line 2: chosen is equal to rejected")
+    assert str(report.problems["empty"]).endswith("line 3: chosen is empty")
+    assert report.packing is None and report.failure() is None
+
+
+def test_pairs_are_shown_with_the_names_of_their_parts(causal, tmp_path):
+    report = check_rows([str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))], model=str(causal.model))
+    assert [name for _, name in report.examples[0]] == ["prompt", "chosen", "rejected"]
+    lines = [line.split() for line in shown(report).splitlines()]
+    assert ["chosen", "红色。[EOS]"] in lines and ["rejected", "白色。[EOS]"] in lines
+
+
+def test_pairs_may_be_whole_conversations(causal, tmp_path):
+    rows = [{"chosen": talk("甲的花？", "红色。"), "rejected": talk("甲的花？", "白色。")}]
+    report = check_rows([str(write_jsonl(tmp_path / "pairs.jsonl", rows))], model=str(causal.model))
+    assert report.rows_out == 1 and report.examples[0][1] == ("红色。[EOS]", "chosen")
+
+
+@pytest.mark.parametrize("kind", ["tiny", "causal"])
+def test_the_command_checks_pairs_for_a_model_and_counts_shared_prompts(kind, request, tmp_path, capsys):
+    pairs = str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))
+    valid = str(write_jsonl(tmp_path / "valid.jsonl", [{**PAIRS[0], "prompt": "戊的花？"}, PAIRS[3]]))
+    model = str(request.getfixturevalue(kind).model)
+    main(["data", "check", pairs, "--model", model, "--valid", valid, "--json"])
+    content = json.loads(capsys.readouterr().out)
+    assert content["rows_out"] == 2
+    shared = content["shared_prompts"]
+    assert (shared["rows"], shared["shared"], shared["first"]["line"]) == (2, 1, 2)

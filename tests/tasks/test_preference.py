@@ -132,6 +132,63 @@ def test_with_an_adapter_the_base_is_the_reference(one, base):
     assert abs(events(with_adapter, "step")[0]["log"]["margin"]) > 1e-4
 
 
+@pytest.fixture(scope="module")
+def adapters(made, tmp_path_factory):
+    """By kind, a run of `sft` with an adapter that has learnt something, and its pairs."""
+    pytest.importorskip("peft")
+    found = {}
+    for kind, one in made.items():
+        folder = tmp_path_factory.mktemp(f"adapter-{kind}")
+        rows = [{"prompt": f"{name}的花？", "response": "白色。"} for name in "甲乙丙丁戊己庚辛"]
+        data = write_jsonl(folder / "rows.jsonl", rows)
+        one.train(folder / "sft", load_task("sft", {"model": str(one.model), "lora": "r=4"}), data, lr=1e-2)
+        found[kind] = Pairs(kind, folder / "sft", folder)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_sft_is_trained_further_and_is_the_reference_as_it_begins(adapters, kind):
+    one = adapters[kind]
+    task = one.task()
+    run, _ = one.train("dpo", task, max_steps=4, lr=1e-2)
+    model = task.initial_model()
+    values = live(task, task.rows(str(store_of(run))), model)
+    np.testing.assert_allclose(reference_of(run), values, rtol=1e-5)
+    with model.disable_adapter():
+        assert not np.allclose(reference_of(run), live(task, task.rows(str(store_of(run))), model), rtol=1e-3)
+    assert events(run, "step")[0]["log"]["margin"] == pytest.approx(0, abs=1e-5)
+    assert events(run, "step")[-1]["log"]["margin"] > 0.01
+    reasons = {choice["name"]: choice["effective"] for choice in events(run, "plan")[0]["choices"]}
+    assert reasons["reference"] == "the model as it begins" and reasons["adapter"].startswith("r=4")
+
+
+def test_an_adapter_of_sft_whose_reference_is_gone_computes_it_again_after_a_kill(adapters):
+    one = adapters["qwen2"]
+    whole, _ = one.train("whole", max_steps=6, lr=1e-2)
+    run, _ = one.train("again", max_steps=6, lr=1e-2, save_every=3)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    (file,) = run.glob("data/train-*/reference-*.npy")
+    before = np.load(file)
+    for left in run.glob("data/train-*/reference-*"):
+        left.unlink()
+    one.train("again", max_steps=6, lr=1e-2, save_every=3, resume=True)
+    np.testing.assert_allclose(reference_of(run), before, rtol=1e-6)
+    assert same_weights(whole, run)
+
+
+def test_an_adapter_of_4_bits_is_trained_further_in_4_bits(made, tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    one = made["qwen2"]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "甲的花？", "response": "白色。"}] * 8)
+    sft = load_task("sft", {"model": str(one.model), "lora": "r=4", "load_in": "4bit"})
+    one.train(tmp_path / "sft", sft, rows, max_steps=2)
+    task = Pairs("qwen2", tmp_path / "sft", tmp_path).task()
+    assert task.load_in == "4bit"
+    kinds = {type(part).__name__ for part in task.initial_model().modules()}
+    assert "Linear4bit" in kinds
+
+
 def test_another_model_can_be_the_reference(made, tmp_path):
     one = made["t5"]
     task = one.task()
@@ -390,6 +447,13 @@ def test_defaults_depend_on_loss_and_model(made):
         loss: qwen2.task(loss=loss).length_normalised for loss in ("sigmoid", "hinge", "ipo", "orpo", "simpo")
     }
     assert normalised == {"sigmoid": False, "hinge": False, "ipo": True, "orpo": True, "simpo": True}
+
+
+def test_a_score_that_there_is_none_of_is_refused_before_rows_are_read(made):
+    one = made["qwen2"]
+    message = r"best='bleu' is not a score of task dpo. Try: loss, accuracy, margin, logp_chosen\."
+    with pytest.raises(BadOption, match=message):
+        one.train("best", valid=str(one.file), best="bleu", data=one.folder / "gone.jsonl")
 
 
 def test_a_reference_of_another_architecture_is_refused(made):

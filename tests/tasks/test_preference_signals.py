@@ -34,6 +34,18 @@ def test_chosen_replies_that_become_unlikely_are_found():
     assert list(found) == [COLLAPSED] and 70 <= found[COLLAPSED] <= 150
 
 
+RUINED = (
+    -0.00, -0.01, -0.17, -0.16, -0.22, -0.32, -0.44, -0.36, -0.42, -0.63, -0.67, -1.27, -1.96, -3.12, -3.45, -4.50, -3.65, -4.16, -3.45,
+    -4.51, -2.86, -3.34, -3.32, -2.36, -2.04, -2.64, -2.24, -1.56, -2.53, -2.15,
+)  # fmt: skip
+"""Chosen replies in a run of a tiny model whose learning rate was too high."""
+
+
+def test_a_fall_within_one_window_is_no_noise():
+    found = watch(steps=len(RUINED), logp_chosen=lambda step: RUINED[step - 1], accuracy=lambda step: 1.0)
+    assert found == {COLLAPSED: 20}
+
+
 @pytest.mark.parametrize("fall", [0.0, 0.3, -0.5])
 def test_those_that_stay_likely_are_not(fall):
     rough = noise(2, 0.1)

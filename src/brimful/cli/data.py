@@ -2,8 +2,9 @@
 
 import json as json_format
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -11,6 +12,9 @@ from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadData, BadOption
 from brimful.languages import translate
 from brimful.units import parse_bytes
+
+if TYPE_CHECKING:
+    from brimful.data.check import SharedPrompts
 
 Flag = Annotated[bool, Parameter(negative="")]
 
@@ -25,17 +29,19 @@ def check(
     max_tokens: str | None = None,
     host_limit: str = "1GiB",
     max_bad: float = 0.01,
+    valid: str | None = None,
     json: Flag = False,
 ) -> None:
     """Show which columns were found, three rows, how many rows can be used, and how long they are.
 
     Reads everything once and writes nothing. The exit code is 2 if more rows are broken, empty or over-long than --max-bad
-    allows. With the name of a causal model, rows are shown as that model reads them, the tokens that it is trained on in colour.
+    allows. With the name of a model, rows are shown as that model reads them, the tokens that it is trained on in colour.
+    Preferences (prompt, chosen, rejected) are checked as `brimful train dpo` reads them.
 
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     columns
         Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     model
@@ -52,6 +58,8 @@ def check(
         Memory limit, beyond what Python and its libraries take at the start. A row may take 1/32 of it.
     max_bad
         The share of rows that may be broken, empty or over-long.
+    valid
+        Rows that training will be evaluated on: those whose prompt is also in FILES are counted.
     json
         Print one JSON object.
     """
@@ -64,7 +72,7 @@ def check(
             flag for flag, value in (("--tokenizer", tokenizer), ("--max-chars", max_chars)) if value is not None
         ]:
             raise BadOption(f"--model cannot be combined with {' and '.join(both)}. Try: --model alone.")
-        tokenizer = _check_for_model(files, model, columns, chat_template, max_tokens, host_limit, max_bad, json)
+        tokenizer = _check_for_model(files, model, columns, chat_template, max_tokens, host_limit, max_bad, valid, json)
         if tokenizer is None:
             return
     from brimful.data.check import check as check_files
@@ -75,23 +83,45 @@ def check(
             files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens,
             host_limit=host_limit, max_bad=max_bad, progress=show_progress,
         )  # fmt: skip
-    show(check_table(report), report.to_json(), as_json=json)
+    _show_check(check_table(report), report, _shared_prompts(files, valid, columns, host_limit), json)
+
+
+def _shared_prompts(
+    files: tuple[str, ...], valid: str | None, columns: str | None, host_limit: str
+) -> "SharedPrompts | None":
+    from brimful.data.check import shared_prompts
+
+    return None if valid is None else shared_prompts(files, [valid], columns=columns, host_limit=host_limit)
+
+
+def _show_check(table: Any, report: Any, shared: "SharedPrompts | None", json: bool) -> None:
+    from rich.console import Group
+
+    from brimful.report.data_tables import shared_line
+
+    content = report.to_json()
+    if shared is not None:
+        table, content = Group(table, shared_line(shared)), {**content, "shared_prompts": asdict(shared)}
+    show(table, content, as_json=json)
     if failure := report.failure():
         raise BadData(failure)
 
 
 def _check_for_model(
     files: tuple[str, ...], model: str, columns: str | None, chat_template: str | None, max_tokens: str | None,
-    host_limit: str, max_bad: float, json: bool,
+    host_limit: str, max_bad: float, valid: str | None, json: bool,
 ) -> str | None:  # fmt: skip
-    """Show the rows as a causal model reads them. For an encoder-decoder, whose rows are plain texts, only its tokenizer."""
+    """Show the rows as the model reads them. For prompts and responses of an encoder-decoder, only its tokenizer."""
+    from brimful.data.read.source import holds_preferences
     from brimful.tasks.model_folder import is_causal, read_config, resolve
     from brimful.tasks.presets import PRESETS
 
     if model in PRESETS:
         raise BadOption(f"--model {model} has new weights and no tokenizer yet. Try: a model folder or a run.")
     folder = resolve(model)
-    if not is_causal(read_config(folder)):
+    limit_bytes = parse_bytes(host_limit, flag="--host-limit")
+    pairs = holds_preferences(files, columns=columns, host_limit_bytes=limit_bytes)
+    if not is_causal(read_config(folder)) and not pairs:
         if chat_template is not None:
             raise BadOption("--chat-template is for causal models, not for an encoder-decoder. Try: leave it out.")
         return str(folder)
@@ -103,9 +133,7 @@ def _check_for_model(
             files, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens, host_limit=host_limit,
             max_bad=max_bad, progress=show_progress,
         )  # fmt: skip
-    show(rows_table(report), report.to_json(), as_json=json)
-    if failure := report.failure():
-        raise BadData(failure)
+    _show_check(rows_table(report), report, _shared_prompts(files, valid, columns, host_limit), json)
     return None
 
 
@@ -135,7 +163,7 @@ def clean(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder for the results. Temporary files are kept in its hidden folder .clean.
     columns
@@ -210,7 +238,7 @@ def tokenizer(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder to create.
     vocab_size
@@ -267,7 +295,7 @@ def tokenize(
     Parameters
     ----------
     files
-        Files (parquet, jsonl, json, csv, tsv, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
+        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     tokenizer
         A folder with a tokenizer.json, such as `brimful data tokenizer` makes.
     output

@@ -1,4 +1,7 @@
-"""`brimful eval MODEL DATA`: loss, perplexity, BLEU-4 and chrF over a fixed set of rows, within a memory limit."""
+"""`brimful eval MODEL DATA`: the scores of a model over a fixed set of rows, within a memory limit.
+
+Rows of replies give loss, perplexity, BLEU-4 and chrF; preferences (prompt, chosen, rejected) accuracy, margin and rewards.
+"""
 
 import json as json_module
 import os
@@ -16,8 +19,10 @@ from brimful.errors import BadOption
 from brimful.files import FileLock
 
 if TYPE_CHECKING:
+    from brimful.planning.plan_options import PlanOptions
     from brimful.planning.target import Target
     from brimful.tasks.chat_scores import Answer, ChatEvaluation
+    from brimful.tasks.pair_scores import PairEvaluation
 
 METRICS = ("loss", "bleu", "chrf")
 SAMPLES = 8
@@ -38,6 +43,7 @@ def evaluate(
     columns: str | None = None,
     max_tokens: str | None = None,
     chat_template: str | None = None,
+    reference: str | None = None,
     output: Path | None = None,
     device: str = "auto",
     memory_limit: str | None = None,
@@ -48,7 +54,8 @@ def evaluate(
     """Evaluate a language model: loss, perplexity, BLEU-4 and chrF over a fixed set of rows.
 
     Loss and perplexity run over the tokens of replies. Answers are those to the last question of each conversation. Whole
-    texts have a loss and a perplexity only.
+    texts have a loss and a perplexity only. Preferences (prompt, chosen, rejected) have an accuracy, a margin and the
+    log-probability of chosen replies.
 
     Batches have rows of similar lengths and fit a memory model of their own. If memory runs out all the same, they get
     smaller; the scores stay the same.
@@ -76,6 +83,9 @@ def evaluate(
         in the model's run, else 1024, for an encoder-decoder 256.
     chat_template
         Jinja file that writes conversations for a causal model, or chatml or plain. Default: the tokenizer's own.
+    reference
+        For preferences: the model that rewards are relative to, or none. Default: for a run of `dpo` the model that it began
+        with, else none; then log-probabilities per token are compared.
     output
         A .jsonl file for all answers: row, prompt, response, reference.
     device
@@ -103,6 +113,19 @@ def evaluate(
     from brimful.tasks.model_folder import resolve
 
     options = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
+    max_rows = None if rows == "all" else rows
+    if _holds_pairs(data, columns, options):
+        if output is not None or names not in ([*METRICS], ["loss"]):
+            flag = f"output={str(output)!r}" if output is not None else f"metrics={metrics!r}"
+            raise BadOption(f"{flag} is for rows with replies, and {data} has preferences. Try: leave it out.")
+        report = _pair_report(
+            resolve(model), data, options, reference=reference, columns=columns, max_tokens=max_tokens,
+            chat_template=chat_template, max_rows=max_rows,
+        )  # fmt: skip
+        show(eval_table(report), report, as_json=json)
+        return
+    if reference is not None:
+        raise BadOption(f"reference={reference!r} is for preferences, and {data} has none. Try: leave it out.")
     with ExitStack() as stack:
         write = stack.enter_context(_answers_file(output))
         show_progress = stack.enter_context(progress("eval", every_s=5))
@@ -122,21 +145,63 @@ def evaluate(
                 )
             needs_answers = False
         result = _run(
-            task, store, target, loss="loss" in names, answers=needs_answers, max_rows=None if rows == "all" else rows,
-            seed=seed, progress=show_progress,
+            task, store, target, loss="loss" in names, answers=needs_answers, max_rows=max_rows, seed=seed,
+            progress=show_progress,
         )  # fmt: skip
         write(task.answers)
     report = {
-        "model": str(task.source), "data": data, "device": str(target.device), "device_name": target.name, "seed": seed,
-        "rows_available": len(store), "limit_bytes": target.limit_bytes, "limit_reason": target.limit_reason,
-        "output": None if output is None else str(output), **result, **task.facts(),
-        "samples": [answer.to_json() for answer in task.answers[:SAMPLES]],
+        **_place(str(task.source), data, target, store, seed), "output": None if output is None else str(output), **result,
+        **task.facts(), "samples": [answer.to_json() for answer in task.answers[:SAMPLES]],
     }  # fmt: skip
     show(eval_table(report), report, as_json=json)
 
 
+def _holds_pairs(data: str, columns: str | None, options: "PlanOptions") -> bool:
+    from brimful.data.read.source import holds_preferences
+    from brimful.data.store import NAME, StoreMeta
+    from brimful.tasks.pair_batches import FIELDS
+    from brimful.units import GiB
+
+    if (Path(data) / NAME).is_file():
+        return StoreMeta.read(Path(data)).fields == FIELDS
+    return holds_preferences([data], columns=columns, host_limit_bytes=options.host_limit_bytes or GiB)
+
+
+def _pair_report(
+    folder: Path, data: str, options: "PlanOptions", *, reference: str | None, columns: str | None, max_tokens: str | None,
+    chat_template: str | None, max_rows: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Preference scores: the reference first, then the model."""
+    from brimful.planning.target import find_target
+    from brimful.tasks.generate import weights_dtype
+    from brimful.tasks.pair_scores import PairEvaluation
+    from brimful.training.evaluate import choose
+
+    with _store_folder() as temporary, progress("eval", every_s=5) as show_progress:
+        task = PairEvaluation(
+            folder, reference=reference, columns=columns, max_tokens=max_tokens, chat_template=chat_template
+        )
+        task.host_limit_bytes = options.host_limit_bytes
+        store = task.rows(task.prepare(data, temporary, show_progress, name="eval"))
+        target = find_target(options)
+        task.dtype = weights_dtype(task.config, target.device)
+        task.add_reference(store, choose(len(store), max_rows, options.seed), target, options.seed, show_progress)
+        result = _run(
+            task, store, target, loss=True, answers=True, max_rows=max_rows, seed=options.seed, progress=show_progress
+        )
+    place = _place(str(folder), data, target, store, options.seed)
+    return {**place, "output": None, **result, **task.facts(), "samples": []}
+
+
+def _place(model: str, data: str, target: "Target", store: Any, seed: int) -> dict[str, Any]:
+    return {
+        "model": model, "data": data, "device": str(target.device), "device_name": target.name, "seed": seed,
+        "rows_available": len(store), "limit_bytes": target.limit_bytes, "limit_reason": target.limit_reason,
+    }  # fmt: skip
+
+
 def _run(
-    task: "ChatEvaluation", store: Any, target: "Target", *, loss: bool, answers: bool, max_rows: int | None, seed: int,
+    task: "ChatEvaluation | PairEvaluation", store: Any, target: "Target", *, loss: bool, answers: bool, max_rows: int | None, seed: int,
     progress: Callable[[str], object],
 ) -> dict[str, Any]:  # fmt: skip
     """The evaluation under its limit, as fields of the report."""

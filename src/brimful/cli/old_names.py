@@ -380,18 +380,16 @@ def _entries() -> Iterator[OldName]:
     yield from _now("--lora", "lora_target", LLAMA, "with the other parts of adapters", convert=lora_targets)
     yield from _now("--lora", "lora_r", HF, "with the other parts of adapters", convert="r={}".format)
     yield from _now("--lora", "lora_target_modules", HF, "with the other parts of adapters", convert=lora_targets)
-    yield from _missing("adapter_name_or_path", LLAMA, "merge the adapter first: brimful export ADAPTER --merge --output DIR")  # fmt: skip
+    yield from _missing("adapter_name_or_path", LLAMA, "--model takes the adapter, which is trained further")  # fmt: skip
     yield from _needless("use_peft", HF, "--lora says so", switch=True)
     yield from _now("--load-in", "load_in_4bit", HF, convert=if_true("4bit"), switch=True)
     yield from _now("--load-in", "load_in_8bit", HF, convert=if_true("8bit"), switch=True)
     yield from _now("--load-in", "quantization_bit", LLAMA, convert=words(**{"4": "4bit", "8": "8bit"}))
     yield from _needless("quantization_method", LLAMA, "--load-in uses bitsandbytes")
     yield from _missing("freeze_trainable_layers freeze_trainable_modules", LLAMA, "--freeze knows embeddings, encoder, encoder+embeddings and none")  # fmt: skip
-    yield from _missing(
-        "ref_model", LLAMA, "`brimful train dpo --reference` takes a model; by default it is the model as it begins"
-    )
-    yield from _missing("pref_beta", LLAMA, "`brimful train dpo --beta` takes it")
-    yield from _missing("pref_loss", LLAMA, "`brimful train dpo --loss` takes sigmoid, ipo, hinge, orpo or simpo")
+    yield from _now("--reference", "ref_model", LLAMA, "of dpo; by default the model as it begins")
+    yield from _now("--beta", "pref_beta", LLAMA, "of dpo")
+    yield from _now("--loss", "pref_loss", LLAMA, "of dpo: sigmoid, ipo, hinge, orpo or simpo", convert=words(sigmoid="sigmoid", ipo="ipo", hinge="hinge", orpo="orpo", simpo="simpo"))  # fmt: skip
     yield from _missing("reward_model", LLAMA, "reward models are trained by TRL's RewardTrainer: see docs/step.md")
     yield from _missing("rope_scaling", LLAMA, "set it in the config of the model")
     yield from _needless("trust_remote_code", HF, "no code from the hub is run", switch=True)

@@ -49,21 +49,28 @@ def show(result: RenderableType, data: dict[str, Any], *, as_json: bool) -> None
 def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None]]:
     """Progress on stderr, a phrase for each piece of work: a spinner on a terminal, else at most one line in `every_s`.
 
-    Of a phrase that counts (`rows: 512 of 24,000`), one line in ten seconds is enough.
+    Of a phrase that counts (`rows: 512 of 24,000`), one line in ten seconds is enough, and the last count once all is done.
     """
     console, count = Console(stderr=True), 0
     if not sys.stderr.isatty():
-        last, counted = -every_s, dict[str, float]()
+        last, counted, held = -every_s, dict[str, float](), ""
 
-        def line(phrase: str) -> None:
-            nonlocal last
-            now, work = time.monotonic(), _COUNT.split(phrase)[0]
-            if now - last < every_s or (work != phrase and now - counted.get(work, -math.inf) < COUNT_S):
-                return
-            last = counted[work] = now
+        def write(phrase: str) -> None:
             print(f"{translate(title)}: {translate(phrase)}", file=sys.stderr, flush=True)
 
+        def line(phrase: str) -> None:
+            nonlocal last, held
+            now, work = time.monotonic(), _COUNT.split(phrase)[0]
+            held = phrase if work != phrase else ""
+            if now - last < every_s or (held and now - counted.get(work, -math.inf) < COUNT_S):
+                return
+            last, held = now, ""
+            counted[work] = now
+            write(phrase)
+
         yield line
+        if held:
+            write(held)
         return
     title = translate(title)
     with console.status(title) as status:

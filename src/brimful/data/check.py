@@ -1,7 +1,8 @@
 """`brimful data check`: what is in these files and how many rows are usable. One pass, nothing written.
 
 Every row that training could not use is counted under one reason: it cannot be read (`broken`), a field is blank
-(`empty`), it is longer than allowed (`over_long`), or it came before (`duplicate`). Rows in = rows out + all of these.
+(`empty`), the two replies of a preference are equal (`equal`), it is longer than allowed (`over_long`), or it came before
+(`duplicate`). Rows in = rows out + all of these.
 
 Memory: one chunk, 64 Ki counters per field, and 8 bytes per different row to find duplicates (80 MB for ten million rows).
 `host_limit` bounds them, and how long a row may be.
@@ -10,7 +11,7 @@ Memory: one chunk, 64 Ki counters per field, and 8 bytes per different row to fi
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +22,13 @@ import pyarrow.compute as pc
 
 from brimful.data.read.columns import Layout
 from brimful.data.read.files import Lines, RowProblem
-from brimful.data.read.source import Chunk, Source, check_max_bad, open_source
+from brimful.data.read.preferences import PAIR, pair_texts
+from brimful.data.read.source import Chunk, Source, check_max_bad, holds_preferences, open_source
 from brimful.errors import BadData, BadOption
 from brimful.units import GiB, flag_bytes, parse_bytes, show_rate
 
-UNUSABLE = ("broken", "empty", "over_long")
-REASONS = (*UNUSABLE, "duplicate")
-"""Why a row is dropped. The first that applies counts."""
+UNUSABLE = ("broken", "empty", "equal", "over_long")
+"""Why a row is dropped, besides that it is a duplicate. The first that applies counts; `equal` is for preferences alone."""
 
 EXAMPLES = 3
 """Rows shown as examples, and problems remembered per reason."""
@@ -69,7 +70,7 @@ class CheckReport:
     layout: Layout
     rows_in: int
     dropped: dict[str, int]
-    """Rows by reason, all of `REASONS`."""
+    """Rows by reason, all that apply to this layout."""
     problems: dict[str, tuple[RowProblem, ...]]
     """By reason, the first few rows."""
     examples: tuple[dict[str, str], ...]
@@ -90,13 +91,13 @@ class CheckReport:
     @property
     def bad_share(self) -> float:
         """The share of rows that cannot be used. Duplicates could be."""
-        return sum(self.dropped[reason] for reason in UNUSABLE) / max(1, self.rows_in)
+        return sum(self.dropped.get(reason, 0) for reason in UNUSABLE) / max(1, self.rows_in)
 
     def failure(self) -> str | None:
         """The error message if more rows are unusable than `max_bad` allows."""
         if self.bad_share <= self.max_bad:
             return None
-        reasons = [reason for reason in UNUSABLE if self.dropped[reason]]
+        reasons = [reason for reason in UNUSABLE if self.dropped.get(reason)]
         counts = ", ".join(f"{self.dropped[reason]:,} {reason.replace('_', '-')}" for reason in reasons)
         first = self.problems[reasons[0]][0]
         return (
@@ -128,17 +129,66 @@ def check(
         raise BadOption(f"max_tokens={max_tokens!r} needs a tokenizer to count with. Try: tokenizer=.")
     host_limit_bytes = parse_bytes(host_limit, flag="host_limit=")
     token_counter = None if tokenizer is None else TokenCounter(tokenizer)
-    source, started = open_source(paths, columns=columns, host_limit_bytes=host_limit_bytes), time.monotonic()
+    started = time.monotonic()
+    source, layout, chunks = _open_texts(paths, columns, host_limit_bytes)
     limits = {
-        "characters": parse_limits("max_chars", max_chars, source.layout.fields),
-        "tokens": parse_limits("max_tokens", max_tokens, source.layout.fields),
+        "characters": parse_limits("max_chars", max_chars, layout.fields),
+        "tokens": parse_limits("max_tokens", max_tokens, layout.fields),
     }
-    row_pass = _Pass(source.layout, limits, token_counter, Duplicates(host_limit_bytes=host_limit_bytes))
-    for chunk in source.chunks():
+    row_pass = _Pass(layout, limits, token_counter, Duplicates(host_limit_bytes=host_limit_bytes))
+    for chunk in chunks:
         row_pass.add(chunk)
         rate = row_pass.rows_in / max(time.monotonic() - started, 1e-9)
         progress(read_progress(row_pass.rows_in, rate, chunk.read_bytes, source.total_bytes))
     return row_pass.report(source, max_bad, time.monotonic() - started)
+
+
+def _open_texts(
+    paths: Sequence[str], columns: str | None, host_limit_bytes: int
+) -> tuple[Source, Layout, Iterator[Chunk]]:
+    """Files whose rows are texts: preferences are read as `brimful train dpo` reads them."""
+    if not holds_preferences(paths, columns=columns, host_limit_bytes=host_limit_bytes):
+        source = open_source(paths, columns=columns, host_limit_bytes=host_limit_bytes)
+        return source, source.layout, source.chunks()
+    source = open_source(paths, columns=columns, host_limit_bytes=host_limit_bytes, preferences=True)
+    given = source.layout.columns
+    names = {field: given.get(field, given["chosen"]) for field in PAIR}
+    return source, replace(source.layout, fields=PAIR, columns=names), map(pair_texts, source.chunks())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrompts:
+    """Rows to evaluate on whose prompt is also in the training rows, which makes them too easy."""
+
+    files: tuple[str, ...]
+    rows: int
+    """To evaluate on."""
+    shared: int
+    first: RowProblem | None
+
+
+def shared_prompts(
+    paths: Sequence[str], valid: Sequence[str], *, columns: str | None = None, host_limit: int | str = GiB
+) -> SharedPrompts:
+    """Compare the prompts of two sets of files, or their texts where there are no prompts. 8 bytes a training row."""
+    host_limit_bytes = parse_bytes(host_limit, flag="host_limit=")
+
+    def prompts(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Hashes]]:
+        for chunk in chunks:
+            yield chunk, row_hashes([pc.utf8_trim_whitespace(chunk.rows.column(0))])
+
+    training = _open_texts(paths, columns, host_limit_bytes)[2]
+    known = np.unique(np.concatenate([np.zeros(0, np.uint64), *(hashes for _, hashes in prompts(training))]))
+    source, _, chunks = _open_texts(valid, columns, host_limit_bytes)
+    rows = shared = 0
+    first: RowProblem | None = None
+    for chunk, hashes in prompts(chunks):
+        rows += chunk.rows_in
+        found = np.flatnonzero(np.isin(hashes, known))
+        shared += len(found)
+        if len(found) and first is None:
+            first = RowProblem(chunk.file, int(chunk.lines[found[0]]), "its prompt is also in the training rows")
+    return SharedPrompts(files=source.files, rows=rows, shared=shared, first=first)
 
 
 def read_progress(rows: int, rows_per_s: float, read_bytes: int, total_bytes: int) -> str:
@@ -180,6 +230,10 @@ class DropCounts:
             self.add(reason, 0, (by_row[row] for row in sorted(by_row)))
 
 
+def _field_name(field: str) -> str:
+    return {"chosen": "chosen reply", "rejected": "rejected reply"}.get(field, field)
+
+
 class _Pass:
     """The counts of one pass over the rows."""
 
@@ -192,7 +246,8 @@ class _Pass:
     ) -> None:
         self._layout, self._limits, self._token_counter = layout, limits, token_counter
         self.rows_in = 0
-        self._dropped = DropCounts.empty(REASONS)
+        reasons = [reason for reason in UNUSABLE if reason != "equal" or layout.fields == PAIR]
+        self._dropped = DropCounts.empty([*reasons, "duplicate"])
         self._examples: list[dict[str, str]] = []
         self._duplicates = duplicates
         self._histograms: dict[tuple[str, str], Histogram] = {}
@@ -226,7 +281,9 @@ class _Pass:
     def _unusable(self, chunk: Chunk, trimmed: list[pa.Array]) -> Iterator[Problem]:
         """Measures every field on the way: in characters and, with a tokenizer, in tokens."""
         for field, column in zip(self._layout.fields, trimmed, strict=True):
-            yield "empty", pc.equal(column, "").to_numpy(zero_copy_only=False), f"the {field} is empty"
+            yield "empty", pc.equal(column, "").to_numpy(zero_copy_only=False), f"the {_field_name(field)} is empty"
+        if self._layout.fields == PAIR:
+            yield "equal", pc.equal(*trimmed[1:]).to_numpy(zero_copy_only=False), "chosen is equal to rejected"
         for place, (field, column) in enumerate(zip(self._layout.fields, chunk.rows.columns, strict=True)):
             yield from self._over_long("characters", place, field, pc.utf8_length(column).to_numpy().astype(np.int64))
             if self._token_counter:
@@ -240,7 +297,7 @@ class _Pass:
             yield (
                 "over_long",
                 lengths > most,
-                lambda row: f"the {field} has {lengths[row]:,} {unit}, more than {most:,}",
+                lambda row: f"the {_field_name(field)} has {lengths[row]:,} {unit}, more than {most:,}",
             )
 
     def _add_examples(self, chunk: Chunk, usable: Mask) -> None:

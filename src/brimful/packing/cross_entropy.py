@@ -11,6 +11,7 @@ preferences. Each token then has a factor of its own, and only backward knows it
 the forward pass; if the head is trained too, its chunks are computed again in backward.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,11 @@ def chunk_size(words: int, dtype: torch.dtype) -> int:
     return max(CHUNK_TOKENS, CHUNK_BYTES // (words * dtype.itemsize))
 
 
+def chunk_starts(tokens: int, chunk: int) -> Sequence[int]:
+    """Where each chunk begins."""
+    return range(0, tokens, chunk)
+
+
 class _Rule(NamedTuple):
     """How logits and labels become a loss."""
 
@@ -149,19 +155,18 @@ def _run(
     d_hidden = torch.empty_like(hidden) if wanted[0] else None
     d_weight = torch.zeros(head.shape, dtype=wide, device=weight.device) if wanted[1] else None
     d_bias = torch.zeros(bias.shape, dtype=wide, device=weight.device) if wanted[2] and bias is not None else None
-    for begin in range(0, len(hidden), chunk):
+    for begin in chunk_starts(len(hidden), chunk):
         part, label = hidden[begin : begin + chunk].to(dtype), labels[begin : begin + chunk]
         logits = F.linear(part, head, head_bias)
         own = factor[begin : begin + chunk] if factor is not None and factor.ndim else factor
         losses[begin : begin + chunk] = _loss_to_gradient(logits, words, label, rule, any(wanted), own)
-        if not any(wanted):
-            continue
         if d_hidden is not None:
             d_hidden[begin : begin + chunk] = logits @ head
         if d_weight is not None:
             _add_product(d_weight, logits, part)
         if d_bias is not None:
             d_bias += logits[:, :words].sum(0, dtype=wide)
+        del logits  # or two chunks would be held while the next one is computed
     d_weight = None if d_weight is None else d_weight[:words].to(weight.dtype)
     d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
     return losses, d_hidden, d_weight, d_bias

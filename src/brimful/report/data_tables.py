@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.data.check import UNUSABLE, Bin, CheckReport, Lengths
+from brimful.data.check import UNUSABLE, Bin, CheckReport, Lengths, SharedPrompts
 from brimful.data.read.files import RowProblem, skipped_note
 from brimful.languages import tr, translate
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
@@ -43,18 +43,29 @@ def check_table(report: CheckReport) -> RenderableType:
     return Group(*parts)
 
 
+def shared_line(shared: SharedPrompts) -> RenderableType:
+    """How many rows to evaluate on have a prompt that is trained on."""
+    sentence = (
+        f"{shared.shared:,} of {shared.rows:,} rows to evaluate on have a prompt that is also in the training rows"
+    )
+    first = f": {shared.first.file}, line {shared.first.line}" if shared.first else ""
+    return Text(f"\n{translate(sentence)}{_one_line(first)}", style=_WARN if shared.shared else _GOOD)
+
+
 def rows_table(report: "RowsReport") -> RenderableType:
-    """Rows as a causal model reads them: three with the trained tokens in colour, then tokens, lengths and packing."""
+    """Rows as a model reads them: three with the trained tokens in colour, then tokens, lengths and packing."""
     files = report.files[0] if len(report.files) == 1 else translate(f"{len(report.files):,} files")
     color = "green" if report.failure() is None else "red"
     speed = f"{show_seconds(report.seconds)}, {show_rate(report.rows_in / max(report.seconds, 1e-9))} rows/s"
     used = report.rows_in - sum(report.dropped.values())
+    found_by = f"; replies found by: {report.method}" if report.method else ""
+    limit, kind = "+".join(f"{one:,}" for one in report.max_tokens), "rows" if report.method else "texts"
     parts: list[RenderableType] = [
         Text.assemble(
             f"{_one_line(files)}: ", (translate(f"{used:,} of {report.rows_in:,} rows"), f"bold {color}"),
             tr(" can train {model}", model=report.model), "  ", (translate(f"read in {speed}"), "dim"),
         ),
-        Text(translate(f"columns: {_one_line(report.reason)}; replies found by: {report.method}"), style="dim"),
+        Text(translate(f"columns: {_one_line(report.reason)}{found_by}"), style="dim"),
     ]  # fmt: skip
     parts += [Text(), example_rows(report.examples), Text()]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
@@ -66,8 +77,8 @@ def rows_table(report: "RowsReport") -> RenderableType:
         table.add_row(tr("tokens"), trained)
         lengths = ", ".join(f"{tr(name)} {value:,.0f}" for name, value in report.lengths.items())
         table.add_row(tr("lengths"), tr("{lengths} tokens", lengths=lengths))
-        lost = f"{report.truncated:,} rows are longer than {report.max_tokens:,} tokens and lose {report.lost_tokens:,}"
-        none = f"no row that is kept is longer than {report.max_tokens:,} tokens"
+        lost = f"{report.truncated:,} {kind} are longer than {limit} tokens and lose {report.lost_tokens:,}"
+        none = f"no row that is kept is longer than {limit} tokens"
         table.add_row(tr("truncated"), translate(lost if report.truncated else none))
     if (packing := report.packing) is not None:
         padded = f"padded {packing.sorted:.0%} with rows of similar length, {packing.unsorted:.0%} as they come"
@@ -80,21 +91,40 @@ def rows_table(report: "RowsReport") -> RenderableType:
     return Group(*parts, table)
 
 
-def example_rows(rows: Sequence[Sequence[tuple[str, bool]]]) -> RenderableType:
-    """Rows as a model reads them. What is trained on stands in ⟦ ⟧ and in colour."""
+def example_rows(rows: Sequence[Sequence[tuple[str, bool | str]]]) -> RenderableType:
+    """Rows as a model reads them. What is trained on stands in ⟦ ⟧ and in colour; parts with a name stand below each other."""
+    if any(isinstance(mark, str) for row in rows for _, mark in row):
+        return _example_pairs(rows)
     legend = Text.assemble((tr("rows as the model reads them, trained on what is in "), "dim"), ("⟦ ⟧", _TRAINED))
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for number, row in enumerate(rows, 1):
-        table.add_row(str(number), Text.assemble(*(_shown(*piece) for piece in row)))
+        table.add_row(str(number), Text.assemble(*(_shown(text, bool(trained)) for text, trained in row)))
     return Group(legend, table)
 
 
-def _shown(text: str, trained: bool) -> tuple[str, str]:
-    """A piece on one line, long ones cut in the middle."""
+def _example_pairs(rows: Sequence[Sequence[tuple[str, bool | str]]]) -> RenderableType:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for style in ("cyan", "dim"):
+        table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    colors = {"chosen": "green", "rejected": "red"}
+    for number, row in enumerate(rows, 1):
+        for place, (text, name) in enumerate(row):
+            style = colors.get(str(name), "dim")
+            table.add_row("" if place else str(number), str(name), Text(_one_piece(text), style=style))
+    return Group(Text(tr("pairs as the model reads them: it learns to prefer chosen to rejected"), style="dim"), table)
+
+
+def _one_piece(text: str) -> str:
+    """On one line, a long one cut in the middle."""
     flat = "".join(one if one.isprintable() else "·" for one in text.replace("\n", "⏎").replace("\t", " "))
-    short = flat if len(flat) <= _PIECE else f"{flat[: _PIECE // 2]} … {flat[-_PIECE // 2 :]}"
+    return flat if len(flat) <= _PIECE else f"{flat[: _PIECE // 2]} … {flat[-_PIECE // 2 :]}"
+
+
+def _shown(text: str, trained: bool) -> tuple[str, str]:
+    short = _one_piece(text)
     return (f"⟦{short}⟧", _TRAINED) if trained else (short, "dim")
 
 

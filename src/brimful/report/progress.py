@@ -151,7 +151,7 @@ def _plan_table(event: Mapping[str, Any], wording: Callable[[str], str]) -> Rend
 def _rows(event: Mapping[str, Any]) -> RenderableType:
     from brimful.report.data_tables import example_rows
 
-    return example_rows([[(str(text), bool(trained)) for text, trained in one] for one in event["examples"]])
+    return example_rows([[(str(text), mark) for text, mark in one] for one in event["examples"]])
 
 
 def _plan_changes(event: Mapping[str, Any]) -> RenderableType:

@@ -217,7 +217,9 @@ def _scores(report: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
-    if report["loss"] is not None:
+    if "accuracy" in report:
+        _add_pair_scores(table, report)
+    elif report["loss"] is not None:
         perplexity = report["perplexity"]
         shown = (
             "above e³⁰⁸" if perplexity is None else f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
@@ -237,6 +239,24 @@ def _scores(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def _add_pair_scores(table: Table, report: Mapping[str, Any]) -> None:
+    reference, relative = report["reference"], "log-probability per token"
+    if report["loss"] is not None:
+        table.add_row(
+            "loss", f"{report['loss']:.4f}", f"{report['preference_loss']}, mean over {report['rows']:,} pairs"
+        )
+    if reference is not None:
+        relative = f"relative to {reference}"
+    table.add_row("accuracy", f"{report['accuracy']:.4f}", "share of pairs with a higher reward for chosen")
+    table.add_row("margin", f"{report['margin']:.4f}", f"reward of chosen minus that of rejected; {relative}")
+    table.add_row(
+        "rewards", f"{report['rewards/chosen']:.4f}", f"of chosen; {report['rewards/rejected']:.4f} of rejected"
+    )
+    table.add_row("logp_chosen", f"{report['logp_chosen']:.4f}", "log-probability of a token of chosen replies")
+    if "kl" in report:
+        table.add_row("kl", f"{report['kl']:.4f}", "per token, to the reference, over these replies")
+
+
 def _samples(samples: Iterable[Mapping[str, str]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
@@ -252,10 +272,11 @@ def _samples(samples: Iterable[Mapping[str, str]]) -> Table:
 
 def _eval_facts(report: Mapping[str, Any]) -> Table:
     limits = "+".join(map(str, report["max_tokens"].values()))
+    sides = {"chosen": "chosen text", "rejected": "rejected text"}
     longer = [
         f"{count:,}"
         if side == "tokens"
-        else f"{count:,} {side}{'s' * (count != 1)}"  # a causal model's rows have one part
+        else f"{count:,} {sides.get(side, side)}{'s' * (count != 1)}"  # a causal model's rows have one part
         for side, count in report["truncated"].items()
         if count
     ]

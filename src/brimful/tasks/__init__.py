@@ -3,10 +3,17 @@
 load            a task from a built-in name or `file.py:name`
 option_fields   dataclasses of options as flags, TOML and help
 language        `pretrain` and `sft`: their options, and what they have in common for all models
+preference      `dpo`: its options and losses
 encoder_decoder batches and loss of models such as T5
 causal_lm       batches and loss of models such as Qwen and Llama
 presets         names for new models
 token_stores    raw files to a token store
+reference       what the reference of `dpo` says about all pairs, computed once
+adapters        LoRA, DoRA and QLoRA
+export          a model folder for other programs
+rejects         rejected answers for pairs
+check_rows      rows as a model reads them, for `brimful data check`
+pair_scores     preference scores for `brimful eval`
 chat_scores     BLEU and chrF, in training and for `brimful eval`
 generate        answers in batches or streamed
 model_folder    a saved model with its tokenizer

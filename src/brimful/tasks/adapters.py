@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from brimful.errors import BadModel, BadOption, MissingExtra, in_one_line
-from brimful.files import parse_object, read_json
+from brimful.files import file_sha256, parse_object, read_json, sha256
 from brimful.tasks.export import stored_tensors, write_model
 from brimful.tasks.model_folder import (
     as_bad_model,
     check_hashes,
     count_tensors,
+    is_adapter,
     model_class,
     quiet,
     read_config,
@@ -56,6 +57,11 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE = "adapter_config.json", "adapter_model.sa
 HASHED_BYTES = 10**9
 """A base up to this size is hashed whole, in about 0.7 s; of a larger one, 64 KiB of each tensor from 16 places."""
 SAMPLE_BYTES, SAMPLES = 1 << 16, 16
+NOT_CONTINUED = (
+    "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "target_parameters",
+    "exclude_modules", "trainable_token_indices", "bias", "fan_in_fan_out",
+)  # fmt: skip
+"""What an adapter of PEFT may have besides, and `with_adapter` does not make."""
 WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 
@@ -227,6 +233,50 @@ def _targets(model: Any, lora: Lora) -> str | list[str]:
     return list(lora.targets)
 
 
+def lora_of(adapter: Path) -> Lora:
+    """The shape of a saved adapter, for training to continue with it. One that `with_adapter` cannot make is refused."""
+    config = _read_adapter(adapter)
+    with as_bad_model(adapter, ADAPTER_CONFIG):
+        targets = config["target_modules"]
+        lora = Lora(
+            r=config["r"], alpha=config["lora_alpha"], dropout=config.get("lora_dropout") or 0.0,
+            targets=targets if targets == ALL_LINEAR else tuple(targets) if isinstance(targets, list) else (targets,),
+            dora=bool(config.get("use_dora")), rslora=bool(config.get("use_rslora")),
+        )  # fmt: skip
+    other = [name for name in NOT_CONTINUED if config.get(name) not in (None, False, {}, [], "none")]
+    if config.get("peft_type") != "LORA" or other or isinstance(targets, str):
+        what = f"has {other[0]}" if other else f"is of the kind {config.get('peft_type')} with targets {targets!r}"
+        raise BadModel(
+            f"{adapter} {what}, so it cannot be trained any further. "
+            f"Try: brimful export {adapter} --merge --output DIR, then model= with that folder."
+        )
+    return lora
+
+
+def load_weights(model: Any, adapter: Path) -> Any:
+    """The model, whose adapter gets the weights of a saved one of the same shape."""
+    import safetensors.torch
+
+    check_hashes(adapter)
+    with as_bad_model(adapter, ADAPTER_WEIGHTS):
+        weights = safetensors.torch.load_file(adapter / ADAPTER_WEIGHTS)
+    named = {_name_in_model(name): tensor for name, tensor in weights.items()}
+    own = {name for name, _ in model.named_parameters() if "lora_" in name}
+    mismatched = [name for name in named if name in own and named[name].shape != model.get_parameter(name).shape]
+    problems = (
+        count_tensors(named.keys() - own, "not in the model"),
+        count_tensors(own - named.keys(), "missing"),
+        count_tensors(mismatched, "of another shape"),
+    )
+    if any(problems):
+        raise BadModel(
+            f"the weights of the adapter {adapter} do not match its base: {', '.join(filter(None, problems))}. "
+            "Try: another checkpoint."
+        )
+    model.load_state_dict(named, strict=False)
+    return model
+
+
 def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
@@ -365,7 +415,12 @@ def _check_unquantized(path: Path, config: Any) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the weights in a model folder: names, shapes, dtypes and content, however they are divided into files."""
+    """Of the weights in a model folder: names, shapes, dtypes and content, however they are divided into files. Of an
+    adapter, of its file and of its base."""
+    if is_adapter(folder):
+        base = _read_base(folder)
+        of_base = base.fingerprint if base is not None else fingerprint(find_base(folder))
+        return sha256(f"{file_sha256(folder / ADAPTER_WEIGHTS)} {of_base} {trained_in(folder)}")
     digest, tensors = hashlib.sha256(), stored_tensors(folder)
     with as_bad_model(folder, "weights"):
         whole = sum(one.size_bytes for one in tensors.values()) <= HASHED_BYTES

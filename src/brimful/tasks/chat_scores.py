@@ -160,7 +160,7 @@ class ChatEvaluation(Pretrain):
 
     name = "eval"
     trains_on: TrainOn = "replies"
-    refuses_adapters: ClassVar[bool] = False
+    continues_adapters: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -193,14 +193,9 @@ class ChatEvaluation(Pretrain):
         with suppress(BadRun):  # an unreadable run.json does not matter here
             self.trains_on = trained_on_in_training(folder) or self.trains_on
         if max_tokens is None:
-            lengths = None
-            with suppress(BadRun):
-                lengths = lengths_in_training(folder)
-            if lengths:
-                self.max_tokens = (
-                    lengths * len(self.max_tokens) if len(lengths) == 1 else lengths[: len(self.max_tokens)]
-                )  # pairs have one more, for the second reply
-            self._truncation_reason = "as in the model's run" if lengths else "by default"
+            limits = limits_in_training(folder, len(self.max_tokens))
+            self.max_tokens = limits or self.max_tokens
+            self._truncation_reason = "as in the model's run" if limits else "by default"
         if self._metrics:
             corpus_scores([""], [""], self._metrics)  # a missing package shows now, not after an hour
 
@@ -253,6 +248,16 @@ class ChatEvaluation(Pretrain):
             "generation": asdict(self.generation) if self.answers else None,
             "signatures": signatures(self._metrics) if self._metrics else {},
         }
+
+
+def limits_in_training(folder: Path, sides: int) -> tuple[int, ...] | None:
+    """`lengths_in_training` for rows of so many sides; None if its run cannot be read either."""
+    lengths = None
+    with suppress(BadRun):
+        lengths = lengths_in_training(folder)
+    if not lengths:
+        return None
+    return lengths * sides if len(lengths) == 1 else lengths[:sides]  # pairs have one more, for the second reply
 
 
 def lengths_in_training(folder: Path) -> tuple[int, ...] | None:

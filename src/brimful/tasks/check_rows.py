@@ -1,13 +1,15 @@
-"""`brimful data check FILES --model MODEL`: rows as a causal model will read them. One pass, nothing written.
+"""`brimful data check FILES --model MODEL`: rows as a model will read them. One pass, nothing written.
 
-The rows go through the same encoder as those of `brimful train sft --model MODEL` (texts: of `pretrain`): what it drops, truncates and trains on is
-counted here. Packing is tried on a sample, in steps of `STEP_ROWS` rows drawn at random, as training draws them.
+The rows go through the encoder of `brimful train --model MODEL`: of `sft`, for texts of `pretrain`, for preferences of `dpo`.
+What it drops, truncates and trains on is counted here. Packing is tried on a sample, in steps of `STEP_ROWS` rows drawn at
+random, as training draws them; pairs share their prompt when they are packed, so it is not tried for them.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy.typing as npt
 
 from brimful.data.check import read_progress
 from brimful.data.read.files import RowProblem
-from brimful.data.read.source import check_max_bad, open_source
+from brimful.data.read.source import Source, check_max_bad, holds_preferences, open_source
 from brimful.data.store import trained
 from brimful.errors import BadOption
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
@@ -29,8 +31,8 @@ PACKED_TOKENS = 8192
 PADDED_ROWS = 8
 """Rows of a padded micro-batch to compare with."""
 
-Piece = tuple[str, bool]
-"""Text, and whether its tokens are trained on."""
+Piece = tuple[str, bool | str]
+"""Text, and whether its tokens are trained on; of a preference, which part it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +56,10 @@ class RowsReport:
     model: str
     reason: str
     """Which columns were found."""
-    method: str
-    """How replies are found in the text that the template writes."""
-    max_tokens: int
+    method: str | None
+    """How replies are found in the text that the template writes; None for preferences."""
+    max_tokens: tuple[int, ...]
+    """One limit for a row of a causal model, else one for prompts and one for replies."""
     rows_in: int
     rows_out: int
     """Rows to train on; more than come in where each reply gives one."""
@@ -65,12 +68,14 @@ class RowsReport:
     """By reason, the first row."""
     tokens: int
     trained_tokens: int
+    """Of a preference, those of both replies."""
     truncated: int
+    """Rows; of preferences, prompts and replies."""
     lost_tokens: int
     lengths: dict[str, float]
-    """The mean, percentiles and the longest, in tokens."""
+    """The mean, percentiles and the longest, in tokens. Of a preference, of the prompt with the longer reply."""
     packing: Packing | None
-    """None without rows."""
+    """None without rows, and for preferences."""
     examples: tuple[tuple[Piece, ...], ...]
     max_bad: float
     refused: int
@@ -86,7 +91,8 @@ class RowsReport:
         return f"{self.refused:,} of {self.rows_in:,} rows cannot be used, {self.rows_out:,} can.{start}"
 
     def to_json(self) -> dict[str, Any]:
-        examples = [[{"text": text, "trained": is_trained} for text, is_trained in one] for one in self.examples]
+        mark = "trained" if self.method else "part"
+        examples = [[{"text": text, mark: value} for text, value in one] for one in self.examples]
         return {**asdict(self), "examples": examples, "seconds": round(self.seconds, 3)}
 
 
@@ -104,20 +110,11 @@ def check_rows(
     """Encode every row as training would, and count."""
     check_max_bad(max_bad)
     started = time.monotonic()
-    source = open_source(
-        paths, columns=columns, host_limit_bytes=parse_bytes(host_limit, flag="host_limit="), messages=True
-    )
-    options: dict[str, Any] = {
-        "model": model,
-        "columns": columns,
-        "chat_template": chat_template,
-        "max_tokens": max_tokens,
-    }
-    texts = source.layout.kind == "text"
-    task: Pretrain = Pretrain(LanguageOptions(**options)) if texts else Sft(SftOptions(**options))
-    if task.source is None:
-        raise BadOption(f"model={model!r} has new weights and no tokenizer yet. Try: a model folder.")
-    encoder = causal_encoder(task, source, task.options.tokenizer or task.source, chat_template)
+    limit = parse_bytes(host_limit, flag="host_limit=")
+    pairs = holds_preferences(paths, columns=columns, host_limit_bytes=limit)
+    source = open_source(paths, columns=columns, host_limit_bytes=limit, messages=not pairs, preferences=pairs)
+    task = _task(source, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens)
+    encoder = _encoder(task, source, chat_template)
     dropped: Counter[str] = Counter()
     problems: dict[str, RowProblem] = {}
     lengths: list[npt.NDArray[np.int32]] = []
@@ -136,27 +133,59 @@ def check_rows(
             )
             dropped[drop.reason] += 1
         place = 0
-        for length, *spans in encoded.lengths.tolist():
-            row = encoded.tokens[place : place + length]
-            runs = encoded.tokens[place + length : place + length + sum(spans)] if spans else np.array([0, length])
-            place += length + sum(spans)
-            trained_tokens += int(runs[1::2].sum())
-            if len(examples) < EXAMPLES:
-                examples.append(tuple(encoder.pieces(row.tolist(), trained(runs, length).tolist())))
-        lengths.append(encoded.lengths[:, 0])
-        tokens += int(encoded.lengths[:, 0].sum())
+        for sizes in encoded.lengths.tolist():
+            edges = np.cumsum([place, *sizes])
+            parts = [encoded.tokens[first:last] for first, last in pairwise(edges.tolist())]
+            place = int(edges[-1])
+            if pairs:
+                trained_tokens += sum(sizes[1:])
+                pieces = encoder.pieces(parts) if len(examples) < EXAMPLES else []
+            else:
+                length, runs = sizes[0], parts[1] if len(parts) > 1 else np.array([0, sizes[0]])
+                trained_tokens += int(runs[1::2].sum())
+                marks = trained(runs, length).tolist()
+                pieces = encoder.pieces(parts[0].tolist(), marks) if len(examples) < EXAMPLES else []
+            examples += [tuple(pieces)] if pieces else []
+        sizes_of_rows = encoded.lengths
+        lengths.append(sizes_of_rows[:, 0] + sizes_of_rows[:, 1:].max(axis=1) if pairs else sizes_of_rows[:, 0])
+        tokens += int(sizes_of_rows.sum() if pairs else sizes_of_rows[:, 0].sum())
         truncated += sum(encoded.truncated)
         lost += sum(encoded.lost_tokens)
         rate = rows_in / max(time.monotonic() - started, 1e-9)
         progress(read_progress(rows_in, rate, chunk.read_bytes, source.total_bytes))
     every = np.concatenate(lengths) if lengths else np.zeros(0, np.int32)
     return RowsReport(
-        files=source.files, model=model, reason=source.layout.reason, method=encoder.method, max_tokens=task.max_tokens[0],
+        files=source.files, model=model, reason=source.layout.reason, method=None if pairs else encoder.method,
+        max_tokens=task.max_tokens,
         rows_in=rows_in, rows_out=len(every), dropped=dict(dropped), problems=problems, tokens=tokens,
         trained_tokens=trained_tokens, truncated=truncated, lost_tokens=lost, lengths=_summary(every),
-        packing=_packing(every, task.max_tokens[0]), examples=tuple(examples), max_bad=max_bad, refused=refused,
+        packing=None if pairs else _packing(every, task.max_tokens[0]), examples=tuple(examples), max_bad=max_bad, refused=refused,
         seconds=time.monotonic() - started,
     )  # fmt: skip
+
+
+def _task(source: Source, **options: Any) -> Pretrain:
+    """The task that would train on these rows."""
+    if source.layout.kind == "preference":
+        from brimful.tasks.preference import Dpo, DpoOptions
+
+        task: Pretrain = Dpo(DpoOptions(**options))
+    elif source.layout.kind == "text":
+        task = Pretrain(LanguageOptions(**options))
+    else:
+        task = Sft(SftOptions(**options))
+    if task.source is None:
+        raise BadOption(f"model={options['model']!r} has new weights and no tokenizer yet. Try: a model folder.")
+    return task
+
+
+def _encoder(task: Pretrain, source: Source, chat_template: str | None) -> Any:
+    assert task.source is not None
+    if not task.reads_pairs:
+        return causal_encoder(task, source, task.source, chat_template)
+    from brimful.tasks.pair_data import PairEncoder
+
+    return PairEncoder.load(task.source, causal=task.family.causal, max_tokens=task.max_tokens, template=chat_template)
 
 
 def _summary(lengths: npt.NDArray[np.int32]) -> dict[str, float]:

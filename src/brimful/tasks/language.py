@@ -27,6 +27,7 @@ from brimful.units import is_number
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
     from torch import nn
 
     from brimful.data.store import Store
@@ -149,8 +150,9 @@ class Pretrain(Task):
     """The tokens of a conversation that a causal model is trained on, unless `--train-on` says otherwise."""
     reads_pairs: ClassVar[bool] = False
     """Whether rows are prompts with two replies, one of which is preferred."""
-    refuses_adapters: ClassVar[bool] = True
-    """An adapter is trained no further; it is merged first."""
+    scores: Sequence[str] | None = ("bleu", "chrf")
+    continues_adapters: ClassVar[bool] = True
+    """Whether the adapter that `--model` names is trained further, beside its base."""
 
     def __init__(self, options: LanguageOptions | None = None) -> None:
         super().__init__(options)
@@ -159,8 +161,10 @@ class Pretrain(Task):
         """The preset that `--model` names; None for a saved model."""
         self.source = None if self.preset else _resolved(model)
         """The folder of the saved model; None for new weights."""
+        self.adapter: Path | None = None
+        """The saved adapter that training continues with."""
         if self.source is not None:
-            _check_source(model, self.source, refuses_adapters=self.refuses_adapters)
+            self._check_source(self.source)
         self.config = _config(model if self.preset else self.source)
         self.family = self._family()
         self.family.check(self.options)
@@ -179,25 +183,25 @@ class Pretrain(Task):
     @property
     def freeze(self) -> str:
         """The part of the model that is not trained."""
-        fine_tuned = (
-            self.family.fine_tuned if self.fine_tunes and self.preset is None and not self.options.lora else "none"
-        )
+        fine_tuned = self.family.fine_tuned if self.fine_tunes and self.preset is None and not self._adapts else "none"
         return self.options.freeze or fine_tuned
 
     def model(self) -> "nn.Module":
         if self.lora is not None:
             from brimful.tasks.adapters import new_base, with_adapter
 
-            return with_adapter(new_base(deepcopy(self.config), self.options.load_in, self.base_dtype), self.lora)
+            return with_adapter(new_base(deepcopy(self.config), self.load_in, self.base_dtype), self.lora)
         return self._frozen(self._new_weights())
 
     def initial_model(self) -> "nn.Module":
         if self.source is None:
             return self.model()
         if self.lora is not None:
-            from brimful.tasks.adapters import load_base, with_adapter
+            from brimful.tasks.adapters import find_base, load_base, load_weights, with_adapter
 
-            return with_adapter(load_base(self.source, self.options.load_in, dtype=self.base_dtype), self.lora)
+            base = self.source if self.adapter is None else find_base(self.adapter)
+            model = with_adapter(load_base(base, self.load_in, dtype=self.base_dtype), self.lora)
+            return model if self.adapter is None else load_weights(model, self.adapter)
         from brimful.tasks.model_folder import load_model
 
         model = load_model(self.source)
@@ -264,7 +268,7 @@ class Pretrain(Task):
 
     def alternatives(self) -> Sequence[tuple[str, int]]:
         """Adapters, and 4 bits below them: what they hold, counted from the layers."""
-        if self.source is None or self.options.load_in:
+        if self.source is None or self.load_in:
             return ()
         import torch
         from torch import nn
@@ -277,7 +281,7 @@ class Pretrain(Task):
         rank = ADAPTER_RANK if self.lora is None else self.lora.r
         adapter = 16 * rank * sum(layer.in_features + layer.out_features for layer in layers)
         lora = f"lora='r={rank}'"
-        full = [] if self.options.lora else [(lora, 2 * weights + adapter)]
+        full = [] if self._adapts else [(lora, 2 * weights + adapter)]
         return [
             *full,
             (f"{lora} with load_in='4bit'", 2 * (weights - linear) + round(BYTES_IN_4BIT * linear) + adapter),
@@ -286,9 +290,17 @@ class Pretrain(Task):
     def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
         from brimful.tasks.token_stores import remarks
 
-        return remarks(self, rows)
+        own = [] if self.adapter is None else [("adapter", self.options.model, str(self.lora), self._continued())]
+        return [*own, *remarks(self, rows)]
 
-    def preview(self, rows: Dataset) -> Sequence[Sequence[tuple[str, bool]]]:
+    def _continued(self) -> str:
+        from brimful.tasks.adapters import base_of
+
+        assert self.adapter is not None
+        bits = f" in {self.load_in[0]} bits" if self.load_in else ""
+        return f"the adapter of {self.options.model} is trained further, beside its base {base_of(self.adapter)}{bits}"
+
+    def preview(self, rows: Dataset) -> Sequence[Sequence[tuple[str, bool | str]]]:
         """The first three rows of a token store, decoded by its own tokenizer."""
         from brimful.data.store import Store
         from brimful.data.tokenizer.folder import load_tokenizer
@@ -296,11 +308,11 @@ class Pretrain(Task):
         if not isinstance(rows, Store):
             return ()
         tokenizer = load_tokenizer(rows.path / "tokenizer")
-        some = [rows[number] for number in range(min(PREVIEWED, len(rows)))]
-        return [
-            [(tokenizer.decode(ids, skip_special_tokens=False), trained) for ids, trained in self.family.pieces(row)]
-            for row in some
-        ]
+        return [self.row_texts(tokenizer, rows[number]) for number in range(min(PREVIEWED, len(rows)))]
+
+    def row_texts(self, tokenizer: "Tokenizer", row: Any) -> Sequence[tuple[str, bool | str]]:
+        """A row as text, divided where training begins and ends."""
+        return [(tokenizer.decode(ids, skip_special_tokens=False), on) for ids, on in self.family.pieces(row)]
 
     def evaluate(self, model: "nn.Module", rows: Any, context: Any) -> Mapping[str, float]:
         from brimful.tasks.chat_scores import evaluate_in_training
@@ -338,29 +350,68 @@ class Pretrain(Task):
 
     def _lora(self) -> "Lora | None":
         """The adapters that are trained, if any. Their base is frozen in the precision that it computes in."""
-        if self.options.lora is None:
+        if not self._adapts:
             return None
-        from brimful.tasks.adapters import Lora, check_packages, trained_weights
+        from brimful.tasks.adapters import Lora, check_packages, lora_of, trained_weights
 
-        lora = Lora.parse(self.options.lora)
-        check_packages(lora, self.options.load_in)
+        lora = Lora.parse(self.options.lora or "") if self.adapter is None else lora_of(self.adapter)
+        if self.adapter is not None and self.options.lora not in (None, str(lora)):
+            raise BadOption(
+                f"model={self.options.model!r} is an adapter, which is trained further as it is ({lora}), so "
+                f"lora={self.options.lora!r} has no effect. Try: without lora=, or merge the adapter with brimful export --merge first."
+            )
+        check_packages(lora, self.load_in)
         self.trained_weights = trained_weights  # type: ignore[method-assign]
-        if str(self.base_dtype) == "torch.bfloat16":
-            self.precision = "bf16"
         return lora
 
     @property
-    def base_dtype(self) -> "torch.dtype":
-        """The dtype of frozen weights below adapters: bf16 where the model was saved in 16 bits and a GPU computes in bf16."""
+    def _adapts(self) -> bool:
+        return self.options.lora is not None or self.adapter is not None
+
+    @property
+    def load_in(self) -> LoadIn | None:
+        """The bits of the base below adapters: for one that is trained further, those that it was trained with."""
+        if self.adapter is None or self.options.load_in is not None:
+            return self.options.load_in
+        from brimful.tasks.adapters import trained_in
+
+        return trained_in(self.adapter)
+
+    def _check_source(self, folder: str) -> None:
+        """What can be told of a saved model before its weights are read. Of an adapter without a tokenizer, that of its
+        base is used."""
+        from brimful.data.tokenizer.folder import MODEL_FILE
+        from brimful.tasks.model_folder import check_shards, is_adapter
+
+        check_shards(Path(folder))
+        if not is_adapter(Path(folder)):
+            return
+        if self.continues_adapters:
+            self.adapter = Path(folder)
+        if not (Path(folder) / MODEL_FILE).is_file():
+            from brimful.tasks.adapters import find_base
+
+            self.source = str(find_base(Path(folder)))
+
+    def use_device(self, device: "torch.device", precision: Precision | None) -> None:
+        """Frozen weights below adapters are in bf16 if the model was saved in 16 bits, or is quantized now, and computes in
+        bf16: because that was asked for, or because a GPU does so and nothing else was."""
         import torch
 
-        in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16)
-        fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if fast and (in_16_bits or self.options.load_in) else torch.float32
+        if self.lora is None:
+            return
+        in_16_bits = self.config.dtype in (torch.bfloat16, torch.float16) or self.load_in
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        computes_in_bf16 = precision == "bf16" or (precision in (None, "auto") and on_gpu)
+        self.base_dtype = torch.bfloat16 if in_16_bits and computes_in_bf16 else torch.float32
+        self.precision = "bf16" if self.base_dtype is torch.bfloat16 else type(self).precision
+
+    base_dtype: "torch.dtype | None" = None
+    """Of frozen weights below adapters; float32 by default."""
 
     def _learning_rate(self) -> float:
         """What is usual for adapters, and for fine-tuning all weights of a causal model."""
-        if self.options.lora is not None:
+        if self._adapts:
             return LORA_RATE
         return (
             CAUSAL_RATE if self.fine_tunes and self.family.causal and self.preset is None else type(self).learning_rate
@@ -419,18 +470,6 @@ class Sft(Pretrain):
 
 def _is_gone(model: str) -> bool:
     return model not in PRESETS and not Path(model).exists()
-
-
-def _check_source(model: str, folder: str, *, refuses_adapters: bool) -> None:
-    """What can be told of a saved model before its weights are read."""
-    from brimful.tasks.model_folder import check_shards, is_adapter
-
-    check_shards(Path(folder))
-    if refuses_adapters and is_adapter(Path(folder)):
-        raise BadOption(
-            f"model={model!r} is an adapter, not a whole model. Try: brimful export {model} --merge --output DIR, then "
-            "model= with that folder."
-        )
 
 
 def _resolved(model: str) -> str:

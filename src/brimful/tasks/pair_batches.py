@@ -37,9 +37,6 @@ class CausalPairs(CausalLM):
         prompt, chosen, rejected = (torch.randint(2, self.text.vocab_size, (n,)).numpy() for n in (1, length, length))
         return _row(prompt, chosen, rejected)
 
-    def pieces(self, row: Any) -> list[tuple[Any, bool]]:
-        return _pieces(row)
-
     def collate(self, rows: Sequence[Any]) -> Any:
         import numpy as np
 
@@ -81,9 +78,6 @@ class EncoderDecoderPairs(EncoderDecoder):
 
         sides = (torch.randint(2, self.config.vocab_size, (n,)).numpy() for n in (shape[0], shape[1], shape[1]))
         return _row(*sides)
-
-    def pieces(self, row: Any) -> list[tuple[Any, bool]]:
-        return _pieces(row)
 
     def collate(self, rows: Sequence[Any]) -> Any:
         ids, mask = pad([row["prompt"] for row in rows], self.config.pad_token_id)
@@ -139,11 +133,6 @@ class EncoderDecoderPairs(EncoderDecoder):
 
 def _row(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, REFERENCE: (0.0, 0.0)}
-
-
-def _pieces(row: Any) -> list[tuple[Any, bool]]:
-    """For people to look at: the preferred reply is what is learnt."""
-    return [(row[name].tolist(), name == "chosen") for name in FIELDS]
 
 
 def _longer(row: Any) -> int:

@@ -11,7 +11,7 @@ when they are truncated, replies that do not answer the same messages.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,20 +123,31 @@ class PairEncoder:
     """The `RowEncoder` of preferences, which `open_source(…, preferences=True)` reads."""
 
     pairs: PairTokenizer
+    folder: Path
+    """Of the tokenizer."""
 
     fields = FIELDS
     keep_end = (True, False, False)
 
     @classmethod
-    def load(cls, folder: str | Path, *, causal: bool, max_tokens: tuple[int, ...]) -> "PairEncoder":
-        """With the tokenizer of a folder, and for a causal model its chat template."""
+    def load(
+        cls, folder: str | Path, *, causal: bool, max_tokens: tuple[int, ...], template: str | None = None
+    ) -> "PairEncoder":
+        """With the tokenizer of a folder, and for a causal model its chat template or another one."""
         if causal:
-            return cls(pairs=TemplatePairs(template=ChatTemplate.load(folder), limit=max_tokens[0]))
+            return cls(
+                pairs=TemplatePairs(template=ChatTemplate.load(folder, template), limit=max_tokens[0]),
+                folder=Path(folder),
+            )
         facts = TokenizerFacts.read(folder)
         pairs = TextPairs(
             tokenizer=load_tokenizer(folder), limits=max_tokens, eos_id=facts.eos_id, vocab_size=facts.vocab_size
         )
-        return cls(pairs=pairs)
+        return cls(pairs=pairs, folder=Path(folder))
+
+    def pieces(self, row: Sequence[Any]) -> list[tuple[str, str]]:
+        """Prompt, chosen and rejected as text, each with its name."""
+        return named_texts(load_tokenizer(self.folder), dict(zip(FIELDS, row, strict=True)))
 
     @property
     def max_tokens(self) -> tuple[int, ...]:
@@ -173,6 +184,11 @@ class PairEncoder:
             kept, fields=3, dtype=token_dtype(self.pairs.vocab_size), rows_used=len(kept),
             drops=[found[number] for number in sorted(found)], truncated=truncated, lost_tokens=lost, characters=characters,
         )  # fmt: skip
+
+
+def named_texts(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The parts of a pair for people to look at, each with its name."""
+    return [(tokenizer.decode(row[name].tolist(), skip_special_tokens=False), name) for name in FIELDS]
 
 
 def _unusable(number: int, pair: dict[str, Any]) -> Drop | None:

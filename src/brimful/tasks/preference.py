@@ -36,6 +36,7 @@ from brimful.training.run import is_missing
 from brimful.units import is_number
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor, nn
 
     from brimful.tasks.pair_batches import CausalPairs, EncoderDecoderPairs
@@ -124,6 +125,7 @@ class Dpo(Sft):
     Options = DpoOptions
     options: DpoOptions
     reads_pairs: ClassVar[bool] = True
+    scores: Sequence[str] | None = ("accuracy", "margin", "logp_chosen")
     family: "CausalPairs | EncoderDecoderPairs"
 
     def __init__(self, options: DpoOptions | None = None) -> None:
@@ -214,6 +216,11 @@ class Dpo(Sft):
             self.shared_prompts = shared_prompts(like, store)
         return store
 
+    def row_texts(self, tokenizer: "Tokenizer", row: Any) -> Sequence[tuple[str, bool | str]]:
+        from brimful.tasks.pair_data import named_texts
+
+        return named_texts(tokenizer, row)
+
     def before_training(self, model: "nn.Module", rows: Dataset, context: Any) -> None:
         """The log-probabilities that the reference gives to all replies, read from a file or computed into one."""
         from brimful.tasks.reference import PairRows, add_reference
@@ -257,12 +264,13 @@ class Dpo(Sft):
                 self.options.reference,
                 "as requested; its log-probabilities are computed once, then it leaves memory",
             )
-        start = "the model without its adapter" if self.lora is not None else "the model as it begins"
+        new_adapter = self.lora is not None and self.adapter is None
+        start = "the model without its adapter" if new_adapter else "the model as it begins"
         return start, "its log-probabilities are computed once, before the first step"
 
     def evaluate(self, model: "nn.Module", rows: Any, context: Any) -> Mapping[str, float]:
         """Over all rows of the evaluation: what the loss has logged."""
-        return {name: context.logged[name] for name in ("accuracy", "margin", "logp_chosen") if name in context.logged}
+        return {name: context.logged[name] for name in self.scores or () if name in context.logged}
 
     def watch(self, notes: dict[str, Any], step: Mapping[str, Any]) -> Mapping[str, str]:
         """Chosen replies that become unlikely, a loss that spikes, an accuracy that stays at chance."""
@@ -277,7 +285,7 @@ class Dpo(Sft):
         return (CausalPairs if is_causal(self.config) else EncoderDecoderPairs)(self.config)
 
     def _learning_rate(self) -> float:
-        usual = SMALL_RATE if self.options.lora is not None or not self.family.causal else FULL_RATE
+        usual = SMALL_RATE if self._adapts or not self.family.causal else FULL_RATE
         return ORPO_RATE if self.options.loss == "orpo" else usual
 
     def reference_model(self) -> "nn.Module":

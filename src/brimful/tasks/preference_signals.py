@@ -5,7 +5,8 @@ how to answer. And wrong labels, or a learning rate that never acts, give a loss
 `WINDOW` steps these rules look at the figures that the loss has logged:
 
     chosen-collapsed     the log-probability of chosen replies is 0.5 per token below that of the first steps, which makes
-                         each token 1.65 times less likely; by the median of a window, and by six of its errors
+                         each token 1.65 times less likely; by the median of a window, and by six errors of the fall. The
+                         noise is that from one step to the next: a fall within a window is no noise
     loss-spiked          two windows in a row are above the lowest one by what `training.levels` calls a rise that matters
     accuracy-at-chance   of the last 4,000 pairs so few are told apart that an accuracy of 0.55 would give so few once in
                          10,000 cases (Chernoff's bound of the binomial distribution), after 100 updates at least
@@ -16,6 +17,8 @@ Imports no torch.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from brimful.training.levels import OF_LEVEL, SURE, Level, follows_rate, rise_matters
@@ -38,7 +41,7 @@ def watch(notes: dict[str, Any], step: Mapping[str, Any]) -> dict[str, str]:
     """What is wrong after this step. `notes` keeps the figures of the window, and what windows before it showed."""
     if not notes:
         notes |= {"window": [], "errors": [], "logp_errors": [], "accuracies": [], "problems": {}}
-        notes |= dict.fromkeys(("start", "start_logp", "lowest", "last"))
+        notes |= dict.fromkeys(("start", "start_logp", "start_error", "lowest", "last"))
     if not step["applied"] or not math.isfinite(step["loss"]):
         return dict(notes["problems"])
     window = notes["window"]
@@ -67,13 +70,22 @@ def _collapsed(notes: dict[str, Any]) -> tuple[str, str] | None:
     now, start = _level(notes["window"], 4), notes["start_logp"]
     if now is None or start is None:
         return None
-    error = max(now[1], _usual(notes, "logp_errors", now[1]))
-    if start - now[0] < max(FALL, SURE * math.hypot(error, error * math.sqrt(WINDOW / START))):
+    noise = _noise([one[4] for one in notes["window"] if one[4] is not None and math.isfinite(one[4])])
+    if notes["start_error"] is None:  # of the first window: five steps would tell too little
+        notes["start_error"] = noise * math.sqrt(WINDOW / START)
+    error = max(noise, _usual(notes, "logp_errors", noise))
+    if start - now[0] < max(FALL, SURE * math.hypot(error, max(error, notes["start_error"]))):
         return None
     return COLLAPSED, (
         f"the log-probability of chosen replies has fallen from {start:.2f} to {now[0]:.2f} per token, so the model forgets "
         "how to answer. Try: a lower lr=, or a higher beta="
     )
+
+
+def _noise(values: Sequence[float]) -> float:
+    """The error of their median, as far as they differ from one step to the next."""
+    differences = [second - first for first, second in pairwise(values)]
+    return 1.25 * 1.4826 * median(map(abs, differences)) / math.sqrt(2 * len(values))
 
 
 def _usual(notes: dict[str, Any], name: str, error: float) -> float:

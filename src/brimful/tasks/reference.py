@@ -7,9 +7,9 @@
 The name carries a hash of the weights, the tokens of the store (hence of tokenizer and chat template) and the precision. A file
 of anything else has another name, and one that was damaged is computed again. Another run on the same store and model finds it.
 
-The reference is the model as it begins. With adapters it is the model with the adapter switched off, which is the same. A
-resumed run has other weights by then and reads the file that it began with; if that is gone, it is computed again from the
-initial model.
+The reference is the model as it begins. With a new adapter it is the model with the adapter switched off, which is the same;
+where a saved adapter is trained further, it is the base with that adapter. A resumed run has other weights by then and reads
+the file that it began with; if that is gone, it is computed again from the initial model.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from brimful.tasks.preference import Dpo
-    from brimful.training.evaluate import TrainingContext
+    from brimful.training.evaluate import EvalContext, TrainingContext
 
 Values = npt.NDArray[np.float64]
 WINDOW_ROWS = 4096
@@ -154,14 +154,14 @@ def _key(task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingCont
     from brimful.tasks.adapters import fingerprint
     from brimful.tasks.language import _resolved
 
-    source = _resolved(task.options.reference) if task.options.reference else task.source
+    source = _resolved(task.options.reference) if task.options.reference else task.adapter or task.source
     weights = f"{task.options.model} of seed {context.seed}" if source is None else fingerprint(Path(source))
     dtypes = sorted({str(param.dtype) for param in model.parameters() if not param.requires_grad or task.lora is None})
     return {
         "weights": weights,
         "tokens": rows.fingerprint,
         "tokenizer": rows.meta.tokenizer_fingerprint,
-        "precision": [str(context.autocast), *dtypes, task.options.load_in],
+        "precision": [str(context.autocast), *dtypes, task.load_in],
     }
 
 
@@ -231,7 +231,7 @@ def _computed(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Trainin
     random_state = RandomState(context.device)
     try:
         with _reference_model(task, model, context) as (reference, own_context):
-            values = np.array(_log_probabilities(task, reference, rows, own_context), dtype=np.float64).reshape(-1, 2)
+            values = np.array(log_probabilities(task, reference, rows, own_context), dtype=np.float64).reshape(-1, 2)
     finally:
         random_state.restore()
     broken = np.flatnonzero(~np.isfinite(values).all(axis=1))
@@ -249,7 +249,7 @@ def _reference_model(
 ) -> "Iterator[tuple[nn.Module, TrainingContext]]":
     """The reference on the device. A second model is there only in here."""
     if task.options.reference is None and task.lora is not None:
-        with model.disable_adapter():  # type: ignore[operator]
+        with model.disable_adapter() if task.adapter is None else _initial_adapter(task, model):  # type: ignore[operator]
             yield model, context
         return
     if task.options.reference is None and not context.resumed:
@@ -265,6 +265,25 @@ def _reference_model(
         empty_cache(context.device)
 
 
+@contextmanager
+def _initial_adapter(task: "Dpo", model: "nn.Module") -> Iterator[None]:
+    """The adapter as training began with it; after a resume it has other weights by now, which are put back."""
+    import torch
+
+    from brimful.tasks.adapters import load_weights
+
+    assert task.adapter is not None
+    own = {name: param for name, param in model.named_parameters() if "lora_" in name}
+    before = {name: param.detach().clone() for name, param in own.items()}
+    try:
+        load_weights(model, task.adapter)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, param in own.items():
+                param.copy_(before[name])
+
+
 def _loaded(task: "Dpo", context: "TrainingContext") -> "nn.Module":
     import torch
 
@@ -273,10 +292,10 @@ def _loaded(task: "Dpo", context: "TrainingContext") -> "nn.Module":
     return model.to(context.device).requires_grad_(False)
 
 
-def _log_probabilities(
-    task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingContext"
+def log_probabilities(
+    task: "Dpo", model: "nn.Module", rows: PairRows, context: "EvalContext", chosen: Sequence[int] | None = None
 ) -> list[list[float]]:
-    """Of all pairs, in batches that fit, shared by the ranks."""
+    """Of all pairs, or of the `chosen` ones in their order; in batches that fit, shared by the ranks."""
     from brimful.memory.context import to_device
     from brimful.memory.forward import eval_mode
 
@@ -287,8 +306,11 @@ def _log_probabilities(
 
     forward = context.forward(lambda count, shape: run(task.dummy(count, shape)), what="reference")
 
-    def own(indices: Sequence[int]) -> list[list[float]]:
+    numbers = range(len(rows)) if chosen is None else chosen
+
+    def own(places: Sequence[int]) -> list[list[float]]:
         results: dict[int, list[float]] = {}
+        indices = [numbers[place] for place in places]
         for start in range(0, len(indices), WINDOW_ROWS):
             window = list(indices[start : start + WINDOW_ROWS])
             read = rows.__getitems__(window)
@@ -299,4 +321,4 @@ def _log_probabilities(
         return [results[index] for index in indices]
 
     with eval_mode(model, context.device):
-        return context.share(len(rows), own)
+        return context.share(len(numbers), own)

@@ -301,6 +301,12 @@ def _task_options(task: Task) -> dict[str, Any]:
     return values
 
 
+def _check_best(task: Task, best: str) -> None:
+    """Before rows are read: a score that this task never has would end the run at its first evaluation."""
+    if best != "loss" and task.scores is not None and best not in task.scores:
+        raise BadOption(f"best={best!r} is not a score of task {task.name}. Try: {', '.join(['loss', *task.scores])}.")
+
+
 def _check_processes(processes: int) -> None:
     """A call is one process: several are started by the command line or by a launcher."""
     sizes = [int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
@@ -369,6 +375,8 @@ class Session:
         )  # what was requested as `auto` is known now
         self.task = with_optimizer(task, self.options)
         self.task.host_limit_bytes = request.plan_options.host_limit_bytes and self.target.host_limit_bytes
+        self.task.use_device(self.target.device, request.plan_options.precision)
+        _check_best(self.task, self.options.best)
         self.first = self.group.rank == 0
         self.loop: Loop | None = None
         self.trained = 0

@@ -60,14 +60,14 @@ def test_a_file_without_rows_is_named(tmp_path):
 
 def test_a_folder_without_files_of_rows_names_what_it_has(tmp_path):
     assert "is empty. Try: .parquet" in error_of(tmp_path)
-    for name in ("a.txt", "b.md", "c.parquet.gz"):
+    for name in ("a.rst", "b.md", "c.parquet.gz"):
         (tmp_path / name).touch()
-    assert "contains only a.txt, b.md, c.parquet.gz. Try: " in error_of(tmp_path)
+    assert "contains only a.rst, b.md, c.parquet.gz. Try: " in error_of(tmp_path)
 
 
 def test_an_unknown_format_names_the_known_ones(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    assert error_of(tmp_path / "a.txt").startswith(f"{tmp_path}/a.txt: unknown format. Try: .parquet, .pq, .jsonl")
+    (tmp_path / "a.rst").write_text("x")
+    assert error_of(tmp_path / "a.rst").startswith(f"{tmp_path}/a.rst: unknown format. Try: .parquet, .pq, .jsonl")
 
 
 def test_a_link_to_nothing_is_refused(tmp_path):

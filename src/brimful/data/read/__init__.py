@@ -5,5 +5,6 @@ files          paths to files, and what all readers share: chunks, row problems,
 columns        which columns hold the prompt, the response or the text
 conversations  the same for rows of whole conversations, in OpenAI's format
 json_rows      readers for jsonl and json
+plain_text     reader for .txt
 tables         readers for csv, tsv, parquet and the Hugging Face hub
 """

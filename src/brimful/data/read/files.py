@@ -299,10 +299,11 @@ def _first_line(error: Exception) -> str:
 
 # ── Paths to files ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Format = Literal["parquet", "jsonl", "json", "csv", "hub"]
+Format = Literal["parquet", "jsonl", "json", "csv", "text", "hub"]
 
 FORMATS: dict[str, Format] = {
     ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".txt": "text",
 }  # fmt: skip
 
 _SUPPORTED = f"{', '.join(FORMATS)} (text formats also with {', '.join(COMPRESSIONS)})"
@@ -393,10 +394,14 @@ def _folder_files(folder: Path, skipped: list[str]) -> Iterator[DataFile]:
         )
     paths = sorted(_walk(folder))
     supported = [path for path in paths if format_of(path.name) and not path.is_dir()]
+    tables = [path for path in supported if format_of(path.name) != "text"]
+    notes = sorted(set(supported) - set(tables)) if tables else []
+    supported = tables or supported
     if not supported:
         content = f"contains only {first_names([path.name for path in paths])}" if paths else "is empty"
         raise BadData(f"{folder} {content}. Try: {_SUPPORTED}.")
-    others = sorted(set(paths) - set(supported))
+    others = sorted(set(paths) - set(supported) - set(notes))
+    skipped.extend(f"{path} (a text beside other formats)" for path in notes)
     skipped.extend(f"{path} ({'a link to a folder' if path.is_dir() else 'unknown format'})" for path in others)
     for path in supported:
         yield _data_file(str(path))

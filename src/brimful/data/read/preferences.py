@@ -15,6 +15,7 @@ column is not needed. Columns `system`, `tools` and `history` are used as in con
 answer the same messages is `{"problem": "…"}`.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -58,8 +59,9 @@ from brimful.errors import BadData, BadOption
 PREFERENCE = ("preference",)
 """The fields of a row that is a preference."""
 _REPLIES = ("chosen", "rejected")
-_PARTS = ("prompt", *_REPLIES)
-_SETTABLE = (*_PARTS, "messages", "conversations", *BESIDE)
+PAIR = ("prompt", *_REPLIES)
+"""The fields of a preference as texts."""
+_SETTABLE = (*PAIR, "messages", "conversations", *BESIDE)
 
 
 def find_preference_layout(schema: FileSchema, file: str, *, rows_vary: bool) -> Layout:
@@ -152,7 +154,7 @@ def _may_lack_prompt(layout: Layout, schema: FileSchema) -> bool:
 
 
 def _type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:
-    if part not in _PARTS:
+    if part not in PAIR:
         return requested_type(part, type_, rows_vary=rows_vary, joined=joined)
     if rows_vary and not joined:
         return JSON  # one row may have text where another has messages
@@ -166,12 +168,12 @@ def map_preferences(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
     """The rows as one text column `preference`. A row that is none becomes a broken one."""
     problems: dict[int, str] = {}
     columns: dict[str, list[Any]] = {}
-    names: dict[str, str] = {part: layout.columns.get(part, part) for part in (*_PARTS, *BESIDE)}
+    names: dict[str, str] = {part: layout.columns.get(part, part) for part in (*PAIR, *BESIDE)}
     as_json: set[str] = set()
     for part in BESIDE:
         if (column := column_beside(part, layout, chunk.rows)) is not None:
             columns[part] = column.to_pylist()
-    for part in _PARTS:
+    for part in PAIR:
         if part not in layout.columns:
             continue
         names[part] = joined_columns(layout.columns[part], chunk.rows.schema.names)[0]
@@ -194,6 +196,28 @@ def map_preferences(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
     array = json_text_array(texts, problems)
     mapped = replace(chunk, rows=pa.RecordBatch.from_arrays([array], schema=pa.schema([(PREFERENCE[0], TEXT)])))
     yield without_rows(mapped, problems) if problems else mapped
+
+
+def pair_texts(chunk: Chunk) -> Chunk:
+    """The same rows as three text columns, for people to look at: prompts of several messages have them line by line."""
+    problems: dict[int, str] = {}
+    columns: dict[str, list[str]] = {part: [] for part in PAIR}
+    for row, text in enumerate(chunk.rows.column(0).to_pylist()):
+        content = json.loads(text)
+        if "problem" in content:
+            problems[row], content = content["problem"], {}
+        for part, texts in columns.items():
+            messages = content.get(part) or []
+            texts.append("\n".join(map(_shown, messages if part == "prompt" else [messages])) if messages else "")
+    arrays = [pa.array(texts, type=TEXT) for texts in columns.values()]
+    rows = pa.RecordBatch.from_arrays(arrays, schema=pa.schema([(part, TEXT) for part in columns]))
+    mapped = replace(chunk, rows=rows)
+    return without_rows(mapped, problems) if problems else mapped
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return message.get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 def _preference(values: Mapping[str, Any], names: Mapping[str, str], as_json: set[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     paths ─► files.find_files ─► a layout for each file (columns.py) ─► Source.chunks(): read, then map columns to fields
 
-Formats: parquet, jsonl, json (a list of objects), csv and tsv; text formats also compressed (.gz, .bz2, .zst, .xz);
+Formats: parquet, jsonl, json (a list of objects), csv, tsv and plain text (.txt, a file is a document); text formats also compressed (.gz, .bz2, .zst, .xz);
 folders of them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
 
 With `messages=True` every row becomes one conversation instead (conversations.py), whatever the format of its file, and with
@@ -20,8 +20,11 @@ from itertools import islice
 from pathlib import Path
 
 from brimful.data.read.columns import (
+    CHOSEN,
+    REJECTED,
     Layout,
     columns_to_read,
+    find_column,
     find_layout,
     layout_mismatch,
     map_columns,
@@ -49,6 +52,7 @@ from brimful.data.read.files import (
     row_too_long,
 )
 from brimful.data.read.json_rows import json_schema, jsonl_schema, read_json, read_jsonl
+from brimful.data.read.plain_text import read_text, text_schema
 from brimful.data.read.preferences import (
     PREFERENCE,
     find_preference_layout,
@@ -61,7 +65,17 @@ from brimful.errors import BadData, BadOption
 from brimful.files import sha256
 from brimful.units import GiB
 
-__all__ = ["CHUNK_ROWS", "BrokenRowLimit", "Chunk", "Layout", "RowProblem", "Source", "check_max_bad", "open_source"]
+__all__ = [
+    "CHUNK_ROWS",
+    "BrokenRowLimit",
+    "Chunk",
+    "Layout",
+    "RowProblem",
+    "Source",
+    "check_max_bad",
+    "holds_preferences",
+    "open_source",
+]
 
 Reader = Callable[[str, tuple[Column, ...], int], Iterator[Chunk]]
 
@@ -70,6 +84,7 @@ _READERS: dict[Format, tuple[Callable[[str, int], FileSchema], Reader]] = {
     "jsonl": (jsonl_schema, read_jsonl),
     "json": (json_schema, read_json),
     "csv": (csv_schema, read_csv),
+    "text": (text_schema, read_text),
     "hub": (hub_schema, read_hub),
 }
 
@@ -161,6 +176,17 @@ def open_source(
             )
         files.append(one)
     return Source(paths, files, found.skipped, max_row_bytes)
+
+
+def holds_preferences(paths: Sequence[str], *, columns: str | None = None, host_limit_bytes: int = GiB) -> bool:
+    """Whether rows have two replies, one of them preferred: by the columns of the first file, or by the fields that
+    `columns` sets."""
+    if columns is not None:
+        fields = {word.strip() for item in columns.split(",") for word in item.split("=")}
+        return {"chosen", "rejected"} <= fields and "response" not in fields
+    file = find_files(paths).files[0]
+    names = _READERS[file.format][0](file.path, longest_row(host_limit_bytes)).common
+    return find_column(CHOSEN, names) is not None and find_column(REJECTED, names) is not None
 
 
 def _check_unchanged(file: DataFile) -> None:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
-from brimful import Loss, Task
+from brimful import Task
 from brimful.memory.layout import LayoutName
 from brimful.planning.plan_options import Checkpointed
 from brimful.task import Precision, Shape

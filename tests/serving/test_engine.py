@@ -289,15 +289,26 @@ def test_closing_fails_what_is_left(causal):
                 list(answer)
 
 
-def test_a_broken_model_fails_every_request_and_says_so(causal, monkeypatch):
+def broken(*args):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_an_error_in_a_batch_fails_those_in_it_and_the_others_go_on(causal, monkeypatch):
     with running(causal) as engine:
-        monkeypatch.setattr(
-            engine_module,
-            "prefill",
-            lambda *args: (_ for _ in ()).throw(RuntimeError("CUDA error: illegal memory access")),
-        )
-        with pytest.raises(InternalError):
-            list(engine.submit(prompt([5])))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "prefill", broken)
+            with pytest.raises(InternalError):
+                list(engine.submit(prompt([5])))
+        assert texts(engine, [prompt(causal.prompts()[0])]) == answers_of(causal)[:1]
+        assert engine.failed is None
+
+
+def test_a_model_that_fails_again_and_again_ends_the_engine(causal, monkeypatch):
+    with running(causal) as engine:
+        monkeypatch.setattr(engine_module, "prefill", broken)
+        for _ in range(engine_module.FAILURES):
+            with pytest.raises(InternalError, match="illegal memory access"):
+                list(engine.submit(prompt([5])))
         wait_until(lambda: engine.failed is not None)
         with pytest.raises(InternalError):
             engine.submit(prompt([5]))
@@ -326,3 +337,23 @@ def test_a_model_that_cannot_join_answers_one_at_a_time(causal):
     alone = generator(causal, model)
     alone.end_ids = ENDLESS
     assert [answer.tokens for answer in answers] == [alone.answer_batch([one])[0] for one in prompts]
+
+
+def test_an_adapter_answers_in_a_batch_as_alone(made):
+    from copy import deepcopy
+
+    from peft import LoraConfig, get_peft_model
+
+    kind, modules = ("CAUSAL_LM", ["q_proj"]) if hasattr(made, "template") else ("SEQ_2_SEQ_LM", ["q"])
+    model = get_peft_model(deepcopy(made.net).double(), LoraConfig(task_type=kind, r=4, target_modules=modules)).eval()
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=3.0)
+    with running(made, model) as engine:
+        answers = [engine.submit(prompt(one)) for one in made.prompts()[:8]]
+        for answer in answers:
+            list(answer)
+    expected = generator(made, model)
+    assert [answer.tokens for answer in answers] == [expected.answer_batch([one])[0] for one in made.prompts()[:8]]
+    assert [answer.tokens for answer in answers] != generator(made).answer_batch(made.prompts()[:8])

@@ -105,20 +105,19 @@ class Answer:
         return self._text.stopped
 
     def end(self, finish: Finish) -> None:
-        rest = self._text.rest()
-        self.finish = "stop" if self._text.stopped else finish
-        self._publish(rest)
+        self._publish(self._text.rest(), finish="stop" if self._text.stopped else finish)
 
     def fail(self, error: BrimfulError) -> None:
-        self.error = error
-        self._publish("")
+        self._publish("", error=error)
 
-    def _publish(self, piece: str) -> None:
-        if not piece and not self.done:
+    def _publish(self, piece: str, *, finish: Finish | None = None, error: BrimfulError | None = None) -> None:
+        """The last piece comes before the end, so whoever sees the end has it."""
+        if not piece and finish is None and error is None:
             return
         with self._changed:
             if piece:
                 self._pieces.append(piece)
+            self.finish, self.error = finish, error
             self._changed.notify_all()
         self._notify()
 

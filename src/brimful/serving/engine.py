@@ -47,6 +47,8 @@ OTHER_PREFILL_TOKENS = 16384
 """Prompt tokens that are prefilled at once while other answers wait for their next token; one prompt may be longer."""
 CLEAN_TOKENS = 64
 """Tokens without an out-of-memory error after which the limit on rows doubles."""
+FAILURES = 3
+"""Batches in a row that may fail for another reason than memory. A lost CUDA context fails them all."""
 RATE_S = 5.0
 """Seconds over which tokens per second are averaged."""
 DEFAULT_CONTEXT = 2048
@@ -153,7 +155,7 @@ class Engine:
         self._note = note
         self._admission: Admission | None = None
         self._max_rows = self._row_limit = 1
-        self._clean_tokens = 0
+        self._clean_tokens = self._failures = 0
         self._waiting: deque[_Row] = deque()
         self._running: list[_Row] = []
         self._batch: Batch | None = None
@@ -353,10 +355,32 @@ class Engine:
                 self._changed.wait()
                 return True
         self._refuse_late()
-        outcome = attempt(self._round, self.generator.device, self._forget_batch, thorough=False)
+        try:
+            outcome = attempt(self._round, self.generator.device, self._forget_batch, thorough=False)
+        except Exception as error:
+            self._fail_round(error)
+            return True
+        self._failures = 0
         if isinstance(outcome, OutOfMemory):
             self._recover(outcome)
         return True
+
+    def _fail_round(self, error: Exception) -> None:
+        """Something else than memory: those who were in it fail, and the others go on, unless it happens again and again."""
+        self._failures += 1
+        if self._failures >= FAILURES:
+            raise error
+        log.error("the engine failed in a batch", exc_info=error)
+        self._forget_batch()
+        failed = self._attempted
+        with self._changed:
+            self._running = []
+            for row in failed:
+                if row in self._waiting:
+                    self._waiting.remove(row)
+        for row in failed:
+            if not row.answer.done:
+                row.answer.fail(InternalError(in_one_line(error)))
 
     def _round(self) -> None:
         self._attempted = self._running

@@ -6,7 +6,7 @@
                  └── out of memory: the cache is dropped, at most half the rows are admitted again, the others wait
 
 Requests join between two tokens and leave as soon as they end, so nobody waits for the longest answer of a batch. A token of the
-demo model takes 2 ms for one row and 5 ms for 64 on two CPU cores.
+demo's model takes 0.75 ms of CPU time for one row and 2.6 ms for 64.
 
 After an out-of-memory error no request is lost: its prompt and the tokens it has are prefilled again, and its random numbers are
 drawn again up to there. The limit on rows doubles after 64 tokens without an error. Only a request that does not fit alone fails.

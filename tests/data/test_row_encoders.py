@@ -143,7 +143,10 @@ def test_refused_rows_within_max_bad_are_counted_together_with_broken_ones(tmp_p
 
 
 def test_no_row_left_names_all_reasons(tmp_path, tokenizer):
-    with pytest.raises(BadData, match=r"no row is left of 2 \(0 broken, 0 with an empty field, 2 no reply\). Try: repair them, starting with .*line 1"):
+    with pytest.raises(
+        BadData,
+        match=r"no row is left of 2 \(0 broken, 0 with an empty field, 2 no reply\). Try: repair them, starting with .*line 1",
+    ):
         tokenized(tmp_path, [NO_REPLY, NO_REPLY], tokenizer)
 
 

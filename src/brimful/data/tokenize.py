@@ -334,9 +334,7 @@ class _Job:
             )
             first = [str(RowProblem(*problem)) for problem in counts.first_dropped.values()]
             advice = f"repair them, starting with {first[0]}" if first else "`brimful data check`"
-            raise BadData(
-                f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({dropped}). Try: {advice}."
-            )
+            raise BadData(f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({dropped}). Try: {advice}.")
         meta = self.writer.finish(
             tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
             pad_id=self.facts.pad_id, tokenizer_fingerprint=self.facts.fingerprint, sources=self.source.files,

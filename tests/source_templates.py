@@ -32,6 +32,29 @@ def templates_in(*paths: Path) -> frozenset[str]:
     return frozenset(found | {text.replace("_", " ") for text in found if text.isidentifier()})
 
 
+def raised_in(root: Path, base: str) -> list[tuple[str, list[str]]]:
+    """The messages with which this error and those derived from it are raised, by place: every form that one may have."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(root.rglob("*.py"))}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = {base}
+    while more := {one.name for one in classes if {getattr(base, "id", "") for base in one.bases} & names} - names:
+        names |= more
+    by_name: dict[str, list[ast.AST]] = {}
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, _FUNCTIONS) and node.name not in _FIGURES:
+            by_name.setdefault(node.name, []).append(node)
+    found = []
+    for file, tree in trees.items():
+        for function in (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)):
+            scope = _Scope(function, by_name)
+            for node in ast.walk(function):
+                match node:
+                    case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])) if name in names:
+                        texts = [text for text in scope._texts(message, 2) if re.search("[a-z]{3}", text)]
+                        found += [(f"{file.relative_to(root)}:{node.lineno}", texts)] if texts else []
+    return found
+
+
 def normalized(template: str) -> str:
     """A template of the catalogue or of `tr` in the same form: `{rows:,} rows` as `{} rows`."""
     return _joined(re.sub(r"\{\w+(?:[:!][^}]*)?\}", "{}", template))

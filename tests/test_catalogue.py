@@ -10,7 +10,7 @@ import pytest
 import brimful
 from brimful import languages
 from brimful.errors import BrimfulError
-from tests.source_templates import normalized, templates_in
+from tests.source_templates import normalized, raised_in, templates_in
 
 SOURCE = Path(brimful.__file__).parent
 FILES = sorted(
@@ -113,3 +113,31 @@ def test_keys_that_differ_by_their_placeholders_alone_have_one_translation():
         for english, chinese in entries(file).items():
             translations.setdefault(normalized(english), set()).add(normalized(chinese))
     assert {key: found for key, found in translations.items() if len(found) > 1} == {}
+
+
+NOT_WORDS = re.compile(
+    r"`[^`]*`|Hugging Face hub|(?:brimful|torchrun|accelerate launch)(?: (?:-{0,2}[\w./-]+|'[^']*'))*"
+)
+ENGLISH = re.compile(r"[A-Za-z']{2,} [A-Za-z']{2,} [A-Za-z']{2,}")
+INTERNAL = {"result rows have no columns {}; add them to SCHEMA"}
+"""For those who work on Brimful."""
+
+
+def test_every_message_that_is_raised_has_a_translation(chinese):
+    """By the source: of each `raise`, some form of its message, with values that a template may want, is Chinese throughout."""
+    lost = {place: texts for place, texts in raised_in(SOURCE, "BrimfulError") if not any(map(_is_chinese, texts))}
+    assert not {place: texts[0] for place, texts in lost.items() if texts[0] not in INTERNAL}
+
+
+def _is_chinese(text: str) -> bool:
+    text = re.sub(r"\. \{\}$", ". Try: other data.", text)  # advice that is made elsewhere
+    text = re.sub(r" \{\}(?=[a-z])", " ", text)  # a phrase that may be empty
+    filled = (text.replace("{}", value) for value in ("7", "rows.json", "20 GiB", "2 rows"))
+    return any(not ENGLISH.search(NOT_WORDS.sub("", languages.translate(one))) for one in filled)
+
+
+@pytest.fixture
+def chinese():
+    languages.set_language("zh")
+    yield
+    languages.set_language(None)

@@ -50,17 +50,12 @@ def brimful(folder: Path, *arguments: str, columns: int = 100, lines: int = 40) 
         "BRIMFUL_LANG": "en",
         "TERM": "xterm-256color",
         "OMP_NUM_THREADS": "1",
+        "BRIMFUL_CACHE": str(folder / "cache"),  # a plan that is made, not one of an earlier recording
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "brimful", *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "brimful", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode > 1:  # the doctor's 1 means that it found something
-        sys.exit(f"brimful {' '.join(arguments)} ended with {done.returncode}")
+        sys.exit(f"{done.stderr}\nbrimful {' '.join(arguments)} ended with {done.returncode}")
     for path, shown in (
         (str(folder), "~/project"),
         (sys.prefix, "~/venv"),
@@ -89,10 +84,10 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.log").write_text(LOG, encoding="utf-8")
-        if {"watch", "compare", "report"} & set(names):
-            brimful(folder, *TRAIN, "--run", "runs/first")
-            brimful(folder, *TRAIN, "--run", "runs/split", "--micro-batch", "8")
         for view in names:
+            if view in ("watch", "compare", "report") and not (folder / "runs" / "split").exists():
+                brimful(folder, *TRAIN, "--run", "runs/first")
+                brimful(folder, *TRAIN, "--run", "runs/split", "--micro-batch", "8")
             if view == "report":
                 brimful(folder, "report", "runs/first", "--output", "page.html")
                 browser = shutil.which("chromium") or sys.exit("The page needs Chromium.")

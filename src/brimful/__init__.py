@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from brimful.data.loader import Loader as Loader
     from brimful.errors import BrimfulError as BrimfulError
+    from brimful.estimation.estimator import Estimate as Estimate
+    from brimful.estimation.estimator import estimate as estimate
     from brimful.machine.machine import Machine as Machine
     from brimful.memory.ledger import simulated_memory as simulated_memory
     from brimful.planning.plan import Plan as Plan
@@ -34,6 +36,7 @@ __version__ = "0.2.0.dev0"
 
 _MODULES = {
     "BrimfulError": "brimful.errors",
+    "Estimate": "brimful.estimation.estimator",
     "Hook": "brimful.training.loop",
     "Loader": "brimful.data.loader",
     "Loss": "brimful.task",
@@ -43,6 +46,7 @@ _MODULES = {
     "Stepper": "brimful.step.stepper",
     "Task": "brimful.task",
     "diagnose": "brimful.report.why.log_reader",
+    "estimate": "brimful.estimation.estimator",
     "plan": "brimful.planning.planner",
     "simulated_memory": "brimful.memory.ledger",
     "train": "brimful.training.session",
@@ -50,6 +54,7 @@ _MODULES = {
 
 __all__ = [
     "BrimfulError",
+    "Estimate",
     "Hook",
     "Loader",
     "Loss",
@@ -59,6 +64,7 @@ __all__ = [
     "Stepper",
     "Task",
     "diagnose",
+    "estimate",
     "plan",
     "simulated_memory",
     "train",
@@ -68,7 +74,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
-    if name in ("plan", "train"):
+    if name in ("estimate", "plan", "train"):
         import_module("brimful.report.progress").show_progress()
     return getattr(import_module(_MODULES[name]), name)
 

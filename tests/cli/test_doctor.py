@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from brimful.cli.app import main
-from brimful.report.doctor.checks import Check, say
-from brimful.report.doctor.examine import Examination
+from brimful.languages import say
+from brimful.report.doctor.checks import Check, Examination
 
 
 @pytest.fixture
@@ -58,5 +58,5 @@ def test_a_time_limit_of_nothing_is_refused(doctor):
 
 
 def test_the_doctor_itself_does_not_import_torch():
-    code = "import sys, brimful.report.doctor.examine, brimful.report.doctor.doctor_table; sys.exit('torch' in sys.modules)"
+    code = "import sys, brimful.report.doctor.examine, brimful.report.doctor.checks; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

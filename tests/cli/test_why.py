@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,11 +40,9 @@ def run(*tokens, capsys):
 @pytest.fixture
 def checks(monkeypatch):
     """What the checks of a run find; they have tests of their own."""
-    module = ModuleType("brimful.report.why.run_checks")
-    module.found = [SLOW]
-    module.check_run = lambda record: module.found
-    monkeypatch.setitem(sys.modules, "brimful.report.why.run_checks", module)
-    return module
+    found = SimpleNamespace(found=[SLOW])
+    monkeypatch.setattr("brimful.report.why.run_checks.check_run", lambda record: found.found)
+    return found
 
 
 def kinds(out):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from brimful.memory.context import CountEstimate, StepContext
-from brimful.memory.graphs import MOST_OOMS, Graphs, signature
+from brimful.memory.graphs import MOST_OOMS, MOST_WASTED, WORTH_RECORDING, Graphs, signature
 from brimful.task import Loss, Task
 
 
@@ -107,6 +107,25 @@ def test_another_size_runs_plainly_and_memory_is_given_back_for_it(context, reco
     for _ in range(2):
         context.run_micro_batch(batch(), 1.0)
     assert recorder.recorded == 2 and context.graphs.pool_bytes == 1000
+
+
+def alternate(context, replays):
+    """So many replays between micro-batches of another size."""
+    for _ in range(2 * MOST_WASTED):
+        for _ in range(1 + replays):
+            context.run_micro_batch(batch(), 1.0)
+        context.run_micro_batch(batch(5), 1.0)
+
+
+def test_sizes_that_alternate_are_not_recorded_again_and_again(context, recorder):
+    alternate(context, WORTH_RECORDING - 1)
+    assert recorder.recorded == MOST_WASTED
+    assert context.graphs.problem == "micro-batches of other sizes come too often"
+
+
+def test_another_size_now_and_then_is_no_reason_to_stop(context, recorder):
+    alternate(context, WORTH_RECORDING)
+    assert recorder.recorded == 2 * MOST_WASTED and not context.graphs.problem
 
 
 def test_gradients_of_a_plain_micro_batch_are_kept(context, recorder):

@@ -92,6 +92,8 @@ def build(name, dtype=torch.float64, **changes):
     config_name, more = TABLE[name]
     config = getattr(transformers, config_name)(**{**SHAPE, **more, **changes})
     config._experts_implementation = "eager"  # the grouped product has no float64
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # sdpa leaves the cap out in transformers 5.17
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
@@ -131,7 +133,7 @@ def difference(some, others):
 def in_float64():
     """Without the steps that families do in float32 whatever their weights are in: Gemma's norms, routers, softmax."""
     own = {name: getattr(torch.Tensor, name) for name in ("float", "to", "type")}
-    softmax = F.softmax
+    softmax, product = F.softmax, torch.Tensor.__matmul__
 
     def wide(tensor):
         return tensor.dtype == torch.float64
@@ -146,6 +148,10 @@ def in_float64():
     def softmax_in_float64(tensor, *args, **kwargs):
         return softmax(tensor, *args, **{**kwargs, **({"dtype": torch.float64} if wide(tensor) else {})})
 
-    converted = {name: convert(name) for name in own}
+    def product_in_float64(tensor, other):
+        """In transformers 5.17 that of frequencies, which are wide, and of position numbers."""
+        return product(*(one.double() for one in (tensor, other)) if wide(tensor) != wide(other) else (tensor, other))
+
+    converted = {**{name: convert(name) for name in own}, "__matmul__": product_in_float64}
     with mock.patch.multiple(torch.Tensor, **converted), mock.patch.object(F, "softmax", softmax_in_float64):
         yield

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from brimful.errors import TaskError
+from brimful.packing import attention as attention_module
 from brimful.packing.attention import attention
 from brimful.packing.sequence import boundaries
 
@@ -112,3 +113,14 @@ def test_tiles_cover_every_token_once():
 def test_rows_longer_than_the_sequence_are_refused():
     with pytest.raises(TaskError, match="20 tokens do not fit a sequence of 16"):
         boundaries([10, 10], 16)
+
+
+def test_without_triton_a_gpu_runs_the_plain_implementation(monkeypatch):
+    """As on Windows."""
+    monkeypatch.setattr(attention_module, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(attention_module, "packed_attention", attention_module._without_triton)
+    q, k, v = tensors(LENGTHS, LENGTHS)
+    rows, options = boundaries(LENGTHS, len(q)), {"scale": 0.3, "causal": True, "window": 6, "softcap": 2.0}
+    in_place_of_kernels = attention(q, k, v, rows, **options)
+    monkeypatch.undo()
+    assert torch.equal(in_place_of_kernels, attention(q, k, v, rows, **options))

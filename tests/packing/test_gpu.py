@@ -7,15 +7,15 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 
-from brimful.errors import TaskError
-from brimful.memory.context import to_device
+from brimful.memory.context import StepContext, to_device
 from brimful.memory.layout import PACKED
 from brimful.packing import attention as kernels
 from brimful.packing import causal
 from brimful.packing.attention import attention
-from brimful.packing.cross_entropy import linear_cross_entropy
+from brimful.packing.cross_entropy import linear_cross_entropy, linear_token_losses
 from brimful.packing.sequence import boundaries
 from brimful.packing.t5 import compile_blocks
+from brimful.planning.exactness import check_kernels
 from brimful.planning.levers import checkpointing
 from brimful.task import Task
 from brimful.tasks.language import LanguageOptions, Pretrain
@@ -179,38 +179,6 @@ def test_compiled_causal_blocks_compute_what_plain_ones_do_for_all_sizes(name):
     assert not counters["graph_break"]
 
 
-class LittleSharedMemory:
-    """A kernel that runs in one stage, or not at all."""
-
-    __name__ = "little"
-
-    def __init__(self, stages):
-        self.stages, self.runs = stages, []
-
-    def __getitem__(self, grid):
-        def run(*args, num_stages, **constants):
-            from triton.runtime.errors import OutOfResources
-
-            if num_stages > self.stages:
-                raise OutOfResources(200_000, 100_000, "shared memory")
-            self.runs.append(num_stages)
-
-        return run
-
-
-def test_a_card_with_little_shared_memory_runs_fewer_stages():
-    from brimful.packing.triton_kernels import _launch
-
-    kernel, tensor = LittleSharedMemory(1), torch.zeros(1, device="cuda")
-    for _ in range(2):
-        _launch(kernel, (1,), tensor, D=96, DP=128)
-    assert kernel.runs == [1, 1]
-    with pytest.raises(
-        TaskError, match="heads of 256 does not fit the shared memory of this card. Try: layout='padded'"
-    ):
-        _launch(LittleSharedMemory(0), (1,), tensor, D=256, DP=256)
-
-
 def test_gradients_with_dropout_are_those_of_the_same_draw():
     torch.manual_seed(0)
     rows = on_gpu([100, 200], 300)
@@ -251,6 +219,69 @@ def test_the_kernel_computes_the_loss_and_its_gradients(options):
     kernel, same_precision, exact = run(torch.bfloat16, plain=False), run(torch.bfloat16), run(torch.float64)
     for one, other, reference in zip(kernel, same_precision, exact, strict=True):
         assert distance(one, reference) < 1.2 * distance(other, reference) + 1e-4
+
+
+@pytest.mark.parametrize("trained_head", [True, False], ids=["trained head", "frozen head"])
+def test_the_kernel_computes_losses_by_token_and_gradients_of_any_function_of_them(trained_head):
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(size, 96, device="cuda", dtype=torch.bfloat16) for size in (1000, 5003))
+    labels = torch.randint(0, 5003, (1000,), device="cuda")
+    labels[::7] = -100
+    factors = torch.randn(1000, device="cuda")
+
+    def run(dtype, plain=True):
+        leaves = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(trained_head)]
+        if plain:
+            logits = F.linear(*leaves).to(torch.promote_types(dtype, torch.float32))
+            losses = F.cross_entropy(logits, labels, reduction="none")
+        else:
+            losses = linear_token_losses(*leaves, labels, chunk=300)
+        value = (losses * factors).sum() + losses.square().sum()
+        return [losses, *torch.autograd.grad(value, leaves[: 1 + trained_head])]
+
+    kernel, same_precision, exact = run(torch.bfloat16, plain=False), run(torch.bfloat16), run(torch.float64)
+    for one, other, reference in zip(kernel, same_precision, exact, strict=True):
+        assert distance(one, reference) < 1.5 * distance(other, reference) + 1e-3
+
+
+def test_a_position_bias_of_bf16_weights_is_rounded_once():
+    torch.manual_seed(0)
+    rows = on_gpu(ROWS, sum(ROWS))
+    q, k, v = (torch.randn(sum(ROWS), 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    table = (20 * torch.randn(4, 511, device="cuda")).bfloat16()
+    out = attention(q, k, v, rows, scale=0.125, bias=table)
+    exact = attention(q.double(), k.double(), v.double(), rows, scale=0.125, bias=table.double())
+    assert distance(out, exact) < 5e-3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_run_on_the_card_that_has_the_tensors():
+    rows = boundaries(ROWS, sum(ROWS))
+    rows = type(rows)(*(tensor.to("cuda:1") for tensor in rows))
+    q = torch.randn(sum(ROWS), 4, 64, device="cuda:1", dtype=torch.bfloat16)
+    out = attention(q, q, q, rows, scale=0.125, causal=True)
+    exact = attention(*[q.double()] * 3, rows, scale=0.125, causal=True)
+    assert out.device == q.device and distance(out, exact) < 5e-3
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt-oss"])
+def test_planning_finds_that_the_kernels_agree_with_plain_operations(name):
+    class Rows(Task):
+        def pack(self, rows, tokens):
+            return causal.pack(rows, tokens)
+
+        def shape(self, row):
+            return (len(row),)
+
+        def loss(self, model, batch):
+            return causal.loss(model, batch)
+
+    model = build(name, torch.float32).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    context = StepContext(
+        task=Rows(), model=model, optimizer=optimizer, device=torch.device("cuda"), autocast=torch.bfloat16
+    )
+    assert check_kernels(context, draw_rows()) == ""
 
 
 def test_compiled_blocks_compute_what_plain_ones_do():

@@ -8,6 +8,7 @@ from torch import nn
 
 from brimful.errors import BadOption
 from brimful.planning.levers import checkpointing, compiling
+from brimful.planning.micro_batch import Search
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.planner import find_plan
 from brimful.planning.target import Target, find_target
@@ -155,6 +156,23 @@ def test_a_short_run_is_not_compiled(plan_of_a_run):
 
 def test_a_long_run_is_compiled(plan_of_a_run):
     assert plan_of_a_run(10**7).levers.compile == "on"
+
+
+@pytest.mark.parametrize(
+    "compiled_s, effective, reason",
+    [
+        (0.012, "off", "it would be slower: 24 rows in 12 ms instead of 10; took "),
+        (0.005, "on", "24 rows in 5 ms instead of 10; took "),
+    ],
+)
+def test_compiled_blocks_are_used_unless_they_are_slower(plan_of_a_run, monkeypatch, compiled_s, effective, reason):
+    def timed(search, rows, setting):
+        return compiled_s if setting.compile == "on" else 0.01
+
+    monkeypatch.setattr(Search, "timed", timed)
+    choice = plan_of_a_run(10**6).choice("compile")
+    assert choice.effective == effective and choice.reason.startswith(reason)
+    assert choice.reason.endswith(", saves about 1 h 23 min") or effective == "off"
 
 
 def test_a_compiler_that_fails_leaves_the_plan_without_it(broken, as_on_a_gpu):

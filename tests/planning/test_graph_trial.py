@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from brimful.errors import BadOption
+from brimful.memory.layout import PACKED, FixedSize
 from brimful.memory.oom import OutOfMemory
 from brimful.planning import graph_trial
 from brimful.planning.graph_trial import with_graph
@@ -98,8 +99,25 @@ def test_on_a_cpu_there_is_no_such_choice():
         small_plan(Lines(), cuda_graphs="on")
 
 
-def test_other_gradients_and_other_counts_are_seen():
+class Growing(Lines):
+    """Packs a tensor whose size depends on the rows."""
+
+    def pack(self, rows, tokens):
+        return {**super().pack(rows, tokens), "more": torch.zeros(len(rows))}
+
+
+def test_tensors_whose_size_depends_on_the_rows_are_not_recorded(plan, search):
+    search.task = search.context.task = Growing()
+    search.context.layout, search.context.drop_gradients = PACKED, lambda: None
+    search.target.device, search.prober = torch.device("cpu"), SimpleNamespace(show=lambda phrase: None)
+    with pytest.raises(graph_trial._Refused, match="micro-batches differ in the sizes of their tensors"):
+        graph_trial._try(search, plan, FixedSize((1024,), 50))
+
+
+def test_other_gradients_losses_and_counts_are_seen():
     one, other = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, 2.0])
     assert graph_trial._differ((1.0, 5.0, [one]), (1.0, 5.0, [one])) == ""
     assert graph_trial._differ((1.0, 5.0, [one]), (1.0, 6.0, [one])) == "a replay counts 6 where the plain run counts 5"
+    assert graph_trial._differ((1.0, 5.0, [one]), (1.1, 5.0, [one])).startswith("the loss of a replay differs by 0.1")
+    assert graph_trial._differ((1.0, 5.0, [one]), (float("nan"), 5.0, [one])).startswith("the loss of a replay differs")
     assert graph_trial._differ((1.0, 5.0, [one]), (1.0, 5.0, [other])).startswith("gradients of a replay differ by 0.5")

@@ -4,8 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from brimful.errors import BadOption
+from brimful.errors import BadOption, TaskError
+from brimful.packing import attention
+from brimful.packing.sequence import Boundaries
+from brimful.planning import exactness
 from brimful.planning.choices import _too_long
 from brimful.planning.plan import Plan
 from brimful.planning.target import Target
@@ -40,11 +44,10 @@ def test_the_layout_is_a_choice_with_its_reason(packed):
     )
 
 
-def test_sizes_are_tokens(packed):
-    assert packed.tokens == (packed.micro_batch * packed.shape[0],)
-    assert packed.headline.startswith(
-        f"lines on the CPU: {packed.micro_batch} rows packed in {packed.tokens[0]} tokens × {packed.accumulation} = 50 per step"
-    )
+def test_sizes_are_tokens():
+    plan = small_plan(Lines(), data=ROWS, global_batch=50, micro_batch=25, layout="packed", workers=0)
+    assert plan.tokens == (25 * plan.shape[0],)
+    assert plan.headline.startswith(f"lines on the CPU: 25 rows packed in {plan.tokens[0]} tokens × 2 = 50 per step")
 
 
 def test_it_is_planned_for_the_mean_row_and_not_for_the_longest(packed):
@@ -192,6 +195,54 @@ def test_a_pack_that_loses_labels_is_found(with_kernels):
             return super().pack([row[:2] for row in rows], tokens)
 
     assert small_plan(Short()).choice("layout").reason.startswith("packed, 8 rows count 7 instead of ")
+
+
+def stand_in(monkeypatch, kernel):
+    """Attention of packed rows runs `kernel` in bf16, as it runs Triton's on a GPU."""
+    for module in (attention, exactness):
+        monkeypatch.setattr(
+            module, "has_kernels", lambda device, dtype: dtype == torch.bfloat16 and not attention._kernels_off
+        )
+
+    def packed_attention(q, k, v, bias, sinks, seed, starts_q, tiles_q, starts_k, tiles_k, scale, causal, *_):
+        rows = Boundaries(starts_q, tiles_q), Boundaries(starts_k, tiles_k)
+        return kernel(attention._reference(q, k, v, *rows, scale, causal, None, None, None, None, 0.0)), None
+
+    monkeypatch.setattr(attention, "packed_attention", packed_attention)
+
+
+def test_kernels_that_agree_with_plain_operations_are_used(with_kernels, monkeypatch):
+    stand_in(monkeypatch, lambda out: out)
+    assert small_plan(Lines(), compile="off").choice("layout").effective == "packed"
+
+
+WRONG_KERNELS = {
+    "the kernels for packed rows differ by ": lambda out: 3 * out,
+    "the kernels for packed rows differ by nan from torch's own operations": lambda out: out * torch.nan,
+}
+
+
+@pytest.mark.parametrize("reason", WRONG_KERNELS)
+def test_kernels_that_compute_something_else_are_not_used(with_kernels, monkeypatch, reason):
+    stand_in(monkeypatch, WRONG_KERNELS[reason])
+    choice = small_plan(Lines(), compile="off").choice("layout")
+    assert choice.effective == "padded" and choice.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (TaskError("heads of 256 do not fit. Try: layout='padded'."), "heads of 256 do not fit"),
+        (RuntimeError("Triton Error [CUDA]: invalid device function"), "RuntimeError: Triton Error [CUDA]: invalid device function"),
+    ],
+)  # fmt: skip
+def test_kernels_that_do_not_run_on_this_card_are_not_used(with_kernels, monkeypatch, error, reason):
+    def fail(out):
+        raise error
+
+    stand_in(monkeypatch, fail)
+    choice = small_plan(Lines(), compile="off").choice("layout")
+    assert choice.effective == "padded" and reason in choice.reason
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

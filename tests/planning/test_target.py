@@ -146,3 +146,19 @@ def test_a_missing_device_is_refused():
 def test_more_than_the_host_has_is_refused():
     with pytest.raises(BadOption, match="memory_limit= is 9000 TiB, but this host has"):
         find_target(PlanOptions(device="cpu", memory_limit="9000TiB"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "reason"),
+    [
+        ((9, 0), True, ""),
+        ((8, 0), True, ""),
+        ((7, 5), True, "Test GPU has compute capability 7.5, and the kernels for packed rows need 8.0"),
+        ((9, 0), False, "the kernels for packed rows need Triton, which is not installed"),
+    ],
+)
+def test_which_cards_have_kernels_for_packed_rows(gpu, capability, triton, reason):
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu.setattr(target, "find_spec", lambda name: name if triton else None)
+    found = find_target(PlanOptions())
+    assert (found.why_no_kernels, found.has_kernels) == (reason, not reason)

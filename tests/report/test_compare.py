@@ -355,7 +355,7 @@ def test_of_three_runs_each_is_judged_by_what_differs_from_the_first(tmp_path):
         plan_values={"global_batch": 128, "choices": changed(global_batch=128)},
     )
     assert (
-        str(compare_runs([a, b, c]).pairs[1].verdict)
+        compare_runs([a, b, c]).pairs[1].to_json()["verdict"]
         == "same experiment, as fast; losses equal to the bit up to step 300"
     )
 
@@ -502,3 +502,12 @@ def test_damaged_values_never_raise(tmp_path):
         shown(found)
         assert found.verdict
         json.dumps(found.to_json())
+
+
+@pytest.mark.parametrize("content", ['{"event": "begin", "time": "2026', "garbage", ""])
+def test_a_half_written_run_has_nothing_to_compare(tmp_path, content):
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "events.jsonl").write_text(content)
+    with pytest.raises(BadOption, match="nothing to compare"):
+        compare_runs([tmp_path / "half"])
+    assert compare_runs([tmp_path / "half", write_run(tmp_path / "whole")]).verdict

@@ -16,6 +16,7 @@ from brimful.cli.corrections import refuse_old_names
 from brimful.cli.data import data
 from brimful.cli.demo import demo
 from brimful.cli.doctor import doctor
+from brimful.cli.estimate import estimate_command
 from brimful.cli.eval import evaluate
 from brimful.cli.export import export
 from brimful.cli.flags import task_flags
@@ -32,7 +33,7 @@ from brimful.languages import LANGUAGES, VARIABLE, set_language
 
 
 def make_app(tokens: Sequence[str]) -> App:
-    """The commands. `train` and `plan` have flags for the options of the task that the command line names."""
+    """The commands. `train`, `plan` and `estimate` have flags for the options of the task that the command line names."""
     app = App(
         name="brimful",
         help="Train PyTorch models as fast as the available memory allows, without out-of-memory errors.",
@@ -46,6 +47,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(machine)
     app.command(doctor)
     app.command(plan_command(task_fields), name="plan")
+    app.command(estimate_command(task_fields), name="estimate")
     app.command(train_command(task_fields), name="train")
     app.command(watch)
     app.command(why)

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from brimful.cli.output import show
+from brimful.languages import language
 
 
 def compare(*runs: Path, json: Annotated[bool, Parameter(negative="")] = False) -> None:
@@ -25,6 +26,5 @@ def compare(*runs: Path, json: Annotated[bool, Parameter(negative="")] = False) 
     show(comparison_view(comparison), comparison.to_json(), as_json=json)
     if not json:
         for what, command in comparison.go_back:
-            print(
-                f"\n{what.shown()}:\n{command}", flush=True
-            )  # not through rich, which would break it over several lines
+            colon = "：" if language() == "zh" else ":"
+            print(f"\n{what.shown()}{colon}\n{command}", flush=True)  # rich would break it over several lines

@@ -34,7 +34,7 @@ def doctor(
     """
     if not timeout > 0:
         raise BadOption(f"timeout={timeout:g} must be above 0. Try: timeout=60.")
-    from brimful.report.doctor.doctor_table import doctor_table
+    from brimful.report.doctor.checks import doctor_table
     from brimful.report.doctor.examine import examine
 
     with progress("doctor") as update:

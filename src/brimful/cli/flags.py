@@ -29,13 +29,29 @@ from brimful.training.run import RunFolder, newest_run
 
 RECIPES = "brimful.recipes"
 TABLES = ("plan", "train")
-"""Commands that read a config file."""
+"""Commands that a config file may have a table for."""
+WITH_TASK = (*TABLES, "estimate")
+"""Commands with the flags of a task."""
 RUN_FLAGS = ("--run", "--run-dir")
 NAMED = (*RUN_FLAGS, "--recipe", "--model")
 """Flags whose value may read like the name of a task: the recipe `pretrain`, a run `sft`."""
 TITLES: dict[str, type] = {"Training": TrainOptions, "Memory and speed": PlanOptions}
 TASK_TITLE = "Options of the task"
-OTHER_FLAGS = {"help", "h", "json", "config", "recipe", "demo-data", "dry-run", "run-dir", "version"}
+OTHER_FLAGS = {
+    "help",
+    "h",
+    "json",
+    "config",
+    "recipe",
+    "demo-data",
+    "dry-run",
+    "run-dir",
+    "version",
+    "gpu",
+    "memory",
+    "sharding",
+    "levers",
+}
 FILE_TASK = re.compile(r".+\.py:\w+")
 KNOWN_TASKS = (*BUILT_IN, *RENAMED)
 
@@ -92,7 +108,7 @@ def task_flags(tokens: Sequence[str]) -> tuple[OptionField, ...]:
 
     A file's options come from a child process, which takes as long as the file's imports.
     """
-    if not tokens or tokens[0] not in TABLES:
+    if not tokens or tokens[0] not in WITH_TASK:
         return ()
     task = _task_of(tokens[1:])
     unknown = _flag_names(tokens[1:]) - {name.replace("_", "-") for name in generic_names()} - OTHER_FLAGS

@@ -28,7 +28,7 @@ from rich.text import Text
 from brimful.errors import BadOption
 from brimful.languages import set_language, tr
 from brimful.report.watch.run_snapshot import Snapshot
-from brimful.report.watch.sparklines import ASCII, Glyphs, glyphs_for
+from brimful.report.watch.watch_canvas import ASCII, Glyphs, glyphs_for
 from brimful.report.watch.watch_screen import frame
 from brimful.report.watch.watcher import Watcher
 

@@ -16,7 +16,8 @@ import itertools
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Literal, get_args
@@ -35,7 +36,7 @@ _MATCHES = {None: rf"(?:(?!; |{_STOP}).)+?", "!s": rf"(?:(?!; |{_STOP}).)+?", "!
 """What a placeholder stands for, by its conversion."""
 _BLANK = re.compile(r"(?<=[\u4e00-\u9fff])\0(?=[A-Za-z0-9'\"./-])|(?<=[A-Za-z0-9%'\"./)-])\0(?=[\u4e00-\u9fff])")
 _IDEOGRAM = re.compile(r"[\u4e00-\u9fff]")
-_STRONG_BREAKS = ((re.compile(r"\n"), "\n"), (re.compile("; "), "；"), (re.compile(_STOP), "。"))
+_STRONG_BREAKS = ((re.compile(r"\n"), "\n"), (re.compile(_STOP), "。"), (re.compile("; "), "；"))
 """Between them, parts are translated or not, each for itself. Each break comes with what stands for it in Chinese."""
 _WEAK_BREAKS = (
     (re.compile(": "), "："),
@@ -47,8 +48,9 @@ _WEAK_BREAKS = (
     (re.compile(r" (?=\()"), ""),
 )
 """Between them, all parts are translated or none: half a sentence in English is harder to read than a whole one."""
+_COMMAND = re.compile(r"`[^`]*`|\bbrimful(?: [a-z-]+)+")
 _ENGLISH = re.compile(r"\b[a-z']+ [a-z']+ [a-z']+\b")
-"""Three words: not a name or a unit."""
+"""Three words that are no command: not a name or a unit."""
 
 _chosen: Language | None = None
 
@@ -83,6 +85,43 @@ def translate(sentence: str) -> str:
     return sentence if language() == "en" else _translated(sentence)
 
 
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A template and what to fill in, kept apart until it is shown: `str` is English, as `--json` has it.
+
+    A value may be a sentence or a list of them; a plain text stays as it is. Without values it is a finished sentence.
+    """
+
+    template: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        values = {name: _joined(value, ", ", str) for name, value in self.values.items()}
+        return self.template.format(**values) if values else self.template
+
+    def shown(self) -> str:
+        """In the user's language."""
+        if not self.values:
+            return translate(self.template)
+        comma = "，" if language() == "zh" else ", "
+        return tr(self.template, **{name: _joined(value, comma, _shown) for name, value in self.values.items()})
+
+
+def say(template: str, **values: Any) -> Sentence:
+    """`say("{free} free", free="3 GiB")`."""
+    return Sentence(template, values)
+
+
+def _joined(value: Any, comma: str, text: Callable[[Any], str]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return comma.join(map(text, value))
+    return text(value) if isinstance(value, Sentence) else value
+
+
+def _shown(value: Any) -> str:
+    return value.shown() if isinstance(value, Sentence) else str(value)
+
+
 @lru_cache(maxsize=4096)  # parts come again and again while a sentence is taken apart in several ways
 def _translated(sentence: str) -> str:
     if not any(map(str.isalpha, sentence)):
@@ -98,7 +137,7 @@ def _translated(sentence: str) -> str:
         if match := pattern.fullmatch(sentence):
             parts = match.groupdict()
             parts |= {name: _translated(parts[name]) for name in translated}
-            if not any(_ENGLISH.search(parts[name]) for name in translated):
+            if not any(_has_english(parts[name]) for name in translated):
                 return _fill_in(_catalogue()[template], parts)
     return _translated_in_parts(sentence)
 
@@ -107,7 +146,7 @@ def _translated_in_parts(sentence: str) -> str:
     """Taken apart at the first kind of break where that helps; the sentence itself if none does."""
     for last, chinese in ((".", "。"), (":", "："), (",", "，")):
         if sentence.endswith(last) and (changed := _translated(sentence[:-1])) != sentence[:-1]:
-            return changed + (last if _ENGLISH.search(re.split(r"。|\. ", changed)[-1]) else chinese)
+            return changed + (last if _has_english(re.split(r"。|\. ", changed)[-1]) else chinese)
     if sentence.startswith("(") and sentence.endswith(")"):
         inner = _translated(sentence[1:-1])
         return f"（{inner}）" if inner != sentence[1:-1] else sentence
@@ -122,9 +161,13 @@ def _translated_in_parts(sentence: str) -> str:
         parts, _ = _split(sentence, outside, mark)
         translated = [_translated(part) for part in parts]
         connects = len(parts) > 1 and _IDEOGRAM.search(chinese)  # an English word, which goes even if the parts stay
-        if (translated != parts or connects) and not any(map(_ENGLISH.search, translated)):
+        if (translated != parts or connects) and not any(map(_has_english, translated)):
             return _with_blanks(f"\0{chinese}\0".join(translated))
     return sentence
+
+
+def _has_english(text: str) -> bool:
+    return bool(_ENGLISH.search(_COMMAND.sub("", text)))
 
 
 def _split(sentence: str, outside: str, mark: re.Pattern[str]) -> tuple[list[str], list[str]]:

@@ -8,7 +8,10 @@ On a GPU and in bf16 or fp16 this runs the kernels of `triton_kernels.py`. Elsew
 what tests compare the kernels with.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +19,27 @@ from torch import Tensor
 
 from brimful.packing.sequence import Boundaries
 
-if find_spec("triton") is not None:  # comes with torch for GPUs
-    from brimful.packing.triton_kernels import packed_attention
-
 HALF = (torch.bfloat16, torch.float16)
+HAS_TRITON = find_spec("triton") is not None
+"""It comes with torch for GPUs, but not on Windows."""
+
+_kernels_off = False
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention and loss run in the kernels there, if Triton is installed."""
+    return device.type == "cuda" and dtype in HALF and not _kernels_off
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """In here they run in torch's own operations, to compare with."""
+    global _kernels_off
+    before, _kernels_off = _kernels_off, True
+    try:
+        yield
+    finally:
+        _kernels_off = before
 
 
 def attention(
@@ -59,7 +79,7 @@ def attention(
     """
     keys = queries if keys is None else keys
     q, k, v = (side.to(_precision(v)) for side in (q, k, v))
-    if q.is_cuda and q.dtype in HALF:
+    if has_kernels(q.device, q.dtype):
         seed = torch.randint(2**31, (1,), device=q.device) if dropout else None
         narrower = q.shape[2] - v.shape[2]  # DeepSeek's values: the kernels know one width
         out, _ = packed_attention(
@@ -109,6 +129,23 @@ def leave_uncompiled() -> None:
     global _plain
     if _plain is _reference:
         _plain = torch.compiler.disable(_reference)
+
+
+def _without_triton(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
+    starts_q: Tensor, tiles_q: Tensor, starts_k: Tensor, tiles_k: Tensor,
+    scale: float, causal: bool, window: int, softcap: float, dropout: float,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """In the place of the kernels."""
+    rows = Boundaries(starts_q, tiles_q), Boundaries(starts_k, tiles_k)
+    return _plain(q, k, v, *rows, scale, causal, window or None, softcap or None, bias, sinks, dropout), None
+
+
+packed_attention: Any = _without_triton
+if HAS_TRITON:
+    from brimful.packing import triton_kernels
+
+    packed_attention = triton_kernels.packed_attention
 
 
 def _attend_side_by_side(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from brimful.errors import TaskError
+from brimful.packing import cross_entropy
 from brimful.packing.cross_entropy import chunk_size, linear_cross_entropy, linear_token_losses
 
 PROBED = 4
@@ -63,7 +64,7 @@ def head_loss(model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_sm
         )
     chunk = chunk_size(decoder.config.vocab_size, hidden.dtype)
     total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))  # has a gradient even without tokens
-    for begin in range(0, len(hidden), chunk):
+    for begin in cross_entropy.chunk_starts(len(hidden), chunk):
         part = slice(begin, begin + chunk)
         arguments = (model, decoder, hidden[part], labels[part], label_smoothing)
         if torch.is_grad_enabled():

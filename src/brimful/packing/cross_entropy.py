@@ -6,16 +6,22 @@ states and head are made chunk by chunk in the forward pass, and backward multip
 and none are computed twice. In fp16 small gradients would vanish before the loss scale reaches them, so there the chunks are
 computed again in backward, with the factor.
 
+torch has `F.linear_cross_entropy` since 2.13. It is not used: a sum over bf16 comes out in bf16 (334 for 50 tokens), logits
+have no factor and no cap, and with label smoothing they are all in memory at once.
+
 `linear_token_losses` gives the loss of every token instead of their sum, for losses that are not a plain sum, such as those of
 preferences. Each token then has a factor of its own, and only backward knows it. Gradients of hidden states are still made in
 the forward pass; if the head is trained too, its chunks are computed again in backward.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from brimful.packing.attention import HAS_TRITON, has_kernels
 
 CHUNK_BYTES, CHUNK_TOKENS = 128 * 2**20, 1024
 """Logits of one chunk, in bytes, unless that would be fewer tokens than this: the sum of the head's gradients is read and
@@ -84,6 +90,11 @@ def chunk_size(words: int, dtype: torch.dtype) -> int:
     return max(CHUNK_TOKENS, CHUNK_BYTES // (words * dtype.itemsize))
 
 
+def chunk_starts(tokens: int, chunk: int) -> Sequence[int]:
+    """Where each chunk begins."""
+    return range(0, tokens, chunk)
+
+
 class _Rule(NamedTuple):
     """How logits and labels become a loss."""
 
@@ -140,7 +151,7 @@ def _run(
     for each token."""
     wide = torch.promote_types(dtype, torch.float32)
     words = weight.shape[0]
-    width = -(-words // ALIGNED) * ALIGNED if _has_kernel(hidden.device, dtype) else words
+    width = -(-words // ALIGNED) * ALIGNED if has_kernels(hidden.device, dtype) else words
     head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     if width > words:  # a fill of nothing would still copy the head, 1 GiB of an 8B's
         head = F.pad(head, (0, 0, 0, width - words))
@@ -149,26 +160,21 @@ def _run(
     d_hidden = torch.empty_like(hidden) if wanted[0] else None
     d_weight = torch.zeros(head.shape, dtype=wide, device=weight.device) if wanted[1] else None
     d_bias = torch.zeros(bias.shape, dtype=wide, device=weight.device) if wanted[2] and bias is not None else None
-    for begin in range(0, len(hidden), chunk):
+    for begin in chunk_starts(len(hidden), chunk):
         part, label = hidden[begin : begin + chunk].to(dtype), labels[begin : begin + chunk]
         logits = F.linear(part, head, head_bias)
         own = factor[begin : begin + chunk] if factor is not None and factor.ndim else factor
         losses[begin : begin + chunk] = _loss_to_gradient(logits, words, label, rule, any(wanted), own)
-        if not any(wanted):
-            continue
         if d_hidden is not None:
             d_hidden[begin : begin + chunk] = logits @ head
         if d_weight is not None:
             _add_product(d_weight, logits, part)
         if d_bias is not None:
             d_bias += logits[:, :words].sum(0, dtype=wide)
+        del logits  # or two chunks would be held while the next one is computed
     d_weight = None if d_weight is None else d_weight[:words].to(weight.dtype)
     d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
     return losses, d_hidden, d_weight, d_bias
-
-
-def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _add_product(total: Tensor, gradient: Tensor, part: Tensor) -> None:
@@ -188,7 +194,7 @@ def _loss_to_gradient(
 
     The gradient is multiplied by `factor`, if any, before it is rounded to the precision of the logits.
     """
-    if _has_kernel(logits.device, logits.dtype):
+    if HAS_TRITON and has_kernels(logits.device, logits.dtype):
         from brimful.packing.triton_kernels import cross_entropy
 
         return cross_entropy(logits, words, labels, *rule, wanted, factor)

@@ -29,8 +29,12 @@ from brimful.packing.sequence import BLOCK
 SPLITS = 32
 """Programs that share the rows of one head and distance in `_bias_gradient`."""
 SETTINGS = [{"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 1}]
-SETTINGS_WIDE = [{"num_warps": 8, "num_stages": 2}, {"num_warps": 8, "num_stages": 1}]
-"""For heads of more than 128, such as Gemma's of 256: two sums of 64 × 256 do not fit the registers of four warps."""
+SETTINGS_WIDE = [
+    *({"num_warps": 8, "num_stages": stages} for stages in (2, 1)),
+    *({"num_warps": 8, "num_stages": 1, "N": tokens} for tokens in (32, 16)),
+]
+"""For heads of more than 128, such as Gemma's of 256: two sums of 64 × 256 do not fit the registers of four warps. Backward takes
+128 to 136 KiB of shared memory with 64 tokens of the other side at a time, 96 to 100 with 32, and 80 with 16."""
 _setting: dict[tuple[str, int, torch.device], int] = {}
 """Of each kernel, by the width of a head: the setting that ran."""
 
@@ -58,7 +62,7 @@ def _row(starts, row):
 @triton.jit
 def _at(tensor, start, tokens, head, per_token, per_head, dim):
     """Pointers to [token, dim] of one head, for tokens counted from the start of their row."""
-    base = tensor + tl.cast(start, tl.int64) * per_token + head * per_head
+    base = tensor + tl.cast(start, tl.int64) * per_token + tl.cast(head, tl.int64) * per_head
     return base + tokens[:, None] * per_token + dim[None, :]
 
 
@@ -70,18 +74,17 @@ def _load(tensor, start, tokens, length, head, per_token, per_head, dim, D: tl.c
 
 
 @triton.jit
-def _fill(tensor, tokens, size, head, per_token, per_head, dim, D: tl.constexpr):
-    """Zeros for tokens after the last row."""
-    at = _at(tensor, 0, tokens, head, per_token, per_head, dim)
-    inside = (tokens[:, None] < size) & (dim[None, :] < D)
-    tl.store(at, tl.zeros(at.shape, tensor.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _store(tensor, value, start, tokens, length, head, per_token, per_head, dim, D: tl.constexpr):
     inside = (tokens[:, None] < length) & (dim[None, :] < D)
     at = _at(tensor, start, tokens, head, per_token, per_head, dim)
     tl.store(at, value.to(tensor.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _fill(tensor, first, size, head, per_token, per_head, dim, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr):
+    """Zeros for tokens after the last row."""
+    zeros = tl.zeros((B, DP), tl.float32)
+    _store(tensor, zeros, first, tl.arange(0, B), size - first, head, per_token, per_head, dim, D)
 
 
 @triton.jit
@@ -99,7 +102,10 @@ def _scores(
     scores = scores * 1.4426950408889634
     if RADIUS:
         distance = tl.maximum(tl.minimum(keys[None, :] - queries[:, None], RADIUS - 1), 1 - RADIUS)
-        scores += tl.load(bias + head * (2 * RADIUS - 1) + RADIUS - 1 + distance) * 1.4426950408889634
+        added = tl.load(bias + head * (2 * RADIUS - 1) + RADIUS - 1 + distance).to(
+            tl.float32
+        )  # a table of bf16 weights is bf16
+        scores += added * 1.4426950408889634
     seen = keys[None, :] < length_k
     if CAUSAL:
         seen = seen & (keys[None, :] <= queries[:, None])
@@ -108,18 +114,57 @@ def _scores(
     return tl.where(seen, scores, float("-inf")), slope
 
 
+@triton.jit
+def _keys_seen(first, length_k, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, B: tl.constexpr):
+    """Where the keys begin and end that a tile of queries sees."""
+    begin = tl.maximum(0, (first - WINDOW + 1) // B * B) if WINDOW else 0
+    end = tl.minimum(length_k, first + B) if CAUSAL else length_k
+    return begin, end
+
+
+@triton.jit
+def _queries_in_backward(
+    Q, dO, LSE, DELTA, start, queries, length, size, head, q_token, q_head, g_token, g_head, dim, D: tl.constexpr
+):
+    """These queries of a row with their gradients. Those beyond its length have no weights."""
+    q = _load(Q, start, queries, length, head, q_token, q_head, dim, D)
+    do = _load(dO, start, queries, length, head, g_token, g_head, dim, D)
+    lse = tl.load(LSE + head * size + start + queries, mask=queries < length, other=float("inf"))
+    delta = tl.load(DELTA + head * size + start + queries, mask=queries < length, other=0.0)
+    return q, do, lse, delta
+
+
+@triton.jit
+def _tile_gradient(
+    q, k, v, do, lse, delta, bias, key, row, head, queries, keys, length_k,
+    SCALE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, RADIUS: tl.constexpr,
+    THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
+):  # fmt: skip
+    """The weights that were used, the gradient of the capped scores, and the softcap's slope."""
+    scores, slope = _scores(q, k, bias, head, queries, keys, length_k, SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS)
+    weights = tl.exp2(scores - lse[:, None])
+    dweights = tl.dot(do, tl.trans(v))
+    used = weights
+    if THRESHOLD:
+        kept = _kept(key, row, head, queries, keys, THRESHOLD)
+        dweights = tl.where(kept, dweights * KEEP_SCALE, 0.0)
+        used = tl.where(kept, weights * KEEP_SCALE, 0.0)
+    return used, weights * (dweights - delta[:, None]), slope
+
+
 @triton.jit(do_not_specialize=["size_q"])
 def _forward(
     Q, K, V, OUT, LSE, bias, sinks, seed, tiles, starts_q, starts_k,
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head, size_q, SINKS: tl.constexpr,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, RADIUS: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     dim, queries = tl.arange(0, DP), first + tl.arange(0, B)
     if row == -1:
-        _fill(OUT, queries, size_q, head, o_token, o_head, dim, D)
+        _fill(OUT, first, size_q, head, o_token, o_head, dim, D, DP, B)
         tl.store(LSE + head * size_q + queries, tl.zeros((B,), tl.float32), mask=queries < size_q)
     else:
         start_q, length_q = _row(starts_q, row)
@@ -129,10 +174,9 @@ def _forward(
         total = tl.zeros((B,), tl.float32)
         out = tl.zeros((B, DP), tl.float32)
         key = tl.load(seed) if THRESHOLD else 0
-        begin_k = tl.maximum(0, (first - WINDOW + 1) // B * B) if WINDOW else 0
-        end_k = tl.minimum(length_k, first + B) if CAUSAL else length_k
-        for begin in range(begin_k, end_k, B):
-            keys = begin + tl.arange(0, B)
+        begin_k, end_k = _keys_seen(first, length_k, CAUSAL, WINDOW, B)
+        for begin in range(begin_k, end_k, N):
+            keys = begin + tl.arange(0, N)
             k = _load(K, start_k, keys, length_k, head // GROUP, k_token, k_head, dim, D)
             v = _load(V, start_k, keys, length_k, head // GROUP, v_token, v_head, dim, D)
             scores, _ = _scores(q, k, bias, head, queries, keys, length_k, SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS)
@@ -163,13 +207,14 @@ def _query_gradient(
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head, g_token, g_head, dq_token, dq_head, size_q,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, RADIUS: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """And `DELTA`, the sum of output times gradient of each query, which the other kernels need."""
     tile, head = tl.program_id(0), tl.program_id(1)
     row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     dim, queries = tl.arange(0, DP), first + tl.arange(0, B)
     if row == -1:
-        _fill(dQ, queries, size_q, head, dq_token, dq_head, dim, D)
+        _fill(dQ, first, size_q, head, dq_token, dq_head, dim, D, DP, B)
         tl.store(DELTA + head * size_q + queries, tl.zeros((B,), tl.float32), mask=queries < size_q)
     else:
         start_q, length_q = _row(starts_q, row)
@@ -182,19 +227,16 @@ def _query_gradient(
         tl.store(DELTA + head * size_q + start_q + queries, delta, mask=queries < length_q)
         dq = tl.zeros((B, DP), tl.float32)
         key = tl.load(seed) if THRESHOLD else 0
-        begin_k = tl.maximum(0, (first - WINDOW + 1) // B * B) if WINDOW else 0
-        end_k = tl.minimum(length_k, first + B) if CAUSAL else length_k
-        for begin in range(begin_k, end_k, B):
-            keys = begin + tl.arange(0, B)
+        begin_k, end_k = _keys_seen(first, length_k, CAUSAL, WINDOW, B)
+        for begin in range(begin_k, end_k, N):
+            keys = begin + tl.arange(0, N)
             k = _load(K, start_k, keys, length_k, head // GROUP, k_token, k_head, dim, D)
             v = _load(V, start_k, keys, length_k, head // GROUP, v_token, v_head, dim, D)
-            scores, slope = _scores(q, k, bias, head, queries, keys, length_k, SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS)
-            weights = tl.exp2(scores - lse[:, None])
-            dweights = tl.dot(do, tl.trans(v))
-            if THRESHOLD:
-                dweights = tl.where(_kept(key, row, head, queries, keys, THRESHOLD), dweights * KEEP_SCALE, 0.0)
-            dscores = weights * (dweights - delta[:, None]) * slope
-            dq += tl.dot(dscores.to(k.dtype), k)
+            _, dscores, slope = _tile_gradient(
+                q, k, v, do, lse, delta, bias, key, row, head, queries, keys, length_k,
+                SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS, THRESHOLD, KEEP_SCALE,
+            )  # fmt: skip
+            dq += tl.dot((dscores * slope).to(k.dtype), k)
         _store(dQ, dq * SCALE, start_q, queries, length_q, head, dq_token, dq_head, dim, D)
 
 
@@ -205,13 +247,14 @@ def _key_gradient(
     size_q, size_k,
     SCALE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, RADIUS: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     dim, keys = tl.arange(0, DP), first + tl.arange(0, B)
     if row == -1:
-        _fill(dK, keys, size_k, kv_head, dk_token, dk_head, dim, D)
-        _fill(dV, keys, size_k, kv_head, dv_token, dv_head, dim, D)
+        _fill(dK, first, size_k, kv_head, dk_token, dk_head, dim, D, DP, B)
+        _fill(dV, first, size_k, kv_head, dv_token, dv_head, dim, D, DP, B)
     else:
         start_q, length_q = _row(starts_q, row)
         start_k, length_k = _row(starts_k, row)
@@ -223,25 +266,17 @@ def _key_gradient(
         begin_q = first // B * B if CAUSAL else 0
         end_q = tl.minimum(length_q, first + B + WINDOW) if WINDOW else length_q
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for begin in range(begin_q, end_q, B):
-                queries = begin + tl.arange(0, B)
-                q = _load(Q, start_q, queries, length_q, head, q_token, q_head, dim, D)
-                do = _load(dO, start_q, queries, length_q, head, g_token, g_head, dim, D)
-                lse = tl.load(LSE + head * size_q + start_q + queries, mask=queries < length_q, other=float("inf"))
-                delta = tl.load(DELTA + head * size_q + start_q + queries, mask=queries < length_q, other=0.0)
-                scores, slope = _scores(
-                    q, k, bias, head, queries, keys, length_k, SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS
-                )
-                weights = tl.exp2(scores - lse[:, None])
-                dweights = tl.dot(do, tl.trans(v))
-                used = weights
-                if THRESHOLD:
-                    kept = _kept(key, row, head, queries, keys, THRESHOLD)
-                    dweights = tl.where(kept, dweights * KEEP_SCALE, 0.0)
-                    used = tl.where(kept, weights * KEEP_SCALE, 0.0)
+            for begin in range(begin_q, end_q, N):
+                queries = begin + tl.arange(0, N)
+                q, do, lse, delta = _queries_in_backward(
+                    Q, dO, LSE, DELTA, start_q, queries, length_q, size_q, head, q_token, q_head, g_token, g_head, dim, D,
+                )  # fmt: skip
+                used, dscores, slope = _tile_gradient(
+                    q, k, v, do, lse, delta, bias, key, row, head, queries, keys, length_k,
+                    SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS, THRESHOLD, KEEP_SCALE,
+                )  # fmt: skip
                 dv += tl.dot(tl.trans(used.to(do.dtype)), do)
-                dscores = weights * (dweights - delta[:, None]) * slope
-                dk += tl.dot(tl.trans(dscores.to(q.dtype)), q)
+                dk += tl.dot(tl.trans((dscores * slope).to(q.dtype)), q)
         _store(dK, dk * SCALE, start_k, keys, length_k, kv_head, dk_token, dk_head, dim, D)
         _store(dV, dv, start_k, keys, length_k, kv_head, dv_token, dv_head, dim, D)
 
@@ -273,18 +308,16 @@ def _bias_gradient(
             off = -far if offset < 0 else far
             for block in range(tl.maximum(0, -off), tl.minimum(tiles_q, tiles_k - off)):
                 queries, keys = block * B + inside, (block + off) * B + inside
-                q = _load(Q, start_q, queries, length_q, head, q_token, q_head, dim, D)
-                do = _load(dO, start_q, queries, length_q, head, g_token, g_head, dim, D)
+                q, do, lse, delta = _queries_in_backward(
+                    Q, dO, LSE, DELTA, start_q, queries, length_q, size_q, head, q_token, q_head, g_token, g_head, dim, D,
+                )  # fmt: skip
                 k = _load(K, start_k, keys, length_k, head // GROUP, k_token, k_head, dim, D)
                 v = _load(V, start_k, keys, length_k, head // GROUP, v_token, v_head, dim, D)
-                lse = tl.load(LSE + head * size_q + start_q + queries, mask=queries < length_q, other=float("inf"))
-                delta = tl.load(DELTA + head * size_q + start_q + queries, mask=queries < length_q, other=0.0)
-                scores, _ = _scores(q, k, bias, head, queries, keys, length_k, SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS)
-                weights = tl.exp2(scores - lse[:, None])
-                dweights = tl.dot(do, tl.trans(v))
-                if THRESHOLD:
-                    dweights = tl.where(_kept(key, row, head, queries, keys, THRESHOLD), dweights * KEEP_SCALE, 0.0)
-                total += weights * (dweights - delta[:, None])
+                _, dscores, _ = _tile_gradient(
+                    q, k, v, do, lse, delta, bias, key, row, head, queries, keys, length_k,
+                    SCALE, CAUSAL, WINDOW, SOFTCAP, RADIUS, THRESHOLD, KEEP_SCALE,
+                )  # fmt: skip
+                total += dscores
     at = PARTIAL + ((split * heads + head) * places + place) * B * B
     tl.store(at + inside[:, None] * B + inside[None, :], total)
 
@@ -303,7 +336,7 @@ def packed_attention(
         q, k, v, out, lse, bias if bias is not None else q, sinks if sinks is not None else q,
         seed if seed is not None else starts_q, tiles_q, starts_q, starts_k,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2], q.shape[0],
-        SINKS=sinks is not None, **_constants(q, k, bias, scale, causal, window, softcap, dropout),
+        SINKS=sinks is not None, N=BLOCK, **_constants(q, k, bias, scale, causal, window, softcap, dropout),
     )  # fmt: skip
     return out, lse
 
@@ -331,12 +364,12 @@ def packed_attention_backward(
     _launch(
         _query_gradient, (tiles_q.shape[0], q.shape[1]),
         q, k, v, out, grad, dq, lse, delta, table, key, tiles_q, starts_q, starts_k,
-        *strides, *out.stride()[:2], *grad.stride()[:2], *dq.stride()[:2], size_q, **constants,
+        *strides, *out.stride()[:2], *grad.stride()[:2], *dq.stride()[:2], size_q, N=BLOCK, **constants,
     )  # fmt: skip
     _launch(
         _key_gradient, (tiles_k.shape[0], k.shape[1]),
         q, k, v, grad, dk, dv, lse, delta, table, key, tiles_k, starts_q, starts_k,
-        *strides, *grad.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], size_q, k.shape[0], **constants,
+        *strides, *grad.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], size_q, k.shape[0], N=BLOCK, **constants,
     )  # fmt: skip
     dsinks = q.new_empty(0)
     if sinks is not None and sinks_need_grad:
@@ -372,19 +405,21 @@ def _rows_of_dims(tensor: Tensor) -> Tensor:
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """With the first setting that the card has room for. Consumer cards have 99 KiB for a program, an H200 has 227."""
     device, wide = arguments[0].device, constants["DP"] > 128
-    settings, key = SETTINGS_WIDE if wide else SETTINGS, (kernel.__name__, constants["DP"], device)
-    for number in range(_setting.get(key, 0), len(settings)):
-        try:
-            kernel[grid](*arguments, **constants, **settings[number])
-        except OutOfResources as error:
-            if number == len(settings) - 1:
-                raise TaskError(
-                    f"attention with heads of {constants['D']} does not fit the shared memory of this card. "
-                    "Try: layout='padded'."
-                ) from error
-        else:
-            _setting[key] = number
-            return
+    settings = [one for one in (SETTINGS_WIDE if wide else SETTINGS) if "N" in constants or "N" not in one]
+    key = (kernel.__name__, constants["DP"], device)
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current card, whichever has the tensors
+        for number in range(_setting.get(key, 0), len(settings)):
+            try:
+                kernel[grid](*arguments, **{**constants, **settings[number]})
+            except OutOfResources as error:
+                if number == len(settings) - 1:
+                    raise TaskError(
+                        f"attention with heads of {constants['D']} does not fit the shared memory of this card. "
+                        "Try: layout='padded'."
+                    ) from error
+            else:
+                _setting[key] = number
+                return
 
 
 def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -479,7 +514,8 @@ def _cross_entropy(
             if SOFTCAP:
                 score = tl.where(here, cap * (1.0 - 2.0 / (tl.exp(2.0 * score / cap) + 1.0)), float("-inf"))
             higher = tl.maximum(top, score)
-            total = tl.where(here, total * tl.exp(top - higher) + tl.exp(score - higher), total)
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(top - safe) + tl.exp(score - safe)
             top = higher
             if SMOOTH:
                 plain += tl.where(here, score, 0.0)
@@ -517,8 +553,11 @@ def cross_entropy(
     `factor` of the gradient is one number, or one for each token.
     """
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
-    _cross_entropy[(len(labels),)](
-        logits, labels, losses, losses if factor is None else factor, 0 if factor is None or not factor.ndim else factor.stride(0), logits.stride(0), words, logits.shape[1], ignore_index, smoothing, scale, softcap or 1.0,
-        WORDS=4096, SOFTCAP=softcap is not None, SMOOTH=smoothing > 0, GRADIENT=wanted, SCALED=factor is not None, num_warps=8,
-    )  # fmt: skip
+    factor_stride = 0 if factor is None or not factor.ndim else factor.stride(0)
+    with torch.cuda.device_of(logits):
+        _cross_entropy[(len(labels),)](
+            logits, labels, losses, losses if factor is None else factor, factor_stride, logits.stride(0), words, logits.shape[1],
+            ignore_index, smoothing, scale, softcap or 1.0,
+            WORDS=4096, SOFTCAP=softcap is not None, SMOOTH=smoothing > 0, GRADIENT=wanted, SCALED=factor is not None, num_warps=8,
+        )  # fmt: skip
     return losses

@@ -20,6 +20,8 @@ ROOM_FOR_ROWS = 0.8
 COMPILE_S, COMPILE_SAVES = 30.0, 0.3
 """What compiling takes on an H200 when nothing of it is on disk yet, and the least share of the time that it saves there.
 Runs too short to win that back are not compiled unless requested."""
+SLOWER = 1.1
+"""Compiled blocks keep less for backward, so they are also used where they are about as fast; not if they take longer than this."""
 
 
 def wants_compiled(search: "Search") -> tuple[bool, str]:
@@ -57,7 +59,7 @@ def _rows_that_fit(search: "Search") -> int:
 
 
 def _time(search: "Search", rows: int, plain: Setting) -> tuple[bool, str]:
-    requested, compiler, started = search.options.compile, search.compiler, now()
+    requested, compiler = search.options.compile, search.compiler
     micro_batches = None if search.steps is None else search.steps * search.most / rows
     plain_s = search.timed(rows, plain)
     if requested == "auto" and plain_s is not None and micro_batches is not None:
@@ -65,7 +67,7 @@ def _time(search: "Search", rows: int, plain: Setting) -> tuple[bool, str]:
         if COMPILE_SAVES * run_s < COMPILE_S:
             return False, f"the run takes about {show_seconds(run_s)} without it, and compiling {COMPILE_S:.0f} s"
     search.prober.show(f"compile blocks ({compiler.reason})")
-    setting = replace(plain, compile="on")
+    setting, started = replace(plain, compile="on"), now()
     try:
         with compiler.set(True):
             first_s = search.timed(max(1, rows // 2), setting)  # a second size, so that sizes stay open
@@ -79,7 +81,9 @@ def _time(search: "Search", rows: int, plain: Setting) -> tuple[bool, str]:
     took = f"took {show_seconds(now() - started)}"
     if plain_s is None:
         return True, f"{took}; {compiler.reason}"
+    gain = f"{show_rows(rows)} in {1000 * compiled_s:.0f} ms instead of {1000 * plain_s:.0f}"
+    if requested == "auto" and compiled_s > SLOWER * plain_s:
+        return False, f"it would be slower: {gain}; {took}"
     saved_s = 0.0 if micro_batches is None else micro_batches * (plain_s - compiled_s)
     saves = f", saves about {show_seconds(saved_s)}" if saved_s > 0 else ""
-    gain = f"{show_rows(rows)} in {1000 * compiled_s:.0f} ms instead of {1000 * plain_s:.0f}"
     return True, f"{gain}; {took}{saves}"

@@ -15,7 +15,7 @@ stay in their own precision, rows are few and short, and the tolerances are thos
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from brimful.memory.layout import PACKED
 from brimful.memory.meter import allocated_bytes, available_bytes
 from brimful.memory.oom import is_oom
 from brimful.memory.snapshot import Attributes, Buffers
+from brimful.packing.attention import has_kernels, without_kernels
 from brimful.task import Dataset, Task, loss_terms, map_tensors, rows_of, weighted_by_rows
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -39,6 +40,8 @@ GRADIENT_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 PACKING_TOLERANCE, ROUNDED_PACKING_TOLERANCE = 1e-3, 0.05
 """Relative difference between packed rows and the same rows alone that rounding may cause, in fp32 and in half precision. A leak
 is 0.1 and more."""
+KERNEL_TOLERANCE = 0.2
+"""Between the kernels and torch's own operations, both in half precision. Eight families of two layers differ by 0.003 to 0.03."""
 COPIES_SHARE, ROWS_SHARE = 0.5, 0.4
 """What copies of the weights, and the activations of rows, may take of the memory that is free."""
 LOOKED_AT = 256
@@ -194,14 +197,38 @@ def check_packing(context: StepContext, rows: Sequence[Any]) -> str:
         alone = _sum_and_gradient(context, (task.collate([row]) for row in rows))
     if packed.count != alone.count:
         return f"packed, {len(rows)} rows count {packed.count:g} instead of {alone.count:g}"
-    apart = abs(packed.total - alone.total) / max(abs(alone.total), 1e-12)
-    if packed.gradient is not None and alone.gradient is not None:
-        norm = math.sqrt(float(packed.gradient[1].sum()))  # that of one batch: squares of several do not add up
-        apart = max(apart, float((packed.gradient[0] - alone.gradient[0]).norm()) / max(norm, 1e-12))
+    apart = _apart(packed, alone)
     rounded = {packed.precision, alone.precision} & {torch.bfloat16, torch.float16}  # weights of 4 bits compute in bf16
     if apart <= (ROUNDED_PACKING_TOLERANCE if rounded else PACKING_TOLERANCE):
         return ""
     return f"packed rows see each other: {len(rows)} of them and the same rows alone differ by {_share(apart)}"
+
+
+def check_kernels(context: StepContext, rows: Sequence[Any]) -> str:
+    """Why the kernels for packed rows must not be used with this model on this card; empty if they run, and give the loss and the
+    gradient of torch's own operations. Without dropout, in the precision of training; also empty where there are none.
+    """
+    weights = (param.dtype for param in context.params if param.is_floating_point())
+    if not has_kernels(context.device, context.autocast or next(weights, torch.float32)):
+        return ""
+    forward = context.forward_context
+    with _put_back(context), _mode(context.model, [], training=False), attention_kernels(cudnn=False):
+        found = _sum_and_gradient(context, [PACKED.collate(context.task, rows)], forward)
+        with without_kernels():
+            plain = _sum_and_gradient(context, [PACKED.collate(context.task, rows)], forward)
+    apart = _apart(found, plain)
+    if apart <= KERNEL_TOLERANCE:
+        return ""
+    return f"the kernels for packed rows differ by {_share(apart)} from torch's own operations"
+
+
+def _apart(packed: "_SumAndGradient", other: "_SumAndGradient") -> float:
+    """The relative difference of losses or of gradients, whichever is larger; infinite if one of them is no number."""
+    apart = abs(packed.total - other.total) / max(abs(other.total), 1e-12)
+    if packed.gradient is not None and other.gradient is not None:
+        norm = math.sqrt(float(packed.gradient[1].sum()))  # that of one batch: squares of several do not add up
+        apart = max(apart, float((packed.gradient[0] - other.gradient[0]).norm()) / max(norm, 1e-12))
+    return apart if math.isfinite(apart) else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +241,15 @@ class _SumAndGradient:
     """The lowest that was used."""
 
 
-def _sum_and_gradient(context: StepContext, batches: Iterable[Any]) -> _SumAndGradient:
-    """Of the loss over these batches, as a sum."""
+def _sum_and_gradient(
+    context: StepContext, batches: Iterable[Any], forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> _SumAndGradient:
+    """Of the loss over these batches, as a sum. The loss is computed inside `forward()`."""
     task, model, projection, precisions = context.task, context.model, _Projection(context.params), _Precisions()
     total, count = 0.0, 0.0
     for batch in batches:
         batch = to_device(batch, context.device)
-        with precisions:
+        with precisions, forward():
             terms = loss_terms(task, task.loss(model, batch), model=model, batch=batch).values()
             summed = torch.stack([term.sum for term in terms]).sum()
         total, count = total + float(summed.detach()), count + sum(float(term.count) for term in terms)
@@ -272,6 +301,8 @@ def _hook_after_accumulation(context: StepContext) -> str:
 
 
 def _share(difference: float) -> str:
+    if not math.isfinite(difference):
+        return "nan"
     return f"{difference:.0%}" if difference > 0.01 else f"{difference:.0e} (relative)"
 
 

@@ -131,6 +131,8 @@ def _try(search: "Search", plan: Plan, fixed: FixedSize | None) -> _Trial:
     first, other = (context.layout.example(context.task, rows, plan.shape) for rows in (plan.micro_batch, fewer))
     graphs = Graphs(signature(first))
     try:
+        if signature(other) != signature(first):
+            raise _Refused("micro-batches differ in the sizes of their tensors, and a graph serves one")
         start = RandomState(device)
         plain = _result(search, context.forward_backward(other, 1.0))
         context.drop_gradients()
@@ -178,6 +180,9 @@ def _result(search: "Search", terms: dict[str, Loss]) -> tuple[float, float, lis
 def _differ(plain: Any, replayed: Any) -> str:
     if plain[1] != replayed[1]:
         return f"a replay counts {replayed[1]:g} where the plain run counts {plain[1]:g}"
+    apart = abs(plain[0] - replayed[0]) / max(abs(plain[0]), 1e-30)
+    if not apart <= DIFFERENCE:
+        return f"the loss of a replay differs by {apart:.2g} from that of the plain run"
     one, other = (torch.cat(result[2]) for result in (plain, replayed))
     off = float((one - other).norm() / one.norm().clamp(min=1e-30))
     return "" if off <= DIFFERENCE else f"gradients of a replay differ by {off:.2g} from those of the plain run"

@@ -31,6 +31,7 @@ from brimful.planning.exactness import (
     Exactness,
     NothingCounted,
     check_dummy,
+    check_kernels,
     check_packing,
     check_rows,
     rows_to_compare,
@@ -258,7 +259,7 @@ class Search:
         if not self.task.has_dummy_row:
             return "the task has no dummy_row()"
         if self.options.layout == "auto" and not slow and not self.target.has_kernels:
-            return f"{self.target.name} has no kernels for packed rows"
+            return self.target.why_no_kernels
         if self.options.layout == "auto" and not slow and self.context.autocast is None:
             return "the kernels for packed rows need bf16 or fp16"
         if not self.exactness.exact:
@@ -266,7 +267,9 @@ class Search:
         rows = self._different_rows()
         self._compared_rows = len(rows)
         try:
-            result = attempt(lambda: check_packing(self.context, rows), self.context.device)
+            result = attempt(
+                lambda: check_packing(self.context, rows) or check_kernels(self.context, rows), self.context.device
+            )
         except UserError as error:  # it has a remedy of its own, which is not the one needed here
             return str(error).partition(" Try:")[0].rstrip(".")
         except Exception as error:

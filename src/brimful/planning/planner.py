@@ -224,8 +224,8 @@ def find_plan(
     task = copy.copy(task)
     task.use_device(target.device, options.precision)
     task = with_weights(with_dummy(task, rows, progress, steady=options.deterministic), options.weights)
-    shape, sampled = _planned_shape(task, rows, options, progress)
-    description = model if model is not None else _describe(task)
+    shape, sampled = planned_shape(task, rows, options, progress)
+    description = model if model is not None else describe(task)
     check_weights(description)
     key = _key(task, description, shape, options, target, rows, steps)
     saved = _load(key, options, target) if options.cache else None
@@ -250,7 +250,7 @@ def find_plan(
     return plan if warning is None else plan.with_warning(warning)
 
 
-def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions, progress: Progress) -> tuple[Shape, str]:
+def planned_shape(task: Task, rows: Dataset | None, options: PlanOptions, progress: Progress) -> tuple[Shape, str]:
     """The lengths to plan for: those requested, the longest in the data, or the task's worst; and how they were sampled.
 
     Rows that were not read may be as long as the task's worst, so a sample is planned for that, where there is one.
@@ -285,7 +285,7 @@ def _planned_shape(task: Task, rows: Dataset | None, options: PlanOptions, progr
     return tuple(options.lengths), ""  # a list if they come from a file
 
 
-def _describe(task: Task) -> nn.Module:
+def describe(task: Task) -> nn.Module:
     """The model without its bytes, or with them if its code does not run on the meta device."""
     with task_errors(task, "model"):
         try:

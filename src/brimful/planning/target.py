@@ -54,9 +54,19 @@ class Target:
     @property
     def has_kernels(self) -> bool:
         """Whether the kernels for packed rows run there."""
-        if self.device.type != "cuda" or find_spec("triton") is None:
-            return False
-        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return not self.why_no_kernels
+
+    @property
+    def why_no_kernels(self) -> str:
+        """Empty if they run."""
+        if self.device.type != "cuda":
+            return f"{self.name} has no kernels for packed rows"
+        if find_spec("triton") is None:
+            return "the kernels for packed rows need Triton, which is not installed"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if major < 8:
+            return f"{self.name} has compute capability {major}.{minor}, and the kernels for packed rows need 8.0"
+        return ""
 
     @contextmanager
     def enforce(self, adopt: Iterable[torch.Tensor] = (), *, simulate: bool = True) -> Iterator[Ledger | None]:

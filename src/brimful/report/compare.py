@@ -17,11 +17,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brimful.errors import BadOption
-from brimful.languages import language, tr, translate
-from brimful.report.loss_points import LossPoint, loss_points, rows_only
+from brimful.languages import Sentence, say
 from brimful.report.run_figures import LEAST_STEPS, RunFigures, Typical, part, whole
 from brimful.report.run_record import RunRecord
-from brimful.report.run_settings import RATE, Difference, differences, same_setting, show_setting, train_command
+from brimful.report.run_settings import (
+    RATE,
+    Difference,
+    LossPoint,
+    differences,
+    loss_points,
+    rows_only,
+    same_setting,
+    show_setting,
+    train_command,
+)
 from brimful.training.events import number
 from brimful.units import show_bytes
 
@@ -41,45 +50,6 @@ CLOSE = 1e-3
 Speed = Literal["faster", "slower", "as fast", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class Phrase:
-    """Words in English, and in the user's language when they are shown."""
-
-    template: str
-    values: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        return self.template.format(**{name: str(value) for name, value in self.values.items()})
-
-    def shown(self) -> str:
-        if not self.values:
-            return translate(self.template)
-        values = {
-            name: value.shown() if isinstance(value, (Phrase, Phrases)) else value
-            for name, value in self.values.items()
-        }
-        return tr(self.template, **values)
-
-
-@dataclass(frozen=True, slots=True)
-class Phrases:
-    """Several phrases in a row."""
-
-    phrases: tuple[Phrase, ...]
-    gap: str = "; "
-
-    def __str__(self) -> str:
-        return self.gap.join(map(str, self.phrases))
-
-    def shown(self) -> str:
-        gap = {"; ": "；", ", ": "，"}[self.gap] if language() == "zh" else self.gap
-        return gap.join(one.shown() for one in self.phrases)
-
-
-def phrase(template: str, **values: Any) -> Phrase:
-    return Phrase(template, values)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Side:
     """One run of a comparison, or one part of it."""
@@ -87,7 +57,7 @@ class Side:
     label: str
     """A, B, …"""
     run: RunFigures
-    part: Phrase | None = None
+    part: Sentence | None = None
     """Which part of the run, if not all of it."""
     recorded: tuple[str, ...] = ()
     """Of a part of a run: why it is another experiment than the first part, as the run itself has recorded."""
@@ -112,7 +82,7 @@ class Pair:
         return bool(self.reasons)
 
     @property
-    def reasons(self) -> list[Phrase]:
+    def reasons(self) -> list[Sentence]:
         """What makes it another experiment."""
         others = [one for one in self.differences if one.experiment]
         found = [_reason(one, self._index) for one in others if one.name not in RATE]
@@ -120,11 +90,11 @@ class Pair:
             told = [one.name for one in others if one.name not in RATE]
             found = [reason for reason, name in zip(found, told, strict=True) if name != "global_batch"]
             sides = [one for one in (self.first, self.side) if len(one.run.row_changes) > 1]
-            found = [*(phrase("{label} has {rows} rows a step", label=one.label, rows=rows_phrase(one.run.row_changes)) for one in sides), *found]  # fmt: skip
+            found = [*(say("{label} has {rows} rows a step", label=one.label, rows=rows_sentence(one.run.row_changes)) for one in sides), *found]  # fmt: skip
         rate = [_reason(one, self._index) for one in others if one.name in RATE]
         if rate:
-            found.append(phrase("another learning rate ({what})", what=Phrases(tuple(rate), ", ")))
-        return found or [Phrase(sentence, {}) for sentence in self.side.recorded]
+            found.append(say("another learning rate ({what})", what=rate))
+        return found or [Sentence(sentence) for sentence in self.side.recorded]
 
     @property
     def _rows_changed(self) -> bool:
@@ -191,73 +161,71 @@ class Pair:
         return self.speed == "as fast" and SURE * (self.speed_error or 0.0) > TOO_NOISY
 
     @cached_property
-    def verdict(self) -> Phrases:
+    def verdict(self) -> list[Sentence]:
         """The experiment and the speed first, then whatever else a reader must know."""
-        return Phrases((*self._experiment(), *self._memory(), *self._loss(), *self._ending()))
+        return [*self._experiment(), *self._memory(), *self._loss(), *self._ending()]
 
-    def _speed_phrase(self) -> Phrase:
+    def _speed_sentence(self) -> Sentence:
         ratio, error = self.speed_ratio, self.speed_error
         if ratio is None or error is None:
-            return phrase("speed not known yet")
+            return say("speed not known yet")
         if self._too_noisy:
-            return phrase("speed too noisy to compare")
+            return say("speed too noisy to compare")
         if self.speed == "as fast":
             if SURE * error > NOISY:
-                return phrase("as fast within the noise of {noise}", noise=f"{SURE * error:.0%}")
-            return phrase("as fast")
+                return say("as fast within the noise of {noise}", noise=f"{SURE * error:.0%}")
+            return say("as fast")
         if ratio > 1:
-            return phrase("{ratio} × faster", ratio=show_ratio(ratio))
-        return phrase("{ratio} × slower", ratio=show_ratio(1 / ratio) if ratio else "∞")
+            return say("{ratio} × faster", ratio=show_ratio(ratio))
+        return say("{ratio} × slower", ratio=show_ratio(1 / ratio) if ratio else "∞")
 
-    def _experiment(self) -> Iterator[Phrase]:
-        speed = self._speed_phrase()
+    def _experiment(self) -> Iterator[Sentence]:
+        speed = self._speed_sentence()
         if self.is_other:
             reasons = self.reasons
-            yield phrase("different experiment: {reason}", reason=reasons[0])
+            yield say("different experiment: {reason}", reason=reasons[0])
             yield from reasons[1:3]
             if len(reasons) > 3:
-                yield phrase("and {count} more", count=len(reasons) - 3)
-            yield speed if self.speed == "unknown" or self._too_noisy else phrase("{speed} in rows/s", speed=speed)
+                yield say("and {count} more", count=len(reasons) - 3)
+            yield speed if self.speed == "unknown" or self._too_noisy else say("{speed} in rows/s", speed=speed)
             return
         names = {one.name for one in self.differences}
         if not names - {"steps"} and self.equal_up_to is not None and len(self.common_steps) > 1:
-            yield phrase("the same settings, {results}", results=self._equal_phrase())
+            yield say("the same settings, {results}", results=self._equal_sentence())
             yield speed
         elif "seed" in names:
-            yield phrase("same experiment with another seed, {speed}", speed=speed)
+            yield say("same experiment with another seed, {speed}", speed=speed)
         else:
-            yield phrase("same experiment, {speed}", speed=speed)
+            yield say("same experiment, {speed}", speed=speed)
 
-    def _equal_phrase(self) -> Phrase:
+    def _equal_sentence(self) -> Sentence:
         up_to = f"{self.equal_up_to or 0:,}"
         if any(one.run.record.step_lines_skipped for one in (self.first, self.side)):
             count = sum(step <= (self.equal_up_to or 0) for step in self.common_steps)
-            return phrase("losses equal to the bit in {count} steps up to step {step}", count=f"{count:,}", step=up_to)
-        return phrase("losses equal to the bit up to step {step}", step=up_to)
+            return say("losses equal to the bit in {count} steps up to step {step}", count=f"{count:,}", step=up_to)
+        return say("losses equal to the bit up to step {step}", step=up_to)
 
-    def _memory(self) -> Iterator[Phrase]:
+    def _memory(self) -> Iterator[Sentence]:
         runs = (self.first.run, self.side.run)
         peaks = [peak_bytes(run) if len(run.steps) >= LEAST_STEPS else None for run in runs]
         worth_it = OF_LIMIT * min(run.limit_bytes or 0 for run in runs)
         if peaks[0] and peaks[1] and abs(peaks[1] - peaks[0]) > max(SAME_MEMORY * peaks[0], worth_it):
             size = show_bytes(abs(peaks[1] - peaks[0]))
             yield (
-                phrase("{size} less memory", size=size)
-                if peaks[1] < peaks[0]
-                else phrase("{size} more memory", size=size)
+                say("{size} less memory", size=size) if peaks[1] < peaks[0] else say("{size} more memory", size=size)
             )
 
-    def _loss(self) -> Iterator[Phrase]:
+    def _loss(self) -> Iterator[Sentence]:
         not_finite = next((step for step, loss in self.side.run.losses.items() if not math.isfinite(loss)), None)
         if not_finite is not None:
-            yield phrase("its loss is not a number in step {step}", step=f"{not_finite:,}")
+            yield say("its loss is not a number in step {step}", step=f"{not_finite:,}")
             return
         other_rows = rows_only(self.first.run) != rows_only(self.side.run)
         by_rows = [point for point in self._points if point.by == "rows" and other_rows]
         point = (by_rows or [point for point in self._points if point.by == "step"])[-1:]
         if self.equal_up_to is not None and self.equal_up_to == self.common_steps[-1] and not by_rows:
             if self.differences and len(self.common_steps) > 1:
-                yield self._equal_phrase()
+                yield self._equal_sentence()
             return
         if not point:
             return
@@ -265,31 +233,31 @@ class Pair:
         if differs is None:
             return
         first, loss = (f"{point[0].losses[index]:.4g}" for index in (0, self._index))
-        place = phrase("after {rows} rows", rows=at) if point[0].by == "rows" else phrase("at step {step}", step=at)
+        place = say("after {rows} rows", rows=at) if point[0].by == "rows" else say("at step {step}", step=at)
         if not differs:
             if self.largest_difference is not None and self.largest_difference <= CLOSE and self.common_steps:
-                yield phrase("losses agree to {share}", share=f"{self.largest_difference:.0e}")
+                yield say("losses agree to {share}", share=f"{self.largest_difference:.0e}")
             else:
-                yield phrase(
+                yield say(
                     "the same loss within noise {place} ({first} and {loss})", place=place, first=first, loss=loss
                 )
         elif (point[0].losses[self._index] or 0.0) < (point[0].losses[0] or 0.0):
-            yield phrase("its loss is lower {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
+            yield say("its loss is lower {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
         else:
-            yield phrase("its loss is higher {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
+            yield say("its loss is higher {place}, {loss} instead of {first}", place=place, loss=loss, first=first)
 
-    def _ending(self) -> Iterator[Phrase]:
+    def _ending(self) -> Iterator[Sentence]:
         state = self.side.run.record.state_label
         if self.side.run.record is self.first.run.record:
             return
         if state == "failed":
-            yield phrase("it failed after step {step}", step=f"{self.side.run.last_step:,}")
+            yield say("it failed after step {step}", step=f"{self.side.run.last_step:,}")
         elif state == "killed":
-            yield phrase("it was killed after step {step}", step=f"{self.side.run.last_step:,}")
+            yield say("it was killed after step {step}", step=f"{self.side.run.last_step:,}")
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "run": self.side.title, "verdict": str(self.verdict), "experiment": "other" if self.is_other else "same",
+            "run": self.side.title, "verdict": "; ".join(map(str, self.verdict)), "experiment": "other" if self.is_other else "same",
             "reasons": [str(one) for one in self.reasons], "speed": self.speed, "speed_ratio": self.speed_ratio, "speed_error": self.speed_error,
             "common_steps": len(self.common_steps), "equal_to_the_bit_up_to_step": self.equal_up_to, "largest_relative_loss_difference": self.largest_difference,
         }  # fmt: skip
@@ -315,12 +283,13 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """One line for each run but the first."""
-        if len(self.pairs) == 1:
-            return str(self.pairs[0].verdict)
-        return "\n".join(f"{pair.side.label}: {pair.verdict}" for pair in self.pairs)
+        verdicts = ["; ".join(map(str, pair.verdict)) for pair in self.pairs]
+        if len(verdicts) == 1:
+            return verdicts[0]
+        return "\n".join(f"{pair.side.label}: {verdict}" for pair, verdict in zip(self.pairs, verdicts, strict=True))
 
     @property
-    def go_back(self) -> list[tuple[Phrase, str]]:
+    def go_back(self) -> list[tuple[Sentence, str]]:
         """What to type to train as before: the earlier plan of a run, or the first run's settings."""
         first, last = self.sides[0], self.sides[-1]
         root = shlex.quote(str(last.run.record.root))
@@ -332,19 +301,19 @@ class Comparison:
                 if number not in (None, numbers[-1])
             }
             return [
-                (phrase("go back to {label}", label=side.label), f"brimful train --run {root} --rollback {number}")
+                (say("go back to {label}", label=side.label), f"brimful train --run {root} --rollback {number}")
                 for number, side in earlier.items()
             ]
         commands = []
         if len(last.run.record.plans) > 1:
-            commands.append((phrase("go back to the plan of {label} before this one", label=last.label), f"brimful train --run {root} --rollback"))  # fmt: skip
+            commands.append((say("go back to the plan of {label} before this one", label=last.label), f"brimful train --run {root} --rollback"))  # fmt: skip
         if first.run.record.state in ("finished", "running", "preparing"):
-            commands.append((phrase("train as {label} did", label=first.label), train_command(first.run)))
+            commands.append((say("train as {label} did", label=first.label), train_command(first.run)))
         else:
             continue_it = (
                 "fix the error of {label}, then continue it" if first.run.record.fails_again else "continue {label}"
             )
-            commands.append((phrase(continue_it, label=first.label), first.run.record.folder.resume_command))
+            commands.append((say(continue_it, label=first.label), first.run.record.folder.resume_command))
         return commands
 
     def to_json(self) -> dict[str, Any]:
@@ -403,7 +372,7 @@ def _parts(record: RunRecord) -> list[Side]:
             RunFigures(record, plan=start["plan"], request=start["request"], after_step=start["after"], up_to_step=end),
             start,
         )
-        for start, end in zip(starts, ends, strict=True)
+        for start, end in zip(starts, ends, strict=False)  # without a plan there is an end too many
     ]
     runs = [(run, start) for run, start in runs if run.steps][-MOST_RUNS:]
     if len(runs) < 2:
@@ -411,7 +380,7 @@ def _parts(record: RunRecord) -> list[Side]:
     before = len(runs[0][1]["reasons"])
     sides = []
     for place, (run, start) in enumerate(runs):
-        which = phrase(
+        which = say(
             "plan {number}, steps {first}–{last}",
             number=whole(run.plan, "number") or place + 1, first=f"{run.steps[0]['step']:,}", last=f"{run.last_step:,}",
         )  # fmt: skip
@@ -423,21 +392,21 @@ def _differs(difference: Difference, index: int) -> bool:
     return not same_setting(difference.settings[0], difference.settings[index])
 
 
-def _reason(difference: Difference, index: int) -> Phrase:
+def _reason(difference: Difference, index: int) -> Sentence:
     values = [setting and setting.effective for setting in (difference.settings[0], difference.settings[index])]
     old, new = (show_setting(difference.name, value) for value in values)
     if old == new:  # two files of one name
         old, new = map(str, values)
     if difference.name == "global_batch":
-        return phrase("{old} → {new} rows a step", old=old, new=new)
-    return phrase("{name} {old} → {new}", name=Phrase(difference.name.replace("_", " "), {}), old=old, new=new)
+        return say("{old} → {new} rows a step", old=old, new=new)
+    return say("{name} {old} → {new}", name=Sentence(difference.name.replace("_", " ")), old=old, new=new)
 
 
-def rows_phrase(changes: Sequence[Sequence[int]]) -> Phrases:
+def rows_sentence(changes: Sequence[Sequence[int]]) -> list[Sentence]:
     """`16, from step 93 on 24`."""
-    first = Phrase(f"{changes[0][1]:,}", {})
-    later = [phrase("from step {step} on {rows}", step=f"{step:,}", rows=f"{rows:,}") for step, rows in changes[1:]]
-    return Phrases((first, *later), ", ")
+    first = Sentence(f"{changes[0][1]:,}")
+    later = [say("from step {step} on {rows}", step=f"{step:,}", rows=f"{rows:,}") for step, rows in changes[1:]]
+    return [first, *later]
 
 
 def show_ratio(ratio: float) -> str:

@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.languages import tr, translate
-from brimful.report.compare import Comparison, Side, figures_of, rows_phrase, show_ratio
-from brimful.report.loss_points import LossPoint
-from brimful.report.run_settings import Difference, Setting, show_setting
+from brimful.languages import language, say, tr, translate
+from brimful.report.compare import Comparison, Side, figures_of, rows_sentence, show_ratio
+from brimful.report.run_settings import Difference, LossPoint, Setting, show_setting
+from brimful.report.wrapped_text import WrappedText
 from brimful.units import show_bytes, show_rate, show_seconds, zone
 
 ZONE_STYLE = {"safe": "", "edge": "yellow", "danger": "red"}
@@ -35,15 +35,18 @@ def _averaging(comparison: Comparison) -> Iterator[Text]:
     """What a loss of the table is the mean of."""
     counts = sorted({count for point in comparison.points for count in point.steps})
     if counts and counts[-1] > 1:
-        steps = f"{counts[0]:,}" if len(counts) == 1 else tr("{least} to {most}", least=f"{counts[0]:,}", most=f"{counts[-1]:,}")  # fmt: skip
+        several = tr("{least:,} to {most:,}", least=counts[0], most=counts[-1])
+        steps = f"{counts[0]:,}" if len(counts) == 1 else several
         yield Text(tr("a loss is the mean of the last {steps} steps up to there", steps=steps), style="dim")
 
 
 def _verdict(comparison: Comparison) -> Iterator[Text]:
     for pair in comparison.pairs:
-        text = pair.verdict.shown()
+        text = ("；" if language() == "zh" else "; ").join(one.shown() for one in pair.verdict)
         label = "" if len(comparison.pairs) == 1 else f"{pair.side.label}  "
-        yield Text.assemble(label, (text[:1].upper() + text[1:], "bold yellow" if pair.is_other else "bold green"))
+        yield WrappedText.assemble(
+            label, (text[:1].upper() + text[1:], "bold yellow" if pair.is_other else "bold green")
+        )
 
 
 def _legend(comparison: Comparison) -> Table:
@@ -53,7 +56,7 @@ def _legend(comparison: Comparison) -> Table:
     for side in comparison.sides:
         run = side.run
         facts = [str(run.request.get("task") or run.plan.get("task") or tr("no plan yet"))]
-        facts += [str(run.plan["device_name"])] if run.plan.get("device_name") else []
+        facts += [translate(str(run.plan["device_name"]))] if run.plan.get("device_name") else []
         facts.append(tr("{done} of {steps} steps", done=f"{run.last_step:,}", steps=f"{run.steps_in_all or 0:,}") if run.steps else tr("no steps yet"))  # fmt: skip
         facts += [] if comparison.one_run else [tr(run.record.state_label)]
         grid.add_row(side.label, Text.assemble(*_title(side), ("  " + ", ".join(facts), "dim")))
@@ -189,7 +192,7 @@ def _same_rows(one: list[list[int]], two: list[list[int]]) -> str:
 
 _LINES: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any, Any], str]], ...] = (
     ("updates", "steps", lambda value: f"{value:,}", _nothing),
-    ("rows a step", "row_changes", lambda value: rows_phrase(value).shown(), _same_rows),
+    ("rows a step", "row_changes", lambda value: say("{rows}", rows=rows_sentence(value)).shown(), _same_rows),
     ("s/step", "step_s", lambda value: f"{value:.3g}", _times),
     ("rows/s", "rows_per_s", show_rate, _times),
     ("an epoch takes", "epoch_s", show_seconds, _times),

@@ -107,12 +107,19 @@ class Progress:
         if event["event"] == "begin":
             self._resumed, self._run = bool(event.get("resumed")), event["run"]
         if event["event"] == "rows":
-            view.table(_rows(event))
+            from brimful.report.data_tables import example_rows
+
+            view.table(example_rows([[(str(text), bool(trained)) for text, trained in one] for one in event["examples"]]))  # fmt: skip
         if event["event"] == "plan" and not self._resumed:
-            view.table(_plan_table(event, self._wording))
+            from brimful.planning.plan import Plan
+            from brimful.report.tables import plan_table
+
+            view.table(plan_table(Plan.from_json(dict(event)), wording=self._wording))
             self._warned = event.get("warnings", ())
         elif event["event"] == "plan" and (event.get("changes") or event.get("experiment_reasons")):
-            view.table(_plan_changes(event))
+            from brimful.report.tables import plan_changes
+
+            view.table(plan_changes(event))
             if back := _way_back(event, self._run):
                 view.line(tr("To go back: {command}", command=back), "")
         if event["event"] == "note" and event["sentence"] in self._warned:
@@ -139,25 +146,6 @@ def event_style(event: Mapping[str, Any]) -> str:
     if event.get("saved") is False or event.get("reason") == "failed":
         return "red"
     return "yellow" if event["event"] in WARNINGS or event.get("level") == "warning" else ""
-
-
-def _plan_table(event: Mapping[str, Any], wording: Callable[[str], str]) -> RenderableType:
-    from brimful.planning.plan import Plan
-    from brimful.report.tables import plan_table
-
-    return plan_table(Plan.from_json(dict(event)), wording=wording)
-
-
-def _rows(event: Mapping[str, Any]) -> RenderableType:
-    from brimful.report.data_tables import example_rows
-
-    return example_rows([[(str(text), mark) for text, mark in one] for one in event["examples"]])
-
-
-def _plan_changes(event: Mapping[str, Any]) -> RenderableType:
-    from brimful.report.tables import plan_changes
-
-    return plan_changes(event)
 
 
 def _way_back(event: Mapping[str, Any], run: str) -> str:

@@ -10,9 +10,11 @@ A run may be half written or from another version. Whatever is missing or is no 
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -105,13 +107,27 @@ def show_lengths(shape: Sequence[int]) -> str:
     return "+".join(map(str, shape))
 
 
+def text(value: Mapping[str, Any], name: str) -> str | None:
+    """A text that is not empty; None for anything else."""
+    found = value.get(name)
+    return found if isinstance(found, str) and found else None
+
+
+def parse_time(value: object) -> datetime | None:
+    """An event's or a lock's time; None if it is none. Without a time zone it is taken for UTC."""
+    try:
+        time = datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
 def seconds_at(event: Mapping[str, Any]) -> float | None:
     """When an event was written, in seconds since 1970."""
-    try:
-        when = datetime.fromisoformat(str(event.get("time")))
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
+    when = parse_time(event.get("time"))
+    with suppress(OverflowError):
+        return None if when is None else when.timestamp()
+    return None
 
 
 def sessions_of(record: RunRecord, until: float | None = None) -> list[tuple[float, float]]:
@@ -210,6 +226,14 @@ class RunFigures:
     def requested(self, name: str) -> Any:
         """What the user asked for; None if it was left open."""
         return part(self.choices, name).get("requested")
+
+    @property
+    def store_path(self) -> Path | None:
+        """The token store that the run was trained on, if it is still there."""
+        path = part(self.request, "prepared").get("data")
+        if not isinstance(path, str) or "\0" in path or not (self.record.root / path / "store.json").is_file():
+            return None
+        return self.record.root / path
 
     @property
     def begin(self) -> Mapping[str, Any]:

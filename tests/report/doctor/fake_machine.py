@@ -6,8 +6,8 @@ from typing import Any
 from brimful.machine.gpu import Gpu, GpuProcess
 from brimful.machine.host import Host
 from brimful.report.doctor.checks import Check
-from brimful.report.doctor.children import Ended
 from brimful.report.doctor.software import Torch
+from brimful.report.doctor.trial import Ended
 from brimful.units import GiB
 from tests.machine.conftest import FakeNvml
 

@@ -16,8 +16,8 @@ from brimful.report.doctor.cards import (
     read_nvidia,
     try_cards,
 )
-from brimful.report.doctor.children import Ended
 from brimful.report.doctor.software import Torch
+from brimful.report.doctor.trial import Ended
 from brimful.units import GiB
 from tests.report.doctor.fake_machine import CPU, CUDA, UUID, DoctorNvml, gpu, only, tried
 

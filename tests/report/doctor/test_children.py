@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from brimful.report.doctor import children
-from brimful.report.doctor.children import run_children, stop
+from brimful.report.doctor import trial
+from brimful.report.doctor.trial import run_children, stop
 
 
 @pytest.fixture
 def program(monkeypatch):
     """Run this code instead of `trial.py`; its arguments follow."""
-    return lambda code: monkeypatch.setattr(children, "PROGRAM", ("-c", code))
+    return lambda code: monkeypatch.setattr(trial, "PROGRAM", ("-c", code))
 
 
 def wait_until(condition, limit_s=20.0):
@@ -94,9 +94,9 @@ def test_children_of_a_doctor_that_was_killed_end_too(tmp_path):
     )
     parent = (
         "import sys\n"
-        "from brimful.report.doctor import children\n"
-        f"children.PROGRAM = ('-c', {code!r})\n"
-        "children.run_children([[sys.argv[1]]], timeout_s=600)\n"
+        "from brimful.report.doctor import trial\n"
+        f"trial.PROGRAM = ('-c', {code!r})\n"
+        "trial.run_children([[sys.argv[1]]], timeout_s=600)\n"
     )
     file = tmp_path / "pid"
     process = subprocess.Popen([sys.executable, "-c", parent, str(file)], env=dict(os.environ))

@@ -6,12 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from brimful.languages import _catalogue, set_language
+from brimful.languages import Sentence, _catalogue, say, set_language
 from brimful.report import doctor
-from brimful.report.doctor.checks import Foreign, say
 from brimful.training.connection import TIMED_OUT, Surroundings, fix_for
 
-CALLS = {"say": 1, "tr": 1, "ok": 1, "warn": 1, "fail": 1, "skip": 1, "_guarded": 2, "_hangs": 1, "_or_hangs": 2}
+CALLS = {
+    "say": 1,
+    "tr": 1,
+    "ok": 1,
+    "warn": 1,
+    "fail": 1,
+    "skip": 1,
+    "grade": 1,
+    "_guarded": 2,
+    "_hangs": 1,
+    "_or_hangs": 2,
+}
 """How many arguments of these functions may be texts."""
 WORDLESS = {"Python", "torch", "NVML", "all_reduce"}
 """Names that Chinese engineers use as they are."""
@@ -82,6 +92,6 @@ def test_fixes_of_a_broken_connection_are_translated(chinese, symptom, backend):
     shown = re.sub(
         r"NCCL|GLOO|--[\w-]+( \w+)?|[A-Z_]{3,}=?\w*|/dev/shm|GPU|MiB|eth0|lo\b|gloo|IOMMU",
         "",
-        Foreign(fix_for(symptom, here)).shown(),
+        Sentence(fix_for(symptom, here)).shown(),
     )
     assert not re.search(r"[A-Za-z]{3,}", shown), shown

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from brimful.report.doctor.environment import RULES, Surrounding, environment_checks, hub_cache
+from brimful.report.doctor.software import RULES, Surrounding, environment_checks, hub_cache
 from tests.report.doctor.fake_machine import only
 
 

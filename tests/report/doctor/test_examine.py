@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from brimful.cli.output import show
-from brimful.languages import set_language
+from brimful.languages import say, set_language
 from brimful.report.doctor import examine as examining
-from brimful.report.doctor.checks import GROUPS, Check, Findings, say
-from brimful.report.doctor.children import Ended
-from brimful.report.doctor.doctor_table import doctor_table
-from brimful.report.doctor.examine import Examination, examine
+from brimful.report.doctor import trial
+from brimful.report.doctor.checks import GROUPS, Check, Examination, Findings, doctor_table
+from brimful.report.doctor.examine import examine
+from brimful.report.doctor.trial import Ended
 from brimful.training.run import Request, RunFolder
 from tests.report.doctor.fake_machine import only
 
@@ -128,10 +128,9 @@ def test_the_data_of_an_existing_run_are_checked_without_being_named(quick, tmp_
 
 
 def test_ctrl_c_kills_the_children(quick, tmp_path, monkeypatch):
-    from brimful.report.doctor import children
 
-    monkeypatch.setattr(children, "PROGRAM", ("-c", "import time; time.sleep(600)"))
-    monkeypatch.setattr(examining, "run_children", children.run_children)
+    monkeypatch.setattr(trial, "PROGRAM", ("-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(examining, "run_children", trial.run_children)
 
     def interrupted():
         raise KeyboardInterrupt

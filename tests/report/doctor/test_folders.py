@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from brimful.machine.host import Space
-from brimful.report.doctor import folders
-from brimful.report.doctor.folders import (
+from brimful.report.doctor import host_checks
+from brimful.report.doctor.host_checks import (
     Speed,
     cache_checks,
     data_checks,
@@ -36,7 +36,7 @@ def test_a_folder_that_cannot_be_written_to_fails(tmp_path, monkeypatch):
     def refuse(**options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(folders.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(host_checks.tempfile, "TemporaryFile", refuse)
     check = only(run_folder_checks(tmp_path))
     assert check.status == "failed" and "Read-only" in str(check.text)
 
@@ -47,7 +47,7 @@ def test_a_file_in_place_of_the_folder_fails(tmp_path):
 
 
 def test_a_folder_in_ram_is_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "filesystem", lambda *_: "tmpfs")
+    monkeypatch.setattr(host_checks, "filesystem", lambda *_: "tmpfs")
     check = only(run_folder_checks(tmp_path, space=space(GiB * 100)), "run folder")
     assert check.status == "warning" and "RAM" in str(check.text)
 
@@ -68,7 +68,7 @@ def test_disk_space(tmp_path, free, status):
 
 @pytest.mark.parametrize(("free", "status"), [(200 * GiB, "ok"), (50 * GiB, "warning"), (15 * GiB, "failed")])
 def test_space_is_compared_with_the_runs_own_checkpoints(tmp_path, monkeypatch, free, status):
-    monkeypatch.setattr(folders, "_largest_checkpoint", lambda _: 20 * GiB)
+    monkeypatch.setattr(host_checks, "_largest_checkpoint", lambda _: 20 * GiB)
     check = only(run_folder_checks(tmp_path, space=space(free)), "disk space")
     assert check.status == status
 
@@ -187,7 +187,7 @@ def test_too_little_data_is_not_timed(tmp_path):
     ],
 )
 def test_slow_data_is_a_warning(tmp_path, monkeypatch, speed, status):
-    monkeypatch.setattr(folders, "read_speed", lambda files: speed)
+    monkeypatch.setattr(host_checks, "read_speed", lambda files: speed)
     assert only(speed_checks(tmp_path, [tmp_path / "rows"]), "data speed").status == status
 
 
@@ -199,5 +199,5 @@ def test_a_run_folder_is_written_and_read(tmp_path):
 @pytest.mark.parametrize(("rate", "status"), [(500 * MiB, "ok"), (5 * MiB, "warning")])
 def test_a_slow_run_folder_is_a_warning(tmp_path, monkeypatch, rate, status):
     speed = Speed(bytes_per_s=rate, direct=True)
-    monkeypatch.setattr(folders, "write_and_read_speed", lambda _: (speed, speed))
+    monkeypatch.setattr(host_checks, "write_and_read_speed", lambda _: (speed, speed))
     assert only(speed_checks(tmp_path, []), "run folder speed").status == status

@@ -361,7 +361,7 @@ def test_findings_are_shown_with_their_fixes(tmp_path):
     page = Page(shown.html())
     assert "findings" in page.sections()
     assert re.search(
-        r"29 % of the positions are padding\.\s+\(likely\)\s+Pack the rows · saves 2 GiB · costs nothing\s+--layout packed",
+        r"29 % of the positions are padding\.\s+\(likely\)\s+Pack the rows · saves 2\sGiB · costs nothing\s+--layout packed",
         page.text,
     )
     assert "Pack the rows" in shown.markdown()

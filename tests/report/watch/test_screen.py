@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Group
 
 from brimful import languages
 from brimful.languages import set_language
+from brimful.report.run_figures import parse_time
 from brimful.report.run_record import RunRecord
 from brimful.report.watch import watch_parts
-from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot
-from brimful.report.watch.sparklines import ASCII
-from brimful.report.watch.take_snapshot import parse_time, take
-from brimful.report.watch.watch_screen import allot, frame, render
+from brimful.report.watch.run_snapshot import TIME_PARTS, Snapshot, take
+from brimful.report.watch.watch_canvas import ASCII
+from brimful.report.watch.watch_screen import allot, frame
 from brimful.report.watch.watcher import Watcher
 from brimful.training.run import lock_holder
 from brimful.units import GiB
@@ -263,7 +264,7 @@ def test_a_frame_can_be_printed_by_rich(tmp_path):
     from rich.console import Console
 
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(render(usual(tmp_path), 80, 24))
+    console.print(Group(*frame(usual(tmp_path), 80, 24)))
     assert len(console.export_text().splitlines()) == 24
 
 
@@ -314,6 +315,12 @@ def test_chinese_templates_have_the_same_places():
     for english, chinese in catalogue().items():
         names = [sorted(re.findall(r"\{(\w+)", text)) for text in (english, chinese)]
         assert names[0] == names[1], english
+
+
+def test_a_run_on_the_cpu_has_no_columns_for_temperature_and_power(tmp_path):
+    on_cpu = text(usual(tmp_path, plan_values={"device": "cpu", "device_name": "the CPU"}))
+    assert "power" not in on_cpu and "planned" in on_cpu
+    assert "power" in text(usual(tmp_path))
 
 
 LOGGED = {"log": lambda step: {"rewards/chosen": 0.01 * step, "margin": 0.5, "accuracy": 0.9}}

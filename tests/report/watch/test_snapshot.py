@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from brimful.report import run_record
+from brimful.report.run_figures import parse_time
 from brimful.report.run_record import RunRecord
-from brimful.report.watch import take_snapshot
-from brimful.report.watch.take_snapshot import SERIES_POINTS, take
+from brimful.report.watch.run_snapshot import SERIES_POINTS, take
 from brimful.report.watch.watch_screen import frame
 from brimful.training.run import lock_holder
 from brimful.units import GiB
@@ -33,9 +33,9 @@ def test_the_head_of_a_run(tmp_path):
 def test_the_time_left_counts_from_the_last_step(tmp_path):
     folder = write_run(tmp_path / "a", steps=300, done=100, running=True, step_values={"eta_s": 300.0})
     last = RunRecord(folder).last["time"]
-    taken = snapshot(folder, now=take_snapshot.parse_time(last) + timedelta(seconds=60))
+    taken = snapshot(folder, now=parse_time(last) + timedelta(seconds=60))
     assert taken.eta_s == pytest.approx(240.0)
-    assert taken.ends == take_snapshot.parse_time(last) + timedelta(seconds=300)
+    assert taken.ends == parse_time(last) + timedelta(seconds=300)
 
 
 def test_an_ended_run_has_no_time_left(tmp_path):
@@ -196,7 +196,7 @@ def test_a_run_on_rows_in_memory_has_no_command(tmp_path):
 
 def test_a_running_run_that_writes_nothing_is_noticed(tmp_path):
     folder = write_run(tmp_path / "a", steps=100, done=50, running=True)
-    last = take_snapshot.parse_time(RunRecord(folder).samples[-1]["time"])
+    last = parse_time(RunRecord(folder).samples[-1]["time"])
     assert snapshot(folder, now=last + timedelta(seconds=200)).silent_s == pytest.approx(200, abs=10)
     assert snapshot(folder, now=last + timedelta(seconds=20)).silent_s is None
 

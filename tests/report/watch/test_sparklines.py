@@ -5,7 +5,7 @@ import math
 import pytest
 from rich.cells import cell_len
 
-from brimful.report.watch.sparklines import (
+from brimful.report.watch.watch_canvas import (
     ASCII,
     UNICODE,
     Mark,

@@ -9,11 +9,13 @@ from rich.console import Console
 
 import brimful
 from brimful.languages import set_language
-from brimful.report.why.diagnosis import Diagnosis, Fix, in_language
-from brimful.report.why.diagnosis_view import diagnoses_view
+from brimful.report.why.diagnosis import Diagnosis, Fix, diagnoses_view, in_language
 
 LOGS = sorted((Path(__file__).parents[2] / "logs").glob("*.log"))
 NAMES = [
+    "datasets.map",
+    "map",
+    "vLLM",
     "GPU",
     "RAM",
     "NCCL",

@@ -9,7 +9,7 @@ import numpy as np
 from brimful.data.store import StoreWriter, spans_of
 from brimful.report.run_figures import RunFigures
 from brimful.report.run_record import RunRecord
-from brimful.report.why.long_rows import find_long_row, longest_lengths, share_longer
+from brimful.report.why.growth_checks import longest_lengths, row_place, share_longer
 from brimful.report.why.run_checks import check_run
 from brimful.units import GiB, MiB
 from tests.report.fake_runs import write_run
@@ -129,8 +129,7 @@ def test_a_causal_row_has_one_length(tmp_path):
     }
     writer.finish(tokenizer=None, sources=("rows.jsonl",), rows_in=200, **facts)
     figures = RunFigures(RunRecord(run))
-    row = find_long_row(figures, (400,))
-    assert (row.row, row.lengths, row.alike, row.line) == (41, (400,), 1, 42)
+    assert row_place(figures, {}, (400,)) == "The only row as long is line 42 of rows.jsonl (400 tokens)."
     assert longest_lengths(figures) == (400,)
     assert share_longer(figures, (100,)) == 1 / 200
     assert share_longer(figures, (100, 100)) is None
@@ -139,8 +138,8 @@ def test_a_causal_row_has_one_length(tmp_path):
 def test_a_line_is_not_named_where_one_gave_several_rows(tmp_path):
     run = write_run(tmp_path / "run", request={"prepared": {"data": "data/train"}})
     write_store(run / "data" / "train", tmp_path / "rows.jsonl", long_row=137, rows_in=900)
-    row = find_long_row(RunFigures(RunRecord(run)), (5, 900))
-    assert (row.row, row.line, row.file) == (137, None, str(run / "data" / "train"))
+    place = row_place(RunFigures(RunRecord(run)), {}, (5, 900))
+    assert place == f"The only row as long is row 137 of {run / 'data' / 'train'} (5+900 tokens)."
 
 
 def write_store(folder: Path, source: Path, long_row: int | None, rows_in: int = 1000) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import brimful
 from brimful.errors import BadData
-from brimful.report.why import log_stream
+from brimful.report.why import log_reader
 from brimful.report.why.log_reader import diagnose_stream
 
 MESSAGE = (
@@ -28,7 +28,7 @@ class Endless(io.RawIOBase):
 
     def __init__(self, pieces, last):
         self.pieces, self.last = pieces, last
-        self.piece = (LINE * (log_stream.PIECE_BYTES // len(LINE) + 1)).encode()[: log_stream.PIECE_BYTES - 7]
+        self.piece = (LINE * (log_reader.PIECE_BYTES // len(LINE) + 1)).encode()[: log_reader.PIECE_BYTES - 7]
 
     def read(self, size=-1):
         if self.pieces == 0:
@@ -56,7 +56,7 @@ def test_a_line_that_repeats_without_end_is_bounded_too():
 
 @pytest.mark.parametrize("piece", [97, 1000, 4096, 16_385])
 def test_a_message_across_pieces_is_found_once_and_complete(monkeypatch, piece):
-    monkeypatch.setattr(log_stream, "PIECE_BYTES", piece)
+    monkeypatch.setattr(log_reader, "PIECE_BYTES", piece)
     for shift in range(0, piece, max(1, piece // 13)):
         diagnosis = brimful.diagnose("x" * shift + "\n" + LINE * 300 + "[rank1]: " + MESSAGE + LINE * 2)
         assert complete(diagnosis)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from brimful.report.run_record import RunRecord
-from brimful.report.why.run_checks import TITLES, check_run
-from brimful.report.why.run_ending import interruption
+from brimful.report.why.diagnosis import TITLES
+from brimful.report.why.run_checks import check_run, interruption
 from brimful.tasks.preference_signals import AT_CHANCE, COLLAPSED, SPIKED
 from tests.report.fake_runs import write_run
 

@@ -3,8 +3,7 @@
 import pytest
 
 import brimful
-from brimful.report.why.log_settings import Settings, read_settings
-from brimful.report.why.wanted_block import bounds, likely_blocks
+from brimful.report.why.gpu_messages import Settings, bounds, likely_blocks, read_settings
 from brimful.units import GiB, MiB
 
 CHAT = Settings(

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from brimful.languages import Sentence, say
 from brimful.machine.gpu import Gpu, GpuProcess, Nvml, open_nvml
-from brimful.report.doctor.checks import Findings, Foreign, Sentence, say
-from brimful.report.doctor.children import Ended, run_children
+from brimful.report.doctor.checks import Findings
 from brimful.report.doctor.software import OLDER_BUILD, Torch, supports_card
+from brimful.report.doctor.trial import Ended, run_children
 from brimful.training.launch import free_port, loopback_interface
 from brimful.units import GiB, show_bytes, show_seconds
 
@@ -183,7 +184,7 @@ def card_checks(gpu: Gpu, trial: Ended | None, torch: Torch, *, in_container: bo
         found.skip(name, text, **figures)
     elif not result or "error" in result:
         problem = _problem(trial, result)
-        found.fail(name, say("{name} does not compute: {problem}", name=gpu.name, problem=Foreign(problem)), _card_fix(problem, gpu), **figures)  # fmt: skip
+        found.fail(name, say("{name} does not compute: {problem}", name=gpu.name, problem=Sentence(problem)), _card_fix(problem, gpu), **figures)  # fmt: skip
     elif not (result["correct"] and result["bf16_correct"]):
         text = say("{name} computes wrong results", name=gpu.name)
         found.fail(name, text, say("use another card, and have this one tested or replaced"), **figures)
@@ -388,8 +389,8 @@ def _sum_check(ended: Sequence[Ended], backend: str, what: Sentence, found: Find
         text = say("{backend} added up one number over {what} in {time}", backend=backend, what=what, time=show_seconds(seconds))  # fmt: skip
         found.ok(name, text, seconds=seconds, ranks=len(ended))
     elif failure := next((one for one in sums if "problem" in one), None):
-        text = say("{problem}", problem=Foreign(failure["problem"]))
-        found.fail(name, text, say("{fix}", fix=Foreign(failure["fix"])))
+        text = say("{problem}", problem=Sentence(failure["problem"]))
+        found.fail(name, text, say("{fix}", fix=Sentence(failure["fix"])))
     elif any(one.timed_out for one in ended):
         variable = "NCCL_P2P_DISABLE=1" if backend == "NCCL" else "GLOO_SOCKET_IFNAME=lo"
         text = say("{backend} gave no answer in time over {what}", backend=backend, what=what)

@@ -9,12 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from brimful.errors import UserError, in_one_line
-from brimful.languages import tr
+from brimful.languages import say, tr
 from brimful.machine.gpu import Gpu, GpuProcess
 from brimful.machine.host import Host, Space, container_sign
 from brimful.report.doctor.cards import (
@@ -26,47 +25,37 @@ from brimful.report.doctor.cards import (
     read_nvidia,
     try_cards,
 )
-from brimful.report.doctor.checks import GROUPS, Check, Findings, Group, say
-from brimful.report.doctor.children import Ended, run_children, stop
-from brimful.report.doctor.environment import Surrounding, environment_checks, hub_cache
-from brimful.report.doctor.folders import cache_checks, data_checks, run_folder_checks, speed_checks
-from brimful.report.doctor.host_checks import core_checks, limit_checks, ram_checks, shm_checks, swap_checks
+from brimful.report.doctor.checks import GROUPS, Check, CheckGroup, Examination, Findings
+from brimful.report.doctor.host_checks import (
+    cache_checks,
+    core_checks,
+    data_checks,
+    limit_checks,
+    ram_checks,
+    run_folder_checks,
+    shm_checks,
+    speed_checks,
+    swap_checks,
+)
 from brimful.report.doctor.software import (
+    Surrounding,
     Torch,
     compiler_checks,
+    environment_checks,
+    hub_cache,
     package_checks,
     python_checks,
     requirements,
     requires_python,
     torch_checks,
 )
+from brimful.report.doctor.trial import Ended, run_children, stop
 from brimful.training.run import RunFolder
 
 HANG_S = 20.0
 """A folder that has not answered after this is on a mount that hangs."""
 LEAVE_S = 3.0
 """Long enough for a thread to kill its children; one that hangs in the kernel is left behind."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Examination:
-    """What the doctor found."""
-
-    checks: tuple[Check, ...]
-    """In the order of `GROUPS`."""
-    seconds: float
-
-    def count(self, status: str) -> int:
-        return sum(check.status == status for check in self.checks)
-
-    @property
-    def failed(self) -> bool:
-        return self.count("failed") > 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Stable names, in English."""
-        counts = {f"{name.replace(' ', '_')}": self.count(name) for name in ("ok", "warning", "failed", "not checked")}
-        return {"counts": counts, "seconds": self.seconds, "checks": [check.to_json() for check in self.checks]}
 
 
 def examine(
@@ -171,7 +160,7 @@ def _hangs(name: str) -> list[Check]:
     return found
 
 
-def _guarded(group: Group, name: str, work: Callable[[], Sequence[Check]]) -> list[Check]:
+def _guarded(group: CheckGroup, name: str, work: Callable[[], Sequence[Check]]) -> list[Check]:
     """An error in a check is a finding about the check, not the end of the examination."""
     try:
         return list(work())

@@ -8,7 +8,6 @@ parts            the parts of the page as HTML
 run_charts       what is drawn of one run, or of several
 planning_charts  the memory model against its probes, and throughput by micro-batch
 plot             a chart that stretches with the page
-markdown         the Markdown
 page.css, page.js
                  the style and the script that the page carries
 """

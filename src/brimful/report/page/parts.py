@@ -6,13 +6,14 @@ blocks, so nothing has to be scrolled sideways.
 
 import html
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from brimful.languages import tr, translate
 from brimful.report.page.planning_charts import model_chart, probe_fits, setting_name
-from brimful.report.page.report_figures import ReportFigures, any_number, is_number, mappings, number
+from brimful.report.page.report_figures import ReportFigures, any_number, is_number, number
 from brimful.report.page.summary import (
     UNKNOWN,
     KeyFigure,
@@ -28,6 +29,7 @@ from brimful.report.page.summary import (
     summary,
     verdict_words,
 )
+from brimful.report.run_figures import objects
 from brimful.report.why.diagnosis import Diagnosis, Fix
 from brimful.units import show_bytes, show_rate, show_seconds
 
@@ -40,6 +42,9 @@ MOST_TEXT = 400
 NOT_SCORES = frozenset(("event", "time", "step", "rows", "seconds", "best", "ooms", "loss"))
 EVENT_NAMES = ("oom", "grow", "thrash", "skip", "oversized", "deal", "resume", "note", "end")
 
+_UNIT_GAP = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|ms|s|min|h)\b)")
+"""No line ends between a figure and its unit."""
+
 Cell = str | tuple[str, str]
 """The text of a cell, or its text and its class."""
 
@@ -49,7 +54,7 @@ Cell = str | tuple[str, str]
 
 def escape(value: Any) -> str:
     """Anything as text for a page; long texts are cut."""
-    text = str(value)
+    text = _UNIT_GAP.sub("\u00a0", str(value))
     return html.escape(text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…")
 
 
@@ -193,7 +198,7 @@ def probes_part(one: ReportFigures) -> str:
 
 def tried_part(one: ReportFigures) -> str:
     """Every split that the search timed, and what it left out."""
-    tried = [row for row in mappings(one.plan.get("tried")) if is_number(row.get("micro_batch"))][:MOST_ROWS]
+    tried = [row for row in objects(one.plan, "tried") if is_number(row.get("micro_batch"))][:MOST_ROWS]
     if not tried:
         return ""
     rows: list[Sequence[Cell]] = []
@@ -292,7 +297,7 @@ def choice_rows(one: ReportFigures) -> list[list[str]]:
     """The texts of the plan's choices, in the order of `plan_titles`."""
     return [
         [_choice_name(choice), _choice_value(choice, "requested"), _choice_value(choice, "effective"), _source(choice), translate(str(choice.get("reason") or ""))]
-        for choice in mappings(one.plan.get("choices"))
+        for choice in objects(one.plan, "choices")
     ]  # fmt: skip
 
 
@@ -324,7 +329,7 @@ def plan_part(one: ReportFigures) -> str:
     if not texts:
         return ""
     rows: list[Sequence[Cell]] = []
-    for choice, (name, requested, effective, source, reason) in zip(mappings(plan.get("choices")), texts, strict=True):
+    for choice, (name, requested, effective, source, reason) in zip(objects(plan, "choices"), texts, strict=True):
         changed = choice.get("requested") not in (None, choice.get("effective"))
         rows.append(((name, "value"), (requested, "changed" if changed else ""), (effective, "value"), source, reason))
     warnings = plan.get("warnings")
@@ -348,7 +353,7 @@ def _plan_note(one: ReportFigures) -> str:
 
 def _plan_changes(one: ReportFigures) -> str:
     """Old and new values, where the run was resumed with another plan."""
-    changes = [change for event in one.run.of_kind("plan") for change in mappings(event.get("changes"))]
+    changes = [change for event in one.run.of_kind("plan") for change in objects(event, "changes")]
     items = "".join(
         f"<li>{escape(_choice_name(change))}: {escape(change.get('old'))} → {escape(change.get('new'))}</li>"
         for change in changes[-MOST_ROWS:]

@@ -15,9 +15,10 @@ import numpy as np
 from brimful.languages import tr
 from brimful.memory.model import MemoryModel
 from brimful.report.page.plot import Mark, Plot, Series
-from brimful.report.page.report_figures import ReportFigures, highest, is_number, mappings, number
+from brimful.report.page.report_figures import ReportFigures, highest, is_number, number
 from brimful.report.page.run_charts import figure, limit_rule, zones
 from brimful.report.page.summary import percent
+from brimful.report.run_figures import objects
 from brimful.units import is_whole
 
 POINTS = 120
@@ -128,7 +129,7 @@ def throughput_chart(figures: Sequence[ReportFigures], names: Sequence[str]) -> 
     """Rows/s by the size of a micro-batch, as the search timed them: a curve for each setting, or for each run."""
     series, several, chosen_rows = list[Series](), len(figures) > 1, None
     for place, (one, name) in enumerate(zip(figures, names, strict=True)):
-        tried = [row for row in mappings(one.plan.get("tried")) if _rate(row) and is_number(row.get("micro_batch"))]
+        tried = [row for row in objects(one.plan, "tried") if _rate(row) and is_number(row.get("micro_batch"))]
         chosen = next((row for row in tried if row.get("chosen") is True), None)
         for colour, (setting, group) in enumerate(groupby(sorted(tried, key=setting_name), key=setting_name)):
             if several and chosen is not None and setting != setting_name(chosen):

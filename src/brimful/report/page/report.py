@@ -5,6 +5,8 @@ for the parts that have changed and replaces them, so whatever is true of the sa
 and its script are in it, a policy in its head forbids every request, and no text of a run is ever taken for HTML: `escape`
 stands around all of them.
 
+The Markdown is for a notebook. Signs in a run's text that Markdown or HTML would read are escaped there too.
+
 A run of 2,000 steps with two evaluations a minute is a page of about 300 kB.
 """
 
@@ -13,22 +15,43 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
 import brimful
 from brimful.errors import in_one_line, wants_traceback
-from brimful.languages import language, tr
+from brimful.languages import language, tr, translate
 from brimful.report.page import parts
 from brimful.report.page import run_charts as charts
-from brimful.report.page.markdown import markdown
-from brimful.report.page.parts import escape, grid
+from brimful.report.page.parts import (
+    MOST_ROWS,
+    choice_rows,
+    escape,
+    event_name,
+    figure_rows,
+    grid,
+    missing,
+    plan_titles,
+)
 from brimful.report.page.planning_charts import model_chart, throughput_chart
 from brimful.report.page.report_figures import ReportFigures
-from brimful.report.page.summary import checklist, clock_time, device_words, findings_of, joined, state_words
+from brimful.report.page.summary import (
+    checklist,
+    clock_time,
+    device_words,
+    event_time,
+    findings_of,
+    joined,
+    key_figures,
+    next_steps,
+    state_words,
+    summary,
+    verdict_words,
+)
 from brimful.report.run_record import RunRecord
+from brimful.report.why.diagnosis import Diagnosis
 
 ENDED = ("finished", "interrupted", "time-limit", "patience", "failed", "killed")
 
@@ -241,3 +264,63 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _without_nan(part) for key, part in value.items()}
     return [_without_nan(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+_SIGNS = "\\`*_[]<>#|"
+
+
+def markdown(figures: Sequence[ReportFigures], names: Sequence[str], findings: Sequence[Sequence[Diagnosis]]) -> str:
+    """One run under its name; several below a table that compares them."""
+    several = len(figures) > 1
+    blocks = [f"# {_plain(' · '.join(names))}", _table(["", *names], figure_rows(figures))] if several else []
+    for one, name, its in zip(figures, names, findings, strict=True):
+        blocks += _run(one, name, its, "##" if several else "#")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _run(one: ReportFigures, name: str, findings: Sequence[Diagnosis], mark: str) -> Iterator[str]:
+    yield f"{mark} {_plain(name)}"
+    for subject, sentence in summary(one):
+        yield f"**{subject}**: {_plain(sentence)}" if subject else _plain(sentence)
+    rows = [[figure.title, figure.value, figure.below] for figure in key_figures(one)]
+    yield _table([tr("Figure"), tr("Value"), tr("Note")], rows)
+    yield f"{mark}# {tr('Checklist')}"
+    yield "\n".join(
+        f"- [{'x' if check.verdict == 'pass' else ' '}] {_plain(check.title)} ({_plain(check.target)}): {_plain(check.value)}, "
+        f"{verdict_words(check.verdict)}{f'. {_plain(check.note)}' if check.note else ''}"
+        for check in checklist(one)
+    )
+    sections = {
+        tr("What to do next"): [f"- {_plain(step.sentence)}{f' `{step.command}`' if step.command else ''}" for step in next_steps(one, findings)],
+        tr("Findings"): [line for finding in findings for line in _finding(finding)],
+        tr("Plan"): [_table(plan_titles(), rows)] if (rows := choice_rows(one)) else [],
+        tr("What happened"): list(_events(one)),
+        tr("What is left out"): [f"- {_plain(reason)}" for reason in missing(one)],
+    }  # fmt: skip
+    for title, lines in sections.items():
+        if lines:
+            yield f"{mark}# {title}"
+            yield "\n".join(lines)
+
+
+def _finding(finding: Diagnosis) -> Iterator[str]:
+    yield f"- {_plain(translate(finding.cause))}"
+    for place, fix in enumerate(finding.fixes, 1):
+        yield f"    {place}. {_plain(translate(fix.title))}"
+
+
+def _events(one: ReportFigures) -> Iterator[str]:
+    for event in one.run.of_kind("oom", "skip", "oversized", "resume")[:MOST_ROWS]:
+        sentence = translate(str(event.get("sentence") or event_name(event)))
+        step = "" if event.get("step") is None else f", {tr('step {step:,}', step=event['step'])}"
+        yield f"- {event_time(event)}{step}: {_plain(sentence)}"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is: on one line, and without HTML or emphasis of its own."""
+    return "".join(f"\\{sign}" if sign in _SIGNS else sign for sign in " ".join(text.split()))
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [map(_plain, titles), ["---"] * len(titles), *(map(_plain, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from brimful.charts import Floats
 from brimful.errors import BadRun
-from brimful.report.run_figures import RunFigures, sessions_of
+from brimful.report.run_figures import RunFigures, objects, part, seconds_at, sessions_of, text
 from brimful.report.run_record import RunRecord
 from brimful.training import events as journal
 from brimful.units import Zone, zone
@@ -40,7 +40,7 @@ class Clock:
     """Seconds that the run was at work, from its beginning. The time between two sessions does not count."""
 
     def __init__(self, run: RunRecord) -> None:
-        seen = sorted(filter(None, (timestamp(event) for event in (*run.events, *run.steps, *run.samples))))
+        seen = sorted(filter(None, (seconds_at(event) for event in (*run.events, *run.steps, *run.samples))))
         self._starts, self._spans, self._before = [], [], []
         """Of each session: when it began, how long it lasted, and the work before it."""
         worked = 0.0
@@ -60,7 +60,7 @@ class Clock:
 
     def seconds(self, event: Mapping[str, Any]) -> float:
         """NaN for an event without a time."""
-        at = timestamp(event)
+        at = seconds_at(event)
         if at is None or not self._starts:
             return math.nan
         place = max(bisect_right(self._starts, at) - 1, 0)
@@ -68,14 +68,6 @@ class Clock:
 
     def column(self, events: Iterable[Mapping[str, Any]]) -> Floats:
         return np.array([self.seconds(event) for event in events], dtype=np.float64)
-
-
-def timestamp(event: Mapping[str, Any]) -> float | None:
-    """The time of an event, or of anything else that has one, in seconds since 1970."""
-    with suppress(TypeError, ValueError, OverflowError):
-        when = datetime.fromisoformat(str(event.get("time")))
-        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +89,7 @@ class CardFigures:
 
 
 class ReportFigures:
-    """One run in numbers. Every attribute is worked out when it is first asked for, and kept."""
+    """One run in numbers. What takes time is worked out when it is first asked for, and kept."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
@@ -105,40 +97,21 @@ class ReportFigures:
         self.request = run.request
         self.state, self.state_label = run.state, run.state_label
         self.clock = Clock(run)
+        self.name = self.run.name
+        self.begin: Mapping[str, Any] = next(reversed(self.run.of_kind("begin")), {})
+        self.task = text(self.request, "task") or text(self.plan, "task")
+        self.device_name = text(self.plan, "device_name")
+        self.processes = int(number(self.begin, "processes") or number(self.plan, "processes") or 1)
+        self.ending = next((text(event, "sentence") for event in reversed(self.run.of_kind("end"))), None)
+        """The sentence of the last `end` event."""
+        self.predicted_time: Mapping[str, Any] = part(self.plan, "run_time")
+        self.predicted_bytes = number(self.plan, "predicted_peak_bytes")
+        self.host_predicted_bytes = number(part(self.plan, "host"), "predicted_bytes")
+        self.ooms = self.run.of_kind("oom")
+        self.evals = self.run.of_kind("eval")
+        self.checkpoints = [event for event in self.run.of_kind("checkpoint") if event.get("saved") is not False]
         self.steps, self.samples = run.steps, run.samples
         _refuse_a_sweep(run)
-
-    # ---- What it is ------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def name(self) -> str:
-        return self.run.name
-
-    @cached_property
-    def begin(self) -> Mapping[str, Any]:
-        return next(reversed(self.run.of_kind("begin")), {})
-
-    @cached_property
-    def task(self) -> str | None:
-        return _text(self.request.get("task")) or _text(self.plan.get("task"))
-
-    @cached_property
-    def device_name(self) -> str | None:
-        return _text(self.plan.get("device_name"))
-
-    @cached_property
-    def on_gpu(self) -> bool:
-        device = _text(self.plan.get("device")) or ""
-        return bool(self.cards) or device.split(":")[0] in ("cuda", "xpu", "mps", "hip")
-
-    @cached_property
-    def processes(self) -> int:
-        return int(number(self.begin, "processes") or number(self.plan, "processes") or 1)
-
-    @cached_property
-    def ending(self) -> str | None:
-        """The sentence of the last `end` event."""
-        return next((_text(event.get("sentence")) for event in reversed(self.run.of_kind("end"))), None)
 
     # ---- How far it came -------------------------------------------------------------------------------------------------
 
@@ -166,10 +139,6 @@ class ReportFigures:
     @cached_property
     def rows(self) -> int | None:
         return int(self.rows_so_far[-1]) if len(self.rows_so_far) and self.rows_so_far[-1] > 0 else None
-
-    @cached_property
-    def predicted_time(self) -> Mapping[str, Any]:
-        return _mapping(self.plan.get("run_time"))
 
     @cached_property
     def seconds_per_epoch(self) -> float | None:
@@ -235,10 +204,6 @@ class ReportFigures:
         return last_known(self.column("limit_bytes")) or number(self.plan, "limit_bytes")
 
     @cached_property
-    def predicted_bytes(self) -> float | None:
-        return number(self.plan, "predicted_peak_bytes")
-
-    @cached_property
     def peak_bytes(self) -> float | None:
         return highest(self.column("peak_bytes"))
 
@@ -278,24 +243,12 @@ class ReportFigures:
     def host_limit_bytes(self) -> float | None:
         return last_known(self.host_column("limit_bytes")) or number(self.begin, "ram_limit_bytes")
 
-    @cached_property
-    def host_predicted_bytes(self) -> float | None:
-        return number(_mapping(self.plan.get("host")), "predicted_bytes")
-
     # ---- What happened ---------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def ooms(self) -> list[dict[str, Any]]:
-        return self.run.of_kind("oom")
 
     @cached_property
     def oom_count(self) -> int:
         """Events, or what the steps counted where a step had several."""
         return max(len(self.ooms), int(np.nansum(self.column("ooms"))))
-
-    @cached_property
-    def evals(self) -> list[dict[str, Any]]:
-        return self.run.of_kind("eval")
 
     @cached_property
     def eval_losses(self) -> tuple[Floats, Floats]:
@@ -315,10 +268,6 @@ class ReportFigures:
     def best_loss(self) -> float | None:
         """Of the best evaluation."""
         return None if self.best_eval is None else number(self.best_eval, "loss")
-
-    @cached_property
-    def checkpoints(self) -> list[dict[str, Any]]:
-        return [event for event in self.run.of_kind("checkpoint") if event.get("saved") is not False]
 
     @cached_property
     def losses(self) -> tuple[float, float] | None:
@@ -359,15 +308,13 @@ class ReportFigures:
     @cached_property
     def cards(self) -> list[CardFigures]:
         """One for each rank that has samples of a GPU."""
-        ranks = sorted(
-            {rank for event in self.samples if _mapping(event.get("gpu")) and (rank := _rank(event)) is not None}
-        )
+        ranks = sorted({rank for event in self.samples if part(event, "gpu") and (rank := _rank(event)) is not None})
         return [self._card(rank) for rank in ranks]
 
     def _card(self, rank: int) -> CardFigures:
         samples = [event for event in self.samples if _rank(event) == rank]
-        own = [one for event in self.steps for one in mappings(event.get("ranks")) if one.get("rank") == rank]
-        names = (_text(_mapping(event.get("gpu")).get("name")) for event in samples)
+        own = [one for event in self.steps for one in objects(event, "ranks") if one.get("rank") == rank]
+        names = (text(part(event, "gpu"), "name") for event in samples)
         busy, walls = _column(own, "busy_s"), self.part_sum
         usable = len(busy) == len(walls) and np.nansum(walls) > 0 and np.isfinite(busy).any()
         return CardFigures(
@@ -413,11 +360,11 @@ class ReportFigures:
     @cached_property
     def logged_names(self) -> list[str]:
         """What the task itself logs of each step, such as the rewards of `dpo`, in its order."""
-        return list(dict.fromkeys(name for event in self.steps for name in _mapping(event.get("log"))))
+        return list(dict.fromkeys(name for event in self.steps for name in part(event, "log")))
 
     def logged(self, name: str) -> Floats:
         """One of these for every step."""
-        return _column([_mapping(event.get("log")) for event in self.steps], name)
+        return _column([part(event, "log") for event in self.steps], name)
 
     def scores(self, name: str) -> tuple[Floats, Floats]:
         """Step and value of a score in each evaluation that has it."""
@@ -426,7 +373,7 @@ class ReportFigures:
 
     def part(self, name: str) -> Floats:
         """One part of every step's time."""
-        return _column([_mapping(event.get("times")) for event in self.steps], name)
+        return _column([part(event, "times") for event in self.steps], name)
 
     @cached_property
     def part_sum(self) -> Floats:
@@ -435,11 +382,11 @@ class ReportFigures:
     def gpu_column(self, name: str, rank: int | None = None) -> Floats:
         """One figure of every sample of a GPU, or of one rank's; NaN in the samples of the others."""
         return _column(
-            [_mapping(event.get("gpu")) if rank is None or _rank(event) == rank else {} for event in self.samples], name
+            [part(event, "gpu") if rank is None or _rank(event) == rank else {} for event in self.samples], name
         )
 
     def host_column(self, name: str) -> Floats:
-        return _column([_mapping(event.get("host")) for event in self.samples], name)
+        return _column([part(event, "host") for event in self.samples], name)
 
     def typical(self, values: Floats) -> float | None:
         """The median without the first steps."""
@@ -495,15 +442,6 @@ def _refuse_a_sweep(run: RunRecord) -> None:
         raise BadRun(f"{run.root} is a sweep, whose page is {run.root / 'report.html'}. Try: a folder that `brimful train` wrote.")  # fmt: skip
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The objects of a list; none if it is no list."""
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
-
-
 def any_number(values: Mapping[str, Any], name: str) -> float | None:
     """As `training.events.number`, NaN and infinities included; None for an integer of hundreds of digits."""
     with suppress(OverflowError):
@@ -520,10 +458,6 @@ def number(values: Mapping[str, Any], name: str) -> float | None:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is finite, and no larger than a float32 can be."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _rank(event: Mapping[str, Any]) -> int | None:

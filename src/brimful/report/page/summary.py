@@ -13,7 +13,8 @@ from datetime import datetime
 from typing import Any, Literal
 
 from brimful.languages import language, tr, translate
-from brimful.report.page.report_figures import ReportFigures, is_number, number, timestamp
+from brimful.report.page.report_figures import ReportFigures, is_number, number
+from brimful.report.run_figures import seconds_at
 from brimful.report.why.diagnosis import Diagnosis
 from brimful.units import DANGER, EDGE, show_bytes, show_rate, show_seconds
 
@@ -474,4 +475,4 @@ def clock_time(at: float | None) -> str:
 
 
 def event_time(event: Mapping[str, Any]) -> str:
-    return clock_time(timestamp(event))
+    return clock_time(seconds_at(event))

@@ -1,14 +1,10 @@
 """`brimful watch`: a run in the terminal. Measuring is apart from drawing: first a frozen `Snapshot`, then lines of text.
 
-    watcher.py         which run to look at, whether it goes on, what NVML says now      →  Snapshot
-      ├── take_snapshot.py  what the run's folder says
-      └── run_snapshot.py   the Snapshot itself
-    watch_screen.py    a Snapshot in so many columns and lines                            →  what is printed
-      ├── watch_parts.py    header, progress, time of a step, scores, checkpoints, errors, notes
-      ├── memory_table.py   cards and RAM
-      ├── curves.py         loss, rows/s, memory, utilisation and learning rate over the steps
-      └── cells.py          words, sizes and times in terminal cells
-            └── sparklines.py   bars, sparklines and line charts, in Unicode or ASCII
+    watcher.py             which run to look at, whether it goes on, what NVML says now     →  Snapshot
+      └── run_snapshot.py  the Snapshot, and what the run's folder says
+    watch_screen.py        a Snapshot in so many columns and lines, and its curves           →  what is printed
+      ├── watch_parts.py   header, cards and RAM, time of a step, scores, checkpoints, errors, notes
+      └── watch_canvas.py  words, bars, sparklines and charts in terminal cells, in Unicode or ASCII
 
 The run's folder is only read, at most once a second, and neither torch nor a CUDA context is needed.
 """

@@ -1,16 +1,26 @@
-"""What is known of a run at one moment: a frozen `Snapshot`. `take_snapshot` makes it, `watch_screen` draws it.
+"""What is known of a run at one moment: a frozen `Snapshot`, which `take` makes from the run's folder and `watch_screen` draws.
+
+Work and size are bounded however long the run is: `RunRecord` keeps some thousand steps, and curves get at most `SERIES_POINTS` points.
 
 Every figure may be missing, in a run that has just begun, was killed while it wrote or is of an older version: what is unknown is
 None.
 """
 
 import math
-from dataclasses import dataclass, fields, is_dataclass
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import UTC, datetime
+from statistics import fmean, median
 from typing import Any, Literal, cast
 
-from brimful.report.run_record import State
-from brimful.units import Zone
+from brimful.files import read_json
+from brimful.report.run_figures import objects, parse_time, part, sessions_of, text, whole
+from brimful.report.run_record import RunRecord, State
+from brimful.training.events import number
+from brimful.training.run import LockHolder
+from brimful.training.run_log import NOT_METRICS, RATE_STEPS
+from brimful.units import Zone, zone
 
 WatchState = Literal[State, "gone"]
 """`gone`: the folder was removed."""
@@ -239,3 +249,288 @@ def _plain_field(name: str, value: Any) -> Any:
     return (
         round(value) if name.endswith("_bytes") and isinstance(value, float) and math.isfinite(value) else _plain(value)
     )
+
+
+SERIES_POINTS = 500
+"""Points of a curve: more than twice the columns of a wide terminal."""
+NOTES_KEPT = 40
+OOMS_KEPT = 20
+SLOWER = 1.03
+"""A rank that is busy this many times as long as the fastest is marked as the slowest."""
+SILENT_S = 60.0
+"""A run that samples its machine every five seconds and has written nothing for this long may hang."""
+NOTED = ("note", "thrash", "skip", "oversized", "deal", "resume")
+WARNINGS = ("thrash", "skip", "oversized")
+STOPS = "the run stops"
+"""What an out-of-memory error changes that is not survived."""
+
+
+def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: datetime) -> Snapshot:
+    """The snapshot of a run that has begun, from its folder alone."""
+    begins = record.of_kind("begin")
+    begin, plan, last = (begins[-1] if begins else {}), record.plan, record.last
+    request = record.request or part(begin, "request")
+    end: Mapping[str, Any] = next(iter(record.of_kind("end")[-1:]), {}) if state not in (*ACTIVE, "killed") else {}
+    recent = record.steps[-RATE_STEPS:]
+    newest = _newest_time(record)
+    steps = whole(last, "steps") or whole(begin, "steps")
+    eta_s = number(last, "eta_s") if state == "running" else None
+    last_time = parse_time(last.get("time"))
+    ends = None
+    if eta_s is not None and last_time is not None and math.isfinite(eta_s) and eta_s < 1e9:
+        ends = datetime.fromtimestamp(last_time.timestamp() + eta_s, UTC)
+        eta_s = max(0.0, ends.timestamp() - now.timestamp())
+    since = parse_time(begin.get("time")) or (parse_time(holder.since) if holder else None)
+    if state == "preparing" and holder is not None:
+        since = parse_time(holder.since) or since
+    ended = None if state in ACTIVE else parse_time(end.get("time")) or newest
+    choices = {str(one.get("name")): one.get("effective") for one in objects(plan, "choices")}
+    saved = [event for event in record.of_kind("checkpoint", "resume") if event.get("saved", True)]
+    failed = [event for event in record.of_kind("checkpoint") if event.get("saved") is False]
+    evaluations = [_evaluation(event) for event in record.of_kind("eval")]
+    bests = [one for one in evaluations if one.best]
+    ooms = _ooms(record)
+    return Snapshot(
+        taken=now, run=str(record.root), name=record.name, state=state, task=text(plan, "task") or text(request, "task"),
+        begun=parse_time(begins[0].get("time")) if begins else None, since=since, ended=ended, trained_s=_trained_s(record, ended or now),
+        host=text(begin, "host") or (holder.host if holder else None), pid=whole(begin, "pid"), device_name=text(plan, "device_name"),
+        processes=whole(begin, "processes"), sentence=NO_EVENTS if record.lost_its_events else text(end, "sentence"),
+        resume_command=_resume_command(record, state, request), state_label=record.state_label if state == "killed" else "",
+        fails_again=record.fails_again, silent_s=_silent_s(record, state, newest, now),
+        step=int(last.get("step") or 0), steps=steps, epoch=number(last, "epoch"), epochs=_epochs(record, last, steps),
+        step_s=_step_s(recent), eta_s=eta_s, ends=ends, global_batch=whole(plan, "global_batch"), micro_batch=whole(plan, "micro_batch"),
+        micro_batches=whole(last, "micro_batches") or whole(plan, "accumulation"), precision=text(choices, "precision"), layout=text(plan, "layout"),
+        cards=_cards(record, begin, plan, recent), ram=_ram(record, begin, plan), times=_times(recent), padding=_mean(recent, "padding"),
+        mfu=_median(recent, "mfu"), tokens_per_s=_median(recent, "tokens_per_s"), lr=number(last, "lr"), grad_norm=number(last, "grad_norm"),
+        loss=_curve(record, "loss"), rows_per_s=_curve(record, "rows_per_s"), rate=_curve(record, "lr"), logged=_logged(record.steps),
+        memory=_series(((step["step"], _peak(step)) for step in record.steps), max),
+        utilization=_series((whole(one, "step") or 0, number(part(one, "gpu"), "utilization")) for one in record.samples),
+        evaluation=evaluations[-1] if evaluations else None, best=bests[-1] if bests else None,
+        evaluations=tuple((one.step, dict(one.metrics)["loss"]) for one in evaluations if "loss" in dict(one.metrics)),
+        checkpoint=_saved(saved[-1]) if saved else None,
+        failed_save=_saved(failed[-1]) if failed and (not saved or failed[-1]["step"] > saved[-1]["step"]) else None,
+        ooms_survived=sum(oom.change != STOPS for oom in ooms), ooms=tuple(ooms[-OOMS_KEPT:]), notes=tuple(_notes(record))[-NOTES_KEPT:],
+    )  # fmt: skip
+
+
+def _cards(
+    record: RunRecord, begin: Mapping[str, Any], plan: Mapping[str, Any], recent: Sequence[Mapping[str, Any]]
+) -> tuple[Card, ...]:
+    samples: dict[int, Mapping[str, Any]] = {}
+    for sample in reversed(record.samples):
+        if part(sample, "gpu"):
+            samples.setdefault(whole(sample, "rank") or 0, part(sample, "gpu"))
+    by_rank: dict[int, list[Mapping[str, Any]]] = {}
+    for step in recent:
+        for one in objects(step, "ranks") or [step]:
+            by_rank.setdefault(whole(one, "rank") or 0, []).append(one)
+    gpus = objects(begin, "gpus")
+    ranks = sorted({*samples, *by_rank, *range(len(gpus))}) or ([0] if plan else [])
+    indices = [whole(samples.get(rank, {}), "index") for rank in ranks]
+    kind = str(plan.get("device") or "").partition(":")[0]
+    busy = {rank: value for rank in ranks if (value := _mean(by_rank.get(rank, ()), "busy_s"))}
+    slowest = max(busy, key=lambda rank: busy[rank], default=None)
+    uneven = slowest is not None and len(ranks) > 1 and busy[slowest] > SLOWER * min(busy.values())
+    cards = []
+    for rank, index in zip(ranks, indices, strict=True):
+        steps, sample = by_rank.get(rank, []), samples.get(rank, {})
+        gpu = gpus[rank] if rank < len(gpus) else {}
+        own_plan = (_plan_file(record, rank) if rank else {}) or plan
+        if index is None:
+            index = whole(gpu, "index")
+        several = len(ranks) > 1
+        ambiguous = index is None or indices.count(index) > 1
+        label = f"rank {rank}" if several and ambiguous else "CPU" if kind == "cpu" else f"GPU {rank if index is None else index}"  # fmt: skip
+        reserved, allocated = _max(steps, "reserved_bytes"), _max(steps, "peak_bytes")
+        held, others = number(sample, "used_bytes"), number(sample, "others_bytes")
+        held = held - others if held is not None and others is not None else held
+        limit = (
+            next(iter(_known(reversed(steps), "limit_bytes")), None)
+            or number(own_plan, "limit_bytes")
+            or number(record.last, "limit_bytes")
+            or number(plan, "limit_bytes")
+        )
+        ours = reserved if reserved is not None else allocated if allocated is not None else held
+        used = ours / limit if ours is not None and limit else None
+        cards.append(
+            Card(
+                label=label, rank=rank, kind=kind, uuid=text(sample, "uuid") or text(gpu, "uuid"),
+                name=text(sample, "name") or text(gpu, "name") or text(plan, "device_name"), allocated_bytes=allocated, reserved_bytes=reserved,
+                held_bytes=held, others_bytes=others, limit_bytes=limit, total_bytes=number(sample, "total_bytes") or number(gpu, "total_bytes"),
+                predicted_bytes=number(own_plan, "predicted_peak_bytes"), utilization=number(sample, "utilization"),
+                temperature_c=number(sample, "temperature_c"), power_w=number(sample, "power_w"), busy_s=busy.get(rank),
+                slowest=uneven and rank == slowest, used=used, zone=None if used is None else zone(used),
+            )
+        )  # fmt: skip
+    return tuple(cards)
+
+
+def _plan_file(record: RunRecord, rank: int) -> dict[str, Any]:
+    """The plan of its own that a rank has; empty if it has none. Ranks on devices of one kind share rank 0's."""
+    with suppress(OSError, ValueError):
+        return read_json(record.folder.own_plan(rank).read_text(encoding="utf-8"))
+    return {}
+
+
+def _ram(record: RunRecord, begin: Mapping[str, Any], plan: Mapping[str, Any]) -> HostMemory | None:
+    host = next((part(one, "host") for one in reversed(record.samples) if part(one, "host")), {})
+    tree_bytes, machine = number(host, "tree_bytes"), number(host, "machine_bytes")
+    tree_bytes = number(record.last, "host_bytes") if tree_bytes is None else tree_bytes
+    machine = number(record.last, "machine_bytes") if machine is None else machine
+    limit = number(host, "limit_bytes") or number(begin, "ram_limit_bytes")
+    if tree_bytes is None and machine is None and limit is None:
+        return None
+    used = machine / limit if machine is not None and limit else None
+    return HostMemory(
+        tree_bytes=tree_bytes, machine_bytes=machine, limit_bytes=limit, limited_by=text(host, "limited_by"),
+        predicted_bytes=number(part(plan, "host"), "predicted_bytes"), workers=whole(host, "workers"), used=used,
+        zone=None if used is None else zone(used),
+        **{name: number(host, name) for name in ("swap_used_bytes", "swap_total_bytes", "cpu", "read_bytes_per_s")},
+    )  # fmt: skip
+
+
+def _times(recent: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
+    times = [part(step, "times") for step in recent]
+    means = [(part, _mean(times, f"{part}_s")) for part in TIME_PARTS]
+    return tuple((part, seconds or 0.0) for part, seconds in means) if any(seconds for _, seconds in means) else ()
+
+
+def _trained_s(record: RunRecord, end: datetime) -> float | None:
+    """Without the pauses between sessions."""
+    sessions = sessions_of(record, until=end.timestamp()) if record.of_kind("begin") else []
+    return sum(last - first for first, last in sessions) if sessions else None
+
+
+def _step_s(recent: Sequence[Mapping[str, Any]]) -> float | None:
+    """From the end of one step to the end of the next."""
+    if times := _times(recent):
+        return sum(seconds for _, seconds in times)
+    seconds = _mean(recent, "seconds")
+    return None if seconds is None else seconds + (_mean(recent, "data_wait_s") or 0.0)
+
+
+def _epochs(record: RunRecord, last: Mapping[str, Any], steps: int | None) -> float | None:
+    """Of the whole run."""
+    rows, per_step = number(record.plan, "data_rows"), number(record.plan, "global_batch")
+    if steps and rows and per_step:
+        return steps * per_step / rows
+    epoch, step = number(last, "epoch"), last.get("step")
+    return epoch / step * steps if epoch and step and steps else None
+
+
+def _peak(step: Mapping[str, Any]) -> float | None:
+    reserved = number(step, "reserved_bytes")
+    return number(step, "peak_bytes") if reserved is None else reserved
+
+
+def _curve(record: RunRecord, name: str) -> Series:
+    """One figure of the steps."""
+    return _series((step["step"], number(step, name)) for step in record.steps)
+
+
+def _series(values: Iterable[tuple[int, float | None]], together: Callable[[Sequence[float]], float] = fmean) -> Series:
+    """`together` makes one point of neighbours, where there are too many."""
+    points = [(step, value) for step, value in values if value is not None]
+    finite = [value for _, value in points if math.isfinite(value)]
+    if not points:
+        return Series()
+    size = -(-len(points) // SERIES_POINTS)
+    groups = [points[first : first + size] for first in range(0, len(points), size)]
+    reduced: list[tuple[int, float]] = []
+    for group in groups:
+        good = [value for _, value in group if math.isfinite(value)]
+        step = group[-1 if reduced else 0][0]  # the curve begins with the first and ends with the last
+        reduced.append((step, together(good) if len(good) == len(group) else math.nan))
+    least, most = min(finite, default=None), max(finite, default=None)
+    return Series(points=tuple(reduced), last=points[-1][1], minimum=least, maximum=most, not_finite=len(points) - len(finite))  # fmt: skip
+
+
+def _logged(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Series], ...]:
+    """What the task logs, by name."""
+    names = [*part(steps[-1], "log")] if steps else []
+    return tuple((name, _series((step["step"], number(part(step, "log"), name)) for step in steps)) for name in names)
+
+
+def _evaluation(event: Mapping[str, Any]) -> Evaluation:
+    names = [name for name in event if name not in NOT_METRICS and not name.endswith("_is")]
+    metrics = ((name, number(event, name)) for name in names)
+    return Evaluation(
+        step=event["step"],
+        time=parse_time(event.get("time")),
+        metrics=tuple((name, value) for name, value in metrics if value is not None),
+        best=event.get("best") is True,
+    )
+
+
+def _saved(event: Mapping[str, Any]) -> Saved:
+    failure = (text(event, "sentence") or "it could not be written") if event.get("saved") is False else None
+    step, time, seconds = whole(event, "step") or 0, parse_time(event.get("time")), number(event, "seconds")
+    return Saved(step=step, time=time, size_bytes=number(event, "size_bytes"), seconds=seconds, failure=failure)
+
+
+def _ooms(record: RunRecord) -> list[Oom]:
+    """Each error with the growth that followed it on the same rank, if any."""
+    ooms: list[Oom] = []
+    waiting: dict[int, list[int]] = {}
+    for event in record.of_kind("oom", "grow"):
+        rank, step, time = whole(event, "process") or 0, whole(event, "step") or 0, parse_time(event.get("time"))
+        sentence = text(event, "sentence") or ""
+        if event["event"] == "oom":
+            what, _, change = sentence.removeprefix("out of memory in ").partition(": ")
+            if not change:
+                what, _, change = what.partition("; ")
+            ooms.append(Oom(step=step, time=time, rank=rank, what=what, change=text(event, "change") or change))
+            waiting.setdefault(rank, []).append(len(ooms) - 1)
+            continue
+        for index in waiting.pop(rank, []):
+            ooms[index] = replace(ooms[index], restored_step=step, restored_time=time, restored=sentence or None)
+    return ooms
+
+
+def _notes(record: RunRecord) -> Iterator[Note]:
+    for event in record.events:
+        failed = event["event"] == "checkpoint" and event.get("saved") is False
+        sentence = text(event, "sentence")
+        if (event["event"] in NOTED or failed) and sentence:
+            yield Note(
+                step=whole(event, "step"),
+                time=parse_time(event.get("time")),
+                sentence=sentence,
+                warning=failed or event["event"] in WARNINGS or event.get("level") == "warning",
+            )
+
+
+def _resume_command(record: RunRecord, state: WatchState, request: Mapping[str, Any]) -> str | None:
+    """None if the run goes on, is complete or has nothing to continue from, or was given its rows in memory."""
+    if state in (*ACTIVE, "finished", "patience", "gone") or not record.folder.has_checkpoint:
+        return None
+    return record.folder.resume_command if request.get("data") is not None else None
+
+
+def _silent_s(record: RunRecord, state: WatchState, newest: datetime | None, now: datetime) -> float | None:
+    """Only a run that samples its machine has something to write all the time."""
+    if state != "running" or newest is None or not record.samples:
+        return None
+    silent = (now - newest).total_seconds()
+    return silent if silent > SILENT_S else None
+
+
+def _newest_time(record: RunRecord) -> datetime | None:
+    times = [parse_time(one[-1].get("time")) for one in (record.events, record.steps, record.samples) if one]
+    return max((time for time in times if time is not None), default=None)
+
+
+def _max(events: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    return max(_known(events, name), default=None)
+
+
+def _mean(events: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    return fmean(values) if (values := _known(events, name)) else None
+
+
+def _median(events: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    return median(values) if (values := _known(events, name)) else None
+
+
+def _known(events: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for event in events if (value := number(event, name)) is not None and math.isfinite(value)]

@@ -18,9 +18,9 @@ from typing import Self
 from brimful.errors import BadRun
 from brimful.machine.gpu import Nvml, NvmlCard, open_nvml
 from brimful.machine.host import tree
+from brimful.report.run_figures import parse_time
 from brimful.report.run_record import RunRecord
-from brimful.report.watch.run_snapshot import ACTIVE, Card, Note, Snapshot, WatchState
-from brimful.report.watch.take_snapshot import SILENT_S, parse_time, take
+from brimful.report.watch.run_snapshot import ACTIVE, SILENT_S, Card, Note, Snapshot, WatchState, take
 from brimful.training.run import LockHolder, RunFolder, lock_holder
 
 TREE_S = 10.0

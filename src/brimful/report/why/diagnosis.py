@@ -2,14 +2,25 @@
 
 `log_reader` makes them from the text of a training log, `run_checks` from a run folder. A diagnosis never claims more than it
 knows: `certainty` says how sure the cause is, and a figure that follows from no measurement is a range and marked so.
+
+In the terminal a fix is a title, a line with what it saves and costs, and the exact setting for each framework; frameworks with the
+same setting share a line.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
 from brimful.languages import tr, translate
+from brimful.report.wrapped_text import WrappedText
+from brimful.units import show_bytes
 
 Resource = Literal["gpu", "host", "shm", "disk", "files", "network", "none"]
 Certainty = Literal["certain", "likely", "possible"]
@@ -35,6 +46,15 @@ class Fix:
     """Where the figures come from."""
     enough: bool | None = None
     """Whether it frees, alone and by these figures, what was missing; None if that cannot be said."""
+
+
+def fix(
+    title: str, *, saves: str | None = None, costs: str | None = None, global_batch: str = "unchanged", basis: Basis = "range",
+    enough: bool | None = None, peers: str | None = None, **flags: str,
+) -> Fix:  # fmt: skip
+    """A `Fix` with its settings by framework. `peers`: one setting that Transformers, Accelerate and Lightning share."""
+    shared = {} if peers is None else dict.fromkeys(FRAMEWORKS[1:], peers)
+    return Fix(title=title, saves=saves, costs=costs, global_batch=global_batch, flags=flags | shared, basis=basis, enough=enough)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +111,205 @@ def _translated(part: str) -> str:
     if (new := translate(part)) != part or own == part:
         return new
     return part if (new := translate(own)) == own else new
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnosis and its place among others."""
+
+    importance: float
+    """1: the run is lost; else about the share of its time, or of what it could learn, that is lost."""
+    diagnosis: Diagnosis
+
+
+def finding(
+    importance: float, kind: str, sentences: Iterable[str], *, resource: Resource = "none", certainty: Certainty = "certain",
+    figures: Mapping[str, Any] | None = None, evidence: str | None = None, fixes: Iterable[Fix] = (),
+) -> Finding:  # fmt: skip
+    """A `Finding` whose cause is these sentences."""
+    return Finding(
+        importance,
+        Diagnosis(
+            resource=resource, kind=kind, cause=" ".join(filter(None, sentences)), certainty=certainty, figures=figures or {}, evidence=evidence,
+            fixes=tuple(fixes),
+        ),
+    )  # fmt: skip
+
+
+def say(template: str, **values: Any) -> str:
+    """A sentence of a diagnosis, in English, which is what `--json` prints.
+
+    `languages.translate` recognises it by its template, so every template passed to this function is in the catalogue.
+    """
+    return template.format(**values)
+
+
+RESOURCE_TITLES = {
+    "gpu": "GPU memory ran out",
+    "host": "Host RAM ran out",
+    "shm": "/dev/shm is full",
+    "disk": "The disk is full",
+    "files": "Too many open files",
+    "network": "The processes lost each other",
+}
+TITLES = {
+    "gpu-library-out-of-memory": "GPU memory likely ran out",
+    "kernel-shared-memory": "A kernel does not fit this GPU",
+    "gpu-fault": "A fault on the GPU, not a lack of memory",
+    "gpu-hardware": "A fault of the card, not a lack of memory",
+    "driver": "Driver and torch do not match",
+    "crashed": "A crash, not a lack of memory",
+    "stopped": "The run was stopped",
+    "killed": "The run was killed",
+    "time-limit": "The time limit was reached",
+    "patience": "The run no longer improved",
+    "missing-package": "A package is missing",
+    "nccl-duplicate-gpu": "Two ranks use one GPU",
+    "nccl-shm": "NCCL could not use shared memory",
+    "nan-loss": "NaN in the loss",
+    "worker-lost": "A loader worker was lost",
+    "map-process-lost": "Host RAM likely ran out",
+    "vllm-no-room": "vLLM does not fit on the GPU",
+    "no-batch-fits": "Not even one row fits",
+    "interrupted": "The run was interrupted",
+    "events-missing": "events.jsonl is missing",
+    "nothing-wrong": "Nothing wrong",
+    "unknown": "Nothing was recognised",
+    "run-failed": "The run failed",
+    "run-crashed": "The run crashed",
+    "run-killed": "The run was killed",
+    "save-failed": "A checkpoint was not saved",
+    "cpu-out-of-memory": "The memory limit was reached",
+    "oversized-rows": "Rows too long to train on",
+    "device-memory-leak": "Memory leak",
+    "host-memory-leak": "Host RAM leak",
+    "long-row": "One long row",
+    "loss-diverging": "The loss diverges",
+    "loss-swinging": "The loss swings",
+    "loss-flat": "The loss does not fall",
+    "learning-rate-not-applied": "The learning rate has no effect",
+    "chosen-collapsed": "Chosen replies become unlikely",
+    "loss-spiked": "The loss has risen",
+    "accuracy-at-chance": "The accuracy is at chance",
+    "few-updates": "Too few updates",
+    "batch-exceeds-data": "A batch larger than the data",
+    "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
+    "slow-plan-cut-short": "Slow: the plan was cut short",
+    "slow-small-micro-batch": "Slow: the micro-batch is small",
+    "slow-data": "Slow: waiting for rows",
+    "slow-communication": "Slow: communication",
+    "slow-rank": "Slow: one rank",
+    "slow-padding": "Slow: padding",
+    "slow-saves": "Slow: saving checkpoints",
+    "slow-evaluations": "Slow: evaluating",
+    "launch-bound": "Slow: the card waits for launches",
+    "card-not-full": "One run does not fill the card",
+    "others-on-card": "Others use the card",
+    "hot-card": "The card is hot",
+    "host-swapping": "Host RAM is short",
+    "empty": "An empty log",
+}
+"""How each kind is headed; where it says no more than the resource, `RESOURCE_TITLES` serves."""
+CERTAINTY_STYLE = {"certain": "green", "likely": "yellow", "possible": "dim"}
+BAR_WIDTH = 40
+PARTS = (
+    ("allocated_bytes", "█", "red", "tensors"),
+    ("unallocated_bytes", "▓", "yellow", "reserved, unused"),
+    ("context_bytes", "▒", "blue", "outside torch"),
+    ("others_bytes", "▚", "magenta", "other processes"),
+    ("free_bytes", "░", "green", "free"),
+)
+
+
+def title_of(diagnosis: Diagnosis) -> str:
+    return TITLES.get(diagnosis.kind) or RESOURCE_TITLES.get(diagnosis.resource) or diagnosis.kind.replace("-", " ")
+
+
+def diagnoses_view(diagnoses: Sequence[Diagnosis]) -> RenderableType:
+    """Every diagnosis in order, and behind them the other problems of their logs."""
+    blocks: list[RenderableType] = []
+    others = [other for diagnosis in diagnoses for other in diagnosis.others]
+    for number, diagnosis in enumerate([*diagnoses, *others]):
+        if number:
+            blocks.append(Text())
+        if number == len(diagnoses):
+            blocks += [Text(tr("Also in this log"), style="dim"), Text()]
+        blocks += _diagnosis(diagnosis)
+    return Group(*blocks)
+
+
+def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    head = Text(translate(title_of(diagnosis)), style="bold")
+    if diagnosis.kind not in ("unknown", "empty", "nothing-wrong"):
+        head.append(f"  {tr(diagnosis.certainty)}", style=CERTAINTY_STYLE[diagnosis.certainty])
+    yield head
+    yield WrappedText(in_language(diagnosis.cause))
+    yield from _memory(diagnosis.figures)
+    if diagnosis.evidence:
+        place, colon, line = diagnosis.evidence.partition(": ")
+        yield Text(translate(place) + colon + line if place.startswith("line ") else diagnosis.evidence, style="dim")
+    if looked_for := diagnosis.figures.get("looked_for"):
+        yield Text(tr("Looked for:"), style="dim")
+        yield from (Padding(WrappedText(in_language(what), style="dim"), (0, 0, 0, 2)) for what in looked_for)
+    if diagnosis.fixes:
+        yield Text()
+        many = len(diagnosis.fixes) > 1
+        yield Text(tr("What helps, the best first:") if many else tr("What helps:"), style="bold")
+        for number, fix in enumerate(diagnosis.fixes, 1):
+            yield from _fix(number, fix)
+        if any(fix.basis == "range" and fix.saves for fix in diagnosis.fixes):
+            yield Text(tr("~  a range: nothing was measured. A run of brimful measures it."), style="dim")
+
+
+def _fix(number: int, fix: Fix) -> Iterator[RenderableType]:
+    """The title with its number in the margin, and below it what it saves, costs and changes, and the settings."""
+    title = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    title.add_column(no_wrap=True, style="bold cyan")
+    title.add_column(overflow="fold")
+    title.add_row(f"{number}.", WrappedText(in_language(fix.title)))
+    yield title
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, value in _facts(fix):
+        table.add_row(name, WrappedText(value))
+    for setting, names in _by_setting(fix).items():
+        table.add_row(", ".join(names), Text(translate(setting) if setting.startswith("(") else setting, style="green"))
+    if table.row_count:
+        yield Padding(table, (0, 0, 0, 3))
+
+
+def _facts(fix: Fix) -> Iterator[tuple[str, str]]:
+    if fix.saves:
+        enough = {None: "", True: tr(", enough alone"), False: tr(", not enough alone")}[fix.enough]
+        yield tr("saves"), f"{'~ ' * (fix.basis == 'range')}{in_language(fix.saves)}{enough}"
+    if fix.costs:
+        yield tr("cost"), in_language(fix.costs)
+    if fix.saves or fix.global_batch != "unchanged":
+        yield tr("global batch"), in_language(fix.global_batch)
+
+
+def _by_setting(fix: Fix) -> dict[str, list[str]]:
+    settings: dict[str, list[str]] = {}
+    for framework, setting in fix.flags.items():
+        settings.setdefault(setting, []).append(framework)
+    return settings
+
+
+def _memory(figures: Any) -> Iterator[RenderableType]:
+    """A bar of the card: who holds what."""
+    total = figures.get("total_bytes")
+    known = dict(figures)
+    if "process_bytes" in known and "allocated_bytes" in known:
+        known["context_bytes"] = known["process_bytes"] - known["allocated_bytes"] - known.get("unallocated_bytes", 0)
+    parts = [(known.get(name) or 0, sign, style, word) for name, sign, style, word in PARTS]
+    if not total or not known.get("allocated_bytes") or sum(size for size, *_ in parts) > 1.05 * total:
+        return
+    bar, legend = Text(), list[Text]()
+    for size, sign, style, word in parts:
+        if size / total < 0.005:
+            continue
+        bar.append(sign * max(1, round(size / total * BAR_WIDTH)), style=style)
+        legend.append(Text(sign, style=style).append(f" {tr(word)} {show_bytes(size)}", style="default"))
+    yield bar.append(f" {show_bytes(total)}")
+    yield Columns(legend, padding=(0, 2))

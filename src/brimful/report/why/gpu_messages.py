@@ -1,21 +1,346 @@
-"""The figures in an out-of-memory message of a GPU's allocator: how much was wanted, how much was free, and who holds the rest.
+"""What a log tells of a full GPU: the settings of the run, the figures of the message, and which tensor did not fit.
 
-torch has changed its message with almost every major version, and prints other ones for Macs and with cudaMallocAsync:
+**Settings.** Trainers print them as `name = value`, `"name": value`, `name: int = 32`, `--name value` or `['--name', 'value']`, under a
+dozen names each. They are only read, never guessed: what a log does not say is unknown, and no figure is made from it.
+
+**Figures.** torch has changed its message with almost every major version, and prints other ones for Macs and with cudaMallocAsync:
 
     Tried to allocate 20.00 MiB (GPU 0; 10.76 GiB total capacity; 9.71 GiB already allocated; 13.56 MiB free; 9.84 GiB reserved …)
     Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB is free. Process 4711 has 2.00 GiB memory
     in use. Including non-PyTorch memory, this process has 16.50 GiB memory in use. Of the allocated memory …
 
-Each reader returns fields of a `Finding` of `log_signs`.
+**The block** (`1.23 GiB = 32 × 252 × 40,960 × 4 bytes`, the fp32 logits) is a product of numbers that the log or the run names, so it is
+likely the tensor, never certainly. A message rounds twice: torch asks the driver for multiples of 2 MiB (anything up to 1 MiB becomes
+2, up to 10 MiB becomes 20), and prints two decimals. So a product may be off by 0.005 of the unit and by 2 MiB. Five numbers give about
+twenty products, and one of them has a given size by chance about once in sixty logs (simulated).
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-from brimful.report.why.log_stream import Place
-from brimful.report.why.wanted_block import SIZE, size_bytes
-from brimful.units import show_bytes
+from brimful.units import GiB, KiB, MiB, TiB, show_bytes
+
+if TYPE_CHECKING:
+    from brimful.report.why.log_signs import Place
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "micro_batch": (
+        "per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size",
+        "micro_batch", "batch_size_per_gpu", "batch_size_per_device", "per_device_batch_size", "device_batch_size", "batch_size",
+    ),
+    "eval_batch": ("per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_batch_size", "val_batch_size"),
+    "accumulation": (
+        "gradient_accumulation_steps", "accumulate_grad_batches", "grad_accumulation_steps", "gradient_accumulation",
+        "accumulation_steps", "grad_accum_steps",
+    ),
+    "processes": ("num_processes", "world_size", "nproc_per_node", "num_gpus", "n_gpus", "n_gpu"),
+    "global_batch": ("global_batch_size", "global_batch", "total_batch_size", "train_batch_size"),
+    "lengths": (
+        "max_seq_length", "max_seq_len", "seq_length", "seq_len", "sequence_length", "sequence_len", "max_length", "max_len",
+        "cutoff_len", "block_size", "context_length", "max_source_length", "max_target_length", "source_length", "target_length",
+        "src_len", "tgt_len", "max_tokens",
+    ),
+    "vocab": ("vocab_size", "n_vocab", "padded_vocab_size"),
+    "heads": ("num_attention_heads", "num_heads", "n_heads", "n_head"),
+    "hidden": ("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim"),
+    "feed_forward": ("intermediate_size", "d_ff", "ffn_dim", "n_inner"),
+    "parameters": ("num_parameters", "num_params", "n_params", "total_params", "trainable_params"),
+    "workers": ("dataloader_num_workers", "num_workers"),
+    "image": ("image_size", "img_size", "input_size"),
+}  # fmt: skip
+"""By field of `Settings`, the most specific name first."""
+
+_FIELD_OF = {name: (field, rank) for field, names in _NAMES.items() for rank, name in enumerate(names)}
+_ASSIGNED = re.compile(
+    r"""(?<![\w-])(?:--)?([A-Za-z][\w-]*[_-]\w+)['"]?\s*(?::\s*int\s*)?(?:[=:,]\s*|\s+)['"]?(\d[\d,_]*)(?![\d.]*[a-zA-Z%])"""
+)
+"""Any `name = 12`. An alternation of all names would be tried at every character, which takes ten times as long."""
+_BANNER = {
+    "micro_batch": re.compile(r"Instantaneous batch size per device = ([\d,]+)"),
+    "global_batch": re.compile(r"Total train batch size \([^)]*\) = ([\d,]+)"),
+    "accumulation": re.compile(r"Gradient Accumulation steps = ([\d,]+)"),
+}
+"""What the Hugging Face Trainer prints before the first step."""
+_COUNTED = re.compile(
+    r"(?P<hf>Number of trainable parameters = (?P<a>[\d,]+))"
+    r"|(?P<peft>trainable params: (?P<b>[\d,]+) \|\| all params: (?P<c>[\d,]+))"
+    r"|(?P<lightning>(?P<d>[\d.]+) (?P<du>[KMB])\s+(?P<kind>Trainable|Total) params)"
+    r"|(?P<nano>number of parameters:? (?P<e>[\d.]+)(?P<eu>[KMB]))"
+)
+_SHAPE = re.compile(r"torch\.Size\(\[(\d+(?:, \d+){1,3})\]\)")
+_PRECISION = re.compile(
+    r"(?:mixed_precision|precision|torch_dtype|dtype)['\"]?\s*[=:]\s*['\"]?(?P<named>bf16|fp16|bfloat16|float16|16-mixed|fp32|float32|no\b|32)"
+    r"|(?<![\w-])(?:--)?(?P<flag>bf16|fp16)(?P<of>_full_eval|_opt_level|_backend)?['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?P<on>True|true)"
+    r"|--(?P<bare>bf16|fp16)(?=['\"]?,? *(?:['\"]?--|\\|\n|$))"
+    r"|Using (?P<amp>16bit|bfloat16) Automatic Mixed Precision",
+    re.IGNORECASE,
+)
+_OPTIMIZER = re.compile(
+    r"(?:(?<![\w-])(?:--)?optim(?:izer)?(?:_name|_type)?['\"]?\s*(?:[=:]\s*|,\s*|\s+)['\"]?|DeepSpeed (?:Basic|Final) Optimizer = )"
+    r"(?P<name>adamw?_?\w*|adafactor|sgd|lion\w*|lomo|galore\w*|paged_\w+|DeepSpeedCPUAdam|FusedAdam)",
+    re.IGNORECASE,
+)
+_CHECKPOINTING = re.compile(r"gradient_checkpointing['\"]?(?:\s*[=:]\s*['\"]?|\s+)(?:True|true|on)|--gradient_checkpointing(?=['\"]?[\s,]*(?:['\"]?--|$))", re.MULTILINE)  # fmt: skip
+_GROWING = re.compile(
+    r"(?<!setting )PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*[=:,]\s*['\"]?[^\s'\"]*expandable_segments:True"
+)
+_LIGER = re.compile(r"use_liger_kernel['\"]?\s*[=:]\s*(?:True|true)|[Ll]iger kernel")
+_COUNT_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
+_PRECISIONS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "16-mixed": "fp16",
+    "16bit": "fp16",
+    "no": "fp32",
+    "float32": "fp32",
+    "32": "fp32",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is known of the run. None and empty: not known."""
+
+    micro_batch: int | None = None
+    """Rows that go through the model at once, on one card."""
+    batches: tuple[int, ...] = ()
+    """Every micro-batch the log mentions, the one in effect first: a block may belong to any."""
+    eval_batch: int | None = None
+    accumulation: int | None = None
+    processes: int | None = None
+    global_batch: int | None = None
+    lengths: tuple[int, ...] = ()
+    """Every length the log names as one."""
+    sizes: tuple[int, ...] = ()
+    """Second dimensions of tensors whose shape the log prints: perhaps lengths."""
+    vocab: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
+    feed_forward: tuple[int, ...] = ()
+    parameters: int | None = None
+    """Of the whole model."""
+    trained: int | None = None
+    """Weights that are trained, where the log tells them apart."""
+    image: int | None = None
+    workers: int | None = None
+    precision: str | None = None
+    """`bf16`, `fp16` or `fp32`."""
+    optimizer: str | None = None
+    checkpointing: bool = False
+    growing_segments: bool = False
+    """expandable_segments:True was set."""
+    liger: bool = False
+
+    @property
+    def rows_per_step(self) -> int | None:
+        """The global batch, as printed or from its factors."""
+        if self.micro_batch and self.accumulation and self.processes:
+            return prod((self.micro_batch, self.accumulation, self.processes))
+        return self.global_batch
+
+    def updated(self, known: Mapping[str, Any]) -> "Settings":
+        """With what is known from elsewhere, such as a run's plan."""
+        names = {one.name for one in fields(self)}
+        return replace(
+            self, **{name: value for name, value in known.items() if name in names and value not in (None, ())}
+        )
+
+
+def read_settings(texts: Iterable[tuple[int, str]], before: int | None = None) -> Settings:
+    """From pieces of a log with their offsets. Of a setting with several values, the last one before `before` holds."""
+    found: dict[str, list[tuple[bool, int, int, int]]] = {}
+    shapes: list[tuple[int, ...]] = []
+    values: dict[str, Any] = {}
+    for start, text in texts:
+        for match in _ASSIGNED.finditer(text):
+            field, rank = _FIELD_OF.get(match[1].lower().replace("-", "_"), (None, 0))
+            if field is not None:
+                _add(found, field, match[2], start + match.start(), before, rank)
+        for field, pattern in _BANNER.items():
+            for match in pattern.finditer(text):
+                _add(found, field, match[1], start + match.start(), before, -1)
+        shapes += (tuple(int(size) for size in match[1].split(", ")) for match in _SHAPE.finditer(text))
+        values.update(_parameters(text))
+        values.update(_switches(text))
+    chosen: dict[str, Any] = {}
+    for field, seen in found.items():
+        seen.sort(key=lambda one: (not one[0], one[1], -one[2] if one[0] else one[2]))
+        numbers = tuple(dict.fromkeys(one[3] for one in seen))
+        if field == "micro_batch":
+            chosen["batches"] = numbers
+        chosen[field] = numbers if field in ("lengths", "vocab", "heads", "hidden", "feed_forward") else numbers[0]
+    settings = Settings(**{**chosen, **values})
+    for shape in shapes:  # [rows, length] of token ids, [rows, length, vocabulary] of logits
+        settings = replace(
+            settings,
+            batches=tuple(dict.fromkeys((*settings.batches, shape[0]))),
+            sizes=tuple(dict.fromkeys((*settings.sizes, *shape[1:2]))),
+            vocab=tuple(
+                dict.fromkeys((*settings.vocab, *(shape[2:3] if len(shape) == 3 and shape[2] >= 4096 else ())))
+            ),
+        )
+    return _completed(settings)
+
+
+def _add(
+    found: dict[str, list[tuple[bool, int, int, int]]], field: str, text: str, at: int, before: int | None, rank: int
+) -> None:
+    number = int(text.replace(",", "").replace("_", "") or 0)
+    if 0 < number < 10**13:
+        found.setdefault(field, []).append((before is None or at < before, rank, at, number))
+
+
+def _completed(settings: Settings) -> Settings:
+    """The number of processes follows from the other factors of the global batch."""
+    rows, batch, accumulation = settings.global_batch, settings.micro_batch, settings.accumulation
+    if rows and batch and accumulation and not settings.processes and rows % (batch * accumulation) == 0:
+        return replace(settings, processes=rows // (batch * accumulation))
+    return settings
+
+
+def _parameters(text: str) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for match in _COUNTED.finditer(text):
+        if match["hf"]:
+            counts["trained"] = int(match["a"].replace(",", ""))
+        elif match["peft"]:
+            counts["trained"], counts["parameters"] = (int(match[name].replace(",", "")) for name in "bc")
+        elif match["lightning"]:
+            counts["trained" if match["kind"] == "Trainable" else "parameters"] = int(
+                float(match["d"]) * _COUNT_UNITS[match["du"]]
+            )
+        else:
+            counts["parameters"] = int(float(match["e"]) * _COUNT_UNITS[match["eu"]])
+    return counts
+
+
+def _switches(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for match in _PRECISION.finditer(text):
+        name = (match["named"] or match["flag"] or match["bare"] or match["amp"]).lower()
+        if not match["of"]:
+            values["precision"] = _PRECISIONS.get(name, name)
+    if optimizers := _OPTIMIZER.findall(text):
+        values["optimizer"] = optimizers[-1].lower()
+    for name, pattern in (("checkpointing", _CHECKPOINTING), ("growing_segments", _GROWING), ("liger", _LIGER)):
+        if pattern.search(text):
+            values[name] = True
+    return values
+
+
+_SIZE = re.compile(r"(\d+(?:\.(\d+))?)\s*([KMGT]i?B|[Bb]ytes?|B)\b")
+_UNITS = {"k": KiB, "m": MiB, "g": GiB, "t": TiB, "b": 1}
+SIZE = r"\d+(?:\.\d+)?\s*(?:[KMGT]i?B|[Bb]ytes?|B)\b"
+"""A size as allocators print it, as a regular expression."""
+SMALL_BLOCKS = (2 * MiB, 20 * MiB)
+"""What torch asks for when less is wanted: these sizes say nothing."""
+ROUNDED_TO = 2 * MiB
+_ARTICLE = {"fp32": "an", "bf16 or fp16": "a"}
+MOST = 3
+"""Blocks named at most."""
+
+
+def size_bytes(text: str) -> int:
+    """Of `1.23 GiB`, `768.00 MB` (which MPS means as MiB), `0 bytes`; 0 if it is no size."""
+    match = _SIZE.search(text)
+    return int(float(match[1]) * _UNITS[match[3][0].lower()]) if match else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A tensor that has the size of the one that did not fit."""
+
+    name: str
+    """`the fp32 logits`."""
+    kind: str
+    """`logits`, `attention`, `activations`, `embedding`, `weights`, `images`."""
+    factors: tuple[int, ...]
+    element_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.factors) * self.element_bytes
+
+    def __str__(self) -> str:
+        return " × ".join(f"{factor:,}" for factor in (*self.factors, self.element_bytes)) + " bytes"
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "factors": list(self.factors),
+            "element_bytes": self.element_bytes,
+            "bytes": self.bytes,
+        }
+
+
+def bounds(shown: str, *, allocator: bool) -> tuple[int, int] | None:
+    """The bytes that a printed size may stand for; None if it says nothing. `allocator`: torch's, which rounds up."""
+    match = _SIZE.search(shown)
+    if match is None:
+        return None
+    unit = _UNITS[match[3][0].lower()]
+    value, half = float(match[1]) * unit, 0.0 if unit == 1 else 0.5 * unit * 10.0 ** -len(match[2] or "")
+    if not allocator:
+        return int(value - half), int(value + half)
+    if round(value) in SMALL_BLOCKS:
+        return None
+    return int(value - half) - ROUNDED_TO, int(value + half)
+
+
+def likely_blocks(limits: tuple[int, int] | None, settings: Settings, phase: str | None = None) -> list[Block]:
+    """Tensors of that size, the most plausible first; at most `MOST`."""
+    if limits is None or limits[1] < ROUNDED_TO:
+        return []
+    low, high = limits
+    found: dict[str, Block] = {}
+    for block in _candidates(settings, phase):
+        if low <= block.bytes <= high:
+            found.setdefault(block.kind, block)
+    favoured = {"optimizer": ("weights", "embedding"), "loss": ("logits",), "attention": ("attention",), "loading": ("weights", "embedding")}.get(phase or "", ())  # fmt: skip
+    return sorted(found.values(), key=lambda block: block.kind not in favoured)[:MOST]
+
+
+def _candidates(settings: Settings, phase: str | None) -> Iterator[Block]:
+    batches = settings.batches or ((settings.micro_batch,) if settings.micro_batch else ())
+    if phase == "evaluation" and settings.eval_batch:
+        batches = (settings.eval_batch, *batches)
+    named = tuple(dict.fromkeys((*settings.lengths, *settings.sizes)))
+    # A causal model compares each token with the next, so its loss sees one token less.
+    lengths = tuple(dict.fromkeys(one for length in named for one in (length, length - 1) if one > 1))
+    halves = ((4, "fp32"), (2, "bf16 or fp16"))
+    for (size, dtype), rows in product(halves, batches):
+        for length, vocab in product(lengths, settings.vocab):
+            yield Block(f"the {dtype} logits", "logits", (rows, length, vocab), size)
+        for heads, (first, second) in product(settings.heads, product(named, repeat=2)):
+            yield Block(f"the {dtype} attention scores of a layer", "attention", (rows, heads, first, second), size)
+        for length, width in product(named, settings.feed_forward):
+            yield Block(
+                f"{_ARTICLE[dtype]} {dtype} activation of a feed-forward layer",
+                "activations",
+                (rows, length, width),
+                size,
+            )
+        for length, width in product(named, settings.hidden):
+            yield Block(f"{dtype} hidden states", "activations", (rows, length, width), size)
+        if settings.image:
+            yield Block(f"a batch of {dtype} images", "images", (rows, 3, settings.image, settings.image), size)
+    for size, dtype in halves:
+        for vocab, width in product(settings.vocab, settings.hidden):
+            name = f"the {dtype} embedding table, or its gradient or optimizer state"
+            yield Block(name, "embedding", (vocab, width), size)
+        for count in {settings.parameters, settings.trained} - {None}:
+            assert count is not None
+            yield Block(
+                f"all weights in {dtype} in one piece, or their gradients or optimizer state", "weights", (count,), size
+            )
+            if settings.processes and settings.processes > 1:
+                share = -(-count // settings.processes)
+                yield Block(f"one rank's share of all weights in {dtype}, or of their gradients or optimizer state", "weights", (share,), size)  # fmt: skip
+
 
 MESSAGE_CHARS = 1600
 OTHERS_SHARE, OTHERS_BYTES = 0.02, 256 * 2**20
@@ -47,7 +372,7 @@ PHASE_WORDS = {
 }
 
 
-def phase_of(place: Place) -> str | None:
+def phase_of(place: "Place") -> str | None:
     """By the frames of the traceback right before the message."""
     trace = place.before[max(0, place.before.rfind("Traceback (most recent call last)")) :]
     if not _FRAME.search(trace[-2000:]):
@@ -59,7 +384,7 @@ def phase_of(place: Place) -> str | None:
     return None
 
 
-_TOTAL = re.compile(rf"GPU (\d+) has a total capaci?ty of ({SIZE}) of which ({SIZE}) is free")
+_TOTAL = re.compile(rf"GPU (\d+) has a total capaci?ty of ({SIZE})(?: of which ({SIZE}) is free)?")
 _OLD = re.compile(
     rf"\(\w+\s+(\d+); ({SIZE}) total capacity; ({SIZE}) already allocated; (?:{SIZE} current active; )?(?:({SIZE}) free; )?({SIZE}) (reserved|cached)"
 )
@@ -80,7 +405,7 @@ _ASYNC = {
 _CARD = {"CUDA": "GPU", "HIP": "GPU", "XPU": "XPU", "NPU": "NPU", "MPS": "the Mac's GPU"}
 
 
-def torch_message(match: re.Match[str], place: Place) -> dict[str, Any] | None:
+def torch_message(match: re.Match[str], place: "Place") -> dict[str, Any] | None:
     """torch's message, of 0.4 to 2.13, for CUDA, ROCm and XPU."""
     start = match["_device"] or (
         (found := _WRAPPED.search(place.before[-200:] + place.text[: match.start()])) and found[1]
@@ -94,7 +419,8 @@ def torch_message(match: re.Match[str], place: Place) -> dict[str, Any] | None:
         "wanted_bytes": size_bytes(match["wanted_size"]),
     }
     if found := _TOTAL.search(text):
-        figures |= {"gpu": int(found[1]), "total_bytes": size_bytes(found[2]), "free_bytes": size_bytes(found[3])}
+        figures |= {"gpu": int(found[1]), "total_bytes": size_bytes(found[2])}
+        figures |= {"free_bytes": size_bytes(found[3])} if found[3] else {}
     elif found := _OLD.search(text):
         figures |= {"gpu": int(found[1]), "total_bytes": size_bytes(found[2]), "allocated_bytes": size_bytes(found[3])}
         if found[4]:
@@ -163,7 +489,7 @@ def _card_sentence(figures: Mapping[str, Any]) -> str:
     return f"{card} ran out of memory: {wanted} were wanted, {show_bytes(free)} of {show_bytes(total)} were free."
 
 
-def async_message(match: re.Match[str], place: Place) -> dict[str, Any] | None:
+def async_message(match: re.Match[str], place: "Place") -> dict[str, Any] | None:
     """torch's message with backend:cudaMallocAsync, a table over several lines."""
     text = " ".join(place.text[match.start() :].split())[:MESSAGE_CHARS]
     figures: dict[str, Any] = {"device": "cuda"}
@@ -175,7 +501,7 @@ def async_message(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     return {"figures": figures | _holders(text, figures), "wanted": wanted, "phase": phase_of(place), "cause": cause}
 
 
-def mps_message(match: re.Match[str], place: Place) -> dict[str, Any]:
+def mps_message(match: re.Match[str], place: "Place") -> dict[str, Any]:
     """torch's message on a Mac, where GPU and CPU share the memory."""
     allocated, others, limit, wanted = (
         size_bytes(match[name]) for name in ("_allocated", "_others", "_limit", "_wanted")
@@ -192,7 +518,7 @@ def mps_message(match: re.Match[str], place: Place) -> dict[str, Any]:
     return {"figures": figures, "wanted": match["_wanted"], "phase": phase_of(place), "cause": _card_sentence(figures)}
 
 
-def plain_message(match: re.Match[str], place: Place) -> dict[str, Any]:
+def plain_message(match: re.Match[str], place: "Place") -> dict[str, Any]:
     """An error of the driver, which also refuses pinned host memory with these words."""
     if re.search(r"pin_memory|cudaHostAlloc|HostAllocator", place.before[-1500:]):
         return {"kind": "host-out-of-memory", "resource": "host", "certainty": "likely", "figures": {"device": None},
@@ -213,7 +539,7 @@ _DTYPE_BYTES = {
 }
 
 
-def tensor_message(match: re.Match[str], place: Place) -> dict[str, Any]:
+def tensor_message(match: re.Match[str], place: "Place") -> dict[str, Any]:
     """TensorFlow names the tensor, so its size is exact."""
     shape = [int(size) for size in match["shape"].split(",")]
     wanted = _DTYPE_BYTES.get(match["dtype"], 4)

@@ -1,6 +1,6 @@
 """How each failure looks in a log, tool by tool and version by version, and the figures its message has.
 
-A `Sign` is a literal that `log_stream` searches for, a regular expression for the text from that line on, and what it means.
+A `Sign` is a literal that `log_reader` searches for, a regular expression for the text from that line on, and what it means.
 Formats were taken from the sources of torch, NCCL, Linux, Slurm, DeepSpeed and others, and from public bug reports; the logs in
 `tests/logs` have an example of each. To add one: a row in `SIGNS`, a log in `tests/logs`, its diagnosis in `expected.toml`.
 
@@ -15,19 +15,40 @@ from typing import Any
 
 from brimful.report.why.diagnosis import Certainty, Resource
 from brimful.report.why.gpu_messages import (
+    SIZE,
     async_message,
     mps_message,
     phase_of,
     plain_message,
+    size_bytes,
     tensor_message,
     torch_message,
 )
-from brimful.report.why.log_stream import ANYWHERE, TRACEBACK, Place
-from brimful.report.why.wanted_block import SIZE, size_bytes
 from brimful.units import KiB, show_bytes
 
+TRACEBACK = b"Traceback (most recent call last)"
+ANYWHERE = b""
+"""The gate of literals that are searched for in every piece."""
 ROOT, VAGUE, CONSEQUENCE, SYMPTOM = range(4)
 """A cause; a cause that the log does not prove; what usually follows from another; what does not end a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line with a hit, and what is around it, as clean text."""
+
+    offset: int
+    line: int
+    """As an editor counts, from 1."""
+    text: str
+    """From the beginning of the line on."""
+    before: str
+    """Up to the beginning of the line."""
+    rank: int | None = None
+
+    @property
+    def first_line(self) -> str:
+        return self.text.partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +224,15 @@ def _worker(match: re.Match[str], place: Place) -> dict[str, Any] | None:
             "cause": f"A DataLoader worker crashed ({signal}). That is a fault in compiled code, not memory that ran out."}  # fmt: skip
 
 
+def _vllm(match: re.Match[str], place: Place) -> dict[str, Any]:
+    """vLLM takes a share of the card at its start, whatever a training beside it has left."""
+    if match["_free"] is None:
+        return {"figures": {"device": "cuda"}}
+    free, total = (int(float(match[name]) * 2**30) for name in ("_free", "_total"))
+    cause = f"vLLM has no room on the GPU: {show_bytes(free)} of {show_bytes(total)} were free when it started."
+    return {"figures": {"device": "cuda", "free_bytes": free, "total_bytes": total}, "cause": cause}
+
+
 def _space(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     """Errno 28 means a full disk, a full /dev/shm, or no more inotify watches."""
     line, around = place.first_line, place.before[-1500:] + place.first_line
@@ -368,10 +398,16 @@ SIGNS: tuple[Sign, ...] = (
          pattern=_S(r"^(?:Killed|\S+\.sh: line \d+:\s+\d+ Killed\s.*|\[\d+\]\s+(?:\d+ |\+ )?[Kk]illed\s.*|/\S+: line \d+:\s+\d+ Killed\s.*)$", re.MULTILINE),
          figures={"signal": "SIGKILL"}, cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=("已杀死".encode(),), level=VAGUE, certainty="likely", figures={"signal": "SIGKILL"},
-         pattern=_S(r"^(?:\S+: (?:行|第) ?\d+ ?行?:\s*\d+ )?已杀死"), cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
+         pattern=_S(r"^(?:\S+?[:：] ?(?:行|第) ?\d+ ?行?[:：]\s*\d+ )?已杀死"), cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=(b"KernelRestarter", b"ernel died", b"have died", b"DeadKernel", b"KernelDied", b"Kernel crashed", b"Kernel Restarting"), gate=b"ernel", level=VAGUE, certainty="possible",
          pattern=_S(r"AsyncIOLoopKernelRestarter: restarting kernel|[Kk]ernel (?:appears to have )?died|DeadKernelError|KernelDied|The Kernel crashed while executing|Kernel Restarting"),
          cause="The notebook's kernel died. It leaves no message; most often the kernel of the machine killed it because RAM ran out."),
+    Sign(kind="map-process-lost", resource="host", hints=(b"has abruptly died during map",), level=VAGUE, certainty="likely", pattern=_S(r"subprocesses has abruptly died during map operation"),
+         cause="A process of datasets.map ended without a message, most likely killed by the kernel because the host ran out of RAM."),
+    # ---- Serving beside a training
+    Sign(kind="vllm-no-room", resource="gpu", hints=(b"memory on device (", b"for the cache blocks", b"stored in KV cache"), gate=ERROR,
+         pattern=_S(r"Free memory on device \((?P<_free>[\d.]+)/(?P<_total>[\d.]+) GiB\) on startup is less than desired GPU memory utilization|No available memory for the cache blocks|is larger than the maximum number of tokens that can be stored in KV cache"),
+         read=_vllm, cause="vLLM has no room for its cache on the GPU."),
     # ---- Shared memory, files, disk
     Sign(kind="shm-full", resource="shm", hints=(b"insufficient shared memory",), gate=ERROR, pattern=_S(r"insufficient shared memory \(shm\)"),
          cause="A DataLoader worker got a bus error, because /dev/shm is full: workers hand over their batches in it."),
@@ -488,7 +524,7 @@ LOOKED_FOR = (
 
 
 def literals() -> dict[bytes, tuple[bytes, ...]]:
-    """By gate: what `log_stream.scan` searches for."""
+    """By gate: what `log_reader.scan` searches for."""
     gates: dict[bytes, dict[bytes, None]] = {}
     for sign in SIGNS:
         gates.setdefault(sign.gate, {}).update(dict.fromkeys(sign.hints))

@@ -16,14 +16,13 @@ noisy to be sure.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, Typical, part
-from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.why.finding import Finding, say
+from brimful.report.why.diagnosis import Finding, Fix, finding, fix, say
 from brimful.training.events import number
 from brimful.training.levels import OF_LEVEL, Level, follows_rate, rise_matters, spread
 from brimful.units import show_rows
@@ -43,6 +42,7 @@ SKIPPED = 0.01
 GRADIENT_RISE = 10.0
 PRETRAINED = frozenset(("from", "model", "base", "base_model", "pretrained", "checkpoint", "init"))
 """Options of tasks that name weights to begin with: such a run may be flat because it has little left to learn."""
+_LOSS = "events.jsonl, loss"
 MOVING_CURVES = ("cosine", "linear", "wsd")
 
 
@@ -103,31 +103,22 @@ class Curve:
         return rise_matters(low, high_loss, high_error, progress=self.progress)
 
 
-def _finding(
-    importance: float, kind: str, sentences: Sequence[str], certainty: Certainty, figures: Mapping[str, Any], fixes: Sequence[Fix], evidence: str = "events.jsonl, loss"
-) -> Finding:  # fmt: skip
-    return Finding(
-        importance,
-        Diagnosis(resource="none", kind=kind, cause=" ".join(sentences), certainty=certainty, figures=figures, fixes=tuple(fixes), evidence=evidence),
-    )  # fmt: skip
-
-
 def lower_rate(run: RunFigures) -> Fix:
     rates = [lr for step in run.steps if (lr := number(step, "lr")) is not None and math.isfinite(lr)]
     if not rates or not max(rates):
-        return Fix(title=say("Lower the learning rate to a third"), costs=say("another experiment"))
+        return fix(say("Lower the learning rate to a third"), costs=say("another experiment"))
     highest = max(rates)
-    return Fix(
-        title=say("Lower the learning rate to a third, from {rate} to {lower}", rate=f"{highest:.3g}", lower=f"{highest / 3:.1g}"),
-        costs=say("another experiment"), flags={"brimful": f"--lr {highest / 3:.1g}"},
+    return fix(
+        say("Lower the learning rate to a third, from {rate} to {lower}", rate=f"{highest:.3g}", lower=f"{highest / 3:.1g}"),
+        costs=say("another experiment"), brimful=f"--lr {highest / 3:.1g}",
     )  # fmt: skip
 
 
 def _stabilisers(run: RunFigures) -> Iterator[Fix]:
     yield lower_rate(run)
     if run.options.get("clip_norm") == 0:
-        yield Fix(title=say("Clip the gradients, which is off"), flags={"brimful": "--clip-norm 1"})
-    yield Fix(title=say("Let the learning rate rise for longer"), flags={"brimful": "--warmup 5%"})
+        yield fix(say("Clip the gradients, which is off"), brimful="--clip-norm 1")
+    yield fix(say("Let the learning rate rise for longer"), brimful="--warmup 5%")
 
 
 # ---- Diverging, swinging, flat -----------------------------------------------------------------------------------------
@@ -157,9 +148,10 @@ def _diverging(run: RunFigures, curve: Curve) -> Iterator[Finding]:
                 "The usual reason is a learning rate that is too high, but rows that become harder would look the same."
             )
         )
-    yield _finding(
-        0.8 if above_start else 0.4, "loss-diverging", sentences, "likely" if above_start else "possible",
-        {"start": curve.start, "lowest": low.loss, "lowest_at_step": low.last, "last": end, "error": error}, [*_stabilisers(run)],
+    yield finding(
+        0.8 if above_start else 0.4, "loss-diverging", sentences, certainty="likely" if above_start else "possible",
+        figures={"start": curve.start, "lowest": low.loss, "lowest_at_step": low.last, "last": end, "error": error}, evidence=_LOSS,
+        fixes=_stabilisers(run),
     )  # fmt: skip
 
 
@@ -168,14 +160,18 @@ def _swinging(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     figures: dict[str, Any] = {"swings": swings, "level": curve.size}
     if swings >= SWINGS:
         sentence = say("The loss has risen and fallen again {count} times, each time by more than its noise and by at least a tenth.", count=swings)  # fmt: skip
-        yield _finding(0.35, "loss-swinging", [sentence], "likely", figures, [*_stabilisers(run)])
+        yield finding(
+            0.35, "loss-swinging", [sentence], certainty="likely", figures=figures, evidence=_LOSS, fixes=_stabilisers(run),
+        )  # fmt: skip
         return
     fast = _fast_swing(curve)
     if fast is None:
         return
     figures["spread"], figures["autocorrelation"] = fast
     sentence = say("The loss swings by {share} from step to step, and not at random, because consecutive steps are correlated.", share=f"{fast[0] / curve.size:.0%}")  # fmt: skip
-    yield _finding(0.3, "loss-swinging", [sentence], "possible", figures, [*_stabilisers(run)])
+    yield finding(
+        0.3, "loss-swinging", [sentence], certainty="possible", figures=figures, evidence=_LOSS, fixes=_stabilisers(run),
+    )  # fmt: skip
 
 
 def _count_swings(curve: Curve) -> int:
@@ -223,8 +219,10 @@ def _flat(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     updates = len(losses)
     if max(losses) == min(losses):
         sentence = say("The loss is exactly {loss} in all {count} updates, so nothing is learned from the rows.", loss=f"{losses[0]:.6g}", count=f"{updates:,}")  # fmt: skip
-        check = Fix(title=say("Check that the loss depends on the model's output and that labels are not all masked"))
-        yield _finding(0.85, "loss-flat", [sentence], "certain", {"loss": losses[0], "updates": updates}, [check])
+        check = fix(say("Check that the loss depends on the model's output and that labels are not all masked"))
+        yield finding(
+            0.85, "loss-flat", [sentence], figures={"loss": losses[0], "updates": updates}, evidence=_LOSS, fixes=[check],
+        )  # fmt: skip
         return
     begin, end = Typical.of(losses[: max(5, updates // 20)]), Typical.of(losses[-updates // 5 :])
     if begin is None or end is None or abs(begin.value) < 1e-4:
@@ -240,15 +238,15 @@ def _flat(run: RunFigures, curve: Curve) -> Iterator[Finding]:
     sentences = [say("The loss has not fallen in {count} updates: {first} at the start, {last} at the end.", count=f"{updates:,}", first=f"{begin.value:.4g}", last=f"{end.value:.4g}")]  # fmt: skip
     if no_gradient:
         sentences.append(say("All gradients are zero, so no weights can change."))
-        fix = Fix(title=say("Check which weights are trainable, and that the loss depends on them"))
-        yield _finding(0.85, "loss-flat", sentences, "certain", figures, [fix])
+        remedy = fix(say("Check which weights are trainable, and that the loss depends on them"))
+        yield finding(0.85, "loss-flat", sentences, figures=figures, evidence=_LOSS, fixes=[remedy])
         return
     sentences.append(say("If the weights were already trained on such rows, this is expected."))
     rates = [rate for _, _, rate in curve.points if rate]
-    fixes = [Fix(title=say("Check the labels, and which weights are trainable"))]
+    fixes = [fix(say("Check the labels, and which weights are trainable"))]
     if rates:
-        fixes.insert(0, Fix(title=say("Try ten times the learning rate, {rate}", rate=f"{10 * max(rates):.1g}"), costs=say("another experiment"), flags={"brimful": f"--lr {10 * max(rates):.1g}"}))  # fmt: skip
-    yield _finding(0.4, "loss-flat", sentences, "possible", figures, fixes)
+        fixes.insert(0, fix(say("Try ten times the learning rate, {rate}", rate=f"{10 * max(rates):.1g}"), costs=say("another experiment"), brimful=f"--lr {10 * max(rates):.1g}"))  # fmt: skip
+    yield finding(0.4, "loss-flat", sentences, certainty="possible", figures=figures, evidence=_LOSS, fixes=fixes)
 
 
 def _was_trained_before(run: RunFigures) -> bool:
@@ -290,12 +288,7 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
     usual, before = _gradients_before(run, first)
     fixes: list[Fix] = []
     if fp16:
-        fixes.append(
-            Fix(
-                title=say("Compute in bf16, which does not overflow where fp16 does"),
-                flags={"brimful": "--precision bf16"},
-            )
-        )
+        fixes.append(fix(say("Compute in bf16, which does not overflow where fp16 does"), brimful="--precision bf16"))
     if first <= 2 and all_of_them:
         sentences.append(
             say(
@@ -303,7 +296,7 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
             )
         )
         fixes.append(
-            Fix(title=say("Look for empty rows, labels that are all masked, a division by zero or a logarithm of it"))
+            fix(say("Look for empty rows, labels that are all masked, a division by zero or a logarithm of it"))
         )
     elif usual and before and before >= GRADIENT_RISE * usual:
         figures["gradient_norm"], figures["usual_gradient_norm"] = before, usual
@@ -317,12 +310,12 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
         fixes += _stabilisers(run)
     else:
         fixes.append(lower_rate(run))
-        fixes.append(Fix(title=say("Look at the rows of step {step}: an event `skip` names the first weight with such a gradient", step=f"{first:,}")))  # fmt: skip
+        fixes.append(fix(say("Look at the rows of step {step}: an event `skip` names the first weight with such a gradient", step=f"{first:,}")))  # fmt: skip
     serious = ended_so or len(bad) > SKIPPED * len(run.steps)
     skip = next((event for event in run.record.of_kind("skip") if event["step"] == first), {})
-    yield _finding(
-        0.95 if all_of_them or ended_so else 0.5 if serious else 0.2, "nan-loss", sentences, "certain" if serious else "likely", figures,
-        fixes, evidence=f"events.jsonl, step {first}" + (f": {skip['sentence']}" if skip.get("sentence") else ""),
+    yield finding(
+        0.95 if all_of_them or ended_so else 0.5 if serious else 0.2, "nan-loss", sentences, certainty="certain" if serious else "likely",
+        figures=figures, evidence=f"events.jsonl, step {first}" + (f": {skip['sentence']}" if skip.get("sentence") else ""), fixes=fixes,
     )  # fmt: skip
 
 
@@ -345,16 +338,11 @@ def _rate_never_applied(run: RunFigures) -> Iterator[Finding]:
         return
     if not any(rates):
         sentence = say("The learning rate is 0 in all {count} steps, so no weights change.", count=f"{len(rates):,}")
-        fix = Fix(title=say("Check the schedule of the task, or set the rate"), flags={"brimful": "--lr 1e-4"})
-        yield _finding(
-            0.9,
-            "learning-rate-not-applied",
-            [sentence],
-            "certain",
-            {"lr": 0.0, "steps": len(rates)},
-            [fix],
-            "events.jsonl, lr",
-        )
+        remedy = fix(say("Check the schedule of the task, or set the rate"), brimful="--lr 1e-4")
+        yield finding(
+            0.9, "learning-rate-not-applied", [sentence], figures={"lr": 0.0, "steps": len(rates)}, evidence="events.jsonl, lr",
+            fixes=[remedy],
+        )  # fmt: skip
         return
     schedule, steps = part(run.choices, "schedule").get("effective"), run.steps_in_all
     if schedule not in MOVING_CURVES or not steps or max(rates) - min(rates) > 1e-6 * max(rates):
@@ -369,9 +357,10 @@ def _rate_never_applied(run: RunFigures) -> Iterator[Finding]:
         schedule=schedule,
     )
     reason = say("Something sets it after the schedule, such as a hook or an optimizer that chooses its own rate.")
-    fix = Fix(title=say("Look for code that sets the learning rate (Adafactor needs relative_step=False)"))
-    yield _finding(
-        0.6, "learning-rate-not-applied", [sentence, reason], "likely", {"lr": rates[0], "schedule": schedule, "steps": len(rates)}, [fix], "events.jsonl, lr"
+    remedy = fix(say("Look for code that sets the learning rate (Adafactor needs relative_step=False)"))
+    yield finding(
+        0.6, "learning-rate-not-applied", [sentence, reason], certainty="likely",
+        figures={"lr": rates[0], "schedule": schedule, "steps": len(rates)}, evidence="events.jsonl, lr", fixes=[remedy],
     )  # fmt: skip
 
 
@@ -395,9 +384,9 @@ def _few_updates(run: RunFigures) -> Iterator[Finding]:
     fixes = []
     if smaller < rows:
         fixes.append(
-            Fix(
-                title=say("Use {rows} rows a step: {count} updates over the same rows", rows=smaller, count=f"{math.ceil(steps * rows / smaller):,}"),
-                costs=say("another experiment"), global_batch=show_rows(smaller), flags={"brimful": f"--global-batch {smaller}"}, basis="predicted",
+            fix(
+                say("Use {rows} rows a step: {count} updates over the same rows", rows=smaller, count=f"{math.ceil(steps * rows / smaller):,}"),
+                costs=say("another experiment"), global_batch=show_rows(smaller), brimful=f"--global-batch {smaller}", basis="predicted",
             )
         )  # fmt: skip
     if steps < FEW_UPDATES and not all_rows:
@@ -405,7 +394,8 @@ def _few_updates(run: RunFigures) -> Iterator[Finding]:
         flag = f"--max-steps {times * steps}"
         if run.options.get("max_steps") is None:
             flag = f"--epochs {times * (number(run.options, 'epochs') or 1.0):g}"
-        fixes.append(Fix(title=say("Train {times} times as long", times=times), costs=say("{times} times the time", times=times), flags={"brimful": flag}, basis="predicted"))  # fmt: skip
-    yield _finding(
-        0.35 if all_rows else 0.15, "batch-exceeds-data" if all_rows else "few-updates", sentences, "certain", figures, fixes, "plan.json"
+        fixes.append(fix(say("Train {times} times as long", times=times), costs=say("{times} times the time", times=times), brimful=flag, basis="predicted"))  # fmt: skip
+    yield finding(
+        0.35 if all_rows else 0.15, "batch-exceeds-data" if all_rows else "few-updates", sentences, figures=figures, evidence="plan.json",
+        fixes=fixes,
     )  # fmt: skip

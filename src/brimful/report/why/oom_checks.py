@@ -16,10 +16,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from brimful.report.run_figures import RunFigures, finite, lengths, objects, part, show_lengths, step_seconds, whole
-from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.why.finding import Finding, say
-from brimful.report.why.long_rows import LongRow, find_long_row, share_longer
+from brimful.report.run_figures import (
+    RunFigures,
+    finite,
+    lengths,
+    objects,
+    part,
+    show_lengths,
+    step_seconds,
+    whole,
+)
+from brimful.report.why.diagnosis import Certainty, Finding, Fix, finding, fix, say
+from brimful.report.why.growth_checks import row_place, shorter_rows
 from brimful.units import flag_bytes, show_bytes, show_rows
 
 FILL = 0.85
@@ -63,18 +71,11 @@ def _errors_of_steps(run: RunFigures) -> Iterator[Finding]:
     ]
     if (error["step"] or 0) > 1 and any(event["step"] == error["step"] - 1 for event in run.record.of_kind("eval")):
         sentences.insert(1, say("It was the first step after an evaluation, which has a peak of its own."))
-    yield Finding(
-        0.98 if died else 0.5,
-        Diagnosis(
-            resource=resource(run),
-            kind="gpu-out-of-memory" if run.on_gpu else "cpu-out-of-memory",
-            cause=" ".join(sentences),
-            certainty=certainty,
-            figures=figures,
-            evidence=f"events.jsonl, step {error['step']}: {error.get('sentence', '')}",
-            fixes=tuple(_fixes(run, error, causes)),
-        ),
-    )
+    yield finding(
+        0.98 if died else 0.5, "gpu-out-of-memory" if run.on_gpu else "cpu-out-of-memory", sentences, resource=resource(run),
+        certainty=certainty, figures=figures, evidence=f"events.jsonl, step {error['step']}: {error.get('sentence', '')}",
+        fixes=_fixes(run, error, causes),
+    )  # fmt: skip
 
 
 def _what(errors: Sequence[Mapping[str, Any]], error: Mapping[str, Any]) -> str:
@@ -165,26 +166,6 @@ def _explained(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, A
         yield say("It was predicted to need {needed} and the device had room for only {room}.", **figures)
 
 
-def row_place(run: RunFigures, event: Mapping[str, Any], shape: Sequence[int]) -> str | None:
-    """Which row it was: as the event says, else by its length in the token store."""
-    file, line = event.get("file"), event.get("line")
-    if isinstance(file, str) and isinstance(line, int):
-        return say("It is line {line} of {file}.", line=f"{line:,}", file=file)
-    long_row = find_long_row(run, shape) if shape else None
-    return None if long_row is None else show_long_row(long_row)
-
-
-def show_long_row(found: LongRow) -> str:
-    values = {"lengths": show_lengths(found.lengths), "file": found.file}
-    if found.alike > 1:
-        return say("{count} rows of {file} are as long, such as row {row} ({lengths} tokens).", count=found.alike, row=f"{found.row:,}", **values)  # fmt: skip
-    if found.line is not None:
-        return say(
-            "The only row as long is line {line} of {file} ({lengths} tokens).", line=f"{found.line:,}", **values
-        )
-    return say("The only row as long is row {row} of {file} ({lengths} tokens).", row=f"{found.row:,}", **values)
-
-
 def _consequences(
     run: RunFigures, error: Mapping[str, Any], died: bool, restored: int | None, lost: float | None
 ) -> Iterator[str]:
@@ -228,30 +209,30 @@ def _fixes(run: RunFigures, error: Mapping[str, Any], causes: Mapping[str, Any])
             flags={"brimful": f"--memory-limit {flag_bytes(room)}"} if room else {}, basis="measured",
         )  # fmt: skip
     if causes.get("no_shape"):
-        yield Fix(
-            title=say("Define shape(row) in the task, which returns the lengths of a row, and plan again: the plan is then made for the longest"),
+        yield fix(
+            say("Define shape(row) in the task, which returns the lengths of a row, and plan again: the plan is then made for the longest"),
         )  # fmt: skip
     if smaller := _smaller_micro_batch(run, error, room, corrected="prediction_too_low" in causes):
         yield smaller
     elif "too_little_room" in causes:
         yield from _more_memory(run, whole(error, "rows") or 1, shape or ())
     if causes.get("longer_than_planned") and shape:
-        yield Fix(
-            title=say("Plan for rows of {shape}, the length that failed", shape=show_lengths(shape)),
-            costs=say("smaller micro-batches in all steps"), flags={"brimful": f"--lengths {','.join(map(str, shape))}"}, basis="measured",
+        yield fix(
+            say("Plan for rows of {shape}, the length that failed", shape=show_lengths(shape)),
+            costs=say("smaller micro-batches in all steps"), brimful=f"--lengths {','.join(map(str, shape))}", basis="measured",
         )  # fmt: skip
         yield from shorter_rows(run, whole(error, "rows") or 1, shape)
     if causes.get("prediction_too_low") and not causes.get("no_shape"):
         saves = None if run.limit_bytes is None else show_bytes((fill - 0.75) * run.limit_bytes)
         if fill > 0.75:
-            yield Fix(
-                title=say("Leave more room: plan for 75 % of the limit instead of {fill}", fill=f"{fill:.0%}"), saves=saves,
-                costs=say("smaller micro-batches in all steps"), flags={"brimful": "--fill 0.75"}, basis="predicted",
+            yield fix(
+                say("Leave more room: plan for 75 % of the limit instead of {fill}", fill=f"{fill:.0%}"), saves=saves,
+                costs=say("smaller micro-batches in all steps"), brimful="--fill 0.75", basis="predicted",
             )  # fmt: skip
         if run.on_gpu and "expandable_segments:True" not in str(part(run.choices, "allocator").get("effective", "")):
-            yield Fix(
-                title=say("Let the allocator's segments grow, which avoids fragmentation"), saves=say("up to a quarter of what is reserved"),
-                flags={"shell": "export PYTORCH_ALLOC_CONF=expandable_segments:True"},
+            yield fix(
+                say("Let the allocator's segments grow, which avoids fragmentation"), saves=say("up to a quarter of what is reserved"),
+                shell="export PYTORCH_ALLOC_CONF=expandable_segments:True",
             )  # fmt: skip
     yield from _checkpointing(run, room)
 
@@ -270,12 +251,12 @@ def _smaller_micro_batch(run: RunFigures, error: Mapping[str, Any], room: int | 
         return None
     size = show_size(fewer, shape)
     step_rows = run.rows_per_step or rows
-    return Fix(
-        title=say("Use micro-batches of at most {size}: predicted {needs}", size=size, needs=show_bytes(factor * after)),
+    return fix(
+        say("Use micro-batches of at most {size}: predicted {needs}", size=size, needs=show_bytes(factor * after)),
         saves=show_bytes(factor * (before - after)),
         costs=_speed_cost(run, rows, fewer),
         global_batch=say("unchanged: {rows} in {count} micro-batches", rows=show_rows(step_rows), count=math.ceil(step_rows / fewer)),
-        flags={"brimful": f"--micro-batch {fewer}"},
+        brimful=f"--micro-batch {fewer}",
         basis="predicted",
     )  # fmt: skip
 
@@ -285,9 +266,9 @@ def _more_memory(run: RunFigures, rows: int, shape: Sequence[int]) -> Iterator[F
     if needed is None:
         return
     size = show_size(rows, shape)
-    yield Fix(
-        title=say("Give the run more memory: {size} are predicted to need {needed}", size=size, needed=show_bytes(needed)),
-        flags={"brimful": f"--memory-limit {flag_bytes(needed / (finite(run.plan, 'fill') or FILL))}"}, basis="predicted",
+    yield fix(
+        say("Give the run more memory: {size} are predicted to need {needed}", size=size, needed=show_bytes(needed)),
+        brimful=f"--memory-limit {flag_bytes(needed / (finite(run.plan, 'fill') or FILL))}", basis="predicted",
     )  # fmt: skip
 
 
@@ -331,41 +312,18 @@ def _checkpointing(run: RunFigures, room: int | None) -> Iterator[Fix]:
         how, peak, rate = part(one, "setting").get("checkpointing"), whole(one, "peak_bytes"), rate_of(one)
         if how in (None, "off") or not one.get("fits") or not peak or not now or peak > 0.95 * now:
             continue
-        yield Fix(
-            title=say(
+        yield fix(
+            say(
                 "Recompute activations in backward: {rows} took {peak}", rows=show_rows(whole(one, "micro_batch") or 0), peak=show_bytes(peak)
             ),
             saves=show_bytes(now - peak), costs=_slower(rate / now_rate) if rate and now_rate and rate < now_rate else None,
-            flags={"brimful": f"--checkpointing {how}"}, basis="measured" if one.get("basis") == "measured" else "predicted",
+            brimful=f"--checkpointing {how}", basis="measured" if one.get("basis") == "measured" else "predicted",
         )  # fmt: skip
         return
-    yield Fix(
-        title=say("Recompute activations in backward"), saves=say("about two thirds of the activations"),
-        costs=say("20–50 % of the rows/s at equal size"), flags={"brimful": "--checkpointing on"},
+    yield fix(
+        say("Recompute activations in backward"), saves=say("about two thirds of the activations"),
+        costs=say("20–50 % of the rows/s at equal size"), brimful="--checkpointing on",
     )  # fmt: skip
-
-
-def shorter_rows(run: RunFigures, rows: int, shape: Sequence[int]) -> Iterator[Fix]:
-    """Truncate to what the plan was made for; only a task that tokenizes can."""
-    planned = lengths(run.plan, "shape")
-    if "max_tokens" not in run.choices or not planned or len(planned) != len(shape):
-        return
-    shorter = tuple(map(min, shape, planned))
-    before, after, share = (
-        run.predicted_bytes(rows, shape),
-        run.predicted_bytes(rows, shorter),
-        share_longer(run, shorter),
-    )
-    known = before is not None and after is not None
-    yield Fix(
-        title=say("Truncate rows to {shape} tokens", shape=show_lengths(shorter)),
-        saves=show_bytes(before - after) if before is not None and after is not None else None,
-        costs=say("the end of longer rows")
-        if share is None
-        else say("the end of {share} of the rows", share=f"{share:.2%}"),
-        flags={"brimful": f"--max-tokens {','.join(map(str, shorter))}"},
-        basis="predicted" if known else "range",
-    )
 
 
 # ---- Rows that do not fit even alone -----------------------------------------------------------------------------------
@@ -386,12 +344,7 @@ def _rows_set_aside(run: RunFigures) -> Iterator[Finding]:
     fixes = [*shorter_rows(run, 1, shape)]
     if needed is not None and needed > (run.limit_bytes or 0):
         fixes += _more_memory(run, 1, shape)
-    yield Finding(
-        0.45,
-        Diagnosis(
-            resource=resource(run), kind="oversized-rows", cause=" ".join(sentences),
-            figures={"rows": count, "shape": list(shape), "predicted_bytes": needed},
-            evidence=f"events.jsonl, step {first['step']}: {first.get('sentence', '')}",
-            fixes=(*fixes, *_checkpointing(run, run.limit_bytes)),
-        ),
+    yield finding(
+        0.45, "oversized-rows", sentences, resource=resource(run), figures={"rows": count, "shape": list(shape), "predicted_bytes": needed},
+        evidence=f"events.jsonl, step {first['step']}: {first.get('sentence', '')}", fixes=(*fixes, *_checkpointing(run, run.limit_bytes)),
     )  # fmt: skip

@@ -1,11 +1,10 @@
 """What is wrong with a run, from its folder alone: `check_run` for `brimful why RUN`.
 
-    how it ended     failed, killed by the kernel or by nobody knows whom, a checkpoint that could not be saved (here)
+    how it ended     failed, killed, interrupted, a checkpoint that could not be saved; what the task has warned of (here)
     oom_checks       out-of-memory errors, survived or not
     growth_checks    leaks, and the one long row
     speed_checks     where the time went
     loss_checks      loss curves and learning rates
-    signal_checks    what the task itself has warned of
 
 Each check returns nothing for a healthy run: thresholds are above what healthy runs show, and what is not known is not claimed.
 Memory and loss are judged over the whole run, speed over the part since the last resume, because its plan may be another one.
@@ -15,58 +14,20 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, part, seconds_at, whole
 from brimful.report.run_record import RunRecord
-from brimful.report.why.diagnosis import Diagnosis, Fix
-from brimful.report.why.finding import Finding, say
+from brimful.report.why.diagnosis import Diagnosis, Finding, Fix, finding, fix, say
 from brimful.report.why.growth_checks import growth_findings
-from brimful.report.why.loss_checks import loss_findings
+from brimful.report.why.log_reader import diagnose
+from brimful.report.why.loss_checks import loss_findings, lower_rate
 from brimful.report.why.oom_checks import oom_findings, resource
-from brimful.report.why.signal_checks import signal_findings
 from brimful.report.why.speed_checks import LEAST_STEPS, speed_findings
 from brimful.training.events import number
 from brimful.units import show_bytes
 
-TITLES = {
-    "run-failed": "The run failed",
-    "run-crashed": "The run crashed",
-    "run-killed": "The run was killed",
-    "host-killed": "Host RAM ran out",
-    "save-failed": "A checkpoint was not saved",
-    "gpu-out-of-memory": "GPU memory ran out",
-    "cpu-out-of-memory": "The memory limit was reached",
-    "oversized-rows": "Rows too long to train on",
-    "device-memory-leak": "Memory leak",
-    "host-memory-leak": "Host RAM leak",
-    "long-row": "One long row",
-    "nan-loss": "NaN in the loss",
-    "loss-diverging": "The loss diverges",
-    "loss-swinging": "The loss swings",
-    "loss-flat": "The loss does not fall",
-    "learning-rate-not-applied": "The learning rate has no effect",
-    "chosen-collapsed": "Chosen replies become unlikely",
-    "loss-spiked": "The loss has risen",
-    "accuracy-at-chance": "The accuracy is at chance",
-    "few-updates": "Too few updates",
-    "batch-exceeds-data": "A batch larger than the data",
-    "slow-clamped-micro-batch": "Slow: the micro-batch is limited",
-    "slow-plan-cut-short": "Slow: the plan was cut short",
-    "slow-small-micro-batch": "Slow: the micro-batch is small",
-    "slow-data": "Slow: waiting for rows",
-    "slow-communication": "Slow: communication",
-    "slow-rank": "Slow: one rank",
-    "slow-padding": "Slow: padding",
-    "slow-saves": "Slow: saving checkpoints",
-    "slow-evaluations": "Slow: evaluating",
-    "launch-bound": "Slow: the card waits for launches",
-    "card-not-full": "One run does not fill the card",
-    "others-on-card": "Others use the card",
-    "hot-card": "The card is hot",
-    "host-swapping": "Host RAM is short",
-}
-"""How a view heads each kind of diagnosis."""
 NEARLY_FULL = 0.90
 """Host RAM in use in the last samples of a killed run, from which on the kernel's out-of-memory killer is likely."""
 LAST_S = 60.0
@@ -87,6 +48,50 @@ _NOT_FINITE = re.compile(r"\b(?:nan|inf|infinite|not finite|non-?finite)\b", re.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|memory ran out|can't allocate memory|does not fit|cannot be split and needs", re.IGNORECASE
 )
+
+
+def diagnose_run(folder: Path) -> list[Diagnosis]:
+    """What the run's figures show, and what its log says; if the run failed, the log first."""
+    record = RunRecord(folder)
+    missing, stopped = events_missing(record), interruption(record)
+    measured = [missing] if missing else [*([stopped] if stopped else []), *check_run(record)]
+    log_file = folder / "log.txt"
+    if not log_file.is_file():
+        return measured or [NOTHING_WRONG]
+    from_log = diagnose(log_file, settings=_known_settings(record.plan))
+    if from_log.kind in ("unknown", "empty") or (stopped and from_log.kind in ("stopped", "killed", "time-limit")):
+        return measured or [NOTHING_WRONG]
+    if from_log.certainty != "certain" or from_log.kind == "killed":
+        killed = any(one.kind in ("run-killed", "host-killed") for one in measured)
+        if killed and from_log.kind in (
+            "killed",
+            "host-killed",
+            "stopped",
+        ):  # the samples or the kernel's counter tell more
+            return measured
+    failed = record.state in ("failed", "killed") and not missing
+    same = next((one for one in measured if one.kind == from_log.kind), None)
+    if same is not None and (not failed or same.certainty == "certain" or same.kind == "nan-loss"):
+        # The run's figures are measured, the log has the message. Of a failed run, an error that it survived is another one.
+        figures = {**from_log.figures, **same.figures}
+        merged = replace(same, evidence=from_log.evidence, figures=figures, others=from_log.others)
+        return [merged if one is same else one for one in measured]
+    return [from_log, *measured] if failed else [*measured, from_log]
+
+
+def _known_settings(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's plan says that its log need not repeat."""
+    levers = plan.get("levers") or {}
+    return {
+        "micro_batch": plan.get("micro_batch"),
+        "accumulation": plan.get("accumulation"),
+        "processes": plan.get("processes"),
+        "global_batch": plan.get("global_batch"),
+        "lengths": tuple(plan.get("shape") or ()),
+        "precision": levers.get("precision"),
+        "checkpointing": levers.get("checkpointing") not in (None, "off"),
+        "growing_segments": True,
+    }
 
 
 def check_run(record: RunRecord) -> list[Diagnosis]:
@@ -150,7 +155,7 @@ def _resume(run: RunFigures, *, fixed: bool = False) -> Fix:
         title = say("Continue from the checkpoint of step {step}", step=f"{saved[-1]:,}")
     else:
         title = say("Then start it again") if fixed else say("Start it again")
-    return Fix(title=title, flags={"shell": run.record.folder.resume_command}, basis="measured" if saved else "range")
+    return fix(title, shell=run.record.folder.resume_command, basis="measured" if saved else "range")
 
 
 def _end_sentence(run: RunFigures) -> str:
@@ -163,12 +168,9 @@ def _failed(run: RunFigures) -> Finding:
     problem, _, advice = _end_sentence(run).partition(" Try: ")
     memory = bool(_OUT_OF_MEMORY.search(problem))
     sentences = [_after(run), _sentence(problem)] if problem else [_after(run)]
-    return Finding(
-        1.0,
-        Diagnosis(
-            resource=resource(run) if memory else "none", kind="run-failed", cause=" ".join(sentences), figures={"step": run.last_step},
-            evidence="events.jsonl, end", fixes=tuple(_after_failure(run, problem, advice)),
-        ),
+    return finding(
+        1.0, "run-failed", sentences, resource=resource(run) if memory else "none", figures={"step": run.last_step},
+        evidence="events.jsonl, end", fixes=_after_failure(run, problem, advice),
     )  # fmt: skip
 
 
@@ -178,10 +180,10 @@ def _after_failure(run: RunFigures, problem: str, advice: str) -> Iterator[Fix]:
     An error that would come again is to be fixed first.
     """
     if advice:
-        yield Fix(title=_sentence(advice, end=""))
+        yield fix(_sentence(advice, end=""))
     again = run.record.fails_again
     if again and not advice:
-        yield Fix(title=_FIX_FIRST)
+        yield fix(_FIX_FIRST)
     if not advice or not _NOT_FINITE.search(problem):
         yield _resume(run, fixed=again)
 
@@ -207,14 +209,11 @@ def _crashed(run: RunFigures) -> Finding | None:
         return None
     memory = bool(_OUT_OF_MEMORY.search(found))
     again = not memory and _in_own_code(_log_tail(run))
-    traceback = Fix(title=say("Read the traceback at the end of log.txt, which names the line of code"))
-    return Finding(
-        1.0,
-        Diagnosis(
-            resource=resource(run) if memory else "none", kind="run-crashed",
-            cause=" ".join([_after(run), say("The last error in log.txt is {error}.", error=found.rstrip("."))]), figures={"step": run.last_step},
-            certainty="likely", evidence="log.txt", fixes=(traceback, *((Fix(title=_FIX_FIRST),) if again else ()), _resume(run, fixed=again)),
-        ),
+    traceback = fix(say("Read the traceback at the end of log.txt, which names the line of code"))
+    return finding(
+        1.0, "run-crashed", [_after(run), say("The last error in log.txt is {error}.", error=found.rstrip("."))],
+        resource=resource(run) if memory else "none", certainty="likely", figures={"step": run.last_step}, evidence="log.txt",
+        fixes=(traceback, *([fix(_FIX_FIRST)] if again else []), _resume(run, fixed=again)),
     )  # fmt: skip
 
 
@@ -265,12 +264,9 @@ def _killed(run: RunFigures) -> Finding:
             sentences.append(say("The kernel's out-of-memory killer ended it: the kernel's counter rose."))
         elif used and limit:
             sentences.append(say("Host RAM was at {used} of {limit} ({share}) shortly before, so the kernel's out-of-memory killer has probably ended it.", share=f"{used / limit:.0%}", **amounts))  # fmt: skip
-        return Finding(
-            1.0,
-            Diagnosis(
-                resource="host", kind="host-killed", cause=" ".join(sentences), certainty="certain" if by_kernel else "likely", figures=figures,
-                evidence="log.txt" if by_kernel else "events.jsonl, sample", fixes=tuple(_host_fixes(run, used, limit, tree)),
-            ),
+        return finding(
+            1.0, "host-killed", sentences, resource="host", certainty="certain" if by_kernel else "likely", figures=figures,
+            evidence="log.txt" if by_kernel else "events.jsonl, sample", fixes=_host_fixes(run, used, limit, tree),
         )  # fmt: skip
     if by_kernel is False:
         sentence = say("The kernel's out-of-memory counter did not rise, so something else killed it.")
@@ -281,15 +277,11 @@ def _killed(run: RunFigures) -> Finding:
     else:
         sentence = say("Host RAM was not sampled, so it is not known whether the kernel ended it.")
     other = say("A job scheduler, a shutdown or a kill by hand would look the same.")
-    kernel = Fix(
-        title=say("Check whether the kernel killed a process"), flags={"shell": "dmesg -T | grep -i 'killed process'"}
-    )
-    return Finding(
-        1.0,
-        Diagnosis(
-            resource="none", kind="run-killed", cause=" ".join([began, sentence, other]), certainty="certain" if by_kernel is False else "possible", figures=figures,
-            evidence="log.txt" if by_kernel is False else "events.jsonl: no `end`", fixes=(_resume(run),) if by_kernel is False else (_resume(run), kernel),
-        ),
+    kernel = fix(say("Check whether the kernel killed a process"), shell="dmesg -T | grep -i 'killed process'")
+    return finding(
+        1.0, "run-killed", [began, sentence, other], certainty="certain" if by_kernel is False else "possible", figures=figures,
+        evidence="log.txt" if by_kernel is False else "events.jsonl: no `end`",
+        fixes=[_resume(run)] if by_kernel is False else [_resume(run), kernel],
     )  # fmt: skip
 
 
@@ -311,26 +303,26 @@ def _host_at_end(run: RunFigures) -> tuple[int | None, int | None, int | None]:
 
 def _host_fixes(run: RunFigures, used: int | None, limit: int | None, tree: int | None) -> Iterator[Fix]:
     if tree is not None and used is not None and limit is not None and used - tree > 0.3 * limit:
-        yield Fix(
-            title=say("Stop other programs on this machine: they held {others}, and the run {own}", others=show_bytes(used - tree), own=show_bytes(tree)),
-            saves=show_bytes(used - tree), flags={"shell": "brimful doctor"}, basis="measured",
+        yield fix(
+            say("Stop other programs on this machine: they held {others}, and the run {own}", others=show_bytes(used - tree), own=show_bytes(tree)),
+            saves=show_bytes(used - tree), shell="brimful doctor", basis="measured",
         )  # fmt: skip
     host = part(run.plan, "host")
     workers, predicted = whole(host, "workers"), whole(host, "predicted_bytes")
     if workers:
-        yield Fix(
-            title=say("Read with fewer workers: {workers} instead of {before}", workers=workers // 2, before=workers),
-            costs=say("time to read rows, in each step"), flags={"brimful": f"--workers {workers // 2}"},
+        yield fix(
+            say("Read with fewer workers: {workers} instead of {before}", workers=workers // 2, before=workers),
+            costs=say("time to read rows, in each step"), brimful=f"--workers {workers // 2}",
         )  # fmt: skip
     if tree is not None and predicted and tree > 1.25 * predicted:
-        yield Fix(
-            title=say("Look for what grows: the run held {own}, and the plan predicted {predicted}", own=show_bytes(tree), predicted=show_bytes(predicted)),
+        yield fix(
+            say("Look for what grows: the run held {own}, and the plan predicted {predicted}", own=show_bytes(tree), predicted=show_bytes(predicted)),
             basis="measured",
         )  # fmt: skip
     if limit:
-        yield Fix(
-            title=say("Set a host limit below the machine's, so that the run reduces its workers in time"),
-            flags={"brimful": f"--host-limit {math.floor(0.8 * limit / 2**30) or 1}GiB"},
+        yield fix(
+            say("Set a host limit below the machine's, so that the run reduces its workers in time"),
+            brimful=f"--host-limit {math.floor(0.8 * limit / 2**30) or 1}GiB",
         )  # fmt: skip
     yield _resume(run)
 
@@ -348,11 +340,116 @@ def _save_failed(run: RunFigures, saves: list[dict[str, Any]]) -> Finding:
     else:
         sentences.append(say("There is no checkpoint to continue from."))
     size = max((number(event, "size_bytes") or 0.0 for event in saves), default=0.0)
-    return Finding(
-        0.85,
-        Diagnosis(
-            resource="disk", kind="save-failed", cause=" ".join(filter(None, sentences)), figures={"failed": len(failed), "size_bytes": int(size) or None},
-            evidence=f"events.jsonl, step {failed[-1]['step']}: checkpoint",
-            fixes=(Fix(title=_sentence(advice, end="")),) if advice else (Fix(title=say("Free space on the disk of the run"), flags={"brimful": "--keep 1"}),),
-        ),
+    return finding(
+        0.85, "save-failed", sentences, resource="disk", figures={"failed": len(failed), "size_bytes": int(size) or None},
+        evidence=f"events.jsonl, step {failed[-1]['step']}: checkpoint",
+        fixes=[fix(_sentence(advice, end="")) if advice else fix(say("Free space on the disk of the run"), brimful="--keep 1")],
     )  # fmt: skip
+
+
+NOTHING_WRONG = Diagnosis(
+    resource="none", kind="nothing-wrong", cause=say("Nothing is wrong with this run that its figures show."), certainty="likely"
+)  # fmt: skip
+
+
+def events_missing(record: RunRecord) -> Diagnosis | None:
+    """A run with checkpoints but without events.jsonl: its figures are lost, not its training."""
+    saved = sorted(record.folder.checkpoints.glob("step-*"))
+    if record.folder.events.is_file() or not saved:
+        return None
+    cause = [
+        say("The file events.jsonl is missing, so the figures of this run are not known."),
+        say("The newest checkpoint is {name}.", name=saved[-1].name),
+    ]
+    return Diagnosis(
+        resource="none",
+        kind="events-missing",
+        cause=" ".join(cause),
+        fixes=(_continue(record),),
+        evidence=str(saved[-1]),
+    )
+
+
+def interruption(record: RunRecord) -> Diagnosis | None:
+    """A run that was asked to stop, or reached its time limit: it is to be continued."""
+    if record.state not in ("interrupted", "time-limit", "patience"):
+        return None
+    run = RunFigures(record)
+    if record.state == "patience":
+        return _patience(record, run)
+    step, steps = f"{run.last_step:,}", run.steps_in_all
+    limit = record.state == "time-limit"
+    if steps is None or not run.steps:
+        cause = say("The run reached its time limit after step {step}.", step=step) if limit else say("The run was interrupted after step {step}.", step=step)  # fmt: skip
+    elif limit:
+        cause = say("The run reached its time limit after step {step} of {steps}.", step=step, steps=f"{steps:,}")
+    else:
+        cause = say("The run was interrupted after step {step} of {steps}.", step=step, steps=f"{steps:,}")
+    figures = {"step": run.last_step, "steps": steps}
+    return Diagnosis(
+        resource="none", kind=record.state, cause=cause, figures=figures, fixes=(_continue(record),), evidence="events.jsonl, end"
+    )  # fmt: skip
+
+
+def _patience(record: RunRecord, run: RunFigures) -> Diagnosis:
+    """A run that no longer improved: its best checkpoint is the result, and there is nothing to repair."""
+    best = record.of_kind("end")[-1].get("best")
+    cause = [say("The run stopped after step {step} because it no longer improved.", step=f"{run.last_step:,}")]
+    if best:
+        cause.append(say("Its last good checkpoint is {name}.", name=Path(str(best)).name))
+    figures = {"step": run.last_step, "steps": run.steps_in_all, "best": best}
+    return Diagnosis(
+        resource="none", kind="patience", cause=" ".join(cause), figures=figures, evidence="events.jsonl, end"
+    )
+
+
+def _continue(record: RunRecord) -> Fix:
+    return fix(say("Continue from the last checkpoint"), shell=record.folder.resume_command)
+
+
+IMPORTANCE = {"chosen-collapsed": 0.75, "loss-spiked": 0.7, "accuracy-at-chance": 0.6}
+"""Of the kinds that `dpo` has (`tasks/preference_signals.py`); of others half as much as a lost run."""
+
+
+def signal_findings(run: RunFigures) -> Iterator[Finding]:
+    """One for each kind, with the step it began at. A checkpoint from before is named as a fix."""
+    for note in _first_of_each_kind(run):
+        kind, step = str(note["signal"]), int(number(note, "step") or 0)
+        problem = str(note.get("sentence") or "").partition(" Try: ")[0].rstrip(".")
+        sentences = [
+            f"{problem[:1].upper()}{problem[1:]}.",
+            say("The run warned of it after step {step}.", step=f"{step:,}"),
+        ]
+        yield finding(
+            IMPORTANCE.get(kind, 0.5), kind, sentences, certainty="likely", figures={"step": step},
+            evidence=f"events.jsonl, step {step}: note", fixes=_fixes(run, kind, step),
+        )  # fmt: skip
+
+
+def _first_of_each_kind(run: RunFigures) -> list[Mapping[str, Any]]:
+    kinds: dict[str, Mapping[str, Any]] = {}
+    for event in run.record.of_kind("note"):
+        if event.get("signal"):
+            kinds.setdefault(str(event["signal"]), event)
+    return list(kinds.values())
+
+
+def _fixes(run: RunFigures, kind: str, step: int) -> Iterator[Fix]:
+    if kind in ("chosen-collapsed", "loss-spiked"):
+        yield lower_rate(run)
+    if kind == "chosen-collapsed":
+        beta = run.task_options.get("beta")
+        higher = 2 * beta if isinstance(beta, int | float) and beta > 0 else 0.2
+        yield fix(
+            say("Keep the model closer to its reference"), costs=say("smaller margins"), brimful=f"--beta {higher:g}"
+        )  # fmt: skip
+    if kind == "accuracy-at-chance":
+        yield fix(say("Look at some pairs: chosen and rejected may be mixed up, or too similar to tell apart"))
+        rates = [rate for one in run.steps if (rate := number(one, "lr"))]
+        if rates:
+            yield fix(say("Try ten times the learning rate, {rate}", rate=f"{10 * max(rates):.1g}"), costs=say("another experiment"), brimful=f"--lr {10 * max(rates):.1g}")  # fmt: skip
+    saved = [event["step"] for event in run.record.of_kind("checkpoint") if event.get("saved") and event.get("step")]
+    if before := [one for one in saved if one < step and run.record.folder.checkpoints.joinpath(f"step-{one:08}").is_dir()]:  # fmt: skip
+        yield fix(say("Use the checkpoint of step {step}, from before the warning", step=f"{before[-1]:,}"))
+    if run.options.get("patience") is None:
+        yield fix(say("Let the run stop by itself"), brimful="--patience 3")

@@ -19,9 +19,7 @@ from statistics import median
 from typing import Any
 
 from brimful.report.run_figures import RunFigures, Typical, finite, lengths, objects, part, step_seconds, whole
-from brimful.report.why.diagnosis import Certainty, Diagnosis, Fix
-from brimful.report.why.finding import Finding, say
-from brimful.report.why.long_rows import has_store
+from brimful.report.why.diagnosis import Certainty, Finding, Fix, finding, fix, say
 from brimful.report.why.oom_checks import FILL, chosen_of, rate_of
 from brimful.units import GiB, MiB, flag_bytes, show_bytes, show_rate, show_rows, show_seconds
 
@@ -78,11 +76,9 @@ def speed_findings(run: RunFigures) -> Iterator[Finding]:
 def _slow(kind: str, sentences: Sequence[str], *, lost: float, certainty: Certainty, figures: Mapping[str, Any],
           evidence: str, fixes: Sequence[Fix], resource: Any = "none") -> Finding:  # fmt: skip
     """`lost`: the share of the time that the cause costs, which is also how important it is."""
-    return Finding(
-        min(0.45, 0.1 + 0.4 * lost),
-        Diagnosis(
-            resource=resource, kind=kind, cause=" ".join(sentences), certainty=certainty, figures=figures, evidence=evidence, fixes=tuple(fixes)
-        ),
+    return finding(
+        min(0.45, 0.1 + 0.4 * lost), kind, sentences, resource=resource, certainty=certainty, figures=figures, evidence=evidence,
+        fixes=fixes,
     )  # fmt: skip
 
 
@@ -102,20 +98,20 @@ def _clamped(run: RunFigures) -> Iterator[Finding]:
     rate, faster = rate_of(chosen_of(run)) or finite(run.plan, "rows_per_s"), _faster(run, chosen)
     figures = {"micro_batch": chosen, "rows_per_s": rate, "largest_micro_batch": whole(run.plan, "largest_micro_batch")}
     asked = say("Micro-batches have at most {rows}, because --micro-batch {requested} was requested.", rows=show_rows(chosen), requested=requested)  # fmt: skip
-    leave_out = Fix(
-        title=say("Leave --micro-batch out, so that the plan measures which size is fastest"),
-        flags={"brimful": "--micro-batch auto"}, basis="measured",
+    leave_out = fix(
+        say("Leave --micro-batch out, so that the plan measures which size is fastest"),
+        brimful="--micro-batch auto", basis="measured",
     )  # fmt: skip
     if faster is not None and rate:
         rows, their_rate = whole(faster, "micro_batch") or 0, rate_of(faster) or rate
         timed = say("The plan timed {rows} at {their_rate} rows/s, and {chosen} at {rate}.", rows=show_rows(rows), their_rate=show_rate(their_rate), chosen=show_rows(chosen), rate=show_rate(rate))  # fmt: skip
-        fix = Fix(
-            title=say("Use micro-batches of {rows}: {ratio} × as fast, with a peak of {peak}", rows=show_rows(rows), ratio=f"{their_rate / rate:.2g}", peak=show_bytes(whole(faster, "peak_bytes"))),
-            flags={"brimful": f"--micro-batch {rows}"}, basis="measured",
+        remedy = fix(
+            say("Use micro-batches of {rows}: {ratio} × as fast, with a peak of {peak}", rows=show_rows(rows), ratio=f"{their_rate / rate:.2g}", peak=show_bytes(whole(faster, "peak_bytes"))),
+            brimful=f"--micro-batch {rows}", basis="measured",
         )  # fmt: skip
         yield _slow(
             "slow-clamped-micro-batch", [asked, timed], lost=1 - rate / their_rate, certainty="certain",
-            figures={**figures, "faster_micro_batch": rows, "faster_rows_per_s": their_rate}, evidence="plan.json, tried", fixes=(fix, leave_out),
+            figures={**figures, "faster_micro_batch": rows, "faster_rows_per_s": their_rate}, evidence="plan.json, tried", fixes=(remedy, leave_out),
         )  # fmt: skip
         return
     largest, mfu = whole(run.plan, "largest_micro_batch"), run.mean("mfu")
@@ -167,9 +163,9 @@ def _small(run: RunFigures) -> Iterator[Finding]:
         sentences.append(say("It did not try: {names}.", names=", ".join(skipped)))
         more_s = max(60, math.ceil(4 * (limit_s or 0) / 60) * 60)
         fixes.append(
-            Fix(
-                title=say("Give the plan more time, in a new run, since a resumed one keeps its plan; best while nothing else is busy"),
-                costs=say("up to {time}, once", time=show_seconds(more_s)), flags={"brimful": f"--plan-seconds {more_s}"},
+            fix(
+                say("Give the plan more time, in a new run, since a resumed one keeps its plan; best while nothing else is busy"),
+                costs=say("up to {time}, once", time=show_seconds(more_s)), brimful=f"--plan-seconds {more_s}",
             )
         )  # fmt: skip
     else:
@@ -180,9 +176,9 @@ def _small(run: RunFigures) -> Iterator[Finding]:
     if predicted is not None:
         sentences.append(say("Memory has room for {rows} at once: predicted {peak} of {limit}.", rows=show_rows(room), peak=show_bytes(predicted), limit=show_bytes(run.limit_bytes)))  # fmt: skip
         fixes.append(
-            Fix(
-                title=say("Or set the size yourself, such as {rows}", rows=show_rows(max(2 * chosen, room // 2))), global_batch=say("unchanged"),
-                flags={"brimful": f"--micro-batch {max(2 * chosen, room // 2)}"}, basis="predicted",
+            fix(
+                say("Or set the size yourself, such as {rows}", rows=show_rows(max(2 * chosen, room // 2))), global_batch=say("unchanged"),
+                brimful=f"--micro-batch {max(2 * chosen, room // 2)}", basis="predicted",
             )
         )  # fmt: skip
     yield _slow(
@@ -253,12 +249,11 @@ def _data_cause(
     run: RunFigures, workers: int | None, cores: int | None, cpu: float | None, reads: float | None
 ) -> tuple[str, Certainty, list[Fix]]:
     """What the loader waits for, by what host and disk were doing."""
-    if has_store(run):
-        prepare = Fix(title=say("Do less for each row in collate()"))
+    if run.store_path is not None:
+        prepare = fix(say("Do less for each row in collate()"))
     else:
-        prepare = Fix(
-            title=say("Prepare the rows once, before training, such as in a token store"),
-            flags={"shell": "brimful data tokenize"},
+        prepare = fix(
+            say("Prepare the rows once, before training, such as in a token store"), shell="brimful data tokenize"
         )
     more = say("at most {ratio} × the speed", ratio=_at_most(run.time_shares["data_s"]))
     if cpu is not None and cpu >= BUSY_CPU and run.on_gpu:
@@ -267,26 +262,26 @@ def _data_cause(
     if workers == 0:
         sentence = say("No worker reads ahead: rows are read in the training process, which cannot train meanwhile.")
         flag = "--workers auto" if run.requested("workers") == 0 else f"--workers {min(4, max(1, (cores or 2) - 1))}"
-        fix = Fix(title=say("Let workers read ahead"), costs=say("host RAM of the workers"), flags={"brimful": flag})
-        return sentence, "likely" if run.on_gpu else "possible", [fix, prepare]
+        remedy = fix(say("Let workers read ahead"), costs=say("host RAM of the workers"), brimful=flag)
+        return sentence, "likely" if run.on_gpu else "possible", [remedy, prepare]
     busy = cpu is not None and cores is not None and workers and cpu * cores >= 0.8 * min(cores, workers + 1)
     if busy and workers and cores and cores > workers + 1 and cpu is not None and run.on_gpu:
         sentence = say("The {workers} workers are busy ({cpu} of {cores} cores), and there are cores left.", workers=workers, cpu=f"{cpu:.0%}", cores=cores)  # fmt: skip
-        fix = Fix(
-            title=say("Use {workers} workers: {more}", workers=min(cores - 1, 2 * workers), more=more), costs=say("host RAM of the workers"),
-            flags={"brimful": f"--workers {min(cores - 1, 2 * workers)}"}, basis="predicted",
+        remedy = fix(
+            say("Use {workers} workers: {more}", workers=min(cores - 1, 2 * workers), more=more), costs=say("host RAM of the workers"),
+            brimful=f"--workers {min(cores - 1, 2 * workers)}", basis="predicted",
         )  # fmt: skip
-        return sentence, "likely", [fix, prepare]
-    copy = Fix(title=say("Copy the data to a local disk, or give the machine RAM to cache them"))
+        return sentence, "likely", [remedy, prepare]
+    copy = fix(say("Copy the data to a local disk, or give the machine RAM to cache them"))
     if cpu is not None and cpu < IDLE_CPU and reads is not None and reads >= FAST_READS:
         sentence = say("The CPU is idle ({cpu}) while {reads}/s are read, so the disk is the limit.", cpu=f"{cpu:.0%}", reads=show_bytes(reads))  # fmt: skip
         return sentence, "likely", [copy]
     if cpu is not None and cpu < IDLE_CPU and reads is not None:
         sentence = say("The CPU is idle ({cpu}) and only {reads}/s are read: a disk that answers slowly, such as one in the network, or a dataset that waits.", cpu=f"{cpu:.0%}", reads=show_bytes(reads))  # fmt: skip
         many = 2 * max(2, workers or 0)
-        waiting = Fix(
-            title=say("Use {workers} workers, which wait at the same time", workers=many), costs=say("host RAM of the workers"),
-            flags={"brimful": f"--workers {many}"},
+        waiting = fix(
+            say("Use {workers} workers, which wait at the same time", workers=many), costs=say("host RAM of the workers"),
+            brimful=f"--workers {many}",
         )  # fmt: skip
         return sentence, "possible", [waiting, copy]
     return say("The run has no samples that tell whether CPU or disk is the cause."), "possible", [prepare, copy]
@@ -303,18 +298,15 @@ def _communication(run: RunFigures) -> Iterator[Finding]:
     fixes = []
     if run.on_gpu and run.options.get("backend") == "gloo":
         sentences.append(say("They communicate through gloo, over the CPU, because --backend gloo was requested."))
-        fixes.append(Fix(title=say("Let the cards communicate directly"), flags={"brimful": "--backend nccl"}))
+        fixes.append(fix(say("Let the cards communicate directly"), brimful="--backend nccl"))
     fixes.append(
-        Fix(
-            title=say("Measure how fast the cards reach each other, and whether they do so directly"),
-            flags={"shell": "brimful doctor"},
-        )
+        fix(say("Measure how fast the cards reach each other, and whether they do so directly"), shell="brimful doctor")
     )
     if (accumulation := whole(run.plan, "accumulation")) == 1:
         fixes.append(
-            Fix(
-                title=say("Exchange gradients less often, with more rows in each step"), costs=say("another experiment"),
-                global_batch=say("larger"), flags={"brimful": f"--global-batch {2 * (run.rows_per_step or 1)}"},
+            fix(
+                say("Exchange gradients less often, with more rows in each step"), costs=say("another experiment"),
+                global_batch=say("larger"), brimful=f"--global-batch {2 * (run.rows_per_step or 1)}",
             )
         )  # fmt: skip
     yield _slow(
@@ -343,7 +335,7 @@ def _uneven_ranks(run: RunFigures) -> Iterator[Finding]:
         [say("Rank {rank} computes {seconds} in a step, the others {others}, and they wait for it.", rank=slowest, seconds=show_seconds(typical[slowest]), others=show_seconds(others))],
         lost=1 - others / typical[slowest], certainty="likely", figures={"rank": slowest, "busy_s": typical[slowest], "others_busy_s": others},
         evidence="events.jsonl, ranks.busy_s",
-        fixes=[Fix(title=say("Look at who else uses the card of rank {rank}, and at its temperature", rank=slowest), flags={"shell": "brimful machine"})],
+        fixes=[fix(say("Look at who else uses the card of rank {rank}, and at its temperature", rank=slowest), shell="brimful machine")],
     )  # fmt: skip
 
 
@@ -358,21 +350,18 @@ def _padding(run: RunFigures) -> Iterator[Finding]:
     if run.plan.get("layout") == "padded":
         if layout.get("requested") == "padded":
             fixes.append(
-                Fix(
-                    title=say("Let rows be packed end to end where the task and the device can"),
-                    flags={"brimful": "--layout auto"},
-                )
+                fix(say("Let rows be packed end to end where the task and the device can"), brimful="--layout auto")
             )
         if not run.options.get("mix"):
             fixes.append(
-                Fix(
-                    title=say("Sort rows by length over ten steps"), costs=say("rows of one step are more alike than at random"),
-                    flags={"brimful": "--mix window:10"},
+                fix(
+                    say("Sort rows by length over ten steps"), costs=say("rows of one step are more alike than at random"),
+                    brimful="--mix window:10",
                 )
             )  # fmt: skip
         if isinstance(run.requested("micro_batch"), int):
             fixes.append(
-                Fix(title=say("Leave --micro-batch out: the plan then splits a step by the lengths of its rows"), flags={"brimful": "--micro-batch auto"})
+                fix(say("Leave --micro-batch out: the plan then splits a step by the lengths of its rows"), brimful="--micro-batch auto")
             )  # fmt: skip
     yield _slow(
         "slow-padding", [say("{padding} of the positions computed are padding, so about that share of the computation is wasted.", padding=f"{padding:.0%}")],
@@ -416,13 +405,13 @@ def _pauses(
     every = math.ceil(every / (10 ** max(0, len(str(every)) - 2))) * 10 ** max(0, len(str(every)) - 2)
     predicted = each / (each + every * step_s.value)
     fixes = [
-        Fix(title=advise(f"{every:,}", f"{predicted:.0%}"), flags={"brimful": f"--{option.replace('_', '-')} {every}"}, basis="predicted")
+        fix(advise(f"{every:,}", f"{predicted:.0%}"), brimful=f"--{option.replace('_', '-')} {every}", basis="predicted")
     ]  # fmt: skip
     if event == "eval":
         fixes.append(
-            Fix(
-                title=say("Evaluate on fewer rows, or generate fewer answers"), costs=say("less exact scores"),
-                flags={"brimful": "--eval-rows 200 --generate-rows 20"},
+            fix(
+                say("Evaluate on fewer rows, or generate fewer answers"), costs=say("less exact scores"),
+                brimful="--eval-rows 200 --generate-rows 20",
             )
         )  # fmt: skip
     yield _slow(
@@ -453,8 +442,8 @@ def _empty_card(run: RunFigures) -> Iterator[Finding]:
         lost=1 - used, certainty="likely", figures={"utilization": used, "peak_bytes": peak, "limit_bytes": limit, "runs_at_once": runs},
         evidence="events.jsonl, sample",
         fixes=[
-            Fix(title=say("Train seeds or settings of small heads together"), flags={"shell": "brimful sweep"}),
-            Fix(title=say("Start {runs} runs at once, each with a part of the memory", runs=runs), flags={"brimful": f"--memory-limit {each}"}, basis="measured"),
+            fix(say("Train seeds or settings of small heads together"), shell="brimful sweep"),
+            fix(say("Start {runs} runs at once, each with a part of the memory", runs=runs), brimful=f"--memory-limit {each}", basis="measured"),
         ],
     )  # fmt: skip
 
@@ -477,15 +466,15 @@ def _launches(run: RunFigures) -> Iterator[Finding]:
     if levers.get("compile") == "off":
         if best is not None and chosen_rate and (rate_of(best) or 0.0) > 1.03 * chosen_rate:
             fixes.append(
-                Fix(
-                    title=say("Compile the blocks: timed by the plan at {ratio} × the speed", ratio=f"{(rate_of(best) or 0.0) / chosen_rate:.2g}"),
-                    costs=say("10–80 s, once"), flags={"brimful": "--compile on"}, basis="measured",
+                fix(
+                    say("Compile the blocks: timed by the plan at {ratio} × the speed", ratio=f"{(rate_of(best) or 0.0) / chosen_rate:.2g}"),
+                    costs=say("10–80 s, once"), brimful="--compile on", basis="measured",
                 )
             )  # fmt: skip
         elif best is None:
-            fixes.append(Fix(title=say("Compile the blocks, which launches fewer kernels"), costs=say("10–80 s, once"), flags={"brimful": "--compile on"}))  # fmt: skip
+            fixes.append(fix(say("Compile the blocks, which launches fewer kernels"), costs=say("10–80 s, once"), brimful="--compile on"))  # fmt: skip
     if levers.get("cuda_graphs") == "off":
-        fixes.append(Fix(title=say("Replay micro-batches as a CUDA graph, if rows are packed"), flags={"brimful": "--layout packed --cuda-graphs on"}))  # fmt: skip
+        fixes.append(fix(say("Replay micro-batches as a CUDA graph, if rows are packed"), brimful="--layout packed --cuda-graphs on"))  # fmt: skip
     if not fixes:
         return
     sentence = say("The card is busy only {used} of the time, although nothing but computing takes time: it waits for its kernels to be launched.", used=f"{used:.0%}")  # fmt: skip
@@ -543,7 +532,7 @@ def _others(run: RunFigures) -> Iterator[Finding]:
     yield _slow(
         "others-on-card", sentences, lost=0.0 if slowed is None else 1 - slowed, certainty="certain" if slowed is None else "likely",
         figures={"others_bytes": held, "samples": shared, "speed_ratio": slowed}, evidence="events.jsonl, sample",
-        fixes=[Fix(title=say("Find out which programs, and stop them or use another card"), saves=show_bytes(held), flags={"shell": "brimful machine"}, basis="measured")],
+        fixes=[fix(say("Find out which programs, and stop them or use another card"), saves=show_bytes(held), shell="brimful machine", basis="measured")],
     )  # fmt: skip
 
 
@@ -562,7 +551,7 @@ def _heat(run: RunFigures) -> Iterator[Finding]:
         "hot-card",
         [say("While the card is at {hot} °C or more (up to {hottest} °C), steps run at {ratio} × the speed, so it may lower its clock.", ratio=f"{slowed:.2f}", hot=HOT_C, hottest=f"{hottest:.0f}")],
         lost=1 - slowed, certainty="possible", figures={"speed_ratio": slowed, "temperature_c": hottest}, evidence="events.jsonl, sample",
-        fixes=[Fix(title=say("Look at its fans and the air around it"), flags={"shell": "nvidia-smi -q -d PERFORMANCE"})],
+        fixes=[fix(say("Look at its fans and the air around it"), shell="nvidia-smi -q -d PERFORMANCE")],
     )  # fmt: skip
 
 
@@ -571,9 +560,9 @@ def _swapping(run: RunFigures) -> Iterator[Finding]:
     if len(swap) < 3 or max(swap) - swap[0] < SWAP_BYTES:
         return
     workers = whole(part(run.plan, "host"), "workers")
-    fixes = [Fix(title=say("Use fewer workers, which hold rows in RAM"), costs=say("time to read rows, in each step"), flags={"brimful": f"--workers {workers // 2}"})] if workers else []  # fmt: skip
+    fixes = [fix(say("Use fewer workers, which hold rows in RAM"), costs=say("time to read rows, in each step"), brimful=f"--workers {workers // 2}")] if workers else []  # fmt: skip
     yield _slow(
         "host-swapping", [say("The machine moved {swap} of memory to disk during the run, because host RAM was short.", swap=show_bytes(max(swap) - swap[0]))],
         lost=0.3, certainty="certain", figures={"swap_bytes": max(swap) - swap[0]}, evidence="events.jsonl, sample", resource="host",
-        fixes=[*fixes, Fix(title=say("Find out what holds the RAM"), flags={"shell": "brimful doctor"})],
+        fixes=[*fixes, fix(say("Find out what holds the RAM"), shell="brimful doctor")],
     )  # fmt: skip

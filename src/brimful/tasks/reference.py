@@ -137,7 +137,7 @@ def _find(task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingCon
             return str(file)
         if own_record["key"].get("weights") != _key(task, model, rows, context)["weights"]:
             raise BadRun(
-                f"{file.name} with the log-probabilities of the reference is gone, and so is the model that the run own_record with. "
+                f"{file.name} with the log-probabilities of the reference is gone, and so is the model that the run began with. "
                 f"Try: put that model back at {task.options.reference or task.options.model}, or a new run."
             )
     key = _key(task, model, rows, context)

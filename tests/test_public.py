@@ -20,6 +20,7 @@ PUBLIC = [
     "Stepper",
     "Task",
     "diagnose",
+    "estimate",
     "plan",
     "simulated_memory",
     "train",

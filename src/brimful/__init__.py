@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from brimful.data.loader import Loader as Loader
     from brimful.errors import BrimfulError as BrimfulError
-    from brimful.estimation.estimator import Estimate as Estimate
     from brimful.estimation.estimator import estimate as estimate
     from brimful.machine.machine import Machine as Machine
     from brimful.memory.ledger import simulated_memory as simulated_memory
@@ -36,7 +35,6 @@ __version__ = "0.2.0.dev0"
 
 _MODULES = {
     "BrimfulError": "brimful.errors",
-    "Estimate": "brimful.estimation.estimator",
     "Hook": "brimful.training.loop",
     "Loader": "brimful.data.loader",
     "Loss": "brimful.task",
@@ -54,7 +52,6 @@ _MODULES = {
 
 __all__ = [
     "BrimfulError",
-    "Estimate",
     "Hook",
     "Loader",
     "Loss",

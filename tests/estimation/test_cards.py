@@ -1,10 +1,12 @@
 """A card is found however its name is written."""
 
+from pathlib import Path
+
 import pytest
 
 from brimful.errors import BadOption
 from brimful.estimation.cards import CARDS, CONTEXT_BYTES, all_cards, find_card
-from brimful.units import GiB
+from brimful.units import GiB, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,9 @@ def test_what_torch_may_reserve_is_without_the_context():
 def test_flash_attention_begins_with_ampere():
     assert not find_card("T4").has_flash and not find_card("V100 32GB").has_flash
     assert find_card("RTX 3060").has_flash and find_card("A100 40GB").has_flash
+
+
+def test_the_page_lists_every_card():
+    page = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text(encoding="utf-8")
+    for card in CARDS:
+        assert f"| {card.name} | {show_bytes(card.total_bytes)} | {show_bytes(card.limit_bytes)} |" in page

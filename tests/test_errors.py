@@ -66,6 +66,7 @@ def test_the_code_of_an_error_never_changes():
         "B301": "DoesNotFit",
         "B302": "DeviceBusy",
         "B303": "InexactSplit",
+        "B304": "ServerBusy",
         "B401": "NonFiniteGradients",
         "B402": "PartialUpdate",
         "B501": "ProcessLost",

@@ -1,13 +1,15 @@
-"""Draw every view from real runs: docs/plan.svg, watch.svg, why.svg, compare.svg, doctor.svg and report.png.
+"""Draw every view from real runs: docs/plan.svg, watch.svg, why.svg, compare.svg, doctor.svg, report.png and serve.png.
 
     python docs/recording/pictures.py [SVG …]
 
 Trains two short runs of the tiny chat model on the CPU in a temporary folder, then shows them with the commands that a user
 would type. What the commands print is drawn as it is; nothing is written by hand but the log that `why` reads, which is the
-message of a user's own guide, and paths of this machine, which are shortened. The page is photographed by Chromium. With names, only those pictures are drawn again.
+message of a user's own guide, and paths of this machine, which are shortened. Both pages are photographed by Chromium; that of
+`serve` needs a Chinese font and trains the demo for two minutes. With names, only those pictures are drawn again.
 """
 
 import io
+import json
 import os
 import re
 import shutil
@@ -80,6 +82,35 @@ def svg(name: str, command: list[str], output: str, columns: int, lines: int) ->
     return picture.replace("Fira Code", "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono")
 
 
+def photograph_chat(folder: Path) -> None:
+    """The demo's model, asked the demo's questions on the page of `brimful serve`."""
+    sys.path.insert(0, str(DOCS.parent))
+    from tests.report.chromium import Chromium
+
+    from brimful.tasks.demo import questions
+
+    brimful(folder, "train", "pretrain", "--demo-data", "--recipe", "demo", "--run", "runs/demo", "--device", "cpu", "--memory-limit", "1GiB")  # fmt: skip
+    command = [sys.executable, "-m", "brimful", "serve", "runs/demo", "--port", "0", "--json", "--device", "cpu", "--memory-limit", "1GiB"]  # fmt: skip
+    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        with Chromium(folder / "chat-browser") as browser:
+            page = browser.page(width=1180, height=760)
+            page.open(url)
+            for place, question in enumerate(questions(), 1):
+                page.wait_for("document.getElementById('device').textContent !== ''")
+                page.run("document.getElementById('question').focus()")
+                page.send("Input.insertText", text=question.prompt)
+                page.key("Enter")
+                page.wait_for(f"document.getElementById('stop').hidden && document.querySelectorAll('.assistant').length === {place}")  # fmt: skip
+            page.run("document.activeElement.blur()")
+            page.picture(DOCS / "serve.png", whole=False)
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -88,6 +119,9 @@ def main(names: list[str]) -> None:
             if view in ("watch", "compare", "report") and not (folder / "runs" / "split").exists():
                 brimful(folder, *TRAIN, "--run", "runs/first")
                 brimful(folder, *TRAIN, "--run", "runs/split", "--micro-batch", "8")
+            if view == "serve":
+                photograph_chat(folder)
+                continue
             if view == "report":
                 brimful(folder, "report", "runs/first", "--output", "page.html")
                 browser = shutil.which("chromium") or sys.exit("The page needs Chromium.")
@@ -106,4 +140,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [*VIEWS, "report"])
+    main(sys.argv[1:] or [*VIEWS, "report", "serve"])

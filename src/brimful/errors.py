@@ -78,6 +78,16 @@ class DeviceBusy(UserError):
     code = "B302"
 
 
+class ServerBusy(UserError):
+    """A server has no place for another request, or is shutting down. `retry_after_s` is when to try again."""
+
+    code = "B304"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class UnsupportedModel(UserError):
     """A model, wrapper or optimizer whose step cannot be split and repeated. Names it, and what to use instead."""
 

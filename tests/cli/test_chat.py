@@ -5,7 +5,7 @@ from io import StringIO
 
 import pytest
 
-from brimful.tasks.generate import Chat
+from brimful.serving.chat import Chat
 from brimful.units import NOTHING
 from tests.cli.test_cli import run
 from tests.tasks.tiny import tiny_chat

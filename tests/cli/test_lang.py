@@ -14,7 +14,7 @@ from brimful.cli.output import error_line
 from brimful.languages import VARIABLE, set_language, translate
 from brimful.molecules.results import conventions
 from brimful.molecules.terminal import SweepProgress
-from brimful.tasks.generate import HELP
+from brimful.serving.chat import HELP
 from tests.cli.test_cli import run
 
 TASK = str(Path(__file__).parents[1] / "planning" / "small.py") + ":Tagger"

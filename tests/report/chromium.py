@@ -7,6 +7,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -178,6 +179,9 @@ class Page:
         for kind in ("rawKeyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
+    def close(self) -> None:
+        self._browser.send("Target.closeTarget", targetId=self._target)
+
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A PNG of the page, or of what the window shows."""
         answer = self.send(
@@ -196,3 +200,16 @@ class Page:
         """A PDF, as printed."""
         answer = self.send("Page.printToPDF", printBackground=False, preferCSSPageSize=True)
         path.write_bytes(base64.b64decode(answer["data"]))
+
+
+def luminance(colour: str) -> float:
+    """Of a colour as a browser computes it, rgb(…): 0 is black, 1 white."""
+    channels = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+    linear = [value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG defines it, 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from brimful.data.store import trained
 from brimful.errors import BadData
 from brimful.memory.ledger import simulated_memory
+from brimful.serving.chat import Chat
 from brimful.tasks.chat_scores import ChatEvaluation, Questions, lengths_in_training
-from brimful.tasks.generate import Chat, GenerateOptions, Generator
+from brimful.tasks.generate import GenerateOptions, Generator
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.model_folder import tokenizer_of
 from brimful.training.evaluate import Evaluator, SelectedRows
@@ -181,4 +182,4 @@ def test_an_adapter_is_talked_to(causal, adapted):
     options = GenerateOptions(max_new_tokens=6)
     answer = Chat(folder, options, device=CPU).reply("甲的花？").response
     live = Generator(model, tokenizer_of(causal.model), options, device=CPU, end_ids=causal.template.end_ids)
-    assert answer == "".join(live.stream(causal.prompts()[0])) != REFERENCES[0]
+    assert answer == live.tokenizer.decode(live.answer_batch(causal.prompts()[:1])[0]) != REFERENCES[0]

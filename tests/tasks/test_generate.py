@@ -1,14 +1,14 @@
-"""Answers: the same in any batch, ended by the tokenizer's eos, in whole characters, within the memory limit."""
+"""Answers: the same in any batch, ended by the tokenizer's eos, within the memory limit."""
 
 import random
 
 import pytest
 import torch
 
-from brimful.errors import BadModel, BadOption, DoesNotFit
+from brimful.errors import BadModel, BadOption
 from brimful.memory.forward import Forward, eval_mode
 from brimful.memory.ledger import simulated_memory
-from brimful.tasks.generate import HELP, Chat, GenerateOptions, Generator, talk
+from brimful.tasks.generate import GenerateOptions, Generator
 from brimful.tasks.model_folder import tokenizer_of
 from brimful.units import KiB
 from tests.tasks.tiny import ROWS, make_model
@@ -78,7 +78,6 @@ def test_a_cache_is_used_although_the_config_has_it_off(tiny):
     )
     try:
         batched(generator(tiny), tiny.prompts()[:2])
-        list(generator(tiny).stream(tiny.prompts()[0]))
     finally:
         hook.remove()
     assert set(seen) == {1}
@@ -124,27 +123,6 @@ def test_random_state_is_left_alone(tiny):
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
-def test_a_stream_gives_the_answer_in_whole_characters(tiny):
-    made = generator(tiny)
-    for prompt, row in list(zip(tiny.prompts(), ROWS, strict=True))[:6]:
-        pieces = list(made.stream(prompt))
-        assert "".join(pieces) == row["response"].replace("，", ",")
-        assert len(pieces) > 1 and "\ufffd" not in "".join(pieces)
-        assert all(pieces)
-
-
-def test_an_incomplete_character_comes_at_the_end(tiny, monkeypatch):
-    made = generator(tiny)
-    half = made.tokenizer.encode("𠀀")[:2]  # two of its four bytes
-    monkeypatch.setattr(made, "_tokens", lambda prompt: iter([*made.tokenizer.encode("红")[:-1], *half]))
-    assert list(made.stream([1])) == ["红", made.tokenizer.decode(half)]
-
-
-def test_a_stream_with_beams_is_one_piece(tiny):
-    made = generator(tiny, beams=2)
-    assert list(made.stream(tiny.prompts()[0])) == [made.tokenizer.decode(batched(made, tiny.prompts()[:1])[0][0])]
-
-
 def test_beam_search_differs_from_greedy_decoding(tiny):
     """Several sequences at once find one that is likelier as a whole."""
     untrained = make_model(tiny.net.config.vocab_size).eval()
@@ -158,18 +136,16 @@ def test_beam_search_differs_from_greedy_decoding(tiny):
 def test_sampling_follows_the_seed(tiny):
     def sampled(seed):
         made = generator(tiny, temperature=5.0, seed=seed)
-        return batched(made, tiny.prompts()[:2])[0], "".join(made.stream(tiny.prompts()[0]))
+        return batched(made, tiny.prompts()[:2])[0]
 
     first, again, other = sampled(1), sampled(1), sampled(2)
-    assert first == again
-    assert first[0] != other[0] and first[1] != other[1]
+    assert first == again != other
 
 
 def test_a_tiny_top_p_is_greedy(tiny):
     greedy, almost = generator(tiny), generator(tiny, temperature=1.0, top_p=1e-6)
     prompts = tiny.prompts()[:5]
     assert batched(almost, prompts)[0] == batched(greedy, prompts)[0]
-    assert ["".join(almost.stream(one)) for one in prompts] == ["".join(greedy.stream(one)) for one in prompts]
 
 
 def test_no_prompts_give_no_answers(tiny):
@@ -191,88 +167,3 @@ def test_all_problems_are_reported_together():
     assert all(f"{name}={value} must be" in str(raised.value) for name, value in wrong.items())
     with pytest.raises(BadOption, match="beams=2 cannot be combined with temperature=0.5"):
         GenerateOptions(beams=2, temperature=0.5)
-
-
-QUESTION, ANSWER = "甲的花是什么颜色？", "红色。"
-
-
-@pytest.fixture(scope="module")
-def chat(tiny):
-    return Chat(tiny.model, GenerateOptions(max_new_tokens=16), device=CPU)
-
-
-def talk_output(chat, *lines):
-    """The output of a talk with these lines, and the lines that were not read."""
-    left, output = list(lines), []
-
-    def read():
-        if not left:
-            raise EOFError
-        line = left.pop(0)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    talk(chat, read, output.append)
-    return "".join(output), left
-
-
-def test_an_answer_comes_in_pieces(chat):
-    pieces = list(chat.ask(QUESTION))
-    assert "".join(pieces) == ANSWER and len(pieces) == 3
-
-
-def test_a_reply_is_whole(chat):
-    pieces = []
-    reply = chat.reply(QUESTION, pieces.append)
-    assert (reply.prompt, reply.response, "".join(pieces)) == (QUESTION, ANSWER, ANSWER)
-    assert set(reply.to_json()) == {"prompt", "response", "seconds"}
-
-
-def test_a_question_does_not_depend_on_earlier_ones(chat):
-    output, _ = talk_output(chat, QUESTION, QUESTION)
-    assert output == f"{ANSWER}\n" * 2
-
-
-@pytest.mark.parametrize("word", ["/quit", "/exit", "  /quit "])
-def test_quit_ends(chat, word):
-    assert talk_output(chat, word, QUESTION) == ("", [QUESTION])
-
-
-def test_empty_lines_are_ignored_and_help_is_given(chat):
-    output, _ = talk_output(chat, "", "  ", "/help")
-    assert output == f"{HELP['questions']}\n" and "does not remember" in output
-
-
-def test_ctrl_c_stops_the_answer_but_not_the_talk(chat, monkeypatch):
-    def interrupted(question):
-        yield "红"
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(chat, "ask", interrupted)
-        output, left = talk_output(chat, QUESTION, "/quit")
-    assert output == "红 …\n" and not left
-
-
-def test_a_failed_question_does_not_end_the_talk(chat, monkeypatch):
-    monkeypatch.setattr(chat.generator, "context_tokens", 12)
-    output, _ = talk_output(chat, "很长" * 10, QUESTION)
-    assert (
-        output == f"(the question has 21 tokens, but the model reads 12 at most. Try: a shorter question.)\n{ANSWER}\n"
-    )
-    with pytest.raises(BadOption):
-        list(chat.ask("很长" * 10))
-
-
-def test_out_of_memory_is_a_user_error(chat, monkeypatch):
-    def full(ids):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(chat.generator, "stream", full)
-    with pytest.raises(DoesNotFit, match="out of memory while answering"):
-        list(chat.ask(QUESTION))
-
-
-def test_bytes_that_are_not_text_are_replaced(chat):
-    assert isinstance(chat.reply("\udce4甲").response, str)

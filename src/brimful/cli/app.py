@@ -24,6 +24,7 @@ from brimful.cli.machine import machine
 from brimful.cli.output import fail
 from brimful.cli.plan import plan_command
 from brimful.cli.report import report
+from brimful.cli.serve import serve
 from brimful.cli.sweep import sweep
 from brimful.cli.train import train_command
 from brimful.cli.watch import watch
@@ -55,6 +56,7 @@ def make_app(tokens: Sequence[str]) -> App:
     app.command(report)
     app.command(evaluate, name="eval")
     app.command(chat)
+    app.command(serve)
     app.command(export)
     app.command(data)
     app.command(sweep)

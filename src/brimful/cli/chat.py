@@ -12,7 +12,7 @@ from brimful.languages import tr, translate
 from brimful.units import NOTHING
 
 if TYPE_CHECKING:
-    from brimful.tasks.generate import Chat
+    from brimful.serving.chat import Chat
 
 
 def chat(
@@ -63,7 +63,8 @@ def chat(
     """
     from brimful.planning.plan_options import PlanOptions
     from brimful.planning.target import autocast_dtype, find_target
-    from brimful.tasks.generate import Chat, GenerateOptions
+    from brimful.serving.chat import Chat
+    from brimful.tasks.generate import GenerateOptions
 
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, beams=beams, temperature=temperature, top_p=top_p,
@@ -103,10 +104,10 @@ def _lines() -> Iterable[str]:
 def _talk_in_terminal(session: "Chat") -> None:
     with suppress(ImportError):  # not every Python has it
         import readline  # noqa: F401 - gives input() line editing
-    from brimful.tasks.generate import talk
+    from brimful.serving.chat import talk
 
     print(tr("{model} on {device}.", model=session.folder, device=session.device), translate(session.help))
-    talk(session, lambda: input("> "), _write)
+    talk(session, input, _write)
     print()
 
 

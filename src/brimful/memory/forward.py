@@ -126,7 +126,7 @@ class Forward:
             return
         if self.model is None:
             self.fit(padded_shape(shapes))
-        self._budget = self._added_budget()
+        self._budget = self.added_budget()
         ceiling = float(self._budget[0])
         waiting = deque(self._split(shapes, ceiling))
         while waiting:
@@ -144,6 +144,16 @@ class Forward:
             else:
                 ceiling = min(ceiling, self._after_oom(rows, shape))
                 waiting.extendleft(_halves(group, shapes))
+
+    def phase_bytes(self, rows: int, shape: Shape, *names: str) -> float:
+        """The predicted added bytes of some phases of a probe alone, for work that does not run them in one piece."""
+        assert self.model is not None
+        phases = [phase((rows, *shape)) for name, phase in self.model.phases.items() if name in names]
+        return self._factor * self.model.margin * max(phases)
+
+    def correct(self, predicted_bytes: float, needed_bytes: float) -> None:
+        """Raise the model after more was needed than predicted, for work that does not run through `run_batches`."""
+        self._factor *= min(max(1.0, needed_bytes / max(1.0, predicted_bytes)), MAX_CORRECTION)
 
     def to_json(self) -> dict[str, Any]:
         """The budget and its reason, what was predicted, and what happened."""
@@ -205,8 +215,8 @@ class Forward:
     def _after_oom(self, rows: int, shape: Shape) -> float:
         """Raise the model to what was not enough memory, and return the cost of half the rows."""
         self.ooms += 1
-        predicted, available = self._predicted(rows, shape), self._added_budget()[0] / self._fill
-        self._factor *= min(max(1.0, available / predicted), MAX_CORRECTION)
+        predicted, available = self._predicted(rows, shape), self.added_budget()[0] / self._fill
+        self.correct(predicted, available)
         half = (rows + 1) // 2
         self._note(
             f"{self.what}: out of memory with {PADDED.show(rows, shape)} (predicted {show_bytes(predicted)} of "
@@ -214,7 +224,7 @@ class Forward:
         )
         return self._cost(half, shape)
 
-    def _added_budget(self) -> tuple[int, str]:
+    def added_budget(self) -> tuple[int, str]:
         """Bytes that a batch may add to what is allocated now, and the reason for that number."""
         known = [size for size in (self._limit_bytes, available_bytes(self.device)) if size is not None]
         allocated = allocated_bytes(self.device)
@@ -231,7 +241,7 @@ class Forward:
 
     def _does_not_fit(self, row: str, shape: Shape) -> DoesNotFit:
         self.ooms += 1
-        added, because = self._added_budget()
+        added, because = self.added_budget()
         lengths = f" of {'+'.join(map(str, shape))}" if shape else ""
         return DoesNotFit(
             f"{self.what}: {row}{lengths} does not fit in {show_bytes(added)} ({because}). "

@@ -10,9 +10,9 @@ PEFT makes the adapters and bitsandbytes the 4-bit (nf4, double quantization) an
 more for a vocabulary of 128,000 at width 4,096, and norms compute in float32 anyway. Nor do inputs need to require
 gradients, since Brimful's gradient checkpointing is not re-entrant.
 
-**Which base.** An adapter is of no use with another base, and nothing in PEFT's files tells: it loads without an error if the
+**Which base.** An adapter is useless with another base, and PEFT's files do not identify theirs: it loads without an error if the
 shapes agree. `brimful_base.json` beside the adapter has a fingerprint of the base's files (`fingerprint`), and `merge` and
-`load_adapter` refuse another. It covers names, shapes, dtypes and content of all tensors, not how they lie in files, so a copy
+`load_adapter` refuse another. It covers names, shapes, dtypes and content of all tensors, not their division into files, so a copy
 with other shards is the same base.
 
 The command line reads the options of tasks, so torch, peft and bitsandbytes are imported inside functions only.
@@ -475,8 +475,8 @@ def find_adapter(path: str | Path) -> Path | None:
 
 def base_of(folder: str | Path) -> str | None:
     """The base model that an adapter folder, or a run of one, names; None if it names none or is no adapter."""
-    found = find_adapter(folder)
-    return None if found is None else (_named_base(found) or None)
+    adapter = find_adapter(folder)
+    return None if adapter is None else (_named_base(adapter) or None)
 
 
 def _named_base(adapter: Path) -> str:
@@ -556,7 +556,7 @@ def merge(
     """Add an adapter to its base: a new plain model folder. Returns the folder of the base.
 
     Each layer is read, merged in float32 by PEFT's own code and written, so memory holds the adapter and one layer. A base
-    whose files name its tensors otherwise than its code does (some models with vision) is merged as a whole.
+    whose files use other tensor names than its code (some models with vision) is merged as a whole.
 
     Args:
         adapter_folder: PEFT's folder, or a run whose best adapter is meant.

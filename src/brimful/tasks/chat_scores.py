@@ -271,8 +271,8 @@ def lengths_in_training(folder: Path) -> tuple[int, ...] | None:
                 return tuple(StoreMeta.read(run.root / store).max_tokens.values())
     options = request.task_options
     preset = PRESETS.get(options.get("model") or Pretrain.default_model)
-    given = LanguageOptions(max_tokens=options.get("max_tokens")).lengths
-    return given or (preset.worst_shape if preset else None)
+    requested = LanguageOptions(max_tokens=options.get("max_tokens")).lengths
+    return requested or (preset.worst_shape if preset else None)
 
 
 def trained_on_in_training(folder: Path) -> TrainOn | None:

@@ -43,7 +43,7 @@ def dtype_of(name: DtypeName | None) -> "torch.dtype | None":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies in the files of a model."""
+    """The place of a tensor in the files of a model."""
 
     file: Path
     start: int
@@ -127,7 +127,7 @@ def write_model(
 def add_end_ids(folder: Path) -> None:
     """Let `generate` stop where the chat template ends a turn, beside the eos ids that generation_config.json has already.
 
-    A model that was tuned with a template learns to end its turns, which may not be what its base calls the end.
+    A model that was tuned with a template learns to end its turns with the template's token, which may not be the eos of its base.
     """
     file = folder / GENERATION
     if not file.is_file() or not (folder / "tokenizer.json").is_file():

@@ -1,4 +1,4 @@
-"""Answers of a language model: many at once in batches that fit, or one that streams, and a talk in the terminal.
+"""Answers of a language model to many prompts, in batches that fit. (Requests that come one by one are `brimful.serving`'s.)
 
 Decoding is `generate` of transformers: greedy by default, and always with a cache of keys and values, which training
 configurations switch off (without it an answer of 32 tokens runs the decoder over all earlier tokens 32 times). An answer
@@ -16,34 +16,21 @@ different laws, so they are phases of their own: one law for all was three times
 """
 
 import hashlib
-import time
-from collections import abc
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from brimful.errors import BadModel, BadOption, DoesNotFit, UserError
-from brimful.languages import tr, translate
+from brimful.errors import BadModel, BadOption
 from brimful.task import Shape
-from brimful.tasks.model_folder import (
-    ModelTokenizer,
-    is_causal,
-    load_model,
-    quiet,
-    read_config,
-    resolve,
-    text_config,
-    tokenizer_of,
-)
-from brimful.units import NOTHING
+from brimful.tasks.model_folder import ModelTokenizer, is_causal, quiet, text_config
 
 if TYPE_CHECKING:
     import torch
 
     from brimful.memory.forward import Forward
-    from brimful.tasks.chat_template import ChatTemplate
 
 MAX_ROWS = {"cpu": 64}
 """Prompts per batch, by device: a CPU gains nothing from more. Others use `forward.MAX_ROWS`."""
@@ -53,19 +40,6 @@ PROBE_SOURCE = 256
 """Prompt tokens of a probe."""
 INCOMPLETE_CHARACTER = "\ufffd"
 """What the first bytes of a character decode to."""
-Manner: TypeAlias = Literal["questions", "conversation", "continuation"]
-"""How a model is talked to: an encoder-decoder, a causal model with a chat template, one without."""
-HELP: dict[Manner, str] = {
-    "questions": "Each line is one question; the model does not remember earlier ones. "
-    "/quit or Ctrl-D ends, Ctrl-C stops an answer.",
-    "conversation": "The model remembers the conversation. /new begins another, /system TEXT tells the model how to behave, "
-    "/quit or Ctrl-D ends, Ctrl-C stops an answer.",
-    "continuation": "The model has no chat template: it continues each line as a text of its own. "
-    "/quit or Ctrl-D ends, Ctrl-C stops a text.",
-}
-QUIT = ("/quit", "/exit")
-LEAST_ROOM = 4
-"""A conversation is shortened when less than this part of the context, or than `max_new_tokens`, is left for the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +100,9 @@ class Generator:
         self.causal = is_causal(model.config)
         self.context_tokens = _context_tokens(model.config)
         """What a prompt and its answer may have together; None without a limit."""
-        self._autocast = autocast
-        self._start_id = None if self.causal else _start_id(model)
+        self.autocast = autocast
+        self.start_id = None if self.causal else _start_id(model)
+        """The token that decoding starts with; None for a causal model, which goes on after its prompt."""
 
     def answers(
         self, prompts: Sequence[Sequence[int]], forward: "Forward", progress: Callable[[str], object] = lambda _: None
@@ -171,6 +146,12 @@ class Generator:
                 answers[row] = self._before_end(tokens)
         return answers
 
+    @cached_property
+    def forward_arguments(self) -> frozenset[str]:
+        """What the model's forward takes; models differ in it."""
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # within PEFT's
+        return frozenset(inspect.signature(model.forward).parameters)
+
     def room(self, prompt: Sequence[int]) -> int:
         """The tokens that an answer to this prompt may have."""
         new = self.options.max_new_tokens
@@ -192,21 +173,6 @@ class Generator:
         with _phases(self.model):
             self._generate(ids, mask, new, min_new=new)
 
-    def stream(self, prompt: Sequence[int]) -> Iterator[str]:
-        """One answer in pieces of whole characters. Beam search yields a single piece."""
-        if self.options.beams > 1:
-            yield self.tokenizer.decode(self.answer_batch([prompt])[0])
-            return
-        shown, ids = "", list[int]()
-        for token in self._tokens(prompt):
-            ids.append(token)
-            text = self.tokenizer.decode(ids)
-            if not text.endswith(INCOMPLETE_CHARACTER) and len(text) > len(shown):
-                yield text[len(shown) :]
-                shown = text
-        if rest := self.tokenizer.decode(ids)[len(shown) :]:
-            yield rest
-
     def _padded(self, prompts: Sequence[Sequence[int]]) -> "tuple[torch.Tensor, torch.Tensor]":
         """The prompts and their mask: the end of a causal model's prompt is where its answer begins, so it is aligned."""
         import torch
@@ -227,7 +193,7 @@ class Generator:
         config = GenerationConfig(
             max_new_tokens=new, min_new_tokens=min_new, num_beams=options.beams, do_sample=False, repetition_penalty=1.0,
             use_cache=True, eos_token_id=list(self.end_ids), pad_token_id=self.tokenizer.pad_id,
-            decoder_start_token_id=self._start_id,
+            decoder_start_token_id=self.start_id,
         )  # fmt: skip
         processors = LogitsProcessorList()
         if (
@@ -240,86 +206,19 @@ class Generator:
         if options.temperature:
             prompts = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
             processors.extend(self._sampling(prompts))
-        with torch.no_grad(), self._autocast(), quiet():
+        with torch.no_grad(), self.autocast(), quiet():
             return self.model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
             )
 
     def _sampling(self, prompts: Sequence[Sequence[int]]) -> list[Callable[..., "torch.Tensor"]]:
-        """What turns scores into others whose maximum is a sample: for `generate`, and for a stream."""
+        """What turns scores into others whose maximum is a sample."""
         from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
         options = self.options
         seeds = [seed_of(options.seed, prompt) for prompt in prompts]
         top_p = [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []
         return [TemperatureLogitsWarper(float(options.temperature)), *top_p, OwnNoise(seeds, self.device)]
-
-    def _tokens(self, prompt: Sequence[int]) -> Iterator[int]:
-        """The answer token by token, up to its end: that of `generate`."""
-        import torch
-
-        ids = torch.tensor([[int(token) for token in prompt]], device=self.device)
-        sampling = self._sampling([prompt]) if self.options.temperature else []
-        decoded = torch.full((1, 0 if self.causal else 1), self._start_id or 0, device=self.device)
-        next_scores = self._causal_steps(ids) if self.causal else self._decoder_steps(ids)
-        for _ in range(self.room(prompt)):
-            with torch.no_grad(), self._autocast():
-                scores = next_scores(decoded)
-            token = self._choose(decoded, scores.float(), sampling)
-            if token in self.end_ids:
-                return
-            decoded = torch.cat([decoded, torch.full((1, 1), token, device=self.device)], dim=1)
-            yield token
-
-    def _decoder_steps(self, ids: "torch.Tensor") -> "Callable[[torch.Tensor], torch.Tensor]":
-        """The scores of the next token after those decoded so far. The encoder runs once."""
-        import torch
-
-        encoded = cache = None
-        mask = torch.ones_like(ids)
-
-        def step(decoded: "torch.Tensor") -> "torch.Tensor":
-            nonlocal encoded, cache
-            if encoded is None:
-                encoded = self.model.get_encoder()(input_ids=ids, attention_mask=mask)
-            output = self.model(
-                encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=decoded[:, -1:], past_key_values=cache,
-                use_cache=True,
-            )  # fmt: skip
-            cache = output.past_key_values
-            return output.logits[:, -1]
-
-        return step
-
-    def _causal_steps(self, ids: "torch.Tensor") -> "Callable[[torch.Tensor], torch.Tensor]":
-        """The scores of the next token after the prompt and those decoded so far. The prompt runs once."""
-        cache = None
-        last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-
-        def step(decoded: "torch.Tensor") -> "torch.Tensor":
-            nonlocal cache
-            output = self.model(
-                input_ids=ids if cache is None else decoded[:, -1:],
-                attention_mask=ids.new_ones(1, ids.shape[1] + decoded.shape[1]),
-                past_key_values=cache,
-                use_cache=True,
-                **last_only,
-            )
-            cache = output.past_key_values
-            return output.logits[:, -1]
-
-        return step
-
-    def _choose(
-        self, decoded: "torch.Tensor", scores: "torch.Tensor", sampling: "Sequence[Callable[..., torch.Tensor]]"
-    ) -> int:
-        from transformers import RepetitionPenaltyLogitsProcessor
-
-        if self.options.repetition_penalty != 1 and decoded.shape[1]:
-            scores = RepetitionPenaltyLogitsProcessor(self.options.repetition_penalty)(decoded, scores)
-        for process in sampling:
-            scores = process(decoded, scores)
-        return int(scores.argmax())
 
     def _before_end(self, tokens: list[int]) -> list[int]:
         end = next((place for place, token in enumerate(tokens) if token in self.end_ids), None)
@@ -407,185 +306,3 @@ def _start_id(model: Any) -> int:
             if isinstance(token := getattr(config, name, None), int):
                 return token
     raise BadModel("the model's config has no decoder_start_token_id. Try: add it to config.json.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A question, its answer and the seconds that took."""
-
-    prompt: str
-    response: str
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class Chat:
-    """A model that answers.
-
-    An encoder-decoder was trained on single questions, so earlier ones are not passed on. A causal model is asked through
-    its chat template and gets the whole conversation each time. One without a template continues the text.
-    """
-
-    def __init__(
-        self, model: str | Path, options: GenerateOptions, *, device: "torch.device", autocast: "torch.dtype | None" = None,
-        system: str | None = None,
-    ) -> None:  # fmt: skip
-        from brimful.memory.context import forward_context
-
-        self.folder, self.device = resolve(model), device
-        config = read_config(self.folder)
-        tokenizer = tokenizer_of(self.folder, config)
-        self.template = _template_of(self.folder) if is_causal(config) else None
-        self.manner: Manner = (
-            "questions" if not is_causal(config) else "continuation" if self.template is None else "conversation"
-        )
-        self.system: str | None = None
-        """What the model is told before the conversation."""
-        self.turns: list[tuple[str, str]] = []
-        """Questions and answers that the model remembers."""
-        self.turns_left_out = 0
-        """Of the conversation so far, because the context was full when the last question was asked."""
-        if system is not None:
-            self.set_system(system)
-        self.generator = Generator(
-            load_model(self.folder, device, weights_dtype(config, device)),
-            tokenizer,
-            options,
-            device=device,
-            autocast=lambda: forward_context(device, autocast),
-            end_ids=self.template.end_ids if self.template else (),
-        )
-
-    @property
-    def help(self) -> str:
-        """What a user of the terminal should know."""
-        return HELP[self.manner]
-
-    def begin(self) -> None:
-        """Begin another conversation. The system message stays."""
-        self.turns.clear()
-
-    def set_system(self, text: str) -> None:
-        """Tell the model how to behave, in a conversation that begins now. Empty text takes it back."""
-        if self.template is None:
-            raise BadOption(f"system={text!r} needs a chat template, and {self.folder} has none. Try: leave it out.")
-        self.system = text.strip() or None
-        self.begin()
-
-    def ask(self, question: str) -> abc.Generator[str]:
-        """The answer in pieces of whole characters. Once it ends or is closed, the model remembers it."""
-        from brimful.memory.oom import is_oom
-
-        text = question.encode("utf-8", "replace").decode()  # a terminal may pass on bytes that are not text
-        ids, pieces = self._prompt(text), list[str]()
-        try:
-            for piece in self.generator.stream(ids):
-                pieces.append(piece)
-                yield piece
-        except (GeneratorExit, KeyboardInterrupt):  # the user has seen what there is
-            self._remember(text, "".join(pieces))
-            raise
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            raise DoesNotFit(
-                f"out of memory while answering a question of {len(ids):,} tokens. "
-                "Try: a shorter question, or a lower max_new_tokens=.",
-                needed_bytes=0,
-            ) from None
-        self._remember(text, "".join(pieces))
-
-    def reply(self, question: str, write: Callable[[str], object] = lambda _: None) -> Reply:
-        """The whole answer. `write` is called with each piece of it as it comes."""
-        started, pieces = time.perf_counter(), list[str]()
-        with closing(self.ask(question)) as answer:
-            for piece in answer:
-                pieces.append(piece)
-                write(piece)
-        return Reply(prompt=question, response="".join(pieces), seconds=time.perf_counter() - started)
-
-    def _prompt(self, question: str) -> list[int]:
-        """The tokens that the model is given; a causal model has room for one more at least."""
-        limit, left_out = self.generator.context_tokens, 0
-        longest = limit if limit is None or self.manner == "questions" else limit - 1
-        if self.manner == "conversation":
-            ids, left_out = self._conversation(question)
-        else:
-            tokenizer = self.generator.tokenizer
-            ids = tokenizer.encode(question) if self.manner == "questions" else tokenizer.begin(question)
-        if longest is not None and len(ids) > longest:
-            raise BadOption(
-                f"the question has {len(ids):,} tokens, but the model reads {longest:,} at most. Try: a shorter question."
-            )
-        del self.turns[:left_out]
-        self.turns_left_out = left_out
-        return ids
-
-    def _conversation(self, question: str) -> tuple[list[int], int]:
-        """The tokens of conversation and question, and how many of the oldest turns leave too little room for an answer."""
-        assert self.template is not None
-        limit, new = self.generator.context_tokens, self.generator.options.max_new_tokens
-        for first in range(len(self.turns) + 1):
-            ids = self.template.prompt(self._messages(self.turns[first:], question))
-            if limit is None or len(ids) + min(new, limit // LEAST_ROOM) <= limit:
-                break
-        return ids, first
-
-    def _messages(self, turns: Sequence[tuple[str, str]], question: str) -> list[dict[str, str]]:
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return [*messages, {"role": "user", "content": question}]
-
-    def _remember(self, question: str, answer: str) -> None:
-        if self.manner == "conversation" and answer.strip():  # many templates fail on an empty answer
-            self.turns.append((question, answer))
-
-
-def talk(chat: Chat, read: Callable[[], str], write: Callable[[str], object]) -> None:
-    """Answer questions from `read` until it raises EOFError or returns /quit. A failed question does not end it."""
-    while True:
-        try:
-            line = read().strip()
-        except EOFError:
-            return
-        if line in QUIT:
-            return
-        try:
-            _answer_line(chat, line, write)
-        except KeyboardInterrupt:
-            write(" …\n")
-        except UserError as error:
-            write(f"({translate(str(error))})\n")
-
-
-def _answer_line(chat: Chat, line: str, write: Callable[[str], object]) -> None:
-    command, _, text = line.partition(" ")
-    if line == "/help":
-        write(f"{translate(chat.help)}\n")
-    elif line == "/new" and chat.manner == "conversation":
-        chat.begin()
-        write(f"({tr('a new conversation')})\n")
-    elif command == "/system" and chat.manner == "conversation":
-        chat.set_system(text)
-        began = (
-            "a new conversation with this system message"
-            if chat.system
-            else "a new conversation without a system message"
-        )
-        write(f"({tr(began)})\n")
-    elif line:
-        reply = chat.reply(line, write)
-        write("\n" if reply.response.strip() else f"{NOTHING}\n")
-        if (count := chat.turns_left_out) and chat.manner == "conversation":
-            full = f"the context is full: the model no longer sees the oldest {'turn' if count == 1 else f'{count:,} turns'}"
-            write(f"({translate(full)})\n")
-
-
-def _template_of(folder: Path) -> "ChatTemplate | None":
-    """The chat template of a model; None for a base model without one."""
-    from brimful.tasks.chat_template import ChatTemplate, load_auto_tokenizer
-
-    return ChatTemplate.load(folder) if load_auto_tokenizer(folder).chat_template else None

@@ -397,7 +397,7 @@ class Pretrain(Task):
 
     def use_device(self, device: "torch.device", precision: Precision | None) -> None:
         """Frozen weights below adapters are in bf16 if the model was saved in 16 bits, or is quantized now, and computes in
-        bf16: because that was asked for, or because a GPU does so and nothing else was."""
+        bf16: as requested, or by default on a GPU."""
         import torch
 
         if self.lora is None:

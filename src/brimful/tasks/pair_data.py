@@ -160,19 +160,19 @@ class PairEncoder:
     def __call__(self, rows: pa.RecordBatch, /) -> EncodedRows:
         texts: list[str] = rows.column(0).to_pylist()
         preferences = [json.loads(text) for text in texts]
-        found = {
+        drops_by_row = {
             number: drop for number, pair in enumerate(preferences) if (drop := _unusable(number, pair)) is not None
         }
-        usable = [number for number in range(len(texts)) if number not in found]
+        usable = [number for number in range(len(texts)) if number not in drops_by_row]
         kept: list[list[list[int]]] = []
         truncated, lost, characters = [0, 0, 0], [0, 0, 0], [0, 0, 0]
         for number, result in zip(usable, self.pairs.encode([preferences[one] for one in usable]), strict=True):
             if isinstance(result, RowError):
-                found[number] = Drop(number, REFUSED, str(result), refused=True)
+                drops_by_row[number] = Drop(number, REFUSED, str(result), refused=True)
                 continue
             row = self.pairs.truncated(result[0], result[1:])
             if drop := _lost(number, result, row):
-                found[number] = drop
+                drops_by_row[number] = drop
                 continue
             kept.append(row)
             for field, (before, after) in enumerate(zip(result, row, strict=True)):
@@ -182,7 +182,7 @@ class PairEncoder:
                 characters[field] += sum(len(_content(one)) for one in (part if field == 0 else [part]))
         return EncodedRows.of(
             kept, fields=3, dtype=token_dtype(self.pairs.vocab_size), rows_used=len(kept),
-            drops=[found[number] for number in sorted(found)], truncated=truncated, lost_tokens=lost, characters=characters,
+            drops=[drops_by_row[number] for number in sorted(drops_by_row)], truncated=truncated, lost_tokens=lost, characters=characters,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What tells early that preference training goes wrong: the rules behind the warnings of `dpo`.
 
-A pair can be told apart by making both replies less likely, so the loss falls and the accuracy rises while the model forgets
-how to answer. And wrong labels, or a learning rate that never acts, give a loss that looks like any other. After every
+A model can separate the replies of a pair by making both less likely: the loss falls and the accuracy rises while the model
+forgets how to answer. Wrong labels, or a learning rate that is too low, give a loss that looks normal. After every
 `WINDOW` steps these rules look at the figures that the loss has logged:
 
     chosen-collapsed     the log-probability of chosen replies is 0.5 per token below that of the first steps, which makes
@@ -50,8 +50,8 @@ def watch(notes: dict[str, Any], step: Mapping[str, Any]) -> dict[str, str]:
         notes["start"], logp = _level(window, 1), _level(window, 4)
         notes["start_logp"] = None if logp is None else max(logp[0], window[0][4])
     if len(window) == WINDOW:
-        found = [_collapsed(notes), _spiked(notes), _at_chance(notes, step["step"])]
-        notes["problems"] = dict(one for one in found if one is not None)
+        problems = [_collapsed(notes), _spiked(notes), _at_chance(notes, step["step"])]
+        notes["problems"] = dict(one for one in problems if one is not None)
         notes["window"] = []
     return dict(notes["problems"])
 

@@ -97,8 +97,8 @@ def shared_prompts(training: Dataset, store: str) -> tuple[int, int] | None:
     if not isinstance(training, Store) or FIELDS[0] not in training.fields:
         return None
     rows = Store.open(store, verify=False)
-    known = set(_prompts(training))
-    return sum(prompt in known for prompt in _prompts(rows)), len(rows)
+    training_prompts = set(_prompts(training))
+    return sum(prompt in training_prompts for prompt in _prompts(rows)), len(rows)
 
 
 def _prompts(store: Store) -> Iterator[bytes]:
@@ -113,9 +113,9 @@ def add_reference(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Tra
 
     record = context.folder / f"reference-{rows.fingerprint[:_PLACES]}.json"
     task._tokens_used = rows.meta.vocab_size
-    found = on_rank_zero(context.group, lambda: _find(task, model, rows, context, record))
-    if found is not None:
-        file = Path(found)
+    path = on_rank_zero(context.group, lambda: _find(task, model, rows, context, record))
+    if path is not None:
+        file = Path(path)
         rows.use_reference(np.load(file), file)
         context.note(f"reference log-probabilities of {len(rows):,} pairs are in {file}")
         return
@@ -130,12 +130,12 @@ def add_reference(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Tra
 
 def _find(task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingContext", record: Path) -> str | None:
     """The file to use. A resumed run has one, whatever its model is by now."""
-    began = _read_json(record) if context.resumed else None
-    if began is not None and began.get("key", {}).get("tokens") == rows.fingerprint:
-        file = context.folder / str(began.get("file"))
+    own_record = _read_json(record) if context.resumed else None
+    if own_record is not None and own_record.get("key", {}).get("tokens") == rows.fingerprint:
+        file = context.folder / str(own_record.get("file"))
         if _is_intact(file, rows):
             return str(file)
-        if began["key"].get("weights") != _key(task, model, rows, context)["weights"]:
+        if own_record["key"].get("weights") != _key(task, model, rows, context)["weights"]:
             raise BadRun(
                 f"{file.name} with the log-probabilities of the reference is gone, and so is the model that the run began with. "
                 f"Try: put that model back at {task.options.reference or task.options.model}, or a new run."

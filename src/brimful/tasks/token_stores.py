@@ -211,7 +211,7 @@ def _origin(task: "Pretrain", store: Store) -> str:
 def _find_tokenizer(
     task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object], like: Dataset | None
 ) -> Path:
-    """The tokenizer of `like`, the requested one, the model's, or a new one; with the chat template that was asked for."""
+    """The tokenizer of `like`, the requested one, the model's, or a new one; with the requested chat template."""
     other = getattr(like, "path", None)
     if other is not None:
         return Path(other) / "tokenizer"

@@ -10,7 +10,7 @@ import pytest
 from brimful.report.page.live import LivePage, LiveServer
 from brimful.report.page.report import Report
 from brimful.report.run_record import RunRecord
-from tests.report.chromium import Chromium, Page, chromium_path
+from tests.report.chromium import Chromium, Page, chromium_path, contrast, luminance
 from tests.report.fake_runs import step_event
 
 from .rich_runs import rich_run
@@ -53,17 +53,6 @@ def place(page: Page, selector: str) -> tuple[float, float]:
     page.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
     box = page.run(f"(() => {{const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]}})()")  # fmt: skip
     return tuple(box)
-
-
-def luminance(colour: str) -> float:
-    channels = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
-    linear = [value / 12.92 if value <= 0.03928 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 # ---- The saved page

@@ -1,0 +1,314 @@
+"""Rows that are decoded together, which others can join and leave between two tokens.
+
+A batch is the cache of a Hugging Face model and the length of every row in it. Rows are aligned at their end: what a row lacks
+in length is padding on its left, which the attention mask hides, and its positions count from its own first token. So a row
+that joins is padded to the longest, and after one that leaves the padding that nobody needs is cut off. Relative positions, such
+as those of T5, follow from the distance to the end, which padding on the left does not change.
+
+    prefill(prompts) ─► batch ─┐
+                               ├─ join ─► step(tokens) ─► scores ─► … ─► keep(rows that go on)
+    prefill(prompts) ─► batch ─┘
+
+The price is padding: a cache of 63 short rows and a long one is as large as one of 64 long rows. Admission counts it that way.
+
+Layers with a full cache and with a sliding window can be joined. A recurrent state cannot be padded on its left, and learned
+positions that a decoder counts by itself (BART) are wrong for a row that joins later. `joinable` finds out by comparing joined
+rows with the same rows alone, and such models answer one request at a time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from brimful.tasks.generate import Generator
+from brimful.tasks.model_folder import text_config
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""What a model's forward calls its cache: of attention, and of recurrent models."""
+JOINABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+CHECKED_LENGTHS = (4, 9, 6)
+"""Prompt tokens of the rows that `joinable` compares."""
+CHECKED_TOKENS = 3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+HALF_TOLERANCE = 0.25
+"""How far scores of joined rows may be from those alone, in standard deviations of the scores. A wrong position or mask moved
+them by 0.5 to 2, rounding by 1e-6 in float32 and 0.02 in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """What a row is given: its prompt, and the tokens of its answer that are known already."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int] = ()
+
+
+class CausalBatch:
+    """Rows of a decoder-only model."""
+
+    def __init__(self, generator: Generator, cache: Cache, lengths: list[int]) -> None:
+        self._generator, self.cache = generator, cache
+        self.lengths = lengths
+        """Tokens of each row in the cache."""
+        self._device_lengths = torch.tensor(lengths, device=generator.device)
+
+    @classmethod
+    def prefill(cls, generator: Generator, rows: Sequence[RowTokens]) -> "tuple[CausalBatch, torch.Tensor]":
+        """A batch of new rows, and the scores of the next token of each."""
+        texts = [[*row.prompt, *row.answer] for row in rows]
+        ids, mask = _padded(texts, generator.tokenizer.pad_id, generator.device, left=True)
+        cache = DynamicCache(config=generator.model.config)
+        batch = cls(generator, cache, [len(text) for text in texts])
+        return batch, batch._scores(ids, mask, (mask.cumsum(-1) - 1).clamp_(min=0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The padded lengths that drive its memory."""
+        return (max(self.lengths),)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append one token to each row. Returns the scores of the next."""
+        self.lengths = [length + 1 for length in self.lengths]
+        self._device_lengths = self._device_lengths + 1
+        mask = _left_mask(self._device_lengths, max(self.lengths))
+        return self._scores(tokens[:, None], mask, self._device_lengths[:, None] - 1)
+
+    def join(self, other: Any) -> None:
+        """Append the rows of `other`, which is used up."""
+        length = max(*self.lengths, *other.lengths)
+        _join_layers(self.cache, other.cache, length, left=True)
+        self.lengths = [*self.lengths, *other.lengths]
+        self._device_lengths = torch.cat([self._device_lengths, other._device_lengths])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        index = torch.tensor(rows, device=self._generator.device)
+        self.lengths = [self.lengths[row] for row in rows]
+        self._device_lengths = self._device_lengths[index]
+        _keep_layers(self.cache, index, max(self.lengths), left=True)
+
+    @property
+    def cache_bytes(self) -> int:
+        return _cache_bytes(self.cache)
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        return (self.cache,)
+
+    def _scores(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        arguments = self._generator.forward_arguments
+        if CACHE_NAMES[0] in arguments:
+            optional = {CACHE_NAMES[0]: self.cache, "attention_mask": mask, "position_ids": positions}
+        else:  # a recurrent model multiplies its input with a mask, and a row alone has no padding
+            optional = {CACHE_NAMES[1]: self.cache}
+        optional = {name: value for name, value in {**optional, "logits_to_keep": 1}.items() if name in arguments}
+        output = self._generator.model(input_ids=ids, use_cache=True, **optional)
+        return _last(output.logits)
+
+
+class EncoderDecoderBatch:
+    """Rows of an encoder-decoder. The encoder runs once per row; prompts are padded on the right, answers on the left."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        cache: EncoderDecoderCache,
+        sources: list[int],
+        lengths: list[int],
+        mask: torch.Tensor,
+    ) -> None:
+        self._generator, self.cache = generator, cache
+        self.sources = sources
+        """Tokens of each row's prompt."""
+        self.lengths = lengths
+        """Tokens of each row in the decoder's cache."""
+        self._mask = mask
+        self._device_lengths = torch.tensor(lengths, device=generator.device)
+
+    @classmethod
+    def prefill(cls, generator: Generator, rows: Sequence[RowTokens]) -> "tuple[EncoderDecoderBatch, torch.Tensor]":
+        pad, device = generator.tokenizer.pad_id, generator.device
+        ids, mask = _padded([row.prompt for row in rows], pad, device, left=False)
+        assert generator.start_id is not None
+        answers = [[generator.start_id, *row.answer] for row in rows]
+        decoded, _ = _padded(answers, pad, device, left=True)
+        # Its own configuration: the decoder may have more layers than the encoder, whose number the model's names.
+        cache = EncoderDecoderCache(DynamicCache(config=generator.model.get_decoder().config), DynamicCache())
+        lengths = [len(answer) for answer in answers]
+        batch = cls(generator, cache, [len(row.prompt) for row in rows], lengths, mask)
+        return batch, batch._scores(decoded, generator.model.get_encoder()(input_ids=ids, attention_mask=mask))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (max(self.sources), max(self.lengths))
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.lengths = [length + 1 for length in self.lengths]
+        self._device_lengths = self._device_lengths + 1
+        # The keys and values of the prompt are cached. The model only asks how many there are.
+        shape = (len(self.sources), max(self.sources), text_config(self._generator.model.config).hidden_size)
+        nothing: Any = torch.zeros((), device=self._generator.device).expand(shape)
+        return self._scores(tokens[:, None], BaseModelOutput(last_hidden_state=nothing))
+
+    def join(self, other: Any) -> None:
+        length, source = max(*self.lengths, *other.lengths), max(*self.sources, *other.sources)
+        _join_layers(self.cache.self_attention_cache, other.cache.self_attention_cache, length, left=True)
+        _join_layers(self.cache.cross_attention_cache, other.cache.cross_attention_cache, source, left=False)
+        self.lengths, self.sources = [*self.lengths, *other.lengths], [*self.sources, *other.sources]
+        self._device_lengths = torch.cat([self._device_lengths, other._device_lengths])
+        self._mask = torch.cat([_widened(one, source) for one in (self._mask, other._mask)])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        index = torch.tensor(rows, device=self._generator.device)
+        self.lengths, self.sources = ([one[row] for row in rows] for one in (self.lengths, self.sources))
+        self._device_lengths = self._device_lengths[index]
+        self._mask = self._mask[index, : max(self.sources)]
+        _keep_layers(self.cache.self_attention_cache, index, max(self.lengths), left=True)
+        _keep_layers(self.cache.cross_attention_cache, index, max(self.sources), left=False)
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(_cache_bytes(one) for one in self.caches)
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        return (self.cache.self_attention_cache, self.cache.cross_attention_cache)
+
+    def _scores(self, ids: torch.Tensor, encoded: Any) -> torch.Tensor:
+        output = self._generator.model(
+            encoder_outputs=encoded,
+            attention_mask=self._mask,
+            decoder_input_ids=ids,
+            decoder_attention_mask=_left_mask(self._device_lengths, max(self.lengths)),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return _last(output.logits)
+
+
+Batch = CausalBatch | EncoderDecoderBatch
+
+
+def prefill(generator: Generator, rows: Sequence[RowTokens]) -> tuple[Batch, torch.Tensor]:
+    """A batch of new rows for this model, and the scores of the next token of each."""
+    return (CausalBatch if generator.causal else EncoderDecoderBatch).prefill(generator, rows)
+
+
+@torch.no_grad()
+def joinable(generator: Generator) -> tuple[bool, str]:
+    """Whether rows that begin at different times may share a batch, and why: three short ones are compared with themselves alone."""
+    vocabulary = text_config(generator.model.config).vocab_size
+    rng = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, vocabulary, (len(CHECKED_LENGTHS), max(CHECKED_LENGTHS)), generator=rng).tolist()
+    prompts = [RowTokens(text[:length]) for text, length in zip(texts, CHECKED_LENGTHS, strict=True)]
+    tokens = torch.randint(0, vocabulary, (CHECKED_TOKENS, len(prompts)), generator=rng).to(generator.device)
+    alone = []
+    for place, prompt in enumerate(prompts):
+        batch, _ = prefill(generator, [prompt])
+        if other := [layer for cache in batch.caches for layer in cache.layers if type(layer) not in JOINABLE_LAYERS]:
+            return False, f"{type(other[0]).__name__} in the model's cache cannot be padded"
+        steps = [
+            batch.step(tokens[step, place : place + 1])[0] for step in range(0 if place == 0 else 1, CHECKED_TOKENS)
+        ]
+        alone.append(steps[-1])
+    batch, _ = prefill(generator, prompts[:1])
+    batch.step(tokens[0, :1])
+    other_batch, _ = prefill(generator, prompts[1:])
+    batch.join(other_batch)
+    batch.step(tokens[1])
+    together = batch.step(tokens[2])
+    kept = torch.stack(alone).float()
+    off = float((together.float() - kept).abs().max() / kept.std())
+    dtype = (
+        torch.get_autocast_dtype(generator.device.type) if torch.is_autocast_enabled(generator.device.type) else None
+    )
+    tolerance = TOLERANCE.get(dtype or together.dtype, HALF_TOLERANCE)
+    if not off <= tolerance:  # NaN as well
+        return False, f"joined rows give other scores than alone (off by {off:.2g} standard deviations)"
+    return True, f"joined rows give the scores of the same rows alone (within {off:.1g} standard deviations)"
+
+
+def _last(scores: torch.Tensor) -> torch.Tensor:
+    """Those of the last place, without holding on to the others."""
+    return scores[:, -1] if scores.shape[1] == 1 else scores[:, -1].clone()
+
+
+def _padded(
+    texts: Sequence[Sequence[int]], pad: int, device: torch.device, *, left: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The texts side by side, and their mask."""
+    width = max(map(len, texts))
+    empty = [[pad] * (width - len(text)) for text in texts]
+    rows = [[*more, *text] if left else [*text, *more] for text, more in zip(texts, empty, strict=True)]
+    ids = torch.tensor(rows, device=device)
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    return ids, _left_mask(lengths, width) if left else (_places(lengths, width) < lengths[:, None]).long()
+
+
+def _left_mask(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """1 at the last `lengths` places of each row."""
+    return (_places(lengths, width) >= width - lengths[:, None]).long()
+
+
+def _places(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.arange(width, device=lengths.device)[None, :]
+
+
+def _widened(mask: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(mask, (0, width - mask.shape[1]))
+
+
+def _join_layers(cache: Any, other: Any, length: int, *, left: bool) -> None:
+    """Layer by layer, so that only one is in memory twice."""
+    for layer, more in zip(cache.layers, other.layers, strict=True):
+        if not layer.is_initialized:  # one that shares the keys and values of another
+            continue
+        width = _width(layer, length)
+        layer.keys = _stacked(layer.keys, more.keys, width, left=left)
+        layer.values = _stacked(layer.values, more.values, width, left=left)
+        more.keys = more.values = None
+        if layer.is_sliding:
+            layer.cumulative_length = length
+
+
+def _stacked(one: torch.Tensor, other: torch.Tensor, width: int, *, left: bool) -> torch.Tensor:
+    """The rows of both, padded to a width."""
+    rows = one.shape[0] + other.shape[0]
+    result = one.new_zeros((rows, one.shape[1], width, one.shape[3]))
+    for place, part in ((slice(one.shape[0]), one), (slice(one.shape[0], None), other)):
+        columns = slice(width - part.shape[2], None) if left else slice(part.shape[2])
+        result[place, :, columns] = part
+    return result
+
+
+def _keep_layers(cache: Any, index: torch.Tensor, length: int, *, left: bool) -> None:
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            continue
+        width = min(_width(layer, length), layer.keys.shape[2])
+        columns = slice(layer.keys.shape[2] - width, None) if left else slice(width)
+        layer.keys, layer.values = layer.keys[:, :, columns][index], layer.values[:, :, columns][index]
+        if layer.is_sliding:
+            layer.cumulative_length = length
+
+
+def _width(layer: Any, length: int) -> int:
+    """What a layer keeps of rows of this length."""
+    return min(length, layer.sliding_window - 1) if layer.is_sliding else length
+
+
+def _cache_bytes(cache: Cache) -> int:
+    """Of keys and values, or of whatever else a layer keeps."""
+    kept = (value for layer in cache.layers for value in vars(layer).values())
+    tensors = (one for value in kept for one in (value.values() if isinstance(value, dict) else [value]))
+    return sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))

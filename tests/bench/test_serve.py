@@ -1,0 +1,50 @@
+"""The bench of `brimful serve`: what counts, the table, and an answer of its own server."""
+
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import serve  # noqa: E402
+
+
+def test_only_answers_that_ended_within_the_time_count():
+    now = time.monotonic()
+    figures = serve.Figures(now - 1, now + 9)
+    figures.add(0.2, 32)
+    figures.add(None, 32)  # without any text
+    late = serve.Figures(now - 20, now - 10)
+    late.add(0.2, 32)
+    assert (figures.requests, figures.tokens, late.requests) == (1, 32, 0)
+    assert figures.to_json()["tokens_per_s"] == pytest.approx(3.2)
+
+
+def test_the_table_compares_with_one_at_a_time():
+    row = {
+        "case": "t5",
+        "clients": 8,
+        "requests": 5,
+        "requests_per_s": 1.0,
+        "first_s": 0.1,
+        "first_p95_s": 0.2,
+        "errors": {},
+    }
+    rows = [row | {"entry": "brimful", "tokens_per_s": 60.0}, row | {"entry": "one", "tokens_per_s": 20.0},
+            {"case": "t5", "clients": 8, "entry": "transformers", "failed": "did not start"}]  # fmt: skip
+    lines = serve.table(rows).splitlines()
+    assert "| 3.00 |" in lines[2] and "| 1.00 |" in lines[3] and "did not start" in lines[4]
+
+
+def test_its_model_is_served_and_answers(tmp_path):
+    model = serve.make_model(tmp_path / "model", serve.QUICK["t5"], "cpu")
+    options = Namespace(
+        device="cpu", memory_limit=None, clients=[2], new_tokens=4, seconds=1.0, warm_seconds=0.2, quick=True
+    )
+    rows = [row for entry in ("brimful", "one") for row in serve._measure(entry, "t5", model, options)]
+    assert [row["entry"] for row in rows] == ["brimful", "one"]
+    assert all(row["requests"] > 0 and row["tokens_per_s"] == pytest.approx(4 * row["requests_per_s"]) for row in rows)

@@ -288,7 +288,8 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
     batches = [layout.dummy(task, rows, shape) for _ in range(3)]  # real tensors, so that their values count
     model = describe(task)
     tracer, collects = Tracer(setting.device.type, notes), gc.isenabled()
-    gc.collect()
+    if not all(param.is_meta for param in model.parameters()):
+        gc.collect()  # the model of the trace before has bytes, too, and may be in a cycle
     random.seed(0)  # so that every size leaves the same layers out
     gc.disable()  # what is freed, and when, must not depend on other objects of the process
     try:

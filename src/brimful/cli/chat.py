@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -72,7 +72,12 @@ def chat(
     )  # fmt: skip
     target = find_target(PlanOptions(device=device))
     autocast = autocast_dtype("auto", target.device)
-    session = Chat(model, options, device=target.device, autocast=autocast, system=system)
+    # Closed, so that Python does not end while the engine's thread is still at work.
+    with closing(Chat(model, options, device=target.device, autocast=autocast, system=system)) as session:
+        _answer(session, prompt, json)
+
+
+def _answer(session: "Chat", prompt: list[str] | None, json: bool) -> None:
     if prompt is None and sys.stdin.isatty() and not json:
         _talk_in_terminal(session)
         return

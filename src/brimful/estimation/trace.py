@@ -45,8 +45,8 @@ _aten = torch.ops.aten
 HEADS = ("lm_head", "score", "classifier", "output_projection", "embed_out")
 """Names of a model's last layer, whose output is counted with the loss."""
 PRECISIONS: dict[torch.dtype | None, str] = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-LIBRARIES = ("torch", "brimful", "transformers", "peft", "accelerate", "weakref", "contextlib", "functools")
-"""Values that these packages read of tensors decide nothing that takes memory."""
+BELOW = ("torch", "brimful", "weakref", "contextlib", "functools")
+"""Packages between a program and this trace: the code that reads a value is above them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,11 +458,12 @@ def _without_fake(task: Task, operation: str) -> str:
 
 
 def _user_frame() -> str:
-    """`model.py:12` of the code between this trace and torch that is no library's; empty if there is none."""
+    """`model.py:12` of the user's code that read the value; empty if a library did, which knows what it may leave out."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code is not _run.__code__:
         path = Path(frame.f_code.co_filename)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES and path.suffix == ".py":
-            return f"{path.name}:{frame.f_lineno}"
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in BELOW and path.suffix == ".py":
+            return "" if {"site-packages", "dist-packages"} & set(path.parts) else f"{path.name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -16,6 +16,7 @@ one that is given more steps follows the longer curve from there on.
 """
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ class NamedOptimizer:
             from transformers.optimization import Adafactor
 
             return Adafactor(groups, lr=self.lr, relative_step=False, scale_parameter=False, warmup_init=False)
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(
+            logging.ERROR
+        )  # it misses kernels that an optimizer never uses
         import bitsandbytes
 
         optimizer: Optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=self.lr)

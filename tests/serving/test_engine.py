@@ -1,6 +1,8 @@
 """The engine: answers under load are those alone, within the memory limit, and nobody's request stops another's."""
 
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -357,3 +359,16 @@ def test_an_adapter_answers_in_a_batch_as_alone(made):
     expected = generator(made, model)
     assert [answer.tokens for answer in answers] == [expected.answer_batch([one])[0] for one in made.prompts()[:8]]
     assert [answer.tokens for answer in answers] != generator(made).answer_batch(made.prompts()[:8])
+
+
+def test_a_process_that_forgets_to_close_ends_well(tiny):
+    """Right after an answer, while the engine's thread may still be within torch."""
+    program = (
+        "import sys, torch\nfrom brimful.serving.chat import Chat\nfrom brimful.tasks.generate import GenerateOptions\n"
+        "chat = Chat(sys.argv[1], GenerateOptions(max_new_tokens=16), device=torch.device('cpu'))\n"
+        "print(next(chat.ask(sys.argv[2])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tiny.model), ROWS[0]["prompt"]], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "红\n"), done.stderr

@@ -3,6 +3,7 @@
 chat_model    a model folder as something to talk to: its tokenizer, its chat template, how it reads messages
 answer        a prompt, and its answer while it is being written
 batch         rows that are decoded together, which others can join and leave
+sampling      the next token of each row, each chosen in its own way
 admission     how many requests fit: the predicted memory of a batch
 engine        the thread that owns the model: admits, decodes, recovers from out-of-memory errors
 chat          a talk in the terminal

@@ -14,6 +14,7 @@ drawn again up to there. The limit on rows doubles after 64 tokens without an er
 All of torch's work is done on this one thread, also because a simulated memory limit counts one thread only.
 """
 
+import atexit
 import logging
 import math
 import threading
@@ -178,6 +179,7 @@ class Engine:
     # For other threads.
 
     def start(self) -> "Engine":
+        atexit.register(self.close)  # a thread that is cut off within torch when Python ends aborts the process
         self._thread.start()
         self._ready.wait()
         if self._failed is not None:
@@ -273,6 +275,7 @@ class Engine:
 
     def close(self) -> None:
         """End: whatever is still unanswered fails."""
+        atexit.unregister(self.close)
         self.drain()
         for row in [*self._waiting, *self._running]:
             row.answer.cancel()

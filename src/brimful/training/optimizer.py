@@ -88,13 +88,12 @@ class NamedOptimizer:
         on_gpu = all(param.is_cuda for group in groups for param in group["params"])
         if self.name == "adamw":
             return torch.optim.AdamW(groups, lr=self.lr, fused=on_gpu or None)
+        # transformers imports bitsandbytes as well, which complains of kernels that no optimizer uses
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         if self.name == "adafactor":
             from transformers.optimization import Adafactor
 
             return Adafactor(groups, lr=self.lr, relative_step=False, scale_parameter=False, warmup_init=False)
-        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(
-            logging.ERROR
-        )  # it misses kernels that an optimizer never uses
         import bitsandbytes
 
         optimizer: Optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=self.lr)

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,7 +24,7 @@ from brimful.estimation.cards import Card, all_cards, find_card
 from brimful.estimation.fake_cuda import load_shim, replaced
 from brimful.estimation.step_memory import StepMemory
 from brimful.estimation.trace import TracedSetting, TraceNotes
-from brimful.memory.history import Block, Peaks
+from brimful.memory.history import Block, Kind, Peaks
 from brimful.memory.layout import LayoutName
 from brimful.planning.levers import with_weights
 from brimful.planning.plan_options import AutoCheckpointed, Checkpointed, PlanOptions, Weights
@@ -268,7 +268,9 @@ def estimate(
 
         device = torch.device("cpu") if isinstance(load_shim(), str) else torch.device("cuda", 0)
         own = copy.copy(task)
-        with replaced(torch.cuda, "is_bf16_supported", lambda including_emulation=True: card.has_flash):
+        with replaced(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or card.has_flash
+        ):
             own.use_device(torch.device("cuda"), precision)
         request = _Request(
             task=with_dummy(own, rows), options=options, rows=rows, device=device, sharding=sharding, progress=status,
@@ -296,6 +298,10 @@ class _Estimator:
         shape = self._shape(request.task, setting)
         memory, fit = self._first_that_fits(setting, shape)
         self._assume_traced(memory)
+        if every_card:
+            self._assume(f"everything but the table of cards is for {self.card.name}; name another with gpu=")
+        if request.options.micro_batch != "auto" and request.options.micro_batch > request.step_rows:
+            self._assume(f"a micro-batch has at most the {show_rows(request.step_rows)} of a step")
         rows = request.micro_batch or fit.recommended or 1
         peaks = self._peaks(memory, rows, shape, largest=NAMED_BLOCKS)
         within = self._peaks(memory, rows, shape, limit_bytes=self.limit_bytes).fits
@@ -312,7 +318,7 @@ class _Estimator:
             size=_size(rows, shape, peaks),
             fits=within,
             phases=peaks.phases,
-            kinds={**dict[str, int](peaks.kinds.items()), "context": self.card.context_bytes},
+            kinds={**{kind: peaks.kinds.get(kind, 0) for kind in get_args(Kind)}, "context": self.card.context_bytes},
             blocks=peaks.largest,
             reserved_native_bytes=native.reserved_bytes,
             lengths=tuple(self._by_length(memory, shape)),
@@ -465,7 +471,7 @@ class _Estimator:
         if request.device.type == "cpu":
             self._assume(f"traced on fake CPU tensors, with a larger error, because {load_shim()}")
         kernels = ", ".join(
-            f"{name} ({count} of {notes.attention.total()})" for name, count in notes.attention.most_common()
+            f"{name} ({count / notes.attention.total():.0%})" for name, count in notes.attention.most_common()
         )
         if kernels:
             self._assume(

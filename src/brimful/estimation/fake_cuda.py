@@ -131,7 +131,7 @@ def fake_device(device: torch.device, *, has_bf16: bool) -> Iterator[FakeTensorM
     with ExitStack() as stack:
         for owner, name, function in (
             (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-            (torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16),
+            (torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda device=None: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),

@@ -446,7 +446,7 @@ def _named_failures(task: Task, method: str) -> Iterator[None]:
         if custom := re.search(r"no fake impl registered for <CustomOpDef\((\S+)\)>", str(error)):
             raise TaskError(_without_fake(task, custom[1])) from error
         raise TaskError(
-            f"{failure(task, error, method, 'tensors without values')} Try: brimful plan, on the GPU."
+            f"{failure(task, error, method, 'a fake GPU')} Try: the same batch on the CPU, then brimful plan on the GPU."
         ) from error
 
 

@@ -13,7 +13,7 @@ from brimful.report.wrapped_text import WrappedText
 from brimful.task import Shape
 from brimful.units import show_bytes, show_rows, zone
 
-BAR_WIDTH = 40
+BAR_WIDTH = 30
 NONE = "–"
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "batch", "workspace", "context")
 PHASES = {
@@ -133,14 +133,16 @@ def _cells(fit: Fit) -> Sequence[str]:
     return (str(fit.largest), str(fit.recommended), str(fit.accumulation), show_bytes(size.allocated_bytes), show_bytes(size.reserved_bytes))  # fmt: skip
 
 
-def _cards(cards: Iterable[CardFit]) -> Table:
-    table = _table(
-        tr("card"), tr("for torch"), tr("setting"), tr("largest"), tr("recommended"), tr("accum."), tr("reserved")
-    )
+def _cards(cards: Sequence[CardFit]) -> Table:
+    """The setting is a column of its own only where it differs: older cards have no bf16."""
+    differ = len({one.fit.setting for one in cards}) > 1
+    extra = [tr("setting")] if differ else []
+    table = _table(tr("card"), tr("for torch"), tr("largest"), tr("recommended"), tr("accum."), tr("reserved"), *extra)
     for one in cards:
         largest, recommended, accumulation, _, reserved = _cells(one.fit)
+        setting = [one.fit.setting] if differ else []
         table.add_row(
-            one.card.name, show_bytes(one.limit_bytes), one.fit.setting, largest, recommended, accumulation, reserved,
+            one.card.name, show_bytes(one.limit_bytes), largest, recommended, accumulation, reserved, *setting,
             style="" if one.fit.largest else "dim",
         )  # fmt: skip
     return table

@@ -165,6 +165,7 @@ class Engine:
         """Rows of the round that is running."""
         self._predicted = self._highest_predicted = 0.0
         self._idle_bytes = 0
+        self._limit_bytes = None if target is None else target.limit_bytes
         self._ledger: Ledger | None = None
         self._peak_bytes: int | None = None
         self._counts = _Counts()
@@ -255,7 +256,7 @@ class Engine:
             used_bytes=self._used_bytes(),
             predicted_bytes=round(self._idle_bytes + (self._predicted if self._running else 0)),
             peak_bytes=self._peak_bytes if self._ledger is None else self._ledger.peak_bytes,
-            limit_bytes=None if self.target is None else self.target.limit_bytes,
+            limit_bytes=self._limit_bytes,
             ooms=counts.ooms,
             prompt_tokens=counts.prompt_tokens,
             answer_tokens=counts.answer_tokens,
@@ -348,6 +349,10 @@ class Engine:
         self._idle_bytes = self._used_bytes()
         budget, reason = self._admission.budget(0)
         self.choices["memory"] = (f"{show_bytes(budget)} for requests", reason)
+        if (
+            not self.target.requested and self.generator.device.type == "cpu"
+        ):  # the rest of the host is not for requests
+            self._limit_bytes = self._idle_bytes + budget
 
     def _serve_once(self) -> bool:
         """One round: who leaves, who joins, one token for everyone. Returns whether there is a next one."""

@@ -1,12 +1,14 @@
 """Compiled blocks: the same numbers, off without a trace, and a reason where there are none. Nothing here runs a compiler."""
 
 import functools
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from brimful.errors import BadOption
+from brimful.planning import compile_trial
 from brimful.planning.levers import checkpointing, compiling
 from brimful.planning.micro_batch import Search
 from brimful.planning.plan_options import PlanOptions
@@ -134,6 +136,7 @@ def test_a_plan_that_compiles_says_what_it_gained_and_a_step_follows_it(compiled
 
 def test_packed_rows_are_compiled_where_there_are_kernels(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *args, **kwargs: function(*args, **kwargs))
+    monkeypatch.setattr(compile_trial, "SLOWER", math.inf)
     plan = small_plan(Lines(), memory_limit="64MiB")
     assert (plan.layout, plan.levers.compile, plan.choice("compile").requested) == ("packed", "on", None)
 
@@ -154,7 +157,10 @@ def test_a_short_run_is_not_compiled(plan_of_a_run):
     )
 
 
-def test_a_long_run_is_compiled(plan_of_a_run):
+def test_a_long_run_is_compiled(plan_of_a_run, monkeypatch):
+    monkeypatch.setattr(
+        compile_trial, "SLOWER", math.inf
+    )  # how fast compiled blocks are on a busy CPU is not the point
     assert plan_of_a_run(10**7).levers.compile == "on"
 
 

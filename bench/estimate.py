@@ -175,7 +175,7 @@ class Bench:
             row.reserved = torch.cuda.max_memory_reserved(self.device)
 
     def runs(self, case: Case, rows: int) -> bool:
-        """Whether steps of so many rows run within the limit."""
+        """Whether steps of this many rows run within the limit."""
         self.empty(expandable=True)
         torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / self.card.total_bytes), self.device)
         try:

@@ -51,7 +51,7 @@ ENTRIES = {"t5": ("brimful", "one"), "causal": ("brimful", "transformers", "tran
 SPECIAL = 16
 """The first ids of a tokenizer are those of special tokens, with room to spare."""
 START_S = 300.0
-"""A server that does not answer after so many seconds has not started."""
+"""A server that does not answer after this many seconds has not started."""
 
 
 @dataclass

@@ -126,7 +126,7 @@ def all_cards() -> tuple[Card, ...]:
 
 
 def find_card(name: str | None, memory: int | str | None = None) -> Card:
-    """The card of this name, however it is written; the GPU of this machine without one; any card of so much memory.
+    """The card of this name, however it is written; the GPU of this machine without one; a card of this much memory.
 
     >>> find_card("nvidia geforce rtx4090").name
     'RTX 4090'

@@ -175,7 +175,6 @@ class _Request:
     task: Task
     options: PlanOptions
     rows: Dataset | None
-    micro_batch: int | None
     sharding: Sharding
     device: torch.device
     progress: Callable[[str], object] = field(compare=False)
@@ -183,6 +182,11 @@ class _Request:
     @property
     def step_rows(self) -> int:
         return -(-(self.options.global_batch or self.task.global_batch) // self.options.processes)
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The rows asked for, at most those of a step; None if they are to be found."""
+        return None if self.options.micro_batch == "auto" else min(self.options.micro_batch, self.step_rows)
 
 
 def estimate(
@@ -267,16 +271,12 @@ def estimate(
             progress(phrase)
 
         device = torch.device("cpu") if isinstance(load_shim(), str) else torch.device("cuda", 0)
-        own = copy.copy(task)
-        with replaced(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or card.has_flash
-        ):
-            own.use_device(torch.device("cuda"), precision)
         request = _Request(
-            task=with_dummy(own, rows), options=options, rows=rows, device=device, sharding=sharding, progress=status,
-            micro_batch=None if micro_batch == "auto" else min(micro_batch, -(-(global_batch or task.global_batch) // processes)),
+            task=with_dummy(_for_card(task, card, precision), rows), options=options, rows=rows, device=device, sharding=sharding,
+            progress=status,
         )  # fmt: skip
-        result = _Estimator(request, card, memory).run(levers, alternatives or {}, every_card=gpu == "all")
+        others = {change: _for_card(one, card, precision) for change, one in (alternatives or {}).items()}
+        result = _Estimator(request, card, memory).run(levers, others, every_card=gpu == "all")
     return replace(result, estimate_s=time.perf_counter() - started)
 
 
@@ -509,6 +509,16 @@ _SHARDING = {
     "fsdp": "FSDP2 shards weights, gradients and optimizer state by block, gathers two blocks and what is outside of blocks at once; "
     "this was not compared with measurements",
 }
+
+
+def _for_card(task: Task, card: Card, precision: Precision | None) -> Task:
+    """A copy of the task whose weights are those it would have on the card."""
+    own = copy.copy(task)
+    with replaced(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or card.has_flash
+    ):
+        own.use_device(torch.device("cuda"), precision)
+    return own
 
 
 def _autocast(precision: Precision, has_bf16: bool) -> torch.dtype | None:

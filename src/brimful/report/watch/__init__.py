@@ -2,7 +2,7 @@
 
     watcher.py             which run to look at, whether it goes on, what NVML says now     →  Snapshot
       └── run_snapshot.py  the Snapshot, and what the run's folder says
-    watch_screen.py        a Snapshot in so many columns and lines, and its curves           →  what is printed
+    watch_screen.py        a Snapshot at a given size, and its curves                    →  what is printed
       ├── watch_parts.py   header, cards and RAM, time of a step, scores, checkpoints, errors, notes
       └── watch_canvas.py  words, bars, sparklines and charts in terminal cells, in Unicode or ASCII
 

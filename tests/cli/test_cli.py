@@ -244,3 +244,14 @@ def test_machine_prints_json(capsys):
 def test_machine_prints_a_table(capsys):
     _, out, _ = run("machine", capsys=capsys)
     assert "RAM" in out and "cores" in out
+
+
+def test_the_text_of_an_error_in_the_users_own_code_keeps_its_words(tmp_path, capsys):
+    """`dim=7` there is no flag of Brimful."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import brimful\n\n\nclass Net(brimful.Task):\n    def model(self):\n        raise ValueError('dim=7 needs heads=2')\n\n\ntask = Net()\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["plan", f"{file}:task", "--memory-limit", "64MiB", "--no-cache"])
+    assert "ValueError: dim=7 needs heads=2" in capsys.readouterr().err

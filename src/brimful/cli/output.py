@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 
-from brimful.errors import BrimfulError, UserError, traceback_hint, wants_traceback, with_hint
+from brimful.errors import BrimfulError, TaskError, UserError, in_one_line, traceback_hint, wants_traceback, with_hint
 from brimful.languages import language, tr, translate
 
 _ARGUMENT = re.compile(
@@ -137,12 +137,18 @@ def print_error(error: BaseException | str, code: str | None = None) -> None:
         traceback.print_exception(error)
     message = with_hint(str(error), traceback_hint(error)) if isinstance(error, BaseException) else error
     code = error.code if isinstance(error, BrimfulError) else code
-    print(error_line(message, code), file=sys.stderr, flush=True)
+    cause = error.__cause__ if isinstance(error, TaskError) else None
+    quoted = "" if cause is None else in_one_line(cause).rstrip(". ")
+    print(error_line(message, code, quoted), file=sys.stderr, flush=True)
 
 
-def error_line(message: str, code: str | None) -> str:
-    """`brimful: error B101: --fill 2 must be …`; in Chinese with what the code means and where it is explained."""
-    message = with_flags(translate(message))
+def error_line(message: str, code: str | None, quoted: str = "") -> str:
+    """`brimful: error B101: --fill 2 must be …`; in Chinese with what the code means and where it is explained.
+
+    `quoted` is the text of an error in the user's own code, whose `dim=7` is no flag.
+    """
+    parts = translate(message).partition(quoted) if quoted else (translate(message), "", "")
+    message = with_flags(parts[0]) + parts[1] + with_flags(parts[2])
     if code is None:
         return tr("brimful: error: {message}", message=message)
     if language() == "en":

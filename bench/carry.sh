@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What `bench/sft.py` needs on a GPU machine without a network: wheels of the peers, and the chat rows, in .carry/.
+# What the benches need on a GPU machine without a network, in .carry/: wheels of the peers, of the command line and of the
+# server, and the chat rows.
 #
 #   bench/carry.sh pack [DATA]      here: download the wheels (Python 3.12, Linux) and copy the rows from DATA
 #   bench/carry.sh pack-unsloth     here: also those of Unsloth, which wants an older TRL and datasets of its own
@@ -20,6 +21,11 @@ download() { # FOLDER PACKAGE…
   "$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux2014_x86_64 --platform any \
     -d "$folder" "$@"
+}
+
+pinned() { # PACKAGE…: with the versions that the tests run on
+  local package
+  for package in "$@"; do grep -i "^$package==" constraints.txt; done
 }
 
 slim() { # WHEEL KEEP-IF: write the wheel again with the files for which the Python expression over `name` holds
@@ -45,8 +51,10 @@ PY
 case "${1:-}" in
   pack)
     rm -f .carry/*.whl
-    download .carry trl==1.16.0 liger-kernel==0.8.5 peft==0.21.2 bitsandbytes==0.50.2 datasets==5.2.0 pandas==3.1.1 \
-      dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0
+    download .carry liger-kernel==0.8.5 $(pinned trl peft bitsandbytes datasets pandas dill multiprocess xxhash) \
+      $(pinned cyclopts docstring_parser rich-rst attrs) \
+      $(pinned fastapi uvicorn starlette pydantic pydantic_core annotated-types annotated-doc typing-inspection) \
+      $(pinned typing_extensions opentelemetry-api openai httpx2 httpcore2 jiter truststore anyio sniffio h11 idna click)
     slim .carry/bitsandbytes-*.whl "not name.endswith('.so') or name.endswith(('_cpu.so', '_cuda$CUDA.so'))"
     mkdir -p .carry/chatlm
     cp "${2:-../../shared/data/chatlm}/train_3k.parquet" .carry/chatlm/
@@ -63,7 +71,7 @@ case "${1:-}" in
     [ ! -d .carry/unsloth ] || unpack .carry/unsloth .carry/unsloth-site
     ;;
   *)
-    sed -n '2,6p' "$0"
+    sed -n '2,7p' "$0"
     exit 2
     ;;
 esac

@@ -4,13 +4,15 @@
     python bench/estimate.py --only llama --limit 24GiB
     python bench/estimate.py --trace-only               no GPU: what is predicted, and how long that takes
 
-A case is traced on fake tensors exactly as `brimful estimate` does it, on the machine that measures. It is then measured as the
-prediction means it: a new model on an emptied card, two optimizer steps through the same `StepContext`, the first of one micro-batch
+A case is traced on fake tensors exactly as `brimful estimate` does it, on the machine that measures. When all are traced, each is
+measured as the prediction means it: a new model on an emptied card, two optimizer steps through the same `StepContext`, the first of one micro-batch
 and the second of two (`--micro-batches 1`: of one), `max_memory_allocated` and `max_memory_reserved`, once with expandable segments and
 once without. Workspaces of cuBLAS are given back before each measurement, so they are allocated within it, as predicted. Nothing of
 a prediction is fitted to the card.
 
-Then the size that an estimate would recommend for the card, or for `--limit`, runs two steps under that limit: it fits, or the
+Calls side by side on one card share it (`--part`, `--room`): each waits until what it is about to measure fits beside the others.
+
+The size that an estimate would recommend for the card, or for `--limit`, runs two steps under that limit: it fits, or the
 estimate was wrong in the direction that matters.
 
 Beside it: `accelerate estimate-memory`, which knows the weights and the precision and neither batch nor optimizer, by its own
@@ -20,13 +22,14 @@ Errors are relative to what was measured. The summary has their median and 95th 
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -39,7 +42,6 @@ import torch
 import brimful
 from brimful.errors import UserError
 from brimful.estimation.cards import find_card
-from brimful.estimation.estimator import WORKSPACE_BYTES
 from brimful.estimation.fake_cuda import load_shim
 from brimful.estimation.step_memory import StepMemory
 from brimful.estimation.trace import TracedSetting
@@ -57,6 +59,10 @@ MANY = 10**9
 """Rows of a step that is never a single micro-batch."""
 MOST_ROWS = 32768
 """No larger size is recommended here: the step would only take longer."""
+CONTEXT_BYTES = 2**30
+"""What a process takes on the card beside torch's own memory."""
+MOST_WAIT_S = 60.0
+"""How long a measurement waits for others than these calls to leave the card; then it is tried all the same."""
 
 
 @dataclass(kw_only=True)
@@ -113,10 +119,11 @@ class Bench:
         self.measures = not args.trace_only
         self.device = torch.device("cuda", 0)
         self.lengths, self.peers, self.accumulates = args.lengths, args.peers, args.micro_batches == 2
+        self.room = None if args.room is None else Room(args.room)
         self.card = find_card(None) if self.measures else find_card("H200")
         self.limit = parse_bytes(args.limit, flag="limit") if args.limit else self.card.limit_bytes
 
-    def run(self, case: Case) -> Result:
+    def predict(self, case: Case) -> Result:
         result = Result(case=case.name)
         if case.missing:
             result.problem = f"needs {' and '.join(case.missing)}"
@@ -128,14 +135,31 @@ class Bench:
             return result
         result.accelerate_bytes = accelerate_estimate(case)
         result.recommended = self.recommended(memory, case)
-        if self.measures:
-            for row in result.rows:
-                self.measure(case, row)
-            if result.recommended:
-                result.recommended_fits = self.runs(case, result.recommended)
-            if self.peers:
-                self.track(case, result)
         return result
+
+    def measure_all(self, case: Case, result: Result) -> None:
+        """All sizes of a case that was predicted, and the one that is recommended."""
+        for row in result.rows:
+            with self.space(row.predicted_reserved):
+                self.measure(case, row)
+        if result.recommended:
+            with self.space(self.limit):
+                result.recommended_fits = self.runs(case, result.recommended)
+        if self.peers and result.rows:
+            self.track(case, result)
+
+    @contextmanager
+    def space(self, wanted: int) -> Iterator[None]:
+        """So many bytes of the card that nobody else uses, as far as that can be had by waiting."""
+        if self.room is None:
+            yield
+            return
+        self.empty(expandable=True)
+        with self.room.take(wanted + CONTEXT_BYTES):
+            until = time.monotonic() + MOST_WAIT_S
+            while torch.cuda.mem_get_info(self.device)[0] < wanted + CONTEXT_BYTES and time.monotonic() < until:
+                time.sleep(0.2)
+            yield
 
     def trace(self, case: Case, result: Result) -> StepMemory:
         start = time.perf_counter()
@@ -146,7 +170,7 @@ class Bench:
         result.trace_s, start = time.perf_counter() - start, time.perf_counter()
         for rows in case.rows:
             for expandable in (True, False):
-                peaks = memory.peaks(rows, case.shape, extra_bytes=WORKSPACE_BYTES, expandable=expandable)
+                peaks = memory.peaks(rows, case.shape, cublas_bytes=self.card.cublas_bytes, expandable=expandable)
                 predicted = {"predicted_allocated": peaks.allocated_bytes, "predicted_reserved": peaks.reserved_bytes}
                 result.rows.append(Row(case=case.name, rows=rows, expandable=expandable, **predicted))
         result.predict_s = (time.perf_counter() - start) / len(case.rows)
@@ -161,7 +185,7 @@ class Bench:
         memory.step_rows, kept = min(MOST_ROWS, MANY), memory.step_rows
         try:
             return memory.largest(
-                case.shape, lambda peaks: peaks.reserved_bytes <= 0.85 * self.limit, extra_bytes=WORKSPACE_BYTES
+                case.shape, lambda peaks: peaks.reserved_bytes <= 0.85 * self.limit, cublas_bytes=self.card.cublas_bytes
             )
         finally:
             memory.step_rows = kept
@@ -229,6 +253,33 @@ class Bench:
         torch.cuda.empty_cache()
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class Room:
+    """What several calls may use of a card together. Its file begins with these bytes, and says what is left of them."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.bytes = file, int(file.read_text().split()[0])
+
+    @contextmanager
+    def take(self, wanted: int) -> Iterator[None]:
+        wanted = min(wanted, self.bytes)
+        while not self._change(-wanted):
+            time.sleep(0.2)
+        try:
+            yield
+        finally:
+            self._change(wanted)
+
+    def _change(self, count: int) -> bool:
+        with self.file.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            left = int(file.read().split()[-1]) + count
+            if left >= 0:
+                file.seek(0)
+                file.truncate()
+                file.write(f"{self.bytes} {left}")
+            return left >= 0
 
 
 def case_setting(case: Case, has_flash: bool) -> TracedSetting:
@@ -368,6 +419,15 @@ def show_summary(results: list[Result], limit: int) -> str:
     return "\n".join(lines)
 
 
+def show_files(files: list[Path]) -> str:
+    """What several calls wrote with `--json`."""
+    parts = [json.loads(file.read_text()) for file in files]
+    results = [
+        Result(**{**one, "rows": [Row(**row) for row in one["rows"]]}) for part in parts for one in part["results"]
+    ]
+    return f"{show_measured(results)}\n\n{show_summary(results, parts[0]['limit_bytes'])}"
+
+
 def _table(lines: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     pads = (str.ljust, *[str.rjust] * (len(widths) - 1))
@@ -406,27 +466,48 @@ def facts(bench: Bench) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
+    if args.table:
+        print(show_files(args.table))
+        return 0
     if not args.trace_only and not torch.cuda.is_available():
         _progress("there is no GPU to measure on. Try: --trace-only.")
         return 2
     chosen = [case for case in cases() if not args.only or any(word in case.name for word in args.only)]
+    part, parts = args.part
+    chosen = chosen[part::parts]
     if not chosen:
         _progress(f"--only {' '.join(args.only)} matches no case. Try: {', '.join(case.name for case in cases())}.")
         return 2
-    bench, results, start = Bench(args), [], time.perf_counter()
+    bench, results, start = Bench(args), list[Result](), time.perf_counter()
+
+    def save() -> None:
+        if args.json:
+            content = {**facts(bench), "results": [asdict(one) for one in results]}
+            Path(args.json).write_text(json.dumps(content, indent=1))
+
     for case in chosen:
         if time.perf_counter() - start > args.seconds:
             _progress(f"stopped after {args.seconds:.0f} s, before {case.name}")
             break
-        results.append(bench.run(case))
+        results.append(bench.predict(case))
         _progress(f"{case.name}: {results[-1].problem or f'traced in {results[-1].trace_s:.1f} s'}")
-        if args.json:
-            content = {**facts(bench), "results": [asdict(one) for one in results]}
-            Path(args.json).write_text(json.dumps(content, indent=1))
+        save()
+    for case, result in zip(chosen, results if bench.measures else (), strict=False):
+        if time.perf_counter() - start > args.seconds:
+            _progress(f"stopped after {args.seconds:.0f} s, before {case.name} was measured")
+            break
+        bench.measure_all(case, result)
+        _progress(f"{case.name}: measured")
+        save()
     print(show_predicted(results) if args.trace_only else show_measured(results))
     print()
     print(show_summary(results, bench.limit))
     return 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    return part, parts
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -442,6 +523,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--peers", action="store_true", help="also run torch's MemTracker")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no case after this time")
+    parser.add_argument(
+        "--part", type=_part, default=(0, 1), help="every n-th case, such as 0/4, for several calls side by side"
+    )
+    parser.add_argument(
+        "--room",
+        type=Path,
+        metavar="FILE",
+        help="with the bytes of the card that calls with the same file may use together",
+    )
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print the table of what --json wrote")
     parser.add_argument("--json", help="write everything into this file, after each case")
     return parser.parse_args(argv)
 

@@ -9,9 +9,11 @@
 
 All start from the same weights, with the same micro-batch, optimizer and clipping, and get the rows in the same order.
 What went into the weights is observed from outside: a row counts once its backward is done and `optimizer.step()` has been
-called, unless `zero_grad()` came in between.
+called, unless `zero_grad()` came in between. Rows are counted by operations on the device, because a replay of a CUDA graph
+repeats those and runs no Python.
 """
 
+import copy
 import functools
 import logging
 import tempfile
@@ -42,6 +44,8 @@ CLIP = 1.0
 LEARNING_RATE = 1e-3
 SHORTEST = 0.1
 """Rows have lengths from this share of the longest to all of it."""
+MOST_ROWS = 2**13
+"""As many can be told apart in what went into the weights."""
 
 Row = dict[str, Any]
 
@@ -107,7 +111,8 @@ class Recorder:
     """Optimizer steps of models that were discarded."""
     _model: "weakref.ref[nn.Module] | None" = None
     """Weak: what observes must not keep alive what a contestant wants to free."""
-    _pending: list[int] = field(default_factory=list)
+    _counts: torch.Tensor | None = None
+    """By row, how often its gradient went into those that are held."""
     _taken: bool = False
 
     @property
@@ -123,10 +128,10 @@ class Recorder:
         """From now on this model counts."""
         self.discarded += len(self.updates)
         self.updates, self._model = [], weakref.ref(model)
-        self._pending.clear()
+        self._forget()
         optimizer.register_step_post_hook(lambda *_: self._stepped())
-        _before_zero_grad(model, self._pending.clear)
-        _before_zero_grad(optimizer, self._pending.clear)
+        _before_zero_grad(model, self._forget)
+        _before_zero_grad(optimizer, self._forget)
 
     def forward(self) -> None:
         """A micro-batch begins."""
@@ -138,15 +143,35 @@ class Recorder:
         elif self.give_back_after is not None and self.calls >= self.take_at - 1 + self.give_back_after:
             self.memory.give_back()
 
-    def follow(self, rows: list[int], loss: torch.Tensor) -> None:
-        """The gradients of these rows exist once the backward of this loss is done."""
-        through = functools.partial(self._pending.extend, rows)
-        if loss.requires_grad:
-            loss.register_hook(lambda _: Variable._execution_engine.queue_callback(through))
+    def before_step(self, stepper: brimful.Stepper) -> None:
+        """A step of Brimful's begins, which may be a replay. Memory goes as it would during an evaluation, for which a graph
+        gives back what it holds; while it holds it nobody can take that, and nothing would be disturbed."""
+        if self.take_at is not None and not self._taken and self.calls >= self.take_at - 1:
+            stepper.free_memory()
+        self.forward()
+
+    def follow(self, rows: torch.Tensor, loss: torch.Tensor) -> None:
+        """The gradients of these rows exist once the backward of this loss is done. Negative numbers are no rows."""
+        if not loss.requires_grad:
+            return
+        if self._counts is None:
+            self._counts = torch.zeros(MOST_ROWS + 1, dtype=torch.int32, device=loss.device)
+        counts = self._counts
+
+        def through() -> None:
+            one = torch.ones((), dtype=counts.dtype, device=counts.device)
+            counts.index_add_(0, rows.where(rows >= 0, MOST_ROWS), one.expand(len(rows)))
+
+        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(through))
 
     def _stepped(self) -> None:
-        self.updates.append(list(self._pending))
-        self._pending.clear()
+        counts = [] if self._counts is None else self._counts[:-1].tolist()
+        self.updates.append([row for row, count in enumerate(counts) for _ in range(count)])
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._counts is not None:
+            self._counts.zero_()  # in place: a graph writes there
 
 
 def _before_zero_grad(owner: Any, clear: Callable[[], None]) -> None:
@@ -173,6 +198,11 @@ class Chat(Sft):
         super().__init__(SftOptions(model=size, freeze="encoder+embeddings"))
         self.worst_shape = lengths or self.worst_shape
         self.autocast, self.dtype = autocast, dtype
+
+    @functools.cached_property
+    def drawn(self) -> nn.Module:
+        """The weights that `model` draws, to copy: drawing those of T5 base takes 7 s on two cores, a copy 1."""
+        return self.model()
 
     def model(self) -> nn.Module:
         model = super().model().to(self.dtype)
@@ -205,15 +235,18 @@ class Chat(Sft):
         pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
         ids = pad([row["input_ids"] for row in rows], padding_value=PAD)
         return {
-            "row": [row["row"] for row in rows],
+            "row": torch.tensor([row["row"] for row in rows]),
             "input_ids": ids,
             "attention_mask": (ids != PAD).long(),
             "labels": pad([row["labels"] for row in rows], padding_value=IGNORED),
         }
 
     def pack(self, rows: Any, tokens: Shape) -> Row:
+        """With the number of each row in as many places as the sequence has tokens, since a graph needs tensors of one size."""
         chat = [{"prompt": row["input_ids"].numpy(), "response": row["labels"].numpy()} for row in rows]
-        return {"row": [row["row"] for row in rows], **super().pack(chat, tokens)}
+        numbers = torch.full((tokens[0],), -1)
+        numbers[: len(rows)] = torch.tensor([row["row"] for row in rows])
+        return {"row": numbers, **super().pack(chat, tokens)}
 
     def dummy_row(self, shape: Shape) -> Row:
         row = super().dummy_row(shape)
@@ -268,7 +301,9 @@ class Training:
 
     def build(self, recorder: Recorder | None = None) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
-        model = self.task.model().to(self.device).train()
+        # On the CPU the simulated limit would count the original, too.
+        model = self.task.model() if self.device.type == "cpu" else copy.deepcopy(self.task.drawn)
+        model = model.to(self.device).train()
         optimizer = self.task.optimizer(model)
         if recorder is not None:
             recorder.watch(model, optimizer)
@@ -297,6 +332,7 @@ def train_with_brimful(training: Training, recorder: Recorder) -> nn.Module:
     model, optimizer = training.build(recorder)
     stepper = training.stepper(model, optimizer)
     for step in range(training.steps):
+        recorder.before_step(stepper)
         stepper.step(training.rows_of(step))
     return model
 

@@ -26,7 +26,9 @@ on sum / rows for each micro-batch of the same split, then one read of the count
 
 `--recover` trains Brimful alone, also once undisturbed and once disturbed. Its **speeds** are medians over 20 steps with the
 same rows before, while and after memory is gone. **loss apart** is the largest difference between the losses of a step in
-the two runs. With `--layout packed` Brimful packs rows as it plans; its kernels need bf16, the default there on a GPU.
+the two runs. With `--layout packed` Brimful packs rows as it plans, with compiled blocks and CUDA graphs where it chooses them;
+its kernels need bf16, the default there on a GPU. What a graph holds cannot be taken away, so memory goes while the graph has
+given it back, as for an evaluation.
 """
 
 import argparse
@@ -58,7 +60,7 @@ from brimful.step.recovery import MicroBatchLimit
 from brimful.tasks.presets import PRESETS
 from brimful.units import parse_bytes, show_bytes
 from finders import _count, _lengths, _versions
-from midrun_peers import CLIP, CONTESTANTS, Chat, Memory, Recorder, Training, generate_rows, quiet, read_rows
+from midrun_peers import CLIP, CONTESTANTS, MOST_ROWS, Chat, Memory, Recorder, Training, generate_rows, quiet, read_rows
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"model": "chatlm-tiny", "lengths": (48, 48), "memory_limit": "40MiB", "take": "40%", "steps": 8,
@@ -274,6 +276,7 @@ def run_timed(training: Training, recorder: Recorder) -> TimedRun:
         model, optimizer = training.build(recorder)
         stepper = training.stepper(model, optimizer)
         for step in range(training.steps):
+            recorder.before_step(stepper)
             rows, start = training.rows_of(step), _now(training.device)
             result = stepper.step(rows)
             results.append((_now(training.device) - start, result.loss, result.ooms))
@@ -292,8 +295,11 @@ def measure_recovery(training: Training, memory: Callable[[], Memory], before: i
     losses and weights those of the undisturbed run?"""
     run_timed(replace(training, steps=1), Recorder(memory()))
     calm = run_timed(training, Recorder(memory()))
+    _say(f"undisturbed: {calm.outcome.seconds:.0f} s")
     rough = run_timed(training, Recorder(memory(), take_at=before + 1, give_back_after=during))
+    _say(f"disturbed: {rough.outcome.seconds:.0f} s")
     finer = run_timed(training.split_finer(), Recorder(memory()))
+    _say(f"undisturbed, split finer: {finer.outcome.seconds:.0f} s")
     phases = {"before": slice(before), "during": slice(before, before + during), "after": slice(before + during, None)}
     medians = {name: _median_step(rough, steps) for name, steps in phases.items()}
     lost = sum(
@@ -408,6 +414,8 @@ def prepare(args: argparse.Namespace) -> tuple[Training, Target, int]:
     if packed and args.precision == "bf16":
         task.precision = "bf16"  # autocast of Brimful's, so that it proves in full precision that packing is exact
     count = (min(args.steps, MEDIAN_OVER) if args.recover else args.steps) * args.global_batch
+    if count > MOST_ROWS:
+        raise BadOption(f"--steps × --global-batch is {count} rows, and at most {MOST_ROWS} can be told apart")
     rows = read_rows(args.data, task, count) if args.data else generate_rows(task, count, PRESETS[args.model].vocab)
     training = Training(task=task, rows=rows, steps=args.steps, global_batch=args.global_batch,
                         micro_batch=args.micro_batch, device=device)  # fmt: skip
@@ -472,7 +480,9 @@ def _measure(
     """The figures, and how they are shown."""
     memory = functools.partial(Memory, training.device, target.limit_bytes, take_bytes)
     if args.plan:
+        started = time.perf_counter()
         training = with_plan(training, target, args.layout)
+        _say(f"planned: {time.perf_counter() - started:.0f} s")
     if args.overhead:
         overhead = measure_overhead(training, max(MEDIAN_OVER, args.steps))
         return {"overhead": overhead}, show_overhead(overhead)

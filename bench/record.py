@@ -239,11 +239,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--step-ms", type=float, nargs="*", default=[76.0], help="steps to compare the microseconds with"
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(words)
     options.micro_batch = options.micro_batch or options.rows
     found = measure(options)
-    print(json.dumps(found) if options.json else show(found))
+    if options.json:
+        options.json.write_text(json.dumps(found))
+    print(show(found))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ Entries: **brimful** is the server of `brimful serve`. **transformers** is `tran
 `--continuous-batching` (causal models only; T5 is not among its models). **one** is `model.generate` for one request after another,
 behind a queue in the order of arrival and without HTTP, so its figures have nothing to pay for a server.
 
-Each client asks, reads the stream to its end and asks again, for `--seconds` after `--warm-seconds`. **requests/s** and **tokens/s** are of
-answers that ended in that time, **first** is the time from a request to the first piece of text, median and 95th percentile. **ratio** is
+After a first answer that does not count, each client asks, reads the stream to its end and asks again, for `--seconds` after `--warm-seconds`, and then reads on for a while. An answer
+counts in **requests/s** and **tokens/s** with the share of its stream, from the first piece to the last, that lies within these seconds: 64
+clients that began together also end together, and counting whole answers would depend on where the last second falls. **first** is the time
+from a request to its first piece of text, median and 95th percentile of all answers that count. **ratio** is
 tokens/s over those of `one` with as many clients. A server is a process of its own, under the cap of `--memory-limit` (torch's on the
 process); clients are coroutines in this one. Errors are counted, and an entry that cannot start is a result with its reason.
 
@@ -50,7 +52,9 @@ QUICK = {"t5": PRESETS["chatlm-tiny"], "causal": PRESETS["causal-tiny"]}
 ENTRIES = {"t5": ("brimful", "one"), "causal": ("brimful", "transformers", "transformers-cb", "one")}
 SPECIAL = 16
 """The first ids of a tokenizer are those of special tokens, with room to spare."""
-START_S = 300.0
+READ_ON_S = 4.0
+"""How long clients read on when the time is over."""
+START_S = 120.0
 """A server that does not answer after this many seconds has not started."""
 
 
@@ -61,16 +65,21 @@ class Figures:
     started_s: float
     ended_s: float
     first_s: list[float] = field(default_factory=list)
-    requests: int = 0
-    tokens: int = 0
+    requests: float = 0.0
+    tokens: float = 0.0
     errors: dict[str, int] = field(default_factory=dict)
 
-    def add(self, first_s: float | None, tokens: int) -> None:
-        """An answer that ended now; it counts if that is within the time."""
-        if first_s is not None and self.started_s <= time.monotonic() <= self.ended_s:
+    def add(self, asked_s: float, first_s: float | None, tokens: int) -> None:
+        """An answer that ended now; it counts with the share of its stream within the time of the figures."""
+        if first_s is None:
+            return
+        begun_s, ended_s = asked_s + first_s, time.monotonic()
+        within_s = min(ended_s, self.ended_s) - max(begun_s, self.started_s)
+        if within_s > 0:
+            share = within_s / (ended_s - begun_s)
+            self.requests += share
+            self.tokens += share * tokens
             self.first_s.append(first_s)
-            self.requests += 1
-            self.tokens += tokens
 
     def fail(self, reason: str) -> None:
         self.errors[reason] = self.errors.get(reason, 0) + 1
@@ -88,6 +97,9 @@ def main() -> None:
     options = _arguments()
     if options.process is not None:
         _serve_brimful(options)
+        return
+    if options.table is not None:
+        print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return
     rows = []
     for case in options.cases:
@@ -118,10 +130,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         base = baseline.get((row["case"], row["clients"]))
         ratio = f"{row['tokens_per_s'] / base:.2f}" if base else "–"
         errors = f" ({sum(row['errors'].values())} errors)" if row["errors"] else ""
-        lines.append(
-            f"{begin} {row['requests_per_s']:.1f} | {row['tokens_per_s']:.0f} | {1000 * row['first_s']:.0f} ms | "
-            f"{1000 * row['first_p95_s']:.0f} ms | {ratio}{errors} |"
+        first = " | ".join(
+            "–" if row[name] is None else f"{1000 * row[name]:.0f} ms" for name in ("first_s", "first_p95_s")
         )
+        lines.append(f"{begin} {row['requests_per_s']:.1f} | {row['tokens_per_s']:.0f} | {first} | {ratio}{errors} |")
     return "\n".join(lines)
 
 
@@ -161,7 +173,7 @@ def _measure(entry: str, case: str, model: Path, options: argparse.Namespace) ->
     port = _free_port()
     process = _start(entry, model, port, options)
     try:
-        failed = _wait_for(process, port, entry)
+        failed = _wait_for(process, port, entry) or _first_answer(port, model, options)
         for clients in options.clients:
             row = {"case": case, "entry": entry, "clients": clients, "device": options.device}
             if failed:
@@ -239,6 +251,15 @@ def _wait_for(process: Any, port: int, entry: str) -> str | None:
     return f"{entry} did not answer after {START_S:g} s"
 
 
+def _first_answer(port: int, model: Path, options: argparse.Namespace) -> str | None:
+    """Why there is none; some servers read their model with the first request."""
+    try:
+        asyncio.run(asyncio.wait_for(_ask(port, str(model), questions()[0], options.new_tokens), START_S))
+    except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
+        return f"no first answer: {str(error)[:80] or type(error).__name__}"
+    return None
+
+
 async def _load(port: int, model: str, clients: int, options: argparse.Namespace) -> Figures:
     begin = time.monotonic() + options.warm_seconds
     figures, texts = Figures(begin, begin + options.seconds), questions()
@@ -248,14 +269,15 @@ async def _load(port: int, model: str, clients: int, options: argparse.Namespace
         while time.monotonic() < figures.ended_s:
             try:
                 async with asyncio.timeout(options.seconds + 120):
-                    figures.add(*await _ask(port, model, texts[place % len(texts)], options.new_tokens))
+                    asked = time.monotonic()
+                    figures.add(asked, *await _ask(port, model, texts[place % len(texts)], options.new_tokens))
             except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
                 figures.fail(str(error)[:80] or type(error).__name__)
                 await asyncio.sleep(0.1)
             place += clients
 
     tasks = [asyncio.create_task(client(number)) for number in range(clients)]
-    await asyncio.sleep(max(0.0, figures.ended_s - time.monotonic()))
+    await asyncio.wait(tasks, timeout=max(0.0, figures.ended_s + READ_ON_S - time.monotonic()))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -327,7 +349,7 @@ def _measure_generate(case: str, folder: Path, options: argparse.Namespace) -> A
                     input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=stream
                 )
                 tokens = output.shape[1] - (ids.shape[1] if generator.causal else 1)
-                figures.add((stream.at or time.monotonic()) - submitted, int(tokens))
+                figures.add(submitted, (stream.at or time.monotonic()) - submitted, int(tokens))
                 waiting.put((time.monotonic(), place + clients))
             yield {"case": case, "entry": "one", "clients": clients, "device": options.device} | figures.to_json()
 
@@ -389,6 +411,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--warm-seconds", type=float, default=10.0)
     parser.add_argument("--output", type=Path, help="a .jsonl file that figures are appended to")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of such a file")
     parser.add_argument("--quick", action="store_true", help="tiny models, answers of 32 tokens, 5 s a point")
     parser.add_argument("--process", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

@@ -11,14 +11,17 @@
 (`set_per_process_memory_fraction`), which stands for a smaller card. A CPU has none.
 
     brimful       no setting: batch, packing, checkpointing, kernels, compilation are its plan's
-    brimful-bf16  the same with `weights="bf16"`, which changes the training, so only a user can choose it
-    trl           TRL's defaults; after an out-of-memory error what a user tries next: bf16 weights, then half the batch, …
+    brimful-bf16  the same with `weights="bf16"`, which changes the training, so only a user can choose it; without it the weights,
+                  gradients and optimizer state of 1.5B take 23 GiB, more than Brimful plans to fill of 24
+    trl           TRL's defaults; after an out-of-memory error what a user tries next: bf16 weights, then half the batch, …;
+                  8B begin with bf16 weights
     trl-tuned     the best of a small grid of batch, packing and checkpointing (`GRIDS`), as an expert finds it
     trl-liger     the same over fewer settings with Liger's kernels
     unsloth       with its own checkpointing, if it can be imported
 
-A process holds one contestant; one that dies or hangs costs its own line, and a grid continues with its next setting. Each
-setting is one line of JSON in `--output` as soon as it has ended; lines are appended, so calls may share a file.
+Contestants of one trainer share a process, since its imports take as long as a setting; one that dies or hangs costs the line of
+the setting it was at, and the next process goes on after that. Brimful has a process for each of its contestants. Each setting is
+one line of JSON in `--output` as soon as it has ended; lines are appended, so calls may share a file.
 
 **tokens/s** counts real tokens, never padding: the median over the second half of the steps, without the first three if
 there are more. Steps are begun until `--seconds` after the first one (`--tuned-seconds` for a setting of a grid).
@@ -47,7 +50,7 @@ from typing import Any
 
 from brimful.errors import UserError, in_one_line
 from brimful.units import show_bytes
-from train import GRACE_S, KILL_S, _caps, _show_cap, _some_of, read_results
+from train import GRACE_S, KILL_S, _caps, _show_cap, _some_of, python_path, read_results, still_needed
 
 Setting = tuple[str, str, dict[str, Any]]
 """Its name, the trainer (`sft_peers.TRAINERS`), the trainer's options."""
@@ -57,27 +60,27 @@ PACKED = {"packing": True}
 FLEX = {"attention": "flex_attention"}
 GRIDS: dict[str, dict[str, dict[str, Any]]] = {
     "small": {
+        "packed 1": {"batch": 1, **PACKED, **NO_GC},
+        "packed 4, checkpointing, flex": {"batch": 4, **PACKED, **FLEX},
         "batch 4": {"batch": 4, **NO_GC},
+        "batch 16, checkpointing, grouped": {"batch": 16, "train_sampling_strategy": "group_by_length"},
+        "packed 4, checkpointing": {"batch": 4, **PACKED},
         "batch 8": {"batch": 8, **NO_GC},
         "batch 16, checkpointing": {"batch": 16},
-        "batch 16, checkpointing, grouped": {"batch": 16, "train_sampling_strategy": "group_by_length"},
-        "packed 1": {"batch": 1, **PACKED, **NO_GC},
-        "packed 4, checkpointing": {"batch": 4, **PACKED},
-        "packed 4, checkpointing, flex": {"batch": 4, **PACKED, **FLEX},
     },
     "8b": {
-        "batch 1": {"batch": 1, **NO_GC},
-        "batch 2, checkpointing": {"batch": 2},
-        "batch 8, checkpointing": {"batch": 8},
+        "packed 2, checkpointing, flex": {"batch": 2, **PACKED, **FLEX},
         "batch 4, checkpointing, grouped": {"batch": 4, "train_sampling_strategy": "group_by_length"},
         "packed 1, checkpointing": {"batch": 1, **PACKED},
-        "packed 2, checkpointing, flex": {"batch": 2, **PACKED, **FLEX},
+        "batch 8, checkpointing": {"batch": 8},
+        "batch 2, checkpointing": {"batch": 2},
+        "batch 1": {"batch": 1, **NO_GC},
     },
 }
-"""Settings of TRL that an expert would try. Models below 2B have the first grid."""
+"""Settings of TRL that an expert would try, those first that promise most. Models below 2B have the first grid."""
 LIGER = {
-    "small": ("batch 8", "batch 16, checkpointing", "packed 4, checkpointing"),
-    "8b": ("batch 2, checkpointing", "packed 1, checkpointing"),
+    "small": ("packed 4, checkpointing", "batch 8", "batch 16, checkpointing"),
+    "8b": ("packed 1, checkpointing", "batch 2, checkpointing"),
 }
 """The settings of the grid that are tried with Liger."""
 SFT_CONTESTANTS = ("brimful", "brimful-bf16", "trl", "trl-tuned", "trl-liger", "unsloth")
@@ -86,6 +89,9 @@ DATA = ("real", "long")
 NEEDED = {"brimful": (), "brimful-bf16": (), "trl": ("trl", "datasets"), "trl-tuned": ("trl", "datasets"),
           "trl-liger": ("trl", "datasets", "liger_kernel"), "unsloth": ("unsloth", "trl", "datasets")}  # fmt: skip
 METHOD_NEEDS = {"qwen2.5-0.5b": (), "qwen2.5-1.5b": (), "llama-8b-lora": ("peft",), "llama-8b-qlora": ("peft", "bitsandbytes")}  # fmt: skip
+IN_GRID = ("trl-tuned", "trl-liger", "unsloth")
+"""All of their settings are run, each for a short time; of the others the first that runs."""
+LADDERS = ("trl",)
 COMPARED_STEPS = 3
 LEFT_SHARE = 0.6
 """Of what a step needs beside the weights, what `--survive` leaves it."""
@@ -107,7 +113,8 @@ def settings(contestant: str, model: str) -> list[Setting]:
         if quantized:
             return [(name, "trl", options) for name, options in steps.items()]
         later = {f"bf16 weights, {'batch 8' if name == 'defaults' else name}": {**options, **BF16} for name, options in steps.items()}  # fmt: skip
-        return [(name, "trl", options) for name, options in {"defaults": {}, **later}.items()]
+        first = {} if "8b" in model else {"defaults": {}}  # 30 GiB of weights in fp32 alone
+        return [(name, "trl", options) for name, options in {**first, **later}.items()]
     if contestant == "unsloth":
         return [(f"batch {batch}", "unsloth", {"batch": batch}) for batch in (2, 8)]
     grid = GRIDS[size]
@@ -136,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
         except (UserError, OSError) as error:
             print(f"sft: the rows, tokens or weights could not be made: {error}", file=sys.stderr)
             return 2
+        if args.prepare:
+            return 0
         if args.survive:
             return _survive(args, folder, output)
         _compete(args, folder, output)
@@ -160,40 +169,51 @@ def _compete(args: argparse.Namespace, folder: Path, output: Path) -> None:
     for model in args.models:
         for data in args.data:
             for limit in args.limits:
+                processes: dict[str, list[dict[str, Any]]] = {}
                 for contestant in args.contestants:
-                    jobs = [_job(args, folder, output, model, data, limit, contestant, setting) for setting in settings(contestant, model)]  # fmt: skip
-                    _run_contestant(jobs, contestant, until, args)
+                    tried = settings(contestant, model)[: args.most_settings if contestant in IN_GRID else None]
+                    for setting in tried:
+                        job = _job(args, folder, output, model, data, limit, contestant, setting)
+                        processes.setdefault(contestant if job["trainer"] == "brimful" else job["trainer"], []).append(
+                            job
+                        )
+                for jobs in processes.values():
+                    run_all(jobs, until, args)
 
 
 def _job(
     args: argparse.Namespace, folder: Path, output: Path, model: str, data: str, limit: int | None, contestant: str, setting: Setting
 ) -> dict[str, Any]:  # fmt: skip
     name, trainer, options = setting
-    in_grid = contestant in ("trl-tuned", "trl-liger", "unsloth")
     return {
         "model": model, "data": data, "limit_bytes": limit, "contestant": contestant, "setting": name, "trainer": trainer,
         "options": options, "seed": args.seed, "steps": args.steps, "tiny": args.tiny, "device": args.device,
-        "warm_seconds": args.tuned_seconds if in_grid else args.seconds, "seconds": args.most_seconds,
+        "warm_seconds": args.tuned_seconds if contestant in IN_GRID else args.seconds, "seconds": args.most_seconds,
         "workers": args.workers, "folder": str(folder), "output": str(output), "compile_cache": str(args.compile_cache or ""),
     }  # fmt: skip
 
 
-def _run_contestant(jobs: list[dict[str, Any]], contestant: str, until: float, args: argparse.Namespace) -> None:
-    """A ladder (`trl`) ends with the first setting that runs; of a grid all are run, in one process while it lives."""
-    missing = [name for name in (*NEEDED[contestant], *METHOD_NEEDS[jobs[0]["model"]]) if not _is_there(name)] if jobs else []  # fmt: skip
-    left = list(jobs)
-    while left:
-        if missing or time.monotonic() > until:
-            why = f"{', '.join(missing)} cannot be imported" if missing else f"--total-seconds {args.total_seconds:g} were over"  # fmt: skip
+def run_all(jobs: list[dict[str, Any]], until: float, args: argparse.Namespace) -> None:
+    """In one process while it lives."""
+    left: list[dict[str, Any]] = []
+    for contestant in dict.fromkeys(job["contestant"] for job in jobs):
+        own = [job for job in jobs if job["contestant"] == contestant]
+        missing = [name for name in (*NEEDED[contestant], *METHOD_NEEDS[own[0]["model"]]) if not _is_there(name)]
+        if missing:
+            write_result(
+                own[0], {"status": "skipped", "error": f"{', '.join(missing)} cannot be imported", "wall_s": 0.0}
+            )
+        else:
+            left += own
+    lines: list[dict[str, Any]] = []
+    while left := still_needed(left, lines, LADDERS):
+        if time.monotonic() > until:
+            why = f"--total-seconds {args.total_seconds:g} were over"
             write_result(left[0], {"status": "skipped", "error": why, "wall_s": 0.0})
             return
-        batch = left[:1] if contestant == "trl" else left
         if until < float("inf"):
-            batch = [{**job, "until": time.time() + until - time.monotonic()} for job in batch]
-        done = run_process(batch)
-        if contestant == "trl" and done[-1]["status"] == "ok":
-            return
-        left = left[len(done) :]
+            left = [{**job, "until": time.time() + until - time.monotonic()} for job in left]
+        lines += run_process(left)
 
 
 def run_process(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -214,20 +234,19 @@ def run_process(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             process.wait()
             problem = "the process did not answer any more and was killed"
     lines = read_results(output)[before:]
-    if len(lines) < len(jobs):
+    if left := still_needed(jobs, lines, LADDERS):
         wall_s = time.perf_counter() - started - sum(line["wall_s"] for line in lines)
-        write_result(jobs[len(lines)], {"status": "error", "error": problem, "wall_s": wall_s})
+        write_result(left[0], {"status": "error", "error": problem, "wall_s": wall_s})
         lines = read_results(output)[before:]
     return lines
 
 
 def _environment(cache: Path, trainer: str) -> dict[str, str]:
     """Of a process: growing segments, offline, its own compiled code, and what `carry.sh` unpacked."""
-    carried = [ROOT / ".carry" / name for name in (("unsloth-site", "site") if trainer == "unsloth" else ("site",))]
-    paths = [str(ROOT / "src"), *(str(path) for path in carried if path.is_dir()), os.environ.get("PYTHONPATH", "")]
+    sites = ("unsloth-site", "site") if trainer == "unsloth" else ("site",)
     return {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": python_path(*sites), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "UNSLOTH_DISABLE_STATISTICS": "1", "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"), "BRIMFUL_CACHE": str(cache / "brimful"),
     }  # fmt: skip
@@ -252,12 +271,17 @@ def run_jobs(jobs: list[dict[str, Any]]) -> int:
 
     from train import _forget_accelerate
 
-    before = dict(os.environ)
+    before, climbed = dict(os.environ), set[str]()
     for job in jobs:
+        if job["contestant"] in climbed:
+            continue
         if time.time() > job.get("until", float("inf")):
             write_result(job, {"status": "skipped", "error": "--total-seconds were over", "wall_s": 0.0})
             continue
-        write_result(job, run_job(job))
+        result = run_job(job)
+        write_result(job, result)
+        if job["contestant"] in LADDERS and result["status"] == "ok":
+            climbed.add(job["contestant"])
         os.environ.clear()
         os.environ.update(before)
         _forget_accelerate()
@@ -360,7 +384,7 @@ class _Disturbance:
         return limited
 
     def take(self, count: int) -> None:
-        """As many bytes as can be had, at most `count`: what CUDA graphs hold is never free between two steps."""
+        """As many bytes as can be had, at most `count`."""
         for share in (1.0, 0.95, 0.9, 0.8, 0.7):
             self.memory.take_bytes = self.notes["taken_bytes"] = int(share * count)
             with contextlib.suppress(RuntimeError):
@@ -381,6 +405,7 @@ class _Disturbance:
             def after_step(self, loop: Any, result: Any) -> None:
                 self.peak_bytes = max(self.peak_bytes, result.peak_bytes or 0)
                 if loop.step == job["take_at"]:
+                    loop.stepper.free_memory()  # as for an evaluation: what a CUDA graph holds cannot be taken
                     left = self._live() + LEFT_SHARE * (self.peak_bytes - self._live())
                     outer.take(int(memory.limit_bytes - left))
                 elif job["take_at"] and loop.step == job["take_at"] + job["give_back_after"]:
@@ -593,6 +618,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tuned-seconds", type=float, default=6.0, help="the same for a setting of a grid (%(default)s)")  # fmt: skip
     parser.add_argument("--most-seconds", type=float, default=150.0, help="the same from the start on, planning and compilation included (%(default)s)")  # fmt: skip
     parser.add_argument("--total-seconds", type=float, help="after which no further setting is started")
+    parser.add_argument("--most-settings", type=int, metavar="N", help="try the first N settings of a grid (all)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps at most (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of rows and of adapters (%(default)s)")
     parser.add_argument("--workers", type=int, help="loader workers of the peers (4 on a GPU, 0 on a CPU)")
@@ -600,6 +626,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="keep models and tokens there, for the next call")
     parser.add_argument("--compile-cache", type=Path, help="keep compiled code there between processes")
     parser.add_argument("--output", type=Path, help="append the results there, one JSON line for each setting")
+    parser.add_argument("--prepare", action="store_true", help="only make rows, tokens and weights in --folder")
     parser.add_argument("--survive", action="store_true", help="Brimful alone, with memory taken away in the middle")
     parser.add_argument("--tiny", action="store_true", help="small models and steps of 8 rows")
     parser.add_argument("--check", action="store_true", help="print which packages are there")

@@ -15,7 +15,8 @@ case and cap follows at the end. Lines are appended, so several calls may share 
 events on the GPU, without waiting for them. **run** is what `--steps` steps take from the built process: model, plan, compilation and warm-up are
 in it, imports are not; `~` marks runs that were ended early and continued at the median step. **plan** is the time for
 Brimful's plan without what it compiles, **compile** all that torch.compile took, before the first step or later. Compiled code is not reused
-from earlier processes unless `--compile-cache` names a folder. **peak** and **reserved** are the most during training steps,
+from earlier processes unless `--compile-cache` names a folder; run, plan, compile and first step are then those of the runs that found
+nothing there. **peak** and **reserved** are the most during training steps,
 without planning. **predicted** is how far the peak that Brimful's plan predicts for these steps is from theirs, and **OOMs**
 are those that it survived in them. **padding** is the share of computed tokens that are not real. **useful** is the FLOP/s of the real rows
 over the best matrix product that the same process measured; **computed** includes padding. All is in bf16 autocast on a
@@ -49,13 +50,19 @@ Entry = tuple[str, dict[str, Any]]
 TUNED: dict[str, Any] = {"group_by_length": True, "cudnn_attention": False, "logging_nan_inf_filter": False}
 """What an expert adds: similar lengths together, no kernels that are prepared for every new shape, no wait per micro-batch."""
 
-# The options of `brimful` entries are keywords of `brimful.train`. Each line adds a lever: rows alike in length in one step,
-# then packed rows, for which their order does not matter any more, then compiled blocks. That is the default on a GPU.
+PACKED: dict[str, Any] = {"layout": "packed", "compile": "off", "cuda_graphs": "off", "checkpointing": "off"}
+# The options of `brimful` entries are keywords of `brimful.train`. Each line adds a lever: rows alike in length in one step, then
+# packed rows, for which their order does not matter any more, then compiled blocks, then CUDA graphs, then checkpointing. `brimful`
+# has no setting, and compiles on a GPU unless the run is too short to win the time back; `brimful-compiled` compiles all the same.
 BRIMFUL: dict[str, Entry] = {
     "brimful-padded": ("brimful", {"layout": "padded"}),
     "brimful-window": ("brimful", {"layout": "padded", "mix": "window:50"}),
-    "brimful-packed": ("brimful", {"layout": "packed", "compile": "off"}),
+    "brimful-packed": ("brimful", PACKED),
+    "brimful-packed-compile": ("brimful", {**PACKED, "compile": "on"}),
+    "brimful-packed-compile-graph": ("brimful", {**PACKED, "compile": "on", "cuda_graphs": "on"}),
+    "brimful-checkpointing": ("brimful", {"layout": "packed", "compile": "on", "checkpointing": "on"}),
     "brimful": ("brimful", {}),
+    "brimful-compiled": ("brimful", {"compile": "on"}),
 }
 CHAT: dict[str, Entry] = {
     "hf-32": ("hf", {"batch": 32}),
@@ -83,6 +90,9 @@ CAUSAL: dict[str, Entry] = {
     "hf-tuned-32": ("hf", {"batch": 32, **TUNED}),
     "hf-tuned-compile-32": ("hf", {"batch": 32, **TUNED, "torch_compile": True}),
     "hf-grouped-compile-16": ("hf", {"batch": 16, "group_by_length": True, "torch_compile": True}),
+    "hf-auto": ("hf", {"batch": 64, "auto_find_batch_size": True}),
+    "lightning": ("lightning", {"batch": 8}),
+    "old-2": ("hf", {"batch": 2}),
     **BRIMFUL,
 }
 ENTRIES = {"pretrain": CHAT, "sft": CHAT, "full": CHAT, "causal": CAUSAL, "causal-full": CAUSAL}
@@ -115,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
         except UserError as error:
             print(f"train: --data: {error}", file=sys.stderr)
             return 2
+        if args.prepare:
+            return 0
         _run_all(jobs, args)
         print(show_tables(read_results(output)[before:]))
     return 0
@@ -129,6 +141,14 @@ def _jobs(args: argparse.Namespace, folder: Path, output: Path) -> list[dict[str
         for seed in args.seeds for case in args.cases for cap in args.cap for entry in ENTRIES[case]
         if args.only is None or entry in args.only
     ]  # fmt: skip
+
+
+def python_path(*sites: str) -> str:
+    """Where a process finds Brimful, the benches and what `carry.sh` unpacked, whatever folder it starts in."""
+    root = Path(__file__).resolve().parents[1]
+    carried = [path for path in (root / ".carry" / name for name in sites or ("site",)) if path.is_dir()]
+    own = [Path(one).absolute() for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    return os.pathsep.join(map(str, (root / "src", root / "bench", *carried, *own)))
 
 
 def _prepare(jobs: list[dict[str, Any]], data: str) -> None:
@@ -192,6 +212,7 @@ def run_jobs(jobs: list[dict[str, Any]]) -> int:
 
     before = dict(os.environ)
     for job in jobs:
+        _import(job["trainer"])
         write_result(job, run_job(job))
         os.environ.clear()
         os.environ.update(before)  # accelerate keeps settings there, compilation among them
@@ -226,9 +247,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     device = _device(job["device"])
     case = Case(name=job["case"], folder=Path(job["folder"]), tiny=job["tiny"])
     _cap(device, job["cap_bytes"])
-    _import(job["trainer"])
     ceiling, how = peak_flops(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    compiled_s = _compile_seconds()
+    compiled_s, compiled_before = _compile_seconds(), _has_compiled_code()
     clock = Clock(device=device, steps=job["steps"], seconds=job["seconds"], warm_seconds=job["warm_seconds"])
     training = Training(
         case=case, options=job["options"], clock=clock, seed=job["seed"], workers=_workers(job["workers"], device),
@@ -247,7 +267,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         status, error = "error", "it ended without a step"
     return {
         "status": status, "error": error, **figures, **training.notes,
-        "compile_s": (_compile_seconds() - compiled_s) or None, "ceiling_flops_per_s": ceiling, "ceiling": how,
+        "compile_s": (_compile_seconds() - compiled_s) or None, "compiled_before": compiled_before, "ceiling_flops_per_s": ceiling, "ceiling": how,
         "global_batch": case.global_batch, "device_name": _device_name(device), "versions": _versions(),
     }  # fmt: skip
 
@@ -259,6 +279,17 @@ def _compile_seconds() -> float:
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
+
+
+def _has_compiled_code() -> bool:
+    """Whether an earlier run left any on disk, so that this one compiles less than a first run."""
+    folders = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    return any(Path(folder).is_dir() and any(Path(folder).iterdir()) for folder in folders if folder)
+
+
+def cold(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that found no compiled code, for what the time to compile is part of; all of them if there are none."""
+    return [one for one in runs if not one.get("compiled_before")] or runs
 
 
 def _cap(device: Any, cap_bytes: int | None) -> None:
@@ -345,6 +376,15 @@ def read_results(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
 
 
+def still_needed(
+    jobs: list[dict[str, Any]], lines: list[dict[str, Any]], ladders: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Jobs of contestants that have no line yet. A ladder ends with the first of its settings that runs."""
+    ran = {(line["contestant"], line["setting"]) for line in lines}
+    climbed = {line["contestant"] for line in lines if line["contestant"] in ladders and line["status"] == "ok"}
+    return [job for job in jobs if (job["contestant"], job["setting"]) not in ran and job["contestant"] not in climbed]
+
+
 def show_tables(results: list[dict[str, Any]]) -> str:
     """A table for each case and cap: medians over the seeds."""
     tables = []
@@ -383,18 +423,22 @@ def _cells(entry: str, runs: list[dict[str, Any]], best: float | None, last: int
     speed = _median(runs, "rows_per_s")
     if speed is None:
         return (entry, runs[0]["status"], *[""] * (len(HEAD) - 4), str(len(runs)), str(runs[0].get("steps", 0)))
-    show = lambda name, text, scale=1.0: "–" if (found := _median(runs, name)) is None else text.format(found * scale)  # noqa: E731
-    early = "~" if any(one.get("run_s_extrapolated") for one in runs) else ""
+    first = cold([one for one in runs if "rows_per_s" in one])
+
+    def show(name: str, text: str, scale: float = 1.0, some: list[dict[str, Any]] = runs) -> str:
+        return "–" if (found := _median(some, name)) is None else text.format(found * scale)
+
+    early = "~" if any(one.get("run_s_extrapolated") for one in first) else ""
     losses = [statistics.mean(one["loss"][max(0, last - LOSS_STEPS) : last]) for one in runs if one.get("loss")]
     return (
         entry,
         f"{speed:.4g}",
         "–" if best is None else f"{speed / best:.2f}",
         show("tokens_per_s", "{:,.0f}"),
-        early + show("run_s", "{:.1f} s"),
-        show("plan_s", "{:.1f} s"),
-        show("compile_s", "{:.1f} s"),
-        show("first_step_s", "{:.1f} s"),
+        early + show("run_s", "{:.1f} s", some=first),
+        show("plan_s", "{:.1f} s", some=first),
+        show("compile_s", "{:.1f} s", some=first),
+        show("first_step_s", "{:.1f} s", some=first),
         show("peak_bytes", "{:.2f} GiB", 2**-30),
         show("prediction_error", "{:+.1%}"),
         show("reserved_bytes", "{:.2f} GiB", 2**-30),
@@ -447,6 +491,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="cuda:0 or cpu (the first GPU, else the CPU)")
     parser.add_argument("--folder", type=Path, help="keep the tokenized rows there")
     parser.add_argument("--output", type=Path, help="append the results there, one JSON line for each")
+    parser.add_argument("--prepare", action="store_true", help="only tokenize the rows into --folder")
     parser.add_argument("--tiny", action="store_true", help="small models and steps of 16 rows")
     parser.add_argument("--list", action="store_true", help="print the entries of every case")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the tables of an output file")

@@ -42,7 +42,7 @@ class CausalLm(Task):
     """A GPT-2 of a given configuration, trained on all tokens of a row."""
 
     name = "gpt2"
-    chunked_loss = True
+    chunked_loss = ("packed",)
 
     def __init__(self, config: dict[str, int]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Case:
         writer = StoreWriter(self.folder / self._store_name, fields, vocab)
         writer.add(np.concatenate(parts), lengths)
         writer.finish(
-            tokenizer=None, eos_id=EOS, pad_id=PAD, tokenizer_fingerprint=chat.meta.tokenizer_fingerprint,
+            tokenizer=None if self.causal else chat.path / "tokenizer", eos_id=EOS, pad_id=PAD, tokenizer_fingerprint=chat.meta.tokenizer_fingerprint,
             max_tokens=dict(zip(fields, lengths.max(axis=0).tolist(), strict=True)), rows_in=len(chat), dropped={},
             truncated=dict.fromkeys(fields, 0),
         )  # fmt: skip

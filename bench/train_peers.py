@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 import brimful
-from brimful.memory.layout import packed_sizes
+from brimful.memory.layout import PackedLayout
 from brimful.task import IGNORED
 from peers import _import_lightning
 from train_cases import Case, Stream
@@ -381,11 +381,11 @@ class _Ticks(brimful.Hook):
         """Counts what the loader proposed; a step that was split further after an OOM was padded a little less."""
         rows, plan = self.rows, loop.stepper.plan
         assert rows is not None
-        lengths, whole = self.case.store.shapes(rows.indices), len(rows.groups) == 1
+        lengths, whole, layout = self.case.store.shapes(rows.indices), len(rows.groups) == 1, plan.row_layout
         self.clock.rows(lengths)
         for group, shape in zip(rows.groups, rows.shapes, strict=True):
             packed = plan.layout == "packed"
-            self.clock.computed(_packed_rows(lengths[group]) if packed else [(len(group), tuple(shape))])
+            self.clock.computed(_packed_rows(lengths[group], layout) if packed else [(len(group), tuple(shape))])
             if result.peak_bytes and not result.ooms:
                 predicted = plan.memory_model.peak_bytes(len(group), tuple(shape), whole=whole)
                 self._predicted_bytes = max(self._predicted_bytes, predicted)
@@ -402,9 +402,9 @@ class _Ticks(brimful.Hook):
         return {"predicted_peak_bytes": predicted, "step_peak_bytes": measured, "prediction_error": error}
 
 
-def _packed_rows(lengths: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
+def _packed_rows(lengths: np.ndarray, layout: PackedLayout) -> list[tuple[int, tuple[int, ...]]]:
     """The rows of a packed micro-batch and its fill, which attends to nothing: it counts as rows of one token."""
-    fill = np.array(packed_sizes([tuple(row) for row in lengths.tolist()])) - lengths.sum(axis=0)
+    fill = np.array(layout.sizes([tuple(row) for row in lengths.tolist()])) - lengths.sum(axis=0)
     single_tokens = np.eye(len(fill), dtype=int).tolist()
     rows = [(1, tuple(row)) for row in lengths.tolist()]
     return rows + [(int(count), tuple(one)) for count, one in zip(fill, single_tokens, strict=True)]

@@ -26,14 +26,15 @@ from typing import Any
 import numpy as np
 
 from brimful.charts import HEIGHT, WIDTH, Frame, axes, line, text, thinned, widened
-from train import BRIMFUL, _show_cap, read_results
+from train import BRIMFUL, _show_cap, cold, read_results
 
 ROW, LABEL, VALUE, TOP = 22, 150, 96, 44
 """Units: height of a bar's row, width of the names, width of the figures, height of the title."""
 BARS_WIDTH, CURVES_WIDTH = 640, 560
-COLOURS = ("#888888", "#b8860b", "#cc79a7", "#d55e00", "#009e73", "#56b4e9", "#0072b2")
+PEERS = ("#888888", "#b8860b", "#cc79a7")
+COLOURS = ("#d55e00", "#a6761d", "#009e73", "#7570b3", "#e7298a", "#66a61e", "#56b4e9", "#0072b2")
 """Told apart by colour-blind readers, and dark enough for white pages while light enough for black ones."""
-COLOUR_OF = dict(zip(BRIMFUL, COLOURS[3:], strict=True))
+COLOUR_OF = dict(zip(BRIMFUL, COLOURS, strict=True))
 """Brimful's entries are the same in every plot."""
 POINTS = 200
 SMOOTHED = 20
@@ -129,7 +130,7 @@ def _bands(frame: Frame, curves: dict[str, np.ndarray], first: int) -> list[str]
 
 
 def _colours(entries: Iterable[str]) -> list[str]:
-    return [COLOUR_OF.get(entry, COLOURS[place % 3]) for place, entry in enumerate(entries)]
+    return [COLOUR_OF.get(entry, PEERS[place % 3]) for place, entry in enumerate(entries)]
 
 
 def _line(frame: Frame, x: Any, y: Any, colour: str, width: float, more: str = "") -> str:
@@ -194,8 +195,9 @@ def _speeds(runs: Sequence[dict[str, Any]]) -> list[float]:
     return [run["rows_per_s"] for run in runs if "rows_per_s" in run]
 
 
-def _middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return sorted(runs, key=lambda run: run["run_s"])[len(runs) // 2]
+def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    found = cold(runs)
+    return sorted(found, key=lambda run: run["run_s"])[len(found) // 2]
 
 
 def _show_seconds(seconds: float) -> str:

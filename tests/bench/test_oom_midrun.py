@@ -81,7 +81,7 @@ def test_rows_are_counted_once_their_backward_is_through_and_a_step_follows(benc
     recorder.watch(weight, optimizer)
     for rows, backward, cleared in (([1], True, True), ([2], True, False), ([3], False, False)):
         loss = weight(torch.ones(1, 1)).sum()
-        recorder.follow(rows, loss)
+        recorder.follow(torch.tensor(rows), loss)
         if backward:
             loss.backward()
         if cleared:
@@ -89,6 +89,33 @@ def test_rows_are_counted_once_their_backward_is_through_and_a_step_follows(benc
     optimizer.step()
     optimizer.step()
     assert recorder.updates == [[2], []]
+
+
+def test_rows_are_counted_where_no_python_runs_as_in_a_replayed_graph(bench: ModuleType) -> None:
+    """Operations on tensors that stay, so what is copied into the recorded ones counts."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append((operation, args, result := operation(*args, **(kwargs or {}))))
+            return result
+
+    calls: list[Any] = []
+    recorder, weight, rows = bench.Recorder(memory=None), torch.nn.Linear(1, 1), torch.tensor([4, 4, -1])
+    optimizer = torch.optim.SGD(weight.parameters())
+    recorder.watch(weight, optimizer)
+    loss = weight(torch.ones(1, 1)).sum()
+    recorder.follow(rows, loss)
+    with Recording():
+        loss.backward()
+    optimizer.step()
+    rows.copy_(torch.tensor([7, 9, -1]))
+    for operation, args, result in calls:
+        again = operation(*args)
+        if again.shape == result.shape and again.dtype == result.dtype and again is not result:
+            result.copy_(again)
+    optimizer.step()
+    assert recorder.updates == [[4, 4], [7, 9]]
 
 
 def test_what_watches_keeps_no_model_alive(bench: ModuleType) -> None:

@@ -12,13 +12,23 @@ WITHOUT_CLI = "import sys, runpy; sys.modules.update(dict.fromkeys(('rich', 'cyc
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory):
     """Without the packages of the command line, as on a machine that only has torch."""
+    file = tmp_path_factory.mktemp("record") / "found.json"
     sizes = ["--steps", "12", "--rounds", "2", "--width", "8", "--layers", "1", "--rows", "8", "--length", "8"]
-    command = [sys.executable, "-c", WITHOUT_CLI.format(path=str(BENCH)), *sizes, "--device", "cpu", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_CLI.format(path=str(BENCH)),
+        *sizes,
+        "--device",
+        "cpu",
+        "--json",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(file.read_text())
 
 
 def test_both_runs_are_timed_and_their_ratio_is_that_of_pairs(found):

@@ -13,15 +13,16 @@ sys.path.insert(0, str(BENCH))
 import serve  # noqa: E402
 
 
-def test_only_answers_that_ended_within_the_time_count():
+def test_an_answer_counts_with_its_share_of_the_time():
     now = time.monotonic()
-    figures = serve.Figures(now - 1, now + 9)
-    figures.add(0.2, 32)
-    figures.add(None, 32)  # without any text
+    figures = serve.Figures(now - 4, now + 6)
+    figures.add(now - 9, 1.0, 32)  # half of its stream before
+    figures.add(now - 2, None, 32)  # without any text
     late = serve.Figures(now - 20, now - 10)
-    late.add(0.2, 32)
-    assert (figures.requests, figures.tokens, late.requests) == (1, 32, 0)
-    assert figures.to_json()["tokens_per_s"] == pytest.approx(3.2)
+    late.add(now - 9, 0.2, 32)
+    assert figures.requests == pytest.approx(0.5, abs=0.01) and figures.tokens == pytest.approx(16, abs=0.2)
+    assert (late.requests, late.first_s, figures.first_s) == (0, [], [1.0])
+    assert figures.to_json()["tokens_per_s"] == pytest.approx(1.6, abs=0.02)
 
 
 def test_the_table_compares_with_one_at_a_time():

@@ -106,18 +106,22 @@ def test_models_have_the_size_of_the_published_ones(modules: dict[str, ModuleTyp
 def test_a_ladder_ends_with_the_first_setting_that_runs(
     modules: dict[str, ModuleType], job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sft, started = modules["sft"], []
-
-    def run(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        started.append([one["setting"] for one in jobs])
-        return [{"status": "ok" if jobs[0]["setting"].endswith("batch 4") else "OOM"}]
-
-    monkeypatch.setattr(sft, "run_process", run)
-    monkeypatch.setattr(sft, "_is_there", lambda name: True)
-    names = [name for name, *_ in sft.settings("trl", "llama-8b-lora")]
-    jobs = [{**job, "setting": name, "output": str(tmp_path / "out.jsonl")} for name in names]
-    sft._run_contestant(jobs, "trl", math.inf, sft._arguments([]))
-    assert started == [["defaults"], ["bf16 weights, batch 8"], ["bf16 weights, batch 4"]]
+    """All in one process with the grid after it."""
+    sft, output = modules["sft"], tmp_path / "out.jsonl"
+    figures = {"error": "", "wall_s": 1.0}
+    monkeypatch.setattr(
+        sft, "run_job", lambda one: {"status": "ok" if one["setting"].endswith("batch 4") else "OOM", **figures}
+    )
+    jobs = [
+        {**job, "trainer": "trl", "contestant": contestant, "setting": name, "output": str(output)}
+        for contestant in ("trl", "trl-tuned")
+        for name, *_ in sft.settings(contestant, "llama-8b-lora")[:4]
+    ]
+    sft.run_jobs(jobs)
+    lines = sft.read_results(output)
+    ladder = [line["setting"] for line in lines if line["contestant"] == "trl"]
+    assert ladder == ["bf16 weights, batch 8", "bf16 weights, batch 4"] and len(lines) == 2 + 4
+    assert sft.still_needed(jobs, lines, sft.LADDERS) == []
 
 
 def test_a_process_that_dies_costs_one_setting(
@@ -130,12 +134,29 @@ def test_a_process_that_dies_costs_one_setting(
     assert json.loads(Path(output).read_text())["error"] == "the process ended with code 1"
 
 
+def test_after_a_death_the_next_process_goes_on_with_the_setting_after_it(
+    modules: dict[str, ModuleType], job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sft, started = modules["sft"], []
+
+    def die(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        started.append([one["setting"] for one in jobs])
+        return [{**jobs[0], "status": "error"}]
+
+    monkeypatch.setattr(sft, "run_process", die)
+    monkeypatch.setattr(sft, "_is_there", lambda name: True)
+    names = [("trl", "defaults"), ("trl", "batch 4"), ("trl-tuned", "packed 1")]
+    sft.run_all([{**job, "contestant": one, "setting": name} for one, name in names], math.inf, sft._arguments([]))
+    assert started == [["defaults", "batch 4", "packed 1"], ["batch 4", "packed 1"], ["packed 1"]]
+
+
 def test_a_package_that_is_missing_is_a_line(
     modules: dict[str, ModuleType], job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules["sft"], "_is_there", lambda name: name != "unsloth")
     output = tmp_path / "out.jsonl"
-    modules["sft"]._run_contestant([{**job, "output": str(output), "contestant": "unsloth"}], "unsloth", math.inf, modules["sft"]._arguments([]))  # fmt: skip
+    unsloth = {**job, "output": str(output), "contestant": "unsloth"}
+    modules["sft"].run_all([unsloth], math.inf, modules["sft"]._arguments([]))
     line = json.loads(output.read_text())
     assert (line["status"], line["error"]) == ("skipped", "unsloth cannot be imported")
     assert "skipped" in modules["sft"].show_tables([line])

@@ -125,6 +125,36 @@ def test_the_table_names_the_best_of_hugging_face(ran: dict[str, Any]) -> None:
     assert "broken, seed 0: error:" in ran["table"]
 
 
+def test_the_time_of_a_run_is_of_those_that_had_to_compile(modules: dict[str, ModuleType]) -> None:
+    line = {"entry": "brimful", "trainer": "brimful", "case": "pretrain", "cap_bytes": None, "tiny": False, "options": {},
+            "error": "", "status": "ok", "loss": [1.0], "steps": 1}  # fmt: skip
+    cold = {**line, "compiled_before": False, "rows_per_s": 10.0, "run_s": 80.0, "compile_s": 40.0}
+    cached = {**line, "compiled_before": True, "rows_per_s": 30.0, "run_s": 30.0, "compile_s": 5.0}
+    table = modules["train"].show_tables([cold, cached, cached])
+    assert "80.0 s" in table and "40.0 s" in table and "30.0 s" not in table
+    assert "| brimful |     30 |" in table  # its speed is the median of all
+
+
+def test_a_run_says_whether_compiled_code_was_there(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    assert not modules["train"]._has_compiled_code()
+    (tmp_path / "triton" / "kernel").mkdir(parents=True)
+    assert modules["train"]._has_compiled_code()
+
+
+def test_packing_compiling_and_graphs_are_added_one_by_one(modules: dict[str, ModuleType]) -> None:
+    levers = [modules["train"].BRIMFUL[f"brimful-packed{more}"][1] for more in ("", "-compile", "-compile-graph")]
+    names = ("layout", "compile", "cuda_graphs", "checkpointing")
+    assert [[one[name] for name in names] for one in levers] == [
+        ["packed", "off", "off", "off"],
+        ["packed", "on", "off", "off"],
+        ["packed", "on", "on", "off"],
+    ]
+
+
 def test_plots_are_svg_with_every_entry(modules: dict[str, ModuleType], ran: dict[str, Any], tmp_path: Path) -> None:
     paths = modules["train_plots"].draw(list(ran["lines"].values()), tmp_path)
     assert [path.name for path in paths] == [
@@ -276,7 +306,7 @@ def test_a_dry_run_of_all_trainers(data: Path, tmp_path: Path) -> None:
                "--steps", "2", "--per-process", "50", "--output", output, "--device", "cpu"]  # fmt: skip
     subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=900)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(lines) == 7 + 4 and {line["status"] for line in lines} == {"ok"}
+    assert len(lines) == 7 + 7 and {line["status"] for line in lines} == {"ok"}
 
 
 def test_it_needs_nothing_of_the_command_line() -> None:

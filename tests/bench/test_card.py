@@ -1,0 +1,386 @@
+"""What is run on a GPU in one lease, and the table of it: order, time, and verdicts from given lines. Nothing here needs a GPU."""
+
+import importlib
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    sys.path.insert(0, str(BENCH))  # as `python bench/card.py` has it
+    try:
+        yield {name: importlib.import_module(name) for name in ("card", "claims")}
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+@pytest.fixture
+def card(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """With parts that write down when they begin and end."""
+    card = modules["card"]
+    script = (
+        "import sys, time; from pathlib import Path; note = Path('{results}/order.jsonl').open('a'); "
+        "note.write('\"{part} begins\"\\n'); note.flush(); time.sleep({seconds}); note.write('\"{part} ends\"\\n')"
+    )
+
+    def part(seconds: float, *more: list[str]) -> Any:
+        return card.Part(1, [["-c", script.replace("{seconds}", str(seconds))], *more])
+
+    parts = {"first": part(0.1), "second": part(0.1), "one": part(0.6), "other": part(0.6), "slow": part(60), "broken": card.Part(1, [["-c", "raise SystemExit('no such thing')"]])}  # fmt: skip
+    monkeypatch.setattr(card, "PARTS", parts)
+    monkeypatch.setattr(card, "CALLS", ((("first",), ("one", "other"), ("second",)), (("slow",),)))
+    monkeypatch.setattr(card, "_section", lambda *_: "the section")
+    return card
+
+
+def notes(output: Path) -> list[str]:
+    with tarfile.open(output / "results.tgz") as archive:
+        stream = archive.extractfile("order.jsonl")
+        assert stream is not None
+        return [json.loads(line) for line in stream.read().splitlines()]
+
+
+def call(card: ModuleType, tmp_path: Path, *words: str) -> int:
+    status: int = card.main([*words, "--output", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch")])
+    return status
+
+
+def test_parts_run_one_after_the_other_and_only_those_of_a_slot_together(card: ModuleType, tmp_path: Path) -> None:
+    assert call(card, tmp_path, "1") == 0
+    told = notes(tmp_path / "out")
+    assert told[:2] == ["first begins", "first ends"] and told[-2:] == ["second begins", "second ends"]
+    assert sorted(told[2:4]) == ["one begins", "other begins"]
+
+
+def test_what_is_over_its_time_is_ended_with_its_results_and_the_rest_is_named(
+    card: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    assert call(card, tmp_path, "slow", "first", "--seconds", str(card.REPORT_S + 1.5)) == 1
+    assert time.monotonic() - started < 30
+    assert notes(tmp_path / "out") == ["slow begins"]
+    told = capsys.readouterr().out
+    assert "slow: it was ended: the time of the call was over" in told and "no time left for first" in told
+
+
+def test_a_part_that_fails_does_not_stop_the_others_and_its_log_is_shown(
+    card: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(card, tmp_path, "broken", "first") == 1
+    told = capsys.readouterr().out
+    assert "== broken: -c ended with 1\nno such thing" in told and told.endswith("\nthe section\n")
+    assert notes(tmp_path / "out") == ["first begins", "first ends"]
+
+
+def test_a_part_that_does_not_exist_is_named(
+    modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert modules["card"].main(["pretrain", "nonsense"]) == 2
+    assert "no part nonsense. Try: --list" in capsys.readouterr().out
+
+
+def test_each_call_is_expected_to_take_less_than_nine_and_a_half_minutes(modules: dict[str, ModuleType]) -> None:
+    card = modules["card"]
+    assert len(card.CALLS) <= 3
+    for slots in card.CALLS:
+        assert sum(max(card.PARTS[name].about_s for name in slot) for slot in slots) + card.REPORT_S <= 570
+    named = [name for slots in card.CALLS for slot in slots for name in slot]
+    assert len(named) == len(set(named)) and set(named) <= set(card.PARTS)
+
+
+def test_nothing_that_is_timed_has_anything_beside_it(modules: dict[str, ModuleType]) -> None:
+    beside = {name for slots in modules["card"].CALLS for slot in slots if len(slot) > 1 for name in slot}
+    untimed = ("tests-", "estimate-", "learn", "survive", "losses")
+    assert beside and all(name.startswith(untimed) for name in beside)
+    files = {
+        word
+        for name in beside
+        for command in modules["card"].PARTS[name].commands
+        if "--prepare" not in command
+        for word in command
+        if word.endswith(".jsonl")
+    }
+    assert files == {
+        "{results}/losses.jsonl",
+        "{results}/survive.jsonl",
+        "{results}/sft-12gib.jsonl",
+    }  # of no table of speeds
+
+
+def test_every_flag_of_a_part_is_one_that_its_bench_has(modules: dict[str, ModuleType]) -> None:
+    benches = {name: (BENCH / name).read_text() for name in ("train.py", "sft.py", "dpo.py", "serve.py", "record.py", "estimate.py", "oom_midrun.py")}  # fmt: skip
+    for part in modules["card"].PARTS.values():
+        for command in part.commands:
+            for some in (command, modules["card"].smaller(command)):
+                flags = [word.removeprefix("--") for word in some[1:] if word.startswith("--")]
+                source = benches.get(some[0])
+                assert source is None or all(f'"--{flag}"' in source or f'("{flag}", ' in source for flag in flags), (
+                    some
+                )
+
+
+def test_files_of_several_calls_become_one(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    archives = []
+    for number, seconds in ((1, 10), (2, 20)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "train.jsonl").write_text(json.dumps({"number": number}) + "\n")
+        (folder / "parts.json").write_text(json.dumps({f"part-{number}": {"seconds": seconds}}))
+        modules["card"]._save(folder, folder)
+        archives.append(folder / "results.tgz")
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    modules["card"].merge(archives, merged)
+    assert [json.loads(line)["number"] for line in (merged / "train.jsonl").read_text().splitlines()] == [1, 2]
+    assert list(json.loads((merged / "parts.json").read_text())) == ["part-1", "part-2"]
+
+
+def test_a_dry_run_of_a_part_ends_in_the_table(tmp_path: Path) -> None:
+    words = ["record", "--tiny", "--output", tmp_path / "out", "--scratch", tmp_path / "scratch"]
+    done = subprocess.run(
+        [sys.executable, BENCH / "card.py", *words], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "record: done after" in done.stdout and "| 17 | recording, of a step | ≤ 0.5 % | × " in done.stdout
+    with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
+        assert {"record.json", "record.log", "parts.json", "section.md"} <= set(archive.getnames())
+
+
+# ---- The table --------------------------------------------------------------------------------------------------------
+
+
+def train_line(case: str, entry: str, speed: float, **more: Any) -> dict[str, Any]:
+    own = (
+        {"plan": {"layout": "packed", "ooms": 0}, "plan_s": 7.0, "ooms": 0, "prediction_error": 0.004}
+        if entry.startswith("brimful")
+        else {}
+    )
+    return {
+        "case": case, "entry": entry, "trainer": "brimful" if entry.startswith("brimful") else "hf", "cap_bytes": 20 * GIB, "seed": 0,
+        "rows_per_s": speed, "run_s": 76_800 / speed + 60, "run_s_extrapolated": False, "compiled_before": False, "tiny": False, "error": "",
+        "status": "ok", "options": {}, "steps": 30, "loss": [9.0 - 0.1 * step for step in range(30)], "date": "2026-11-20T10:00:00", "device_name": "A CARD",
+        **own, **more,
+    }  # fmt: skip
+
+
+def sft_line(model: str, contestant: str, speed: float, **more: Any) -> dict[str, Any]:
+    return {
+        "model": model, "data": "long", "limit_bytes": 24 * GIB, "contestant": contestant, "setting": "a setting", "tokens_per_s": speed, "ooms": 0,
+        "status": "ok", "error": "", "global_batch_kept": True, "prediction_error": 0.01, "loss": [5.0, 4.0], "steps": 2, "same_rows": True,
+        "wall_s": 1.0, "tiny": False, "rows_per_step": 64, **more,
+    }  # fmt: skip
+
+
+def verdicts(claims: ModuleType, **files: Any) -> dict[str, tuple[str, str]]:
+    """By claim that needs a GPU, what was measured and the verdict."""
+    rows = [line.strip("| ").split(" | ") for line in claims.table(claims.Results(**files)).splitlines()[2:]]
+    return {what: (measured, verdict) for _, what, _, measured, verdict in rows if verdict != "no GPU"}
+
+
+def test_without_a_figure_nothing_passes_and_nothing_fails(modules: dict[str, ModuleType]) -> None:
+    found = verdicts(modules["claims"])
+    assert len(found) == len(modules["claims"].CLAIMS)
+    assert set(found.values()) == {("not measured", "–")}
+
+
+def test_speeds_are_medians_of_three_seeds_and_compared_with_the_best_of_hf(modules: dict[str, ModuleType]) -> None:
+    lines = [train_line("pretrain", "brimful", speed, seed=seed) for seed, speed in enumerate((1400, 3000, 3100))]
+    lines += [train_line("pretrain", "hf-32", 140), train_line("pretrain", "hf-tuned-32", 250)]
+    lines += [train_line("sft", "brimful", 9000), train_line("pretrain", "brimful", 1, cap_bytes=None)]
+    found = verdicts(modules["claims"], train=lines)
+    assert found["T5, real rows, 20 GiB, 256 a step: pretrain"] == ("3,000 rows/s (3 seeds)", "pass")
+    assert found["the same, SFT with a frozen encoder"] == ("9,000 rows/s (1 seed)", "**fail**")
+    assert found["pretrain against the best HF setting of the run"] == (
+        "× 12.00 (brimful: 3,000, hf-tuned-32: 250 rows/s)",
+        "pass",
+    )
+    assert found["SFT against the best HF setting of the run"] == ("HF not measured", "–")
+
+
+def test_the_time_to_300_steps_is_of_a_run_that_compiled(modules: dict[str, ModuleType]) -> None:
+    lines = [
+        train_line("pretrain", "brimful", 3000, run_s=400.0),
+        train_line("pretrain", "brimful", 3000, run_s=30.0, compiled_before=True),
+    ]
+    lines.append(train_line("pretrain", "hf-32", 100, run_s=300.0, run_s_extrapolated=True))
+    found = verdicts(modules["claims"], train=lines)
+    assert found["pretrain, 300 steps with compile time"] == ("brimful: 400 s, hf-32: ~300 s", "**fail**")
+
+
+def test_predictions_and_plans_are_judged_by_the_worst(modules: dict[str, ModuleType]) -> None:
+    lines = [
+        train_line("pretrain", "brimful", 3000),
+        train_line("full", "brimful", 900, prediction_error=-0.02, plan_s=9.2, useful_share=0.36),
+    ]
+    found = verdicts(modules["claims"], train=lines)
+    assert found["predicted peak of packed steps"] == ("at most -2.0% in 2 runs", "**fail**")
+    assert found["out-of-memory errors to a plan"] == ("0 in 2 plan and runs", "pass")
+    assert found["time to a plan without compilation"] == ("7.0 to 9.2 s", "**fail**")
+    assert found["full 256+256: share of the best matrix product"] == ("36.0% (brimful)", "pass")
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0.01, "pass"), (0.5, "**fail**")])
+def test_loss_curves_are_compared_with_what_seeds_change(
+    modules: dict[str, ModuleType], shift: float, verdict: str
+) -> None:
+    def curve(entry: str, more: float) -> list[dict[str, Any]]:
+        return [train_line("pretrain", entry, 1, seed=seed, loss=[5.0 + 0.1 * seed + more] * 40) for seed in range(3)]
+
+    found = verdicts(modules["claims"], train=curve("brimful", shift), losses=curve("brimful-padded", 0.0))
+    assert found["loss curves packed against padded, bf16"] == (
+        f"{shift:.4f} apart, padded runs ± 0.1000 over 3 seeds, up to step 40",
+        verdict,
+    )
+
+
+def test_fine_tuning_needs_both_of_trls_figures_to_pass_and_one_to_fail(modules: dict[str, ModuleType]) -> None:
+    lines = [
+        sft_line("qwen2.5-0.5b", "brimful", 300),
+        sft_line("qwen2.5-0.5b", "trl", 100),
+        sft_line("qwen2.5-0.5b", "trl-tuned", 250),
+    ]
+    lines += [sft_line("qwen2.5-1.5b", "brimful", 300), sft_line("qwen2.5-1.5b", "trl", 100)]
+    lines += [sft_line("llama-8b-lora", "brimful", 300), sft_line("llama-8b-lora", "trl", 290)]
+    lines += [{**sft_line("llama-8b-qlora", "brimful", 0), "status": "OOM", "error": "CUDA out of memory"}]
+    del lines[-1]["tokens_per_s"]
+    found = verdicts(modules["claims"], sft=lines)
+    assert (
+        found["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "pass"
+        and "× 3.00 TRL" in found["Qwen2.5-0.5B, all weights, 24 GiB"][0]
+    )
+    assert (
+        found["Qwen2.5-1.5B, all weights, 24 GiB"][1] == "–"
+        and "not measured tuned" in found["Qwen2.5-1.5B, all weights, 24 GiB"][0]
+    )
+    assert found["8B LoRA, 24 GiB"][1] == "**fail**"
+    assert found["8B QLoRA, 24 GiB"] == ("OOM: CUDA out of memory", "**fail**")
+
+
+def test_memory_that_did_not_run_out_shows_nothing(modules: dict[str, ModuleType]) -> None:
+    run = {
+        "steps_done": 100,
+        "steps_requested": 100,
+        "rows_lost": 0,
+        "rows_repeated": 0,
+        "global_batches": [256],
+        "died": "",
+    }
+    file = {
+        "global_batch": 256,
+        "levers": {"cuda_graphs": "on"},
+        "recovery": {"results": [run], "after_over_before": 0.99, "ooms": 1},
+    }
+    what = "memory taken in mid-run, packed"
+    assert verdicts(modules["claims"], midrun=file)[what] == (
+        "× 0.990 after, 100 of 100 steps, 0 rows lost, 0 repeated, 1 OOM, CUDA graph on",
+        "pass",
+    )
+    file["recovery"]["ooms"] = 0
+    assert verdicts(modules["claims"], midrun=file)[what][1] == "–"
+    file["recovery"] |= {"ooms": 1, "results": [{**run, "rows_lost": 256}]}
+    assert verdicts(modules["claims"], midrun=file)[what][1] == "**fail**"
+
+
+def test_other_benches_have_their_verdicts(modules: dict[str, ModuleType]) -> None:
+    calm = sft_line("llama-8b-lora", "survive, undisturbed", 1, setting="undisturbed")
+    rough = {
+        **calm,
+        "contestant": "survive, memory taken",
+        "survived_ooms": 1,
+        "taken_bytes": 4 * GIB,
+        "loss": [5.0, 4.01],
+    }
+    pair = {"limit_bytes": 20 * GIB, "setting": "a setting", "ooms": 0}
+    dpo = [
+        {**pair, "model": "t5", "contestant": name, "pairs_per_s": speed}
+        for name, speed in (("brimful", 30.0), ("two-models", 10.0), ("two-models", 16.0))
+    ]
+    serve = [
+        {"case": "t5", "clients": 64, "entry": name, "tokens_per_s": speed, "requests": 9}
+        for name, speed in (("brimful", 600.0), ("one", 100.0))
+    ]
+    rows = [
+        {
+            "case": "a",
+            "expandable": True,
+            "predicted_allocated": 101,
+            "allocated": 100,
+            "predicted_reserved": 110,
+            "reserved": 100,
+        }
+    ] * 3
+    found = verdicts(
+        modules["claims"], survive=[calm, rough], dpo=dpo, serve=serve, record={"ratio": 1.001, "ratios": [1.0, 1.002], "device": "A CARD"},
+        estimates=[{"results": [{"case": "a", "rows": rows, "recommended": 7, "recommended_fits": False}]}],
+        learn={name: {"accuracy": 0.95, "pairs": 100, "perplexity_change": change} for name, change in (("training", 0.02), ("held back", -0.3))},
+        tests={"tests-step": {"tests": 9, "failures": 1, "errors": 0, "skipped": 2}}, parts={"tests-step": {}, "tests-packing": {}},
+        sft_12gib=[sft_line("llama-8b-qlora", "brimful", 1, reserved_bytes=11 * GIB)],
+    )  # fmt: skip
+    assert (
+        found["memory taken in the middle of an 8B LoRA run"][1] == "pass"
+        and "2.5e-03 apart" in found["memory taken in the middle of an 8B LoRA run"][0]
+    )
+    assert found["T5 against two models in the same memory"] == (
+        "× 1.88; 30.0 pairs/s, 0 OOMs; two-models (a setting): 16.0",
+        "**fail**",
+    )
+    assert found["T5, 64 clients, against one request at a time"] == ("× 6.00 (600 tokens/s, one: 100)", "pass")
+    assert found["recording, of a step"][1] == "pass"
+    assert found["estimated allocated bytes"] == (
+        "median 1.0%, 95th percentile 1.0% of 3 measurements in 1 case",
+        "pass",
+    )
+    assert found["estimated reserved bytes"][1] == "**fail**"
+    assert found["recommended sizes"] == ("0 of 1 fitted; not a (7 rows)", "**fail**")
+    assert found["T5 after SFT, its own answers rejected"] == (
+        "0.950 of 100 pairs, 0.950 of 100 held back, perplexity -30.0%",
+        "**fail**",
+    )
+    assert found["tests that need a GPU"] == ("6 passed, 1 failed, 2 skipped; tests-packing did not end", "**fail**")
+    assert found["8B QLoRA"] == ("runs, 11.00 GiB reserved, 0 OOMs", "pass")
+
+
+def test_the_section_has_the_table_first_and_the_tables_of_the_benches(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    lines = [train_line("pretrain", "brimful", 3000), train_line("pretrain", "hf-32", 140)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "sft.jsonl").write_text(json.dumps(sft_line("llama-8b-lora", "brimful", 300)) + "\n")
+    (tmp_path / "parts.json").write_text(json.dumps({"pretrain": {"seconds": 150.0, "problem": "", "tiny": True}}))
+    (tmp_path / "tests-step.xml").write_text(
+        '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="1"/></testsuites>'
+    )
+    claims = modules["claims"]
+    text = claims.section(claims.Results.read(tmp_path))
+    assert text.startswith("## What must be shown: A CARD, 2026-11-20") and "A dry run with tiny models" in text
+    assert (
+        text.index("| issue | what must be shown |")
+        < text.index("### `bench/train.py`")
+        < text.index("### `bench/sft.py`")
+    )
+    assert (
+        "2 passed, 0 failed, 1 skipped" in text
+        and "| hf, best of these: hf-32 |" in text
+        and "`bench/serve.py`" not in text
+    )
+
+
+def test_what_needs_no_gpu_is_in_the_table_with_folders_that_exist(modules: dict[str, ModuleType]) -> None:
+    claims = modules["claims"]
+    table = claims.table(claims.Results())
+    assert {issue for issue, *_ in claims.BY_TESTS} == {claim.issue for claim in claims.CLAIMS} == set(range(15, 21))
+    for _, what, _, where in claims.BY_TESTS:
+        assert f"| {what} |" in table and f"| {where} | no GPU |" in table
+        assert all((BENCH.parent / path).exists() for path in where.split("`")[1::2] if "/" in path)

@@ -24,8 +24,9 @@ types: $(STAMP)  ## mypy
 contract: $(STAMP)  ## imports point one way
 	$(BIN)/lint-imports
 
-pytest: $(STAMP)  ## the tests alone, one process per core
+pytest: $(STAMP)  ## the tests alone, one process per core; then those of a GPU on an emulated one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not torture" -n auto --dist loadfile
+	OMP_NUM_THREADS=1 EMULATED_CARD=8GiB $(BIN)/python -m pytest -m gpu tests/*/test_gpu.py
 
 torture: $(STAMP)  ## long fault and load tests; put their figures into bench/RESULTS.md
 	$(BIN)/python -m pytest -m torture -s

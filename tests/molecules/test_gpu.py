@@ -10,12 +10,13 @@ from brimful.molecules.methods import METHODS
 from brimful.molecules.runner import Runner, choose_pack_size
 from brimful.molecules.spec import TrainSpec
 from brimful.units import GiB
+from tests.emulated_card import is_inserted
 
 from . import support
 
 pytestmark = pytest.mark.gpu
 
-INPUTS = 2048
+INPUTS, EPOCHS = (256, 2) if is_inserted() else (2048, 5)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def rows():
     return {"a": Rows(features=features, id=side, ood={name: part + 1200 for name, part in side.items()})}
 
 
-def jobs(count, epochs=5):
+def jobs(count, epochs=EPOCHS):
     training = TrainSpec(lr=1e-3, batch=256, epochs=epochs, patience=epochs)
     return [
         Job(
@@ -53,6 +54,7 @@ def test_a_run_is_the_same_on_a_gpu_and_on_the_cpu(rows):
         assert there[name].curve == pytest.approx(one.curve, abs=1e-3)
 
 
+@pytest.mark.gpu(emulated=False)
 def test_packs_stay_within_the_budget(rows):
     torch.cuda.empty_cache()
     store = FeatureStore(rows, torch.device("cuda"))
@@ -62,11 +64,14 @@ def test_packs_stay_within_the_budget(rows):
 
 
 def test_memory_that_runs_out_halves_the_pack_and_changes_no_result(rows):
+    """The limit follows what the whole pack took, which differs with the allocator's setting and with the card."""
     wanted = jobs(16)
+    torch.cuda.reset_peak_memory_stats()
     whole, _ = trained(wanted, rows, "cuda", 64)
+    room = 0.6 * (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + GiB) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
     try:
         halved, runner = trained(wanted, rows, "cuda", 64)
     finally:

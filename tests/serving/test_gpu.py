@@ -1,0 +1,81 @@
+"""The engine on a card: answers are those of the CPU, memory that runs out is survived, and what does not fit is refused."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from brimful.errors import DoesNotFit
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.target import find_target
+from brimful.serving.engine import Engine, EngineOptions
+from brimful.tasks.generate import GenerateOptions, Generator
+from brimful.tasks.model_folder import tokenizer_of
+from brimful.units import MiB
+from tests.serving.engines import prompt, random_prompts, running, texts, wait_until
+from tests.tasks.tiny_causal import make_causal
+
+pytestmark = pytest.mark.gpu
+CARD = torch.device("cuda:0")
+ENDLESS = (10**9,)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return make_causal("qwen2", 385, torch.float64, initializer_range=0.3, tie_word_embeddings=False)
+
+
+@contextmanager
+def on_the_card(causal, net, limit=None):
+    torch.cuda.empty_cache()
+    target = find_target(PlanOptions(device="cuda"))
+    if limit is not None:
+        target = replace(target, limit_bytes=limit, requested=True, limit_reason="as requested")
+    options = GenerateOptions(max_new_tokens=16)
+    model = net.to(CARD)
+    generator = Generator(model, tokenizer_of(causal.model), options, device=CARD, end_ids=ENDLESS)
+    engine = Engine(generator, target, EngineOptions())
+    try:
+        yield engine.start()
+    finally:
+        engine.close()
+        net.cpu()
+
+
+def test_answers_are_those_of_the_cpu(causal, net):
+    prompts = [prompt(one) for one in random_prompts(3, 60, 17, 1, 30)]
+    with running(causal, net, end_ids=ENDLESS) as engine:
+        expected = texts(engine, prompts)
+    with on_the_card(causal, net) as engine:
+        assert texts(engine, prompts) == expected
+
+
+def test_memory_that_others_take_in_between_changes_no_answer(causal, net):
+    prompts = [prompt(one, new=48) for one in random_prompts(*range(20, 60))]
+    limit = 16 * MiB
+    with on_the_card(causal, net, limit) as engine:
+        expected = texts(engine, prompts)
+        answers = [engine.submit(one) for one in prompts]
+        first = next(iter(answers[0]))
+        held = torch.empty(max(0, limit - torch.cuda.memory_reserved() - 2 * MiB), dtype=torch.uint8, device=CARD)
+        again = ["".join(answer) for answer in answers]
+        del held
+    assert [first + again[0], *again[1:]] == expected
+
+
+def test_the_peak_is_measured_while_others_still_run(causal, net):
+    long, short = (prompt(one, new=new) for one, new in zip(random_prompts(20, 20), (400, 3), strict=True))
+    with on_the_card(causal, net) as engine:
+        answer = engine.submit(long)
+        next(iter(answer))
+        texts(engine, [short])
+        wait_until(lambda: engine.state().peak_bytes is not None)
+        assert not answer.done
+        engine.cancel(answer)
+
+
+def test_a_limit_below_the_weights_is_refused_at_the_start(causal, net):
+    weights = sum(one.nbytes for one in net.parameters())
+    with pytest.raises(DoesNotFit, match="serving"), on_the_card(causal, net, weights // 2):
+        pass

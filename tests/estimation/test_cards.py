@@ -83,3 +83,8 @@ def test_the_page_lists_every_card():
     page = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text(encoding="utf-8")
     for card in CARDS:
         assert f"| {card.name} | {show_bytes(card.total_bytes)} | {show_bytes(card.limit_bytes)} |" in page
+
+
+def test_memory_without_a_unit_is_refused():
+    with pytest.raises(BadOption, match=r"memory=24 is 24 B, which no GPU has"):
+        find_card(None, "24")

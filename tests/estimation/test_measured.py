@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.integrations import sdpa_attention
 
 from brimful import Task
-from brimful.estimation.estimator import ERRORS, WORKSPACE_BYTES
+from brimful.estimation.estimator import ERRORS
 from brimful.estimation.fake_cuda import load_shim, replaced
 from brimful.estimation.step_memory import StepMemory
 from brimful.estimation.trace import TracedSetting
@@ -126,9 +126,7 @@ def memories():
 
 @pytest.mark.parametrize("measured", MEASURED, ids=str)
 def test_a_prediction_is_within_three_percent_of_what_was_allocated_and_four_of_what_was_reserved(memories, measured):
-    peaks = memories(measured.setting).peaks(
-        measured.rows, (measured.length,), extra_bytes=WORKSPACE_BYTES, expandable=False
-    )
+    peaks = memories(measured.setting).peaks(measured.rows, (measured.length,), expandable=False)
     assert peaks.allocated_bytes / measured.allocated == pytest.approx(1, abs=ALLOCATED)
     assert peaks.reserved_bytes / measured.reserved == pytest.approx(1, abs=RESERVED)
 
@@ -136,7 +134,7 @@ def test_a_prediction_is_within_three_percent_of_what_was_allocated_and_four_of_
 def test_the_stated_error_is_no_smaller_than_the_errors_seen(memories):
     errors = []
     for one in MEASURED:
-        peaks = memories(one.setting).peaks(one.rows, (one.length,), extra_bytes=WORKSPACE_BYTES, expandable=False)
+        peaks = memories(one.setting).peaks(one.rows, (one.length,), expandable=False)
         errors += [peaks.allocated_bytes / one.allocated - 1, peaks.reserved_bytes / one.reserved - 1]
     assert max(map(abs, errors)) <= ERRORS["cuda"]
 
@@ -153,6 +151,6 @@ def without_compiler():
 
 @pytest.mark.parametrize("measured", [one for one in MEASURED if one.setting == "fused"], ids=str)
 def test_without_a_compiler_the_stated_error_holds(without_compiler, measured):
-    peaks = without_compiler.peaks(measured.rows, (measured.length,), extra_bytes=WORKSPACE_BYTES, expandable=False)
+    peaks = without_compiler.peaks(measured.rows, (measured.length,), expandable=False)
     assert peaks.allocated_bytes / measured.allocated == pytest.approx(1, abs=ERRORS["cpu"])
     assert peaks.reserved_bytes / measured.reserved == pytest.approx(1, abs=ERRORS["cpu"])

@@ -1,20 +1,22 @@
 """A traced step allocates what a card would, sizes that were not traced follow from those that were, and torch is left as it was."""
 
 import gc
+import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from brimful import Loss, Task
 from brimful.errors import TaskError
 from brimful.estimation.fake_cuda import load_shim
 from brimful.estimation.step_memory import StepMemory
-from brimful.estimation.trace import TracedSetting, trace_step
+from brimful.estimation.trace import BuildRecorder, TracedSetting, trace_step
 from brimful.memory.history import SymbolicHistory
-from brimful.tasks.language import LanguageOptions, Pretrain
+from brimful.tasks.adapters import new_base
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from tests.planning.small import Tagger
 
 pytestmark = pytest.mark.skipif(isinstance(load_shim(), str), reason="fake CUDA tensors are not possible")
@@ -101,7 +103,10 @@ class AllPairs(Task):
 
 
 def peaks_of(history, **options):
-    return SymbolicHistory.fit([history]).peaks(history.rows, history.shape, **{"accumulates": True, **options})
+    """Without the workspaces of cuBLAS, which are larger than these models."""
+    return SymbolicHistory.fit([history]).peaks(
+        history.rows, history.shape, **{"accumulates": True, "cublas_bytes": 0, **options}
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_an_unseen_size_is_predicted_as_if_it_had_been_traced(task, rows, shape,
         task, setting(**options), task.worst_shape, lengths=bool(shape), step_rows=10**6, progress=lambda phrase: None
     )
     direct = peaks_of(trace_step(task, rows, shape, setting(**options))[0], expandable=True)
-    predicted = memory.peaks(rows, shape)
+    predicted = memory.peaks(rows, shape, cublas_bytes=0)
     assert not memory.interpolates
     assert predicted.allocated_bytes == pytest.approx(direct.allocated_bytes, rel=1e-3)
     assert predicted.reserved_bytes == pytest.approx(direct.reserved_bytes, rel=1e-3)
@@ -134,8 +139,51 @@ def test_an_unseen_size_is_predicted_as_if_it_had_been_traced(task, rows, shape,
 
 def test_a_loss_of_all_pairs_grows_with_the_square_of_the_rows():
     memory = StepMemory(AllPairs(), setting(), (), lengths=False, step_rows=10**6, progress=lambda phrase: None)
-    small, large = (memory.peaks(rows, ()).kinds["loss"] for rows in (1000, 4000))
-    assert large / small == pytest.approx(16, rel=0.05)
+    small, large = (memory.peaks(rows, (), cublas_bytes=0).kinds["loss"] for rows in (1000, 8000))
+    assert large / small == pytest.approx(64, rel=0.05)
+
+
+class Layers(Plain):
+    """Modules in a `Sequential`, whose frees after the step come in any order."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(1000, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def test_sizes_of_a_plain_model_have_one_order_of_allocations():
+    memory = StepMemory(Layers(), setting(), (), lengths=False, step_rows=10**6, progress=lambda phrase: None)
+    assert not memory.interpolates
+
+
+class OneSize(Task):
+    """A model of images that are 32 wide, as its position embedding says."""
+
+    def model(self):
+        model = nn.Linear(32, 8)
+        model.position = nn.Parameter(torch.zeros(32, 32))
+        return model
+
+    def dummy(self, rows, shape):
+        return torch.zeros(rows, shape[0], shape[0])
+
+    def loss(self, model, batch):
+        return model(batch + model.position).square().mean()
+
+
+def test_a_model_of_one_size_is_traced_at_that_size_alone(caplog):
+    memory = StepMemory(OneSize(), setting(), (32,), lengths=True, step_rows=10**6, progress=lambda phrase: None)
+    assert memory.one_shape and not memory.knows_lengths and not memory.interpolates
+    assert memory.peaks(64, (32,)).allocated_bytes > memory.peaks(2, (32,)).allocated_bytes
+    assert not caplog.records
+
+
+def test_the_unquantized_weights_of_a_base_in_4_bits_are_never_allocated():
+    pytest.importorskip("bitsandbytes")
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with BuildRecorder() as recorder, torch.device("meta"):
+        model = new_base(LlamaConfig(vocab_size=256, **shape), "4bit", torch.bfloat16)
+    allocated = sum(size for _, size in recorder.build(model).events if size > 0)
+    assert allocated <= 1.1 * sum(param.nbytes for param in model.parameters())
 
 
 def test_a_step_by_hand():
@@ -197,7 +245,7 @@ def test_the_state_of_an_optimizer_in_weights(make, state):
             return make(model.parameters())
 
     history, _ = trace_step(Other(), 512, (), setting())
-    kinds = SymbolicHistory.fit([history]).peaks(512, (), accumulates=False, reserved=False)
+    kinds = peaks_of(history, accumulates=False, reserved=False)
     held = kinds.phases["first_forward"] - WEIGHTS
     activations = 512 * 1000 * 4 + 3 * 512 * 256 * 4
     assert held == pytest.approx(state * WEIGHTS + activations, rel=0.25)
@@ -292,6 +340,23 @@ def test_attention_without_a_mask_in_half_precision_is_flash():
     assert kernels(autocast=torch.float16, has_flash=False) == {"memory-efficient": 3}
 
 
+def test_a_4_bit_product_counts_the_weight_that_it_unpacks(tmp_path):
+    for package in ("bitsandbytes", "peft"):
+        pytest.importorskip(package)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 512,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    task = Sft(SftOptions(model=str(tmp_path), lora="r=2,targets=all-linear", load_in="4bit"))
+    task.use_device(torch.device("cuda"), "bf16")
+    history, _ = trace_step(task, 2, (16,), setting(autocast=torch.bfloat16))
+    unpacked = [
+        size for origin, size in zip(history.origins, history.sizes, strict=True) if "dequantize_4bit" in origin
+    ]
+    assert max(unpacked) == 64 * 512 * 2  # in bfloat16, forward and backward
+
+
 class ReadsAValue(Plain):
     def loss(self, model, batch):
         mean = model(batch).square().mean()
@@ -304,6 +369,90 @@ def test_a_value_that_is_read_is_reported_with_its_line():
     _, notes = trace_step(ReadsAValue(), 2, (), setting())
     (sentence,) = notes.assumptions
     assert sentence.startswith(f"a value of a tensor is read at test_trace.py:{line}")
+
+
+@pytest.mark.parametrize(
+    "is_bad",
+    [
+        lambda out: out.isnan().any(),
+        lambda out: out.isinf().sum() > 0,
+        lambda out: not out.isfinite().all(),
+        lambda out: (~torch.isfinite(out)).any(),
+        lambda out: out.mean().isnan().item(),
+    ],
+    ids=["nan", "inf", "finite", "not-finite", "scalar"],
+)
+def test_a_check_for_nan_finds_none(is_bad):
+    class Checks(Plain):
+        def loss(self, model, batch):
+            out = model(batch)
+            if is_bad(out):
+                raise ValueError("NaN in the output")
+            return out.square().mean()
+
+    trace_step(Checks(), 2, (), setting())
+
+
+def test_numpy_has_the_values_of_the_batch_or_ones():
+    class Measures(Plain):
+        def dummy(self, rows, shape):
+            return {"x": torch.zeros(rows, 1000), "y": torch.arange(rows)}
+
+        def loss(self, model, batch):
+            out = model(batch["x"])
+            seen.append((batch["y"].cpu().numpy().tolist(), batch["y"].tolist(), out.argmax(1).cpu().numpy().tolist()))
+            return out.square().mean()
+
+    seen = []
+    line = Measures.loss.__code__.co_firstlineno + 2
+    _, notes = trace_step(Measures(), 3, (), setting())
+    assert seen[0] == ([0, 1, 2], [0, 1, 2], [1, 1, 1])
+    assert [one.partition(": ")[0] for one in notes.assumptions] == [
+        f"a value of a tensor is read at test_trace.py:{line}"
+    ]
+    assert torch.ones(2).numpy().tolist() == [1, 1]
+
+
+class FailsOnAValue(Plain):
+    def loss(self, model, batch):
+        out = model(batch)
+        if (out < 0).any():
+            raise ValueError("a probability below 0")
+        return out.square().mean()
+
+
+def test_a_failure_that_follows_from_an_assumed_value_names_it():
+    line = FailsOnAValue.loss.__code__.co_firstlineno + 2
+    with pytest.raises(
+        TaskError, match=rf"below 0\. Before that, a value of a tensor is read at test_trace\.py:{line}"
+    ):
+        trace_step(FailsOnAValue(), 2, (), setting())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_traced_without_a_warning(kind, recwarn):
+    class Recurrent(Plain):
+        def model(self):
+            return kind(16, 32, num_layers=2, batch_first=True)
+
+        def dummy(self, rows, shape):
+            return torch.zeros(rows, 5, 16)
+
+        def loss(self, model, batch):
+            return model(batch)[0].square().mean()
+
+    trace_step(Recurrent(), 4, (), setting())
+    assert not [one for one in recwarn if "cuDNN" in str(one.message)]
+
+
+def test_weights_gradients_and_state_are_named_by_their_weight():
+    named = peaks_of(trace_step(Plain(), 2, (), setting())[0], largest=4).largest
+    assert [(one.origin, one.kind) for one in named] == [
+        ("weight", "parameters"),
+        ("weight", "optimizer"),
+        ("weight", "optimizer"),
+        ("weight", "gradients"),
+    ]
 
 
 def test_a_mask_of_the_batch_that_is_all_ones_is_known():

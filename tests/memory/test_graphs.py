@@ -83,6 +83,52 @@ def test_replays_give_the_gradients_of_plain_runs(context, recorder):
         assert all(map(torch.equal, one, plain[0]))
 
 
+class WholeStepRecorder(Recorder):
+    """Replays write gradients where those of the recording are, whatever the parameters hold by then."""
+
+    def __call__(self, work, device):
+        self.recorded += 1
+        loss = work()
+        held = [(param, param.grad) for param in self.model.parameters()]
+        for _, gradient in held:
+            gradient.fill_(float("nan"))  # recording computes nothing
+
+        def replay():
+            self.replayed += 1
+            for param, _ in held:
+                param.grad = None
+            loss.sum.copy_(work().sum)
+            for param, gradient in held:
+                gradient.copy_(param.grad)
+                param.grad = gradient
+
+        return loss, replay, 1000
+
+
+def test_a_step_of_one_micro_batch_writes_its_gradients_without_adding(context):
+    recorder = WholeStepRecorder(context.model)
+    context.graphs = Graphs(signature(batch()), recorder, whole_step=True)
+    steps = [[batch(seed=seed)] for seed in range(4)]
+    steps[2] += [batch(seed=8), batch(seed=9)]  # split after all: what comes later is replayed and added
+    replayed = [gradients(context, step) for step in steps]
+    assert (recorder.recorded, recorder.replayed) == (1, 5)
+    context.graphs = None
+    for step, (found, losses) in zip(steps, replayed, strict=True):
+        expected = gradients(context, step)
+        assert losses == expected[1] and all(map(torch.equal, found, expected[0]))
+
+
+def test_a_recording_that_fails_leaves_no_gradients_behind(context):
+    def fail(work, device):
+        work()
+        raise RuntimeError("operation not permitted")
+
+    context.graphs = Graphs(signature(batch()), fail, whole_step=True)
+    found = [gradients(context, [batch(seed=seed)])[0] for seed in range(3)]
+    context.graphs = None
+    assert all(map(torch.equal, found[1], gradients(context, [batch(seed=1)])[0]))
+
+
 def test_a_replay_counts_its_own_batch(context, recorder):
     counts = [float(context.run_micro_batch(batch(count=count), 1.0)["loss"].count) for count in (5, 6, 7, 8)]
     assert counts == [5, 6, 7, 8] and recorder.replayed == 3

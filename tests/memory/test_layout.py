@@ -4,6 +4,7 @@ import pytest
 
 from brimful.memory.graphs import signature
 from brimful.memory.layout import LAYOUTS, PACKED, PADDED, FixedSize, PackedLayout, packed_sizes
+from brimful.packing.sequence import boundaries
 from tests.packing.small import Lines, draw_rows
 
 
@@ -32,6 +33,43 @@ def test_packed_micro_batches_are_few_and_equally_full():
     loads = [sum(sum(shapes[row]) for row in group) for group in groups]
     assert len(groups) == -(-work(100, PACKED.shape(shapes)) // 6000)
     assert max(loads) - min(loads) <= 316
+
+
+def dealt(shapes, parts, most):
+    """Rows in so many parts: the longest first, each to the part with the fewest tokens."""
+    groups = [[] for _ in range(parts)]
+    for shape in sorted(shapes, key=sum, reverse=True):
+        open_groups = [group for group in groups if len(group) < most]
+        min(open_groups, key=lambda group: sum(1 + sum(one) for one in group)).append(shape)
+    return groups
+
+
+@pytest.mark.parametrize("most", [60, 7])
+@pytest.mark.parametrize("seed", range(8))
+def test_packed_micro_batches_are_the_fewest_that_fit(seed, most):
+    """Fewer were tried one by one."""
+    shapes, budget = [(source, target**2) for source, target in draw_shapes(seed, 60)], 80_000 + 20_000 * seed
+    fits = lambda rows: work(len(rows), PACKED.shape(rows)) <= budget  # noqa: E731
+    groups = [[shapes[row] for row in group] for group in PACKED.split(shapes, work, budget, max_rows=most)]
+    fitting = [group for group in groups if fits(group)]
+    together = [shape for group in fitting for shape in group]
+    fewer = range(-(-len(together) // most), len(fitting))
+    assert not any(all(map(fits, dealt(together, parts, most))) for parts in fewer)
+
+
+def test_a_packed_step_in_many_micro_batches_is_split_in_few_attempts():
+    """Each attempt deals all rows."""
+
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, place):
+            self.reads += 1
+            return super().__getitem__(place)
+
+    shapes = Counted(draw_shapes(3, 1000))
+    assert len(PACKED.split(shapes, work, 1500)) > 100
+    assert shapes.reads < 60 * len(shapes)
 
 
 def test_packed_rows_take_fewer_micro_batches_than_padded_ones():
@@ -99,6 +137,25 @@ def test_added_rows_and_tiles_change_nothing():
     assert sums[0] == pytest.approx(sums[1], rel=1e-12)
 
 
+class Twice(Lines):
+    """Each row is two in the sequence, as the replies of a preference pair are."""
+
+    def pack(self, rows, tokens):
+        lengths = [part for row in rows for part in (len(row) // 2, len(row) - len(row) // 2)]
+        return {"packed_rows": boundaries(lengths, *tokens)}
+
+
+def test_a_row_that_is_several_in_the_sequence_has_room_for_all_of_them():
+    layout, task = PackedLayout(FixedSize((512,), 20)), Twice()
+    assert {layout.collate(task, draw_rows(count)).get("packed_rows").rows for count in (3, 12, 20)} == {40}
+    assert len({signature(layout.collate(task, draw_rows(count))) for count in (3, 12, 20)}) == 1
+
+
+def test_an_example_has_a_row_also_where_the_mean_row_is_beyond_the_fixed_size():
+    layout = PackedLayout(FixedSize((64,), 20))
+    assert layout.example(Lines(), 8, (100,))["packed_rows"].rows == 1
+
+
 def test_rows_beyond_the_fixed_size_have_their_own():
     layout, task = PackedLayout(FixedSize((64,), 3)), Lines()
     few, many = draw_rows(3), draw_rows(4)
@@ -112,6 +169,13 @@ def test_a_step_beyond_the_fixed_size_is_split():
     assert PACKED.split(shapes, cheap, 1.0) == [list(range(10))]
     groups = PackedLayout(FixedSize((192,), 20)).split(shapes, cheap, 1.0)
     assert sorted(map(len, groups)) == [5, 5]
+
+
+def test_a_micro_batch_that_is_filled_up_costs_what_the_fixed_size_does():
+    layout = PackedLayout(FixedSize((512, 1000), 20))
+    assert layout.fixed.shape == (26, 50)
+    assert layout.shape([(10, 20)] * 2) == (256, 500)
+    assert layout.shape([(300, 20)] * 2) == PACKED.shape([(300, 20)] * 2)
 
 
 def test_a_row_beyond_the_fixed_size_comes_alone():

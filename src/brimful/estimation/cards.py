@@ -10,13 +10,19 @@ import re
 from dataclasses import dataclass
 
 from brimful.errors import BadOption
-from brimful.units import GiB, MiB, parse_bytes, show_bytes
+from brimful.units import GiB, KiB, MiB, parse_bytes, show_bytes
 
 CONTEXT_BYTES = 768 * MiB
 """The CUDA context of a card that is not in the table, outside of torch's allocator: as measured on an H200. It grows with the number
 of processors: users' reports have 140 MiB on a T4 and 460 to 580 on an RTX 4090."""
+HOPPER_CUBLAS_BYTES, CUBLAS_BYTES = 32 * MiB, 8320 * KiB
+"""What torch gives each handle of cuBLAS to work with, on cards since Hopper and on older ones. Some versions of torch give Blackwell
+the smaller one; the larger one is assumed."""
+SINCE_HOPPER = (9, 0)
 SINCE_FLASH = (8, 0)
 """Compute capability from which torch has flash attention, and bf16 is fast."""
+LEAST_BYTES = 1 * MiB
+"""Less memory than this is a missing unit."""
 UNNAMED = "a card"
 NEAR = 5
 USUAL = "RTX 4090"
@@ -41,6 +47,11 @@ class Card:
     def limit_bytes(self) -> int:
         """What torch may reserve: without the context."""
         return self.total_bytes - self.context_bytes
+
+    @property
+    def cublas_bytes(self) -> int:
+        """Of each workspace of cuBLAS. The larger one where the card is not known."""
+        return HOPPER_CUBLAS_BYTES if self.capability >= SINCE_HOPPER or not self.known else CUBLAS_BYTES
 
     @property
     def has_flash(self) -> bool:
@@ -131,9 +142,11 @@ def find_card(name: str | None, memory: int | str | None = None) -> Card:
     >>> find_card("nvidia geforce rtx4090").name
     'RTX 4090'
     """
+    size = None if memory is None else parse_bytes(memory, flag="memory=")
+    if size is not None and size < LEAST_BYTES:
+        raise BadOption(f"memory={memory} is {show_bytes(size)}, which no GPU has. Try: memory=24GiB.")
     if name is None or name == "all":
-        if memory is not None:
-            size = parse_bytes(memory, flag="memory")
+        if size is not None:
             return Card(
                 name=f"{UNNAMED} with {show_bytes(size)}",
                 total_bytes=size + CONTEXT_BYTES,

@@ -126,12 +126,13 @@ def _build_shim(folder: Path, library: Path) -> str | None:
 @contextmanager
 def fake_device(device: torch.device, *, has_bf16: bool) -> Iterator[FakeTensorMode]:
     """Programs in here compute on fake tensors. `device` is cuda where `load_shim` succeeded, else cpu."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)  # they would ask for a real GPU
     switch = load_shim() if device.type == "cuda" else None
     with ExitStack() as stack:
         for owner, name, function in (
             (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
             (torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16),
+            (torch.backends.cudnn, "is_acceptable", lambda tensor: False),  # without a warning that it is missing
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda device=None: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -158,15 +159,31 @@ WHOLE = ("silu_backward", "mish_backward", "_fused_rms_norm")
 
 @contextmanager
 def _whole_kernels() -> Iterator[None]:
-    """Register them for CUDA where they are missing. They never run, since fake tensors ask for shapes alone."""
+    """Register them for CUDA where they are missing, and the shapes of those that have none. They never run."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in WHOLE:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
                 library.impl(name, _never_run, "CUDA")
+        for name, shapes in (
+            ("_thnn_fused_gru_cell", _gru_cell),
+            ("_thnn_fused_gru_cell_backward", _gru_cell_backward),
+        ):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+                library.impl(name, shapes, "Meta")
         yield
     finally:
         library._destroy()
+
+
+def _gru_cell(gates: Any, hidden_gates: Any, hidden: Any, *biases: Any) -> tuple[Any, Any]:
+    return torch.empty_like(hidden), hidden.new_empty((hidden.shape[0], 5 * hidden.shape[1]))
+
+
+def _gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> tuple[Any, ...]:
+    gates, hidden_gates = (grad.new_empty((grad.shape[0], 3 * grad.shape[1])) for _ in range(2))
+    biases = [one.new_empty(one.shape[1]) if has_bias else None for one in (gates, hidden_gates)]
+    return gates, hidden_gates, torch.empty_like(grad), *biases
 
 
 def _never_run(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from brimful.estimation.fake_cuda import replaced
-from brimful.packing import attention as packed_attention
+from brimful.packing import attention as packing_attention
 from brimful.packing import cross_entropy
 from brimful.packing.sequence import BLOCK
 
@@ -52,7 +52,7 @@ def card_kernels(*, has_flash: bool) -> Iterator[Counter[str]]:
 
     with ExitStack() as stack:
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attend))
-        stack.enter_context(replaced(packed_attention, "packed_attention", attend_packed))
+        stack.enter_context(replaced(packing_attention, "kernel_attention", attend_packed))
         plain_losses = cross_entropy._loss_to_gradient
         stack.enter_context(replaced(cross_entropy, "_loss_to_gradient", partial(_losses, plain_losses)))
         stack.enter_context(replaced(cross_entropy, "chunk_starts", lambda tokens, chunk: TWO_CHUNKS))
@@ -112,7 +112,7 @@ def _as_scores(mask: Any, query: Any, key: Any) -> Any:
     if mask is None:
         return None
     if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # torch makes it in one operation
     width = mask.shape[-1]
     if width % 8:
         mask = F.pad(mask, (0, -width % 8))[..., :width]
@@ -148,6 +148,6 @@ class _PackedAttention(torch.autograd.Function):
 
 def _losses(plain: Any, logits: Any, words: int, labels: Any, *others: Any) -> Any:
     """The kernel writes gradients over the logits and allocates the losses alone. It serves half precision."""
-    if logits.dtype not in packed_attention.HALF:
+    if logits.dtype not in packing_attention.HALF:
         return plain(logits, words, labels, *others)
     return logits.new_empty(labels.shape, dtype=torch.float32)

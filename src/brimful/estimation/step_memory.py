@@ -7,10 +7,12 @@ some operations are left out, and the order of allocations would not be that of 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
+from brimful.errors import TaskError
 from brimful.estimation.trace import TracedSetting, TraceNotes, trace_step
 from brimful.memory.history import HistoriesDiffer, History, Peaks, SymbolicHistory
-from brimful.memory.model import MemoryModel, Probe
+from brimful.memory.model import MICRO_PHASES, MemoryModel, Probe
 from brimful.task import Shape, Task
 
 ROWS = (2, 3, 5)
@@ -41,14 +43,29 @@ class StepMemory:
         """
         self.setting, self.step_rows, self.notes = setting, step_rows, TraceNotes()
         self._histories: list[History] = []
-        sizes = sizes_to_trace(longest, lengths=lengths, packed=setting.layout == "packed")
-        for rows, shape in sizes[:2] if like is not None and like.is_linear and not lengths else sizes:
-            progress(f"trace {setting.describe()}: {rows} rows{' of ' if shape else ''}{'+'.join(map(str, shape))}")
-            history, self.notes = trace_step(task, rows, shape, setting)
-            self._histories.append(history)
+        packed = setting.layout == "packed"
+        sizes = sizes_to_trace(longest, lengths=lengths, packed=packed)
+        self.one_shape = False
+        """Whether rows of other lengths could not be traced, as of a model of images that has one size."""
+        try:
+            self._trace(task, sizes[:2] if like is not None and like.is_linear and not lengths else sizes, progress)
+        except TaskError:
+            if not self._histories or all(shape == longest for _, shape in sizes):
+                raise
+            lengths, self.one_shape = False, True
+            self._trace(task, sizes_to_trace(longest, lengths=False, packed=packed), progress)
         self._symbolic = _fitted(self._histories) or _fitted([one for one in self._histories if one.shape == longest])
         self.knows_lengths = lengths and self._symbolic is not None and self._symbolic.varies_lengths
         self.peaks = lru_cache(maxsize=4096)(self._peaks)
+        self._model = lru_cache(self._model_of_peaks)
+
+    def _trace(self, task: Task, sizes: list[tuple[int, Shape]], progress: Callable[[str], object]) -> None:
+        self._histories.clear()
+        for number, (rows, shape) in enumerate(sizes, 1):
+            size = f"{rows} rows{' of ' if shape else ''}{'+'.join(map(str, shape))}"
+            progress(f"trace {self.setting.describe()} {number} of {len(sizes)}: {size}")
+            history, self.notes = trace_step(task, rows, shape, self.setting, self.notes.build)
+            self._histories.append(history)
 
     @property
     def has_convolutions(self) -> bool:
@@ -65,13 +82,15 @@ class StepMemory:
         return self._symbolic is None
 
     def _peaks(
-        self, rows: int, shape: Shape, *, extra_bytes: int = 0, shards: int = 1, limit_bytes: int | None = None,
-        expandable: bool = True, largest: int = 0,
+        self, rows: int, shape: Shape, *, cublas_bytes: int | None = None, extra_bytes: int = 0, phase_bytes: tuple[tuple[str, int], ...] = (), shards: int = 1,
+        limit_bytes: int | None = None, expandable: bool = True, largest: int = 0,
     ) -> Peaks:  # fmt: skip
         """The memory of a step in micro-batches of this size.
 
         Args:
-            extra_bytes: What is allocated beside the step all the time, such as workspaces.
+            cublas_bytes: Of each workspace of cuBLAS on the card. None: of a Hopper.
+            extra_bytes: What is allocated beside the step all the time, such as buckets of gradients.
+            phase_bytes: What is allocated throughout each of these phases besides.
             shards: Processes over which weights, gradients and optimizer state are divided.
             limit_bytes: Reserved bytes at most.
             expandable: Whether the allocator has expandable segments.
@@ -80,29 +99,40 @@ class StepMemory:
         accumulates = rows < self.step_rows
         if self._symbolic is not None:
             return self._symbolic.peaks(
-                rows, shape, accumulates=accumulates, workspace_bytes=extra_bytes, shards=shards, limit_bytes=limit_bytes,
-                expandable=expandable, largest=largest,
+                rows, shape, accumulates=accumulates, workspace_bytes=extra_bytes, cublas_bytes=cublas_bytes,
+                phase_bytes=phase_bytes, shards=shards, limit_bytes=limit_bytes, expandable=expandable, largest=largest,
             )  # fmt: skip
-        return self._interpolated(rows, shape, extra_bytes, limit_bytes)
+        most = max((size for _, size in phase_bytes), default=0)
+        return self._interpolated(rows, shape, cublas_bytes, extra_bytes + most, limit_bytes)
 
-    def _interpolated(self, rows: int, shape: Shape, extra_bytes: int, limit_bytes: int | None) -> Peaks:
-        own = [
-            (one, SymbolicHistory.fit([one]).peaks(one.rows, one.shape, accumulates=True)) for one in self._histories
-        ]
-        model = MemoryModel.fit(
-            Probe(rows=one.rows, shape=one.shape, phases=peaks.phases, reserved_bytes=peaks.reserved_bytes)
-            for one, peaks in own
-        )
-        nearest = own[-1][1]
-        peak = round(SAFE * model.peak_bytes(rows, shape, whole=rows >= self.step_rows)) + extra_bytes
-        reserved = round(SAFE * model.cost_bytes(rows, shape, whole=rows >= self.step_rows)) + extra_bytes
+    def _interpolated(
+        self, rows: int, shape: Shape, cublas_bytes: int | None, extra_bytes: int, limit_bytes: int | None
+    ) -> Peaks:
+        model, whole = self._model(cublas_bytes), rows >= self.step_rows
+        phases = {
+            name: round(SAFE * law((rows, *shape))) + extra_bytes
+            for name, law in model.phases.items()
+            if not whole or name not in MICRO_PHASES
+        }
+        phase = max(phases, key=lambda name: phases[name])
+        reserved = round(model.reserved_ratio * phases[phase])
         return Peaks(
-            allocated_bytes=peak, reserved_bytes=reserved, kinds={}, phase=nearest.phase,
-            phases={name: round(law((rows, *shape))) for name, law in model.phases.items()},
+            allocated_bytes=phases[phase], reserved_bytes=reserved, kinds={}, phase=phase, phases=phases,
             fits=limit_bytes is None or reserved <= limit_bytes,
         )  # fmt: skip
 
-    def largest(self, shape: Shape, fits: Callable[[Peaks], bool], **options: int | bool | None) -> int:
+    def _model_of_peaks(self, cublas_bytes: int | None) -> MemoryModel:
+        """Fitted to the traced sizes, as a plan fits one to its probes."""
+        own = [
+            (one, SymbolicHistory.fit([one]).peaks(one.rows, one.shape, accumulates=True, cublas_bytes=cublas_bytes))
+            for one in self._histories
+        ]
+        return MemoryModel.fit(
+            Probe(rows=one.rows, shape=one.shape, phases=peaks.phases, reserved_bytes=peaks.reserved_bytes)
+            for one, peaks in own
+        )
+
+    def largest(self, shape: Shape, fits: Callable[[Peaks], bool], **options: Any) -> int:
         """The most rows of this shape whose peaks fit, 0 if not one row does."""
         if fits(self.peaks(self.step_rows, shape, **options)):  # the whole step holds no gradients in its forward pass
             return self.step_rows

@@ -8,40 +8,59 @@ Whole numbers of a batch keep their values beside the fake tensors (`KnownValues
 takes another attention kernel. What else a fake tensor cannot know is assumed, and every assumption is reported with the line that
 needed it:
 
-    .item(), bool(tensor)           1 or True
+    .item(), bool(tensor), .numpy() 1 or True; numbers are finite, so that a check for NaN finds none
     nonzero, x[mask], masked_select every element counts, which is the most it can be
 """
 
 import gc
+import logging
+import math
 import random
 import re
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from brimful.errors import TaskError, UserError, in_one_line
-from brimful.estimation.fake_cuda import fake_device
+from brimful.estimation.cards import HOPPER_CUBLAS_BYTES
+from brimful.estimation.fake_cuda import fake_device, replaced
 from brimful.estimation.fake_kernels import card_kernels
+from brimful.estimation.kernel_memory import Held, held
 from brimful.memory.context import StepContext, tensors_of
-from brimful.memory.history import FIRST_STEP, SECOND_STEP, History, Kind
+from brimful.memory.history import CUBLAS, FIRST_STEP, SECOND_STEP, History, Kind
 from brimful.memory.layout import LAYOUTS, LayoutName
 from brimful.memory.snapshot import RandomState
+from brimful.memory.temporaries import Temporary
 from brimful.planning.levers import EVERY, Lever, checkpointing, repeated_blocks
 from brimful.planning.plan_options import Checkpointed, Weights
 from brimful.planning.planner import describe
 from brimful.task import Shape, Task, failure, map_tensors
+from brimful.units import MiB
 
 _aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
+_numpy = torch.Tensor.numpy
+PRODUCTS = frozenset(
+    getattr(_aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "vdot", "_int_mm", "_scaled_mm", "_addmm_activation")
+    if hasattr(_aten, name)
+)
+"""Operations that cuBLAS computes on a card. The others, such as `matmul` and `linear`, are made of these."""
+CUBLAS_LT, CUBLAS_LT_BYTES = "cuBLASLt", 1 * MiB
+"""On every card. Counted on an H200 with torch 2.11: models without biases do not have it."""
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_ADD, _DROPOUT = _aten.add.Tensor, _aten.native_dropout.default
 HEADS = ("lm_head", "score", "classifier", "output_projection", "embed_out")
 """Names of a model's last layer, whose output is counted with the loss."""
 PRECISIONS: dict[torch.dtype | None, str] = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -78,6 +97,9 @@ class TraceNotes:
     """Sentences about values that were assumed, with how often."""
     attention: Counter[str] = field(default_factory=Counter)
     """Calls of each attention kernel."""
+    workspaces: Counter[str] = field(default_factory=Counter)
+    """Of cuBLAS and cuBLASLt."""
+    build: "Build | None" = None
     optimizer: str = ""
     checkpointing: Lever | None = None
     weight_bytes: int = 0
@@ -86,6 +108,8 @@ class TraceNotes:
     """Weights of the largest repeated block, which a sharded model gathers at once."""
     outside_blocks_bytes: int = 0
     """Weights in no repeated block, such as embeddings and head."""
+    largest_outside_bytes: int = 0
+    """The largest of those, such as the head, whose gradient is the first."""
 
     def count_weights(self, model: nn.Module) -> None:
         sizes = {id(param): param.nbytes for param in model.parameters()}
@@ -93,7 +117,65 @@ class TraceNotes:
         self.weight_bytes = sum(sizes.values())
         self.trained_bytes = sum(param.nbytes for param in model.parameters() if param.requires_grad)
         self.largest_block_bytes = max((sum(sizes[one] for one in block) for block in blocks), default=0)
-        self.outside_blocks_bytes = self.weight_bytes - sum(sizes[one] for one in set().union(*blocks))
+        outside = [size for param, size in sizes.items() if not any(param in block for block in blocks)]
+        self.outside_blocks_bytes, self.largest_outside_bytes = sum(outside), max(outside, default=0)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a model allocates while it is built on a device, as its code does on the meta device.
+
+    A head that is tied to the embeddings is allocated first and dropped then. Without expandable segments the space that it leaves
+    decides where later tensors go: BERT with Adafactor would have been 27 % too high.
+    """
+
+    events: list[tuple[int, int]]
+    """As in a history: of weights and buffers, and of what was dropped again."""
+    kept: list[int | None]
+    """The number of each weight and buffer, in the order of `_tensors_of_model`."""
+
+
+class BuildRecorder(TorchDispatchMode):
+    """Records the storages of the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[tuple[int, int]] = []
+        self._live: dict[int, tuple[int, Any]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                with suppress(NotImplementedError, RuntimeError):
+                    self._add(value.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, index = storage._cdata, self._count
+        if key in self._live:
+            return
+        self._count += 1
+        self._events.append((index, storage.nbytes()))
+        self._live[key] = (index, weakref.ref(storage, lambda _: self._free(key, index)))
+
+    def _free(self, key: int, index: int) -> None:
+        if self._live.get(key, (None,))[0] == index:
+            del self._live[key]
+        self._events.append((index, -1))
+
+    def build(self, model: nn.Module) -> Build:
+        """Of the model that was built, without what else still lives."""
+        sizes = {index: size for index, size in self._events if size >= 0}
+        kept = list[int | None]()
+        for tensor in _tensors_of_model(model):
+            index = self._live.get(tensor.untyped_storage()._cdata, (None,))[0] if tensor.is_meta else None
+            kept.append(index if index is not None and sizes[index] == tensor.nbytes and index not in kept else None)
+        chosen = {index for index, size in self._events if size < 0} | {index for index in kept if index is not None}
+        numbers = {index: number for number, index in enumerate(one for one in range(self._count) if one in chosen)}
+        events = [(numbers[index], size) for index, size in self._events if index in chosen]
+        return Build(events, [None if index is None else numbers[index] for index in kept])
 
 
 class KnownValues:
@@ -101,7 +183,7 @@ class KnownValues:
 
     NAMES = (
         "_to_copy alias all any bitwise_and bitwise_not bitwise_or clone cumsum detach eq expand ge gt le logical_and logical_not "
-        "logical_or lt max min ne select slice sum unsqueeze view"
+        "logical_or lt max min mul ne select slice sum unbind unsqueeze view"
     )
     OPERATIONS = frozenset(getattr(_aten, name) for name in NAMES.split())
     MOST = 2**22
@@ -112,7 +194,7 @@ class KnownValues:
 
     def set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         whole = not fake.is_floating_point() and not fake.is_complex()
-        if (whole and fake.numel() <= self.MOST) or fake.dim() == 0:
+        if (whole and real.numel() <= self.MOST) or fake.dim() == 0:
             key = id(fake)
             self._real[key] = (weakref.ref(fake, lambda _: self._real.pop(key, None)), real)
 
@@ -125,7 +207,14 @@ class KnownValues:
         if func is _aten.rand.default and out.dim() == 0:  # layers are left out by such a number, or not
             with _disable_current_modes():
                 self.set(out, torch.tensor(0.5))
-        if func.overloadpacket not in self.OPERATIONS or not isinstance(out, torch.Tensor):
+        is_finite = _finite(func, args)
+        if is_finite is not None:
+            with _disable_current_modes():
+                self.set(
+                    out, torch.tensor(is_finite).expand(out.shape if is_finite or out.numel() <= self.MOST else ())
+                )
+            return
+        if func.overloadpacket not in self.OPERATIONS or not isinstance(out, (torch.Tensor, list)):
             return
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         values = [self.get(one) for one in tensors]
@@ -137,7 +226,20 @@ class KnownValues:
         real_args = [next(known) if isinstance(one, torch.Tensor) else one for one in args]
         others = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "non_blocking")}
         with _disable_current_modes(), suppress(Exception):
-            self.set(out, func(*real_args, **others))
+            for one, real in zip(tree_iter(out), tree_iter(func(*real_args, **others)), strict=True):
+                self.set(one, real)
+
+
+def _finite(func: Any, args: Any) -> bool | None:
+    """What a test for NaN or infinity says of finite numbers; None for any other operation. `isfinite` is two such tests."""
+    if func.overloadpacket in (_aten.isnan, _aten.isinf):
+        return False
+    if func.overloadpacket in (_aten.eq, _aten.ne):
+        if args[0] is args[1]:
+            return func.overloadpacket is _aten.eq
+        if isinstance(args[1], float) and args[1] == math.inf:
+            return func.overloadpacket is _aten.ne
+    return None
 
 
 class Tracer(TorchDispatchMode):
@@ -146,15 +248,18 @@ class Tracer(TorchDispatchMode):
     def __init__(self, device: str, notes: TraceNotes) -> None:
         super().__init__()
         self.values = KnownValues()
-        self._device, self._notes = device, notes
+        self._device, self.notes = device, notes
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = []
         self.kinds: list[Kind] = []
         self.origins: list[str] = []
+        self.temporaries: dict[int, Temporary] = {}
         self._live: dict[int, tuple[int, Any]] = {}
         self._phase, self._in_model, self._after_head = "", False, False
         self._modules: list[str] = []
-        self._resized: dict[int, int] = {}
+        self._cublas_handles = set[tuple[str, bool]]()
+        self._unshared: tuple[int, int] | None = None
+        self._adopted: int | None = None
 
     def mark(self, phase: str) -> None:
         """What follows belongs to this phase."""
@@ -162,12 +267,23 @@ class Tracer(TorchDispatchMode):
         self._modules.clear()
         self.marks.append((len(self.events), phase))
 
-    def claim(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
-        """These tensors are of this kind, whatever made them."""
-        for tensor in tensors:
+    def claim(self, tensors: Iterable[tuple[str, torch.Tensor]], kind: Kind) -> None:
+        """These tensors are of this kind and have these names, whatever made them."""
+        for name, tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
             if entry is not None:
-                self.kinds[entry[0]] = kind
+                self.kinds[entry[0]], self.origins[entry[0]] = kind, name
+
+    def built(self, build: Build) -> None:
+        """The model was built; its weights follow by `adopt`."""
+        self.events += build.events
+        count = sum(size >= 0 for _, size in build.events)
+        self.kinds += ["parameters"] * count
+        self.origins += ["model"] * count
+
+    def adopt(self, index: int | None) -> None:
+        """The next storage is the one with this number. None: it is a new one."""
+        self._adopted = index
 
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
@@ -193,8 +309,16 @@ class Tracer(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # two calls more for each operation otherwise
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:  # two of three calls
+            return args[0].fake_device
         kwargs = kwargs or {}
+        if func is _ADD and self._adds_in_place(args):
+            return args[0]
         if func is _aten._local_scalar_dense.default:
             known = self.values.get(args[0])
             if known is None:
@@ -210,13 +334,81 @@ class Tracer(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
             self.values.follow(func, args, kwargs, out)
-        for value in tree_iter(out):
-            if isinstance(value, torch.Tensor):
-                self._track(value, func)
+        if not self._phase:
+            return out
+        results = [one for one in tree_iter(out) if isinstance(one, torch.Tensor)]
+        beside = held(func, args) if results and results[0].device.type == self._device else None
+        if beside is None:
+            for one in results if func is not _DROPOUT else reversed(results):  # the mask is allocated first
+                self._track(one, func)
+            if func.overloadpacket in PRODUCTS:
+                self._use_cublas(func, args, out)
+        else:
+            self._track_beside(func, results, beside)
         return out
 
+    def calibrate(self) -> None:
+        """Learn the counts of a gradient that nothing else holds."""
+        start = torch.ones(2, device=self._device, requires_grad=True)
+        twice = 2 * start
+        (twice.sin() + twice.cos()).sum().backward()
+
+    def _adds_in_place(self, args: Any) -> bool:
+        """Whether autograd adds up two gradients of one tensor, and would do so in the memory of the first one on a card.
+
+        It does where nothing else holds that one. Not with fake tensors, so they would count a gradient more wherever a tensor is used
+        twice, as in every residual connection.
+        """
+        if torch._C._current_graph_task_id() == -1 or sys._getframe(2).f_code is not _ENGINE or len(args) < 2:
+            return False
+        first, second = args
+        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.shape != second.shape:
+            return False
+        counts = first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        if not self._phase:
+            self._unshared = counts
+        return counts == self._unshared and first.dtype == second.dtype
+
+    def _track_beside(self, func: Any, results: list[torch.Tensor], beside: Held) -> None:
+        copies = [self._take(func, one) for one in beside.copies]
+        for place, one in enumerate(results, 1):
+            self._track(one, func)
+            for count, temporaries in beside.after:
+                if count == place or place == len(results) < count:
+                    self.events += [(index, -1) for index in [self._take(func, one) for one in temporaries]]
+        self.events += [(index, -1) for index in copies]
+
+    def _take(self, func: Any, temporary: Temporary) -> int:
+        """What the operation that just ran would have taken on a card. Returns its number, with which it is freed."""
+        index = len(self.kinds)
+        self.temporaries[index] = temporary
+        self.events.append((index, temporary.bytes))
+        self.kinds.append("workspace")
+        self.origins.append(self._origin(func))
+        return index
+
+    def _use_cublas(self, func: Any, args: Any, out: Any) -> None:
+        """Each thread has a handle of cuBLAS, and torch gives each handle a workspace at its first product, for good.
+
+        Backward runs in a thread of its own on a card, so most steps have two, and a step without products has none. The first product
+        with a bias, which cuBLASLt computes, takes another one.
+        """
+        if out.device.type != self._device:
+            return
+        in_backward = torch._C._current_graph_task_id() != -1
+        sizes = {CUBLAS: HOPPER_CUBLAS_BYTES}
+        if func.overloadpacket is _aten.addmm and args[0].dim() == 1 and min(args[2].shape) > 1:
+            sizes[CUBLAS_LT] = CUBLAS_LT_BYTES
+        for origin, size in sizes.items():
+            if (origin, in_backward) not in self._cublas_handles:
+                self._cublas_handles.add((origin, in_backward))
+                self.notes.workspaces[origin] += 1
+                self.events.append((len(self.kinds), size))
+                self.kinds.append("workspace")
+                self.origins.append(origin)
+
     def _track(self, tensor: torch.Tensor, func: Any) -> None:
-        if tensor.device.type != self._device:
+        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != self._device:
             return
         try:
             storage = tensor.untyped_storage()
@@ -225,12 +417,19 @@ class Tracer(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
+        if self._adopted is not None:
+            index, self._adopted = self._adopted, None
+            self._live[key] = (index, weakref.ref(storage, lambda _: self._freed(key, index)))
+            return
         index = len(self.kinds)
         self._live[key] = (index, weakref.ref(storage, lambda _: self._freed(key, index)))
         self.events.append((index, storage.nbytes()))
         self.kinds.append(self._kind(func))
+        self.origins.append(self._origin(func))
+
+    def _origin(self, func: Any) -> str:
         where = self._modules[-1] if self._modules else self.kinds[-1]
-        self.origins.append(f"{where} {func.overloadpacket.__name__.lstrip('_')}".strip())
+        return f"{where} {func.overloadpacket.__name__.lstrip('_')}".strip()
 
     def _freed(self, key: int, index: int) -> None:
         entry = self._live.get(key)
@@ -257,17 +456,28 @@ class Tracer(TorchDispatchMode):
     def _stand_in(self, tensor: torch.Tensor) -> Any:
         where = _user_frame()
         if where:
-            self._notes.assumptions[f"a value of a tensor is read at {where}: 1 or True was assumed"] += 1
+            self.notes.assumptions[f"a value of a tensor is read at {where}: 1 or True was assumed"] += 1
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def as_numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
+        """In place of `Tensor.numpy`: of a fake tensor the values if they are known, else ones."""
+        if not isinstance(tensor, FakeTensor):
+            return _numpy(tensor, force=force)
+        known = self.values.get(tensor)
+        with _disable_current_modes():
+            if known is None or known.shape != tensor.shape:
+                self._stand_in(tensor)
+                known = torch.ones(tensor.shape, dtype=tensor.dtype)
+            return _numpy(known)
 
     def _chosen(self, mask: torch.Tensor, what: str, *broadcast: torch.Tensor) -> int:
         """How many elements a mask chooses: known from the batch, or all, which is the most it can be."""
         known = self.values.get(mask)
-        if known is not None and not broadcast:
+        if known is not None and known.shape == mask.shape and not broadcast:
             with _disable_current_modes():
                 return int(known.count_nonzero())
         where = _user_frame() or "a library"
-        self._notes.assumptions[f"{what} at {where}: every element was assumed to be chosen"] += 1
+        self.notes.assumptions[f"{what} at {where}: every element was assumed to be chosen"] += 1
         return torch.broadcast_shapes(*(one.shape for one in broadcast)).numel() if broadcast else mask.numel()
 
     def _as_numbers(self, indices: Any) -> list[Any]:
@@ -282,25 +492,38 @@ class Tracer(TorchDispatchMode):
         return result
 
 
-def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> tuple[History, TraceNotes]:
-    """The history of a step of this size."""
+def trace_step(
+    task: Task, rows: int, shape: Shape, setting: TracedSetting, build: Build | None = None
+) -> tuple[History, TraceNotes]:
+    """The history of a step of this size. `build` is that of another size, so that all sizes have the same one."""
     layout, notes, random_state = LAYOUTS[setting.layout], TraceNotes(), RandomState(torch.device("cpu"))
     batches = [layout.dummy(task, rows, shape) for _ in range(3)]  # real tensors, so that their values count
-    model = describe(task)
-    tracer, collects = Tracer(setting.device.type, notes), gc.isenabled()
+    collects, recorder = gc.isenabled(), BuildRecorder()
+    gc.disable()  # what is freed, and when, must not depend on other objects of the process
+    with recorder if build is None else nullcontext():
+        model = describe(task)
+    notes.build = build or recorder.build(model)
+    tracer = Tracer(setting.device.type, notes)
     if not all(param.is_meta for param in model.parameters()):
         gc.collect()  # the model of the trace before has bytes, too, and may be in a cycle
     random.seed(0)  # so that every size leaves the same layers out
-    gc.disable()  # what is freed, and when, must not depend on other objects of the process
     try:
         with ExitStack() as stack:
+            stack.enter_context(_without_torch_log())
             mode = stack.enter_context(fake_device(setting.device, has_bf16=setting.has_flash))
             notes.attention = stack.enter_context(card_kernels(has_flash=setting.has_flash))
             stack.enter_context(tracer)
+            stack.enter_context(
+                replaced(torch.Tensor, "numpy", lambda *args, **kwargs: tracer.as_numpy(*args, **kwargs))
+            )
+            tracer.calibrate()
             tracer.mark("build")
-            _put_on(model, setting.device)
+            tracer.built(notes.build)
+            _put_on(model, setting.device, tracer, notes.build)
+            tracer.claim(model.named_parameters(), "parameters")
+            tracer.claim(model.named_buffers(), "parameters")
             model.train()
-            with _named_failures(task, "optimizer"):
+            with _named_failures(task, "optimizer", notes):
                 optimizer = task.optimizer(model)
             notes.optimizer = _use_card_optimizer(optimizer)
             lever = checkpointing(task, model)
@@ -324,13 +547,13 @@ def trace_step(task: Task, rows: int, shape: Shape, setting: TracedSetting) -> t
 
             fakes = [map_tensors(batch, fake) for batch in batches]
             _run(context, tracer, fakes, rows)
+            events, marks = _in_order(tracer), list(tracer.marks)  # what is freed from here on is no part of it
             del context, optimizer, fakes, model
-        events, marks = _in_order(tracer), list(tracer.marks)  # what is freed from here on is no part of it
     finally:
         random_state.restore()
         if collects:
             gc.enable()
-    return History(rows, tuple(shape), events, marks, tracer.kinds, tracer.origins), notes
+    return History(rows, tuple(shape), events, marks, tracer.kinds, tracer.origins, tracer.temporaries), notes
 
 
 def _in_order(tracer: Tracer) -> list[tuple[int, int]]:
@@ -349,42 +572,54 @@ def _in_order(tracer: Tracer) -> list[tuple[int, int]]:
 
 
 def _run(context: StepContext, tracer: Tracer, batches: list[Any], rows: int) -> None:
+    names = {id(param): name for name, param in context.model.named_parameters()}
+
     def mark(phase: str) -> None:
         if phase in ("forward", "optimizer"):
-            tracer.claim((p.grad for p in context.params if p.grad is not None), "gradients")
+            tracer.claim(((names.get(id(p), ""), p.grad) for p in context.params if p.grad is not None), "gradients")
         tracer.mark(phase)
 
-    with _named_failures(context.task, "loss"):
+    with _named_failures(context.task, "loss", tracer.notes):
         tracer.mark(FIRST_STEP)
         context.step(batches[:1], rows, mark)
-        tracer.claim(tensors_of(list(context.optimizer.state.values())), "optimizer")
+        for param, state in context.optimizer.state.items():
+            tracer.claim(((names.get(id(param), "state"), one) for one in tensors_of(state)), "optimizer")
         tracer.mark(SECOND_STEP)
         context.step(batches[1:], 2 * rows, mark)
 
 
-def _put_on(model: nn.Module, device: torch.device) -> None:
+def _tensors_of_model(model: nn.Module) -> list[torch.Tensor]:
+    """The weights, buffers and other tensors of all modules. Tied ones count once."""
+    found = dict[int, torch.Tensor]()
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, torch.Tensor):
+                found.setdefault(id(tensor), tensor)
+    return list(found.values())
+
+
+def _put_on(model: nn.Module, device: torch.device, tracer: Tracer, build: Build) -> None:
     """Replace the weights, buffers and other tensors of all modules by empty ones on the fake device. Tied ones stay tied."""
-    made: dict[int, Any] = {}
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = (torch.empty_like(tensor, device=device, requires_grad=False), tensor)
-        return made[id(tensor)][0]  # type: ignore[no-any-return]
-
+    tensors, made = _tensors_of_model(model), dict[int, torch.Tensor]()
+    for tensor, index in zip(tensors, build.kept, strict=True):
+        tracer.adopt(index)
+        if isinstance(tensor, nn.Parameter):
+            made[id(tensor)] = _parameter_like(tensor, device)
+        else:
+            made[id(tensor)] = torch.empty_like(tensor, device=device, requires_grad=False)
+    tracer.adopt(None)
     for module in model.modules():
         for name, param in list(module._parameters.items()):
             if param is not None:
-                if id(param) not in made:
-                    made[id(param)] = (_parameter_like(param, device), param)
-                module._parameters[name] = made[id(param)][0]
+                module._parameters[name] = made[id(param)]  # type: ignore[assignment]
                 if type(param).__name__ == "Params4bit":
-                    made[id(param)][0].quant_state = module.quant_state = _quant_state(module, device)
+                    made[id(param)].quant_state = module.quant_state = _quant_state(module, device)  # type: ignore[attr-defined]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                module._buffers[name] = moved(buffer)
+                module._buffers[name] = made[id(buffer)]
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):
-                setattr(module, name, moved(value))
+                setattr(module, name, made[id(value)])
 
 
 def _quant_state(layer: Any, device: torch.device) -> Any:
@@ -422,7 +657,7 @@ def _use_card_optimizer(optimizer: Any) -> str:
 
 
 @contextmanager
-def _named_failures(task: Task, method: str) -> Iterator[None]:
+def _named_failures(task: Task, method: str, notes: TraceNotes) -> Iterator[None]:
     """Turn what cannot be traced into a message that names the operation or the line."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -445,9 +680,22 @@ def _named_failures(task: Task, method: str) -> Iterator[None]:
     except Exception as error:
         if custom := re.search(r"no fake impl registered for <CustomOpDef\((\S+)\)>", str(error)):
             raise TaskError(_without_fake(task, custom[1])) from error
+        assumed = "".join(f" Before that, {sentence}." for sentence in list(notes.assumptions)[-1:])
         raise TaskError(
-            f"{failure(task, error, method, 'a fake GPU')} Try: the same batch on the CPU, then brimful plan on the GPU."
+            f"{failure(task, error, method, 'a fake GPU')}{assumed} Try: the same batch on the CPU, then brimful plan on the GPU."
         ) from error
+
+
+@contextmanager
+def _without_torch_log() -> Iterator[None]:
+    """torch logs the traceback of each operation that fails on fake tensors. The error that follows says it in a sentence."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _without_fake(task: Task, operation: str) -> str:

@@ -136,6 +136,10 @@ class CachingAllocator:
             block = before
         pool.add(block)
 
+    def forget_peak(self) -> None:
+        """The peak of allocated bytes begins anew."""
+        self.peak_allocated_bytes = self.allocated_bytes
+
     def _join(self, pool: _Pool, block: _Block, behind: _Block) -> None:
         block.size += behind.size
         block.behind = behind.behind

@@ -20,10 +20,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful.errors import TaskError
 from brimful.memory.graphs import Graphs
 from brimful.memory.layout import PADDED, Layout
-from brimful.task import Loss, Task, loss_terms, map_tensors
+from brimful.task import Loss, Task, loss_terms, map_tensors, other_terms
 
 Mark = Callable[[str], None]
 """Called with the name of each phase of a metered step as it begins."""
@@ -263,7 +262,9 @@ def attention_kernels(*, cudnn: bool) -> Iterator[None]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on the device."""
+    """The batch with every tensor on the device, and every object that can be moved, such as a batch of graphs."""
+    if not isinstance(batch, (Mapping, list, tuple, torch.Tensor)) and callable(getattr(batch, "to", None)):
+        return batch.to(device)
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -280,10 +281,7 @@ def split_batch(batch: Any, at: int) -> tuple[Any, Any]:
 
 def _scaled_sum(task: Task, terms: Mapping[str, Loss], divisor: Divisor | torch.Tensor) -> torch.Tensor:
     if isinstance(divisor, Mapping) and set(divisor) != set(terms):
-        raise TaskError(
-            f"task {task.name}: loss() has the terms {sorted(terms)} and counts() has {sorted(divisor)}. "
-            "Try: use the same names in both."
-        )
+        raise other_terms(task, terms, divisor)
 
     def divided(name: str, term: Loss) -> torch.Tensor:
         if isinstance(divisor, CountEstimate):

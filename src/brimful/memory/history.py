@@ -13,7 +13,7 @@ micro-batch costs; the second one has gradients held beside it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from brimful.memory.allocator import ROUNDING, CachingAllocator
 from brimful.memory.model import MICRO_PHASES
+from brimful.memory.temporaries import Temporary, temporary_bytes
 from brimful.task import Shape
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "loss", "batch", "workspace"]
@@ -36,6 +37,8 @@ TOLERANCE, SLACK_BYTES = 2e-3, ROUNDING
 EXACT_BYTES = 0.5
 FIRST_STEP, SECOND_STEP = "step 1", "step 2"
 """Marks of a history: where its two steps begin."""
+CUBLAS = "cuBLAS"
+"""The origin of a workspace of cuBLAS, whose size is the card's and not the step's."""
 
 
 class HistoriesDiffer(ValueError):
@@ -56,6 +59,8 @@ class History:
     """Of each allocation."""
     origins: list[str]
     """Of each allocation: the module and the operation that made it."""
+    temporaries: dict[int, Temporary] = field(default_factory=dict)
+    """By the number of the allocation: what a kernel allocates while it runs."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,6 +71,10 @@ class History:
             "shape": tuple(content["shape"]),
             "events": [(index, size) for index, size in content["events"]],
             "marks": [(place, name) for place, name in content["marks"]],
+            "temporaries": {
+                int(index): Temporary(one["rule"], tuple(one["fixed"]), tuple(one["numbers"]))
+                for index, one in content.get("temporaries", {}).items()
+            },
         }
         return cls(**{**content, **lists})
 
@@ -116,11 +125,14 @@ class SymbolicHistory:
         first: History,
         powers: Sequence[tuple[int, ...]],
         coefficients: NDArray[np.float64],
+        temporary_coefficients: Mapping[int, NDArray[np.float64]],
         unexplained: float,
         shapes: int,
     ) -> None:
         self._history, self._powers, self._coefficients, self._shapes = first, powers, coefficients, shapes
+        self._temporary_coefficients = temporary_coefficients
         self._kinds = np.array(first.kinds)
+        self._of_cublas = np.array([origin == CUBLAS for origin in first.origins])
         self.unexplained = unexplained
         """The share of the bytes in allocations that no simple polynomial describes: those are interpolated."""
         count = len(first.kinds)
@@ -137,7 +149,7 @@ class SymbolicHistory:
         """Histories of different sizes of the same step. Raises `HistoriesDiffer` if their order is not the same."""
         first = histories[0]
         for other in histories[1:]:
-            if other.order != first.order or other.marks != first.marks:
+            if other.order != first.order or other.marks != first.marks or _rules(other) != _rules(first):
                 raise HistoriesDiffer(
                     f"{len(first.events):,} allocations and frees at {first.rows} rows of {first.shape}, "
                     f"{len(other.events):,} at {other.rows} rows of {other.shape}"
@@ -145,15 +157,23 @@ class SymbolicHistory:
         powers = _powers(len(first.shape))
         points = np.array([_features(powers, one.rows, one.shape) for one in histories])
         sizes = np.array([one.sizes for one in histories])
+        sizes[:, list(first.temporaries)] = 0
         coefficients, explained = _fit(points, sizes)
         largest = sizes.max(axis=0)
         unexplained = float(largest[~explained].sum() / max(1.0, largest.sum()))
-        return cls(first, powers, coefficients, unexplained, len({one.shape for one in histories}))
+        temporaries = _fit_temporaries(points, histories)
+        return cls(first, powers, coefficients, temporaries, unexplained, len({one.shape for one in histories}))
 
     def sizes(self, rows: int, shape: Shape) -> NDArray[np.int64]:
         """The bytes of each allocation in a step of this size."""
-        found = np.array(_features(self._powers, rows, shape)) @ self._coefficients
-        return np.maximum(0, np.rint(found)).astype(np.int64)
+        features = np.array(_features(self._powers, rows, shape))
+        result = np.maximum(0, np.rint(features @ self._coefficients)).astype(np.int64)
+        for index, coefficients in self._temporary_coefficients.items():
+            one = self._history.temporaries[index]
+            result[index] = temporary_bytes(
+                one.rule, one.fixed, tuple(np.rint(features @ coefficients).astype(int).tolist())
+            )
+        return result
 
     def peaks(
         self,
@@ -162,6 +182,8 @@ class SymbolicHistory:
         *,
         accumulates: bool,
         workspace_bytes: int = 0,
+        cublas_bytes: int | None = None,
+        phase_bytes: Sequence[tuple[str, int]] = (),
         shards: int = 1,
         limit_bytes: int | None = None,
         expandable: bool = False,
@@ -172,6 +194,8 @@ class SymbolicHistory:
 
         Args:
             workspace_bytes: What libraries allocate once, through the same allocator.
+            cublas_bytes: Of each workspace of cuBLAS on the card. None: as in the history.
+            phase_bytes: What is allocated throughout each of these phases besides.
             shards: Processes over which weights, gradients and optimizer state are divided.
             limit_bytes: Reserved bytes at most.
             expandable: Whether the allocator has expandable segments.
@@ -179,21 +203,23 @@ class SymbolicHistory:
             largest: How many of the largest blocks at the peak to name.
         """
         sizes = self.sizes(rows, shape)
+        if cublas_bytes is not None:
+            sizes = np.where(self._of_cublas, cublas_bytes, sizes)
         if shards > 1:
             sizes = np.where(self._of_kind(*SHARDED), -(-sizes // shards), sizes)
         blocks = -(-sizes // ROUNDING) * ROUNDING
         kept = self._kept(accumulates)
         changes = np.where(kept, self._sign * blocks[self._index], 0)
-        live = np.cumsum(changes) + workspace_bytes
-        phases, at = self._phase_peaks(live, accumulates)
+        live, beside = np.cumsum(changes) + workspace_bytes, dict(phase_bytes)
+        phases, at = self._phase_peaks(live, beside, accumulates)
         phase = max(phases, key=lambda name: phases[name])
         peak = phases[phase]
         allocator = None
         if reserved:
-            allocator = self._replayed(sizes, kept, workspace_bytes, limit_bytes, expandable)
+            allocator = self._replayed(sizes, kept, workspace_bytes, beside, limit_bytes, expandable)
             peak = max(peak, allocator.peak_allocated_bytes)
         alive = kept[self._allocated_at] & (self._allocated_at <= at[phase]) & (self._freed_at > at[phase])
-        kinds = Counter[Kind]({"workspace": workspace_bytes} if workspace_bytes else {})
+        kinds = Counter[Kind]({"workspace": workspace_bytes + beside.get(phase, 0)})
         for kind in set(self._history.kinds):
             kinds[kind] += int(blocks[alive & self._of_kind(kind)].sum())
         order = np.argsort(-blocks * alive)[:largest]
@@ -249,7 +275,9 @@ class SymbolicHistory:
         kept &= ~left_out[self._index]
         return kept
 
-    def _phase_peaks(self, live: NDArray[np.int64], accumulates: bool) -> tuple[dict[str, int], dict[str, int]]:
+    def _phase_peaks(
+        self, live: NDArray[np.int64], beside: Mapping[str, int], accumulates: bool
+    ) -> tuple[dict[str, int], dict[str, int]]:
         """The peak of each phase of the second step, and at which event it is."""
         peaks, at, begun = dict[str, int](), dict[str, int](), False
         for start, end, name in self._segments():
@@ -258,18 +286,29 @@ class SymbolicHistory:
                 continue
             before = max(0, start - 1)
             place = before + int(np.argmax(live[before:end])) if end > before else before
-            if live[place] > peaks.get(name, -1):
-                peaks[name], at[name] = int(live[place]), place
+            peak = int(live[place]) + beside.get(name, 0)
+            if peak > peaks.get(name, -1):
+                peaks[name], at[name] = peak, place
         return peaks, at
 
     def _replayed(
-        self, sizes: NDArray[np.int64], kept: NDArray[np.bool_], workspace: int, limit: int | None, expandable: bool
-    ) -> CachingAllocator:
+        self, sizes: NDArray[np.int64], kept: NDArray[np.bool_], workspace: int, beside: Mapping[str, int], limit: int | None,
+        expandable: bool,
+    ) -> CachingAllocator:  # fmt: skip
         allocator, bytes_of = CachingAllocator(limit_bytes=limit, expandable=expandable), sizes.tolist()
         first_step = next((place for place, name in self._history.marks if name == FIRST_STEP), 0)
+        begins = {start: name for start, end, name in self._segments() if end > start and kept[start:end].any()}
+        held = False
         for place, ((index, size), happens) in enumerate(zip(self._history.events, kept.tolist(), strict=True)):
-            if place == first_step and workspace:
-                allocator.allocate("workspace", workspace)
+            if place == first_step:
+                allocator.forget_peak()  # a model may be built elsewhere, and take more meanwhile
+                if workspace:
+                    allocator.allocate("workspace", workspace)
+            if beside and place in begins:
+                if held:
+                    allocator.free("phase")
+                if held := beside.get(begins[place], 0) > 0:
+                    allocator.allocate("phase", beside[begins[place]])
             if not happens or not bytes_of[index]:
                 continue
             if size >= 0:
@@ -277,6 +316,23 @@ class SymbolicHistory:
             else:
                 allocator.free(index)
         return allocator
+
+
+def _rules(history: History) -> list[tuple[int, str, tuple[int, ...], int]]:
+    return [(index, one.rule, one.fixed, len(one.numbers)) for index, one in history.temporaries.items()]
+
+
+def _fit_temporaries(points: NDArray[np.float64], histories: Sequence[History]) -> dict[int, NDArray[np.float64]]:
+    """The polynomials of the numbers of each temporary: [product, number]."""
+    places = list(histories[0].temporaries)
+    if not places:
+        return {}
+    numbers = np.array(
+        [[number for one in history.temporaries.values() for number in one.numbers] for history in histories]
+    )
+    coefficients, _ = _fit(points, numbers.astype(np.float64))
+    lengths = [len(histories[0].temporaries[place].numbers) for place in places]
+    return dict(zip(places, np.split(coefficients, np.cumsum(lengths)[:-1], axis=1), strict=True))
 
 
 def _powers(lengths: int) -> list[tuple[int, ...]]:

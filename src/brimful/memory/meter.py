@@ -180,6 +180,8 @@ def trim_heap() -> None:
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
+    if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()  # pinned blocks that are free
 
 
 @cache

@@ -242,7 +242,12 @@ def _fit_phase(name: str, probes: Sequence[Probe], terms: Sequence[tuple[int, ..
 
 
 def token_terms(lengths: int) -> list[Powers]:
-    """The terms of packed rows: a constant, and the tokens of each length."""
+    """The terms of packed rows: a constant, and the tokens of each length.
+
+    There is none for the longest row: attention of packed rows keeps no scores, neither in the kernels nor in the plain
+    implementation, so a row takes its tokens whatever its length. A plan made for the mean row predicted 246 MiB for 31 rows of
+    20+30 tokens and one of 20+1,500, and 246 were measured.
+    """
     return [_powers(1 + lengths, {}), *((1, *_powers(lengths, {axis: 1})) for axis in range(lengths))]
 
 

@@ -41,6 +41,20 @@ def test_a_token_late_in_an_answer_decodes_as_little_as_an_early_one():
     assert max(seen) <= WINDOW + 1
 
 
+def test_tokens_that_never_become_a_character_are_shown_and_decode_as_little():
+    """Bytes that are no text, and a character after them."""
+    seen = []
+
+    def decode(ids):
+        seen.append(len(ids))
+        return bytes(ids).decode("utf-8", "replace")
+
+    tokens = [0x80] * 500 + list("𠀀。".encode())
+    shown = pieces(AnswerText(decode), tokens)
+    assert "".join(shown) == bytes(tokens).decode("utf-8", "replace")
+    assert len(shown) > 5 and max(seen) <= WINDOW + 1
+
+
 @pytest.mark.parametrize(
     ("stops", "expected"),
     [

@@ -79,6 +79,21 @@ def test_an_answer_goes_on_after_its_tokens_were_prefilled_again(causal, kind):
     assert scores.argmax(-1).tolist() == [expected[0][9], expected[1][2]]
 
 
+@pytest.mark.parametrize("kind", FAMILIES[:-1])
+@pytest.mark.parametrize("piece", [3, 13])
+@torch.no_grad()
+def test_a_prompt_that_is_prefilled_in_pieces_is_answered_as_whole(causal, kind, piece):
+    """Pieces shorter and longer than the window of 8 tokens."""
+    source, tokens = made(causal, kind), random_prompts(31)[0]
+    batch, scores = prefill(source, [RowTokens(tokens[:piece])])
+    for begin in range(piece, len(tokens), piece):
+        scores = batch.append(torch.tensor([tokens[begin : begin + piece]]))
+    answer = [int(scores.argmax())]
+    while len(answer) < NEW:
+        answer.append(int(batch.step(torch.tensor(answer[-1:])).argmax()))
+    assert answer == alone(source, tokens)
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
 def test_padding_that_nobody_needs_is_cut_off(causal, kind):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brimful.errors import BadOption, DoesNotFit
-from brimful.serving.chat import HELP, Chat, talk
+from brimful.serving.chat import Chat, talk
 from brimful.tasks.generate import GenerateOptions
 from brimful.tasks.model_folder import tokenizer_of
 from tests.tasks.tiny_causal import CONVERSATIONS, SYSTEM
@@ -61,7 +61,25 @@ def test_quit_ends(questions, word):
 
 def test_empty_lines_are_ignored_and_help_is_given(questions):
     output, _ = talk_output(questions, "", "  ", "/help")
-    assert output == f"{HELP['questions']}\n" and "does not remember" in output
+    assert output == f"{questions.commands}\n" and "/save FILE" in output
+    assert "/new" not in output and "/system" not in output, "it does not remember"
+
+
+@pytest.mark.parametrize("line", ["/foo", "/New", "/new", "/", "/systm be brief"])
+def test_a_command_that_is_not_there_is_answered_with_those_that_are(questions, line):
+    output, _ = talk_output(questions, line)
+    assert output == f"(there is no command {line.split()[0]} here)\n{questions.commands}\n"
+
+
+@pytest.mark.parametrize("line", ["/etc/hosts", "1/2", "a /foo"])
+def test_a_question_with_a_slash_is_a_question(questions, monkeypatch, line):
+    monkeypatch.setattr(questions, "ask", lambda question: (piece for piece in [question]))
+    assert talk_output(questions, line)[0] == f"{line}\n"
+
+
+def test_ctrl_c_at_a_question_says_how_to_end(questions):
+    output, _ = talk_output(questions, KeyboardInterrupt(), QUESTION)
+    assert output == f"\n(type /quit or Ctrl-D to end)\n{ANSWER}\n"
 
 
 def test_ctrl_c_stops_the_answer_but_not_the_talk(questions, monkeypatch):
@@ -127,8 +145,9 @@ def test_a_system_message_begins_another_conversation(chat):
 
 def test_help_and_quit(chat):
     output, left = talk_output(chat, "/help", "/quit", "甲的花？")
-    assert output == f"{HELP['conversation']}\n" and left == ["甲的花？"]
-    assert all(word in output for word in ("/new", "/system", "/quit", "remembers"))
+    assert output == f"{chat.commands}\n" and left == ["甲的花？"]
+    assert all(word in output for word in ("/new", "/system", "/quit"))
+    assert max(map(len, output.splitlines())) <= 80 and "remembers" in chat.help
 
 
 def test_the_oldest_turns_are_left_out_when_the_context_is_full(chat):
@@ -210,6 +229,11 @@ def test_the_talk_is_saved_as_text_or_json(chat, tmp_path):
     plain, data = tmp_path / "talk.txt", tmp_path / "talk.json"
     output, _ = talk_output(chat, "甲的花？", "/new", "乙的花？", f"/save {plain}", f"/save {data}")
     assert f"(saved to {plain})" in output
+    chat.set_system(SYSTEM)
+    assert json.loads(chat.save(tmp_path / "more.json").read_text())["messages"][-1] == {
+        "role": "system",
+        "content": SYSTEM,
+    }
     said = ["甲的花？", "红色。", "乙的花？", "橙色橙色。"]
     assert plain.read_text() == "user:\n甲的花？\n\nassistant:\n红色。\n\nuser:\n乙的花？\n\nassistant:\n橙色橙色。\n"
     assert [message["content"] for message in json.loads(data.read_text())["messages"]] == said

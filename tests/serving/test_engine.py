@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from brimful.errors import BadOption, DoesNotFit, InternalError, ServerBusy
 from brimful.serving import engine as engine_module
 from brimful.serving.admission import Admission
+from brimful.serving.batch import CausalBatch
 from brimful.serving.engine import Engine, EngineOptions
+from brimful.serving.sampling import Sampling
 from brimful.units import KiB, MiB
 from tests.serving.engines import generator, prompt, random_prompts, running, texts, wait_until
 from tests.tasks.tiny import ROWS
@@ -131,6 +134,150 @@ def test_the_prompt_runs_once_and_then_token_by_token(causal):
     assert causal.net.config.use_cache is False
 
 
+@pytest.fixture
+def forwards(causal, monkeypatch):
+    """Rows and tokens of each forward pass, where prompts of more than 16 tokens are long. They wait for `forwards.gate`."""
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", {"cpu": 16})
+    seen = SimpleNamespace(shapes=[], gate=threading.Event())
+    seen.gate.set()
+
+    def note(module, args, kwargs):
+        seen.shapes.append(tuple(kwargs["input_ids"].shape))
+        assert seen.gate.wait(60)
+
+    hook = causal.net.model.register_forward_pre_hook(note, with_kwargs=True)
+    yield seen
+    hook.remove()
+
+
+def test_a_long_prompt_is_prefilled_in_pieces_between_the_tokens_of_others(causal, forwards):
+    prompts = random_prompts(100, 40, 7)
+    with running(causal, end_ids=ENDLESS) as engine:
+        alone = [texts(engine, [prompt(one)])[0] for one in prompts]
+        stream = busy(engine)
+        forwards.shapes.clear()
+        answers = [engine.submit(prompt(one)) for one in prompts]
+        assert ["".join(answer) for answer in answers] == alone
+        assert not stream.done
+    pieces = [place for place, shape in enumerate(forwards.shapes) if shape == (1, 8)]
+    assert len(pieces) == 100 // 8 + 40 // 8
+    assert all(forwards.shapes[place + 1][1] == 1 for place in pieces), "a token for the others after each piece"
+    assert max(tokens for _, tokens in forwards.shapes) == 8
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(causal, forwards):
+    long, short = random_prompts(400, 7)
+    with running(causal, end_ids=ENDLESS) as engine:
+        forwards.gate.clear()
+        first = engine.submit(prompt(long))
+        wait_until(lambda: forwards.shapes[-1] == (1, 8))
+        state = engine.state()
+        assert (state.running, state.queued) == (1, 0)
+        second = engine.submit(prompt(short))
+        forwards.gate.set()
+        assert "".join(first) and "".join(second)
+    assert forwards.shapes.count((1, 8)) == 400 // 8
+    assert second.submitted_s + second.first_token_s < first.submitted_s + first.first_token_s
+
+
+def test_a_long_prompt_that_is_cancelled_is_not_prefilled_any_further(causal, forwards):
+    long, short = random_prompts(400, 7)
+    with running(causal, end_ids=ENDLESS) as engine:
+        forwards.gate.clear()
+        first = engine.submit(prompt(long))
+        wait_until(lambda: forwards.shapes[-1] == (1, 8))
+        engine.cancel(first)
+        forwards.gate.set()
+        with pytest.raises(ServerBusy, match="cancelled"):
+            list(first)
+        assert texts(engine, [prompt(short)])
+        assert forwards.shapes.count((1, 8)) == 1 and engine.state().running == 0
+
+
+def test_out_of_memory_within_a_long_prompt_begins_it_again(causal, forwards, monkeypatch):
+    prompts = random_prompts(100, 7)
+    with running(causal, end_ids=ENDLESS) as engine:
+        expected = [texts(engine, [prompt(one)])[0] for one in prompts]
+        failing, append = iter([False] * 5 + [True]), CausalBatch.append
+
+        def sometimes(self, tokens):
+            if tokens.shape[1] > 1 and next(failing, False):
+                raise torch.OutOfMemoryError("out of memory")
+            return append(self, tokens)
+
+        monkeypatch.setattr(CausalBatch, "append", sometimes)
+        assert texts(engine, [prompt(one) for one in prompts]) == expected
+        assert engine.counts.ooms == 1
+        assert engine.counts.prompt_tokens == 2 * 107, "counted once"
+
+
+def test_prompts_of_unlike_lengths_are_not_padded_beyond_the_limit_of_a_prefill(causal, forwards):
+    """One of 12 tokens and eight of 2 hold 28, and padded 108."""
+    prompts = random_prompts(12, *[2] * 8)
+    with running(causal, end_ids=ENDLESS) as engine:
+        alone = [texts(engine, [prompt(one, new=4)])[0] for one in prompts]
+        stream = busy(engine)
+        forwards.shapes.clear()
+        forwards.gate.clear()
+        answers = [engine.submit(prompt(one, new=4)) for one in prompts]
+        forwards.gate.set()
+        assert ["".join(answer) for answer in answers] == alone
+        engine.cancel(stream)
+    prefills = [shape for shape in forwards.shapes if shape[1] > 1]
+    assert max(rows * tokens for rows, tokens in prefills) <= 16
+    assert (8, 2) in prefills
+
+
+def test_the_time_to_come_again_leaves_idle_time_out(causal):
+    with running(causal, end_ids=ENDLESS, max_batch=1) as engine:
+        texts(engine, [prompt([5], new=2)])
+        wait_until(lambda: engine.idle)
+        time.sleep(2)
+        texts(engine, [prompt([5], new=2)])
+        busy(engine)
+        engine.submit(prompt([5]))
+        assert engine.retry_after_s() == 1
+
+
+def test_who_waits_for_memory_is_tried_again_only_after_somebody_left(causal, monkeypatch):
+    """To ask for the memory that is free takes 2 ms on a CPU, and as many tokens are written meanwhile."""
+    asked, real = [], Admission.budget
+    monkeypatch.setattr(Admission, "budget", lambda self, held: (asked.append(held), real(self, held))[1])
+    with running(causal, end_ids=ENDLESS, limit=limit(causal, 0.8)) as engine:
+        first = engine.submit(prompt(random_prompts(20)[0], new=300))
+        wait_until(lambda: first.tokens)
+        second = engine.submit(prompt(random_prompts(20)[0], new=300))
+        list(first)
+        assert second.first_token_s is None or not second.done
+        list(second)
+    assert len(asked) < 20
+
+
+def test_log_probabilities_are_those_of_the_model_alone(causal):
+    """Whatever temperature and penalties do, and whoever runs beside it."""
+    model = make_causal("qwen2", 385, torch.float64, initializer_range=0.3, tie_word_embeddings=False)
+    prompts = random_prompts(5, 12, 3)
+    options = {"temperature": 2.0, "top_p": 0.9, "frequency_penalty": 1.5}
+    with running(causal, model, end_ids=ENDLESS) as engine:
+        answers = [
+            engine.submit(prompt(one, top_logprobs=count, **options))
+            for one, count in zip(prompts, (4, None, 0), strict=True)
+        ]
+        wait_until(lambda: all(answer.done for answer in answers))
+    assert answers[1].take()[1] == []
+    for place, count in ((0, 4), (2, 0)):
+        tokens, (_, logprobs) = prompts[place], answers[place].take()
+        with torch.no_grad():
+            scores = model(torch.tensor([[*tokens, *answers[place].tokens]])).logits[0, len(tokens) - 1 : -1]
+        expected = scores.float().log_softmax(-1)
+        assert [one.token for one in logprobs] == answers[place].tokens
+        for one, row in zip(logprobs, expected, strict=True):
+            values, ids = row.topk(count)
+            assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-4)
+            assert [token for token, _ in one.top] == ids.tolist()
+            assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
 def test_an_answer_says_how_it_ended(causal):
     tokens = causal.prompts()[0]
     with running(causal) as engine:
@@ -210,7 +357,7 @@ def test_requests_wait_for_memory_instead_of_running_out_of_it(made):
             assert state.predicted_bytes <= 0.85 * state.limit_bytes
             time.sleep(0.001)
         assert ["".join(answer) for answer in answers] == answers_of(made)
-        assert engine.state().ooms == 0 and not notes
+        assert engine.counts.ooms == 0 and not notes
         assert engine.state().peak_bytes <= limit(made)
     assert 1 <= most < len(answers)
 
@@ -225,7 +372,7 @@ def test_out_of_memory_halves_the_batch_and_changes_no_answer(made, monkeypatch,
         expected = texts(engine, prompts)
     with running(made, end_ids=ENDLESS, limit=limit(made), notes=notes) as engine:
         assert texts(engine, prompts) == expected
-        assert engine.state().ooms == len(notes) > 0
+        assert engine.counts.ooms == len(notes) > 0
     rows, half = map(int, re.search(r"out of memory with (\d+) requests .* At most (\d+) at once", notes[0]).groups())
     assert half == rows // 2
 
@@ -243,10 +390,54 @@ def test_the_batch_grows_again_after_an_out_of_memory_error(causal, monkeypatch)
 
         monkeypatch.setattr(engine_module.Engine, "_step", sometimes)
         answers = [engine.submit(prompt(one, new=40)) for one in causal.prompts()[:8]]
-        wait_until(lambda: engine.state().ooms == 1)
+        wait_until(lambda: engine.counts.ooms == 1)
         wait_until(lambda: engine.state().running == 8)
         for answer in answers:
             list(answer)
+
+
+@pytest.fixture
+def exploding(monkeypatch):
+    """As many of the next steps as `exploding.steps` says run out of memory."""
+    left, step = SimpleNamespace(steps=0), engine_module.Engine._step
+
+    def sometimes(self):
+        if left.steps:
+            left.steps -= 1
+            raise torch.OutOfMemoryError("out of memory")
+        step(self)
+
+    monkeypatch.setattr(engine_module.Engine, "_step", sometimes)
+    return left
+
+
+def test_a_request_that_fits_alone_is_not_refused_after_many_errors(causal, exploding):
+    """Each error is survived. They must not add up until nothing is admitted."""
+    with running(causal, end_ids=ENDLESS, limit=limit(causal, 4)) as engine:
+        for _ in range(12):
+            exploding.steps = 1
+            assert texts(engine, [prompt(random_prompts(20)[0], new=8)])
+        assert engine.counts.ooms == 12
+
+
+def test_what_is_predicted_for_a_batch_recovers_from_out_of_memory_errors(causal, exploding, monkeypatch):
+    monkeypatch.setattr(engine_module, "CLEAN_TOKENS", 4)
+    prompts = [prompt(one, new=40) for one in random_prompts(20, 20)]
+
+    def predicted(engine):
+        answers = [engine.submit(one) for one in prompts]
+        wait_until(lambda: engine.state().running == 2)
+        bytes_ = engine.state().predicted_bytes
+        for answer in answers:
+            list(answer)
+        return bytes_
+
+    with running(causal, end_ids=ENDLESS, limit=limit(causal, 8)) as engine:
+        before = predicted(engine)
+        exploding.steps = 1
+        texts(engine, prompts)
+        assert engine.counts.ooms == 1
+        assert predicted(engine) == before
 
 
 def test_a_request_that_cannot_fit_fails_alone(made):
@@ -256,7 +447,7 @@ def test_a_request_that_cannot_fit_fails_alone(made):
         with pytest.raises(DoesNotFit, match="Try: a lower max_tokens"):
             list(long)
         assert texts(engine, [prompt(made.prompts()[0])]) == answers_of(made)[:1]
-        assert engine.state().ooms == 0
+        assert engine.counts.ooms == 0
 
 
 def test_a_request_that_runs_out_of_memory_alone_fails_alone(made, monkeypatch):
@@ -266,6 +457,22 @@ def test_a_request_that_runs_out_of_memory_alone_fails_alone(made, monkeypatch):
         with pytest.raises(DoesNotFit, match="out of memory while answering"):
             list(long)
         assert len(texts(engine, [prompt(made.prompts()[0], new=3)])) == 1
+
+
+def test_a_request_whose_random_numbers_do_not_fit_either_fails_alone(causal, monkeypatch):
+    """Memory runs out while it is answered, twice, and then while its random numbers are drawn again."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with running(causal) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(engine_module.Engine, "_step", full)
+            draws = iter([None, full])
+            patched.setattr(Sampling, "repeat", lambda *_: (next(draws) or (lambda: None))())
+            with pytest.raises(DoesNotFit, match="out of memory while answering"):
+                list(engine.submit(prompt(causal.prompts()[0], temperature=1.0)))
+        assert texts(engine, [prompt(causal.prompts()[0])]) == answers_of(causal)[:1]
 
 
 def test_a_limit_below_the_weights_is_refused_at_the_start(causal):
@@ -291,7 +498,7 @@ def test_closing_fails_what_is_left(causal):
                 list(answer)
 
 
-def broken(*args):
+def broken(*args, **kwargs):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
@@ -305,9 +512,24 @@ def test_an_error_in_a_batch_fails_those_in_it_and_the_others_go_on(causal, monk
         assert engine.failed is None
 
 
+def test_a_request_that_breaks_the_model_ends_only_itself(causal, monkeypatch):
+    """However often it is sent."""
+    real = engine_module.prefill
+
+    def sometimes(generator, rows):
+        return broken() if any(list(row.prompt) == [5] for row in rows) else real(generator, rows)
+
+    monkeypatch.setattr(engine_module, "prefill", sometimes)
+    with running(causal) as engine:
+        for _ in range(3 * engine_module.FAILURES):
+            with pytest.raises(InternalError):
+                list(engine.submit(prompt([5])))
+        assert texts(engine, [prompt(causal.prompts()[0])]) == answers_of(causal)[:1]
+
+
 def test_a_model_that_fails_again_and_again_ends_the_engine(causal, monkeypatch):
     with running(causal) as engine:
-        monkeypatch.setattr(engine_module, "prefill", broken)
+        monkeypatch.setattr(causal.net, "forward", broken)
         for _ in range(engine_module.FAILURES):
             with pytest.raises(InternalError, match="illegal memory access"):
                 list(engine.submit(prompt([5])))
@@ -319,11 +541,11 @@ def test_a_model_that_fails_again_and_again_ends_the_engine(causal, monkeypatch)
 def test_the_state_counts(causal):
     with running(causal, limit=64 * MiB) as engine:
         texts(engine, [prompt(one) for one in causal.prompts()[:5]])
-        state = engine.state()
-        assert state.prompt_tokens == sum(map(len, causal.prompts()[:5]))
-        assert state.answered == state.first_tokens[-1] == 5 and state.answer_tokens > 5
-        assert state.tokens_per_second > 0 and state.first_token_s > 0
-        assert list(state.first_tokens) == sorted(state.first_tokens)
+        state, counts = engine.state(), engine.counts
+        assert counts.prompt_tokens == sum(map(len, causal.prompts()[:5]))
+        assert counts.answered == counts.first_tokens[-1] == 5 and counts.answer_tokens > 5
+        assert counts.tokens_per_second > 0 and counts.first_token_s > 0
+        assert list(counts.first_tokens) == sorted(counts.first_tokens)
         assert weights(causal) <= state.used_bytes <= state.peak_bytes <= state.limit_bytes == 64 * MiB
 
 

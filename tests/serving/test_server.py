@@ -138,6 +138,46 @@ def test_an_answer_ends_at_the_number_of_tokens(server, name):
     assert answer.usage.completion_tokens == 2
 
 
+def test_log_probabilities_come_with_their_tokens(server):
+    options = {"logprobs": True, "top_logprobs": 3}
+    choice = ask(server, "丁的很长很长的一条路？", **options).choices[0]
+    tokens = choice.logprobs.content
+    assert choice.message.content == "绿色𠀀。" and len(tokens) == 7, "𠀀 has four bytes, which are tokens"
+    assert b"".join(map(bytes, (one.bytes for one in tokens))).decode() == choice.message.content
+    assert (tokens[0].token, tokens[2].token) == ("绿", "\\xf0")
+    for one in tokens:
+        likely = [other.logprob for other in one.top_logprobs]
+        assert len(likely) == 3 and likely == sorted(likely, reverse=True) and one.logprob == likely[0]
+    chunks = [chunk.choices[0] for chunk in ask(server, "丁的很长很长的一条路？", stream=True, **options)]
+    streamed = [entry for chunk in chunks for entry in chunk.logprobs.content]
+    assert [entry.bytes for entry in streamed] == [entry.bytes for entry in tokens]
+    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in tokens], abs=1e-4)
+    for chunk in chunks:
+        if text := chunk.delta.content:
+            assert b"".join(map(bytes, (one.bytes for one in chunk.logprobs.content))).decode() == text
+
+
+def test_log_probabilities_end_before_a_stop_string(server):
+    for stream in (False, True):
+        answer = ask(server, "乙的花？", stop="色橙", logprobs=True, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert [one.token for choice in choices for one in choice.logprobs.content] == ["橙"]
+        assert all(not one.top_logprobs for choice in choices for one in choice.logprobs.content)
+
+
+def test_a_completion_has_its_own_format_of_log_probabilities(server, causal):
+    made = client(server).completions
+    wanted = {"model": NAME, "prompt": causal.prompts()[3], "logprobs": 2}
+    found = made.create(**wanted).choices[0].logprobs
+    assert found.tokens == list("橙色橙色。") and found.text_offset == [0, 1, 2, 3, 4]
+    for token, logprob, likely in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert len(likely) == 2 and likely[token] == logprob == max(likely.values())
+    pieces = [piece.choices[0].logprobs for piece in made.create(**wanted, stream=True)]
+    assert [offset for piece in pieces for offset in piece.text_offset] == [0, 1, 2, 3, 4]
+    alone = made.create(**{**wanted, "logprobs": 0}).choices[0].logprobs
+    assert [list(likely) for likely in alone.top_logprobs] == [[token] for token in found.tokens]
+
+
 def test_many_clients_at_once_get_the_answers_of_one(server):
     questions = [one for one in CONVERSATIONS for _ in range(2)]
 
@@ -176,12 +216,15 @@ BAD = {
     "empty messages": (400, {"model": NAME, "messages": []}, "messages must be a list"),
     "a message that is no object": (400, {"messages": ["甲"]}, "messages[0] is a text"),
     "an unknown role": (400, {"messages": [{"role": "king", "content": "甲"}]}, "has the role 'king'"),
+    "a role that is a list": (400, {"messages": [{"role": [], "content": "甲"}]}, "has the role a list"),
+    "a role that is an object": (400, {"messages": [{"role": {}, "content": "甲"}]}, "has the role an object"),
+    "an unknown field that is no text": (400, rb'{"\ud800": 1, "messages": [{"role": "user", "content": "a"}]}', "is unknown"),
     "no content": (400, {"messages": [{"role": "user"}]}, "has null as its content"),
     "empty content": (400, question("  "), "messages[0] is empty"),
     "an answer at the end": (400, {"messages": [{"role": "assistant", "content": "a"}]}, "the last message has the role assistant"),
     "an image": (400, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text only"),
     "a tool's answer": (400, {"messages": [{"role": "tool", "content": "4"}]}, "tools are not supported"),
-    "tools": (400, question("甲", tools=[{"type": "function"}]), "tools is not supported"),
+    "tools": (400, question("甲", tools=[{"type": "function"}]), "the field 'tools' is not supported"),
     "a long prompt": (400, question(LONG), "tokens, and the model reads 511 at most"),
     "temperature": (400, question("甲", temperature=3), "temperature is 3 and must be a number between 0 and 2"),
     "temperature as text": (400, question("甲", temperature="hot"), "temperature is 'hot'"),
@@ -195,10 +238,17 @@ BAD = {
     "stream": (400, question("甲", stream="yes"), "stream is 'yes'"),
     "stream_options": (400, question("甲", stream_options={"include_usage": True}), "only for stream=true"),
     "penalty": (400, question("甲", frequency_penalty=9), "frequency_penalty is 9"),
-    "logprobs": (400, question("甲", logprobs=True), "logprobs is not supported"),
-    "logit_bias": (400, question("甲", logit_bias={"5": 1}), "logit_bias is not supported"),
-    "JSON mode": (400, question("甲", response_format={"type": "json_object"}), "response_format is not supported"),
+    "logprobs": (400, question("甲", logprobs=5), "logprobs is 5. Try: true or false"),
+    "top_logprobs": (400, question("甲", logprobs=True, top_logprobs=21), "top_logprobs is 21 and must be"),
+    "top_logprobs alone": (400, question("甲", top_logprobs=2), "top_logprobs needs logprobs=true"),
+    "logit_bias": (400, question("甲", logit_bias={"5": 1}), "the field 'logit_bias' is not supported"),
+    "JSON mode": (400, question("甲", response_format={"type": "json_object"}), "leave it out, and ask for the format in the prompt"),
+    "several": (400, question("甲", tools=[{}], tool_choice="required", magic=1), "the fields 'tools' and 'tool_choice' are not supported"),
     "unknown": (400, question("甲", magic=1), "the field 'magic' is unknown"),
+    "of both kinds": (
+        400, question("甲", magic=1, top_k=5, min_p=0.1),
+        "the fields 'top_k' and 'min_p' are not supported, and the field 'magic' is unknown. Try: leave them out.",
+    ),
 }  # fmt: skip
 
 
@@ -255,8 +305,9 @@ def test_paths_and_methods_that_are_not_there(server):
         ("/../etc/passwd", "GET", 404),
         ("/docs", "GET", 404),
     ):
-        found, _, content = call(f"{server.url}{path}", method=method)
+        found, headers, content = call(f"{server.url}{path}", method=method)
         assert found == status and "message" in content["error"]
+        assert headers["Allow"] == ("POST" if status == 405 else None)
 
 
 def test_a_body_must_be_json_by_its_type(server):
@@ -343,6 +394,12 @@ def test_pages_from_elsewhere_are_refused_and_get_no_cors_headers(server):
     assert call(f"{server.url}{CHAT}", question("甲的花？"), headers={"Origin": server.url})[0] == 200
 
 
+@pytest.mark.parametrize("path", ["/health", CHAT])
+def test_an_origin_that_is_no_address_is_refused(server, path):
+    status, _, content = call(f"{server.url}{path}", headers={"Origin": "http://["})
+    assert status == 403 and content["error"]["code"] == "wrong_origin"
+
+
 def test_what_is_asked_is_not_logged_unless_requested(causal):
     with serving(causal.model) as made:
         ask(made, "甲的花？")
@@ -408,10 +465,10 @@ def test_a_client_that_disconnects_frees_its_place(endless):
         connection = socket.create_connection(("127.0.0.1", endless.port), timeout=30)
         connection.sendall(head.encode() + body)
         wait_until(lambda: endless.engine.state().running == 1)
-        before = endless.engine.state().answered
+        before = endless.engine.counts.answered
         connection.close()
         wait_until(lambda: endless.engine.idle)
-        assert endless.engine.state().answered == before, "it went on to the end"
+        assert endless.engine.counts.answered == before, "it went on to the end"
 
 
 def test_a_client_that_goes_while_it_waits_leaves_the_queue(endless):
@@ -424,6 +481,8 @@ def test_a_client_that_goes_while_it_waits_leaves_the_queue(endless):
     wait_until(lambda: endless.engine.state().queued == 1)
     connection.close()
     wait_until(lambda: endless.engine.state().queued == 0)
+    wait_until(lambda: f'{{route="{CHAT}",status="499"}} ' in call(f"{endless.url}/metrics")[2])
+    assert 'status="500"' not in call(f"{endless.url}/metrics")[2]
     first.close()
     wait_until(lambda: endless.engine.idle)
 
@@ -461,6 +520,25 @@ def test_a_client_that_does_not_read_is_dropped_and_stalls_nobody(endless, monke
     assert call(f"{endless.url}{CHAT}", question("甲", max_tokens=2))[0] == 200
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["nothing", "half a header"])
+@pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
+def test_a_client_that_does_not_send_its_headers_is_dropped(server, monkeypatch, sent, before):
+    monkeypatch.setattr(server_module, "BODY_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=3) as connection:
+        if before:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.sendall(sent)
+        while connection.recv(4096):  # the rest of the first answer
+            pass
+
+
+def test_an_answer_may_take_longer_than_its_headers(endless, monkeypatch):
+    monkeypatch.setattr(server_module, "BODY_S", 0.05)
+    status, _, content = call(f"{endless.url}{CHAT}", question("甲", max_tokens=400))
+    assert status == 200 and content["usage"]["completion_tokens"] == 400
+
+
 def test_a_request_that_cannot_fit_is_an_error_and_the_server_goes_on(causal, monkeypatch):
     from brimful.serving.admission import Admission
 
@@ -472,6 +550,18 @@ def test_a_request_that_cannot_fit_is_an_error_and_the_server_goes_on(causal, mo
             assert status == 400 and content["error"]["code"] == "out_of_memory"
             assert "Try: a lower max_tokens" in content["error"]["message"]
         assert call(f"{made.url}{CHAT}", question("甲的花？"))[0] == 200
+
+
+def test_an_error_of_the_server_itself_is_in_its_log_and_has_the_format_of_the_api(server, monkeypatch, caplog):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(server.server.api, "response", broken)
+    status, headers, content = call(f"{server.url}{CHAT}", question("甲"))
+    assert status == 500 and content["error"]["code"] == "internal_error"
+    assert headers["Cache-Control"] == "no-store"
+    wait_until(lambda: caplog.records)  # it is logged after it was sent
+    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
 
 
 # What it shows of itself.
@@ -548,7 +638,9 @@ def test_requests_that_outlast_the_grace_period_get_an_error(causal):
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
         waiting.join(30)
-        assert results[0][0] == 503 and "shutting down" in results[0][2]["error"]["message"]
+        status, headers, content = results[0]
+        assert status == 503 and "shutting down" in content["error"]["message"]
+        assert content["error"]["type"] == "server_error" and headers["Retry-After"] == "60"
 
 
 def test_the_command_says_what_it_chose_and_takes_the_token_of_the_environment(causal):

@@ -5,6 +5,7 @@ answer        a prompt, and its answer while it is being written
 batch         rows that are decoded together, which others can join and leave
 sampling      the next token of each row, each chosen in its own way
 admission     how many requests fit: the predicted memory of a batch
+metrics       what the engine does and did, as figures
 engine        the thread that owns the model: admits, decodes, recovers from out-of-memory errors
 chat          a talk in the terminal
 api           requests and responses of the OpenAI API

@@ -7,17 +7,20 @@ decode, choose tokens. A request is admitted if both of these fit the budget:
     at last   decoding all of them, each with as many tokens as it may get (predicted)
 
 Every answer counts with its full length, because a batch that was admitted should not run out of memory later. The prediction
-is of the padded batch: rows × the longest. If memory runs out all the same, the model is raised, and the engine halves the batch.
+is of the padded batch: rows × the longest. If memory runs out all the same, the engine halves the batch, and rows beside others
+count for more until batches go well again. Often another program took the memory, so this must not last. A request alone is always
+judged by the model as it is: else a few such errors would refuse everything for good.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from brimful.errors import DoesNotFit
-from brimful.memory.forward import Forward, next_phase, probe_sizes
+from brimful.memory.forward import MAX_CORRECTION, Forward, next_phase, probe_sizes
 from brimful.planning.target import Target
 from brimful.serving.batch import RowTokens, prefill
 from brimful.serving.sampling import Sampling, choose
@@ -39,14 +42,15 @@ class Admission:
     def __init__(
         self, generator: Generator, target: Target, context_tokens: int, note: Callable[[str], object]
     ) -> None:
-        self._generator, self._device = generator, generator.device
         longest = max(1, min(PROBE_SOURCE, context_tokens - DECODED))
         self._longest: Shape = (longest,) if generator.causal else (longest, PROBE_ANSWER)
         self._forward = Forward(
-            self._work, generator.model, self._device, what="serving", limit_bytes=target.limit_bytes, fill=target.fill,
+            partial(dummy_batch, generator), generator.model, generator.device, what="serving", limit_bytes=target.limit_bytes, fill=target.fill,
             note=note,
         )  # fmt: skip
         self._fill = target.fill
+        self._caution = 1.0
+        """Raised by out-of-memory errors: batches of several rows count for this much more than predicted."""
 
     def fit(self) -> None:
         """Probe, with shorter texts if not all probes fit: those that are left out would show what memory grows with."""
@@ -74,35 +78,43 @@ class Admission:
 
     def needed_bytes(self, size: "BatchSize") -> float:
         """The peak of this batch, from now to its end."""
-        decoding = self._forward.phase_bytes(size.rows, size.final, "decoding", "choosing")
+        caution = self._caution if size.rows > 1 else 1.0
+        decoding = caution * self._forward.phase_bytes(size.rows, size.final, "decoding", "choosing")
         if not size.new_rows:
             return decoding
-        return max(decoding, self._forward.phase_bytes(size.new_rows, size.prefilled, "forward") + size.held_bytes)
+        prefill = caution * self._forward.phase_bytes(size.new_rows, size.prefilled, "forward")
+        return max(decoding, prefill + size.held_bytes)
 
     def out_of_memory(self, predicted_bytes: float) -> None:
-        """Raise the model to what was there and was not enough. Nothing is held any more."""
+        """Count rows for more, up to what was there and was not enough. Nothing is held any more."""
         self._forward.ooms += 1
-        self._forward.correct(predicted_bytes, self.budget(0)[0] / self._fill)
+        available = self.budget(0)[0] / self._fill
+        self._caution *= min(max(1.0, available / max(1.0, predicted_bytes)), MAX_CORRECTION)
+
+    def clean(self) -> None:
+        """Batches went well for a while: take back one such error."""
+        self._caution = max(1.0, self._caution / MAX_CORRECTION)
 
     def measured(self, predicted_bytes: float, added_bytes: int) -> None:
         """Raise the model if the last batches took more than predicted."""
         if predicted_bytes:
             self._forward.correct(predicted_bytes, added_bytes)
 
-    @torch.no_grad()
-    def _work(self, rows: int, shape: Shape) -> None:
-        """What the engine does with rows of this shape. All but one are shorter: without padding, no mask is made."""
-        vocabulary = text_config(self._generator.model.config).vocab_size
-        lengths = [shape[0] if row == 0 else -(-shape[0] // 2) for row in range(rows)]
-        tokens = [torch.randint(0, vocabulary, (length,)).tolist() for length in lengths]
-        answer = [] if self._generator.causal else tokens[0][:1] * (shape[1] - 1)
-        batch, scores = prefill(self._generator, [RowTokens(one, answer) for one in tokens])
-        next_phase("decoding")
-        costly = [Sampling(temperature=1.0, top_p=0.5, seed=row, device=self._device) for row in range(rows)]
-        for _ in range(DECODED):
-            scores = batch.step(scores.argmax(-1))
-        next_phase("choosing")
-        choose(scores, costly)
+
+@torch.no_grad()
+def dummy_batch(generator: Generator, rows: int, shape: Shape) -> None:
+    """What the engine does with rows of this shape. All but one are shorter: without padding, no mask is made."""
+    vocabulary = text_config(generator.model.config).vocab_size
+    lengths = [shape[0] if row == 0 else -(-shape[0] // 2) for row in range(rows)]
+    tokens = [torch.randint(0, vocabulary, (length,)).tolist() for length in lengths]
+    answer = [] if generator.causal else tokens[0][:1] * (shape[1] - 1)
+    batch, scores = prefill(generator, [RowTokens(one, answer) for one in tokens])
+    next_phase("decoding")
+    costly = [Sampling(temperature=1.0, top_p=0.5, seed=row, device=generator.device) for row in range(rows)]
+    for _ in range(DECODED):
+        scores = batch.step(scores.argmax(-1))
+    next_phase("choosing")
+    choose(scores, costly)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,11 @@ late in a long answer costs what an early one does.
 Nobody who reads an answer can make the engine wait: text piles up here, at most `max_new_tokens` of it.
 """
 
-import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from brimful.errors import BrimfulError
@@ -20,6 +19,8 @@ from brimful.tasks.generate import INCOMPLETE_CHARACTER
 
 WINDOW, CONTEXT = 64, 16
 """Tokens that are decoded at most, and that are left of them when there are more: enough before the newest to decode it right."""
+BYTES = 3
+"""Tokens at most that begin a character: it has four bytes at most, and the last one completes it."""
 Finish = Literal["stop", "length"]
 
 
@@ -41,19 +42,30 @@ class Prompt:
     """Of sampling; another number for each answer to the same prompt."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer, which does not contain them."""
+    top_logprobs: int | None = None
+    """The most likely tokens whose log-probability is kept, beside that of the chosen one. None: nothing is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was by the model alone, without temperature and penalties."""
+
+    token: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+    """The most likely tokens with theirs, the likeliest first."""
+    offset: int = 0
+    """Characters of the answer before it."""
 
 
 class Answer:
     """The answer to one prompt. Iterating waits for its pieces of text and raises what went wrong."""
-
-    _numbers = itertools.count(1)
 
     def __init__(
         self, prompt: Prompt, decode: Callable[[Sequence[int]], str], notify: Callable[[], object] = lambda: None
     ) -> None:
         """`notify` is called from the engine's thread when there is something new, and must not block."""
         self.prompt = prompt
-        self.number = next(self._numbers)
         self.tokens: list[int] = []
         """Generated so far, without the token that ended the answer."""
         self.finish: Finish | None = None
@@ -64,6 +76,9 @@ class Answer:
         self.cancelled = False
         self._text = AnswerText(decode, prompt.stop)
         self._pieces: deque[str] = deque()
+        self._logprobs: deque[Logprob] = deque()
+        self._published = self._taken = 0
+        """Characters."""
         self._changed = threading.Condition()
         self._notify = notify
 
@@ -83,12 +98,15 @@ class Answer:
             else:
                 return
 
-    def take(self) -> str:
-        """All text that came since the last call."""
+    def take(self) -> tuple[str, list[Logprob]]:
+        """All text that came since the last call, and the tokens in it if their log-probabilities are kept."""
         with self._changed:
-            text = "".join(self._pieces)
+            text, logprobs = "".join(self._pieces), list[Logprob]()
             self._pieces.clear()
-        return text
+            self._taken += len(text)
+            while self._logprobs and (self.done or self._logprobs[0].offset < self._taken):
+                logprobs.append(self._logprobs.popleft())
+        return text, logprobs
 
     def cancel(self) -> None:
         """Nobody waits any more. The engine drops the answer before its next token."""
@@ -96,11 +114,14 @@ class Answer:
 
     # The engine's side.
 
-    def add(self, token: int) -> bool:
+    def add(self, token: int, logprob: Logprob | None = None) -> bool:
         """Append a token. Returns whether a stop string is complete."""
         if self.first_token_s is None:
             self.first_token_s = time.monotonic() - self.submitted_s
         self.tokens.append(token)
+        if logprob is not None:
+            with self._changed:
+                self._logprobs.append(replace(logprob, offset=self._published + len(self._text.held)))
         self._publish(self._text.add(token))
         return self._text.stopped
 
@@ -117,6 +138,9 @@ class Answer:
         with self._changed:
             if piece:
                 self._pieces.append(piece)
+                self._published += len(piece)
+            while self._text.stopped and self._logprobs and self._logprobs[-1].offset >= self._published:
+                self._logprobs.pop()  # of the stop string
             self.finish, self.error = finish, error
             self._changed.notify_all()
         self._notify()
@@ -131,19 +155,26 @@ class AnswerText:
         self._window: list[int] = []
         self._decoded = ""
         """The text of the window that was passed on."""
-        self._held = ""
+        self._pending = 0
+        """The newest tokens of the window whose text was not passed on."""
+        self.held = ""
         """Text that may be the beginning of a stop string."""
 
     def add(self, token: int) -> str:
         """The text that may be shown now."""
         self._window.append(token)
-        text = self._decode(self._window)
-        if text.endswith(INCOMPLETE_CHARACTER):
-            return ""
+        self._pending += 1
+        text, full = self._decode(self._window), len(self._window) > WINDOW
+        if not text.endswith(INCOMPLETE_CHARACTER):
+            self._pending = 0
+        elif full and self._pending > BYTES:  # no character begins with so many: this text stays as it is
+            text, self._pending = self._decode(self._window[:-BYTES]), BYTES
+        else:
+            text = self._decoded
         new, self._decoded = text[len(self._decoded) :], text
-        if len(self._window) > WINDOW:
+        if full:
             self._window = self._window[-CONTEXT:]
-            self._decoded = self._decode(self._window)
+            self._decoded = self._decode(self._window[: len(self._window) - self._pending])
         return self._before_stop(new)
 
     def rest(self) -> str:
@@ -151,17 +182,17 @@ class AnswerText:
         if self.stopped:
             return ""
         text = self._before_stop(self._decode(self._window)[len(self._decoded) :])
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         return text if self.stopped else text + held
 
     def _before_stop(self, new: str) -> str:
-        text = self._held + new
+        text = self.held + new
         ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped, self.held = True, ""
             return text[: min(ends)]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
+        self.held = text[len(text) - held :]
         return text[: len(text) - held]
 
 

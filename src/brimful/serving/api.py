@@ -2,7 +2,7 @@
 
 Nothing that would change the answer is ignored. A field is one of
 - supported, and checked: type, range, all in one message per field;
-- neutral at some value (`n=1`, `tools=[]`, `logprobs=false`) and refused at any other, because it is not supported;
+- neutral at some value (`best_of=1`, `tools=[]`) and refused at any other, because it is not supported;
 - harmless (`user`, `metadata`), and ignored;
 - unknown, and refused.
 
@@ -18,12 +18,13 @@ from typing import Any
 
 import brimful
 from brimful.errors import BrimfulError, DoesNotFit, ServerBusy, UserError
-from brimful.serving.answer import Answer, Prompt
+from brimful.serving.answer import Answer, Logprob, Prompt
 from brimful.serving.chat_model import ChatModel
 from brimful.serving.engine import Engine
 from brimful.tasks.generate import GenerateOptions
 
-MAX_STOPS, MAX_CHOICES, MAX_MESSAGES = 4, 16, 4096
+MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_TOP_LOGPROBS = 4, 16, 4096, 20
+LEAST_LOGPROB = -9999.0
 HARMLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
      "parallel_tool_calls")
@@ -31,13 +32,13 @@ HARMLESS = frozenset(
 """Fields that change no answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "logit_bias": ({},),
-    "logprobs": (False,), "top_logprobs": (0,), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
     "echo": (False,), "best_of": (1,), "suffix": ("",), "top_k": (0, -1), "min_p": (0,), "prediction": (),
 }  # fmt: skip
 """Fields that are not supported, and the values at which they change nothing."""
 SHARED = frozenset(
     ("model", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p", "seed", "stop", "frequency_penalty",
-     "presence_penalty", "repetition_penalty")
+     "presence_penalty", "repetition_penalty", "logprobs")
 )  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -50,17 +51,16 @@ class ApiError(Exception):
         code: str | None = None, retry_after_s: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.message, self.kind, self.code = status, _clean(message), kind, code
+        self.param = None if param is None else _shortened(_clean(param))  # it may be what the client made up
         self.retry_after_s = retry_after_s
 
     @classmethod
     def of(cls, error: BrimfulError) -> "ApiError":
         """What an error of the engine means to a client."""
         if isinstance(error, ServerBusy):
-            return cls(
-                503 if "shutting down" in str(error) else 429, str(error), kind="rate_limit_error", code="server_busy",
-                retry_after_s=error.retry_after_s,
-            )  # fmt: skip
+            status, kind = (503, "server_error") if error.ending else (429, "rate_limit_error")
+            return cls(status, str(error), kind=kind, code="server_busy", retry_after_s=error.retry_after_s)
         if isinstance(error, DoesNotFit):
             return cls(400, str(error), code="out_of_memory")
         if isinstance(error, UserError):
@@ -92,6 +92,7 @@ class Api:
     def __init__(self, model: ChatModel, engine: Engine, name: str, defaults: GenerateOptions) -> None:
         self.model, self.engine, self.name, self.defaults = model, engine, name, defaults
         self.created = int(time.time())
+        self._tokenizer = model.generator.tokenizer
 
     # Requests.
 
@@ -99,11 +100,11 @@ class Api:
         """The request in a JSON body. Tokenizes, so it is not for the thread that serves connections."""
         if not isinstance(body, dict):
             raise ApiError(400, f"the body is {_kind(body)}. Try: a JSON object.")
-        own = {"messages", "max_completion_tokens"} if chat else {"prompt"}
+        own = {"messages", "max_completion_tokens", "top_logprobs"} if chat else {"prompt"}
         _refuse_others(body, SHARED | own)
         self.check_model(body.get("model"))
         prompts, texts = self._chat_prompts(body) if chat else self._text_prompts(body)
-        how = self._sampling(body)
+        how = replace(self._sampling(body), top_logprobs=_top_logprobs(body, chat=chat))
         choices = _whole(body, "n", 1, 1, MAX_CHOICES)
         if len(prompts) * choices > MAX_CHOICES:
             raise ApiError(
@@ -217,11 +218,15 @@ class Api:
 
     # Responses.
 
-    def response(self, request: Completion, answers: Sequence[Answer], texts: Sequence[str]) -> dict[str, Any]:
-        choices = [
-            _choice(place, {"message": {"role": "assistant", "content": text, "refusal": None}} if request.chat else {"text": text}, answer.finish)
-            for place, (answer, text) in enumerate(zip(answers, texts, strict=True))
-        ]  # fmt: skip
+    def response(
+        self, request: Completion, answers: Sequence[Answer], taken: Sequence[tuple[str, Sequence[Logprob]]]
+    ) -> dict[str, Any]:
+        """`taken`: the text of each answer, and its tokens if their log-probabilities are wanted."""
+        choices = []
+        for place, (answer, (text, logprobs)) in enumerate(zip(answers, taken, strict=True)):
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = message if request.chat else {"text": text}
+            choices.append(self._choice(request, place, content, logprobs, answer.finish))
         return self._object(request, choices) | {"usage": _usage(answers, request)}
 
     def first_chunks(self, request: Completion) -> list[dict[str, Any]]:
@@ -229,20 +234,24 @@ class Api:
         if not request.chat:
             return []
         return [
-            self._chunk(request, place, {"role": "assistant", "content": ""}, None)
-            for place in range(len(request.prompts))
+            self._chunk(request, place, {"role": "assistant", "content": ""}) for place in range(len(request.prompts))
         ]
 
-    def chunk(self, request: Completion, place: int, text: str, finish: str | None = None) -> dict[str, Any]:
+    def chunk(
+        self, request: Completion, place: int, text: str, logprobs: Sequence[Logprob] = (), finish: str | None = None
+    ) -> dict[str, Any]:
         """A piece of the text of one choice, or its end."""
         delta: dict[str, Any] = {"content": text} if text or finish is None else {}
-        return self._chunk(request, place, delta if request.chat else text, finish)
+        return self._chunk(request, place, delta if request.chat else text, logprobs, finish)
 
     def usage_chunk(self, request: Completion, answers: Sequence[Answer]) -> dict[str, Any]:
         return self._object(request, [], stream=True) | {"usage": _usage(answers, request)}
 
-    def _chunk(self, request: Completion, place: int, content: Any, finish: str | None) -> dict[str, Any]:
-        choice = _choice(place, {"delta": content} if request.chat else {"text": content}, finish)
+    def _chunk(
+        self, request: Completion, place: int, content: Any, logprobs: Sequence[Logprob] = (), finish: str | None = None
+    ) -> dict[str, Any]:
+        content = {"delta": content} if request.chat else {"text": content}
+        choice = self._choice(request, place, content, logprobs, finish)
         chunk = self._object(request, [choice], stream=True)
         return chunk | {"usage": None} if request.include_usage else chunk
 
@@ -253,12 +262,59 @@ class Api:
             "system_fingerprint": f"brimful-{brimful.__version__}", "choices": choices,
         }  # fmt: skip
 
+    def _choice(
+        self, request: Completion, place: int, content: dict[str, Any], logprobs: Sequence[Logprob], finish: str | None
+    ) -> dict[str, Any]:
+        shown = None
+        if request.prompts[place].top_logprobs is not None:
+            shown = self._chat_logprobs(logprobs) if request.chat else self._text_logprobs(logprobs)
+        return {"index": place, **content, "logprobs": shown, "finish_reason": finish}
+
+    def _chat_logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            content = self._tokenizer.token_bytes(token)
+            return {"token": _token_text(content), "logprob": _finite(logprob), "bytes": list(content)}
+
+        content = [
+            entry(one.token, one.logprob) | {"top_logprobs": [entry(*likely) for likely in one.top]} for one in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _text_logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        text = lambda token: _token_text(self._tokenizer.token_bytes(token))  # noqa: E731
+        return {
+            "tokens": [text(one.token) for one in logprobs],
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": [
+                {text(token): _finite(logprob) for token, logprob in [*one.top, (one.token, one.logprob)]}
+                for one in logprobs
+            ],
+            "text_offset": [one.offset for one in logprobs],
+        }
+
     def model_card(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "brimful"}
 
 
-def _choice(place: int, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": place, **content, "logprobs": None, "finish_reason": finish}
+def _token_text(content: bytes) -> str:
+    """A part of a character is written as \\xe6, as OpenAI does."""
+    return content.decode("utf-8", "backslashreplace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _top_logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    """How many of the likeliest tokens are wanted beside each token; None if no log-probabilities are."""
+    if not chat:
+        count = body.get("logprobs")
+        return None if count is None or count is False else _whole(body, "logprobs", 0, 0, MAX_TOP_LOGPROBS)
+    wanted, top = _boolean(body, "logprobs"), _whole(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
+    if top and not wanted:
+        raise ApiError(400, "top_logprobs needs logprobs=true.", param="top_logprobs")
+    return top if wanted else None
 
 
 def _usage(answers: Sequence[Answer], request: Completion) -> dict[str, int]:
@@ -269,19 +325,30 @@ def _usage(answers: Sequence[Answer], request: Completion) -> dict[str, int]:
 
 
 def _refuse_others(body: Mapping[str, Any], known: frozenset[str] | set[str]) -> None:
-    for name, value in body.items():
-        if name in known or name in HARMLESS or value is None or value in NEUTRAL.get(name, ()):
-            continue
-        if name in NEUTRAL:
-            raise ApiError(
-                400, f"{name} is not supported. Try: leave it out.", param=name, code="unsupported_parameter"
-            )
-        raise ApiError(
-            400,
-            f"the field {_shortened(name)!r} is unknown. Try: leave it out.",
-            param=_shortened(name),
-            code="unknown_parameter",
-        )
+    """All fields that are not supported are named at once."""
+    others = [
+        name
+        for name, value in body.items()
+        if name not in known and name not in HARMLESS and value is not None and value not in NEUTRAL.get(name, ())
+    ]
+    if not others:
+        return
+    unsupported = [name for name in others if name in NEUTRAL]
+    unknown = [_shortened(name) for name in others if name not in NEUTRAL]
+    problems = [
+        f"the field {names[0]!r} is {problem}" if len(names) == 1 else f"the fields {_listed(names)} are {problem}"
+        for names, problem in ((unsupported, "not supported"), (unknown, "unknown"))
+        if names
+    ]
+    advice = f"Try: leave {'it' if len(others) == 1 else 'them'} out"
+    if "response_format" in others:
+        advice += ", and ask for the format in the prompt"
+    code = "unsupported_parameter" if unsupported else "unknown_parameter"
+    raise ApiError(400, f"{', and '.join(problems)}. {advice}.", param=(unsupported or unknown)[0], code=code)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
 
 
 def _message(message: Any, where: str) -> dict[str, str]:
@@ -296,7 +363,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
             param=where,
             code="unsupported_parameter",
         )
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ApiError(
             400, f"{where} has the role {_shown(role)}. Try: system, user or assistant.", param=f"{where}.role"
         )

@@ -9,6 +9,8 @@ as those of T5, follow from the distance to the end, which padding on the left d
                                ├─ join ─► step(tokens) ─► scores ─► … ─► keep(rows that go on)
     prefill(prompts) ─► batch ─┘
 
+A long prompt is prefilled in pieces: its beginning, then `append`.
+
 The price is padding: a cache of 63 short rows and a long one is as large as one of 64 long rows. Admission counts it that way.
 
 Layers with a full cache and with a sliding window can be joined. A recurrent state cannot be padded on its left, and learned
@@ -36,8 +38,10 @@ from brimful.tasks.model_folder import text_config
 CACHE_NAMES = ("past_key_values", "cache_params")
 """What a model's forward calls its cache: of attention, and of recurrent models."""
 JOINABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-CHECKED_LENGTHS = (4, 9, 6)
+CHECKED_LENGTHS = (5, 9, 6)
 """Prompt tokens of the rows that `joinable` compares."""
+CHECKED_PIECE = 3
+"""Tokens that the first of them begins with, before the others are appended."""
 CHECKED_TOKENS = 3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.25
@@ -78,10 +82,14 @@ class CausalBatch:
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append one token to each row. Returns the scores of the next."""
-        self.lengths = [length + 1 for length in self.lengths]
-        self._device_lengths = self._device_lengths + 1
-        mask = _left_mask(self._device_lengths, max(self.lengths))
-        return self._scores(tokens[:, None], mask, self._device_lengths[:, None] - 1)
+        return self.append(tokens[:, None])
+
+    def append(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append as many tokens to each row as `tokens` has columns. Returns the scores of the next."""
+        positions = self._device_lengths[:, None] + _places(self._device_lengths, tokens.shape[1])
+        self.lengths = [length + tokens.shape[1] for length in self.lengths]
+        self._device_lengths = self._device_lengths + tokens.shape[1]
+        return self._scores(tokens, _left_mask(self._device_lengths, max(self.lengths)), positions)
 
     def join(self, other: Any) -> None:
         """Append the rows of `other`, which is used up."""
@@ -142,8 +150,7 @@ class EncoderDecoderBatch:
         assert generator.start_id is not None
         answers = [[generator.start_id, *row.answer] for row in rows]
         decoded, _ = _padded(answers, pad, device, left=True)
-        # Its own configuration: the decoder may have more layers than the encoder, whose number the model's names.
-        cache = EncoderDecoderCache(DynamicCache(config=generator.model.get_decoder().config), DynamicCache())
+        cache = generator.encoder_decoder_cache()
         lengths = [len(answer) for answer in answers]
         batch = cls(generator, cache, [len(row.prompt) for row in rows], lengths, mask)
         return batch, batch._scores(decoded, generator.model.get_encoder()(input_ids=ids, attention_mask=mask))
@@ -221,7 +228,10 @@ def joinable(generator: Generator) -> tuple[bool, str]:
             batch.step(tokens[step, place : place + 1])[0] for step in range(0 if place == 0 else 1, CHECKED_TOKENS)
         ]
         alone.append(steps[-1])
-    batch, _ = prefill(generator, prompts[:1])
+    first = prompts[0].prompt
+    batch, _ = prefill(generator, [RowTokens(first[:CHECKED_PIECE] if generator.causal else first)])
+    if isinstance(batch, CausalBatch):
+        batch.append(torch.tensor([first[CHECKED_PIECE:]], device=generator.device))
     batch.step(tokens[0, :1])
     other_batch, _ = prefill(generator, prompts[1:])
     batch.join(other_batch)

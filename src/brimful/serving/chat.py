@@ -4,6 +4,7 @@ A question may have several lines: a line that ends in a backslash goes on, and 
 """
 
 import json
+import re
 import time
 from collections import abc
 from collections.abc import Callable, Sequence
@@ -23,18 +24,28 @@ from brimful.units import NOTHING
 if TYPE_CHECKING:
     import torch
 
-_KEYS = (
-    'A line that ends in \\ goes on, as does a text between two lines of """. '
-    "Type /save FILE to write the talk to a file, /quit or Ctrl-D to end, Ctrl-C to stop an answer."
-)
-HELP: dict[Manner, str] = {
-    "questions": "Each line is one question; the model does not remember earlier ones. " + _KEYS,
-    "conversation": "The model remembers the conversation. Type /new to begin another, /system TEXT to tell the model how to behave. "
-    + _KEYS,
-    "continuation": "The model has no chat template: it continues each line as a text of its own. " + _KEYS,
-}
-QUIT = ("/quit", "/exit")
 BLOCK = '"""'
+_KEYS = "Type /help for all commands, /quit or Ctrl-D to end."
+HELP: dict[Manner, str] = {
+    "questions": f"Each line is one question; the model does not remember earlier ones.\n{_KEYS}",
+    "conversation": f"The model remembers the conversation.\n{_KEYS}",
+    "continuation": f"The model has no chat template: it continues each line as a text of its own.\n{_KEYS}",
+}
+COMMANDS = {
+    "/new": "begin another conversation",
+    "/system TEXT": "tell the model how to behave; without a text, take it back",
+    "/save FILE": "write the talk to a file, as JSON if it ends in .json",
+    "/help": "show this list",
+    "/quit, Ctrl-D": "end the talk",
+    "Ctrl-C": "stop the answer",
+    "\\": "at the end of a line: the question goes on",
+    BLOCK: "before and after a question of several lines",
+}
+OF_CONVERSATIONS = ("/new", "/system TEXT")
+"""Commands that make sense only where the model remembers."""
+QUIT = ("/quit", "/exit")
+UNKNOWN = re.compile(r"/\w*( .*)?")
+"""One line that begins like a command. A path such as /etc/hosts does not."""
 LEAST_ROOM = 4
 """A conversation is shortened when less than this part of the context, or than `max_new_tokens`, is left for the answer."""
 
@@ -86,6 +97,12 @@ class Chat:
         """What a user of the terminal should know."""
         return HELP[self.manner]
 
+    @property
+    def commands(self) -> str:
+        """What can be typed beside questions, in the user's language."""
+        shown = [name for name in COMMANDS if self.manner == "conversation" or name not in OF_CONVERSATIONS]
+        return "\n".join(f"  {name:<14}{tr(COMMANDS[name])}" for name in shown)
+
     def close(self) -> None:
         self._engine.close()
 
@@ -99,6 +116,8 @@ class Chat:
             raise BadOption(f"system={text!r} needs a chat template, and {self.folder} has none. Try: leave it out.")
         self.system = text.strip() or None
         self.begin()
+        if self.system:
+            self.transcript.append({"role": "system", "content": self.system})
 
     def save(self, path: str | Path) -> Path:
         """Write all messages of the talk to a file: JSON if it ends in .json, else text."""
@@ -211,7 +230,7 @@ UNLIMITED = 2**31
 
 
 def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], object]) -> None:
-    """Answer questions from `read` until it raises EOFError or returns /quit. A failed question does not end it.
+    """Answer questions from `read` until it raises EOFError or returns /quit. Neither a failed question nor Ctrl-C ends it.
 
     `read` gets the prompt to show: "> ", or "… " where a question goes on.
     """
@@ -220,6 +239,9 @@ def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], object])
             text = _read_question(read)
         except EOFError:
             return
+        except KeyboardInterrupt:
+            write(f"\n({tr('type /quit or Ctrl-D to end')})\n")
+            continue
         if text in QUIT:
             return
         try:
@@ -228,6 +250,19 @@ def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], object])
             write(" …\n")
         except UserError as error:
             write(f"({translate(str(error))})\n")
+
+
+def answer_each(chat: Chat, read: Callable[[str], str], write: Callable[[str], object]) -> None:
+    """The same for questions that nobody types: each is answered by itself, and one that fails ends it."""
+    while True:
+        try:
+            text = _read_question(read)
+        except EOFError:
+            return
+        if text in QUIT:
+            return
+        chat.begin()
+        _answer_question(chat, text, write)
 
 
 def _read_question(read: Callable[[str], str]) -> str:
@@ -248,7 +283,7 @@ def _read_question(read: Callable[[str], str]) -> str:
 def _answer_question(chat: Chat, text: str, write: Callable[[str], object]) -> None:
     command, _, rest = text.partition(" ")
     if text == "/help":
-        write(f"{translate(chat.help)}\n")
+        write(f"{chat.commands}\n")
     elif command == "/save":
         if not rest.strip():
             raise BadOption("/save needs the name of a file. Try: /save talk.txt.")
@@ -264,6 +299,8 @@ def _answer_question(chat: Chat, text: str, write: Callable[[str], object]) -> N
             else "a new conversation without a system message"
         )
         write(f"({tr(began)})\n")
+    elif UNKNOWN.fullmatch(text):
+        write(f"({tr('there is no command {command} here', command=command)})\n{chat.commands}\n")
     elif text:
         reply = chat.reply(text, write)
         write("\n" if reply.response.strip() else f"{NOTHING}\n")

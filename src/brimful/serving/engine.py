@@ -6,7 +6,8 @@
                  └── out of memory: the cache is dropped, at most half the rows are admitted again, the others wait
 
 Requests join between two tokens and leave as soon as they end, so nobody waits for the longest answer of a batch. A token of the
-demo's model takes 0.75 ms of CPU time for one row and 2.6 ms for 64.
+demo's model takes 0.75 ms of CPU time for one row and 2.6 ms for 64. A long prompt is prefilled in pieces between the tokens of
+others: one of 15,000 tokens held them up for 12.3 s as a whole and for at most 0.9 s in pieces.
 
 After an out-of-memory error no request is lost: its prompt and the tokens it has are prefilled again, and its random numbers are
 drawn again up to there. The limit on rows doubles after 64 tokens without an error. Only a request that does not fit alone fails.
@@ -22,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import psutil
@@ -34,10 +35,11 @@ from brimful.memory.ledger import Ledger
 from brimful.memory.meter import allocated_bytes, has_peak_statistics
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.planning.target import Target
-from brimful.serving.admission import Admission, BatchSize
-from brimful.serving.answer import Answer, Prompt
-from brimful.serving.batch import Batch, RowTokens, joinable, prefill
-from brimful.serving.sampling import Sampling, choose
+from brimful.serving.admission import Admission, BatchSize, dummy_batch
+from brimful.serving.answer import Answer, Logprob, Prompt
+from brimful.serving.batch import Batch, CausalBatch, RowTokens, joinable, prefill
+from brimful.serving.metrics import Counts, EngineState
+from brimful.serving.sampling import Sampling, choose, logprobs_of
 from brimful.task import Shape
 from brimful.tasks.generate import Generator, max_rows
 from brimful.tasks.model_folder import text_config
@@ -45,18 +47,15 @@ from brimful.units import show_bytes
 
 PREFILL_TOKENS = {"cpu": 1024}
 OTHER_PREFILL_TOKENS = 16384
-"""Prompt tokens that are prefilled at once while other answers wait for their next token; one prompt may be longer."""
+"""Prompt tokens that are prefilled at once while other answers wait for their next token. A longer prompt of a causal model is
+prefilled in pieces of half as many, one between two tokens, and leaves the other half to shorter ones."""
 CLEAN_TOKENS = 64
 """Tokens without an out-of-memory error after which the limit on rows doubles."""
 FAILURES = 3
-"""Batches in a row that may fail for another reason than memory. A lost CUDA context fails them all."""
-RATE_S = 5.0
-"""Seconds over which tokens per second are averaged."""
+"""Batches in a row that may fail for another reason than memory, before a dummy batch shows whether the model still works: a lost
+CUDA context fails them all, and a request that breaks the model only its own."""
 DEFAULT_CONTEXT = 2048
 """Prompt tokens of a model whose configuration has no limit, as that of T5."""
-FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the histogram of the time to the first token."""
-
 log = logging.getLogger("brimful")
 
 
@@ -87,28 +86,6 @@ class EngineOptions:
             raise BadOption(" ".join(problems))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineState:
-    """What the engine does now, for `/status` and `/metrics`."""
-
-    running: int
-    queued: int
-    tokens_per_second: float
-    used_bytes: int
-    predicted_bytes: int
-    peak_bytes: int | None
-    """The most that was in use since the start, where that is measured: on a GPU, and under a limit on the CPU."""
-    limit_bytes: int | None
-    ooms: int
-    prompt_tokens: int
-    answer_tokens: int
-    answered: int
-    first_tokens: tuple[int, ...]
-    """How many first tokens came within each bound of `FIRST_TOKEN_S`, and in all."""
-    first_token_s: float
-    """The sum of those times."""
-
-
 @dataclass(slots=True, eq=False)
 class _Row:
     """A request within the engine."""
@@ -125,13 +102,11 @@ class _Row:
 
 
 @dataclass(slots=True)
-class _Counts:
-    ooms: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    answered: int = 0
-    first_tokens: list[int] = field(default_factory=lambda: [0] * (len(FIRST_TOKEN_S) + 1))
-    first_token_s: float = 0.0
+class _LongPrompt:
+    """A prompt that is prefilled in pieces, one such at a time. Until it is complete, its row is among those that wait."""
+
+    row: _Row
+    batch: CausalBatch | None = None
 
 
 class Engine:
@@ -161,16 +136,19 @@ class Engine:
         self._running: list[_Row] = []
         self._batch: Batch | None = None
         self._next_tokens: torch.Tensor | None = None
+        self._long: _LongPrompt | None = None
+        self._prefill_tokens = PREFILL_TOKENS.get(generator.device.type, OTHER_PREFILL_TOKENS)
+        self._blocked: _Row | None = None
+        """The first that waits, if it did not fit beside those that run: it is not tried again until one of them leaves or joins."""
         self._attempted: list[_Row] = []
         """Rows of the round that is running."""
         self._predicted = self._highest_predicted = 0.0
+        self._peak_is_due = False
         self._idle_bytes = 0
         self._limit_bytes = None if target is None else target.limit_bytes
         self._ledger: Ledger | None = None
         self._peak_bytes: int | None = None
-        self._counts = _Counts()
-        self._recent: deque[tuple[float, int]] = deque()
-        self._ends: deque[float] = deque(maxlen=64)
+        self.counts = Counts()
         self._changed = threading.Condition()
         self._stopping: ServerBusy | None = None
         self._failed: BrimfulError | None = None
@@ -241,28 +219,17 @@ class Engine:
 
     def retry_after_s(self) -> int:
         """When a place may be free: the time in which as many requests as wait were answered lately, up to the longest wait."""
-        ends = list(self._ends)
-        each_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 1.0
-        return max(1, min(math.ceil(self.options.max_wait_s), math.ceil(each_s * len(self._waiting))))
+        seconds = min(self.options.max_wait_s, self.counts.seconds_per_answer * len(self._waiting))
+        return max(1, math.ceil(seconds))
 
     def state(self) -> EngineState:
-        now, counts = time.monotonic(), self._counts
-        recent = [(at, tokens) for at, tokens in list(self._recent) if now - at <= RATE_S]
-        span = now - min((at for at, _ in recent), default=now)
         return EngineState(
-            running=len(self._running),
-            queued=len(self._waiting),
-            tokens_per_second=sum(tokens for _, tokens in recent) / max(span, 0.5) if recent else 0.0,
+            running=len(self._running) + bool(self._long),
+            queued=len(self._waiting) - bool(self._long),
             used_bytes=self._used_bytes(),
-            predicted_bytes=round(self._idle_bytes + (self._predicted if self._running else 0)),
+            predicted_bytes=round(self._idle_bytes + (self._predicted if self._running or self._long else 0)),
             peak_bytes=self._peak_bytes if self._ledger is None else self._ledger.peak_bytes,
             limit_bytes=self._limit_bytes,
-            ooms=counts.ooms,
-            prompt_tokens=counts.prompt_tokens,
-            answer_tokens=counts.answer_tokens,
-            answered=counts.answered,
-            first_tokens=tuple(counts.first_tokens),
-            first_token_s=counts.first_token_s,
         )
 
     def _used_bytes(self) -> int:
@@ -272,7 +239,11 @@ class Engine:
 
     def drain(self) -> None:
         """Take no more requests. Those that wait or run are answered."""
-        self._stop(ServerBusy("the server is shutting down. Try: again in a minute.", retry_after_s=60))
+        with self._changed:
+            self._stopping = ServerBusy(
+                "the server is shutting down. Try: again in a minute.", retry_after_s=60, ending=True
+            )
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End: whatever is still unanswered fails."""
@@ -290,11 +261,6 @@ class Engine:
         return not self._waiting and not self._running
 
     # The engine's thread.
-
-    def _stop(self, reason: ServerBusy) -> None:
-        with self._changed:
-            self._stopping = self._stopping or reason
-            self._changed.notify_all()
 
     def _context(self) -> int:
         own = self.generator.context_tokens
@@ -335,7 +301,10 @@ class Engine:
         if self.target is None:
             self.choices["batch"] = ("1", "one request at a time")
             return
-        possible, reason = joinable(self.generator)
+        self._admission = Admission(self.generator, self.target, self.context_tokens, self._note)
+        self._admission.fit()  # before anything else runs: it says so if the model does not fit
+        outcome = attempt(partial(joinable, self.generator), self.generator.device)
+        possible, reason = (False, "no memory to compare several") if isinstance(outcome, OutOfMemory) else outcome
         most = max_rows(self.generator.device)
         if self.options.max_batch is not None:
             most, reason = min(most, self.options.max_batch) if possible else 1, f"as requested, and {reason}"
@@ -344,8 +313,6 @@ class Engine:
             self.choices["batch"] = (f"up to {self._max_rows} requests at once", reason)
         else:
             self.choices["batch"] = ("one request at a time", reason)
-        self._admission = Admission(self.generator, self.target, self.context_tokens, self._note)
-        self._admission.fit()
         self._idle_bytes = self._used_bytes()
         budget, reason = self._admission.budget(0)
         self.choices["memory"] = (f"{show_bytes(budget)} for requests", reason)
@@ -356,11 +323,15 @@ class Engine:
 
     def _serve_once(self) -> bool:
         """One round: who leaves, who joins, one token for everyone. Returns whether there is a next one."""
+        if self._peak_is_due:
+            self._measure()
         with self._changed:
             if not self._waiting and not self._running:
                 if self._stopping is not None:
                     return False
+                began = time.monotonic()
                 self._changed.wait()
+                self.counts.idle_s += time.monotonic() - began
                 return True
         self._refuse_late()
         try:
@@ -374,12 +345,16 @@ class Engine:
         return True
 
     def _fail_round(self, error: Exception) -> None:
-        """Something else than memory: those who were in it fail, and the others go on, unless it happens again and again."""
+        """Something else than memory: those who were in it fail, and the others go on, unless the model does not work any more."""
         self._failures += 1
-        if self._failures >= FAILURES:
-            raise error
-        log.error("the engine failed in a batch", exc_info=error)
         self._forget_batch()
+        if self._failures >= FAILURES:
+            attempt(
+                partial(dummy_batch, self.generator, 1, (1,) if self.generator.causal else (1, 1)),
+                self.generator.device,
+            )
+            self._failures = 0
+        log.error("the engine failed in a batch", exc_info=error)
         failed = self._attempted
         with self._changed:
             self._running = []
@@ -391,9 +366,10 @@ class Engine:
                 row.answer.fail(InternalError(in_one_line(error)))
 
     def _round(self) -> None:
-        self._attempted = self._running
+        self._attempted = [*self._running, *([self._long.row] if self._long else [])]
         self._drop_cancelled()
         self._admit()
+        self._prefill_piece()
         if self._running:
             self._step()
 
@@ -401,8 +377,14 @@ class Engine:
         with self._changed:
             for row in [row for row in self._waiting if row.answer.cancelled]:
                 self._waiting.remove(row)
-                row.answer.fail(self._stopping or ServerBusy("the request was cancelled.", retry_after_s=1))
+                self._drop(row)
+        if self._long and self._long.row.answer.done:
+            self._long = self._blocked = None
         self._leave([row for row in self._running if not row.answer.cancelled])
+
+    def _drop(self, row: _Row) -> None:
+        if not row.answer.done:
+            row.answer.fail(self._stopping or ServerBusy("the request was cancelled.", retry_after_s=1))
 
     def _refuse_late(self) -> None:
         """Those who have waited too long get an answer that says so."""
@@ -427,9 +409,39 @@ class Engine:
         chosen = self._choose_next()
         if not chosen:
             return
-        self._attempted = [*self._running, *chosen]
-        batch, scores = prefill(self.generator, [row.tokens for row in chosen])
-        tokens = self._chosen_tokens(scores, chosen)
+        self._attempted += chosen
+        for row in chosen:
+            self.counts.prompt_tokens += 0 if row.began else len(row.answer.prompt.tokens)
+            row.began = True
+        if self._is_long(chosen[0]):
+            self._long = _LongPrompt(chosen[0])
+        else:
+            self._join(*prefill(self.generator, [row.tokens for row in chosen]), chosen)
+
+    def _is_long(self, row: _Row) -> bool:
+        """Whether its prompt is prefilled in pieces, because others would wait for it. It begins with nobody else."""
+        return self.generator.causal and self._max_rows > 1 and sum(self._prefill_shape(row)) > self._prefill_tokens
+
+    def _prefill_piece(self) -> None:
+        """The next piece of the long prompt. With the last one, its row joins."""
+        if self._long is None:
+            return
+        row, batch = self._long.row, self._long.batch
+        tokens = [*row.tokens.prompt, *row.tokens.answer]
+        begin = batch.lengths[0] if batch else 0
+        piece = tokens[begin : begin + self._prefill_tokens // 2]
+        if batch is None:
+            batch, scores = CausalBatch.prefill(self.generator, [RowTokens(piece)])
+            self._long.batch = batch
+        else:
+            scores = batch.append(torch.tensor([piece], device=self.generator.device))
+        if begin + len(piece) == len(tokens):
+            self._long = None
+            self._join(batch, scores, [row])
+
+    def _join(self, batch: Batch, scores: torch.Tensor, rows: list[_Row]) -> None:
+        """Rows that were prefilled run from now on, with these scores for their next tokens."""
+        tokens, logprobs = _choose(scores, rows)
         if self._batch is None:
             self._batch, self._next_tokens = batch, tokens
         else:
@@ -437,40 +449,50 @@ class Engine:
             self._batch.join(batch)
             self._next_tokens = torch.cat([self._next_tokens, tokens])
         with self._changed:
-            for row in chosen:
+            for row in rows:
                 self._waiting.remove(row)
-                self._counts.prompt_tokens += 0 if row.began else len(row.answer.prompt.tokens)
-                row.began = True
-            self._running = [*self._running, *chosen]
-        self._add_tokens(tokens, chosen)
+            self._running = [*self._running, *rows]
+        self._blocked = None
+        self._add_tokens(tokens, logprobs, rows)
 
     def _choose_next(self) -> list[_Row]:
         chosen: list[_Row] = []
-        most_tokens = PREFILL_TOKENS.get(self.generator.device.type, OTHER_PREFILL_TOKENS)
-        held = 0 if self._batch is None else self._batch.cache_bytes
-        size = BatchSize(held_bytes=held)
-        for row in self._running:
-            size = size.with_row(self._final_shape(row))
-        budget: int | None = None
-        for row in list(self._waiting):
-            if len(self._running) + len(chosen) >= self._row_limit:
-                break
+        waiting = [row for row in list(self._waiting) if not self._long or not self._is_long(row)]
+        if not waiting or len(self._running) >= self._row_limit:
+            return chosen
+        if waiting[0] is self._blocked:
+            return chosen
+        size, room = self._size(), self._prefill_tokens // (2 if self._long else 1)
+        joining: Shape = ()
+        budget = 0 if self._admission is None else self._admission.budget(size.held_bytes)[0]
+        for row in waiting:
             prefilled = self._prefill_shape(row)
-            if chosen and most_tokens < sum(prefilled):
+            joining = tuple(map(max, joining or prefilled, prefilled))
+            if size.rows >= self._row_limit or (chosen and room < (len(chosen) + 1) * sum(joining)):
                 break
             trial = size.with_row(self._final_shape(row), prefilled)
             if self._admission is not None:
-                budget = self._admission.budget(held)[0] if budget is None else budget
                 needed = self._admission.needed_bytes(trial)
                 if needed > budget:
-                    if self._running or chosen:
+                    if size.rows:
+                        self._blocked = row
                         break
                     self._refuse(row, needed, budget)
                     continue
                 self._predict(needed)
-            size, most_tokens = trial, most_tokens - sum(prefilled)
+            size = trial
             chosen.append(row)
         return chosen
+
+    def _size(self) -> BatchSize:
+        """What is in memory, or will be. A prompt that is prefilled in pieces counts in full, as if it began now."""
+        batches = [self._batch, self._long and self._long.batch]
+        size = BatchSize(held_bytes=sum(batch.cache_bytes for batch in batches if batch))
+        for row in self._running:
+            size = size.with_row(self._final_shape(row))
+        if self._long:
+            size = size.with_row(self._final_shape(self._long.row), self._prefill_shape(self._long.row))
+        return size
 
     def _predict(self, needed: float) -> None:
         self._predicted, self._highest_predicted = needed, max(needed, self._highest_predicted)
@@ -501,92 +523,81 @@ class Engine:
         assert self._batch is not None and self._next_tokens is not None
         scores = self._batch.step(self._next_tokens)
         rows = self._running
-        self._next_tokens = self._chosen_tokens(scores, rows)
-        self._add_tokens(self._next_tokens, rows)
+        self._next_tokens, logprobs = _choose(scores, rows)
+        self._add_tokens(self._next_tokens, logprobs, rows)
         self._clean_tokens += 1
-        if self._clean_tokens >= CLEAN_TOKENS and self._row_limit < self._max_rows:
+        if self._clean_tokens >= CLEAN_TOKENS:
             self._row_limit, self._clean_tokens = min(self._max_rows, 2 * self._row_limit), 0
+            self._blocked = None
+            if self._admission is not None:
+                self._admission.clean()
 
-    def _chosen_tokens(self, scores: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
-        return choose(scores, [row.sampling for row in rows])
-
-    def _add_tokens(self, tokens: torch.Tensor, rows: list[_Row]) -> None:
+    def _add_tokens(self, tokens: torch.Tensor, logprobs: list[Logprob | None], rows: list[_Row]) -> None:
         """Hand out the tokens. Rows that end leave."""
         ended = set[int]()
         added = 0
-        for row, token in zip(rows, tokens.tolist(), strict=True):
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs, strict=True):
             answer = row.answer
             if token in self.generator.end_ids:
                 answer.end("stop")
             else:
                 first = answer.first_token_s is None
-                stopped = answer.add(token)
+                stopped = answer.add(token, logprob)
                 row.sampling.add(token)
                 added += 1
                 if first:
-                    self._count_first(answer.first_token_s or 0.0)
+                    self.counts.first_token(answer.first_token_s or 0.0)
                 if stopped:
                     answer.end("stop")
                 elif len(answer.tokens) >= answer.prompt.max_new_tokens:
                     answer.end("length")
             if answer.done:
                 ended.add(id(row))
-        self._counts.answer_tokens += added
-        self._counts.answered += len(ended)
-        now = time.monotonic()
-        self._ends.extend([now] * len(ended))
-        self._recent.append((now, added))
-        while self._recent and now - self._recent[0][0] > RATE_S:
-            self._recent.popleft()
+        self.counts.round(added, len(ended))
         if ended:
             self._leave([row for row in self._running if id(row) not in ended])
-
-    def _count_first(self, seconds: float) -> None:
-        self._counts.first_token_s += seconds
-        for place, bound in enumerate(FIRST_TOKEN_S):
-            self._counts.first_tokens[place] += seconds <= bound
-        self._counts.first_tokens[-1] += 1
 
     def _leave(self, left: list[_Row]) -> None:
         """Only these rows go on."""
         if len(left) == len(self._running):
             return
+        self._blocked = None
         kept = {id(row) for row in left}
         places = [place for place, row in enumerate(self._running) if id(row) in kept]
         gone = [row for row in self._running if id(row) not in kept]
         with self._changed:
             self._running = left
         for row in gone:
-            if not row.answer.done:
-                row.answer.fail(self._stopping or ServerBusy("the request was cancelled.", retry_after_s=1))
-        if not left:
-            self._measure()
-            self._forget_batch()
-            return
-        assert self._batch is not None and self._next_tokens is not None
-        self._batch.keep(places)
-        self._next_tokens = self._next_tokens[places]
+            self._drop(row)
+        self._peak_is_due = True
+        if left:
+            assert self._batch is not None and self._next_tokens is not None
+            self._batch.keep(places)
+            self._next_tokens = self._next_tokens[places]
+        else:
+            self._batch = self._next_tokens = None
         if self._admission is not None:
-            size = BatchSize(held_bytes=self._batch.cache_bytes)
-            for row in left:
-                size = size.with_row(self._final_shape(row))
-            self._predicted = self._admission.needed_bytes(size)
+            size = self._size()
+            self._predicted = self._admission.needed_bytes(size) if size.rows else 0.0
 
     def _measure(self) -> None:
-        """Where the device counts peaks, a batch that took more than predicted raises the memory model."""
+        """Where the device counts peaks, rows that took more than predicted raise the memory model. This is done after each round
+        in which one left, because under steady load the batch is never empty, and when nothing of that round is in memory any
+        more, which would count for the next rows."""
+        self._peak_is_due = False
         if self._admission is not None and has_peak_statistics(self.generator.device):
             peak = torch.accelerator.max_memory_allocated(self.generator.device)
             self._peak_bytes = max(self._peak_bytes or 0, peak)
             self._admission.measured(self._highest_predicted, peak - self._idle_bytes)
-            self._highest_predicted = 0.0
+            self._highest_predicted = self._predicted
             torch.accelerator.reset_peak_memory_stats(self.generator.device)
 
     def _forget_batch(self) -> None:
-        self._batch = self._next_tokens = None
+        self._batch = self._next_tokens = self._long = self._blocked = None
 
     def _recover(self, error: OutOfMemory) -> None:
         """The cache is gone. Put those that ran back to the front, and admit at most half as many as were tried."""
-        self._counts.ooms += 1
+        self.counts.ooms += 1
         self._clean_tokens = 0
         tried = [row for row in self._attempted if not row.answer.done]
         if self._admission is not None:
@@ -595,13 +606,11 @@ class Engine:
             self._waiting.extendleft(reversed([row for row in self._running if not row.answer.done]))
             self._running = []
         for row in tried:
+            row.ooms_alone += len(tried) == 1
             repeat = partial(row.sampling.repeat, len(row.answer.tokens), self.vocabulary)
-            if isinstance(attempt(repeat, self.generator.device, thorough=False), OutOfMemory):
+            lost = isinstance(attempt(repeat, self.generator.device, thorough=False), OutOfMemory)
+            if lost or row.ooms_alone > 1:  # alone it gets a second chance, in an empty cache
                 self._fail_alone(row)
-        if len(tried) == 1:
-            tried[0].ooms_alone += 1
-            if tried[0].ooms_alone > 1:  # once more, in an empty cache
-                self._fail_alone(tried[0])
         if tried:
             self._row_limit = max(1, len(tried) // 2)
             self._note(
@@ -620,3 +629,9 @@ class Engine:
                 needed_bytes=0,
             )
         )
+
+
+def _choose(scores: torch.Tensor, rows: list[_Row]) -> tuple[torch.Tensor, list[Logprob | None]]:
+    """The next token of each row, and its log-probability if that is kept."""
+    tokens = choose(scores, [row.sampling for row in rows])
+    return tokens, logprobs_of(scores, tokens, [row.answer.prompt.top_logprobs for row in rows])

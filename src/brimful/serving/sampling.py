@@ -5,13 +5,17 @@ temperature, top-p, and noise that depends on the row's seed and prompt alone (`
 any batch, and the same as that of `Generator`.
 """
 
-from collections import Counter
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from brimful.serving.answer import Prompt
-from brimful.tasks.generate import OwnNoise, seed_of
+from brimful.serving.answer import Logprob, Prompt
+from brimful.tasks.generate import seed_of, with_noise
+
+LEAST_TEMPERATURE = 1e-5
+"""Below it sampling is greedy. Scores divided by less would overflow, and 1e-50 is 0 in float32."""
 
 
 class Sampling:
@@ -23,13 +27,17 @@ class Sampling:
         start: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`start`: tokens that count as generated, such as the one that a decoder starts with."""
-        self.temperature, self.top_p = temperature, top_p
+        self.temperature, self.top_p = temperature if temperature >= LEAST_TEMPERATURE else 0.0, top_p
         self.repetition_penalty, self.frequency_penalty = repetition_penalty, frequency_penalty
         self.presence_penalty = presence_penalty
-        self.seen = Counter(start)
-        self.generated = Counter[int]()
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(start))}
+        self.seen = array("q", self._places)
+        """Each token that counts as generated, once, and in `counts` how often it was generated. Arrays, so that a batch copies
+        them as they are: a list of a thousand tokens would be converted again for each further one."""
+        self.counts = array("q", [0] * len(self.seen))
         self._seed, self._device = seed, device
-        self._noise = OwnNoise([seed], device) if temperature else None
+        self.random = torch.Generator(device).manual_seed(seed)
+        """The row's own random numbers."""
 
     @classmethod
     def of(cls, prompt: Prompt, device: torch.device, start: Sequence[int]) -> "Sampling":
@@ -50,34 +58,19 @@ class Sampling:
 
     def add(self, token: int) -> None:
         if self.has_penalties:
-            self.seen[token] += 1
-            self.generated[token] += 1
+            if token not in self._places:
+                self._places[token] = len(self.seen)
+                self.seen.append(token)
+                self.counts.append(0)
+            self.counts[self._places[token]] += 1
 
     def repeat(self, tokens: int, vocabulary: int) -> None:
         """Return to where the random numbers were after this many tokens, if a token was drawn in vain."""
         if self.temperature:
-            self._noise = OwnNoise([self._seed], self._device)
-            scores = torch.zeros((1, vocabulary), device=self._device)
+            self.random.manual_seed(self._seed)
+            noise = torch.empty((1, vocabulary), device=self._device)
             for _ in range(tokens):
-                self._noise(scores, scores)
-
-    def penalized(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores of one row, less the penalties on what was generated."""
-        if self.repetition_penalty != 1 and self.seen:
-            ids = torch.tensor(list(self.seen), device=scores.device)
-            values = scores[ids]
-            values = torch.where(values < 0, values * self.repetition_penalty, values / self.repetition_penalty)
-            scores = scores.scatter(0, ids, values)
-        if (self.frequency_penalty or self.presence_penalty) and self.generated:
-            ids = torch.tensor(list(self.generated), device=scores.device)
-            counts = torch.tensor(list(self.generated.values()), device=scores.device, dtype=scores.dtype)
-            scores = scores.scatter_add(0, ids, -(self.frequency_penalty * counts + self.presence_penalty))
-        return scores
-
-    def drawn(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores whose maximum is a sample from these."""
-        assert self._noise is not None
-        return self._noise(scores, scores[None])[0]
+                noise.exponential_(generator=self.random)
 
 
 def choose(scores: torch.Tensor, rows: Sequence[Sampling]) -> torch.Tensor:
@@ -86,17 +79,49 @@ def choose(scores: torch.Tensor, rows: Sequence[Sampling]) -> torch.Tensor:
     if all(row.is_greedy for row in rows):
         return scores.argmax(-1)
     scores = scores.clone()
-    for place, row in enumerate(rows):
-        if row.has_penalties:
-            scores[place] = row.penalized(scores[place])
+    _subtract_penalties(scores, rows)
     sampled = [place for place, row in enumerate(rows) if row.temperature]
     if sampled:
         warmth = torch.tensor([rows[place].temperature for place in sampled], device=scores.device)
         warm = scores[sampled] / warmth[:, None]
         _keep_top_p(warm, [rows[place].top_p for place in sampled])
-        for place, row_scores in zip(sampled, warm, strict=True):
-            scores[place] = rows[place].drawn(row_scores)
+        scores[sampled] = with_noise(warm, [rows[place].random for place in sampled])
     return scores.argmax(-1)
+
+
+def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int | None]) -> list[Logprob | None]:
+    """Of each row with a count: its token and as many of the most likely ones, with their log-probabilities."""
+    places = [place for place, count in enumerate(counts) if count is not None]
+    result: list[Logprob | None] = [None] * len(counts)
+    if not places:
+        return result
+    all_logprobs = scores[places].float().log_softmax(-1)
+    chosen = tokens[places]
+    most = min(max(counts[place] or 0 for place in places), scores.shape[-1])
+    values, ids = all_logprobs.topk(most)
+    own = all_logprobs.gather(1, chosen[:, None])[:, 0]
+    for place, *row in zip(places, chosen.tolist(), own.tolist(), ids.tolist(), values.tolist(), strict=True):
+        token, logprob, top_ids, top_values = row
+        count = counts[place]
+        result[place] = Logprob(token, logprob, list(zip(top_ids, top_values, strict=True))[:count])
+    return result
+
+
+def _subtract_penalties(scores: torch.Tensor, rows: Sequence[Sampling]) -> None:
+    """In place, on the tokens that each row has generated. Two copies to the device for all rows: it would wait for each."""
+    penalized = [(place, row) for place, row in enumerate(rows) if row.has_penalties and row.seen]
+    if not penalized:
+        return
+    lengths = [len(row.seen) for _, row in penalized]
+    tokens, counts = (np.concatenate([np.array(one) for one in parts]) for parts in zip(*((row.seen, row.counts) for _, row in penalized), strict=True))  # fmt: skip
+    own = [(place, row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for place, row in penalized]
+    places, repetition, frequency, presence = np.repeat(np.array(own), lengths, axis=0).T
+    where = torch.from_numpy(np.stack([places.astype(np.int64), tokens])).to(scores.device)
+    factors = np.stack([repetition, frequency * counts + presence * (counts > 0)]).astype(np.float32)
+    divisor, subtrahend = torch.from_numpy(factors).to(scores.device)
+    values = scores[where[0], where[1]]
+    values = torch.where(values < 0, values * divisor, values / divisor)
+    scores[where[0], where[1]] = values - subtrahend
 
 
 def _keep_top_p(scores: torch.Tensor, top_p: Sequence[float]) -> None:

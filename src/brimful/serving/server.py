@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 import re
 import signal
 import socket
@@ -35,7 +36,7 @@ import brimful
 from brimful.errors import BadOption, BrimfulError, MissingExtra
 from brimful.serving.answer import Answer
 from brimful.serving.api import Api, ApiError, Completion
-from brimful.serving.engine import FIRST_TOKEN_S, EngineState
+from brimful.serving.metrics import metrics_text
 from brimful.units import MiB
 
 try:
@@ -43,18 +44,20 @@ try:
     from fastapi import FastAPI, Request
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse, PlainTextResponse, Response
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise MissingExtra(error.name or "fastapi", "serve") from None
 
 SEND_S = 30.0
 """Seconds after which a client that reads nothing is dropped."""
 BODY_S = 30.0
-"""Seconds in which a client must have sent its request."""
+"""Seconds in which a client must have sent its request: as long for its headers as for its body."""
 SWITCH_S = 0.0005
 """How long Python lets one thread run while another waits for it. With 64 clients on two busy cores, the first token came after
 168 ms at the default of 5 ms, because the engine gives Python's lock away at every operation, and after 87 ms at this."""
 LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 PAGE = "page.html"
+log = logging.getLogger("brimful")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,7 @@ class Server:
 
     async def _serve(self, listener: socket.socket, ready: Callable[[], object]) -> None:
         config = uvicorn.Config(
-            self.app, http="h11", ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
+            self.app, http=_Protocol, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
             server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(self.options.grace_s) + 5,
         )  # fmt: skip
         server = _Uvicorn(config)
@@ -185,6 +188,8 @@ class Server:
         app.add_api_route("/", self._page, methods=["GET"], response_model=None)
         app.add_exception_handler(ApiError, _api_error)
         app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(_Gone, _gone)
+        app.add_exception_handler(Exception, _failed)
         return app
 
     async def _chat(self, request: Request) -> Response:
@@ -199,7 +204,12 @@ class Server:
         asked = await loop.run_in_executor(self._tokenizing, lambda: self.api.parse(body, chat=chat))
         changed = asyncio.Event()
 
+        def over() -> bool:
+            return any(one.error is not None for one in answers) or all(one.done for one in answers)
+
         def notify() -> None:
+            if not asked.stream and not over():  # nobody reads it before: not worth waking the loop for each token
+                return
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(changed.set)
 
@@ -208,23 +218,22 @@ class Server:
             answers.extend(self.engine.submit(prompt, notify) for prompt in asked.prompts)
             gone = asyncio.create_task(_disconnected(request))
             try:
-                await _until(lambda: any(one.first_token_s is not None or one.done for one in answers), changed, gone)
-                _raise_failed(answers)
-                if asked.stream:
-                    return _EventStream(self._events(asked, answers, changed), self._drop(answers, asked))
-                await _until(lambda: all(one.done for one in answers), changed, gone)
+                begun = lambda: any(one.first_token_s is not None or one.done for one in answers)  # noqa: E731
+                await _until(begun if asked.stream else over, changed, gone)
             finally:
                 gone.cancel()
             _raise_failed(answers)
+            if asked.stream:
+                return _EventStream(self._events(asked, answers, changed), self._drop(answers, asked))
         except BaseException as error:
             for answer in answers:
                 self.engine.cancel(answer)
             if isinstance(error, BrimfulError):
                 raise ApiError.of(error) from None
             raise
-        texts = [answer.take() for answer in answers]
-        self._log_request(asked, texts)
-        return JSONResponse(self.api.response(asked, answers, texts))
+        taken = [answer.take() for answer in answers]
+        self._log_request(asked, [text for text, _ in taken])
+        return JSONResponse(self.api.response(asked, answers, taken))
 
     async def _events(
         self, asked: Completion, answers: Sequence[Answer], changed: asyncio.Event
@@ -239,15 +248,16 @@ class Server:
             for place in list(left):
                 answer = answers[place]
                 done = answer.done  # before the text is taken: what comes with the end must not be missed
-                if text := answer.take():
+                text, logprobs = answer.take()
+                if text or logprobs:
                     texts[place] += text
-                    yield self.api.chunk(asked, place, text)
+                    yield self.api.chunk(asked, place, text, logprobs)
                 if not done:
                     continue
                 if answer.error is not None:
                     yield ApiError.of(answer.error).to_json()
                     return
-                yield self.api.chunk(asked, place, "", answer.finish)
+                yield self.api.chunk(asked, place, "", finish=answer.finish)
                 left.remove(place)
             if left:
                 await changed.wait()
@@ -287,7 +297,7 @@ class Server:
             "kind": self.api.model.manner,
             "context_length": self.engine.context_tokens,
             "device": str(self.engine.generator.device),
-            "tokens_per_second": round(state.tokens_per_second, 1),
+            "tokens_per_second": round(self.engine.counts.tokens_per_second, 1),
             "memory": {
                 "used_bytes": state.used_bytes,
                 "predicted_bytes": state.predicted_bytes,
@@ -301,7 +311,7 @@ class Server:
 
     async def _metrics(self) -> Response:
         return PlainTextResponse(
-            metrics_text(self.engine.state(), self._responses, self._dropped),
+            metrics_text(self.engine.state(), self.engine.counts, self._responses, self._dropped),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
@@ -326,6 +336,7 @@ class Gate:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
+
         started = False
 
         async def count(message: Any) -> None:
@@ -343,13 +354,10 @@ class Gate:
             await self._app(scope, receive, count)
         except ApiError as error:
             await _error_response(error)(scope, receive, count)
-        except _Gone:
-            if not started:  # nobody reads it, but the server wants a response
-                await _error_response(ApiError(499, "the client has gone."))(scope, receive, count)
-        except Exception:
+        except Exception as error:  # ours, since a client's mistake is an ApiError: uvicorn's own log is off
+            log.error("the server failed to answer %s", _route(scope["path"]), exc_info=error)
             if not started:
                 await _error_response(ApiError.of(BrimfulError("")))(scope, receive, count)
-            raise
 
     def _check(self, path: str, headers: dict[str, str]) -> None:
         options = self._options
@@ -357,7 +365,7 @@ class Gate:
         if options.is_loopback and _host_name(host) not in LOOPBACK_NAMES | {options.host}:
             raise ApiError(403, f"the request was sent to {host[:64]!r}. Try: http://localhost.", code="wrong_host")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _netloc(origin) != host:
             raise ApiError(403, "requests of pages from elsewhere are not answered.", code="wrong_origin")
         if options.token is not None and path not in ("/", "/health"):
             scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -377,6 +385,36 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         yield
+
+
+class _Protocol(H11Protocol):
+    """uvicorn waits for the headers of a request as long as a client likes. Here the connection is closed after `BODY_S`."""
+
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._limit_wait()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._limit_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end_wait()
+
+    def _limit_wait(self) -> None:
+        """The time runs from the connection or from the end of the request before, however often bytes come."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_wait()
+        elif self._waiting is None and not self.transport.is_closing():
+            self._waiting = self.loop.call_later(BODY_S, self.transport.close)
+
+    def _end_wait(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
 
 class _Gone(Exception):
@@ -404,9 +442,7 @@ class _EventStream(Response):
             slow = sending.done() and isinstance(sending.exception(), TimeoutError)
             if not sending.done() or sending.exception() is not None:
                 self._drop(slow)
-            if slow:
-                raise _Gone
-            if sending.done():
+            if sending.done() and not slow:  # uvicorn closes the connection of a response that is not complete
                 sending.result()
         finally:
             for task in (sending, leaving):
@@ -422,7 +458,8 @@ class _EventStream(Response):
 
     async def _event(self, send: Any, data: str, *, more: bool = True) -> None:
         message = {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more}
-        await asyncio.wait_for(send(message), SEND_S)
+        async with asyncio.timeout(SEND_S):  # `wait_for` takes twice as long, for each chunk of each stream
+            await send(message)
 
 
 async def _json_body(request: Request) -> Any:
@@ -493,11 +530,23 @@ async def _api_error(_: Request, error: Exception) -> Response:
     return _error_response(error)
 
 
+async def _gone(_: Request, error: Exception) -> Response:
+    """Nobody reads it, but the metrics count it, and not as an error of the server."""
+    return _error_response(ApiError(499, "the client has gone."))
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    """Starlette raises it again, and `Gate` logs it."""
+    return _error_response(ApiError.of(BrimfulError("")))
+
+
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {404: "there is nothing at this path", 405: f"{request.method} is not answered here"}
     text = message.get(error.status_code, str(error.detail))
-    return _error_response(ApiError(error.status_code, f"{text}. Try: POST /v1/chat/completions."))
+    response = _error_response(ApiError(error.status_code, f"{text}. Try: POST /v1/chat/completions."))
+    response.headers.update(error.headers or {})  # which methods a path allows
+    return response
 
 
 _COMMON_HEADERS = [
@@ -512,6 +561,12 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "
 def _route(path: str) -> str:
     """A path as a label: not one that a client makes up."""
     return path if path in _ROUTES else "/v1/models" if path.startswith("/v1/models/") else "other"
+
+
+def _netloc(origin: str) -> str | None:
+    with contextlib.suppress(ValueError):
+        return urlsplit(origin).netloc
+    return None
 
 
 def _host_name(host: str) -> str:
@@ -533,40 +588,3 @@ def page_policy(page: str) -> str:
         f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def metrics_text(state: EngineState, responses: "Counter[tuple[str, int]]", dropped: int) -> str:
-    """The figures in the text format of Prometheus."""
-    lines: list[str] = []
-
-    def metric(name: str, kind: str, text: str, *samples: tuple[str, float | None]) -> None:
-        lines.extend([f"# HELP brimful_{name} {text}", f"# TYPE brimful_{name} {kind}"])
-        lines.extend(f"brimful_{name}{label} {value:g}" if isinstance(value, float) else f"brimful_{name}{label} {value}" for label, value in samples if value is not None)  # fmt: skip
-
-    metric(
-        "responses_total", "counter", "Responses by route and status.",
-        *((f'{{route="{route}",status="{status}"}}', count) for (route, status), count in sorted(responses.items())),
-    )  # fmt: skip
-    metric("requests_running", "gauge", "Answers that are being written.", ("", state.running))
-    metric("requests_queued", "gauge", "Requests that wait.", ("", state.queued))
-    metric("answers_total", "counter", "Answers that were finished.", ("", state.answered))
-    metric("slow_clients_total", "counter", "Streams dropped because the client read nothing.", ("", dropped))
-    metric("prompt_tokens_total", "counter", "Tokens of prompts.", ("", state.prompt_tokens))
-    metric("answer_tokens_total", "counter", "Tokens of answers.", ("", state.answer_tokens))
-    metric("tokens_per_second", "gauge", "Tokens of answers in the last seconds.", ("", float(state.tokens_per_second)))
-    metric("memory_used_bytes", "gauge", "Memory in use, measured.", ("", state.used_bytes))
-    metric("memory_predicted_bytes", "gauge", "Predicted peak of the requests that run.", ("", state.predicted_bytes))
-    metric(
-        "memory_peak_bytes", "gauge", "The most in use since the start, where it is measured.", ("", state.peak_bytes)
-    )
-    metric("memory_limit_bytes", "gauge", "Memory that may be used.", ("", state.limit_bytes))
-    metric("out_of_memory_total", "counter", "Out-of-memory errors that were survived.", ("", state.ooms))
-    name = "time_to_first_token_seconds"
-    bounds = [f"{bound:g}" for bound in FIRST_TOKEN_S] + ["+Inf"]
-    lines += [f"# HELP brimful_{name} From request to first token.", f"# TYPE brimful_{name} histogram"]
-    lines += [
-        f'brimful_{name}_bucket{{le="{bound}"}} {count}'
-        for bound, count in zip(bounds, state.first_tokens, strict=True)
-    ]
-    lines += [f"brimful_{name}_sum {state.first_token_s:g}", f"brimful_{name}_count {state.first_tokens[-1]}", ""]
-    return "\n".join(lines)

@@ -68,7 +68,20 @@ def test_a_pipe_has_one_question_per_line(tiny, capsys, monkeypatch, as_json):
     if as_json:
         assert [one["response"] for one in json.loads(out)["answers"]] == [ANSWER, OTHER_ANSWER]
     else:
-        assert out == f"{ANSWER}\n{OTHER_ANSWER}\n"
+        assert out == f"> {QUESTION}\n{ANSWER}\n> {OTHER}\n{OTHER_ANSWER}\n"
+
+
+def test_a_pipe_has_commands_and_questions_of_several_lines(causal, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "talk.txt"
+    monkeypatch.setattr("sys.stdin", StringIO(f'/foo\n"""甲的\n花？\n"""\n/save {file}\n/quit\n{QUESTION}\n'))
+    code, out, _ = run("chat", str(causal.model), "--device", "cpu", capsys=capsys)
+    assert code == 0 and "there is no command /foo here" in out and QUESTION not in out
+    assert file.read_text().startswith("user:\n甲的\n花？\n")
+
+
+def test_an_empty_prompt_is_refused(tiny, capsys):
+    code, out, err = run("chat", str(tiny.model), "--prompt", QUESTION, "--prompt", " ", capsys=capsys)
+    assert (code, out) == (2, "") and "--prompt is empty. Try: a question." in err
 
 
 @pytest.mark.parametrize(
@@ -105,16 +118,17 @@ def test_in_a_terminal_it_asks_until_the_end_of_input(tiny, capsys, monkeypatch)
     monkeypatch.setattr("builtins.input", read)
     code, out, _ = run("chat", str(tiny.model), "--device", "cpu", capsys=capsys)
     assert code == 0 and prompts == ["> "] * 3
-    assert "does not remember earlier ones" in out.splitlines()[0]
-    assert out.splitlines()[1:3] == [ANSWER, OTHER_ANSWER]
+    assert "does not remember earlier ones" in out.splitlines()[1]
+    assert out.splitlines()[3:5] == [ANSWER, OTHER_ANSWER]
+    assert max(map(len, out.splitlines()[1:])) <= 80
 
 
 def test_a_causal_model_remembers_the_conversation_in_a_terminal(causal, capsys, monkeypatch):
     lines = in_terminal(
         causal.model, "乙的花？", "车？", "/new", "甲的花？", "车？", capsys=capsys, monkeypatch=monkeypatch
     )
-    assert "remembers the conversation" in lines[0] and "/new" in lines[0]
-    assert lines[1:6] == ["橙色橙色。", "橙车。", "(a new conversation)", "红色。", "红车。"]
+    assert "remembers the conversation" in lines[1] and "/help" in lines[2]
+    assert lines[3:8] == ["橙色橙色。", "橙车。", "(a new conversation)", "红色。", "红车。"]
 
 
 def test_questions_from_flags_and_pipes_are_answered_each_by_itself(causal, capsys, monkeypatch):
@@ -126,7 +140,7 @@ def test_questions_from_flags_and_pipes_are_answered_each_by_itself(causal, caps
     assert report["manner"] == "conversation"
     monkeypatch.setattr("sys.stdin", StringIO("\n".join(questions)))
     _, out, _ = run("chat", str(causal.model), "--device", "cpu", capsys=capsys)
-    assert out == "橙色橙色。\n红色。\n"
+    assert out == "> 乙的花？\n橙色橙色。\n> 甲的花？\n红色。\n"
 
 
 def test_a_system_message_is_passed_on(causal, capsys, monkeypatch):
@@ -150,7 +164,7 @@ def test_a_base_model_continues_the_text_and_says_so(causal, tmp_path, capsys, m
     )
     assert code == 0 and out.strip() and "has no chat template, so it continues the text" in err
     lines = in_terminal(base, "/new", capsys=capsys, monkeypatch=monkeypatch)
-    assert "has no chat template" in lines[0] and "(a new conversation)" not in lines
+    assert "has no chat template" in lines[1] and "(a new conversation)" not in lines
 
 
 def test_the_flags_are_frozen(capsys):

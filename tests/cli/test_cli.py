@@ -186,6 +186,7 @@ def test_a_config_file_is_read_and_flags_win(tmp_path, capsys):
         ([TASK, "--lengths", "a,b"], "--lengths a,b"),
         ([TASK, "--lengths", "1,2"], "--lengths 1,2 must have 1 number for task"),
         ([TASK, "--micro-batch", "lots"], "--micro-batch lots must be a whole number or auto."),
+        ([TASK, "--micro-batch", "3.7"], "--micro-batch 3.7 must be a whole number or auto."),
         ([TASK, "--fill", "lots"], "--fill lots must be a number."),
         ([TASK, "--config", "nope.toml"], "nope.toml"),
         ([TASK, "--checkpointing", "perhaps"], "perhaps"),

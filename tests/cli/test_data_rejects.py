@@ -42,6 +42,13 @@ def test_it_prints_a_table_with_ten_pairs(tiny, tmp_path, capsys):
     assert len(shown) >= min(10, len(rows))
 
 
+def test_the_table_is_in_chinese(tiny, tmp_path, capsys):
+    code, out, _ = call(tiny, tmp_path / "p.jsonl", "--max-similarity", "0.95", "--lang", "zh", capsys=capsys)
+    flat = "".join(out.split())
+    assert code == 0 and all(word in flat for word in ("读入", "没有结束", "保留", "条回答", "已保存到"))
+    assert "columns:" not in flat and "answers/s" not in flat
+
+
 def test_the_limit_reaches_the_batches(tiny, tmp_path, capsys):
     reports = []
     for number, limit in enumerate(("1GiB", "300KiB")):

@@ -63,3 +63,10 @@ def test_a_folder_with_a_run_is_refused(tmp_path, capsys):
     code, out, err = run("demo", "--run", str(tmp_path), capsys=capsys)
     assert code == 2 and not out
     assert "already has a run in it. Try: another folder with --run" in err
+
+
+def test_in_chinese_the_result_is_chinese(monkeypatch, tmp_path, capsys):
+    answers = [{"response": question.response} for question in questions()]
+    monkeypatch.setattr("brimful.cli.demo._run_command", lambda *_, **__: json.dumps({"answers": answers}))
+    _, out, _ = run("demo", "--run", str(tmp_path / "d"), "--lang", "zh", capsys=capsys)
+    assert "3 个回答对了 3 个。已保存到" in out and "建议：brimful chat" in out

@@ -11,10 +11,10 @@ import pytest
 
 from brimful.cli.app import main
 from brimful.cli.output import error_line
-from brimful.languages import VARIABLE, set_language, translate
+from brimful.languages import VARIABLE, set_language, tr, translate
 from brimful.molecules.results import conventions
 from brimful.molecules.terminal import SweepProgress
-from brimful.serving.chat import HELP
+from brimful.serving.chat import COMMANDS, HELP
 from tests.cli.test_cli import run
 
 TASK = str(Path(__file__).parents[1] / "planning" / "small.py") + ":Tagger"
@@ -54,7 +54,12 @@ def test_a_plan_is_printed_in_chinese_with_its_progress(capsys):
     code, out, err = run("plan", TASK, *LIMIT, "--lang", "zh", capsys=capsys)
     assert code == 0
     assert out.startswith("tagger（CPU）：") and "理由" in out and "安全" in out
-    assert "规划 tagger: 试跑 " in err
+    assert "规划 tagger：试跑 " in err
+
+
+def test_what_estimate_traces_is_told_in_chinese():
+    set_language("zh")
+    assert translate("trace padded bf16 2 of 6: 128 rows of 256+256") == "追踪 padded bf16 2/6：128 行（长 256+256）"
 
 
 def test_json_stays_english(capsys):
@@ -72,13 +77,39 @@ def test_an_error_names_its_code_its_meaning_and_the_page(capsys):
 def test_an_error_without_a_translation_stays_english_under_its_chinese_meaning():
     set_language("zh")
     assert error_line("something nobody has translated.", "B202") == (
-        "brimful: 错误 B202（任务代码有问题）：something nobody has translated. 说明见 docs/zh/errors.md#b202"
+        "brimful: 错误 B202（任务代码有问题）：something nobody has translated.\n说明见 docs/zh/errors.md#b202"
     )
 
 
 def test_a_flag_that_does_not_exist_has_the_code_of_a_bad_option(capsys):
     _, _, err = run("machine", "--wrong", capsys=capsys)
     assert err.startswith("brimful: error B101: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "english", "chinese"),
+    [
+        ("tran", "tran is not a command. Try: brimful train.", "没有 tran 这个命令。建议：brimful train。"),
+        ("zzz", "zzz is not a command. Try: brimful --help.", "没有 zzz 这个命令。建议：brimful --help。"),
+        ("watch --onec", "unknown option --onec. Did you mean --once?", "没有 --onec 这个选项。是不是 --once？"),
+        ("watch --far=2", "unknown option --far. Try: brimful watch --help.", "没有 --far 这个选项。建议：brimful watch --help。"),
+        ("watch --every", "--every needs a value. Try: brimful watch --help.", "--every 后面要写一个值。建议：brimful watch --help。"),
+        ("eval", "MODEL is missing. Try: brimful eval --help.", "缺少 MODEL。建议：brimful eval --help。"),
+        ("watch a b", "b has no place in this command. Try: brimful watch --help.", "这个命令用不上 b。建议：brimful watch --help。"),
+        ("report --format x", "--format x must be one of html, md, json.", "--format x 必须是以下之一：html, md, json。"),
+        ("machine --json --json", "--json was given more than once. Try: brimful machine --help.", "--json 写了不止一次。建议：brimful machine --help。"),
+    ],
+)  # fmt: skip
+def test_a_command_line_that_cannot_be_read_is_answered_in_both_languages(words, english, chinese, capsys):
+    assert run(*words.split(), capsys=capsys)[2] == f"brimful: error B101: {english}\n"
+    answer = run(*words.split(), "--lang", "zh", capsys=capsys)[2]
+    assert answer.startswith(f"brimful: 错误 B101（选项不对）：{chinese}")
+
+
+def test_nothing_follows_a_command_on_its_line(capsys):
+    """So that the line can be copied."""
+    lines = run("train", "sft", "rows", "--learn_rate", "1", "--lang", "zh", capsys=capsys)[2].splitlines()
+    assert lines[0].endswith("建议：brimful train sft rows --lr 1") and lines[1].startswith("说明见 ")
 
 
 def test_a_message_that_is_no_users_mistake_has_no_code():
@@ -169,6 +200,11 @@ def test_errors_of_data_and_models_are_translated(message, chinese):
 def test_the_help_of_a_chat_is_translated(manner):
     set_language("zh")
     assert not ENGLISH.search(translate(HELP[manner]))
+
+
+def test_the_commands_of_a_chat_are_translated():
+    set_language("zh")
+    assert not any(ENGLISH.search(tr(text)) for text in COMMANDS.values())
 
 
 def test_what_a_sweep_prints_is_translated(capsys):

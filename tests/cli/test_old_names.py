@@ -14,6 +14,7 @@ import pytest
 from brimful.cli.app import main, make_app
 from brimful.cli.old_names import OLD_NAMES, SWITCH
 from brimful.errors import BadOption
+from brimful.languages import set_language, tr
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"Transformers": "from-huggingface.md", "LLaMA-Factory": "from-huggingface.md", "launchers": "from-huggingface.md", "ChatLM": "from-chatlm.md"}  # fmt: skip
@@ -214,9 +215,55 @@ def test_a_recipe_that_is_called_like_a_task_is_none(capsys):
     assert suggestion(message) == ["train", "TASK", "rows", "--recipe", "pretrain", "--lr", "1"]
 
 
-def test_what_has_no_equivalent_gets_no_command(capsys):
-    message = refused(capsys, "train", "sft", "rows", "--learning_rate", "1", "--deepspeed", "ds.json")
-    assert "--deepspeed is not available" in message and "--lr" in message and "Try: brimful" not in message
+def test_what_has_no_equivalent_is_left_out_of_the_command_and_named(capsys):
+    given = [
+        "--learning_rate",
+        "1",
+        "--deepspeed",
+        "ds.json",
+        "--optim",
+        "lion_32bit",
+        "--gradient_accumulation_steps",
+        "4",
+    ]
+    message = refused(capsys, "train", "sft", "rows", *given, "--seed", "3")
+    assert suggestion(message) == ["train", "sft", "rows", "--seed", "3", "--lr", "1"]
+    assert message.endswith("\nThis leaves out --deepspeed, --optim, --gradient_accumulation_steps.")
+
+
+def test_where_nothing_has_an_equivalent_there_is_no_command(capsys):
+    message = refused(capsys, "train", "sft", "rows", "--deepspeed", "ds.json", "--template", "qwen")
+    assert "--deepspeed is not available" in message and "Try: brimful" not in message
+
+
+def test_a_batch_size_keeps_the_rows_of_a_step(capsys):
+    message = refused(capsys, "train", "sft", "rows", "--batch_size", "32")
+    assert "--global-batch 32 keeps the rows of a step" in message
+    assert suggestion(message) == ["train", "sft", "rows", "--global-batch", "32"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["cosine"], ["--schedule", "cosine", "--min-lr", "0"]),
+        (["constant"], ["--schedule", "constant"]),
+        (["cosine", "--min-lr", "0.2"], ["--min-lr", "0.2", "--schedule", "cosine"]),
+    ],
+)
+def test_a_schedule_ends_where_it_ended_there(capsys, given, words):
+    message = refused(capsys, "train", "sft", "rows", "--lr_scheduler_type", *given)
+    assert suggestion(message) == ["train", "sft", "rows", *words]
+
+
+def test_a_schedule_in_a_file_ends_where_it_ended_there(capsys, config):
+    message = refused(capsys, "train", "sft", "rows", "--config", config('lr_scheduler_type = "linear"'))
+    assert 'schedule = "linear"' in message and "min_lr = 0" in message
+
+
+def test_the_script_of_an_old_command_is_no_data(capsys):
+    """The guides type `accelerate launch ./train_low_mem.py train --is_finetune=True`."""
+    message = refused(capsys, "train", "./train_low_mem.py", "train", "--is_finetune=True", "--epochs=5")
+    assert message.endswith("Try: brimful train sft DATA --epochs=5")
 
 
 def test_a_value_without_equivalent_is_named(capsys):
@@ -346,15 +393,40 @@ def test_a_misspelt_key_keeps_its_close_match(capsys, config):
 # ---- In the docs ----
 
 
-def table(source) -> str:
+def table(source, *head: str) -> str:
     """Names with the same answer share a row."""
-    rows = ["| there | here | |", "|---|---|---|"]
+    rows = [f"| {' | '.join(head or ('there', 'here'))} | |", "|---|---|---|"]
     mine = [old for old in OLD_NAMES.values() if old.source == source]
     for (verdict, flag, note), group in groupby(mine, key=lambda old: (old.verdict, old.flag, old.note)):
         names = ", ".join(f"`{old.name}`" for old in group)
-        here = verdict if flag is None else flag if flag.startswith("DATA") else f"`{flag}`"
-        rows.append(f"| {names} | {here} | {note.replace('|', chr(92) + '|')} |")
+        here = tr(verdict) if flag is None else flag if flag.startswith("DATA") else f"`{flag}`"
+        rows.append(f"| {names} | {here} | {tr(note).replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
+
+
+@pytest.fixture
+def chinese():
+    set_language("zh")
+    yield
+    set_language(None)
+
+
+def test_the_chinese_page_has_the_same_table(chinese):
+    match = section("ChatLM").search((DOCS / "zh" / "from-chatlm.md").read_text(encoding="utf-8"))
+    assert match is not None and match[0] == table("ChatLM", "原来", "现在"), "Try: python -m tests.cli.test_old_names"
+
+
+ENGLISH_NOTES = re.compile(r"[a-z']{3,} [a-z']{2,} [a-z']{2,}")
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_an_answer_is_chinese_throughout(capsys, chinese, name):
+    """What is left are commands and names."""
+    with pytest.raises(SystemExit):
+        main(["train", "sft", "rows", f"--{name}=16", "--learn_rate", "1e-5"])
+    answer = re.sub(r"`[^`]*`|brimful [^，。\n]*|torchrun [^，。]*", "", capsys.readouterr().err)
+    assert "其他程序" in answer or "名称" in answer
+    assert not ENGLISH_NOTES.search(answer)
 
 
 def section(source) -> re.Pattern[str]:
@@ -379,3 +451,7 @@ if __name__ == "__main__":
     for one, page in PAGES.items():
         text = (DOCS / page).read_text(encoding="utf-8")
         (DOCS / page).write_text(section(one).sub(lambda _, one=one: table(one), text), encoding="utf-8")
+    set_language("zh")
+    page = DOCS / "zh" / "from-chatlm.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(section("ChatLM").sub(lambda _: table("ChatLM", "原来", "现在"), text), encoding="utf-8")

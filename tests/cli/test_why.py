@@ -149,6 +149,33 @@ def test_torch_is_not_imported():
 KILLED = "the training process (pid 7) was killed by SIGKILL (not by the kernel's out-of-memory killer)"
 
 
+BEGUN = "2026-01-31 {time}+00:00 training in runs/a: 1,000 steps on 1 process\n"
+KILLED_AND_RESUMED = (
+    f"{BEGUN.format(time='09:00:00')}2026-01-31 09:02:01+00:00 {KILLED}\n{BEGUN.format(time='12:00:00')}"
+)
+
+
+def test_the_kill_of_a_run_that_was_resumed_and_finished_is_over(tmp_path, capsys):
+    folder = write_run(tmp_path / "a")
+    (folder / "log.txt").write_text(KILLED_AND_RESUMED, encoding="utf-8")
+    assert kinds(run(str(folder), "--json", capsys=capsys)[1]) == ["nothing-wrong"]
+
+
+def test_a_message_after_a_resume_is_found_at_its_line(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", steps=30, done=20, end="failed")
+    (folder / "log.txt").write_text(KILLED_AND_RESUMED + "No space left on device\nOSError: [Errno 28]\n")
+    found = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
+    assert found[0]["kind"] == "disk-full" and found[0]["evidence"].startswith("line 4:")
+    assert not any(one["kind"] == "killed" for one in [*found, *found[0]["others"]])
+
+
+def test_a_fix_from_the_log_of_a_run_names_the_run(tmp_path, capsys):
+    folder = write_run(tmp_path / "a b", steps=30, done=20, running=True)
+    (folder / "log.txt").write_text(f"2026-01-31 09:02:01+00:00 {KILLED}\n", encoding="utf-8")
+    killed = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"][-1]
+    assert killed["fixes"][0]["flags"]["brimful"] == f"brimful train --run '{folder}' --resume"
+
+
 @pytest.mark.parametrize("with_end", [True, False])
 def test_a_kill_that_was_not_the_kernels_is_one_diagnosis(tmp_path, capsys, with_end):
     end = [{"event": "end", "step": 150, "reason": "failed", "sentence": KILLED}]
@@ -157,6 +184,13 @@ def test_a_kill_that_was_not_the_kernels_is_one_diagnosis(tmp_path, capsys, with
     (diagnosis,) = json.loads(run(str(folder), "--json", capsys=capsys)[1])["diagnoses"]
     assert diagnosis["kind"] == "run-killed" and "something else killed it" in diagnosis["cause"]
     assert diagnosis["fixes"][0]["flags"]["shell"].endswith("--resume")
+
+
+def test_the_advice_of_an_error_names_flags(tmp_path, capsys):
+    sentence = "row 4 of step 2 cannot be split and needs about 21 GiB (predicted). Try: a larger memory_limit=."
+    end = {"event": "end", "step": 150, "reason": "failed", "sentence": sentence}
+    _, out, _ = run(str(write_run(tmp_path / "a", done=150, end=None, more=[end])), capsys=capsys)
+    assert "1. A larger --memory-limit\n" in re.sub(" +\n", "\n", out)
 
 
 def test_a_run_that_failed_of_nan_has_one_diagnosis(tmp_path, capsys):

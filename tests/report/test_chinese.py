@@ -16,6 +16,7 @@ from brimful.units import GiB
 from tests.planning.small import Normed, Pairs, Tagger, Texts, texts
 from tests.report.test_progress import EVALUATION, lines_of, step
 from tests.report.test_tables import GPU, HOST, MACHINE, REPORT, compared, plan  # noqa: F401 - fixtures
+from tests.report.test_tables import PLAN as FORWARD
 
 ENGLISH = re.compile(r"[A-Za-z][\w'.-]*(?:,? [A-Za-z'()][\w'.()-]*)+", re.ASCII)
 KEPT = re.compile(
@@ -93,9 +94,41 @@ def test_no_english_sentence_is_left_in_the_machine():
     assert english_in(render(machine_table(MACHINE), 400)) == []
 
 
-def test_no_english_sentence_is_left_in_an_evaluation():
-    shown = render(eval_table({**REPORT, "samples": [], "forward": {}}), 400)
+PAIR_SCORES = {
+    "accuracy": 0.8, "margin": 1.2, "rewards/chosen": 0.3, "rewards/rejected": -0.9, "logp_chosen": -2.5, "kl": 0.1, "bleu": None, "chrf": None,
+    "preference_loss": "sigmoid", "truncated": {"prompt": 0, "chosen": 1, "rejected": 2}, "max_tokens_reason": "by default",
+}  # fmt: skip
+EVALUATIONS = {
+    "some rows": {},
+    "all rows": {"rows": 5000, "truncated": {"prompt": 8, "response": 41}},
+    "replies": {"counted": "replies", "samples": [], "forward": {}},
+    "pairs with a reference": {**PAIR_SCORES, "reference": "runs/sft"},
+    "pairs": {**PAIR_SCORES, "reference": None, "loss": None},
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_no_english_sentence_is_left_in_an_evaluation(name):
+    samples = [{"prompt": "问", "response": "", "reference": "答"}]
+    shown = render(
+        eval_table({**REPORT, "forward": {"evaluation": FORWARD}, "samples": samples, **EVALUATIONS[name]}), 400
+    )
+    assert english_in(shown) == []
+    assert not re.search(r"\b(rows?|prompts?|responses?|reference|answers?|pairs?|tokens)\b", shown)
     assert "截断" in shown and "实测峰值" in shown and "没有 OOM" in shown
+
+
+@pytest.mark.parametrize(
+    ("phrase", "chinese"),
+    [
+        ("tokenized 400 rows, 535 rows/s, 100%", "已转换 400 行，535 行/秒，100%"),
+        ("tokenized 400 rows, 535 rows/s", "已转换 400 行，535 行/秒"),
+        ("time 2 rows with 116+192 tokens", "计时 2 行（116+192 个 token）"),
+        ("padded fp32 checkpointed every-2: no time left", "补齐 fp32 梯度检查点 every-2：没有时间了"),
+    ],
+)
+def test_a_phrase_of_the_preparation_is_chinese_throughout(phrase, chinese):
+    assert translate(phrase) == chinese
 
 
 @pytest.mark.parametrize(

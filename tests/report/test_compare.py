@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from brimful.errors import BadOption, BadRun
+from brimful.languages import set_language
 from brimful.report import run_record
 from brimful.report.compare import Comparison, compare_runs
 from brimful.report.compare_view import comparison_view
@@ -109,6 +110,34 @@ def test_the_first_steps_do_not_count(tmp_path):
 
 def test_a_run_of_three_steps_has_no_speed_yet(tmp_path):
     assert "speed not known yet" in compared(tmp_path, {}, {"done": 3, "running": True}).verdict
+
+
+def slows_down(step):
+    return {"compute_s": 0.3 if step <= 40 else 0.6, "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}
+
+
+def test_verdict_and_table_compare_the_same_steps(tmp_path):
+    found = compared(tmp_path, {"steps": 100, "step_values": {"times": slows_down}}, {"steps": 40, "step_values": {"times": slows_down}})  # fmt: skip
+    assert "as fast" in found.verdict and found.timed_up_to == 40
+    assert re.search(r"rows/s +853 +853 +× 1\.00", shown(found)) and "steps up to 40" in shown(found)
+    rates = [one["rows_per_s"] for one in found.to_json()["runs"]]
+    assert rates[0] == rates[1] and found.to_json()["speed_up_to_step"] == 40
+
+
+def test_runs_of_one_length_are_compared_over_all_steps(tmp_path):
+    found = compared(tmp_path, {"steps": 100}, {"steps": 100})
+    assert found.timed_up_to is None and "which all have" not in shown(found)
+
+
+@pytest.mark.parametrize(("peaks", "compared_mfu"), [((4e10, 4.02e10), True), ((4e10, 5e10), False)])
+def test_an_mfu_of_another_peak_is_not_compared(tmp_path, peaks, compared_mfu):
+    flops = [
+        {"more": [{"event": "flops", "step": 1, "sentence": "MFU: counted", "peak_flops": peak}]} for peak in peaks
+    ]
+    found = compared(tmp_path, {**flops[0]}, {**flops[1], "step_values": {"mfu": 0.36}})
+    line = next(line for line in shown(found).splitlines() if line.startswith("MFU"))
+    assert ("+5 pp" in line) == compared_mfu
+    assert ("0.04, 0.05" in shown(found)) != compared_mfu
 
 
 # ---- The experiment -------------------------------------------------------------------------------------------------
@@ -403,6 +432,35 @@ def test_the_run_has_recorded_that_it_became_another_experiment(tmp_path):
     reasons = ["so far the learning rate followed another curve (steps)"]
     found = compare_runs([resumed(tmp_path / "a", experiment="other", experiment_reasons=reasons)])
     assert found.verdict.startswith("different experiment: so far the learning rate followed another curve (steps); ")
+
+
+def test_the_same_reason_of_two_resumes_is_told_once(tmp_path):
+    reasons = ["so far the learning rate followed another curve (steps)"]
+    run = resumed(tmp_path / "a", experiment="other", experiment_reasons=reasons)
+    lines = (run / "events.jsonl").read_text().splitlines()
+    place = next(place for place, line in enumerate(lines) if json.loads(line).get("step") == 250)
+    third = {"event": "plan", "number": 3, **plan(), "step": 250, "experiment": "other", "experiment_reasons": reasons}
+    (run / "events.jsonl").write_text("\n".join([*lines[:place], json.dumps(third), *lines[place:]]) + "\n")
+    last = compare_runs([run]).pairs[-1]
+    assert [str(one) for one in last.verdict].count(f"different experiment: {reasons[0]}") == 1
+    assert reasons[0] not in map(str, last.verdict)
+
+
+def test_in_chinese_the_legend_and_the_settings_are_punctuated_so(tmp_path):
+    set_language("zh")
+    asked = changed(micro_batch=16)
+    next(one for one in asked if one["name"] == "micro_batch")["requested"] = 64
+    text = shown(compared(tmp_path, {}, {"plan_values": {"choices": asked}}))
+    set_language(None)
+    assert "300/300 步，已完成" in text and "16（要求 64）" in text
+
+
+def test_in_chinese_the_verdict_names_values_as_the_table_does(tmp_path):
+    choices = {"choices": changed(optimizer="adamw at 0.001")}
+    set_language("zh")
+    text = shown(compared(tmp_path, {}, {"plan_values": choices}))
+    set_language(None)
+    assert "优化器 adamw，0.0001 → adamw，0.001" in text and "adamw at" not in text
 
 
 def test_a_run_in_one_go_has_nothing_to_compare(tmp_path):

@@ -1,5 +1,6 @@
 """Tables for the terminal: a plan, an evaluation, the machine."""
 
+import math
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from io import StringIO
@@ -38,6 +39,11 @@ def test_the_headline_is_what_to_run(plan):
     assert "= 50 per step" in plan_text(plan)
 
 
+def test_a_prediction_that_is_a_little_too_low_is_not_off_by_minus_nothing(plan):
+    measured = replace(plan, measured_peak_bytes=100_000, predicted_peak_bytes=99_990)
+    assert "(+0.0%)" in plan_text(measured)
+
+
 def test_every_choice_is_a_row(plan):
     for choice in plan.choices:
         assert choice.name.replace("_", " ") in plan_text(plan)
@@ -66,9 +72,8 @@ def test_a_plan_fits_80_columns(plan):
 def with_time(plan, **values):
     values = {"steps": 300, "steps_per_epoch": 12, "step_s": 0.381, "epoch_s": 4.6, "total_s": 114.0, **values}
     ends = values.pop("ends", datetime.now().astimezone().replace(hour=9, minute=2).isoformat())
-    return replace(
-        plan, run_time=RunTime(**values, ends=ends), host=HostPlan(predicted_bytes=3 * GiB, limit_bytes=16 * GiB)
-    )
+    host = HostPlan(predicted_bytes=3 * GiB, limit_bytes=16 * GiB)
+    return replace(plan, run_time=RunTime(**values, ends=ends), host=host, simulation_slowdown=1.0)
 
 
 def facts(plan):
@@ -90,6 +95,12 @@ def test_a_time_that_is_unknown_is_called_so(plan):
     assert shown["time"] == "300 steps, 12 per epoch; how long they take is unknown"
 
 
+def test_a_time_that_counts_a_simulated_limit_says_so_beside_rows_per_s_that_do_not(plan):
+    slow = replace(with_time(plan), simulation_slowdown=1.63)
+    assert "timed without the simulated memory limit, which takes 63% more" in " ".join(plan_text(slow).split())
+    assert "simulated" not in plan_text(with_time(plan))
+
+
 def test_short_steps_are_in_milliseconds(plan):
     assert "; 18 ms each, " in facts(with_time(plan, step_s=0.0184))["time"]
 
@@ -107,7 +118,7 @@ def chinese():
 
 def test_in_chinese_the_time_of_a_run_and_its_changes_are_too(plan, chinese):
     lines = render(plan_table(with_time(plan)), 120).splitlines()
-    assert any("每个 epoch 12 步；每步 0.38 s，总计 1 min 54 s，09:02 结束（预测）" in line for line in lines)
+    assert any("每轮 12 步；每步 0.38 s，总计 1 min 54 s，09:02 结束（预测）" in line for line in lines)
     assert changes()[0] == "规划 2，变化如下："
     assert changes()[3] == "从这里起是另一个实验：每步 144 行，原来是 192 行"
 
@@ -226,7 +237,7 @@ def test_a_plan_shows_what_was_tried_only_if_that_was_asked_for(plan, compared):
 
 PLAN = {
     "batches": 3, "largest_batch": {"rows": 8, "shape": [20, 30]}, "predicted_added_bytes": 3 * 2**20,
-    "added_budget_bytes": 50 * 2**20, "because": "85% of 64 MiB, less 4 MiB held already",
+    "added_budget_bytes": 50 * 2**20, "because": "85% of 64 MiB, less 4 MiB already allocated",
 }  # fmt: skip
 REPORT = {
     "model": "runs/a/best", "data": "valid.jsonl", "device_name": "the CPU", "seed": 7, "rows": 1000, "rows_available": 5000,
@@ -248,6 +259,12 @@ def test_every_score_is_shown_with_what_it_was_computed_from():
     for part in ("2.3457", "10.44", "31.24", "28.10", "12,345 response tokens", "1,000 answers", "tok:zh"):
         assert part in text
     assert "1,000 of 5,000 rows (seed 7)" in text
+
+
+def test_the_log_probability_of_chosen_replies_is_called_a_mean_over_pairs():
+    scores = {"accuracy": 0.5, "margin": 0.1, "rewards/chosen": 0.2, "rewards/rejected": 0.1, "logp_chosen": -5.0743}
+    text = eval_text(loss=None, reference=None, preference_loss=None, **scores)
+    assert "-5.0743  log-probability of the chosen reply per token; mean over 1,000 pairs" in text
 
 
 def test_truncated_rows_are_counted():
@@ -279,6 +296,11 @@ def test_scores_that_were_not_computed_are_not_eval_text():
 @pytest.mark.parametrize(("value", "text"), [(None, "above"), (1234567.0, "1.23e+06"), (999.5, "999.50")])
 def test_a_perplexity_of_any_size_is_readable(value, text):
     assert text in eval_text(perplexity=value)
+
+
+def test_a_loss_that_is_not_a_number_has_no_large_perplexity():
+    text = eval_text(loss=math.nan, perplexity=None)
+    assert "above" not in text and text.count("nan") == 2
 
 
 def test_all_rows_and_the_file_are_named():
@@ -429,3 +451,12 @@ def test_a_process_name_with_brackets_is_not_taken_for_markup():
 
 def test_no_line_is_wider_than_the_terminal():
     assert max(len(line) for line in render(machine_table(MACHINE), width=60).splitlines()) <= 60
+
+
+def test_reasons_stand_below_the_choices_where_there_is_no_space_beside_them(plan):
+    reason = "segments that can grow are not fragmented"
+    choice = replace(plan.choices[0], name="allocator", effective="expandable_segments:True", reason=reason)
+    wide, narrow = (render(plan_table(replace(plan, choices=(choice,))), width).splitlines() for width in (120, 70))
+    assert any("expandable_segments:True" in line and reason in line for line in wide)
+    assert "    " + reason in map(str.rstrip, narrow)
+    assert max(map(len, narrow)) <= 70

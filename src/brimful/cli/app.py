@@ -4,10 +4,21 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
-from cyclopts import App, CoercionError, CycloptsError
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    RepeatArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    _convert,
+)
 
 import brimful
 from brimful.cli.chat import chat
@@ -38,8 +49,8 @@ def make_app(tokens: Sequence[str]) -> App:
     app = App(
         name="brimful",
         help="Train PyTorch models as fast as the available memory allows, without out-of-memory errors.",
-        help_epilogue="Add --lang zh to any command, or set LANG, to read it in Chinese. Add --traceback, or set "
-        "BRIMFUL_TRACEBACK=1, to see the full traceback of an error.",
+        help_epilogue="Add --lang zh to any command, or set LANG, to get its output in Chinese; this help is in English. Add "
+        "--traceback, or set BRIMFUL_TRACEBACK=1, to see the full traceback of an error.",
         version=brimful.__version__,
         help_format="markdown",
         suppress_keyboard_interrupt=False,
@@ -80,10 +91,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
         app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     except UserError as error:
         fail(error)
-    except CoercionError as error:
-        fail(_wrong_type(error) or str(error), code=BadOption.code)
     except CycloptsError as error:
-        fail(" ".join(str(error).split()), code=BadOption.code)
+        fail(_usage(app, tokens, error), code=BadOption.code)
     except KeyboardInterrupt:
         fail("stopped by Ctrl-C", status=130)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
@@ -91,15 +100,27 @@ def main(tokens: Sequence[str] | None = None) -> None:
         raise SystemExit(0) from None
 
 
+def _whole_number(text: str) -> int:
+    """As cyclopts reads it, but 64.7 is no whole number: it would be rounded, and the plan would say `as requested`."""
+    number = int(_read_int(text))
+    if "." in text and float(text) != number:
+        raise ValueError(f"{text} is not a whole number")
+    return number
+
+
+_read_int = _convert._converters[int]
+_convert._converters[int] = _whole_number
+
+
 def _choose_language(tokens: list[str]) -> None:
     """Take `--lang zh` or `--lang=zh` out of the tokens and use that language here and in the processes that train."""
-    at = next((at for at, token in enumerate(tokens) if token.partition("=")[0] == "--lang"), None)
-    if at is None:
+    index = next((index for index, token in enumerate(tokens) if token.partition("=")[0] == "--lang"), None)
+    if index is None:
         return
-    flag, equals, name = tokens.pop(at).partition("=")
+    flag, equals, name = tokens.pop(index).partition("=")
     if not equals:
-        name = tokens.pop(at) if at < len(tokens) else ""
-    chosen = next((one for one in LANGUAGES if one == name.lower()), None)
+        name = tokens.pop(index) if index < len(tokens) else ""
+    chosen = next((language for language in LANGUAGES if language == name.lower()), None)
     if chosen is None:
         raise BadOption(
             f"{flag} {name}".strip() + f" is not a language of Brimful. Try: {flag} {' or '.join(LANGUAGES)}."
@@ -108,11 +129,40 @@ def _choose_language(tokens: list[str]) -> None:
     os.environ[VARIABLE] = chosen
 
 
+def _usage(app: App, tokens: Sequence[str], error: CycloptsError) -> str:
+    """What is wrong with the words of a command line, and what to type."""
+    help_of = " ".join(["Try: brimful", *app.parse_commands(tokens)[0], "--help."])
+    if isinstance(error, UnknownCommandError):
+        name = (error.unused_tokens or [""])[0]
+        close = get_close_matches(name, [command for command in app if not command.startswith("-")], n=1)
+        return f"{name} is not a command. {f'Try: brimful {close[0]}.' if close else help_of}"
+    if isinstance(error, UnknownOptionError):
+        name = (error.token.keyword or error.token.value).partition("=")[0]
+        close = get_close_matches(
+            name, [option for argument in error.argument_collection for option in argument.names], n=1
+        )
+        return f"unknown option {name}. {f'Did you mean {close[0]}?' if close else help_of}"
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.keyword or error.argument.name
+        return f"{name} {'needs a value' if error.keyword else 'is missing'}. {help_of}"
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword} was given more than once. {help_of}"
+    if isinstance(error, UnusedCliTokensError):
+        return f"{' '.join(error.unused_tokens or [])} has no place in this command. {help_of}"
+    if isinstance(error, CoercionError) and (sentence := _wrong_type(error)):
+        return sentence
+    return " ".join(str(error).split())
+
+
 def _wrong_type(error: CoercionError) -> str | None:
     """`--micro-batch lots must be a whole number or auto.`; None if the type has no plain name."""
-    types = [one for one in get_args(error.target_type) or (error.target_type,) if one is not NoneType]
+    if error.token is None or error.token.keyword is None:
+        return None
+    if get_origin(error.target_type) is Literal:
+        return f"{error.token.keyword} {error.token.value} must be one of {', '.join(get_args(error.target_type))}."
+    types = [type_ for type_ in get_args(error.target_type) or (error.target_type,) if type_ is not NoneType]
     names = {int: "a whole number", float: "a number"}
-    words = [", ".join(get_args(one)) if get_origin(one) is Literal else names.get(one, "") for one in types]
-    if error.token is None or error.token.keyword is None or get_origin(error.target_type) is Literal or "" in words:
+    words = [", ".join(get_args(type_)) if get_origin(type_) is Literal else names.get(type_, "") for type_ in types]
+    if "" in words:
         return None
     return f"{error.token.keyword} {error.token.value} must be {' or '.join(words)}."

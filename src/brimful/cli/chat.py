@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from brimful.cli.output import show
+from brimful.errors import BadOption
 from brimful.languages import tr, translate
 from brimful.units import NOTHING
 
@@ -32,9 +33,9 @@ def chat(
 ) -> None:
     """Talk to a language model. Answers appear as they are generated.
 
-    Without --prompt, questions are read from the terminal until /quit or Ctrl-D, or from a pipe, one per line. In the terminal
-    a causal model remembers the conversation; /new begins another. Questions from flags or a pipe are answered each by itself.
-    A model without a chat template continues the text.
+    Without --prompt, questions are read from the terminal until /quit or Ctrl-D, or from a pipe, one per line, which are shown
+    above their answers. In the terminal a causal model remembers the conversation; /new begins another. Questions from flags or
+    a pipe are answered each by itself. A model without a chat template continues the text.
 
     Parameters
     ----------
@@ -66,6 +67,8 @@ def chat(
     from brimful.serving.chat import Chat
     from brimful.tasks.generate import GenerateOptions
 
+    if not all(map(str.strip, prompt or [])):
+        raise BadOption("prompt= is empty. Try: a question.")
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, beams=beams, temperature=temperature, top_p=top_p,
         repetition_penalty=repetition_penalty, seed=seed,
@@ -78,13 +81,18 @@ def chat(
 
 
 def _answer(session: "Chat", prompt: list[str] | None, json: bool) -> None:
+    from brimful.serving.chat import answer_each
+
     if prompt is None and sys.stdin.isatty() and not json:
         _talk_in_terminal(session)
         return
     if session.manner == "continuation":
         print(tr("{folder} has no chat template, so it continues the text.", folder=session.folder), file=sys.stderr)
+    if prompt is None and not json:
+        answer_each(session, _read_pipe, _write)
+        return
     replies = []
-    for question in filter(str.strip, _lines() if prompt is None else prompt):
+    for question in _lines() if prompt is None else prompt:
         session.begin()
         replies.append(session.reply(question, (lambda _: None) if json else _write))
         if not json:
@@ -101,9 +109,18 @@ def _answer(session: "Chat", prompt: list[str] | None, json: bool) -> None:
 
 
 def _lines() -> Iterable[str]:
-    """The lines of a pipe, one at a time: a program that asks and waits gets each answer before its next question."""
-    for line in iter(sys.stdin.readline, ""):
-        yield line.strip()
+    """The lines of a pipe that are not empty."""
+    return filter(None, map(str.strip, sys.stdin))
+
+
+def _read_pipe(prompt: str) -> str:
+    """The next line of a pipe, which is shown. It is read only now, so a program can wait for each answer before its next question."""
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    if line.strip():
+        _write(f"{prompt}{line.rstrip()}\n")
+    return line
 
 
 def _talk_in_terminal(session: "Chat") -> None:
@@ -111,7 +128,7 @@ def _talk_in_terminal(session: "Chat") -> None:
         import readline  # noqa: F401 - gives input() line editing
     from brimful.serving.chat import talk
 
-    print(tr("{model} on {device}.", model=session.folder, device=session.device), translate(session.help))
+    print(tr("{model} on {device}.", model=session.folder, device=session.device), translate(session.help), sep="\n")
     talk(session, input, _write)
     print()
 

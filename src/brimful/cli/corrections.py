@@ -1,13 +1,13 @@
 """Old names on a command line and in a config file, answered in one message with the corrected command.
 
     $ brimful train sft rows.jsonl --learning_rate 5e-5 --per_device_train_batch_size 32 --gradient_accumulation_steps 2
-    brimful: error: 3 options come from other programs.
+    brimful: error B101: 3 options come from other programs.
       --learning_rate is now --lr, the peak.
       …
     Try: brimful train sft rows.jsonl --lr 5e-5 --global-batch 64
 
-A name that the command or its task knows is never an old one: a task of the user's own may have an option `template`. Nothing is
-accepted silently, since some of these options mean something else here.
+A name that the command or its task accepts is never treated as an old one: a user's task may have an option `template`. No old
+name is accepted silently, since some of these options mean something else here.
 """
 
 import re
@@ -21,8 +21,9 @@ from typing import Any
 from cyclopts import App
 
 from brimful.cli.flags import TABLES, generic_names, task_place
-from brimful.cli.old_names import BRIMFUL, FALSE, OLD_NAMES, SWITCH, TRUE, OldName
+from brimful.cli.old_names import BRIMFUL, CHATLM, FALSE, OLD_NAMES, SWITCH, TRUE, OldName
 from brimful.errors import BadOption
+from brimful.languages import tr
 from brimful.tasks.load import BUILT_IN, RENAMED, task_option_fields
 
 _YAML_LINE = re.compile(r"([A-Za-z_]\w*):[ \t]+([^#\n]+?)[ \t]*(?:#.*)?")
@@ -31,7 +32,7 @@ _TAKES_WORD = ("TASK", "DATA", "FILES")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class OldOption:
     """An old name where the user wrote it."""
 
     old: OldName
@@ -55,7 +56,9 @@ def refuse_old_names(app: App, tokens: Sequence[str]) -> None:
     chain, apps, rest = app.parse_commands(list(tokens))
     if not chain or chain[0] not in (*TABLES, "data") or chain[-1].startswith("-") or apps[-1].default_command is None:
         return  # another command, or its help
-    command = _Command(chain, rest, {name for one in apps[-1].assemble_argument_collection() for name in one.names})
+    command = _Command(
+        chain, rest, {name for argument in apps[-1].assemble_argument_collection() for name in argument.names}
+    )
     on_line, in_file = list(command.on_line()), list(command.in_file())
     if not on_line and not in_file:
         return
@@ -78,24 +81,29 @@ class _Command:
 
     def _find_task(self) -> None:
         """The task, under its present name. The value of an old option is none: `--stage sft`."""
-        values = {one.place + word for one in self.on_line() if one.place is not None for word in range(1, one.words)}
+        values = {
+            option.place + word
+            for option in self.on_line()
+            if option.place is not None
+            for word in range(1, option.words)
+        }
         place = task_place(self.words, without=values)
         if place is None:
             return
         if new := RENAMED.get(self.words[place]):
-            self.renamed = [f"{self.words[place]} is now {new}."]
+            self.renamed = [tr("{name} is now {flag}.", name=self.words[place], flag=new)]
             self.words[place] = new
         self.task = self.words[place]
 
-    def on_line(self) -> Iterator[Found]:
+    def on_line(self) -> Iterator[OldOption]:
         place = 0
         while place < len(self.words):
-            found = self._at(place)
-            if found is not None:
-                yield found
-            place += found.words if found else 1
+            option = self._at(place)
+            if option is not None:
+                yield option
+            place += option.words if option else 1
 
-    def _at(self, place: int) -> Found | None:
+    def _at(self, place: int) -> OldOption | None:
         word = self.words[place]
         if not word.startswith("--") or len(word) < 3:
             return None
@@ -116,9 +124,9 @@ class _Command:
                 count = 1 + len(_until_flag(self.words[place + 1 :]))
                 value = ",".join(self.words[place + 1 : place + count])
         old = old.for_data() if self.is_data else old
-        return Found(old=old, shown=f"--{written}", flag=old.flag, value=value, place=place, words=count)
+        return OldOption(old=old, shown=f"--{written}", flag=old.flag, value=value, place=place, words=count)
 
-    def in_file(self) -> Iterator[Found]:
+    def in_file(self) -> Iterator[OldOption]:
         if self.config is None:
             return
         known = {_plain(name) for name in [*generic_names(), *self._task_options()]}
@@ -126,7 +134,7 @@ class _Command:
             name = _plain(key)
             if name not in known and name in OLD_NAMES:
                 old, text = OLD_NAMES[name], _text(value)
-                yield Found(old=old, shown=f"{key} in {self.config}", flag=_as_key(old.flag), value=text)
+                yield OldOption(old=old, shown=f"{key} in {self.config}", flag=_as_key(old.flag), value=text)
 
     def _config(self) -> Path | None:
         """The file of --config; also one of LLaMA-Factory's, which is the first word there."""
@@ -138,7 +146,7 @@ class _Command:
         return Path(first) if first.endswith((".yaml", ".yml")) and Path(first).is_file() else None
 
     def _task_options(self) -> list[str]:
-        return [one.name for one in task_option_fields(self.task or CHAT_TASK)]
+        return [option.name for option in task_option_fields(self.task or CHAT_TASK)]
 
     def _is_accepted(self, flag: str) -> bool:
         """A task that is not named yet is taken for a chat task, as those of ChatLM and LLaMA-Factory are."""
@@ -149,57 +157,72 @@ class _Command:
 
     # ---- Answering ----
 
-    def message(self, on_line: Sequence[Found], in_file: Sequence[Found]) -> str:
+    def message(self, on_line: Sequence[OldOption], in_file: Sequence[OldOption]) -> str:
         every = [*on_line, *in_file]
         rows = self._rows_per_step(every)
-        sentences = [*self.renamed, *(self._sentence(one, rows) for one in every)]
+        sentences = [*self.renamed, *(self._sentence(option, rows) for option in every)]
         advice = self._advice(on_line, in_file, rows)
+        advice = tr("Try: {advice}", advice=advice) if advice else ""
         if len(sentences) == 1 and "\n" not in advice:
-            return f"{sentences[0]}{f' Try: {advice}' if advice else ''}"
-        lines = "\n".join(f"  {sentence}" for sentence in sentences)
-        others = sum(one.old.source != BRIMFUL for one in every)
-        count = "1 option comes" if len(sentences) == 1 else f"{len(sentences)} options come"
-        if others < len(sentences):
-            count = f"{len(sentences)} names have changed{' or come' if others else ''}"
-        return (
-            f"{count}{' from other programs' if others else ''}.\n{lines}{f'{chr(10)}Try: {advice}' if advice else ''}"
+            return f"{sentences[0]}{' ' * (advice != '' and not sentences[0].endswith('。'))}{advice}"
+        others, count = sum(option.old.source != BRIMFUL for option in every), len(sentences)
+        if others == count:
+            heading = (
+                "1 option comes from other programs." if count == 1 else "{count} options come from other programs."
+            )
+        else:
+            heading = (
+                "{count} names have changed or come from other programs." if others else "{count} names have changed."
+            )
+        return "\n".join(
+            [tr(heading, count=count), *(f"  {sentence}" for sentence in sentences), *filter(None, [advice])]
         )
 
-    def _sentence(self, one: Found, rows: int | None) -> str:
-        if rows is not None and one.old.part and one.value.isdigit():
-            if one.old.part == "batch":
-                kept = "global_batch =" if one.place is None else "--global-batch"
-                return f"{one.shown} is now {one.flag}, {one.old.note}. {kept} {rows} keeps the rows of a step."
-            return f"{one.shown} is now {one.flag}, {one.old.note}, here {rows}."
-        if one.flag is None or one.place is None or self._is_accepted(one.flag):
-            sentence = one.old.sentence(one.shown, one.flag)
+    def _sentence(self, option: OldOption, rows: int | None) -> str:
+        values: dict[str, Any] = {
+            "name": option.shown,
+            "flag": option.flag,
+            "note": tr(option.old.note),
+            "rows": rows,
+        }
+        if rows is not None and option.old.part and option.value.isdigit():
+            if option.old.part != "batch":
+                return tr("{name} is now {flag}, {note}, here {rows}.", **values)
+            kept = "global_batch =" if option.place is None else "--global-batch"
+            return tr("{name} is now {flag}, {note}. {kept} {rows} keeps the rows of a step.", kept=kept, **values)
+        if option.flag is None or option.place is None or self._is_accepted(option.flag):
+            sentence = option.old.sentence(option.shown, option.flag)
         elif self.chain[0] == "plan":
-            sentence = f"{one.shown} is not needed: a plan does not depend on {one.flag} of `brimful train`."
+            sentence = tr("{name} is not needed: a plan does not depend on {flag} of `brimful train`.", **values)
         else:
-            sentence = f"{one.shown} is not available: {self.task} has no option {one.flag}."
-        if one.new_value is None and one.value and one.flag is not None:
-            sentence = f"{sentence.rstrip('.')}; {one.value} has no equivalent."
+            sentence = tr("{name} is not available: {task} has no option {flag}.", task=self.task, **values)
+        if option.new_value is None and option.value and option.flag is not None:
+            end = tr("{value} has no equivalent.", value=option.value)
+            sentence = f"{sentence.rstrip('.。')}{tr('; ')}{end}"
         return sentence
 
-    def _advice(self, on_line: Sequence[Found], in_file: Sequence[Found], rows: int | None) -> str:
-        """The corrected command, and the lines of the corrected file; empty if something has no equivalent."""
-        parts = []
-        if on_line and (line := self._corrected(on_line, rows)):
-            parts.append(line)
+    def _advice(self, on_line: Sequence[OldOption], in_file: Sequence[OldOption], rows: int | None) -> str:
+        """The corrected command, with what it leaves out, and the lines of the corrected file; empty if nothing can be corrected."""
+        parts, lost = [], [option for option in on_line if self._is_lost(option, rows)]
+        if len(lost) < len(on_line) and (line := self._corrected(on_line, lost, rows)):
+            names = tr(", ").join(option.shown for option in lost)
+            parts += [line, *([tr("This leaves out {names}.", names=names)] if lost else [])]
         if in_file:
-            rows = None if any(one.old.part for one in on_line) else rows
+            rows = None if any(option.old.part for option in on_line) else rows
             lines = [f"{name} = {literal}" for name, literal in self._file_lines(in_file, rows)]
-            where = "a TOML file" if self.config and self.config.suffix in (".yaml", ".yml") else str(self.config)
-            parts += [f"in {where} write\n    " + "\n    ".join(lines)] if lines else []
+            is_yaml = self.config is not None and self.config.suffix in (".yaml", ".yml")
+            where = tr("in a TOML file write") if is_yaml else tr("in {file} write", file=self.config)
+            parts += ["\n    ".join([where, *lines])] if lines else []
         return "\n".join(parts)
 
-    def _rows_per_step(self, every: Sequence[Found]) -> int | None:
-        """Rows per device × accumulation × processes, where the numbers are there. ChatLM's scripts forced an accumulation of 16."""
-        factors = {one.old.part: int(one.value) for one in every if one.old.part and one.value.isdigit()}
-        transformers = any(one.old.part == "batch" and one.old.source == "Transformers" for one in every)
-        if "batch" not in factors or not (transformers or "accumulation" in factors):
+    def _rows_per_step(self, every: Sequence[OldOption]) -> int | None:
+        """Rows per device × accumulation × processes, where the numbers are there. ChatLM's scripts forced an accumulation of 16, so
+        that its rows per device alone do not tell."""
+        factors = {option.old.part: int(option.value) for option in every if option.old.part and option.value.isdigit()}
+        tell = any(option.old.part == "batch" and option.old.source != CHATLM for option in every)
+        if "batch" not in factors or not (tell or "accumulation" in factors):
             return None
-        processes = [one.new_value for one in every if one.flag == "--processes"] + self._values("--processes")
+        processes = [option.new_value for option in every if option.flag == "--processes"] + self._values("--processes")
         count = next((int(text) for text in processes if text and text.isdigit()), 1)
         return factors["batch"] * factors.get("accumulation", 1) * count
 
@@ -209,29 +232,33 @@ class _Command:
             word.partition("=")[2] for word in self.words if word.startswith(f"{flag}=")
         ]
 
-    def _corrected(self, on_line: Sequence[Found], rows: int | None) -> str | None:
-        """None if an option has no equivalent, or if two say different things."""
-        if any(one.old.verdict == "not available" or one.new_value is None for one in on_line):
-            return None
-        if any(one.old.part == "accumulation" for one in on_line) and rows is None:
-            return None
-        taken = {index for one in on_line for index in range(one.place or 0, (one.place or 0) + one.words)}
+    def _is_lost(self, option: OldOption, rows: int | None) -> bool:
+        """Whether it has no equivalent here, so that a command without it asks for something else."""
+        if option.old.verdict == "not available" or option.new_value is None:
+            return True
+        if option.old.part or option.old.verdict != "now":
+            return option.old.part == "accumulation" and rows is None
+        flag = (option.flag or "").split(" ")[0]
+        return bool(option.new_value) and self.chain[0] != "plan" and not self._is_accepted(flag)
+
+    def _corrected(self, on_line: Sequence[OldOption], lost: Sequence[OldOption], rows: int | None) -> str | None:
+        """Without what is lost; None if two options say different things."""
+        taken = {index for option in on_line for index in range(option.place or 0, (option.place or 0) + option.words)}
         kept = [word for index, word in enumerate(self.words) if index not in taken]
         options: dict[str, str] = {}
-        for one in on_line:
-            value, flag = one.new_value or "", (one.flag or "").split(" ")[0]
-            if one.old.verdict != "now" or one.old.part or not value:
+        for option in on_line:
+            value, flag = option.new_value or "", (option.flag or "").split(" ")[0]
+            if option in lost or option.old.verdict != "now" or option.old.part or not value:
                 continue
-            if not self._is_accepted(flag):
-                if self.chain[0] == "plan":
-                    continue
-                return None
+            if not self._is_accepted(flag):  # of training, in a plan
+                continue
             if flag == "--lora" and flag in options:  # one flag there for each of its parts
                 value = f"{options.pop(flag)},{value}"
             if options.get(flag, value) != value or self._values(flag):
                 return None
             options[flag] = value
-        if rows is not None and any(one.old.part for one in on_line) and not self._values("--global-batch"):
+            options |= {name: text for name, text in option.old.also(option.value).items() if not self._values(name)}
+        if rows is not None and any(option.old.part for option in on_line) and not self._values("--global-batch"):
             options["--global-batch"] = str(rows)
         if any(word.startswith("--") and not self._known(word) for word in kept):
             return None
@@ -254,6 +281,9 @@ class _Command:
             data = [word for word in front if word not in BUILT_IN]
             return kept if has_data else [*kept[: place + 1], *data, *kept[place + 1 :]]
         leading = list(_until_flag(kept))
+        if leading and leading[0].endswith(".py"):  # `./train_low_mem.py train`: the old script and its command
+            kept = kept[1 + (leading[1:2] == ["train"]) :]
+            leading = list(_until_flag(kept))
         if "--resume" in options or "--resume" in kept:
             return kept
         of_chat_tasks = any(_plain(flag) not in self.accepted for flag in options)
@@ -263,12 +293,13 @@ class _Command:
             data = []
         return [*task, *data, *kept[len(leading) :]]
 
-    def _file_lines(self, in_file: Sequence[Found], rows: int | None) -> Iterator[tuple[str, str]]:
-        for one in in_file:
-            value, flag = one.new_value, (one.old.flag or "").split(" ")[0]
-            if one.old.verdict == "now" and value and not one.old.part and flag.startswith("--"):
+    def _file_lines(self, in_file: Sequence[OldOption], rows: int | None) -> Iterator[tuple[str, str]]:
+        for option in in_file:
+            value, flag = option.new_value, (option.old.flag or "").split(" ")[0]
+            if option.old.verdict == "now" and value and not option.old.part and flag.startswith("--"):
                 yield _plain(flag), _literal("true" if value == SWITCH else value)
-        if rows is not None and any(one.old.part for one in in_file):
+                yield from ((_plain(name), text) for name, text in option.old.also(option.value).items())
+        if rows is not None and any(option.old.part for option in in_file):
             yield "global_batch", str(rows)
 
 
@@ -300,7 +331,7 @@ def _until_flag(words: Sequence[str]) -> list[str]:
 
 def _quoted(word: str) -> str:
     """`columns` has an equals sign, which the printed message would take for an argument unless it is quoted."""
-    return f"'{word}'" if "=" in word and "'" not in word else shlex.quote(word)
+    return f"'{word}'" if "=" in word and not word.startswith("-") and "'" not in word else shlex.quote(word)
 
 
 def _read(path: Path, command: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json as json_format
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -12,9 +12,6 @@ from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadData, BadOption
 from brimful.languages import translate
 from brimful.units import parse_bytes
-
-if TYPE_CHECKING:
-    from brimful.data.check import SharedPrompts
 
 Flag = Annotated[bool, Parameter(negative="")]
 
@@ -72,46 +69,41 @@ def check(
             flag for flag, value in (("--tokenizer", tokenizer), ("--max-chars", max_chars)) if value is not None
         ]:
             raise BadOption(f"--model cannot be combined with {' and '.join(both)}. Try: --model alone.")
-        tokenizer = _check_for_model(files, model, columns, chat_template, max_tokens, host_limit, max_bad, valid, json)
-        if tokenizer is None:
-            return
-    from brimful.data.check import check as check_files
-    from brimful.report.data_tables import check_table
-
-    with progress("check", every_s=5) as show_progress:
-        report = check_files(
-            files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens,
-            host_limit=host_limit, max_bad=max_bad, progress=show_progress,
-        )  # fmt: skip
-    _show_check(check_table(report), report, _shared_prompts(files, valid, columns, host_limit), json)
-
-
-def _shared_prompts(
-    files: tuple[str, ...], valid: str | None, columns: str | None, host_limit: str
-) -> "SharedPrompts | None":
-    from brimful.data.check import shared_prompts
-
-    return None if valid is None else shared_prompts(files, [valid], columns=columns, host_limit=host_limit)
-
-
-def _show_check(table: Any, report: Any, shared: "SharedPrompts | None", json: bool) -> None:
+        tokenizer = _encoder_decoder(model, files, columns=columns, chat_template=chat_template, host_limit=host_limit)
     from rich.console import Group
 
-    from brimful.report.data_tables import shared_line
+    from brimful.data.check import CheckReport, shared_prompts
+    from brimful.data.check import check as check_files
+    from brimful.report.data_tables import check_table, rows_table, shared_line
+    from brimful.tasks.check_rows import RowsReport, check_rows
 
+    report: CheckReport | RowsReport
+    with progress("check", every_s=5) as show_progress:
+        if model is not None and tokenizer is None:
+            report = check_rows(
+                files, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens,
+                host_limit=host_limit, max_bad=max_bad, progress=show_progress,
+            )  # fmt: skip
+            table = rows_table(report)
+        else:
+            report = check_files(
+                files, columns=columns, tokenizer=tokenizer, max_chars=max_chars, max_tokens=max_tokens,
+                host_limit=host_limit, max_bad=max_bad, progress=show_progress,
+            )  # fmt: skip
+            table = check_table(report)
     content = report.to_json()
-    if shared is not None:
+    if valid is not None:
+        shared = shared_prompts(files, [valid], columns=columns, host_limit=host_limit)
         table, content = Group(table, shared_line(shared)), {**content, "shared_prompts": asdict(shared)}
     show(table, content, as_json=json)
     if failure := report.failure():
         raise BadData(failure)
 
 
-def _check_for_model(
-    files: tuple[str, ...], model: str, columns: str | None, chat_template: str | None, max_tokens: str | None,
-    host_limit: str, max_bad: float, valid: str | None, json: bool,
-) -> str | None:  # fmt: skip
-    """Show the rows as the model reads them. For prompts and responses of an encoder-decoder, only its tokenizer."""
+def _encoder_decoder(
+    model: str, files: tuple[str, ...], *, columns: str | None, chat_template: str | None, host_limit: str
+) -> str | None:
+    """The folder of an encoder-decoder, which reads prompts and responses as plain text: only its tokenizer is used."""
     from brimful.data.read.source import holds_preferences
     from brimful.tasks.model_folder import is_causal, read_config, resolve
     from brimful.tasks.presets import PRESETS
@@ -125,15 +117,6 @@ def _check_for_model(
         if chat_template is not None:
             raise BadOption("--chat-template is for causal models, not for an encoder-decoder. Try: leave it out.")
         return str(folder)
-    from brimful.report.data_tables import rows_table
-    from brimful.tasks.check_rows import check_rows
-
-    with progress("check", every_s=5) as show_progress:
-        report = check_rows(
-            files, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens, host_limit=host_limit,
-            max_bad=max_bad, progress=show_progress,
-        )  # fmt: skip
-    _show_check(rows_table(report), report, _shared_prompts(files, valid, columns, host_limit), json)
     return None
 
 
@@ -246,13 +229,13 @@ def tokenizer(
     kind
         bpe: byte-pair merges, shorter and faster; unigram: the most likely segmentation.
     columns
-        Which column is what, such as prompt=question,response=answer or prompt=instruction+input. Default: found by name.
+        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     host_limit
-        The host RAM it may take; decides how many rows are used. A row may take 1/32 of it.
+        Memory limit of the whole process; decides how many rows are used. A row may take 1/32 of it.
     model
         The model it is for: chatlm-base or another preset of --model, or a folder with a config.json; its ids and size are checked.
     seed
-        Of the random sample.
+        Seed of the random sample.
     max_bad
         The share of rows that may be broken; they are left out and counted.
     overwrite
@@ -289,8 +272,8 @@ def tokenize(
 ) -> None:
     """Tokenize rows into a token store: memory-mapped, checksummed, shared by all workers and processes.
 
-    Every field of a row ends with one eos. Rows with an empty field are dropped and counted. Interrupted, it leaves nothing
-    at --output; run again with the same options, it continues where it was.
+    Every field of a row ends with one eos. Rows with an empty field are dropped and counted. If it is interrupted, nothing
+    is left at --output; run the same command again to continue.
 
     Parameters
     ----------
@@ -301,14 +284,14 @@ def tokenize(
     output
         The folder to create.
     columns
-        Which column is what, such as prompt=question,response=answer or prompt=instruction+input. Default: found by name.
+        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     max_tokens
         Truncate fields to this many tokens, eos included: one number, or one for each field, such as 256,320.
     keep_end
         Fields that lose their beginning when truncated, such as prompt; others lose their end. Default: the prompts of
         conversations, where the question comes last.
     host_limit
-        The host RAM it may take. A row may take 1/32 of it.
+        Memory limit of the whole process. A row may take 1/32 of it.
     max_bad
         The share of rows that may be broken; they are dropped and counted.
     overwrite
@@ -359,7 +342,7 @@ def rejects(
 
     The last reply of each row is the chosen answer. Each prompt is answered once, in batches that fit; the answers do not
     depend on the batches. Answers that are empty, unfinished, too short, too similar to the chosen one or off-topic are dropped
-    and counted. Interrupted, it leaves nothing at --output; run again with the same options, it continues where it was.
+    and counted. If it is interrupted, nothing is left at --output; run the same command again to continue.
 
     Parameters
     ----------
@@ -384,7 +367,7 @@ def rejects(
     max_similarity
         Drop answers that are more similar to the chosen one, from 0 to 1, by pairs of neighbouring characters.
     columns
-        Which column is what, such as prompt=question,response=answer or messages=chat. Default: found by name.
+        Which column is which field, such as prompt=question,response=answer or messages=chat. Default: by name.
     chat_template
         Jinja file that writes conversations, or chatml or plain. Default: the template of the model's tokenizer.
     max_bad
@@ -452,7 +435,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 data = App(
     name="data",
-    help="Rows in, token store out: check, clean, tokenizer, tokenize; and rejects, pairs for preference training.",
+    help="Prepare rows for training: check, clean, tokenizer, tokenize; and rejects, pairs for preference training.",
 )
 for command in (check, clean, tokenizer, tokenize, rejects):
     data.command(command)

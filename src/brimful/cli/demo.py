@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from brimful.errors import BadRun, UserError
+from brimful.languages import tr
 from brimful.tasks.demo import questions, valid_file
 from brimful.training.run import RunFolder, new_run
 
@@ -42,10 +43,11 @@ def demo(*, run: Path | None = None, device: str = "cpu", memory_limit: str = "1
     for question, answer in zip(questions(), answers, strict=True):
         is_correct = answer["response"] == question.response
         correct += is_correct
-        mark = "✓" if is_correct else f"✗ expected: {question.response}"
+        mark = "✓" if is_correct else tr("✗ expected: {response}", response=question.response)
         print(f"  {question.prompt}\n    {answer['response']}  {mark}")
-    print(f"\n{correct} of {len(answers)} answers are correct. Saved to {folder}")
-    print(f"Try: {shlex.join(['brimful', 'chat', folder])}")
+    print()
+    print(tr("{correct} of {count} answers are correct. Saved to {folder}", correct=correct, count=len(answers), folder=folder))  # fmt: skip
+    print(tr("Try: {advice}", advice=shlex.join(["brimful", "chat", folder])))
     if correct < len(answers):
         raise UserError("the demo's model did not answer all questions correctly.")
 

@@ -19,14 +19,14 @@ def doctor(
     """Check everything that a training needs before it starts: software, cards, connection, host, folders, environment.
 
     Every warning and failure comes with what to try. Cards are tried with small allocations in child processes, and a card that
-    others have nearly filled is left alone. The exit code is 1 if something failed.
+    others have nearly filled is not tested. The exit code is 1 if something failed.
 
     Parameters
     ----------
     run
-        The run's folder, there or not yet: its disk is checked, and its data if --data is not given. Default: runs.
+        The run's folder, which need not exist yet: its disk is checked, and its data if --data is not given. Default: runs.
     data
-        The rows to train on, a file or a folder: whether they are there, and how fast they are read.
+        The rows to train on, a file or a folder: checks that they exist and how fast they are read.
     timeout
         Seconds that cards, and an all_reduce over them, may take.
     json

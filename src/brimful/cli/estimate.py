@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import TASK_TITLE, collect, make_flags
+from brimful.cli.flags import TASK_TITLE, collect, make_flags, optimizer_flag
 from brimful.cli.output import naming_files, progress, show
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
@@ -29,15 +29,13 @@ SHARED = (
     "processes",
 )
 """Options of `plan` that an estimate has too."""
-STATE = ("optimizer", "lr", "weight_decay", "ema")
 OPTIMIZERS = ("adamw", "adafactor", "adamw8bit")
 
 
 def estimate_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]:
     """The command, with flags for the options of one task."""
-    shared = [one for one in option_fields(PlanOptions) if one.name in SHARED]
-    optimizer = [one for one in option_fields(TrainOptions) if one.name == "optimizer"]
-    flags_type = make_flags({"Memory": [*shared, *optimizer], TASK_TITLE: task_fields}, types={"lengths": str})
+    shared = [option for option in option_fields(PlanOptions) if option.name in SHARED]
+    flags_type = make_flags({"Memory": [*shared, optimizer_flag()], TASK_TITLE: task_fields}, types={"lengths": str})
 
     def estimate(
         task: str,
@@ -82,7 +80,7 @@ def estimate_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., N
         own = {name: options.generic[name] for name in SHARED if name in options.generic}
         with naming_files(options.origins, options.values):
             PlanOptions(**own)  # mistakes come before the task's own imports
-            train_options = TrainOptions(**{name: options.generic[name] for name in STATE if name in options.generic})
+            train_options = options.optimizer
             check_request_options(task, options.task, None)
         from brimful.estimation.cards import find_card
         from brimful.estimation.estimator import estimate as make_estimate
@@ -97,14 +95,10 @@ def estimate_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., N
         ):  # a task's prints are no result
             plain = load_task(task, options.task)
             loaded = with_optimizer(plain, train_options)
-            others = [
-                name
-                for name in OPTIMIZERS
-                if name != (train_options.optimizer or "adamw") and (name != "adamw8bit" or find_spec("bitsandbytes"))
-            ]
             alternatives = {
                 f"optimizer={name}": with_optimizer(plain, TrainOptions(optimizer=name))  # type: ignore[arg-type]
-                for name in others
+                for name in OPTIMIZERS
+                if name != (train_options.optimizer or "adamw") and (name != "adamw8bit" or find_spec("bitsandbytes"))
             }
             with (
                 progress(f"estimate {loaded.name}") as update,

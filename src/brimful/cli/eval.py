@@ -77,7 +77,7 @@ def evaluate(
     beams
         Beams of beam search; 1 is greedy.
     columns
-        Columns of raw rows, such as prompt=question,response=answer. Default: found by name.
+        Which column is which field, such as prompt=question,response=answer. Default: by name.
     max_tokens
         Truncate raw rows to this many tokens: 1024; for an encoder-decoder 256, or 256,320 for prompt and response. Default: as
         in the model's run, else 1024, for an encoder-decoder 256.
@@ -118,10 +118,12 @@ def evaluate(
         if output is not None or names not in ([*METRICS], ["loss"]):
             flag = f"output={str(output)!r}" if output is not None else f"metrics={metrics!r}"
             raise BadOption(f"{flag} is for rows with replies, and {data} has preferences. Try: leave it out.")
-        report = _pair_report(
-            resolve(model), data, options, reference=reference, columns=columns, max_tokens=max_tokens,
-            chat_template=chat_template, max_rows=max_rows,
-        )  # fmt: skip
+        from brimful.tasks.pair_scores import PairEvaluation
+
+        pairs = PairEvaluation(
+            resolve(model), reference=reference, columns=columns, max_tokens=max_tokens, chat_template=chat_template
+        )
+        report = _pair_report(pairs, data, options, max_rows)
         show(eval_table(report), report, as_json=json)
         return
     if reference is not None:
@@ -167,20 +169,13 @@ def _holds_pairs(data: str, columns: str | None, options: "PlanOptions") -> bool
     return holds_preferences([data], columns=columns, host_limit_bytes=options.host_limit_bytes or GiB)
 
 
-def _pair_report(
-    folder: Path, data: str, options: "PlanOptions", *, reference: str | None, columns: str | None, max_tokens: str | None,
-    chat_template: str | None, max_rows: int | None,
-) -> dict[str, Any]:  # fmt: skip
+def _pair_report(task: "PairEvaluation", data: str, options: "PlanOptions", max_rows: int | None) -> dict[str, Any]:
     """Preference scores: the reference first, then the model."""
     from brimful.planning.target import find_target
     from brimful.tasks.generate import weights_dtype
-    from brimful.tasks.pair_scores import PairEvaluation
     from brimful.training.evaluate import choose
 
     with _store_folder() as temporary, progress("eval", every_s=5) as show_progress:
-        task = PairEvaluation(
-            folder, reference=reference, columns=columns, max_tokens=max_tokens, chat_template=chat_template
-        )
         task.host_limit_bytes = options.host_limit_bytes
         store = task.rows(task.prepare(data, temporary, show_progress, name="eval"))
         target = find_target(options)
@@ -189,7 +184,7 @@ def _pair_report(
         result = _run(
             task, store, target, loss=True, answers=True, max_rows=max_rows, seed=options.seed, progress=show_progress
         )
-    place = _place(str(folder), data, target, store, options.seed)
+    place = _place(str(task.folder), data, target, store, options.seed)
     return {**place, "output": None, **result, **task.facts(), "samples": []}
 
 

@@ -70,7 +70,7 @@ def export(
             facts |= {"kind": "adapter", "source": str(adapter), "base": None}
     facts["size_bytes"] = sum(file.stat().st_size for file in output.iterdir())
     facts["dtypes"] = (
-        [] if facts["kind"] == "adapter" else sorted({one.dtype for one in stored_tensors(output).values()})
+        [] if facts["kind"] == "adapter" else sorted({tensor.dtype for tensor in stored_tensors(output).values()})
     )
     saved = tr("Saved to {path}", path=output)
     show(f"{saved} ({show_bytes(facts['size_bytes'])})", facts, as_json=json)

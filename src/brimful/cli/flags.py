@@ -1,7 +1,7 @@
 """Flags made from the classes of options they set: one definition, with its types and the docstring under each field.
 
-An options class has real defaults; a flag must also know that it was *not* set, so that a recipe, a config file or the run
-that is resumed can decide. Hence a second class, made here, in which every field is None unless the user set the flag.
+An options class has real defaults. For flags it must also be known which ones were *not* set, so that a recipe, a config
+file or the resumed run can decide. Hence a second class, made here, in which every field is None unless the user set the flag.
 
 A task's own options become flags too. Which task it is must be known before the command line is parsed, so `task_flags`
 looks for it among the words: `brimful train mine.py:task rows.jsonl --depth 3`.
@@ -52,6 +52,9 @@ OTHER_FLAGS = {
     "sharding",
     "levers",
 }
+OPTIMIZER_STATE = ("optimizer", "lr", "weight_decay", "ema")
+"""Options of training that decide what the optimizer keeps in memory. `plan` and `estimate` have a flag for the first alone;
+the others come from a config file."""
 FILE_TASK = re.compile(r".+\.py:\w+")
 KNOWN_TASKS = (*BUILT_IN, *RENAMED)
 
@@ -61,7 +64,7 @@ KNOWN_TASKS = (*BUILT_IN, *RENAMED)
 
 def generic_names() -> list[str]:
     """The options that every task has."""
-    return [one.name for owner in TITLES.values() for one in option_fields(owner)]
+    return [option.name for owner in TITLES.values() for option in option_fields(owner)]
 
 
 def make_flags(
@@ -74,33 +77,38 @@ def make_flags(
     """A dataclass of flags for these options, by the title they have in the help. `types`, `helps` and `names` override."""
     flags: dict[str, Any] = {}
     for title, options in groups.items():
-        for one in options:
-            if one.name in flags:
-                raise TaskError(f"the task's option {one.name} is an option of Brimful itself. Try: another name.")
-            help_text = (helps or {}).get(one.name, one.help) + _default_text(one)
+        for option in options:
+            if option.name in flags:
+                raise TaskError(f"the task's option {option.name} is an option of Brimful itself. Try: another name.")
+            help_text = (helps or {}).get(option.name, option.help) + _default_text(option)
             parameter = Parameter(
                 help=help_text,
-                negative="" if one.default is False else None,
+                negative="" if option.default is False else None,
                 group=title,
-                name=(names or {}).get(one.name),
+                name=(names or {}).get(option.name),
             )
-            flags[one.name] = Annotated[(types or {}).get(one.name, one.type) | None, parameter]
+            flags[option.name] = Annotated[(types or {}).get(option.name, option.type) | None, parameter]
     attributes = [(f"{name}_" if keyword.iskeyword(name) else name, hint, None) for name, hint in flags.items()]
     flags_class = make_dataclass("Flags", attributes, frozen=True, kw_only=True)
     flags_class.__module__ = __name__  # cyclopts does not take apart a class of the module `types`
     return Parameter(name="*")(flags_class)
 
 
-def _default_text(one: OptionField) -> str:
-    if one.required:
+def _default_text(option: OptionField) -> str:
+    if option.required:
         return " [required]"
-    return "" if one.default is None or isinstance(one.default, bool) else f" [default: {one.default}]"
+    return "" if option.default is None or isinstance(option.default, bool) else f" [default: {option.default}]"
 
 
 def set_flags(flags: Any) -> dict[str, Any]:
     """The flags that the user set, by the option's name."""
-    values = {one.name.rstrip("_"): getattr(flags, one.name) for one in fields(flags)}
+    values = {field.name.rstrip("_"): getattr(flags, field.name) for field in fields(flags)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def optimizer_flag() -> OptionField:
+    """For `plan` and `estimate`: the state of the optimizer takes memory."""
+    return next(option for option in option_fields(TrainOptions) if option.name == "optimizer")
 
 
 def task_flags(tokens: Sequence[str]) -> tuple[OptionField, ...]:
@@ -122,7 +130,7 @@ def task_flags(tokens: Sequence[str]) -> tuple[OptionField, ...]:
 
 
 def _language_flags() -> set[str]:
-    return {one.name.replace("_", "-") for one in task_option_fields("sft")}
+    return {option.name.replace("_", "-") for option in task_option_fields("sft")}
 
 
 def task_place(words: Sequence[str], without: Container[int] = ()) -> int | None:
@@ -170,6 +178,11 @@ class UserOptions:
     def values(self) -> dict[str, Any]:
         return {**self.generic, **self.task}
 
+    @property
+    def optimizer(self) -> TrainOptions:
+        """What decides on the optimizer's memory."""
+        return TrainOptions(**{name: self.generic[name] for name in OPTIMIZER_STATE if name in self.generic})
+
 
 def collect(
     command: str, flags: Any, *, config: Path | None, recipe: str | None = None, task: Callable[[], str | None]
@@ -182,7 +195,7 @@ def collect(
         options = _table(content, command, source)
         if others := [name for name in options if name not in generic]:
             spec = task()
-            known = [] if spec is None else [one.name for one in task_option_fields(spec)]
+            known = [] if spec is None else [option.name for option in task_option_fields(spec)]
             _refuse_unknown([name for name in others if name not in known], [*generic, *known], source)
         values |= options
         origins |= dict.fromkeys(options, source.removeprefix("config=").replace("=", " "))
@@ -199,7 +212,7 @@ def collect(
 def _recipe(name: str | None) -> tuple[str, dict[str, Any]]:
     if name is None:
         return "", {}
-    files = {Path(one.name).stem: one for one in resources.files(RECIPES).iterdir() if one.name.endswith(".toml")}
+    files = {Path(file.name).stem: file for file in resources.files(RECIPES).iterdir() if file.name.endswith(".toml")}
     if name not in files:
         raise BadOption(
             f"recipe={name!r} is unknown. Try: {', '.join(sorted(files))}, or a file of yours with config=."

@@ -2,8 +2,8 @@
 Those of an earlier Brimful are here too.
 
 Users of those programs type `--per_device_train_batch_size 32 --gradient_accumulation_steps 2` from habit. Accepting it would
-be wrong, for a batch per device is no longer the user's to choose, and "unknown option" would be unkind. So each old name has an
-answer: the option it is now, with its value in the new form; or that it is not needed; or that there is nothing like it.
+be wrong, because the batch per device is chosen by the plan, and "unknown option" would not help. So each old name has an
+answer: the option that replaces it, with its value in the new form; or why it is not needed; or that it is not available.
 
 `corrections.py` uses this table, and `docs/from-huggingface.md` and `docs/from-chatlm.md` show it, Brimful's own names left out; a
 test keeps them equal.
@@ -12,6 +12,8 @@ test keeps them equal.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from brimful.languages import tr
 
 Source = Literal["ChatLM", "Transformers", "LLaMA-Factory", "launchers", "Brimful"]
 Verdict = Literal["now", "not needed", "not available"]
@@ -47,6 +49,8 @@ class OldName:
     """The option of `brimful data …`; None if it is none."""
     part: Literal["batch", "accumulation"] | None = None
     """A factor of the rows per optimizer step."""
+    also: Callable[[str], Mapping[str, str]] = lambda value: {}
+    """Further options, with their values, without which this value means something else here."""
 
     def for_data(self) -> "OldName":
         """What it is in `brimful data …`."""
@@ -55,9 +59,12 @@ class OldName:
 
     def sentence(self, shown: str, flag: str | None = None) -> str:
         """`--learning_rate is now --lr.`, for the name as the user wrote it. `flag` is the option as it is written there."""
-        if self.verdict == "now":
-            return f"{shown} is now {flag or self.flag}{', ' if self.note else ''}{self.note}."
-        return f"{shown} is {self.verdict}: {self.note}."
+        values = {"name": shown, "flag": flag or self.flag, "note": tr(self.note)}
+        if self.verdict == "not needed":
+            return tr("{name} is not needed: {note}.", **values)
+        if self.verdict == "not available":
+            return tr("{name} is not available: {note}.", **values)
+        return tr("{name} is now {flag}, {note}." if self.note else "{name} is now {flag}.", **values)
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------
@@ -127,6 +134,13 @@ SCHEDULES = words(
     cosine="cosine", linear="linear", constant="constant", constant_with_warmup="constant", warmup_stable_decay="wsd",
     cosine_with_min_lr="cosine",
 )  # fmt: skip
+
+
+def falls_to_zero(value: str) -> Mapping[str, str]:
+    """As these schedules do there; here the rate ends at a tenth of the peak by default."""
+    return {"--min-lr": "0"} if value.strip().lower() in ("cosine", "linear", "warmup_stable_decay") else {}
+
+
 PRECISIONS = words(bf16="bf16", fp16="fp16", no="fp32", fp32="fp32")
 LAYOUTS = words(**dict.fromkeys(TRUE, "packed"), **dict.fromkeys(FALSE, "padded"))
 
@@ -144,11 +158,12 @@ def _now(
     switch: bool = False,
     data: str | None = None,
     part: Literal["batch", "accumulation"] | None = None,
+    also: Callable[[str], Mapping[str, str]] = lambda value: {},
 ) -> Iterator[OldName]:
     for name in names.split():
         yield OldName(
             name=name, source=source, verdict="now", flag=flag, note=note, convert=convert, switch=switch, data_flag=data,
-            part=part,
+            part=part, also=also,
         )  # fmt: skip
 
 
@@ -183,8 +198,9 @@ EVENTS = "every step is in RUN/events.jsonl"
 
 def _entries() -> Iterator[OldName]:
     # Rows per step.
-    yield from _now("--micro-batch", "batch_size_per_gpu batch_size", CHATLM, CEILING, convert=whole, part="batch")
+    yield from _now("--micro-batch", "batch_size_per_gpu", CHATLM, CEILING, convert=whole, part="batch")
     yield from _now("--micro-batch", "per_device_train_batch_size per_gpu_train_batch_size", HF, CEILING, convert=whole, part="batch")  # fmt: skip
+    yield from _now("--micro-batch", "batch_size", LAUNCH, CEILING, convert=whole, part="batch")
     yield from _now("--global-batch", "gradient_accumulation_steps", HF, ROWS, part="accumulation")
     yield from _now("--global-batch", "accumulate_grad_batches", LAUNCH, ROWS, part="accumulation")
     yield from _needless("auto_find_batch_size", HF, "the micro-batch is always measured", switch=True)
@@ -235,7 +251,14 @@ def _entries() -> Iterator[OldName]:
     yield from _now("--lr", "learn_rate", CHATLM, "the peak; the old trainer's Adafactor ignored it")
     yield from _now("--optimizer", "optim", HF, convert=OPTIMIZERS)
     yield from _missing("optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon", HF, "a task of your own can return any optimizer")  # fmt: skip
-    yield from _now("--schedule", "lr_scheduler_type", HF, "--min-lr 0 falls to zero as there", convert=SCHEDULES)
+    yield from _now(
+        "--schedule",
+        "lr_scheduler_type",
+        HF,
+        "--min-lr 0 falls to zero as there",
+        convert=SCHEDULES,
+        also=falls_to_zero,
+    )
     yield from _missing("lr_scheduler_kwargs", HF, "--min-lr and --decay shape the schedule")
     yield from _missing("div_factor", CHATLM, "--lr is the peak, --warmup the way there, --min-lr the end")
     yield from _now("--warmup", "warmup_steps", HF, "steps, or a share such as 3%", convert=steps_or_share)
@@ -400,4 +423,4 @@ def _entries() -> Iterator[OldName]:
     yield from _needless("random_weights", BRIMFUL, "a preset of --model, such as chatlm-base, has new weights", switch=True)  # fmt: skip
 
 
-OLD_NAMES: Mapping[str, OldName] = {one.name: one for one in _entries()}
+OLD_NAMES: Mapping[str, OldName] = {old.name: old for old in _entries()}

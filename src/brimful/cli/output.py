@@ -3,8 +3,7 @@
 An error ends in one message and exit code 2, in the words of the shell: the library names arguments in its messages
 (`memory_limit='20GB'`), here they become flags (`--memory-limit 20GB`), or lines of the file they come from
 (`memory_limit = "20GB" in my.toml`). The error's code stands before it, in Chinese also what the code means and where it is
-explained. With --traceback, or BRIMFUL_TRACEBACK=1, the traceback comes first, which helps with a
-bug in a task of one's own.
+explained. With --traceback, or BRIMFUL_TRACEBACK=1, the traceback comes first, which helps to find a bug in your own task.
 """
 
 import json
@@ -28,7 +27,7 @@ _ARGUMENT = re.compile(
     r"(?<![\w.=,('\"/-])(?P<name>[a-z][a-z0-9_]*)=(?:'([^']*)'|\"([^\"]*)\"|\((?P<numbers>[\d, ]*)\)|([^\s,;:()'\"，；：（）。]*[^\s,;:()'\".，；：（）。])?)",
     re.ASCII,
 )
-"""`name=` with nothing, a quoted text, a tuple of numbers or a word behind it; but not in the name of an encoder, which shows
+"""`name=`, alone or followed by a quoted text, a tuple of numbers or a word; but not in the name of an encoder, which shows
 its options: `ecfp bits=1024`."""
 _COUNT = re.compile(r"[\d,]+ of [\d,]+")
 COUNT_S = 10.0
@@ -56,7 +55,7 @@ def progress(title: str, *, every_s: float = 0) -> Iterator[Callable[[str], None
         last, counted, held = -every_s, dict[str, float](), ""
 
         def write(phrase: str) -> None:
-            print(f"{translate(title)}: {translate(phrase)}", file=sys.stderr, flush=True)
+            print(f"{translate(title)}{tr(': ')}{translate(phrase)}", file=sys.stderr, flush=True)
 
         def line(phrase: str) -> None:
             nonlocal last, held
@@ -153,7 +152,7 @@ def error_line(message: str, code: str | None, quoted: str = "") -> str:
         return tr("brimful: error: {message}", message=message)
     if language() == "en":
         return f"brimful: error {code}: {message}"
-    message += " " * (not message.endswith("。"))
+    message += "\n" * (not message.endswith("。"))  # a command is copied without what follows
     return tr(
         "brimful: error {code} ({meaning}): {message}See {page}",
         code=code, meaning=tr(code), message=message, page=f"docs/zh/errors.md#{code.lower()}",

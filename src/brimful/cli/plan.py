@@ -10,23 +10,19 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import TASK_TITLE, collect, make_flags
+from brimful.cli.flags import TASK_TITLE, collect, make_flags, optimizer_flag
 from brimful.cli.output import naming_files, prefer_growing_segments, progress, show, with_flags
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
 from brimful.tasks.option_fields import OptionField, option_fields
-from brimful.training.options import TrainOptions
 from brimful.training.run import pick
-
-STATE = ("optimizer", "lr", "weight_decay", "ema")
-"""Options of training that decide what the optimizer keeps; all but the first come from a config file."""
 
 
 def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]:
     """The command, with flags for the options of one task."""
-    optimizer = [one for one in option_fields(TrainOptions) if one.name == "optimizer"]  # its state takes memory
     flags_type = make_flags(
-        {"Memory and speed": [*option_fields(PlanOptions), *optimizer], TASK_TITLE: task_fields}, types={"lengths": str}
+        {"Memory and speed": [*option_fields(PlanOptions), optimizer_flag()], TASK_TITLE: task_fields},
+        types={"lengths": str},
     )
 
     def plan(
@@ -60,7 +56,7 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         options = collect("plan", flags, config=config, task=lambda: task)
         with naming_files(options.origins, options.values):
             PlanOptions(**pick(options.generic, PlanOptions))  # mistakes come before the task's own imports
-            train_options = TrainOptions(**{name: options.generic[name] for name in STATE if name in options.generic})
+            train_options = options.optimizer
             check_request_options(task, options.task, None)
         prefer_growing_segments()
         from brimful.planning.planner import plan as make_plan

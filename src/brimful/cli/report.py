@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from brimful.cli.output import with_flags
 from brimful.errors import BadOption, BadRun
 from brimful.files import write_atomic
 from brimful.languages import tr
@@ -55,7 +56,7 @@ def report(
         return
     from brimful.report.page.report import Report
 
-    made = Report(records)
+    made = Report(records, wording=with_flags)
     text = {"html": made.html, "md": made.markdown, "json": lambda: made.json() + "\n"}[format]()
     if output is None and format != "html":
         sys.stdout.write(text)
@@ -72,7 +73,7 @@ def report(
 def _serve(records: "list[RunRecord]", port: int) -> None:
     from brimful.report.page.live import LivePage, LiveServer
 
-    with LiveServer(LivePage(records), port=port) as server:
+    with LiveServer(LivePage(records, wording=with_flags), port=port) as server:
         print(server.url, flush=True)
         print(tr("Open this address in a browser. Ctrl-C ends it."), file=sys.stderr, flush=True)
         if os.environ.get("SSH_CONNECTION"):

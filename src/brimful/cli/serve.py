@@ -71,7 +71,7 @@ def serve(
     grace
         Seconds to finish requests after SIGTERM.
     log_requests
-        Print what is asked and answered. Without it no content is logged.
+        Print requests and answers. Without it no content is logged.
     device
         cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
     memory_limit

@@ -166,7 +166,7 @@ def build_request(
 
 
 def _without_planned(options: UserOptions) -> UserOptions:
-    """`--plan` is a flag, so it wins over files: what they set of the plan's decisions is dropped, in sight."""
+    """`--plan` is a flag, so it wins over files: options in a file that the plan has decided are dropped, with a note."""
     dropped = {name: origin for name, origin in options.origins.items() if name in PLANNED}
     for origin in dict.fromkeys(dropped.values()):
         names = ", ".join(name for name in dropped if dropped[name] == origin)
@@ -199,7 +199,7 @@ def _request_before(folder: RunFolder, task: str | None, data: str | None) -> Re
 
 def _with_absolute_paths(options: UserOptions, spec: str) -> dict[str, Any]:
     """The task's options, with paths that hold in any working directory."""
-    paths = {one.name for one in task_option_fields(spec) if one.path}
+    paths = {option.name for option in task_option_fields(spec) if option.path}
     return {name: absolute(str(value)) if name in paths else value for name, value in options.task.items()}
 
 

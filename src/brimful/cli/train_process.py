@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def run_request(request: Request) -> None:
-    """Train as requested, in this process; or print the plan with which it would."""
+    """Train as requested, in this process; for a dry run print the plan."""
     from brimful.report.progress import Progress
     from brimful.tasks.load import load_task
     from brimful.training.run_log import RunLog

@@ -25,6 +25,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from brimful.cli.output import with_flags
 from brimful.errors import BadOption
 from brimful.languages import set_language, tr
 from brimful.report.watch.run_snapshot import Snapshot
@@ -92,7 +93,7 @@ def _live(watcher: Watcher, screen: "FullScreen", glyphs: Glyphs, every: float) 
     due = time.monotonic() + every
     while True:
         footer = f"{tr('q quit')}  {tr('p go on')}  {tr('PAUSED')}" if paused else f"{tr('q quit')}  {tr('p pause')}"
-        screen.draw(partial(frame, snapshot, glyphs=glyphs, footer=footer))
+        screen.draw(partial(frame, snapshot, glyphs=glyphs, footer=footer, wording=with_flags))
         key = screen.wait(PAUSE_S if paused else max(0.0, due - time.monotonic()))
         if key == "q":
             return
@@ -104,7 +105,7 @@ def _live(watcher: Watcher, screen: "FullScreen", glyphs: Glyphs, every: float) 
 
 def _print(snapshot: Snapshot, console: Console, glyphs: Glyphs) -> None:
     width, height = shutil.get_terminal_size(PRINTED_SIZE)
-    lines = _ansi(frame(snapshot, width, height - 1, glyphs=glyphs), console)
+    lines = _ansi(frame(snapshot, width, height - 1, glyphs=glyphs, wording=with_flags), console)
     encoding = sys.stdout.encoding or "ascii"
     print("\n".join(line.rstrip() for line in lines).encode(encoding, "replace").decode(encoding), flush=True)
 
@@ -128,7 +129,7 @@ def _has(encoding: str, text: str) -> bool:
 
 
 def _ansi(lines: Sequence[Text], like: Console) -> list[str]:
-    """With the colours that this console has; none with NO_COLOR or in a file."""
+    """The lines with the colours that this console has; none with NO_COLOR or in a file."""
     system: Any = like.color_system
     console = Console(
         file=io.StringIO(), force_terminal=like.is_terminal, color_system=system, no_color=like.no_color, width=1000,

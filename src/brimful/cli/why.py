@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from brimful.cli.output import show
+from brimful.cli.output import show, with_flags
 from brimful.errors import BadData, BadOption
 
 
@@ -25,10 +25,10 @@ def why(
     json
         Print one JSON object, `{"diagnoses": […]}`.
     """
-    from brimful.report.run_record import newest_run_folder
+    from brimful.report.run_record import RunRecord, newest_run_folder
     from brimful.report.why.diagnosis import diagnoses_view
     from brimful.report.why.log_reader import diagnose, diagnose_stream
-    from brimful.report.why.run_checks import diagnose_run
+    from brimful.report.why.run_checks import NOTHING_WRONG, diagnose_run
 
     if more:
         raise BadOption(f"brimful why reads one log or run, not {1 + len(more)}. Try: one command for each of them.")
@@ -42,5 +42,9 @@ def why(
             raise BadOption(f"brimful why has no option {path}. Try: brimful why --help.")
         if not path.exists():
             raise BadData(f"{path} does not exist. Try: a log, or a folder that `brimful train` wrote.")
-        diagnoses = diagnose_run(path) if path.is_dir() else [diagnose(path)]
-    show(diagnoses_view(diagnoses), {"diagnoses": [one.to_json() for one in diagnoses]}, as_json=json)
+        diagnoses = diagnose_run(RunRecord(path)) or [NOTHING_WRONG] if path.is_dir() else [diagnose(path)]
+    show(
+        diagnoses_view(diagnoses, wording=with_flags),
+        {"diagnoses": [diagnosis.to_json() for diagnosis in diagnoses]},
+        as_json=json,
+    )

@@ -1,7 +1,8 @@
 """Two or more runs side by side: `compare_runs` for `brimful compare`. The first is what the others are compared with.
 
-A verdict is only as sure as its figures. **Speed** is rows/s over the steps that both have, after the first few; two runs are `as
-fast` unless they differ by more than three standard errors and by 2 %, which is what a plan calls equal too. **Loss** at equal steps is
+A verdict is only as sure as its figures. **Speed** is rows/s over the steps that all have, after the first few, and so is the speed
+in the table; two runs are `as fast` unless they differ by more than three standard errors and by 2 %, which is what a plan calls
+equal too. **Loss** at equal steps is
 the mean of step-by-step differences, because two runs of one seed see the same rows: the noise that they share does not count. **Equal
 to the bit** means every recorded loss of the steps that both have.
 
@@ -72,9 +73,15 @@ class Pair:
     """A run against the first one."""
 
     def __init__(
-        self, first: Side, side: Side, found: Sequence[Difference], points: Sequence[LossPoint], index: int
+        self,
+        first: Side,
+        side: Side,
+        found: Sequence[Difference],
+        points: Sequence[LossPoint],
+        index: int,
+        rates: tuple[Typical | None, Typical | None],
     ) -> None:
-        self.first, self.side, self._points, self._index = first, side, points, index
+        self.first, self.side, self._points, self._index, self.rates = first, side, points, index, rates
         self.differences = [one for one in found if _differs(one, index)]
 
     @property
@@ -124,15 +131,6 @@ class Pair:
             abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and (a or b)
         ]
         return max(known, default=None)
-
-    @cached_property
-    def rates(self) -> tuple[Typical | None, Typical | None]:
-        """Rows/s of both over the steps that both have, or over all if these are too few."""
-        last = min(self.first.run.last_step, self.side.run.last_step)
-        common = [RunFigures(one.run.record, plan=one.run.plan, request=one.run.request, up_to_step=last).rows_per_s for one in (self.first, self.side)]  # fmt: skip
-        if self.common_steps and all(rate is not None and rate.count >= 20 for rate in common):
-            return common[0], common[1]
-        return self.first.run.rows_per_s, self.side.run.rows_per_s
 
     @property
     def speed_ratio(self) -> float | None:
@@ -271,10 +269,31 @@ class Comparison:
         runs = [side.run for side in self.sides]
         self.differences = differences(runs)
         self.points = loss_points(runs)
+        self.timed = _timed(runs)
+        """Of each side, the steps that its speed is taken from."""
+        rates = [run.rows_per_s for run in self.timed]
         self.pairs = [
-            Pair(self.sides[0], side, self.differences, self.points, index)
+            Pair(self.sides[0], side, self.differences, self.points, index, (rates[0], rates[index]))
             for index, side in enumerate(self.sides[1:], 1)
         ]
+
+    @property
+    def timed_up_to(self) -> int | None:
+        """The step up to which speeds are compared; None if it is those of all steps."""
+        last = {run.last_step for run in self.timed}
+        all_steps = all(run.last_step == side.run.last_step for run, side in zip(self.timed, self.sides, strict=True))
+        return None if all_steps else max(last)
+
+    @property
+    def peaks_flops(self) -> list[float]:
+        """What each run measured its device to do, which its MFU is a share of, if these are not the same; else empty."""
+        peaks = [peak for side in self.sides if (peak := side.run.peak_flops)]
+        return peaks if len(peaks) == len(self.sides) and max(peaks) > (1 + AS_FAST) * min(peaks) else []
+
+    @cached_property
+    def figures(self) -> list[dict[str, Any]]:
+        """What each side did, for `--json` and for the table: its speed over the steps that are compared."""
+        return [figures_of(side.run, timed) for side, timed in zip(self.sides, self.timed, strict=True)]
 
     @property
     def one_run(self) -> bool:
@@ -319,7 +338,8 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         content = {
             "verdict": self.verdict,
-            "runs": [{"label": side.label, "run": side.title, **figures_of(side.run)} for side in self.sides],
+            "runs": [{"label": side.label, "run": side.title, **figures} for side, figures in zip(self.sides, self.figures, strict=True)],
+            "speed_up_to_step": self.timed_up_to,
             "against_first": [pair.to_json() for pair in self.pairs],
             "differences": [one.to_json() for one in self.differences],
             "loss": [{"by": one.by, "at": one.at, "losses": one.losses, "mean_of_steps": one.steps} for one in self.points],
@@ -347,6 +367,15 @@ def compare_runs(paths: Sequence[Path | str]) -> Comparison:
     )
 
 
+def _timed(runs: Sequence[RunFigures]) -> list[RunFigures]:
+    """The steps that all have, or all steps if those are too few."""
+    last = min(run.last_step for run in runs)
+    common = [RunFigures(run.record, plan=run.plan, request=run.request, up_to_step=last) for run in runs]
+    rates = [run.rows_per_s for run in common]
+    same_steps = set.intersection(*({*run.losses} for run in runs))
+    return common if same_steps and all(rate is not None and rate.count >= 20 for rate in rates) else [*runs]
+
+
 def _parts(record: RunRecord) -> list[Side]:
     """What one run trained between two starts."""
     starts: list[dict[str, Any]] = []
@@ -363,7 +392,7 @@ def _parts(record: RunRecord) -> list[Side]:
             reasons = [*starts[-1]["reasons"]] if starts else []
             if event.get("experiment") == "other" and isinstance(event.get("experiment_reasons"), list):
                 reasons += map(str, event["experiment_reasons"])
-            starts.append({"plan": event, "request": request, "after": 0, "reasons": reasons})
+            starts.append({"plan": event, "request": request, "after": 0, "reasons": list(dict.fromkeys(reasons))})
         elif event["event"] == "resume" and starts and event.get("step") is not None:
             starts[-1]["after"] = event["step"]
     ends = [*(start["after"] for start in starts[1:]), None]
@@ -399,7 +428,8 @@ def _reason(difference: Difference, index: int) -> Sentence:
         old, new = map(str, values)
     if difference.name == "global_batch":
         return say("{old} → {new} rows a step", old=old, new=new)
-    return say("{name} {old} → {new}", name=Sentence(difference.name.replace("_", " ")), old=old, new=new)
+    name = difference.name.replace("_", " ")
+    return say("{name} {old} → {new}", name=Sentence(name), old=Sentence(old), new=Sentence(new))
 
 
 def rows_sentence(changes: Sequence[Sequence[int]]) -> list[Sentence]:
@@ -421,18 +451,19 @@ def peak_bytes(run: RunFigures) -> int | None:
     return run.highest("reserved_bytes") or run.highest("peak_bytes")
 
 
-def figures_of(run: RunFigures) -> dict[str, Any]:
-    """What a run did, for `--json` and for the table."""
+def figures_of(run: RunFigures, timed: RunFigures | None = None) -> dict[str, Any]:
+    """What a run did. `timed`: the steps that its speed is taken from, if not all of them."""
+    timed = timed or run
     evaluations = [event for event in run.events("eval") if event["step"]]
     losses = [loss for event in evaluations if (loss := number(event, "loss")) is not None and math.isfinite(loss)]
-    step_s, rows_per_s, shares = run.step_s, run.rows_per_s, run.time_shares
+    step_s, rows_per_s, shares = timed.step_s, timed.rows_per_s, timed.time_shares
     return {
         "state": run.record.state, "steps": run.updates, "steps_in_all": run.steps_in_all, "rows_per_step": run.usual_rows,
         "row_changes": [list(one) for one in run.row_changes] or None,
         "step_s": None if step_s is None else step_s.value, "step_s_error": None if step_s is None else step_s.error,
         "rows_per_s": None if rows_per_s is None else rows_per_s.value, "rows_per_s_error": None if rows_per_s is None else rows_per_s.error,
-        "epoch_s": run.epoch_s, "data_share": shares.get("data_s"), "padding": run.mean("padding"), "mfu": run.mean("mfu"),
-        "peak_bytes": run.highest("peak_bytes"), "reserved_bytes": run.highest("reserved_bytes"), "limit_bytes": run.limit_bytes,
+        "epoch_s": timed.epoch_s, "data_share": shares.get("data_s"), "padding": timed.mean("padding"), "mfu": timed.mean("mfu"),
+        "peak_flops": run.peak_flops, "peak_bytes": run.highest("peak_bytes"), "reserved_bytes": run.highest("reserved_bytes"), "limit_bytes": run.limit_bytes,
         "host_bytes": run.host_bytes, "ooms": run.ooms, "evaluations": len(evaluations), "best_eval_loss": min(losses, default=None),
         "last_eval_loss": losses[-1] if losses else None, "scores": _scores(evaluations),
     }  # fmt: skip

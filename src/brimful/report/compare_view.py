@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from brimful.languages import language, say, tr, translate
-from brimful.report.compare import Comparison, Side, figures_of, rows_sentence, show_ratio
+from brimful.languages import say, tr, translate
+from brimful.report.compare import Comparison, Side, rows_sentence, show_ratio
 from brimful.report.run_settings import Difference, LossPoint, Setting, show_setting
 from brimful.report.wrapped_text import WrappedText
 from brimful.units import show_bytes, show_rate, show_seconds, zone
@@ -27,12 +27,17 @@ NONE = "–"
 def comparison_view(comparison: Comparison) -> RenderableType:
     """All of it, the verdict first."""
     parts: list[RenderableType] = [*_verdict(comparison), Text(), _legend(comparison), Text(), *_settings(comparison)]
-    parts += [_heading(tr("What they did")), _figures(comparison), *_averaging(comparison)]
+    parts += [_heading(tr("What they did")), _figures(comparison), *_footnotes(comparison)]
     return Group(*parts)
 
 
-def _averaging(comparison: Comparison) -> Iterator[Text]:
-    """What a loss of the table is the mean of."""
+def _footnotes(comparison: Comparison) -> Iterator[Text]:
+    """Which steps the figures of the table are taken from, and what they are shares of."""
+    if comparison.timed_up_to is not None:
+        yield Text(tr("speed, waiting, padding and MFU are those of the steps up to {step:,}, which all have", step=comparison.timed_up_to), style="dim")  # fmt: skip
+    if comparison.peaks_flops and any(one["mfu"] is not None for one in comparison.figures):
+        peaks = tr(", ").join(f"{peak / 1e12:.3g}" for peak in comparison.peaks_flops)
+        yield WrappedText(tr("MFU is a share of the peak that each run measured when it began, {peaks} TFLOP/s, so it cannot be compared", peaks=peaks), style="dim")  # fmt: skip
     counts = sorted({count for point in comparison.points for count in point.steps})
     if counts and counts[-1] > 1:
         several = tr("{least:,} to {most:,}", least=counts[0], most=counts[-1])
@@ -42,7 +47,7 @@ def _averaging(comparison: Comparison) -> Iterator[Text]:
 
 def _verdict(comparison: Comparison) -> Iterator[Text]:
     for pair in comparison.pairs:
-        text = ("；" if language() == "zh" else "; ").join(one.shown() for one in pair.verdict)
+        text = tr("; ").join(one.shown() for one in pair.verdict)
         label = "" if len(comparison.pairs) == 1 else f"{pair.side.label}  "
         yield WrappedText.assemble(
             label, (text[:1].upper() + text[1:], "bold yellow" if pair.is_other else "bold green")
@@ -59,14 +64,14 @@ def _legend(comparison: Comparison) -> Table:
         facts += [translate(str(run.plan["device_name"]))] if run.plan.get("device_name") else []
         facts.append(tr("{done} of {steps} steps", done=f"{run.last_step:,}", steps=f"{run.steps_in_all or 0:,}") if run.steps else tr("no steps yet"))  # fmt: skip
         facts += [] if comparison.one_run else [tr(run.record.state_label)]
-        grid.add_row(side.label, Text.assemble(*_title(side), ("  " + ", ".join(facts), "dim")))
+        grid.add_row(side.label, Text.assemble(*_title(side), ("  " + tr(", ").join(facts), "dim")))
     return grid
 
 
 def _title(side: Side) -> Iterator[str]:
     yield str(side.run.record.root)
     if side.part is not None:
-        yield f", {side.part.shown()}"
+        yield f"{tr(', ')}{side.part.shown()}"
 
 
 def _heading(text: str) -> Text:
@@ -121,7 +126,7 @@ def _value(name: str, setting: Setting | None, *, short: bool) -> str:
         return NONE
     shown = Path(setting.effective).name if short else translate(show_setting(name, setting.effective))
     if setting.requested is not None and str(setting.requested) != str(setting.effective):
-        return f"{shown} ({tr('asked: {value}', value=show_setting(name, setting.requested))})"
+        return tr("{shown} (asked: {value})", shown=shown, value=show_setting(name, setting.requested))
     return shown
 
 
@@ -132,9 +137,11 @@ def _figures(comparison: Comparison) -> Table:
     """A line for each figure that some run has."""
     two = len(comparison.sides) == 2
     table = _table(comparison, change=two)
-    figures = [figures_of(side.run) for side in comparison.sides]
+    figures = comparison.figures
     for name, key, show, change in _LINES:
         values = [one.get(key) for one in figures]
+        if key == "mfu" and comparison.peaks_flops:
+            change = _unknown
         if any(value is not None for value in values):
             _row(
                 table,
@@ -174,7 +181,8 @@ def _less(one: float, two: float) -> str:
 
 def _points(one: float, two: float) -> str:
     """Of shares, in percentage points."""
-    return "=" if abs(two - one) < 0.005 else f"{'+' if two > one else '−'}{100 * abs(two - one):.0f} pp"
+    sign = "+" if two > one else "−"
+    return "=" if abs(two - one) < 0.005 else tr("{sign}{share} pp", sign=sign, share=f"{100 * abs(two - one):.0f}")
 
 
 def _plus(one: float, two: float) -> str:
@@ -183,6 +191,10 @@ def _plus(one: float, two: float) -> str:
 
 def _nothing(one: Any, two: Any) -> str:
     return "=" if one == two else ""
+
+
+def _unknown(one: Any, two: Any) -> str:
+    return ""
 
 
 def _same_rows(one: list[list[int]], two: list[list[int]]) -> str:
@@ -197,7 +209,7 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any, Any], str]], 
     ("rows/s", "rows_per_s", show_rate, _times),
     ("an epoch takes", "epoch_s", show_seconds, _times),
     ("waiting for rows", "data_share", lambda value: f"{value:.1%}", _points),
-    ("padding", "padding", lambda value: f"{value:.0%}", _points),
+    ("padding", "padding", lambda value: f"{value:.1%}", _points),
     ("MFU", "mfu", lambda value: f"{value:.1%}", _points),
 )
 

@@ -59,7 +59,7 @@ def rows_table(report: "RowsReport") -> RenderableType:
     speed = f"{show_seconds(report.seconds)}, {show_rate(report.rows_in / max(report.seconds, 1e-9))} rows/s"
     used = report.rows_in - sum(report.dropped.values())
     found_by = f"; replies found by: {report.method}" if report.method else ""
-    limit, kind = "+".join(f"{one:,}" for one in report.max_tokens), "rows" if report.method else "texts"
+    limit, kind = "+".join(f"{one:,}" for one in report.max_tokens), "row" if report.method else "text"
     parts: list[RenderableType] = [
         Text.assemble(
             f"{_one_line(files)}: ", (translate(f"{used:,} of {report.rows_in:,} rows"), f"bold {color}"),
@@ -75,19 +75,22 @@ def rows_table(report: "RowsReport") -> RenderableType:
         share = report.trained_tokens / max(1, report.tokens)
         trained = translate(f"{report.tokens:,} in {report.rows_out:,} rows, of which {share:.0%} are trained on")
         table.add_row(tr("tokens"), trained)
-        lengths = ", ".join(f"{tr(name)} {value:,.0f}" for name, value in report.lengths.items())
-        table.add_row(tr("lengths"), tr("{lengths} tokens", lengths=lengths))
-        lost = f"{report.truncated:,} {kind} are longer than {limit} tokens and lose {report.lost_tokens:,}"
+        lengths = tr(", ").join(f"{tr(name)} {value:,.0f}" for name, value in report.lengths.items())
+        table.add_row(tr("lengths"), tr("{lengths}, in tokens", lengths=lengths))
+        few = report.truncated == 1
+        lost = f"{report.truncated:,} {kind}{' is' if few else 's are'} longer than {limit} tokens and {'loses' if few else 'lose'} {report.lost_tokens:,}"
         none = f"no row that is kept is longer than {limit} tokens"
         table.add_row(tr("truncated"), translate(lost if report.truncated else none))
+    if report.first_repeated:
+        what = translate(f"{show_count(report.repeated, 'row')} like an earlier one, which are trained on again")
+        table.add_row(tr("repeated"), f"{what}: {report.first_repeated.file}, line {report.first_repeated.line}")
     if (packing := report.packing) is not None:
         padded = f"padded {packing.sorted:.0%} with rows of similar length, {packing.unsorted:.0%} as they come"
         full = f"{packing.packed:.0%} full in sequences of {packing.tokens:,} tokens; {padded} (predicted)"
         table.add_row(tr("packing"), translate(full))
     for reason, count in report.dropped.items():
-        first = report.problems.get(reason)
-        what = translate(f"{count:,} rows, {reason.replace('_', ' ')}")
-        table.add_row(tr("dropped"), f"{what}{f': {first}' if first else ''}")
+        what = translate(f"{show_count(count, 'row')}, {reason.replace('_', ' ')}")
+        table.add_row(tr("dropped"), f"{what}: {_first_problems(report.problems[reason])}")
     return Group(*parts, table)
 
 
@@ -161,19 +164,22 @@ def tokenize_table(report: "TokenizeReport") -> RenderableType:
 def rejects_table(report: "RejectsReport") -> RenderableType:
     """The rows with why others were dropped, ten pairs, the cost."""
     rows = _rows_table()
-    rows.add_row(Text("in", style="bold"), Text(f"{report.rows_in:,}", style="bold"), "", "")
+    rows.add_row(Text(tr("in"), style="bold"), Text(f"{report.rows_in:,}", style="bold"), "", "")
     if report.not_chosen:
         share = _share(report.not_chosen, report.rows_in)
         rows.add_row(
-            Text("  not chosen", style="dim"), f"−{report.not_chosen:,}", share, Text("beyond --rows", style="dim")
+            Text(f"  {tr('not chosen')}", style="dim"),
+            f"−{report.not_chosen:,}",
+            share,
+            Text(tr("beyond --rows"), style="dim"),
         )
     for reason, count in report.dropped.items():
         if count:
             first = Text(_one_line(report.first_dropped[reason]), style="dim")
-            cells = (f"  {reason.replace('_', '-')}", f"−{count:,}", _share(count, report.rows_in))
+            cells = (f"  {_reason_name(reason)}", f"−{count:,}", _share(count, report.rows_in))
             rows.add_row(*[Text(cell, style=_WARN) for cell in cells], first)
     out = Text(f"{report.rows_out:,}", style="bold green")
-    rows.add_row(Text("out", style="bold"), out, _share(report.rows_out, report.rows_in), "")
+    rows.add_row(Text(tr("out"), style="bold"), out, _share(report.rows_out, report.rows_in), "")
     pairs = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True, header_style="bold")
     for name in ("prompt", "chosen", "rejected"):
         pairs.add_column(name, ratio=1, no_wrap=True)
@@ -195,18 +201,20 @@ def rejects_table(report: "RejectsReport") -> RenderableType:
         else f" in {report.forward['batches']:,} batch{'es' * (report.forward['batches'] != 1)}"
     )
     return Group(
-        Text(f"columns: {_one_line(report.layout_reason)}; written as {report.form}", style="dim"),
+        Text(translate(f"columns: {_one_line(report.layout_reason)}; written as {report.form}"), style="dim"),
         Text(),
         rows,
         Text(),
         pairs,
         Text(),
         Text(
-            f"{report.answers:,} answers{batches}, {show_seconds(report.seconds)}, {show_rate(report.answers_per_s)} answers/s; "
-            f"peak memory {peak}{show_bytes(report.host_peak_bytes)} on the host, measured"
+            translate(
+                f"{report.answers:,} answers{batches}, {show_seconds(report.seconds)} in all, {show_rate(report.answers_per_s)} answers/s while answering; "
+                f"peak memory {peak}{show_bytes(report.host_peak_bytes)} on the host, measured"
+            )
         ),
-        *(Text(f"note: {note}", style=_WARN) for note in notes),
-        Text(f"Saved to {report.output}"),
+        *(Text(translate(f"note: {note}"), style=_WARN) for note in notes),
+        Text(tr("Saved to {path}", path=report.output)),
     )
 
 
@@ -268,17 +276,15 @@ def _reason_name(reason: str) -> str:
 
 
 def _first_problems(problems: tuple[RowProblem, ...]) -> str:
-    """The first problem in full, and the lines of the others."""
+    """The first problem in full, and of the others what differs."""
     if not problems:
         return ""
     first, *others = problems
-    lines = [
-        tr("line {line}", line=one.line)
-        if one.file == first.file
-        else f"{_one_line(one.file)}, {tr('line {line}', line=one.line)}"
-        for one in others
-    ]
-    return "; ".join([translate(_one_line(str(first))), *lines])
+    texts = [translate(_one_line(str(first)))]
+    for one in others:
+        place = f"line {one.line}" if one.file == first.file else f"{_one_line(one.file)}, line {one.line}"
+        texts.append(translate(place if one.message == first.message else f"{place}: {_one_line(one.message)}"))
+    return "; ".join(texts)
 
 
 def _clean_rows(report: "CleanReport") -> Table:

@@ -7,8 +7,8 @@ because a machine that is slow for a minute is slow for all steps of that minute
 A run may be half written or from another version. Whatever is missing or is no number is None here, never an error.
 """
 
+import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +37,8 @@ PARTS = 10
 MOST = 2**60
 """No count and no bytes are above this."""
 TIMES = ("compute_s", "data_s", "communication_s", "other_s")
+BEFORE_BEGIN = ("flops", "note", "end")
+"""Events that may stand before the `begin` of the process that wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,7 @@ def objects(value: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 def finite(value: Mapping[str, Any], name: str) -> float | None:
     """A number that is neither infinite nor NaN; None for anything else."""
-    try:
-        found = number(value, name)
-    except OverflowError:  # an integer of hundreds of digits
-        return None
+    found = number(value, name)
     return found if found is not None and math.isfinite(found) else None
 
 
@@ -130,17 +129,23 @@ def seconds_at(event: Mapping[str, Any]) -> float | None:
     return None
 
 
-def sessions_of(record: RunRecord, until: float | None = None) -> list[tuple[float, float]]:
-    """From when to when the run was at work, in seconds since 1970. A session ends with the last event before the next one begins.
+def sessions_of(record: RunRecord) -> list[tuple[float, float]]:
+    """From when to when the run was at work, in seconds since 1970: from each `begin` to its `end`, or to the last event of one killed.
 
-    `until`: when the last one ends, if not with its last event.
+    A process that prepares to continue the run writes events before its own `begin`, even an `end` if it fails. The pause before them
+    is no work.
     """
-    events = (*record.events, *record.steps, *record.samples)
-    seen = sorted(at for event in events if (at := seconds_at(event)) is not None)
-    starts = sorted(at for event in record.of_kind("begin") if (at := seconds_at(event)) is not None) or seen[:1]
-    ends = [seen[max(0, bisect_left(seen, start) - 1)] for start in starts[1:]]
-    ends += [seen[-1] if until is None else until] if starts else []
-    return [(start, max(start, end)) for start, end in zip(starts, ends, strict=True)]
+    events = [(at, event) for event in (*record.events, *record.steps, *record.samples) if (at := seconds_at(event)) is not None]  # fmt: skip
+    begins = [at for at, event in events if event["event"] == "begin"]
+    starts = sorted(begins) or sorted(at for at, _ in events)[:1]
+    sessions = []
+    for start, following in itertools.pairwise([*starts, math.inf]):
+        own = [(at, event) for at, event in events if start <= at < following]
+        reached = max((event.get("step") or 0 for _, event in own if event["event"] in ("step", "sample")), default=0)
+        ends = [at for at, event in own if event["event"] == "end" and (event.get("step") or 0) >= reached]
+        work = [at for at, event in own if event["event"] not in BEFORE_BEGIN]
+        sessions.append((start, min(ends) if ends else max(work, default=start)))
+    return sessions
 
 
 def step_seconds(step: Mapping[str, Any]) -> float | None:
@@ -242,6 +247,13 @@ class RunFigures:
     @property
     def on_gpu(self) -> bool:
         return not str(self.plan.get("device", "cpu")).startswith("cpu")
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of the device as measured before the first of these steps: MFU is a share of it."""
+        first = seconds_at(self.steps[0]) if self.steps else None
+        before = [one for one in self.record.of_kind("flops") if first is None or (seconds_at(one) or 0.0) <= first]
+        return finite(before[-1], "peak_flops") if before else None
 
     @property
     def last_step(self) -> int:

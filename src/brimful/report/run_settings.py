@@ -188,16 +188,18 @@ def show_setting(name: str, value: Any) -> str:
     return str(value)
 
 
-def train_command(run: RunFigures) -> str:
-    """The command that trains as this run did, with the plan it has now."""
+def train_command(run: RunFigures, flags: str = "") -> str:
+    """The command that trains as this run did, with the plan it has now; with other `flags` it makes a plan for them."""
+    changed = shlex.split(flags)
     words = ["brimful", "train", str(run.request.get("task") or run.plan.get("task") or "TASK")]
     words += [str(run.request["data"])] if run.request.get("data") else []
-    plan = plan_file(run)
+    plan = None if changed else plan_file(run)
     words += [] if plan is None else ["--plan", str(plan)]
     for name, value in [*run.task_options.items(), *run.options.items()]:
-        if name not in ("run", "resume", "rollback", "plan"):
-            words += _flag(name, value)
-    return shlex.join(words)
+        flag = list(_flag(name, value))
+        if name not in ("run", "resume", "rollback", "plan") and not set(flag[:1]) & set(changed):
+            words += flag
+    return shlex.join([*words, *changed])
 
 
 def plan_file(run: RunFigures) -> Path | None:

@@ -3,11 +3,14 @@
 Whatever will end a training (a full GPU, a tiny /dev/shm, a torch without CUDA) is yellow and says what to do.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +26,8 @@ from brimful.units import NOTHING, GiB, show_bytes, show_count, show_rate, show_
 
 WARNING = "yellow"
 BAR_WIDTH = 40
+LEAST_REASON = 26
+"""Columns that reasons need beside the choices; with fewer they stand below them."""
 SAMPLES = 3
 """Answers in the table of an evaluation."""
 MAX_TEXT = 200
@@ -39,20 +44,6 @@ def plan_table(plan: Plan, *, wording: Callable[[str], str] = str) -> Renderable
 
     `wording` turns the arguments that warnings name into what the user typed.
     """
-    choices = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for column in COLUMNS[:-1]:
-        choices.add_column(translate(column), no_wrap=True)
-    choices.add_column(translate(COLUMNS[-1]), overflow="fold")
-    for choice in plan.choices:
-        name, requested, effective, source, reason = map(translate, choice.cells)
-        changed = choice.requested is not None and choice.requested != choice.effective
-        choices.add_row(
-            name,
-            Text(requested, style=WARNING if changed else "dim"),
-            Text(effective, style="bold"),
-            Text(source, style="dim"),
-            WrappedText(reason),
-        )
     warnings = [WrappedText(wording(translate(f"warning: {warning}")), style=WARNING) for warning in plan.warnings]
     facts = _facts_grid(_plan_facts(plan).items())
     tried = [tried_table(plan)] if plan.table else []
@@ -60,12 +51,54 @@ def plan_table(plan: Plan, *, wording: Callable[[str], str] = str) -> Renderable
         WrappedText(translate(plan.headline), style="bold"),
         _plan_memory(plan),
         Text(),
-        choices,
+        _Choices(plan),
         Text(),
         facts,
         *warnings,
         *tried,
     )
+
+
+class _Choices:
+    """Every choice with its reason: beside it, or below it where the terminal is too narrow for both."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.rows = [tuple(map(translate, choice.cells)) for choice in plan.choices]
+        self.changed = [choice.requested not in (None, choice.effective) for choice in plan.choices]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        header = tuple(map(translate, COLUMNS))
+        widths = [max(map(cell_len, column)) for column in zip(header, *self.rows, strict=True)]
+        left = options.max_width - sum(width + 2 for width in widths[:-1])
+        beside = left >= min(widths[-1], LEAST_REASON)
+
+        def grid(show_header: bool) -> Table:
+            table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_header=show_header)
+            for column, width in zip(header[:-1], widths, strict=False):
+                table.add_column(column, no_wrap=True, min_width=width if left >= 0 else None)
+            if beside:
+                table.add_column(header[-1], overflow="fold")
+            return table
+
+        table = grid(show_header=True)
+        if not beside:
+            yield table
+            yield Padding(Text(header[-1], style="dim"), (0, 0, 0, 4))
+            table = grid(show_header=False)
+        for (name, requested, effective, source, reason), changed in zip(self.rows, self.changed, strict=True):
+            cells: list[RenderableType] = [
+                name,
+                Text(requested, style=WARNING if changed else "dim"),
+                Text(effective, style="bold"),
+                Text(source, style="dim"),
+            ]
+            table.add_row(*cells, *([WrappedText(reason)] if beside else []))
+            if not beside:
+                yield table
+                yield Padding(WrappedText(reason, style="dim"), (0, 0, 0, 4))
+                table = grid(show_header=False)
+        if beside:
+            yield table
 
 
 def _plan_memory(plan: Plan) -> Text:
@@ -82,7 +115,7 @@ def _plan_memory(plan: Plan) -> Text:
 
 def _plan_facts(plan: Plan) -> dict[str, str]:
     measured, predicted = plan.measured_peak_bytes, plan.predicted_peak_bytes
-    peak = f"measured {show_bytes(measured)}, predicted {show_bytes(predicted)} ({predicted / measured - 1:+.1%})"
+    peak = f"measured {show_bytes(measured)}, predicted {show_bytes(predicted)} ({round(predicted / measured - 1, 3) + 0.0:+.1%})"
     if plan.reserved_peak_bytes:
         peak += f", reserved {show_bytes(plan.reserved_peak_bytes)}"
     largest = (
@@ -94,7 +127,11 @@ def _plan_facts(plan: Plan) -> dict[str, str]:
         above = plan.one_more_predicted_peak_bytes > plan.budget_bytes
         largest += f"; one more would need {show_bytes(plan.one_more_predicted_peak_bytes)} (predicted), "
         largest += (
-            f"above the budget of {show_bytes(plan.budget_bytes)}" if above else "and there was no time to try it"
+            f"above the budget of {show_bytes(plan.budget_bytes)}"
+            if above
+            else "and host RAM or time did not allow it"
+            if plan.offloaded_bytes
+            else "and there was no time to try it"
         )
     planned = f"in {show_seconds(plan.plan_s)} with {plan.probes} probes and {_ooms(plan.ooms)}"
     if plan.cached:
@@ -119,7 +156,13 @@ def _run_facts(plan: Plan) -> dict[str, str]:
         unknown = tr("; how long they take is unknown")
         known = tr("; {each} each, {total} in all{until} (predicted)", each=each, total=total, until=until)
         facts["time"] = steps + (unknown if time.step_s is None else known)
+        if time.step_s is not None and plan.simulation_slowdown > SLOWDOWN:
+            facts["time"] += tr("; the rows/s above were timed without the simulated memory limit, which takes {share} more", share=f"{plan.simulation_slowdown - 1:.0%}")  # fmt: skip
     return facts
+
+
+SLOWDOWN = 1.02
+"""A plan whose steps take longer than this in simulated memory says so beside their time."""
 
 
 def show_clock(time: str, now: datetime | None = None) -> str:
@@ -181,10 +224,14 @@ def tried_table(plan: Plan) -> RenderableType:
         peak, rate = f"{show_bytes(one.peak_bytes)}{basis}", f"{at_least}{show_rate(one.rate)}"
         style = "bold" if one.chosen else "" if one.allowed else "dim"
         table.add_row(
-            mark, str(one.setting), translate(_size(one)), str(one.accumulation), peak, rate, *map(show_seconds, seconds), style=style
+            mark, translate(str(one.setting)), translate(_size(one)), str(one.accumulation), peak, rate, *map(show_seconds, seconds), style=style
         )  # fmt: skip
         marks |= {mark, at_least, basis}
-    notes = {"→": "chosen", predicted: "predicted", bound: "timed with the longest rows only; shorter ones are faster"}
+    notes = {
+        "→": "chosen",
+        predicted: "predicted",
+        bound: "timed with the longest rows only; the data's are faster, so that it cannot be compared with a row without ≥",
+    }
     notes[other] = "excluded by the options or the task, for comparison only"
     facts = [(mark, note) for mark, note in notes.items() if mark in marks]
     facts += [
@@ -206,8 +253,12 @@ def _size(one: Tried) -> str:
 def eval_table(report: Mapping[str, Any]) -> RenderableType:
     """The JSON report of `brimful eval`: scores, a few answers, then memory and time."""
     available, seed = report["rows_available"], report["seed"]
-    rows = f"all {available:,} rows" if report["rows"] == available else f"{report['rows']:,} of {available:,} rows (seed {seed})"  # fmt: skip
-    headline = Text.assemble((report["model"], "bold"), " on ", (report["data"], "bold"), f": {rows}")
+    place = {"model": report["model"], "data": report["data"], "available": available}
+    if report["rows"] == available:
+        headline = Text(tr("{model!s} on {data!s}: all {available:,} rows", **place))
+    else:
+        headline = Text(tr("{model!s} on {data!s}: {rows:,} of {available:,} rows (seed {seed})", rows=report["rows"], seed=seed, **place))  # fmt: skip
+    headline.highlight_words([report["model"], report["data"]], "bold")
     samples: list[RenderableType] = [Text(), _samples(report["samples"][:SAMPLES])] if report["samples"] else []
     return Group(headline, Text(), _scores(report), *samples, Text(), _eval_facts(report))
 
@@ -217,44 +268,48 @@ def _scores(report: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
+    for name, value, note in _score_rows(report):
+        table.add_row(translate(name), value, WrappedText(translate(note)))
+    return table
+
+
+def _score_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name, value and what it is."""
     if "accuracy" in report:
-        _add_pair_scores(table, report)
+        yield from _pair_scores(report)
     elif report["loss"] is not None:
         perplexity = report["perplexity"]
-        shown = (
-            "above e³⁰⁸" if perplexity is None else f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
-        )
+        shown = "nan" if math.isnan(report["loss"]) else "above e³⁰⁸"
+        if perplexity is not None:
+            shown = f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
         count, kind = report["tokens"], report.get("counted")
         mean = f"mean over {count:,} response tokens"
         if kind == "replies":
             mean = f"mean over {count:,} tokens of replies"
         elif kind == "all":
             mean = f"mean over {count:,} tokens"
-        table.add_row("loss", f"{report['loss']:.4f}", mean)
-        table.add_row("perplexity", shown, "exp(loss)")
+        yield "loss", f"{report['loss']:.4f}", mean
+        yield "perplexity", shown, "exp(loss)"
     for name, title in (("bleu", "BLEU-4"), ("chrf", "chrF")):
         if report.get(name) is not None:
             answers = report.get("answers", report["rows"])
-            table.add_row(title, f"{report[name]:.2f}", f"{answers:,} answers, {report['signatures'][name]}")
-    return table
+            yield title, f"{report[name]:.2f}", f"{answers:,} answers, {report['signatures'][name]}"
 
 
-def _add_pair_scores(table: Table, report: Mapping[str, Any]) -> None:
-    reference, relative = report["reference"], "log-probability per token"
-    if report["loss"] is not None:
-        table.add_row(
-            "loss", f"{report['loss']:.4f}", f"{report['preference_loss']}, mean over {report['rows']:,} pairs"
-        )
-    if reference is not None:
-        relative = f"relative to {reference}"
-    table.add_row("accuracy", f"{report['accuracy']:.4f}", "share of pairs with a higher reward for chosen")
-    table.add_row("margin", f"{report['margin']:.4f}", f"reward of chosen minus that of rejected; {relative}")
-    table.add_row(
-        "rewards", f"{report['rewards/chosen']:.4f}", f"of chosen; {report['rewards/rejected']:.4f} of rejected"
-    )
-    table.add_row("logp_chosen", f"{report['logp_chosen']:.4f}", "log-probability of a token of chosen replies")
-    if "kl" in report:
-        table.add_row("kl", f"{report['kl']:.4f}", "per token, to the reference, over these replies")
+def _pair_scores(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    reference, mean = report["reference"], f"mean over {report['rows']:,} pairs"
+    relative = "log-probability per token" if reference is None else f"relative to {reference}"
+    scores = [
+        ("loss", report["loss"], f"{report['preference_loss']}; {mean}"),
+        ("accuracy", report["accuracy"], "share of pairs with a higher reward for chosen"),
+        ("margin", report["margin"], f"reward of chosen minus that of rejected; {relative}; {mean}"),
+        ("rewards", report["rewards/chosen"], f"of chosen; {report['rewards/rejected']:.4f} of rejected"),
+        ("logp_chosen", report["logp_chosen"], f"log-probability of the chosen reply per token; {mean}"),
+        ("kl", report.get("kl"), f"to the reference, per token of both replies; {mean}"),
+    ]
+    for name, score, meaning in scores:
+        if score is not None:
+            yield name, f"{score:.4f}", meaning
 
 
 def _samples(samples: Iterable[Mapping[str, str]]) -> Table:
@@ -265,8 +320,10 @@ def _samples(samples: Iterable[Mapping[str, str]]) -> Table:
         if number:
             table.add_row("", "")
         for name, style in (("prompt", ""), ("response", "bold"), ("reference", "dim")):
-            line = " ".join(sample[name].split()) or NOTHING
-            table.add_row(name, Text(line if len(line) <= MAX_TEXT else f"{line[: MAX_TEXT - 1]}…", style=style))
+            line = " ".join(sample[name].split()) or tr(NOTHING)
+            table.add_row(
+                translate(name), Text(line if len(line) <= MAX_TEXT else f"{line[: MAX_TEXT - 1]}…", style=style)
+            )
     return table
 
 

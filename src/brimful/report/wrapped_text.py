@@ -26,12 +26,17 @@ class WrappedText(Text):
     def wrap(self, console: Console, width: int, **options: Any) -> Lines:
         if options.get("no_wrap") or self.no_wrap or not re.search(f"[{_WIDE}]", self.plain):
             return super().wrap(console, width, **options)
-        lines = Lines()
-        for line in self.split(allow_blank=True):
-            lines.extend(line.divide(_line_ends(line.plain, width)))
-        for line in lines:
-            line.rstrip()
-        return lines
+        return wrapped(self, width)
+
+
+def wrapped(text: Text, width: int) -> Lines:
+    """Its lines, each at most this wide."""
+    lines = Lines()
+    for line in text.split(allow_blank=True):
+        lines.extend(line.divide(_line_ends(line.plain, width)))
+    for line in lines:
+        line.rstrip()
+    return lines
 
 
 def _line_ends(text: str, width: int) -> list[int]:

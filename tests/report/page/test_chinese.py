@@ -96,3 +96,9 @@ def test_the_page_says_its_language(chinese_run):
     assert '<html lang="zh-CN">' in Report([RunRecord(chinese_run)]).html()
     set_language("en")
     assert '<html lang="en">' in Report([RunRecord(chinese_run)]).html()
+
+
+def test_the_markdown_is_punctuated_as_chinese_is(chinese_run):
+    text = Report([RunRecord(chinese_run)]).markdown()
+    assert "（31–85 %）：" in text and "76,800 行）" in text
+    assert not re.search(r"[\u4e00-\u9fff](?:[,:.] | \()", text)

@@ -4,20 +4,24 @@ import json
 import random
 import re
 import shutil
-import sys
 from html.parser import HTMLParser
-from types import ModuleType
 
 import pytest
 
+from brimful.cli.output import with_flags
 from brimful.memory.model import MemoryModel
+from brimful.report.page import summary
 from brimful.report.page.planning_charts import probe_fits
+from brimful.report.page.plot import LABEL_PX
 from brimful.report.page.report import Report, run_names
+from brimful.report.page.report_figures import ReportFigures
+from brimful.report.page.run_charts import memory_chart
 from brimful.report.run_record import RunRecord
 from brimful.report.why.diagnosis import Diagnosis, Fix
 from brimful.units import GiB
 from tests.report.fake_runs import write_run
 
+from .conftest import FINDINGS_OF_WHY
 from .rich_runs import memory_model, rich_run
 
 VOID = {"meta", "link", "input", "br"}
@@ -343,16 +347,30 @@ def test_a_memory_model_of_another_format_is_left_out(tmp_path):
     assert "model" not in page.ids("chart-") and "The fit of the memory model" in page.text
 
 
+def test_a_prediction_above_the_chart_does_not_cover_the_name_of_the_limit(tmp_path):
+    one = ReportFigures(RunRecord(rich_run(tmp_path / "a", plan_values={"predicted_peak_bytes": 25 * GiB})))
+    names = re.findall(r'<span class="\w+" style="top:([\d.]+)%">([^<]+)</span>', memory_chart(one))
+    assert [name for _, name in names] == ["predicted 25 GiB ↑", "limit 20 GiB"]
+    (above, _), (below, _) = names
+    assert (float(below) - float(above)) / 100 * 240 >= LABEL_PX - 0.5
+
+
+def test_a_warning_names_what_the_reader_types(tmp_path):
+    sentence = "the run has only 60 updates, too few to learn much. Try: a higher max_steps="
+    note = {"event": "note", "step": 1, "level": "warning", "sentence": sentence}
+    folder = rich_run(tmp_path / "a", plan_values={"warnings": [sentence]}, more=[note])
+    page = Page(Report([RunRecord(folder)], wording=with_flags).html()).text
+    assert page.count("a higher --max-steps") == 2 and "max_steps=" not in page
+
+
 # ---- Findings
 
 
 @pytest.fixture
 def checks(monkeypatch):
-    module = ModuleType("brimful.report.why.run_checks")
     fix = Fix(title="Pack the rows", saves="2 GiB", costs="nothing", flags={"brimful": "--layout packed"})
     finding = Diagnosis(resource="none", kind="slow-padding", cause="29 % of the positions are padding.", certainty="likely", fixes=(fix,))  # fmt: skip
-    module.check_run = lambda run: [finding]
-    monkeypatch.setitem(sys.modules, "brimful.report.why.run_checks", module)
+    monkeypatch.setattr(summary, "diagnose_run", lambda run: [finding])
 
 
 @pytest.mark.usefixtures("checks")
@@ -368,8 +386,14 @@ def test_findings_are_shown_with_their_fixes(tmp_path):
     assert json.loads(shown.json())["runs"][0]["findings"][0]["kind"] == "slow-padding"
 
 
-def test_without_the_checks_there_is_no_such_section(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "brimful.report.why.run_checks", None)
+def test_what_the_log_of_a_run_shows_is_a_finding_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(summary, "diagnose_run", FINDINGS_OF_WHY)
+    folder = rich_run(tmp_path / "a", ooms=[], done=150, end="failed")
+    (folder / "log.txt").write_text("OSError: [Errno 28] No space left on device\n", encoding="utf-8")
+    assert "disk-full" in [one["kind"] for one in json.loads(report(folder).json())["runs"][0]["findings"]]
+
+
+def test_without_findings_there_is_no_such_section(tmp_path):
     assert "findings" not in Page(report(rich_run(tmp_path / "a")).html()).sections()
 
 

@@ -91,6 +91,25 @@ def test_the_night_between_two_sessions_is_not_run_time(tmp_path):
     assert pieces == {"step": {1}, "rows": {1}, "seconds": {2}}
 
 
+FLOPS = {"event": "flops", "step": 0, "sentence": "MFU: counted"}
+FAILED = {"event": "end", "step": 0, "reason": "failed", "sentence": "there is no rows.jsonl"}
+
+
+@pytest.mark.parametrize("before", [FLOPS, FAILED], ids=["flops", "a resume that failed before it began"])
+@pytest.mark.parametrize("end", [None, "interrupted"], ids=["killed", "stopped"])
+def test_what_a_resume_writes_before_it_begins_does_not_lengthen_the_session_before(tmp_path, before, end):
+    folder = rich_run(tmp_path / "a", steps=100, end=end, evals=[], ooms=[], checkpoints=[])
+    worked = ReportFigures(RunRecord(folder)).clock.total_s
+    later = lambda seconds: (START + timedelta(hours=12, seconds=seconds)).isoformat()  # noqa: E731
+    more = [{**before, "time": later(0)}, {"event": "begin", "time": later(1), "step": 0, "steps": 100}]
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in more)
+    clock = ReportFigures(RunRecord(folder)).clock
+    assert (len(clock.sessions), clock.total_s) == (2, pytest.approx(worked))
+    with Watcher(folder) as watcher:
+        assert watcher.look().trained_s == pytest.approx(worked)
+
+
 def test_report_and_compare_agree_on_the_speed(tmp_path):
     seconds = lambda n: {"compute_s": 0.2 + 0.01 * (n % 7), "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}  # noqa: E731
     run = rich_run(tmp_path / "a", step_values={"times": seconds})

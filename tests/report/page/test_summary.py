@@ -95,7 +95,41 @@ def test_the_best_fix_of_a_finding_is_something_to_do(tmp_path):
     fix = Fix(title="Pack the rows", flags={"brimful": "--layout packed"})
     finding = Diagnosis(resource="none", kind="slow-padding", cause="29 % is padding.", fixes=(fix,))
     last = next_steps(figures(tmp_path / "a"), [finding])[-1]
-    assert (last.sentence, last.command) == ("Pack the rows", "--layout packed")
+    assert (last.sentence, last.command) == ("Pack the rows", "brimful train sft rows.parquet --seed 0 --layout packed")
+
+
+FEWER_ROWS = Fix(title="Use 4 rows a step", costs="another experiment", flags={"brimful": "--global-batch 4"})
+
+
+def advice(folder, fix=FEWER_ROWS, **values):
+    finding = Diagnosis(resource="none", kind="few-updates", cause="Too few.", fixes=(fix,))
+    return next_steps(figures(folder, **values), [finding])[-1]
+
+
+def test_advice_tells_its_price(tmp_path):
+    assert advice(tmp_path / "a").sentence == "Use 4 rows a step (costs another experiment)"
+
+
+def test_a_flag_replaces_what_the_run_was_given(tmp_path):
+    given = {"options": {"global_batch": 16, "max_steps": 60}}
+    assert (
+        advice(tmp_path / "a", request=given).command
+        == "brimful train sft rows.parquet --max-steps 60 --global-batch 4"
+    )
+
+
+def test_a_run_with_steps_left_goes_on_with_the_flag(tmp_path):
+    step = advice(tmp_path / "a", done=100, end="interrupted")
+    assert step.command == f"brimful train --run {tmp_path / 'a'} --resume --global-batch 4"
+
+
+def test_a_run_that_was_given_its_rows_in_python_is_advised_the_flag_alone(tmp_path):
+    assert advice(tmp_path / "a", request={"data": None}).command == "--global-batch 4"
+
+
+def test_words_in_the_place_of_a_flag_are_no_command(tmp_path):
+    words = Fix(title="Grow segments", flags={"brimful": "(set by the command line)"})
+    assert advice(tmp_path / "a", words).command is None
 
 
 # ---- The checklist

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Group
 
 from brimful import languages
+from brimful.cli.output import with_flags
 from brimful.languages import set_language
 from brimful.report.run_figures import parse_time
 from brimful.report.run_record import RunRecord
@@ -99,6 +100,19 @@ def test_a_wide_terminal_has_two_columns_and_charts(tmp_path):
     assert all(title in "\n".join(lines) for title in ("rows/s", "peak memory, reserved", "GPU utilisation", "learning rate"))  # fmt: skip
     assert sum("┈" in line for line in lines) >= 2  # the limit and the plan
     assert sum(0x2800 < ord(character) < 0x2900 for line in lines for character in line) > 300
+
+
+@pytest.mark.parametrize("size", [(200, 60), (240, 80), (160, 45)])
+def test_where_no_card_is_sampled_the_learning_rate_is_no_larger_than_the_loss(tmp_path, size):
+    taken = usual(tmp_path, gpu={"utilization": None})
+    lines = text(taken, *size).splitlines()
+
+    def height(title):
+        start = next(number for number, line in enumerate(lines) if f"╭─ {title} ─" in line)
+        column = lines[start].index(f"╭─ {title} ─")
+        return next(number for number, line in enumerate(lines[start:]) if line[column] == "╰")
+
+    assert height("learning rate") <= height("loss")
 
 
 def test_the_boxes_of_both_columns_end_where_they_should(tmp_path):
@@ -204,6 +218,19 @@ def test_an_oom_that_waits_for_its_memory_says_so(tmp_path):
     shown = squeezed(usual(tmp_path, more=[]), 80, 24)
     assert "1 survived · micro-batch size not restored yet" in shown
     assert "step 120, 32 s ago · not restored yet · micro-batches of at most 32 rows" in shown
+
+
+def test_what_an_oom_changed_is_told_in_full_where_there_is_space(tmp_path):
+    """80 columns cut it in the middle: `micro-batches of at mo…`."""
+    shown = squeezed(usual(tmp_path, more=[], evals=[], checkpoints=[]), 80, 40)
+    assert "not restored yet · micro-batches of at most 32 rows from here · the backward of 43 rows" in shown
+
+
+def test_the_advice_of_a_note_is_told_in_full_and_in_flags(tmp_path):
+    sentence = "the run has only 60 updates, too few to learn much. Try: a higher max_steps="
+    more = [{"event": "note", "step": 100, "level": "warning", "sentence": sentence}]
+    shown = squeezed(usual(tmp_path, more=more, ooms=[]), 80, 40, wording=with_flags)
+    assert "the run has only 60 updates, too few to learn much. Try: a higher --max-steps" in shown
 
 
 def test_a_restored_size_is_told_with_its_step(tmp_path):

@@ -38,6 +38,15 @@ def test_the_time_left_counts_from_the_last_step(tmp_path):
     assert taken.ends == parse_time(last) + timedelta(seconds=300)
 
 
+def test_slow_steps_move_the_seconds_per_step_no_more_than_the_time_left(tmp_path):
+    """Both are medians of the last 20 steps: see `Speedometer`."""
+
+    def times(step):
+        return {"compute_s": 2.5 if step % 3 == 0 else 0.6, "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}
+
+    assert snapshot(write_run(tmp_path / "a", done=100, running=True, step_values={"times": times})).step_s == 0.6
+
+
 def test_an_ended_run_has_no_time_left(tmp_path):
     taken = snapshot(write_run(tmp_path / "a", steps=10), "finished")
     assert taken.eta_s is None and taken.ended is not None and taken.sentence == "trained 10 steps"

@@ -114,6 +114,8 @@ NAMES = [
     "rows",
     "GPUs",
     "DEBUG",
+    "flash_attn",
+    "hub",
 ]
 
 
@@ -160,10 +162,43 @@ def test_a_measured_figure_is_no_range():
     assert "~" not in shown(Diagnosis(resource="gpu", kind="gpu-out-of-memory", cause="It is full.", fixes=(fix,)))
 
 
+def test_printed_a_fix_says_what_is_a_range_and_what_is_enough():
+    fixes = (
+        Fix(title="Use less", saves="1–2 GiB", enough=True),
+        Fix(title="Use none", saves="9 GiB", basis="measured"),
+    )
+    text = str(Diagnosis(resource="gpu", kind="gpu-out-of-memory", cause="It is full.", fixes=fixes))
+    assert "   saves ~ 1–2 GiB, enough alone\n" in text and text.endswith("   saves 9 GiB")
+
+
+EVENT = "events.jsonl, step 5: the gradient norm is nan (first in 'weight'): 2 consecutive steps skipped, at most 20"
+
+
+@pytest.mark.usefixtures("_chinese")
+@pytest.mark.parametrize("as_text", [shown, str], ids=["shown", "printed"])
+def test_the_evidence_is_chinese_but_for_the_line_of_a_log(as_text):
+    line = as_text(Diagnosis(resource="none", kind="odd", cause="", evidence="line 16: ValueError: no rows to read"))
+    assert "第 16 行：ValueError: no rows to read" in line
+    event = as_text(Diagnosis(resource="none", kind="odd", cause="", evidence=EVENT))
+    assert "第 5 步：" in event and "consecutive" not in event
+
+
+@pytest.mark.usefixtures("_chinese")
+def test_words_beside_a_command_are_chinese():
+    text = shown(brimful.diagnose(LOGS[0].parent / "shm-torch-file.log"))
+    assert "docker run --shm-size 8g（或 --ipc=host）" in text and "an emptyDir" not in text
+
+
 def test_who_holds_the_memory_is_a_bar():
     text = shown(brimful.diagnose(LOGS[0].parent / "torch-2.4-other-processes.log"))
     bar = next(line for line in text.splitlines() if line.startswith("█"))
     assert bar.count("█") == round(22.61 / 39.39 * 40) and bar.count("▚") == round(13.5 / 39.39 * 40)
+
+
+def test_memory_that_the_message_gives_to_nobody_has_its_part_of_the_bar():
+    text = shown(brimful.diagnose(LOGS[0].parent / "torch-1.10-small-block.log"))
+    assert "▒ outside torch, or other processes" in text
+    assert len(next(line for line in text.splitlines() if line.startswith("█")).split(" ")[0]) in (39, 40, 41)
 
 
 def test_square_brackets_are_text():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import brimful
+from brimful.errors import BadOption
 
 LOGS = Path(__file__).parents[2] / "logs"
 EXPECTED = tomllib.loads((LOGS / "expected.toml").read_text(encoding="utf-8"))
@@ -123,6 +124,19 @@ def test_settings_may_be_given():
     assert fix.global_batch == "unchanged: 4 × 8 × 2 = 64"
 
 
+def test_a_setting_that_is_not_known_is_refused():
+    with pytest.raises(BadOption, match="settings= has no 'nosuch'. Try: micro_batch, "):
+        brimful.diagnose(OOM, settings={"nosuch": 32})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch": "32"}, {"micro_batch": [32]}, {"lengths": (256, -1)}, {"heads": 1.5}]
+)
+def test_a_setting_that_is_no_count_is_refused(settings):
+    with pytest.raises(BadOption, match="not a positive whole number"):
+        brimful.diagnose(OOM, settings=settings)
+
+
 def test_the_settings_of_the_last_start_count():
     log = "per_device_train_batch_size=16\n" + training(3) + "per_device_train_batch_size=8\n" + OOM
     (fix,) = [fix for fix in brimful.diagnose(log).fixes if "micro-batches" in fix.title]
@@ -135,6 +149,30 @@ def test_nothing_recognised_tells_the_last_error_and_what_was_looked_for():
     )
     assert diagnosis.kind == "unknown" and diagnosis.evidence == "IndexError: list index out of range"
     assert any("torch" in what for what in diagnosis.figures["looked_for"])
+
+
+def test_an_error_that_the_log_goes_on_after_is_not_its_last():
+    error = "ERROR loader: ValueError: a bad row\n"
+    assert brimful.diagnose(error + training(20)).evidence is None
+    assert brimful.diagnose(training(20) + error).evidence == error.strip()
+
+
+def test_a_caught_error_is_told_beside_the_kill_that_ended_the_run():
+    log = "WARNING: caught CUDA out of memory on batch 101, skipping batch\n" + training(6000)
+    diagnosis = brimful.diagnose(log + "failed (exitcode: -9) local_rank: 0 (pid: 33) of binary: /usr/bin/python3\n")
+    assert diagnosis.kind == "host-killed" and [other.kind for other in diagnosis.others] == ["gpu-out-of-memory"]
+
+
+def test_a_run_that_went_on_did_not_die_of_what_came_before():
+    log = DISK + training(4) + "run.sh: line 3:  4117 Segmentation fault      python train.py\n"
+    diagnosis = brimful.diagnose(log)
+    assert diagnosis.kind == "crashed" and [other.kind for other in diagnosis.others] == ["disk-full"]
+    assert diagnosis.others[0].certainty == "likely"
+
+
+def test_a_process_larger_than_the_card_is_none():
+    figures = brimful.diagnose(LOGS / "torch-2.7-odd-process.log").figures
+    assert "others_bytes" not in figures
 
 
 def test_a_log_that_just_ends_may_have_been_killed():
@@ -150,6 +188,20 @@ def test_an_illegal_access_is_never_to_be_retried():
 def test_an_error_that_brimful_survived_is_no_failure():
     line = "step 120: out of memory in the backward of 43 rows; micro-batches of at most 32 rows from here\n"
     assert brimful.diagnose(training(3) + line + training(3)).kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("训练进程（pid 11040）被 SIGKILL 杀死", "host-killed"),
+        ("训练进程（pid 11040）被 SIGKILL 杀死，因为主机内存耗尽（内核的 OOM 计数从 1 变为 2）", "host-killed"),
+        ("训练进程（pid 11040）被 SIGKILL 杀死（不是内核的 OOM killer）", "killed"),
+        ("训练进程（pid 11040）被 SIGSEGV 杀死", "crashed"),
+        ("训练进程（pid 11040）被 SIGBUS 杀死（常因 /dev/shm 已满）", "shm-full"),
+    ],
+)
+def test_brimfuls_chinese_words_for_a_kill_are_known(words, kind):
+    assert brimful.diagnose(f"第 3/20 步\nbrimful: 错误：{words}。\n").kind == kind
 
 
 def test_brimfuls_own_word_for_a_kill_is_known():

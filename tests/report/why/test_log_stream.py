@@ -144,5 +144,23 @@ def test_a_path_with_spaces_and_chinese(tmp_path):
     assert complete(brimful.diagnose(path))
 
 
+def test_chinese_systems_write_gb18030():
+    diagnosis = brimful.diagnose("正在加载数据……\n训练开始\n已杀死\n".encode("gb18030"))
+    assert diagnosis.kind == "host-killed" and diagnosis.evidence == "line 3: 已杀死"
+
+
+def test_a_log_may_have_lines_in_two_encodings():
+    log = "训练 45%|████▌     | 9/20\n".encode() + "./train.sh：第 12 行：23456 已杀死\n".encode("gb18030")
+    diagnosis = brimful.diagnose(log)
+    assert diagnosis.kind == "host-killed" and "第 12 行" in diagnosis.evidence
+
+
+@pytest.mark.parametrize("piece", [7, 64, 1000])
+def test_utf_8_that_a_piece_ends_within_is_not_taken_for_gb18030(monkeypatch, piece):
+    monkeypatch.setattr(log_reader, "PIECE_BYTES", piece)
+    diagnosis = brimful.diagnose("训练已经开始，共三轮\n" * 40 + "./train.sh：第 12 行：23456 已杀死\n")
+    assert diagnosis.evidence.endswith("./train.sh：第 12 行：23456 已杀死")
+
+
 def test_text_in_another_encoding_is_read_as_far_as_it_goes():
     assert complete(brimful.diagnose("训练失败\n".encode("gb18030") + MESSAGE.encode()))

@@ -182,7 +182,13 @@ def test_too_few_updates_come_with_the_numbers_that_would_do(tmp_path):
     few = found(tmp_path, "few-updates", steps=36)
     assert "only 36 updates" in few.cause
     assert few.fixes[0].title == "Use 46 rows a step: 201 updates over the same rows"
+    assert few.fixes[0].flags == {"brimful": "--global-batch 46"}
     assert few.fixes[1].flags == {"brimful": "--epochs 6"}
+
+
+def test_fewer_rows_a_step_come_with_the_steps_that_see_as_many_rows(tmp_path):
+    few = found(tmp_path, "few-updates", steps=36, request={"options": {"max_steps": 36}})
+    assert few.fixes[0].flags == {"brimful": "--global-batch 46 --max-steps 201"}
 
 
 def test_a_long_run_that_has_just_begun_has_enough_updates_to_come(tmp_path):

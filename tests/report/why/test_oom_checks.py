@@ -47,6 +47,29 @@ def test_it_says_what_ran_what_was_there_and_what_changed(tmp_path):
     assert "from then on: the device has room for 13 GiB, micro-batches now use 85% of that." in diagnosis.cause
 
 
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB of which 1.06 GiB is free."
+)
+
+
+def test_it_names_the_line_of_the_model_and_the_tensor_that_did_not_fit(tmp_path):
+    config = tmp_path / "run/checkpoints/step-00000100/model/config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps({"vocab_size": 40960, "d_model": 768, "d_ff": 3072, "num_heads": 12}))
+    place = "T5ForConditionalGeneration.forward (modeling_t5.py:1009)"
+    error = oom(rows=32, shape=(200, 252), needed=16.3, room=13.0, message=MESSAGE, place=place)
+    diagnosis = diagnose(tmp_path, error)
+    assert f"1.23 GiB did not fit in {place}." in diagnosis.cause
+    assert "The block is likely the fp32 logits: 1.23 GiB = 32 × 252 × 40,960 × 4 bytes." in diagnosis.cause
+    assert diagnosis.figures["block"]["factors"] == [32, 252, 40960]
+
+
+def test_without_the_sizes_of_the_model_no_tensor_is_named(tmp_path):
+    diagnosis = diagnose(tmp_path, oom(rows=32, shape=(200, 252), needed=16.3, room=13.0, message=MESSAGE))
+    assert "1.23 GiB did not fit." in diagnosis.cause
+    assert "likely the" not in diagnosis.cause
+
+
 def test_it_says_when_the_micro_batch_size_was_restored(tmp_path):
     grow = {"event": "grow", "step": 140, "sentence": "micro-batch size restored to 43 rows after 10 clean steps"}
     diagnosis = diagnose(tmp_path, oom(needed=16.3, room=13.0), grow)

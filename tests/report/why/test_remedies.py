@@ -69,8 +69,25 @@ def test_expandable_segments_save_at_most_what_is_reserved_and_unused():
 
 
 @pytest.mark.parametrize(("unused", "offered"), [("1.80 GiB", False), ("1.90 GiB", True)])
-def test_expandable_segments_are_offered_above_10_percent(unused, offered):
-    assert bool(fix_of(oom(unused=unused), "expandable_segments")) is offered
+def test_expandable_segments_are_recommended_above_10_percent(unused, offered):
+    assert bool(fix_of(oom(unused=unused), "expandable_segments, which")) is offered
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "unused", "offered"),
+    [
+        ("916.00 MiB", "612.81 MiB", "812.33 MiB", True),
+        ("1.90 GiB", "612.81 MiB", "812.33 MiB", False),  # more than both
+        ("20.00 MiB", "5.56 MiB", "812.33 MiB", False),  # 1 to 10 MiB were wanted: the card is full
+        ("130.00 MiB", "60.81 MiB", "100.00 MiB", False),  # half a percent
+    ],
+)
+def test_expandable_segments_come_second_where_the_block_would_fit_in_pieces(wanted, free, unused, offered):
+    fixes = oom(wanted=wanted, free=free, unused=unused, allocated="17.00 GiB").fixes
+    assert ["expandable_segments as well" in fix.title for fix in fixes] == [
+        offered and place == 1 for place in range(len(fixes))
+    ]
+    assert not offered or fixes[1].enough is None
 
 
 def test_expandable_segments_that_are_on_are_not_offered():
@@ -154,6 +171,91 @@ def test_a_fix_that_cannot_be_enough_comes_last():
 def test_what_is_on_already_is_not_offered(settings, left_out):
     assert fix_of(oom(), left_out) is not None
     assert fix_of(oom(settings=settings), left_out) is None
+
+
+def test_no_fix_saves_more_than_the_card_holds_beside_the_weights():
+    """16 bytes for each of 6.7 billion weights would be 100 GiB, and 78 GiB were held."""
+    for fix in brimful.diagnose(LOGS[0].parent / "llamafactory-full.log").fixes:
+        assert fix.saves.startswith("up to ") and float(fix.saves.split()[2]) < 77.9 - 2 * 6.74e9 / GiB + 1, fix
+        assert fix.basis == "range" and fix.enough is None
+
+
+def test_a_model_in_4_bits_is_not_counted_as_if_it_were_trained():
+    fix = fix_of(brimful.diagnose(LOGS[0].parent / "axolotl-qlora.log"), "micro-batches")
+    assert fix.enough and gib(fix.saves)[1] < (17.3 + 7.83) / 2
+
+
+def test_adapters_are_not_offered_to_those_who_train_them():
+    log = "Fine-tuning method: LoRA\nNumber of trainable parameters = 20,185,088\n"
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.06 GiB is free. Of the allocated memory 21.40 GiB is allocated by PyTorch, and 10.00 MiB is reserved"
+    diagnosis = brimful.diagnose(log + message)
+    assert fix_of(diagnosis, "LoRA") is None
+    low, high = gib(fix_of(diagnosis, "Divide the micro-batch").saves)  # frozen weights are not counted in the log
+    assert low < 0.5 * 0.5 * 22.9 and high < 0.5 * 0.95 * 22.9
+
+
+def test_while_weights_are_loaded_there_are_no_rows_to_leave_out():
+    everything = _all_of(brimful.diagnose(LOGS[0].parent / "loading-shards.log"))
+    assert "micro-batch" not in everything and "rows" not in everything and "checkpointing" not in everything
+    assert "--weights bf16" in everything and "--load-in 4bit --lora r=16" in everything
+
+
+def test_a_bar_of_the_loader_that_is_full_is_no_sign_of_loading():
+    log = (LOGS[0].parent / "loading-shards.log").read_text(encoding="utf-8").replace(" 38%", "100%")
+    assert "phase" not in brimful.diagnose(log).figures
+
+
+def test_adapters_are_brimfuls_too():
+    fix = fix_of(oom(), "LoRA")
+    assert fix.flags["brimful"] == "--lora r=16"
+
+
+@pytest.mark.parametrize(("free", "first"), [(20.12, "Give vLLM"), (3.21, "Stop the other"), (0.1, "Stop the other")])
+def test_vllm_gets_no_more_than_is_free(free, first):
+    fixes = brimful.diagnose(
+        f"ValueError: Free memory on device ({free}/79.15 GiB) on startup is less than desired GPU memory utilization (0.9, 71.24 GiB)."
+    ).fixes
+    assert fixes[0].title.startswith(first)
+    for fix in fixes:
+        for share in re.findall(r"utilization[ =]([\d.]+)", fix.flags["shell"]):
+            assert 0 < float(share) * 79.15 < free
+
+
+def test_a_rate_that_gave_nan_is_never_raised():
+    for rate in ("1e-05", "4.9e-05", "0.001", "3e-4"):
+        log = f"{{'loss': 3.1, 'learning_rate': {rate}}}\n{{'loss': nan, 'grad_norm': nan, 'learning_rate': {rate}}}\n"
+        fix = fix_of(brimful.diagnose(log), "Lower the learning rate")
+        (lower,) = re.findall(r"--lr (\S+)", fix.flags["brimful"])
+        assert 0.1 * float(rate) < float(lower) < 0.5 * float(rate)
+
+
+def test_a_rate_that_the_log_does_not_name_is_not_made_up():
+    fix = fix_of(brimful.diagnose("step 4 loss: nan\n"), "Lower the learning rate")
+    assert "--lr" not in fix.flags["brimful"] and "learning_rate" not in fix.flags["transformers"]
+
+
+def test_a_machine_without_ram_is_no_matter_of_containers():
+    everything = _all_of(brimful.diagnose(LOGS[0].parent / "journalctl-machine.log"))
+    assert "docker" not in everything and "End other programs" in everything
+
+
+def test_no_memory_limit_is_made_up():
+    everything = _all_of(brimful.diagnose("run.sh: line 12: 48213 Killed                  python prepare.py\n"))
+    assert "--memory SIZE" in everything and not re.search(r"--memory \d", everything)
+
+
+def test_a_full_dev_shm_needs_no_workers_and_nothing_of_live_processes_is_deleted():
+    everything = _all_of(brimful.diagnose(LOGS[0].parent / "dataloader-bus-error.log"))
+    assert "--workers 0" in everything and " rm " not in f" {everything}"
+
+
+def test_only_known_modules_are_installed():
+    assert "pip install" not in _all_of(brimful.diagnose(LOGS[0].parent / "own-module-missing.log"))
+    assert "flash-attn" in _all_of(brimful.diagnose(LOGS[0].parent / "flash-attn-missing.log"))
+
+
+def test_a_mac_is_not_told_to_close_what_is_its_own():
+    assert "other programs" not in _all_of(brimful.diagnose(LOGS[0].parent / "mps.log"))
 
 
 def test_in_the_optimizers_step_activations_are_gone():

@@ -36,12 +36,12 @@ WAITING = {"times": times(compute=0.2, data=0.2)}
 @pytest.mark.parametrize(
     ("host", "workers", "phrase", "certainty", "flag"),
     [
-        ({"cpu": 0.97}, 2, "The CPU is busy (97% of 8 cores)", "likely", "brimful data tokenize"),
+        ({"cpu": 0.97}, 2, "The CPU is busy (97% of 8 cores)", "likely", "brimful data tokenize rows.parquet --tokenizer tokenizer --output store"),
         ({"cpu": 0.37}, 2, "The 2 workers are busy (37% of 8 cores), and there are cores left", "likely", "--workers 4"),
         ({"cpu": 0.1, "read_bytes_per_s": 210e6}, 2, "The CPU is idle (10%) while 200.3 MiB/s are read, so the disk is the limit", "likely", None),
         ({"cpu": 0.1, "read_bytes_per_s": 1e6}, 2, "a disk that answers slowly", "possible", "--workers 4"),
         ({"cpu": 0.2}, 0, "No worker reads ahead", "likely", "--workers 4"),
-        ({"cpu": None}, 2, "no samples that tell whether CPU or disk", "possible", "brimful data tokenize"),
+        ({"cpu": None}, 2, "no samples that tell whether CPU or disk", "possible", "brimful data tokenize rows.parquet --tokenizer tokenizer --output store"),
     ],
 )  # fmt: skip
 def test_waiting_for_rows_has_a_cause(tmp_path, host, workers, phrase, certainty, flag):
@@ -200,7 +200,10 @@ def test_a_card_that_one_run_cannot_fill_is_for_more_runs(tmp_path):
     slow = found(tmp_path, "card-not-full", **SMALL)
     assert "More rows in a step would be another experiment" in slow.cause
     assert slow.figures["runs_at_once"] == 8
-    assert [next(iter(fix.flags.values())) for fix in slow.fixes] == ["brimful sweep", "--memory-limit 2.5GiB"]
+    assert [next(iter(fix.flags.values())) for fix in slow.fixes] == [
+        "brimful sweep spec.toml",
+        "--memory-limit 2.5GiB",
+    ]
 
 
 def test_a_card_that_is_not_full_is_not_launch_bound_too(tmp_path):

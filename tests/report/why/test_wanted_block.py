@@ -82,6 +82,9 @@ def test_two_tensors_of_one_size_are_told_as_a_doubt():
         "  Instantaneous batch size per device = 8",
         "batch_size: 8",
         "batch_size=8",
+        "[INFO] batch size 8, max_seq_len 256",
+        "Batch size: 8",
+        "batch size per device = 8",
     ],
 )
 def test_a_setting_is_read_however_it_is_written(text):
@@ -89,7 +92,17 @@ def test_a_setting_is_read_however_it_is_written(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["batch_size_8", "my_batch_size_x=8", "batch_size=8.5e3", "batch_size=auto", "batch_size=8k"]
+    "text",
+    [
+        "batch_size_8",
+        "my_batch_size_x=8",
+        "batch_size=8.5e3",
+        "batch_size=auto",
+        "batch_size=8k",
+        "Total batch size 524,288 tokens",
+        "effective batch size: 64",
+        "  Batch size = 96",
+    ],
 )
 def test_what_is_no_count_is_no_setting(text):
     assert read_settings([(0, text)]).micro_batch is None
@@ -114,6 +127,15 @@ def test_processes_follow_from_the_banner():
         ("Using bfloat16 Automatic Mixed Precision (AMP)", "precision", "bf16"),
         ("fp16_full_eval=True", "precision", None),
         ("bf16=False", "precision", None),
+        ("distributed training: True, compute dtype: torch.bfloat16", "precision", "bf16"),
+        ('bf16=True\n"torch_dtype": "float32"', "precision", "bf16"),
+        ("***** Running Evaluation *****\n  Num examples = 40\n  Batch size = 96\n", "eval_batch", 96),
+        ("vocab size: 29298", "vocab", (29298,)),
+        ("finetuning_type: lora", "adapters", True),
+        ("finetuning_type: full", "adapters", False),
+        ('"stage": 3,', "sharded", True),
+        ("fsdp=[], deepspeed=None", "sharded", False),
+        ('"load_in_4bit": true', "quantized", True),
         ("optim=adafactor,", "optimizer", "adafactor"),
         ('"optimizer": "AdamW8bit"', "optimizer", "adamw8bit"),
         ("gradient_checkpointing=True", "checkpointing", True),

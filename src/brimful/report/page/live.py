@@ -36,11 +36,18 @@ _SINCE = re.compile(r"since=(\d{1,12})")
 class LivePage:
     """The newest state of the runs, and which of its parts changed when."""
 
-    def __init__(self, runs: Sequence[RunRecord], *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
-        self._runs, self._every_s, self._clock = runs, every_s, clock
+    def __init__(
+        self,
+        runs: Sequence[RunRecord],
+        *,
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+        wording: Callable[[str], str] = str,
+    ) -> None:
+        self._runs, self._every_s, self._clock, self._wording = runs, every_s, clock, wording
         self._lock = threading.Lock()
         self._states = [run.state for run in runs]
-        self._report = Report(runs)
+        self._report = Report(runs, wording=wording)
         self._parts = self._report.parts()
         self._changed = dict.fromkeys(self._parts, 1)
         """The version in which each part last changed."""
@@ -69,7 +76,7 @@ class LivePage:
             news = []
         states = [run.state for run in self._runs]
         if any(news) or states != self._states:
-            self._states, self._report = states, Report(self._runs)
+            self._states, self._report = states, Report(self._runs, wording=self._wording)
             parts = self._report.parts()
             self._version += 1
             self._changed.update({name: self._version for name, part in parts.items() if part != self._parts.get(name)})

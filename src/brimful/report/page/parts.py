@@ -13,7 +13,7 @@ from typing import Any
 
 from brimful.languages import tr, translate
 from brimful.report.page.planning_charts import model_chart, probe_fits, setting_name
-from brimful.report.page.report_figures import ReportFigures, any_number, is_number, number
+from brimful.report.page.report_figures import ReportFigures, is_number, number
 from brimful.report.page.summary import (
     UNKNOWN,
     KeyFigure,
@@ -31,6 +31,7 @@ from brimful.report.page.summary import (
 )
 from brimful.report.run_figures import objects
 from brimful.report.why.diagnosis import Diagnosis, Fix
+from brimful.training import events as journal
 from brimful.units import show_bytes, show_rate, show_seconds
 
 MOST_ROWS = 80
@@ -189,7 +190,7 @@ def probes_part(one: ReportFigures) -> str:
     """What the memory model was fitted to, and what it says now."""
     rows: list[Sequence[Cell]] = []
     for fit in probe_fits(one.plan)[:MOST_ROWS]:
-        off = f"{100 * (fit.model_bytes / fit.peak_bytes - 1):+.1f}\u00a0%".replace("-", "−")
+        off = f"{round(100 * (fit.model_bytes / fit.peak_bytes - 1), 1) + 0.0:+.1f}\u00a0%".replace("-", "−")
         sizes = show_bytes(fit.peak_bytes), show_bytes(fit.model_bytes), off
         rows.append((f"{fit.rows:,}", "+".join(map(str, fit.shape)) or UNKNOWN, *((size, "n") for size in sizes)))
     titles: list[Cell] = [tr("Rows"), tr("Lengths"), *((title, "n") for title in (tr("Measured"), tr("Model"), tr("Difference")))]  # fmt: skip
@@ -231,8 +232,8 @@ def evaluations_part(one: ReportFigures) -> str:
     shown = [event for place, event in enumerate(evals) if (len(evals) - 1 - place) % stride == 0 or event is best]
     rows: list[Sequence[Cell]] = []
     for event in shown:
-        loss = (_score(any_number(event, "loss")), "n best" if event is best else "n")
-        others = ((_score(any_number(event, name)), "n") for name in scores)
+        loss = (_score(journal.number(event, "loss")), "n best" if event is best else "n")
+        others = ((_score(journal.number(event, name)), "n") for name in scores)
         rows.append((f"{event['step']:,}", loss, *others, (_time(number(event, "seconds")), "n")))
     titles: list[Cell] = [tr("Step"), *((title, "n") for title in (tr("Loss"), *scores, tr("Took")))]
     about = f"{len(evals):,}"
@@ -268,7 +269,7 @@ def events_part(one: ReportFigures) -> str:
     rows: list[Sequence[Cell]] = []
     for event in shown:
         step = UNKNOWN if event.get("step") is None else f"{event['step']:,}"
-        sentence = translate(str(event.get("sentence") or ""))
+        sentence = one.wording(translate(str(event.get("sentence") or "")))
         rows.append((event_time(event), (step, "n"), (event_name(event), "value"), sentence))
     body = _table([tr("Time"), (tr("Step"), "n"), tr("Event"), tr("Message")], rows)
     if left_out > 0:
@@ -296,7 +297,7 @@ def plan_titles() -> list[str]:
 def choice_rows(one: ReportFigures) -> list[list[str]]:
     """The texts of the plan's choices, in the order of `plan_titles`."""
     return [
-        [_choice_name(choice), _choice_value(choice, "requested"), _choice_value(choice, "effective"), _source(choice), translate(str(choice.get("reason") or ""))]
+        [_choice_name(choice), _choice_value(choice, "requested"), _choice_value(choice, "effective"), _source(choice), one.wording(translate(str(choice.get("reason") or "")))]
         for choice in objects(one.plan, "choices")
     ]  # fmt: skip
 
@@ -334,7 +335,7 @@ def plan_part(one: ReportFigures) -> str:
         rows.append(((name, "value"), (requested, "changed" if changed else ""), (effective, "value"), source, reason))
     warnings = plan.get("warnings")
     boxes = "".join(
-        f'<p class="warning"><b>{escape(tr("Warning"))}</b> {escape(translate(str(warning)))}</p>'
+        f'<p class="warning"><b>{escape(tr("Warning"))}</b> {escape(one.wording(translate(str(warning))))}</p>'
         for warning in (warnings if isinstance(warnings, list) else [])
     )
     return boxes + _table(plan_titles(), rows) + _plan_note(one) + _plan_changes(one)

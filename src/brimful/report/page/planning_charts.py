@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from brimful.languages import tr
+from brimful.languages import tr, translate
 from brimful.memory.model import MemoryModel
 from brimful.report.page.plot import Mark, Plot, Series
 from brimful.report.page.report_figures import ReportFigures, highest, is_number, number
@@ -159,7 +159,7 @@ def _rate(row: Mapping[str, Any]) -> float | None:
 
 
 def setting_name(row: Mapping[str, Any]) -> str:
-    """As `Setting` names itself: `packed bf16 compiled`."""
+    """As `Setting` names itself, `packed bf16 compiled`, in the user's language."""
     setting = row.get("setting")
     if not isinstance(setting, Mapping):
         return "–"
@@ -167,4 +167,4 @@ def setting_name(row: Mapping[str, Any]) -> str:
     for word, value in (("compiled", setting.get("compile")), ("checkpointed", setting.get("checkpointing"))):
         if value not in ("off", None):
             words.append(word if value == "on" else f"{word} {value}")
-    return " ".join(words)
+    return translate(" ".join(words))

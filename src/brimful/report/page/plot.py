@@ -159,17 +159,19 @@ class Plot:
         )  # fmt: skip
 
     def _rule_names(self, frame: Frame) -> str:
-        """At the right end of each line, moved apart where they would overlap."""
-        places = []
-        below = math.inf
-        for rule in sorted(self.rules, key=lambda rule: rule.value):
-            value = math.log10(rule.value) if self.log and rule.value > 0 else rule.value
-            top = min(float(frame.down(value)) - LABEL_PX - 1, below - LABEL_PX)
-            below = top = max(top, 0.0)
+        """At the right end of each line, moved apart where they would overlap. The name of a line above the plot has an arrow."""
+        rules = sorted(self.rules, key=lambda rule: rule.value)
+        values = [math.log10(rule.value) if self.log and rule.value > 0 else rule.value for rule in rules]
+        tops = [math.inf]
+        for value in values:
+            tops.append(min(float(frame.down(value)) - LABEL_PX - 1, tops[-1] - LABEL_PX))
+        places, above = [], 0.0
+        for rule, value, wanted in reversed(list(zip(rules, values, tops[1:], strict=True))):
+            top = max(wanted, above)
+            above = top + LABEL_PX
             colour = "" if rule.colour is None else f" {colour_class(rule.colour)}"
-            places.append(
-                f'<span class="{rule.kind}{colour}" style="top:{100 * top / self.height:.1f}%">{html.escape(rule.name)}</span>'
-            )
+            name = html.escape(rule.name) + " ↑" * (value > frame.y[1])
+            places.append(f'<span class="{rule.kind}{colour}" style="top:{100 * top / self.height:.1f}%">{name}</span>')
         return f'<div class="names" aria-hidden="true">{"".join(places)}</div>' if places else ""
 
     def _figures(self, frame: Frame, shown: Sequence[Series]) -> str:

@@ -38,6 +38,7 @@ from brimful.report.page.parts import (
 from brimful.report.page.planning_charts import model_chart, throughput_chart
 from brimful.report.page.report_figures import ReportFigures
 from brimful.report.page.summary import (
+    Check,
     checklist,
     clock_time,
     device_words,
@@ -74,8 +75,9 @@ class Report:
     >>> report.html(), report.markdown(), report.json()  # doctest: +SKIP
     """
 
-    def __init__(self, runs: Sequence[RunRecord]) -> None:
-        self.figures = [ReportFigures(run) for run in runs]
+    def __init__(self, runs: Sequence[RunRecord], *, wording: Callable[[str], str] = str) -> None:
+        """`wording` turns arguments into what the reader types: `a higher max_steps=` into `a higher --max-steps`."""
+        self.figures = [ReportFigures(run, wording=wording) for run in runs]
         self.names = run_names(runs)
         self.problems: list[str] = []
         """Of parts that could not be made; the page says so instead."""
@@ -281,13 +283,12 @@ def markdown(figures: Sequence[ReportFigures], names: Sequence[str], findings: S
 def _run(one: ReportFigures, name: str, findings: Sequence[Diagnosis], mark: str) -> Iterator[str]:
     yield f"{mark} {_plain(name)}"
     for subject, sentence in summary(one):
-        yield f"**{subject}**: {_plain(sentence)}" if subject else _plain(sentence)
+        yield f"**{subject}**{tr(': ')}{_plain(sentence)}" if subject else _plain(sentence)
     rows = [[figure.title, figure.value, figure.below] for figure in key_figures(one)]
     yield _table([tr("Figure"), tr("Value"), tr("Note")], rows)
     yield f"{mark}# {tr('Checklist')}"
     yield "\n".join(
-        f"- [{'x' if check.verdict == 'pass' else ' '}] {_plain(check.title)} ({_plain(check.target)}): {_plain(check.value)}, "
-        f"{verdict_words(check.verdict)}{f'. {_plain(check.note)}' if check.note else ''}"
+        f"- [{'x' if check.verdict == 'pass' else ' '}] {_check(check)}{tr('. ') + _plain(check.note) if check.note else ''}"
         for check in checklist(one)
     )
     sections = {
@@ -303,6 +304,12 @@ def _run(one: ReportFigures, name: str, findings: Sequence[Diagnosis], mark: str
             yield "\n".join(lines)
 
 
+def _check(check: Check) -> str:
+    title, target, value = map(_plain, (check.title, check.target, check.value))
+    verdict = verdict_words(check.verdict)
+    return tr("{title} ({target}): {value}, {verdict}", title=title, target=target, value=value, verdict=verdict)
+
+
 def _finding(finding: Diagnosis) -> Iterator[str]:
     yield f"- {_plain(translate(finding.cause))}"
     for place, fix in enumerate(finding.fixes, 1):
@@ -311,9 +318,9 @@ def _finding(finding: Diagnosis) -> Iterator[str]:
 
 def _events(one: ReportFigures) -> Iterator[str]:
     for event in one.run.of_kind("oom", "skip", "oversized", "resume")[:MOST_ROWS]:
-        sentence = translate(str(event.get("sentence") or event_name(event)))
-        step = "" if event.get("step") is None else f", {tr('step {step:,}', step=event['step'])}"
-        yield f"- {event_time(event)}{step}: {_plain(sentence)}"
+        sentence = one.wording(translate(str(event.get("sentence") or event_name(event))))
+        step = "" if event.get("step") is None else tr(", ") + tr("step {step:,}", step=event["step"])
+        yield f"- {event_time(event)}{step}{tr(': ')}{_plain(sentence)}"
 
 
 def _plain(text: str) -> str:

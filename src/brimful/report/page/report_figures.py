@@ -7,7 +7,7 @@ some thousand steps, so its highest peak is that of the steps which were read; c
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -91,8 +91,9 @@ class CardFigures:
 class ReportFigures:
     """One run in numbers. What takes time is worked out when it is first asked for, and kept."""
 
-    def __init__(self, run: RunRecord) -> None:
-        self.run = run
+    def __init__(self, run: RunRecord, *, wording: Callable[[str], str] = str) -> None:
+        """`wording` turns the arguments that notes, warnings and reasons name into what the reader types."""
+        self.run, self.wording = run, wording
         self.plan = run.plan
         self.request = run.request
         self.state, self.state_label = run.state, run.state_label
@@ -279,14 +280,16 @@ class ReportFigures:
     @cached_property
     def bad_losses(self) -> int:
         """Steps whose loss was NaN or infinite."""
-        return sum(not math.isfinite(value) for event in self.steps if (value := any_number(event, "loss")) is not None)
+        return sum(
+            not math.isfinite(value) for event in self.steps if (value := journal.number(event, "loss")) is not None
+        )
 
     @cached_property
     def bad_from(self) -> int | None:
         """The step from which on no loss is a number; None if the last one is."""
         bad_from = None
         for event in self.steps:
-            value = any_number(event, "loss")
+            value = journal.number(event, "loss")
             if value is not None:
                 bad_from = None if math.isfinite(value) else bad_from or int(event["step"])
         return bad_from
@@ -442,16 +445,9 @@ def _refuse_a_sweep(run: RunRecord) -> None:
         raise BadRun(f"{run.root} is a sweep, whose page is {run.root / 'report.html'}. Try: a folder that `brimful train` wrote.")  # fmt: skip
 
 
-def any_number(values: Mapping[str, Any], name: str) -> float | None:
-    """As `training.events.number`, NaN and infinities included; None for an integer of hundreds of digits."""
-    with suppress(OverflowError):
-        return journal.number(values, name)
-    return None
-
-
 def number(values: Mapping[str, Any], name: str) -> float | None:
     """A number that can be drawn; None for anything else."""
-    value = any_number(values, name)
+    value = journal.number(values, name)
     return value if is_number(value) else None
 
 

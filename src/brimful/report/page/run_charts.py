@@ -29,8 +29,9 @@ from brimful.report.page.plot import (
     smoothed,
     time_ruler,
 )
-from brimful.report.page.report_figures import TIME_PARTS, ReportFigures, any_number, highest, number
+from brimful.report.page.report_figures import TIME_PARTS, ReportFigures, highest, number
 from brimful.report.page.summary import percent
+from brimful.training import events as journal
 from brimful.units import DANGER, EDGE, show_bytes, show_rate, show_seconds
 
 GREY = 5
@@ -198,7 +199,7 @@ def loss_chart(one: ReportFigures) -> str:
 
 def _recorded(one: ReportFigures, name: str) -> npt.NDArray[np.bool_]:
     """Where a step has this figure at all, be it NaN."""
-    return np.array([any_number(event, name) is not None for event in one.steps], dtype=np.bool_)
+    return np.array([journal.number(event, name) is not None for event in one.steps], dtype=np.bool_)
 
 
 def _x_span(series: Sequence[Series]) -> Span | None:

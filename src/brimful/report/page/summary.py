@@ -7,15 +7,16 @@ experiment on one card of 80 GB; where a plan predicts a time, the plan is the b
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
 from brimful.languages import language, tr, translate
 from brimful.report.page.report_figures import ReportFigures, is_number, number
-from brimful.report.run_figures import seconds_at
-from brimful.report.why.diagnosis import Diagnosis
+from brimful.report.run_figures import RunFigures, seconds_at
+from brimful.report.run_settings import train_command
+from brimful.report.why.diagnosis import Diagnosis, Fix
+from brimful.report.why.run_checks import diagnose_run
 from brimful.units import DANGER, EDGE, show_bytes, show_rate, show_seconds
 
 Verdict = Literal["pass", "warn", "fail", "unknown"]
@@ -27,6 +28,7 @@ SLOWER = 1.2
 """Up to this times the predicted time is as planned."""
 MUCH_SLOWER = 3.0
 """Above this times the predicted time something is wrong, even where the guide's time is met."""
+STOPPED = ("interrupted", "time-limit", "patience")
 FIXES = 3
 """Findings whose best fix is among what to do next."""
 UNKNOWN = "–"
@@ -85,7 +87,7 @@ def progress(figures: ReportFigures) -> str:
         steps = tr("step {step:,} of {steps:,}", step=step, steps=total)
     seen = [] if figures.epochs is None else [epoch_words(figures.epochs)]
     seen += [] if figures.rows is None else [tr("{rows:,} rows", rows=figures.rows)]
-    return f"{steps} ({tr(', ').join(seen)})" if seen else steps
+    return tr("{steps} ({seen})", steps=steps, seen=tr(", ").join(seen)) if seen else steps
 
 
 def epoch_words(epochs: float) -> str:
@@ -293,8 +295,26 @@ def next_steps(figures: ReportFigures, findings: Sequence[Diagnosis] = ()) -> li
         case "finished" | "patience":
             steps += _use_the_model(figures, run)
     for finding in findings[:FIXES]:
-        steps += [NextStep(translate(fix.title), fix.flags.get("brimful")) for fix in finding.fixes[:1]]
+        steps += [NextStep(_advice(figures, fix), _command(figures, fix)) for fix in finding.fixes[:1]]
     return steps
+
+
+def _advice(figures: ReportFigures, fix: Fix) -> str:
+    """With its price: what to do next may be another experiment."""
+    title = figures.wording(translate(fix.title))
+    return tr("{title} (costs {cost})", title=title, cost=translate(fix.costs)) if fix.costs else title
+
+
+def _command(figures: ReportFigures, fix: Fix) -> str | None:
+    """A run that has steps left goes on with the flags of a fix; after one that is complete, another begins with them."""
+    flags = fix.flags.get("brimful", "")
+    if not flags.startswith("--"):
+        return flags if flags.startswith("brimful ") else None
+    if figures.request.get("data") is None:  # given in Python
+        return flags
+    if figures.state in ("finished", "patience", "running", "preparing"):
+        return train_command(RunFigures(figures.run), flags)
+    return f"{figures.run.folder.resume_command} {flags}"
 
 
 def _use_the_model(figures: ReportFigures, run: str) -> list[NextStep]:
@@ -308,12 +328,8 @@ def _use_the_model(figures: ReportFigures, run: str) -> list[NextStep]:
 
 
 def findings_of(figures: ReportFigures) -> list[Diagnosis]:
-    """What `brimful why RUN` finds; nothing if it cannot be asked."""
-    with suppress(ImportError):
-        from brimful.report.why.run_checks import check_run
-
-        return list(check_run(figures.run))
-    return []
+    """What `brimful why RUN` finds, but for how it was stopped, which the summary says."""
+    return [one for one in diagnose_run(figures.run) if one.kind not in STOPPED]
 
 
 # ---- The checklist -------------------------------------------------------------------------------------------------------
@@ -421,7 +437,7 @@ def _time_target(guide_s: float, predicted_s: float | None) -> str:
     guide = f"< {guide_s / 3600:.0f} h" if guide_s >= 3600 else f"< {guide_s:.0f} s"
     if predicted_s is None:
         return guide
-    return tr("{guide}, or as planned: {predicted}", guide=guide, predicted=show_seconds(predicted_s))
+    return tr("{guide}, planned: {predicted}", guide=guide, predicted=show_seconds(predicted_s))
 
 
 def _timed(value: float | None, predicted_s: float | None, guide_s: float) -> tuple[Verdict, str]:

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any, Literal, cast
 
 from brimful.files import read_json
-from brimful.report.run_figures import objects, parse_time, part, sessions_of, text, whole
+from brimful.report.run_figures import objects, parse_time, part, sessions_of, step_seconds, text, whole
 from brimful.report.run_record import RunRecord, State
 from brimful.training.events import number
 from brimful.training.run import LockHolder
@@ -160,7 +160,7 @@ class Snapshot:
     """When it was started last."""
     ended: datetime | None = None
     trained_s: float | None = None
-    """From its beginning to its end, without the pauses before it was resumed."""
+    """From its beginning to its end or its last event, without the pauses before it was resumed."""
     host: str | None = None
     pid: int | None = None
     device_name: str | None = None
@@ -292,7 +292,7 @@ def take(record: RunRecord, state: WatchState, holder: LockHolder | None, now: d
     ooms = _ooms(record)
     return Snapshot(
         taken=now, run=str(record.root), name=record.name, state=state, task=text(plan, "task") or text(request, "task"),
-        begun=parse_time(begins[0].get("time")) if begins else None, since=since, ended=ended, trained_s=_trained_s(record, ended or now),
+        begun=parse_time(begins[0].get("time")) if begins else None, since=since, ended=ended, trained_s=_trained_s(record),
         host=text(begin, "host") or (holder.host if holder else None), pid=whole(begin, "pid"), device_name=text(plan, "device_name"),
         processes=whole(begin, "processes"), sentence=NO_EVENTS if record.lost_its_events else text(end, "sentence"),
         resume_command=_resume_command(record, state, request), state_label=record.state_label if state == "killed" else "",
@@ -395,18 +395,15 @@ def _times(recent: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]
     return tuple((part, seconds or 0.0) for part, seconds in means) if any(seconds for _, seconds in means) else ()
 
 
-def _trained_s(record: RunRecord, end: datetime) -> float | None:
+def _trained_s(record: RunRecord) -> float | None:
     """Without the pauses between sessions."""
-    sessions = sessions_of(record, until=end.timestamp()) if record.of_kind("begin") else []
-    return sum(last - first for first, last in sessions) if sessions else None
+    return sum(end - start for start, end in sessions_of(record)) if record.of_kind("begin") else None
 
 
 def _step_s(recent: Sequence[Mapping[str, Any]]) -> float | None:
-    """From the end of one step to the end of the next."""
-    if times := _times(recent):
-        return sum(seconds for _, seconds in times)
-    seconds = _mean(recent, "seconds")
-    return None if seconds is None else seconds + (_mean(recent, "data_wait_s") or 0.0)
+    """From the end of one step to the end of the next: the median, as the time left is, so that both say the same."""
+    known = [seconds for step in recent if (seconds := step_seconds(step)) is not None]
+    return median(known) if known else None
 
 
 def _epochs(record: RunRecord, last: Mapping[str, Any], steps: int | None) -> float | None:

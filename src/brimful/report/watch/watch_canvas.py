@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from io import StringIO
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.text import Text
 
 from brimful.languages import tr
 from brimful.report.watch.run_snapshot import Snapshot
+from brimful.report.wrapped_text import wrapped
 from brimful.training.run_log import UNKNOWN, show_metric
 from brimful.units import GiB, KiB, MiB, TiB, show_bytes
 
@@ -299,6 +298,7 @@ class Canvas:
     width: int
     label_cells: int
     glyphs: Glyphs
+    wording: Callable[[str], str] = str
 
     @property
     def text_cells(self) -> int:
@@ -365,8 +365,7 @@ def align_right(text: Text, cells: int) -> Text:
 
 
 def wrap(text: Text, cells: int) -> Lines:
-    """Broken at spaces, or anywhere in a long word or in Chinese."""
-    return list(text.wrap(Console(file=StringIO(), width=max(1, cells)), max(1, cells)))
+    return list(wrapped(text, max(1, cells)))
 
 
 def known(value: float | None, show: Show) -> str:

@@ -6,14 +6,14 @@ still get; the mark is the plan's predicted peak. Its columns never move.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.text import Text
 
 from brimful.languages import tr, translate
-from brimful.report.watch.run_snapshot import NO_EVENTS, Card, HostMemory, Oom
+from brimful.report.watch.run_snapshot import NO_EVENTS, Card, HostMemory, Note, Oom
 from brimful.report.watch.watch_canvas import (
     UNKNOWN,
     Canvas,
@@ -62,7 +62,7 @@ def header(canvas: Canvas) -> Text:
     several = f"{len(snapshot.cards)} × " if len(snapshot.cards) > 1 else ""
     device = f"{several}{translate(snapshot.device_name)}" if snapshot.device_name else ""
     places = (device, snapshot.host, f"pid {snapshot.pid}" if snapshot.pid else "")
-    where = canvas.text("  " + ", ".join(place for place in places if place), "dim")
+    where = canvas.text("  " + tr(", ").join(place for place in places if place), "dim")
     when = _when(canvas)
     if left.cell_len + where.cell_len + when.cell_len + 4 <= canvas.width:
         left = Text.assemble(left, where)
@@ -75,7 +75,7 @@ def _when(canvas: Canvas) -> Text:
         return canvas.text(tr("no news for {time!s}", time=show_age(snapshot.silent_s)), "yellow")
     if snapshot.is_active and snapshot.since is not None:
         lasted = show_age((now - snapshot.since).total_seconds())
-        return canvas.text(f"{tr('since')} {show_clock(snapshot.since, now)}, {lasted}")
+        return canvas.text(f"{tr('since')} {show_clock(snapshot.since, now)}{tr(', ')}{lasted}")
     return canvas.text(f"{tr('ended')} {show_clock(snapshot.ended, now)}" if snapshot.ended is not None else "")
 
 
@@ -102,7 +102,7 @@ def progress(canvas: Canvas) -> Lines:
 def _time_left(canvas: Canvas) -> Text:
     snapshot = canvas.snapshot
     if snapshot.eta_s is not None and snapshot.ends is not None:
-        left = f"{show_age(snapshot.eta_s)}, {show_clock(snapshot.ends, snapshot.taken)}"
+        left = f"{show_age(snapshot.eta_s)}{tr(', ')}{show_clock(snapshot.ends, snapshot.taken)}"
         return Text.assemble(canvas.text(f"{tr('ETA')} ", "dim"), canvas.text(left))
     if snapshot.ended is not None and snapshot.trained_s is not None:
         return canvas.text(f"{tr('took')} {show_age(snapshot.trained_s)}")
@@ -136,7 +136,7 @@ def footer(canvas: Canvas, keys: str | None) -> Text:
     elif snapshot.switched_from:
         news = canvas.text(tr("a newer run has begun; before it this was {run!s}", run=snapshot.switched_from), "cyan")
     else:
-        runs = ", ".join(snapshot.also_running)
+        runs = tr(", ").join(snapshot.also_running)
         news = canvas.text(tr("also running: {runs!s}", runs=runs) if runs else "", "dim")
     left = Text.assemble(canvas.text(f"{keys}  " if keys else "", "dim"), news)
     return Text.assemble(canvas.pad(left, max(0, canvas.width - clock.cell_len - 1)), " ", clock)
@@ -190,7 +190,7 @@ def scores(canvas: Canvas) -> Text:
     if last is None:
         return canvas.row(tr("scores"), canvas.text(tr("no evaluation yet"), "dim"))
     metrics = [f"{translate(name)} {show_metric(value)}" for name, value in last.metrics] or [UNKNOWN]
-    facts = [f"{show_step(last.step)}: {metrics[0]}", *metrics[1:2]]
+    facts = [f"{show_step(last.step)}{tr(': ')}{metrics[0]}", *metrics[1:2]]
     if best is not None and best.step == last.step:
         facts.append(tr("the best so far"))
     elif best is not None and best.metrics:
@@ -227,33 +227,44 @@ def out_of_memory(canvas: Canvas, lines: int) -> Lines:
         return [canvas.row(tr("OOMs"), canvas.facts([count, *_oom(canvas, snapshot.ooms[-1])], "yellow"))]
     restored = all(oom.restored_step is not None for oom in snapshot.ooms)
     state = tr("micro-batch size restored") if restored else tr("micro-batch size not restored yet")
-    rows = [canvas.row(tr("OOMs"), canvas.facts([count, state], "yellow"))]
-    latest = snapshot.ooms[-(lines - 1) :]
-    return rows + [canvas.row("", canvas.facts([*_oom(canvas, oom), translate(oom.what)])) for oom in latest]
+    latest = (canvas.text(" · ".join([*_oom(canvas, oom), translate(oom.what)])) for oom in reversed(snapshot.ooms))
+    heading = canvas.row(tr("OOMs"), canvas.facts([count, state], "yellow"))
+    return [heading, *(canvas.row("", line) for line in _newest(canvas, latest, lines - 1))]
 
 
 def _oom(canvas: Canvas, oom: Oom) -> list[str]:
     rank = f" {tr('rank {rank:,}', rank=oom.rank)}" if (canvas.snapshot.processes or 1) > 1 else ""
     step = oom.restored_step
     restored = tr("not restored yet") if step is None else tr("restored at step {step:,}", step=step)
-    return [f"{show_step(oom.step)}{rank}, {canvas.when(oom.time)}", restored, translate(oom.change)]
+    return [f"{show_step(oom.step)}{rank}{tr(', ')}{canvas.when(oom.time)}", restored, translate(oom.change)]
 
 
 def notes(canvas: Canvas, lines: int) -> Lines:
-    """The newest last. A long one takes several lines if there are enough."""
-    snapshot = canvas.snapshot
-    drawn: Lines = []
-    for note in reversed(snapshot.notes):
-        clock = show_clock(note.time, snapshot.taken) if note.time else ""
-        where = show_step(note.step) if note.step else ""
-        head = " ".join(word for word in (clock, where, "!" if note.warning else "") if word)
-        sentence = canvas.text(" ".join(translate(note.sentence).split()), "yellow" if note.warning else "")
-        text = Text.assemble(canvas.text(f"{head} " if head else "", "dim"), sentence)
-        wrapped = wrap(text, canvas.text_cells)[:WRAPPED_LINES] if lines > WRAPPED_LINES + 1 else [text]
-        if len(drawn) + len(wrapped) > lines:
-            break
-        drawn = [*wrapped, *drawn]
+    drawn = _newest(canvas, (_note(canvas, note) for note in reversed(canvas.snapshot.notes)), lines)
     return [canvas.row("" if number else tr("notes"), line) for number, line in enumerate(drawn)]
+
+
+def _note(canvas: Canvas, note: Note) -> Text:
+    clock = show_clock(note.time, canvas.snapshot.taken) if note.time else ""
+    head = " ".join(filter(None, (clock, show_step(note.step) if note.step else "", "!" if note.warning else "")))
+    words = canvas.wording(translate(note.sentence)).split()
+    sentence = canvas.text(" ".join(words), "yellow" if note.warning else "")
+    return Text.assemble(canvas.text(f"{head} " if head else "", "dim"), sentence)
+
+
+def _newest(canvas: Canvas, texts: Iterator[Text], lines: int) -> Lines:
+    """As many of these texts as there are lines, the newest last and, if it can be, in full."""
+    drawn: Lines = []
+    for text in texts:
+        room = lines - len(drawn)
+        if room <= 0:
+            break
+        wrapped = wrap(text, canvas.text_cells)[:WRAPPED_LINES]
+        if len(wrapped) > room:  # the last line is cut
+            start = sum(len(line.plain) + 1 for line in wrapped[: room - 1])
+            wrapped = [*wrapped[: room - 1], text[start:]]
+        drawn = [*wrapped, *drawn]
+    return drawn
 
 
 ZONE_STYLES: dict[Zone | None, str] = {"safe": "green", "edge": "yellow", "danger": "bold red", None: ""}
@@ -331,7 +342,7 @@ def _host_facts(ram: HostMemory | None) -> list[str]:
         facts.append(tr("no swap"))
     if ram.read_bytes_per_s is not None:
         facts.append(tr("reads {size!s}/s", size=show_size(ram.read_bytes_per_s)))
-    return [*facts, *([f"{tr('limit')}: {translate(ram.limited_by)}"] if ram.limited_by else [])]
+    return [*facts, *([f"{tr('limit')}{tr(': ')}{translate(ram.limited_by)}"] if ram.limited_by else [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

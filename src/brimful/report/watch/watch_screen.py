@@ -210,9 +210,21 @@ ORDER = (
 )  # fmt: skip
 
 
-def frame(snapshot: Snapshot, width: int, height: int, *, glyphs: Glyphs = UNICODE, footer: str | None = None) -> Lines:
-    """At most `height` lines, none wider than `width`. `footer` says what the keys do and stays at the bottom."""
-    canvas = Canvas(snapshot=snapshot, width=max(20, width), label_cells=_label_cells(snapshot), glyphs=glyphs)
+def frame(
+    snapshot: Snapshot,
+    width: int,
+    height: int,
+    *,
+    glyphs: Glyphs = UNICODE,
+    footer: str | None = None,
+    wording: Callable[[str], str] = str,
+) -> Lines:
+    """At most `height` lines, none wider than `width`. `footer` says what the keys do and stays at the bottom.
+
+    `wording` turns the arguments that notes name into what the user types.
+    """
+    label_cells = _label_cells(snapshot)
+    canvas = Canvas(snapshot=snapshot, width=max(20, width), label_cells=label_cells, glyphs=glyphs, wording=wording)
     wide = canvas.width >= WIDE and height >= TALL and bool(snapshot.cards)
     lines = (_two_columns if wide else _one_column)(canvas, max(3, height), footer)
     return [canvas.crop(line, canvas.width) for line in lines[: max(3, height)]]
@@ -258,8 +270,12 @@ def _two_columns(canvas: Canvas, height: int, keys: str | None) -> Lines:
     for name, title in titles.items():
         if lines.get(name):
             column += left.box(_draw_part(boxed, name, lines[name]), title=title)
-    column += boxed_charts(left, ("busy", "rate"), rest - len(column))
-    charts = boxed_charts(right, ("loss", "rows", "peak"), rest)
+    beside: Sequence[str] = ("busy", "rate")
+    main: Sequence[str] = ("loss", "rows", "peak")
+    if not canvas.snapshot.utilization.points and rest - len(column) >= 2 * CHART_LINES:
+        beside, main = ("peak", "rate"), ("loss", "rows")  # else the learning rate alone would fill the column
+    column += boxed_charts(left, beside, rest - len(column))
+    charts = boxed_charts(right, main, rest)
     columns = zip_longest(column, charts, fillvalue=Text())
     body = [Text.assemble(canvas.pad(one, left_cells), " ", other) for one, other in columns]
     return [*top, *body, *[Text()] * (rest - len(body)), parts.footer(canvas, keys)]
@@ -293,7 +309,7 @@ def _most(canvas: Canvas) -> dict[str, int]:
         "memory": cards + 1 + (snapshot.ram is not None) + len(memory_facts(canvas)) if cards else 0,
         "time": len(parts.step_time(canvas)) * begun, "loss": ANY * begun, "rows": ANY * begun, "peak": ANY if snapshot.memory.points else 0,
         "logged": len(snapshot.logged) * begun, "figures": begun, "scores": begun, "saved": len(parts.checkpoints(canvas)) * begun, "training": (2 + len(parts.checkpoints(canvas))) * begun,
-        "ooms": 1 + len(snapshot.ooms) if cards else 0, "notes": len(parts.notes(canvas, parts.NOTE_LINES)),
+        "ooms": len(parts.out_of_memory(canvas, parts.NOTE_LINES)) if cards else 0, "notes": len(parts.notes(canvas, parts.NOTE_LINES)),
         **{f"gap {number}": int(cards > 0) for number in (1, 2, 3, 4)},
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ log_reader     a log of any size, read in pieces, and the cause told from its co
 log_signs      how each failure looks in a log
 gpu_messages   the settings that a log mentions, the figures of an out-of-memory message, and which tensor did not fit
 remedies       fixes for each kind of failure
+gpu_remedies   fixes for a full GPU
 
 From the folder of a run:
 run_checks     all checks, the most important finding first, together with the run's log: `diagnose_run`

@@ -8,7 +8,7 @@ same setting share a line.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -83,11 +83,11 @@ class Diagnosis:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [in_language(self.cause), *([f"> {self.evidence}"] if self.evidence else [])]
+        lines = [in_language(self.cause), *([f"> {_shown_evidence(self.evidence)}"] if self.evidence else [])]
         for number, fix in enumerate(self.fixes, 1):
             lines.append(f"{number}. {in_language(fix.title)}")
             if fix.saves:
-                lines.append("   " + tr("saves {memory}", memory=in_language(fix.saves)))
+                lines.append("   " + tr("saves {memory}", memory=_saved_memory(fix)))
             if fix.costs:
                 lines.append("   " + tr("cost: {price}", price=in_language(fix.costs)))
         return "\n".join([*lines, *(tr("Also: {cause}", cause=in_language(other.cause)) for other in self.others)])
@@ -164,6 +164,9 @@ TITLES = {
     "time-limit": "The time limit was reached",
     "patience": "The run no longer improved",
     "missing-package": "A package is missing",
+    "missing-gpu": "A GPU is missing",
+    "download-failed": "A download failed",
+    "download-refused": "A download was refused",
     "nccl-duplicate-gpu": "Two ranks use one GPU",
     "nccl-shm": "NCCL could not use shared memory",
     "nan-loss": "NaN in the loss",
@@ -217,6 +220,7 @@ PARTS = (
     ("unallocated_bytes", "▓", "yellow", "reserved, unused"),
     ("context_bytes", "▒", "blue", "outside torch"),
     ("others_bytes", "▚", "magenta", "other processes"),
+    ("rest_bytes", "▒", "blue", "outside torch, or other processes"),
     ("free_bytes", "░", "green", "free"),
 )
 
@@ -225,8 +229,8 @@ def title_of(diagnosis: Diagnosis) -> str:
     return TITLES.get(diagnosis.kind) or RESOURCE_TITLES.get(diagnosis.resource) or diagnosis.kind.replace("-", " ")
 
 
-def diagnoses_view(diagnoses: Sequence[Diagnosis]) -> RenderableType:
-    """Every diagnosis in order, and behind them the other problems of their logs."""
+def diagnoses_view(diagnoses: Sequence[Diagnosis], *, wording: Callable[[str], str] = str) -> RenderableType:
+    """Every diagnosis in order, and behind them the other problems of their logs. `wording` turns arguments of fixes into flags."""
     blocks: list[RenderableType] = []
     others = [other for diagnosis in diagnoses for other in diagnosis.others]
     for number, diagnosis in enumerate([*diagnoses, *others]):
@@ -234,11 +238,11 @@ def diagnoses_view(diagnoses: Sequence[Diagnosis]) -> RenderableType:
             blocks.append(Text())
         if number == len(diagnoses):
             blocks += [Text(tr("Also in this log"), style="dim"), Text()]
-        blocks += _diagnosis(diagnosis)
+        blocks += _diagnosis(diagnosis, wording)
     return Group(*blocks)
 
 
-def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+def _diagnosis(diagnosis: Diagnosis, wording: Callable[[str], str]) -> Iterator[RenderableType]:
     head = Text(translate(title_of(diagnosis)), style="bold")
     if diagnosis.kind not in ("unknown", "empty", "nothing-wrong"):
         head.append(f"  {tr(diagnosis.certainty)}", style=CERTAINTY_STYLE[diagnosis.certainty])
@@ -246,8 +250,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield WrappedText(in_language(diagnosis.cause))
     yield from _memory(diagnosis.figures)
     if diagnosis.evidence:
-        place, colon, line = diagnosis.evidence.partition(": ")
-        yield Text(translate(place) + colon + line if place.startswith("line ") else diagnosis.evidence, style="dim")
+        yield Text(_shown_evidence(diagnosis.evidence), style="dim")
     if looked_for := diagnosis.figures.get("looked_for"):
         yield Text(tr("Looked for:"), style="dim")
         yield from (Padding(WrappedText(in_language(what), style="dim"), (0, 0, 0, 2)) for what in looked_for)
@@ -256,17 +259,27 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         many = len(diagnosis.fixes) > 1
         yield Text(tr("What helps, the best first:") if many else tr("What helps:"), style="bold")
         for number, fix in enumerate(diagnosis.fixes, 1):
-            yield from _fix(number, fix)
+            yield from _fix(number, fix, wording)
         if any(fix.basis == "range" and fix.saves for fix in diagnosis.fixes):
             yield Text(tr("~  a range: nothing was measured. A run of brimful measures it."), style="dim")
 
 
-def _fix(number: int, fix: Fix) -> Iterator[RenderableType]:
+def _shown_evidence(evidence: str) -> str:
+    """With its place in the user's language, and with the sentence of an event; a line of a log stays as it is."""
+    place, colon, rest = evidence.partition(": ")
+    if place.startswith("line "):
+        return f"{translate(place)}{tr(': ')}{rest}" if colon else translate(place)
+    if place.startswith("events.jsonl, step "):
+        return translate(place) + (f"{tr(': ')}{in_language(rest)}" if colon else "")
+    return evidence
+
+
+def _fix(number: int, fix: Fix, wording: Callable[[str], str]) -> Iterator[RenderableType]:
     """The title with its number in the margin, and below it what it saves, costs and changes, and the settings."""
     title = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     title.add_column(no_wrap=True, style="bold cyan")
     title.add_column(overflow="fold")
-    title.add_row(f"{number}.", WrappedText(in_language(fix.title)))
+    title.add_row(f"{number}.", WrappedText(wording(in_language(fix.title))))
     yield title
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, style="dim")
@@ -274,19 +287,24 @@ def _fix(number: int, fix: Fix) -> Iterator[RenderableType]:
     for name, value in _facts(fix):
         table.add_row(name, WrappedText(value))
     for setting, names in _by_setting(fix).items():
-        table.add_row(", ".join(names), Text(translate(setting) if setting.startswith("(") else setting, style="green"))
+        table.add_row(", ".join(names), Text(tr(setting), style="green"))
     if table.row_count:
         yield Padding(table, (0, 0, 0, 3))
 
 
 def _facts(fix: Fix) -> Iterator[tuple[str, str]]:
     if fix.saves:
-        enough = {None: "", True: tr(", enough alone"), False: tr(", not enough alone")}[fix.enough]
-        yield tr("saves"), f"{'~ ' * (fix.basis == 'range')}{in_language(fix.saves)}{enough}"
+        yield tr("saves"), _saved_memory(fix)
     if fix.costs:
         yield tr("cost"), in_language(fix.costs)
     if fix.saves or fix.global_batch != "unchanged":
         yield tr("global batch"), in_language(fix.global_batch)
+
+
+def _saved_memory(fix: Fix) -> str:
+    """With `~` before a range, and whether it is enough."""
+    enough = {None: "", True: tr(", enough alone"), False: tr(", not enough alone")}[fix.enough]
+    return f"{'~ ' * (fix.basis == 'range')}{in_language(fix.saves or '')}{enough}"
 
 
 def _by_setting(fix: Fix) -> dict[str, list[str]]:
@@ -302,13 +320,14 @@ def _memory(figures: Any) -> Iterator[RenderableType]:
     known = dict(figures)
     if "process_bytes" in known and "allocated_bytes" in known:
         known["context_bytes"] = known["process_bytes"] - known["allocated_bytes"] - known.get("unallocated_bytes", 0)
-    parts = [(known.get(name) or 0, sign, style, word) for name, sign, style, word in PARTS]
-    if not total or not known.get("allocated_bytes") or sum(size for size, *_ in parts) > 1.05 * total:
+    sizes = {name: max(0, known.get(name) or 0) for name, *_ in PARTS}
+    if not total or not sizes["allocated_bytes"] or sum(sizes.values()) > 1.05 * total:
         return
+    if "free_bytes" in known:  # messages of torch 1 do not say whose the rest is
+        sizes["rest_bytes"] = max(0, total - sum(sizes.values()))
+    parts = [(sizes[name], sign, style, word) for name, sign, style, word in PARTS if sizes[name] / total >= 0.005]
     bar, legend = Text(), list[Text]()
     for size, sign, style, word in parts:
-        if size / total < 0.005:
-            continue
         bar.append(sign * max(1, round(size / total * BAR_WIDTH)), style=style)
         legend.append(Text(sign, style=style).append(f" {tr(word)} {show_bytes(size)}", style="default"))
     yield bar.append(f" {show_bytes(total)}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _NAMES: dict[str, tuple[str, ...]] = {
     "micro_batch": (
         "per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size",
-        "micro_batch", "batch_size_per_gpu", "batch_size_per_device", "per_device_batch_size", "device_batch_size", "batch_size",
+        "ppo_micro_batch_size_per_gpu", "micro_batch", "batch_size_per_gpu", "batch_size_per_device", "per_device_batch_size", "device_batch_size", "batch_size",
     ),
     "eval_batch": ("per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_batch_size", "val_batch_size"),
     "accumulation": (
@@ -60,20 +60,32 @@ _ASSIGNED = re.compile(
 )
 """Any `name = 12`. An alternation of all names would be tried at every character, which takes ten times as long."""
 _BANNER = {
-    "micro_batch": re.compile(r"Instantaneous batch size per device = ([\d,]+)"),
+    "micro_batch": re.compile(r"(?:Instantaneous batch size per device = |[Tt]okens / micro-batch / rank: )([\d,]+)"),
+    "lengths": re.compile(r"[Tt]okens / micro-batch / rank: \d+ x (\d+)"),
+    "eval_batch": re.compile(
+        r"Running (?:Evaluation|Prediction) \*+\n(?:[^\n]*Num examples[^\n]*\n)?[^\n]*\bBatch size = ([\d,]+)"
+    ),
     "global_batch": re.compile(r"Total train batch size \([^)]*\) = ([\d,]+)"),
-    "accumulation": re.compile(r"Gradient Accumulation steps = ([\d,]+)"),
+    "accumulation": re.compile(r"(?:Gradient Accumulation steps = |gradient accumulation steps: )([\d,]+)"),
 }
-"""What the Hugging Face Trainer prints before the first step."""
+"""What the Hugging Face Trainer prints before the first step and before an evaluation, and nanochat before the first step."""
+_IN_TOKENS = re.compile(r"[Tt]okens? ?(?:/|per) ?$")
+_IN_WORDS = re.compile(
+    r"(?<![\w-])(?:(?P<of>\w+)[ -])?(?P<name>(?!Batch size = )[Bb]atch size|[Vv]ocab(?:ulary)? size)(?: per (?:device|GPU|gpu|card))?"
+    r"(?: ?[=:] ?| )(?P<count>\d[\d,]*)(?![\d.]*[a-zA-Z%])"
+)
+"""`batch size 32, vocab size: 29298`. The batch size of something else (`total`, `effective`) is another number."""
 _COUNTED = re.compile(
     r"(?P<hf>Number of trainable parameters = (?P<a>[\d,]+))"
     r"|(?P<peft>trainable params: (?P<b>[\d,]+) \|\| all params: (?P<c>[\d,]+))"
     r"|(?P<lightning>(?P<d>[\d.]+) (?P<du>[KMB])\s+(?P<kind>Trainable|Total) params)"
-    r"|(?P<nano>number of parameters:? (?P<e>[\d.]+)(?P<eu>[KMB]))"
+    r"|(?P<swift>(?P<f>[\d.]+)M Params \((?P<g>[\d.]+)M Trainable)"
+    r"|(?P<plain>Number of parameters: (?P<h>[\d,]{4,}))"
+    r"|(?P<nano>(?:number of parameters:?|For[A-Z]\w{2,30} contains) (?P<e>[\d.]+)(?P<eu>[KMB])\b)"
 )
 _SHAPE = re.compile(r"torch\.Size\(\[(\d+(?:, \d+){1,3})\]\)")
 _PRECISION = re.compile(
-    r"(?:mixed_precision|precision|torch_dtype|dtype)['\"]?\s*[=:]\s*['\"]?(?P<named>bf16|fp16|bfloat16|float16|16-mixed|fp32|float32|no\b|32)"
+    r"(?:mixed_precision|precision|compute dtype|(?P<weights>torch_dtype|dtype))['\"]?\s*[=:]\s*['\"]?(?:torch\.)?(?P<named>bf16|fp16|bfloat16|float16|16-mixed|fp32|float32|no\b|32)"
     r"|(?<![\w-])(?:--)?(?P<flag>bf16|fp16)(?P<of>_full_eval|_opt_level|_backend)?['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?P<on>True|true)"
     r"|--(?P<bare>bf16|fp16)(?=['\"]?,? *(?:['\"]?--|\\|\n|$))"
     r"|Using (?P<amp>16bit|bfloat16) Automatic Mixed Precision",
@@ -87,6 +99,24 @@ _OPTIMIZER = re.compile(
 _CHECKPOINTING = re.compile(r"gradient_checkpointing['\"]?(?:\s*[=:]\s*['\"]?|\s+)(?:True|true|on)|--gradient_checkpointing(?=['\"]?[\s,]*(?:['\"]?--|$))", re.MULTILINE)  # fmt: skip
 _GROWING = re.compile(
     r"(?<!setting )PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*[=:,]\s*['\"]?[^\s'\"]*expandable_segments:True"
+    r"|expandable_segments not supported on this platform"
+)
+_ADAPTERS = re.compile(
+    r"finetuning_type['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?:q?lora|dora|oft)|Fine-tuning method: (?:Q?LoRA|DoRA|OFT)|\b(?:Lora|Peft)Config\(|PeftModel"
+    r"|use_peft['\"]?\s*[=:]\s*['\"]?[Tt]rue|--use_peft\b|--lora_r(?:ank)?[ =]\d|\badapter:\s*q?lora|trainable params: [\d,]+ \|\|"
+)
+_QUANTIZED = re.compile(
+    r"load_in_(?:4|8)bit['\"]?\s*[=:]\s*['\"]?[Tt]rue|--load_in_(?:4|8)bit\b|quantization_bit['\"]?\s*[=:]\s*['\"]?(?:4|8)\b"
+)
+_ROLLOUT = re.compile(
+    r"rollout[^\n]{0,200}gpu_memory_utilization|vllm_gpu_memory_utilization|use_vllm['\"]?\s*[=:]\s*['\"]?True|--use_vllm\b|vllm_mode"
+)
+_OFFLOADED = re.compile(
+    r"offload_(?:optimizer|param)\w*['\"]?[\s:=.]+\{?[^}\n]{0,80}\bcpu\b|fsdp_offload_params['\"]?\s*[=:]\s*['\"]?[Tt]rue"
+)
+_SHARDED = re.compile(
+    r"zero_(?:optimization_)?stage['\"]?[\s.=:]+[123]|['\"]stage['\"]:\s*[123]|ZeRO[ -](?:stage|Stage)?[ -]?[123]|zero[_-]?[123]\b|ZeroOptimizer_Stage[123]"
+    r"|fsdp['\"]?[=:]\s*['\"]?\[[^\]]|--fsdp\b|full_shard|FullyShardedDataParallel|DistributedType\.(?:FSDP|DEEPSPEED)|distributed_type: (?:FSDP|DEEPSPEED)|--use_fsdp|--use_deepspeed"
 )
 _LIGER = re.compile(r"use_liger_kernel['\"]?\s*[=:]\s*(?:True|true)|[Ll]iger kernel")
 _COUNT_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
@@ -132,7 +162,17 @@ class Settings:
     optimizer: str | None = None
     checkpointing: bool = False
     growing_segments: bool = False
-    """expandable_segments:True was set."""
+    """expandable_segments:True was set, or cannot be set on this platform."""
+    adapters: bool = False
+    """LoRA or the like: most weights are frozen, even where the log counts only those that are trained."""
+    quantized: bool = False
+    """Frozen weights are in 4 or 8 bits."""
+    rollout: bool = False
+    """A vLLM generates beside the training, often on the same card."""
+    offloaded: bool = False
+    """Optimizer state or weights are in host RAM."""
+    sharded: bool = False
+    """FSDP or ZeRO: a card holds a part of the weights, gradients or optimizer state."""
     liger: bool = False
 
     @property
@@ -155,17 +195,27 @@ def read_settings(texts: Iterable[tuple[int, str]], before: int | None = None) -
     found: dict[str, list[tuple[bool, int, int, int]]] = {}
     shapes: list[tuple[int, ...]] = []
     values: dict[str, Any] = {}
+    precisions: list[tuple[bool, str]] = []
     for start, text in texts:
         for match in _ASSIGNED.finditer(text):
             field, rank = _FIELD_OF.get(match[1].lower().replace("-", "_"), (None, 0))
-            if field is not None:
+            if field is not None and not _IN_TOKENS.search(text, max(0, match.start() - 12), match.start()):
                 _add(found, field, match[2], start + match.start(), before, rank)
         for field, pattern in _BANNER.items():
             for match in pattern.finditer(text):
                 _add(found, field, match[1], start + match.start(), before, -1)
+        for match in _IN_WORDS.finditer(text):
+            field = _field_in_words(match)
+            if field is not None:
+                _add(found, field, match["count"], start + match.start(), before, len(_NAMES[field]))
         shapes += (tuple(int(size) for size in match[1].split(", ")) for match in _SHAPE.finditer(text))
         values.update(_parameters(text))
         values.update(_switches(text))
+        precisions += _precisions(text)
+    if precisions:  # what weights are kept in, by the model's config, says less than what is computed in
+        values["precision"] = [
+            name for computed, name in precisions if computed or not any(one[0] for one in precisions)
+        ][-1]
     chosen: dict[str, Any] = {}
     for field, seen in found.items():
         seen.sort(key=lambda one: (not one[0], one[1], -one[2] if one[0] else one[2]))
@@ -213,20 +263,52 @@ def _parameters(text: str) -> dict[str, int]:
             counts["trained" if match["kind"] == "Trainable" else "parameters"] = int(
                 float(match["d"]) * _COUNT_UNITS[match["du"]]
             )
+        elif match["swift"]:
+            counts["parameters"], counts["trained"] = (int(float(match[name]) * 1e6) for name in "fg")
+        elif match["plain"]:
+            counts["parameters"] = int(match["h"].replace(",", ""))
         else:
             counts["parameters"] = int(float(match["e"]) * _COUNT_UNITS[match["eu"]])
     return counts
 
 
+_RATE = re.compile(
+    r"(?<![\w.])(?:[Ll]earning[_ ][Rr]ate|lr)['\"]?(?:-\w+)?(?:\s*[=:]\s*|\s+)\[?['\"]?(\d[\d.]*(?:[eE][-+]?\d+)?)"
+)
+
+
+def learning_rate(text: str) -> float | None:
+    """The largest that the steps of this text have used; without such, the last one that it sets."""
+    used, set_to = list[float](), list[float]()
+    for line in text.splitlines():
+        for match in _RATE.finditer(line):
+            (used if re.search(r"\b(?:loss|step)\b", line) else set_to).append(float(match[1].rstrip(".")))
+    return max((rate for rate in used if rate > 0), default=next((rate for rate in reversed(set_to) if rate > 0), None))
+
+
+def _field_in_words(match: re.Match[str]) -> str | None:
+    if "ocab" in match["name"]:
+        return "vocab"
+    of = (match["of"] or "").lower()
+    if of.startswith(("eval", "val", "test")):
+        return "eval_batch"
+    return None if of in ("total", "global", "effective", "overall") else "micro_batch"
+
+
+def _precisions(text: str) -> list[tuple[bool, str]]:
+    """What the log says is computed in (True), or weights are kept in (False)."""
+    names = ((match, (match["named"] or match["flag"] or match["bare"] or match["amp"]).lower()) for match in _PRECISION.finditer(text))  # fmt: skip
+    return [(match["weights"] is None, _PRECISIONS.get(name, name)) for match, name in names if not match["of"]]
+
+
 def _switches(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for match in _PRECISION.finditer(text):
-        name = (match["named"] or match["flag"] or match["bare"] or match["amp"]).lower()
-        if not match["of"]:
-            values["precision"] = _PRECISIONS.get(name, name)
     if optimizers := _OPTIMIZER.findall(text):
         values["optimizer"] = optimizers[-1].lower()
-    for name, pattern in (("checkpointing", _CHECKPOINTING), ("growing_segments", _GROWING), ("liger", _LIGER)):
+    for name, pattern in (
+        ("checkpointing", _CHECKPOINTING), ("growing_segments", _GROWING), ("liger", _LIGER), ("adapters", _ADAPTERS), ("sharded", _SHARDED),
+        ("offloaded", _OFFLOADED), ("quantized", _QUANTIZED), ("rollout", _ROLLOUT),
+    ):  # fmt: skip
         if pattern.search(text):
             values[name] = True
     return values
@@ -350,7 +432,7 @@ CONTEXT_BYTES = 1536 * 2**20
 used by anyone."""
 
 _PHASES = (
-    ("loading", re.compile(r"from_pretrained|load_state_dict|_load_pretrained_model|torch/serialization\.py|return self\._apply\(convert\)|model\.(?:to|cuda)\(")),
+    ("loading", re.compile(r"from_pretrained|load_state_dict|_load_pretrained_model|set_module_tensor_to_device|core_model_loading|torch/serialization\.py|return self\._apply\(convert\)|model\.(?:to|cuda)\(")),
     ("optimizer", re.compile(r"torch/optim/|optimi[sz]er\.step\(|_init_group|bitsandbytes/optim|fused_adam")),
     ("generation", re.compile(r"\.generate\(|generation/utils\.py")),
     ("evaluation", re.compile(r"evaluation_loop|prediction_step|validation_step|nested_concat|\.evaluate\(|_evaluate\(")),
@@ -359,6 +441,8 @@ _PHASES = (
     ("attention", re.compile(r"attn_weights|attention_scores|scaled_dot_product_attention|eager_attention_forward")),
     ("forward", re.compile(r"forward_call\(|\.forward\(|_call_impl")),
 )  # fmt: skip
+_LOADING_BAR = re.compile(r"[Ll]oading (?:\w+ )*(?:checkpoint )?(?:shards|weights)[^\n]*?\b(?P<done>\d+)%")
+_BAR = re.compile(r"\d+% ?\||\d+/\d+ \[\d+:\d+|\d+% Completed")
 _FRAME = re.compile(r'^\s+File "[^"]+", line \d+', re.MULTILINE)
 PHASE_WORDS = {
     "loading": "while the model was loaded",
@@ -373,15 +457,16 @@ PHASE_WORDS = {
 
 
 def phase_of(place: "Place") -> str | None:
-    """By the frames of the traceback right before the message."""
+    """By the frames of the traceback right before the message, or by the last progress bar if that is the loader's."""
     trace = place.before[max(0, place.before.rfind("Traceback (most recent call last)")) :]
-    if not _FRAME.search(trace[-2000:]):
-        return None
-    deepest = "\n".join(trace.splitlines()[-14:])
-    for name, pattern in _PHASES:
-        if pattern.search(deepest if name in ("loss", "attention", "optimizer", "loading") else trace):
-            return name
-    return None
+    if _FRAME.search(trace[-2000:]):
+        deepest = "\n".join(trace.splitlines()[-14:])
+        for name, pattern in _PHASES:
+            if pattern.search(deepest if name in ("loss", "attention", "optimizer", "loading") else trace):
+                return name
+    bar = next((line for line in reversed(place.before.splitlines()) if _BAR.search(line)), "")
+    loading = _LOADING_BAR.search(bar)
+    return "loading" if loading and int(loading["done"]) < 100 else None
 
 
 _TOTAL = re.compile(rf"GPU (\d+) has a total capaci?ty of ({SIZE})(?: of which ({SIZE}) is free)?")
@@ -445,7 +530,8 @@ def torch_message(match: re.Match[str], place: "Place") -> dict[str, Any] | None
 def _holders(text: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     """Who has the memory: this process, and others."""
     own = size_bytes(found[1]) if (found := _OWN.search(text)) else None
-    listed = {int(pid): size_bytes(size) for pid, size in _PROCESS.findall(text)}
+    card = figures.get("total_bytes") or float("inf")  # in some containers the driver gives sizes of exbibytes
+    listed = {int(pid): size for pid, shown in _PROCESS.findall(text) if (size := size_bytes(shown)) <= 1.05 * card}
     ours = figures.get("allocated_bytes", 0) + figures.get("unallocated_bytes", 0)
     if own is None and listed:
         # In a container the driver knows us by another pid: we are the one that has at least what torch holds.
@@ -502,19 +588,17 @@ def async_message(match: re.Match[str], place: "Place") -> dict[str, Any] | None
 
 
 def mps_message(match: re.Match[str], place: "Place") -> dict[str, Any]:
-    """torch's message on a Mac, where GPU and CPU share the memory."""
-    allocated, others, limit, wanted = (
-        size_bytes(match[name]) for name in ("_allocated", "_others", "_limit", "_wanted")
-    )
+    """torch's message on a Mac. What it calls other allocations are this process's as well: Metal's own, outside of torch's pool."""
+    allocated, others, wanted = (size_bytes(match[name]) for name in ("_allocated", "_others", "_wanted"))
     figures: dict[str, Any] = {
         "device": "mps",
         "wanted_bytes": wanted,
         "allocated_bytes": allocated,
-        "total_bytes": limit,
+        "process_bytes": allocated + others,
     }
-    figures["free_bytes"] = max(0, limit - allocated - others)
-    if others > OTHERS_BYTES:
-        figures["others_bytes"] = others
+    if match["_limit"]:
+        figures["total_bytes"] = limit = size_bytes(match["_limit"])
+        figures["free_bytes"] = max(0, limit - allocated - others)
     return {"figures": figures, "wanted": match["_wanted"], "phase": phase_of(place), "cause": _card_sentence(figures)}
 
 
@@ -523,7 +607,11 @@ def plain_message(match: re.Match[str], place: "Place") -> dict[str, Any]:
     if re.search(r"pin_memory|cudaHostAlloc|HostAllocator", place.before[-1500:]):
         return {"kind": "host-out-of-memory", "resource": "host", "certainty": "likely", "figures": {"device": None},
                 "cause": "The host could not pin more RAM for copies to the GPU. The card itself need not be full."}  # fmt: skip
-    return {"phase": phase_of(place)}
+    cut_off = re.match(r"[^\n]*out of memory\.\s+Tried", place.text)
+    return {
+        "phase": phase_of(place),
+        **({"cause": "The GPU ran out of memory; the message is cut off before its figures."} if cut_off else {}),
+    }
 
 
 _DTYPE_BYTES = {

@@ -9,8 +9,8 @@ which does 3–5 GB/s for a literal of ten bytes; regular expressions only see t
 with `rror`, so they are searched for only where a piece has that: a log of progress bars is read at 160 MB/s in 22 MB of memory, one with
 the words error, memory and exit in every line at 56 MB/s (one core of a busy server).
 
-Logs are dirty: progress bars end lines with a carriage return, colours are escape codes, PowerShell writes UTF-16, a truncated file is
-full of NUL bytes. What is kept is clean text.
+Logs are dirty: progress bars end lines with a carriage return, colours are escape codes, PowerShell writes UTF-16, Chinese systems
+write GB18030, a truncated file is full of NUL bytes. What is kept is clean text.
 """
 
 import codecs
@@ -20,13 +20,23 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from brimful.errors import BadData, BadOption
 from brimful.report.why.diagnosis import Certainty, Diagnosis, fix
-from brimful.report.why.gpu_messages import PHASE_WORDS, Block, bounds, likely_blocks, read_settings
+from brimful.report.why.gpu_messages import (
+    PHASE_WORDS,
+    Block,
+    Settings,
+    bounds,
+    learning_rate,
+    likely_blocks,
+    read_settings,
+)
+from brimful.report.why.gpu_remedies import oversized_state
 from brimful.report.why.log_signs import (
     ANYWHERE,
     LOOKED_FOR,
@@ -37,6 +47,7 @@ from brimful.report.why.log_signs import (
     VAGUE,
     Finding,
     Place,
+    is_quoted,
     literals,
 )
 from brimful.report.why.remedies import remedies
@@ -69,6 +80,12 @@ _ERROR_LINE = re.compile(
     r"^(?!\s)(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Failed|Timeout|Resources)\w*|KeyboardInterrupt)(?::\s?.*)?$",
     re.MULTILINE,
 )
+_LOGGED_ERROR = re.compile(
+    r"^(?!\s*(?:raise|except|File)\b)[^\n]*?(\b[A-Z]\w*(?:Error|Exception): |\b(?:ERROR|FATAL|CRITICAL)\b|^(?:\S+: )?(?:error|Error|错误)[:：])[^\n]*$",
+    re.MULTILINE,
+)
+"""What a logger, a launcher or a shell calls an error."""
+_ASCII = bytes(range(128))
 _MAGIC = {
     b"PK\x03\x04": "a zip file or a torch checkpoint",
     b"\x80\x02": "a pickle",
@@ -97,13 +114,19 @@ class Scan:
 
     @property
     def last_error(self) -> str | None:
-        """The last line of the last traceback; None if there is none."""
+        """The last line of the last traceback, else the last line at the end of the log that something calls an error."""
         tracebacks = self.places.get(TRACEBACK, [])
         after = max((place.offset for place in tracebacks), default=None)
         texts = [place.text for place in tracebacks if place.offset == after]
         for text in (self.tail, *texts):
             if after is not None and (lines := _ERROR_LINE.findall(text)):
                 return str(lines[-1]).strip()[:300]
+        errors = [
+            match for match in _LOGGED_ERROR.finditer(self.tail)
+            if not is_quoted(match.string[match.start() : match.start(1)], match[0])
+        ]  # fmt: skip
+        if errors and not _goes_on(self.tail[errors[-1].end() :]):
+            return errors[-1][0].strip()[:300]
         return None
 
     def after(self, offset: int) -> str:
@@ -241,6 +264,8 @@ def _decoded(stream: BinaryIO, result: Scan) -> Iterator[bytes]:
                 result.format = "text" if encoding else _format(piece)
             if decoder is not None:
                 piece = decoder.decode(piece).encode("utf-8", "replace")
+            elif result.format == "text":
+                piece = _as_utf8(piece)
             piece = escape + piece
             escape = b""
             if b"\x1b" in piece:
@@ -254,6 +279,30 @@ def _decoded(stream: BinaryIO, result: Scan) -> Iterator[bytes]:
         raise BadData(f"the log cannot be read ({error}). Try: a plain text file.") from error
     if escape:
         yield escape
+
+
+def _as_utf8(piece: bytes) -> bytes:
+    """The same with its lines of GB18030 in UTF-8. A log may have both: a program writes UTF-8, the shell around it does not."""
+    begun = next(
+        (at for at, byte in enumerate(piece[:4]) if not 0x80 <= byte < 0xC0), 0
+    )  # a character of the piece before
+    try:
+        codecs.utf_8_decode(piece[begun:], "strict", False)
+    except UnicodeDecodeError:
+        return b"".join(_line_as_utf8(line) for line in piece.splitlines(keepends=True))
+    return piece
+
+
+def _line_as_utf8(line: bytes) -> bytes:
+    lost_bytes = len(line) - len(line.decode("utf-8", "ignore").encode())
+    if 2 * lost_bytes <= len(
+        line.translate(None, _ASCII)
+    ):  # a damaged character, such as one that the piece ends within
+        return line
+    try:
+        return line.decode("gb18030").encode()
+    except UnicodeDecodeError:
+        return line
 
 
 def _utf16(start: bytes) -> str | None:
@@ -305,7 +354,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
 """By the beginning of a kind: what follows from it. Anything but a cause may be followed by a stop."""
 _PROGRESS = re.compile(r"\d+/\d+ \[\d+:\d+|['\"]?\bloss['\"]?\s*[:=]\s*\d|\bstep[ :=]+\d+|\b[Ee]poch[ :=]+\d+")
 _FINISHED = re.compile(
-    r"train_runtime|Training completed|[Tt]raining (?:is )?(?:finished|done)|`Trainer\.fit` stopped: `max_|trained [\d,]+ steps"
+    r"train_runtime|Training completed|[Tt]raining (?:is )?(?:finished|done)|`Trainer\.fit` stopped: `max_|trained [\d,]+ steps|after training is done|exiting program at iteration|训练(?:已|已经)?(?:完成|结束)"
 )
 
 
@@ -324,6 +373,7 @@ def diagnose(log: str | bytes | Path, *, settings: Mapping[str, Any] | None = No
 
     Raises:
         BadData: The file cannot be read.
+        BadOption: `settings` has a name that is not known.
 
     >>> import brimful
     >>> message = '''torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB
@@ -343,6 +393,7 @@ def diagnose(log: str | bytes | Path, *, settings: Mapping[str, Any] | None = No
 
 def diagnose_stream(stream: BinaryIO, *, settings: Mapping[str, Any] | None = None) -> Diagnosis:
     """The same for bytes that come from anywhere, such as standard input."""
+    known = _plain(settings or {})
     gates = dict(literals())
     gates[ANYWHERE] = (*gates.get(ANYWHERE, ()), BANNER)
     gates[TRACEBACK] = (*gates.get(TRACEBACK, ()), TRACEBACK)
@@ -350,7 +401,7 @@ def diagnose_stream(stream: BinaryIO, *, settings: Mapping[str, Any] | None = No
     findings = sorted(_findings(result), key=lambda finding: finding.place.offset)
     if not findings:
         return _unknown(result)
-    return _explain(findings, result, settings or {})
+    return _explain(findings, result, known)
 
 
 def _findings(result: Scan) -> Iterable[Finding]:
@@ -376,8 +427,11 @@ def _explain(findings: list[Finding], result: Scan, known: Mapping[str, Any]) ->
     """The last incident's cause, with what followed from it, and the other problems beside it."""
     incidents: list[list[Finding]] = []
     for finding in findings:
-        near = incidents and finding.place.offset - incidents[-1][-1].place.offset < INCIDENT_BYTES
-        if near:
+        gap = finding.place.offset - incidents[-1][-1].place.offset if incidents else INCIDENT_BYTES
+        # A run that went on had survived what came before, so it did not die of that.
+        if gap < INCIDENT_BYTES and not (
+            finding.level <= VAGUE and _goes_on(finding.place.before[-gap:] if gap else "")
+        ):
             incidents[-1].append(finding)
         else:
             incidents.append([finding])
@@ -423,10 +477,12 @@ def _diagnosis(
     result: Scan,
     known: Mapping[str, Any],
 ) -> Diagnosis:
-    settings = read_settings(_texts(main, result), main.place.offset).updated(_plain(known))
+    settings = read_settings(_texts(main, result), main.place.offset).updated(known)
     limits = None if main.wanted is None else bounds(main.wanted, allocator=not main.exact)
     blocks = likely_blocks(limits, settings, main.phase)
     figures = dict(main.figures)
+    if main.kind == "nan-loss" and (rate := _learning_rate(main.place, result)) is not None:
+        figures["learning_rate"] = rate
     ranks = sorted({rank for finding in alike if (rank := finding.figures.get("rank")) is not None})
     if len(ranks) > 1:
         figures["ranks"] = ranks
@@ -438,8 +494,9 @@ def _diagnosis(
         figures["lines"] = len({finding.place.offset for finding in alike})
     if consequences:
         figures["consequences"] = sorted({finding.kind for finding in consequences})
-    cause, certainty = _cause(main, blocks, consequences), main.certainty
-    if main.level != SYMPTOM and _goes_on(incident[-1], result):
+    cause, certainty = _cause(main, blocks, consequences, oversized_state(figures, settings)), main.certainty
+    last = incident[-1].place
+    if main.level != SYMPTOM and _goes_on(result.after(last.offset + len(last.first_line.encode()))):
         certainty = _weaker(certainty)
         cause += " The log goes on after it, so it did not end the run, or the log only quotes it."
     if result.format != "text":
@@ -460,7 +517,13 @@ def _diagnosis(
     )
 
 
-def _cause(main: Finding, blocks: list[Block], consequences: list[Finding]) -> str:
+def _learning_rate(place: Place, result: Scan) -> float | None:
+    """That of the steps up to this line, which may be warming up or decaying; what comes after it is of another start."""
+    head, line, _ = result.head.partition(place.first_line)
+    return learning_rate(head + line if line else f"{result.head}\n{place.before}\n{place.first_line}")
+
+
+def _cause(main: Finding, blocks: list[Block], consequences: list[Finding], state: str | None) -> str:
     sentences = [main.cause]
     if main.phase:
         sentences.append(f"It happened {PHASE_WORDS[main.phase]}.")
@@ -470,6 +533,8 @@ def _cause(main: Finding, blocks: list[Block], consequences: list[Finding]) -> s
             sentences.append(f"The block is likely {blocks[0].name}: {shown} = {blocks[0]}.")
         else:
             sentences.append(f"The block may be {blocks[0].name} ({blocks[0]}) or {blocks[1].name} ({blocks[1]}).")
+    if state and main.kind.startswith("gpu-"):
+        sentences.append(state)
     if main.figures.get("allocated_bytes", 0) > main.figures.get("total_bytes", float("inf")):
         sentences.append(
             "More is allocated than the card has, so the driver has already moved some of it to host RAM, which is slow."
@@ -492,21 +557,27 @@ def _texts(main: Finding, result: Scan) -> list[tuple[int, str]]:
 
 
 def _plain(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as `Settings` has them: several lengths are a tuple, and one is too."""
-    several = ("lengths", "vocab", "heads", "hidden", "feed_forward", "batches")
-    plain = {
-        name: tuple(value) if isinstance(value, (list, tuple)) else (value,) if name in several and value else value
-        for name, value in known.items()
-    }
+    """Settings as `Settings` has them: several lengths are a tuple, and one is too. Raises `BadOption` for what it cannot have."""
+    defaults = {one.name: one.default for one in fields(Settings)}
+    if unknown := [name for name in known if name not in defaults]:
+        raise BadOption(f"settings= has no {', '.join(map(repr, unknown))}. Try: {', '.join(defaults)}.")
+    plain: dict[str, Any] = {}
+    for name, value in known.items():
+        several = isinstance(defaults[name], tuple)
+        numbers = tuple(value) if several and isinstance(value, (list, tuple)) else (value,)
+        if value is None or name in ("precision", "optimizer") or isinstance(defaults[name], bool):
+            plain[name] = value
+        elif all(isinstance(number, Integral) and int(number) > 0 for number in numbers):
+            plain[name] = tuple(map(int, numbers)) if several else int(value)
+        else:
+            raise BadOption(f"settings= has {name}={value!r}, not a positive whole number. Try: {name}=32.")
     if "micro_batch" in plain and "batches" not in plain:
         plain["batches"] = (plain["micro_batch"],)
     return plain
 
 
-def _goes_on(last: Finding, result: Scan) -> bool:
-    """Whether the run went on after its last message."""
-    end = last.place.offset + len(last.place.first_line.encode())
-    after = result.after(end)
+def _goes_on(after: str) -> bool:
+    """Whether the run went on, by what its log has after a message."""
     return len(_PROGRESS.findall(after)) >= GOES_ON or bool(_FINISHED.search(after))
 
 

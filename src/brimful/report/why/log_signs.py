@@ -9,7 +9,7 @@ error is its consequence. What a log merely quotes (a line of source in a traceb
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from brimful.report.why.gpu_messages import (
     tensor_message,
     torch_message,
 )
-from brimful.units import KiB, show_bytes
+from brimful.units import GiB, KiB, show_bytes
 
 TRACEBACK = b"Traceback (most recent call last)"
 ANYWHERE = b""
@@ -95,7 +95,7 @@ class Sign:
         if (
             match is None
             or match.start() > len(place.first_line)
-            or _is_quoted(place.text[: match.start()], place.first_line)
+            or is_quoted(place.text[: match.start()], place.first_line)
         ):
             return None
         figures = {**self.figures, **_figures(match)}
@@ -123,7 +123,7 @@ _VALUE = re.compile(r"""(?:[:=] ?|Error\(|Exception\()["'`]$""")
 _SEARCH = re.compile(r"\b(?:grep|egrep|rg|re\.search)\b|\bin str\(|\.message\b.* in ")
 
 
-def _is_quoted(before: str, line: str) -> bool:
+def is_quoted(before: str, line: str) -> bool:
     """Whether the match is a row of the data or a line of source, not something that happened."""
     quote = before[-1:]
     literal = quote in ("'", '"', "`") and before.count(quote) % 2 == 1 and not _VALUE.search(before)
@@ -168,6 +168,7 @@ def _kernel_kill(match: re.Match[str], place: Place) -> dict[str, Any]:
     size = show_bytes(figures["process_bytes"]) if "process_bytes" in figures else None
     limit = [int(found[2]) * KiB for found in _CGROUP_LIMIT.finditer(around)]
     grouped = bool(_OF_GROUP.search(around))
+    figures["scope"] = "group" if grouped else "machine"
     if grouped and limit:
         figures["limit_bytes"] = limit[-1]
         where = f"its container or job may use no more than {show_bytes(limit[-1])} of RAM"
@@ -187,7 +188,11 @@ def _exit(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     if signal is None:
         return None
     rank = re.search(r"\brank\s+: (\d+)", place.before[-300:])  # torchrun's summary
-    figures = {"exit_code": code, "signal": signal, "rank": int(rank[1]) if rank else None}
+    return _ended_by(signal, {"exit_code": code, "rank": int(rank[1]) if rank else None})
+
+
+def _ended_by(signal: str, figures: dict[str, Any]) -> dict[str, Any]:
+    figures = {**figures, "signal": signal}
     if signal == "SIGKILL":
         return {"figures": figures}
     if signal == "SIGBUS":
@@ -200,14 +205,32 @@ def _exit(match: re.Match[str], place: Place) -> dict[str, Any] | None:
             "cause": f"A process crashed ({signal}). That is a fault in compiled code, not memory that ran out."}  # fmt: skip
 
 
-def _sigkill(match: re.Match[str], place: Place) -> dict[str, Any]:
+def _signalled(match: re.Match[str], place: Place) -> dict[str, Any]:
     """Brimful's launcher asks the kernel's counter of out-of-memory kills, and says what it tells."""
-    if "not by the kernel's out-of-memory killer" in place.first_line:
-        return {"kind": "killed", "resource": "none", "certainty": "certain",
+    changes = _ended_by(match["_signal"] or match["_signal_zh"] or "SIGKILL", {})
+    if changes.keys() - {"figures"}:
+        return changes
+    if re.search("not by the kernel's out-of-memory killer|不是内核的 OOM killer", place.first_line):
+        return {**changes, "kind": "killed", "resource": "none", "certainty": "certain",
                 "cause": "A process was killed (SIGKILL), but not by the kernel's out-of-memory killer: by a scheduler, or by hand."}  # fmt: skip
-    if "because host memory ran out" in place.first_line:
-        return {"certainty": "certain", "cause": "The kernel killed a process, because the host ran out of RAM."}
-    return {}
+    if re.search("because host memory ran out|因为主机内存耗尽", place.first_line):
+        return {
+            **changes,
+            "certainty": "certain",
+            "cause": "The kernel killed a process, because the host ran out of RAM.",
+        }
+    return changes
+
+
+_ABOUT_IT = re.compile(
+    r"\b(?:OOM|[Cc]aught|[Ss]kip|[Rr]etry|[Hh]alv|[Rr]educ|[Ll]ower|[Dd]ecreas|[Ff]all(?:ing)? back|[Tt]rying)"
+)
+_IN_CASE = re.compile(r"\b(?:[Ii]f|[Ww]hen|[Aa]void|in case|[Ss]hould)\b")
+
+
+def _caught(match: re.Match[str], place: Place) -> dict[str, Any] | None:
+    """A program that says what it does about the error has had one; one that says what to do if it comes has not."""
+    return {} if _ABOUT_IT.search(place.first_line) and not _IN_CASE.search(place.first_line) else None
 
 
 def _worker(match: re.Match[str], place: Place) -> dict[str, Any] | None:
@@ -225,12 +248,42 @@ def _worker(match: re.Match[str], place: Place) -> dict[str, Any] | None:
 
 
 def _vllm(match: re.Match[str], place: Place) -> dict[str, Any]:
-    """vLLM takes a share of the card at its start, whatever a training beside it has left."""
-    if match["_free"] is None:
-        return {"figures": {"device": "cuda"}}
-    free, total = (int(float(match[name]) * 2**30) for name in ("_free", "_total"))
-    cause = f"vLLM has no room on the GPU: {show_bytes(free)} of {show_bytes(total)} were free when it started."
-    return {"figures": {"device": "cuda", "free_bytes": free, "total_bytes": total}, "cause": cause}
+    """vLLM takes a share of the card at its start, whatever a training beside it has left, and wants room for one request in it."""
+    sizes = {
+        f"{name}_bytes": int(float(value) * GiB) for name in ("free", "total", "needed", "room") if (value := match[f"_{name}"])
+    }  # fmt: skip
+    asked, longest = (int(value) if (value := match[f"_{name}"]) else None for name in ("asked", "longest"))
+    figures: dict[str, Any] = {"device": "cuda", **sizes, "asked_tokens": asked, "fitting_tokens": longest}
+    shown = {name: show_bytes(size) for name, size in sizes.items()}
+    cause = "The weights and activations take all of vLLM's share of the GPU, so there is no room for its cache."
+    if "free_bytes" in sizes:
+        cause = (
+            f"vLLM has no room on the GPU: {shown['free_bytes']} of {shown['total_bytes']} were free when it started."
+        )
+    elif "needed_bytes" in sizes:
+        room = shown["room_bytes"]
+        cause = (
+            f"A request of {asked:,} tokens needs {shown['needed_bytes']} of vLLM's cache, which has room for {room}."
+        )
+    elif longest is not None:
+        cause = f"A request of {asked:,} tokens does not fit in vLLM's cache, which has room for {longest:,}."
+    return {"figures": figures, "cause": cause}
+
+
+_HUB = r"(?:huggingface\.co|hf\.co|hf-mirror\.com|modelscope\.cn)"
+
+
+def _hub(match: re.Match[str], place: Place) -> dict[str, Any] | None:
+    if "thrown while requesting" in place.first_line:
+        return None  # a warning: a later try may have gone well
+    around = place.before[-2000:] + place.text[:2000]
+    name = re.search(
+        r"https?://[\w.-]+/((?!api/)[\w.-]+/[\w.-]+)/resolve|with url: /(?:api/models/)?([\w.-]+/[\w.-]+)[/ ]", around
+    )
+    if match[0].startswith("httpx") and "huggingface_hub" not in place.before:
+        return None
+    host = re.search(r"(?:https?://|host=')([\w.-]+)", place.first_line)
+    return {"figures": {"name": (name[1] or name[2]) if name else None, "host": host[1] if host else None}}
 
 
 def _space(match: re.Match[str], place: Place) -> dict[str, Any] | None:
@@ -277,7 +330,9 @@ def _assertion(match: re.Match[str], place: Place) -> dict[str, Any]:
     return {"cause": f"{cause} This is a fault in the data or the code, not memory that ran out."}
 
 
-def _triton(match: re.Match[str], place: Place) -> dict[str, Any]:
+def _triton(match: re.Match[str], place: Place) -> dict[str, Any] | None:
+    if re.search(r"Ignoring this choice|for benchmark choice|during autotuning", place.first_line):
+        return None  # one of the candidates
     needed, limit = int(match["_needed"]), int(match["_limit"])
     cause = f"A Triton kernel wants {show_bytes(needed)} of the GPU's on-chip shared memory, which has {show_bytes(limit)}. The card's memory is not full."
     return {"figures": {"needed_bytes": needed, "limit_bytes": limit}, "cause": cause}
@@ -287,6 +342,26 @@ def _nan(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     step = re.search(r"(?:step|iter(?:ation)?)\W{0,3}\s*(\d+)|\|\s*(\d+)/\d+ \[", place.first_line, re.IGNORECASE)
     figures = {"step": int(step[1] or step[2])} if step else {}
     return {"figures": figures}
+
+
+_KILLED_WORDS = ("Killed", "Terminado (killed)", "已杀死", "強制終了", "Getötet", "Убито")
+_CRASHED_WORDS = ("Segmentation fault", "段错误", "Violación de segmento", "Ошибка сегментирования")
+_BUS_ERROR_WORDS = ("Bus error", "总线错误")
+"""As shells print them, in English and in other languages."""
+
+
+def _shell_says(words: Sequence[str]) -> str:
+    """How a shell reports a signal: the word alone, or behind `run.sh: line 4:  3311 `, `[1]+  3311 ` or `zsh: `."""
+    word = "|".join(map(re.escape, words))
+    line = r"\S+(?:: line | ?[:：] ?(?:第|行|Zeile|ligne|línea|строка) ?)\d+ ?行?[:：]\s*\d+ "
+    return (
+        rf"^(?:(?:{line}|\[\d+\][+-]?\s+(?:[+-] )?(?:\d+ )?|zsh: |错误：|Fatal Python error: )(?i:{word})(?!\w)"
+        rf"|(?:{word})(?=\s*$|\s\s|\s*[(（][`'‘]?(?:core|核心)))"
+    )
+
+
+def _foreign(words: Sequence[str]) -> tuple[bytes, ...]:
+    return tuple(word.encode() for word in words if not word.isascii())
 
 
 ERROR, MEMORY, KILLED = b"rror", b"emory", b"illed"
@@ -301,7 +376,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"would exceed allowed memory",), gate=MEMORY, read=async_message, cause="",
          pattern=_S(r"Allocation on device (?P<gpu>\d+)? ?would exceed allowed memory")),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"MPS backend out of memory",), gate=MEMORY, read=mps_message, cause="",
-         pattern=_S(rf"MPS backend out of memory \(MPS allocated: (?P<_allocated>{SIZE}), other allocations: (?P<_others>{SIZE}), max allowed: (?P<_limit>{SIZE})\)\.\s+Tried to allocate (?P<_wanted>{SIZE})")),
+         pattern=_S(rf"MPS backend out of memory \(MPS allocated: (?P<_allocated>{SIZE}), other allocations: (?P<_others>{SIZE})(?:, max allowed: (?P<_limit>{SIZE}))?\)\.\s+Tried to allocate (?P<_wanted>{SIZE})")),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"kIOGPUCommandBufferCallbackErrorOutOfMemory",), gate=ERROR, figures={"device": "mps"},
          pattern=_S("kIOGPUCommandBufferCallbackErrorOutOfMemory"), cause="The Mac's GPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"Invalid buffer size",), gate=ERROR, figures={"device": "mps"},
@@ -309,7 +384,10 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"OUT_OF_DEVICE_MEMORY", b"UR_RESULT_ERROR_OUT_OF_RESOURCES"), gate=ERROR, figures={"device": "xpu"},
          pattern=_S(r"(?:UR|ZE|PI)_\w*OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"), cause="The XPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"out of memory",), gate=MEMORY, figures={"device": "cuda"}, read=plain_message,
-         pattern=_S(r"(?:CUDA|HIP|cuda|cuda runtime|hip) (?:driver )?(?:error|failure)[: ]*(?:\(2\) ?: )?'?out of memory|(?:OutOfMemory|Runtime)Error: (?:CUDA|HIP|XPU|NPU) out of memory(?!\.\s+Tried)|Triton Error \[(?:CUDA|HIP)\]: out of memory|Cuda failure (?:\d+ )?'out of memory'"),
+         pattern=_S(rf"(?:CUDA|HIP|cuda|cuda runtime|hip) (?:driver )?(?:error|failure)[: ]*(?:\(2\) ?: )?'?out of memory|(?:OutOfMemory|Runtime)Error: (?:CUDA|HIP|XPU|NPU) out of memory(?!\.\s+Tried\s+to\s+allocate\s+{SIZE})|Triton Error \[(?:CUDA|HIP)\]: out of memory|Cuda failure (?:\d+ )?'out of memory'|cudaMalloc failed: out of memory"),
+         cause="The GPU ran out of memory; the message has no figures."),
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"out of memory",), gate=MEMORY, level=VAGUE, certainty="likely", figures={"device": "cuda"},
+         pattern=_S(rf"\b(?:CUDA|HIP|XPU|NPU) out of memory\b(?!\.\s+Tried\s+to\s+allocate\s+{SIZE})"), read=_caught,
          cause="The GPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"cudaErrorMemoryAllocation",), gate=ERROR, figures={"device": "cuda"},
          pattern=_S(r"cudaErrorMemoryAllocation:? out of memory"), cause="The GPU ran out of memory; the message has no figures."),
@@ -351,7 +429,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="host-out-of-memory", resource="host", hints=(b"ArrowMemoryError",), gate=ERROR,
          pattern=_S(r"(?:malloc|realloc) of size (?P<wanted_bytes>\d+) failed"), cause="The host ran out of RAM: Arrow wanted {wanted_bytes}."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"WinError ",), gate=ERROR,
-         pattern=_S(r"\[WinError (?:1455|8)\]"), cause="Windows could not commit more memory: RAM and paging file are full."),
+         pattern=_S(r"\[WinError (?:1455|8)\]"), figures={"system": "windows"}, cause="Windows could not commit more memory: RAM and paging file are full."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"MemoryError", b"Cannot allocate memory"), gate=ERROR, level=VAGUE,
          pattern=_S(r"^[\w.]*(?<!Arrow)(?<!Array)(?<!OutOf)MemoryError\b(?!: Unable to allocate|.*[Cc]uda)|\[Errno 12\] Cannot allocate memory", re.MULTILINE),
          cause="The host ran out of RAM; the message has no figures."),
@@ -391,29 +469,32 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="host-killed", resource="host", hints=(b"exitcode", b"xit code", b"xit Code:", b"xit status", b"with code", b"return code"), gate=b"xit", level=VAGUE, certainty="likely", read=_exit,
          pattern=_S(r"(?:exitcode\s*:|[Ee]xit (?:[Cc]ode|status)\b:?|exited with code|[Rr]eturn code|returncode)\s*[=:]?\s*\(?(?P<_code>-?\d+)\b"),
          cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
-    Sign(kind="host-killed", resource="host", hints=(b"SIGKILL",), level=VAGUE, certainty="likely", read=_sigkill,
-         pattern=_S(r"died with <Signals\.SIGKILL: 9>|Signal 9 \(SIGKILL\) received|terminated with signal SIGKILL|signal 9: SIGKILL|was killed by SIGKILL|terminated by signal SIGKILL"), figures={"signal": "SIGKILL"},
+    Sign(kind="host-killed", resource="host", hints=(b"SIGKILL", b" by SIG", "被 SIG".encode()), gate=b"SIG", level=VAGUE, certainty="likely", read=_signalled,
+         pattern=_S(r"died with <Signals\.SIGKILL: 9>|Signal 9 \(SIGKILL\) received|terminated with signal SIGKILL|signal 9: SIGKILL|terminated by signal SIGKILL"
+                    r"|was killed by (?P<_signal>SIG[A-Z]+)|被 (?P<_signal_zh>SIG[A-Z]+) 杀死"),
          cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
-    Sign(kind="host-killed", resource="host", hints=(b"Killed", b"killed "), gate=KILLED, level=VAGUE, certainty="likely",
-         pattern=_S(r"^(?:Killed|\S+\.sh: line \d+:\s+\d+ Killed\s.*|\[\d+\]\s+(?:\d+ |\+ )?[Kk]illed\s.*|/\S+: line \d+:\s+\d+ Killed\s.*)$", re.MULTILINE),
-         figures={"signal": "SIGKILL"}, cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
-    Sign(kind="host-killed", resource="host", hints=("已杀死".encode(),), level=VAGUE, certainty="likely", figures={"signal": "SIGKILL"},
-         pattern=_S(r"^(?:\S+?[:：] ?(?:行|第) ?\d+ ?行?[:：]\s*\d+ )?已杀死"), cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
+    Sign(kind="host-killed", resource="host", hints=(b"Killed", b"killed", *_foreign(_KILLED_WORDS)), gate=KILLED, level=VAGUE, certainty="likely",
+         pattern=_S(_shell_says(_KILLED_WORDS), re.MULTILINE), figures={"signal": "SIGKILL"},
+         cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=(b"KernelRestarter", b"ernel died", b"have died", b"DeadKernel", b"KernelDied", b"Kernel crashed", b"Kernel Restarting"), gate=b"ernel", level=VAGUE, certainty="possible",
          pattern=_S(r"AsyncIOLoopKernelRestarter: restarting kernel|[Kk]ernel (?:appears to have )?died|DeadKernelError|KernelDied|The Kernel crashed while executing|Kernel Restarting"),
          cause="The notebook's kernel died. It leaves no message; most often the kernel of the machine killed it because RAM ran out."),
     Sign(kind="map-process-lost", resource="host", hints=(b"has abruptly died during map",), level=VAGUE, certainty="likely", pattern=_S(r"subprocesses has abruptly died during map operation"),
          cause="A process of datasets.map ended without a message, most likely killed by the kernel because the host ran out of RAM."),
     # ---- Serving beside a training
-    Sign(kind="vllm-no-room", resource="gpu", hints=(b"memory on device (", b"for the cache blocks", b"stored in KV cache"), gate=ERROR,
-         pattern=_S(r"Free memory on device \((?P<_free>[\d.]+)/(?P<_total>[\d.]+) GiB\) on startup is less than desired GPU memory utilization|No available memory for the cache blocks|is larger than the maximum number of tokens that can be stored in KV cache"),
-         read=_vllm, cause="vLLM has no room for its cache on the GPU."),
+    Sign(kind="vllm-no-room", resource="gpu", hints=(b"memory on device (", b"for the cache blocks", b"max seq len ("), gate=ERROR, read=_vllm, cause="",
+         pattern=_S(r"Free memory on device \((?P<_free>[\d.]+)/(?P<_total>[\d.]+) GiB\) on startup is less than desired GPU memory utilization"
+                    r"|No available memory for the cache blocks"
+                    r"|max seq len \((?P<_asked>\d+)\),?\s+(?:\(?(?P<_needed>[\d.]+)\s+GiB\s+KV\s+cache\s+is\s+needed,\s+which\s+is\s+larger\s+than\s+the\s+available\s+KV\s+cache\s+memory\s+\(-?(?P<_room>[\d.]+)\s+GiB\)"
+                    r"|is larger than the maximum number of tokens that can be stored in KV cache)(?:[^(]*?estimated\s+maximum\s+model\s+length\s+is\s+|\s+\()?(?P<_longest>\d+)?")),
     # ---- Shared memory, files, disk
     Sign(kind="shm-full", resource="shm", hints=(b"insufficient shared memory",), gate=ERROR, pattern=_S(r"insufficient shared memory \(shm\)"),
          cause="A DataLoader worker got a bus error, because /dev/shm is full: workers hand over their batches in it."),
-    Sign(kind="shm-full", resource="shm", hints=(b"core dumped",), level=VAGUE, certainty="likely", pattern=_S(r"Bus error\s+\(core dumped\)"),
+    Sign(kind="shm-full", resource="shm", hints=(b"us error", *_foreign(_BUS_ERROR_WORDS)), gate=ERROR, level=VAGUE, certainty="likely",
+         pattern=_S(rf"{_shell_says(_BUS_ERROR_WORDS)}|Bus error\s+\(core dumped\)", re.MULTILINE),
          cause="A process ended with SIGBUS, as it does when /dev/shm is full."),
-    Sign(kind="crashed", resource="none", hints=(b"core dumped",), level=VAGUE, pattern=_S(r"(?P<signal>Segmentation fault)\s+\(core dumped\)"),
+    Sign(kind="crashed", resource="none", hints=(b"egmentation fault", *_foreign(_CRASHED_WORDS)), gate=b"fault", level=VAGUE, figures={"signal": "Segmentation fault"},
+         pattern=_S(rf"{_shell_says(_CRASHED_WORDS)}|Segmentation fault\s+\(core dumped\)", re.MULTILINE),
          cause="A process crashed ({signal}). That is a fault in compiled code, not memory that ran out."),
     Sign(kind="shm-full", resource="shm", hints=(b"/torch_",), gate=ERROR,
          pattern=_S(r"unable to (?:write to|open|resize|mmap \d+ bytes from) (?:shared memory object|file) </?torch_[^>]*>(?P<_why>[^\n]*)"), cause="/dev/shm is full. Processes hand over batches and tensors in it.",
@@ -456,6 +537,8 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="driver", resource="none", hints=(b"CUDA error", b"HIP error", b"is not compatible with the current PyTorch"), gate=ERROR,
          pattern=_S(r"no kernel image is available for execution on the device|is not compatible with the current PyTorch installation"),
          cause="This build of torch has no code for this GPU. This is not about memory."),
+    Sign(kind="missing-gpu", resource="none", hints=(b"CUDA error", b"HIP error"), gate=ERROR, pattern=_S("invalid device ordinal"),
+         cause="A process asks for a GPU that is not there: fewer cards are visible than processes were started."),
     Sign(kind="driver", resource="none", hints=(b"not compiled with CUDA", b"no NVIDIA driver", b"No CUDA GPUs are available"), gate=ERROR,
          pattern=_S(r"Torch not compiled with CUDA enabled|Found no NVIDIA driver on your system|No CUDA GPUs are available"),
          cause="torch sees no GPU: the build has no CUDA, there is no driver, or CUDA_VISIBLE_DEVICES hides the cards. This is not about memory."),
@@ -474,6 +557,18 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="nccl-error", resource="network", hints=(b"unhandled system error", b"ncclSystemError", b"ncclUnhandled", b"ncclInternalError", b"ncclInvalidUsage"), gate=b"NCCL", level=CONSEQUENCE, certainty="likely",
          pattern=_S(r"(?P<status>ncclSystemError|ncclUnhandledSystemError|unhandled system error|ncclInternalError|ncclUnhandledCudaError|ncclInvalidUsage)"),
          cause="NCCL failed ({status}). Its own log, with NCCL_DEBUG=INFO, names the system call."),
+    Sign(kind="nccl-peer-lost", resource="network", hints=(b"retrieving ncclUniqueId", b"communicator was aborted"), gate=b"NCCL", level=CONSEQUENCE,
+         pattern=_S(r"retrieving ncclUniqueId from \[\d+\] via c10d key-value store|NCCL communicator was aborted on rank \d+"),
+         cause="A rank lost its connection to another one. That rank ended first, or the network failed."),
+    Sign(kind="download-failed", resource="network", hints=(b"couldn't connect to 'http",), gate=ERROR, read=_hub,
+         pattern=_S(r"couldn't connect to 'https?://"), cause="A download from the hub failed, because this machine could not reach it."),
+    Sign(kind="download-failed", resource="network", hints=(b"HTTPSConnectionPool(host=", b"Failed to resolve '", b"cached snapshot folder", b"httpx.Conn"), gate=b"hugging", read=_hub,
+         pattern=_S(rf"(?:HTTPSConnectionPool\(host=|Failed to resolve )'[\w.-]*{_HUB}'|Cannot find an appropriate cached snapshot folder|^httpx\.Connect(?:Error|Timeout)"),
+         cause="A download from the hub failed, because this machine could not reach it."),
+    Sign(kind="download-refused", resource="none", hints=(b"gated repo", b"Client Error", b"Not Found for url", b"valid model identifier"), gate=b"hugging", read=_hub,
+         pattern=_S(rf"(?:trying to access|Cannot access) (?:a )?gated repo|Repository Not Found for url: |is not a valid model identifier listed on 'https?://"
+                    rf"|40[134] Client Error: \w[\w ]* for url: https?://[\w.-]*{_HUB}"),
+         cause="The hub refuses the download: its terms have to be accepted, the token is missing, or the name is wrong."),
     Sign(kind="connection", resource="network", hints=(b"ddress already in use",), gate=ERROR,
          pattern=_S(r"[Aa]ddress already in use"), cause="The port for the processes to meet is taken, often by a run that has not ended."),
     Sign(kind="connection", resource="network", hints=(b"client socket has ", b"waiting for clients", b"Rendezvous"), gate=ERROR, level=VAGUE,
@@ -493,6 +588,8 @@ SIGNS: tuple[Sign, ...] = (
          cause="bitsandbytes is missing, too old, or has no library for this CUDA version. This is not about memory."),
     Sign(kind="missing-package", resource="none", hints=(b"No module named",), gate=ERROR,
          pattern=_S(r"^(?:\w+\.)?(?:ModuleNotFound|Import)Error: No module named '?(?P<package>[\w.]+)'?", re.MULTILINE), cause="The Python package {package} is not installed here."),
+    Sign(kind="missing-package", resource="none", hints=(b"seems to be not installed", b"not found in your environment: "), gate=ERROR,
+         pattern=_S(r"(?:the package (?=\w+ seems to be not installed)|not found in your environment: )(?P<package>\w+)"), cause="The Python package {package} is not installed here."),
     # ---- What does not end a run
     Sign(kind="nan-loss", resource="none", hints=(b"nan", b"NaN"), level=SYMPTOM, read=_nan,
          pattern=_S(r"(?i:['\"]?\b(?:train[_/ ]?|eval[_/ ]?|val[_/ ]?|total[_/ ]?)?loss\b['\"]?\s*(?:[:=]|is|was)?\s*(?:tensor\()?\s*nan\b|['\"]?\bgrad_norm['\"]?\s*[:=]\s*nan\b|['\"]loss_is['\"]: ['\"]nan)"),
@@ -518,7 +615,7 @@ LOOKED_FOR = (
     "out-of-memory messages of torch (CUDA, ROCm, MPS, XPU, CPU), cuBLAS, cuDNN, NCCL, TensorFlow and JAX",
     "kills by the kernel, a container, Slurm, Ray or systemd-oomd, and exit codes such as 137 and -9",
     "a full /dev/shm, a full disk, too many open files",
-    "NCCL failures, faults of a GPU or a driver, missing packages, NaN losses",
+    "NCCL failures, faults of a GPU or a driver, missing packages, downloads that failed, NaN losses",
 )
 """What is told to a user whose log has none of it."""
 
@@ -527,5 +624,8 @@ def literals() -> dict[bytes, tuple[bytes, ...]]:
     """By gate: what `log_reader.scan` searches for."""
     gates: dict[bytes, dict[bytes, None]] = {}
     for sign in SIGNS:
-        gates.setdefault(sign.gate, {}).update(dict.fromkeys(sign.hints))
+        for hint in sign.hints:
+            # The first byte of a character outside ASCII is the rarest thing to ask for: most logs have none but those of progress bars.
+            lead = next((bytes([byte]) for byte in hint if byte >= 0x80), sign.gate)
+            gates.setdefault(lead, {})[hint] = None
     return {gate: tuple(hints) for gate, hints in gates.items()}

@@ -383,10 +383,12 @@ def _few_updates(run: RunFigures) -> Iterator[Finding]:
         ]
     fixes = []
     if smaller < rows:
+        updates = math.ceil(steps * rows / smaller)
+        as_many_rows = "" if run.options.get("max_steps") is None else f" --max-steps {updates}"
         fixes.append(
             fix(
-                say("Use {rows} rows a step: {count} updates over the same rows", rows=smaller, count=f"{math.ceil(steps * rows / smaller):,}"),
-                costs=say("another experiment"), global_batch=show_rows(smaller), brimful=f"--global-batch {smaller}", basis="predicted",
+                say("Use {rows} rows a step: {count} updates over the same rows", rows=smaller, count=f"{updates:,}"),
+                costs=say("another experiment"), global_batch=show_rows(smaller), brimful=f"--global-batch {smaller}{as_many_rows}", basis="predicted",
             )
         )  # fmt: skip
     if steps < FEW_UPDATES and not all_rows:

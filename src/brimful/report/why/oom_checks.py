@@ -8,12 +8,17 @@ lengths of the rows that decides the cause:
     less room, and others hold memory         other programs
     less room                                 the device has less than when the plan was made
 
+What did not fit is in the error itself: its size, and the line of the model that asked for it. With the sizes of a language model, from
+the config of its checkpoint, the tensor gets a name ("1.23 GiB = 32 × 252 × 40,960 × 4 bytes, the fp32 logits").
+
 Fixes are predicted by the plan's memory model for the very rows that failed ("micro-batches of 32 rows: predicted 12.1 GiB"), and
 their cost in speed is what the plan timed. Without a memory model nothing is predicted.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from brimful.report.run_figures import (
@@ -24,9 +29,11 @@ from brimful.report.run_figures import (
     part,
     show_lengths,
     step_seconds,
+    text,
     whole,
 )
 from brimful.report.why.diagnosis import Certainty, Finding, Fix, finding, fix, say
+from brimful.report.why.gpu_messages import SIZE, Block, bounds, likely_blocks, read_settings
 from brimful.report.why.growth_checks import row_place, shorter_rows
 from brimful.units import flag_bytes, show_bytes, show_rows
 
@@ -36,6 +43,10 @@ OTHERS_SHARE = 0.02
 """Memory of other programs below this share of the card explains nothing."""
 LOST_SHARE = 0.01
 """Repeated steps that took less than this share of the time are not worth mentioning."""
+_WANTED = re.compile(rf"(?:[Tt]ried to allocate|asked for) (?P<size>{SIZE})")
+"""In the message of torch, and of the limit that is simulated on a CPU."""
+CONFIG_BYTES = 64 * 1024
+"""Of a model's config that is read."""
 
 
 def oom_findings(run: RunFigures) -> Iterator[Finding]:
@@ -58,14 +69,16 @@ def _errors_of_steps(run: RunFigures) -> Iterator[Finding]:
     last = errors[-1]["step"]
     died = run.record.state == "failed" and last >= run.last_step
     restored = next((event["step"] for event in run.record.of_kind("grow") if (event["step"] or 0) > last), None)
-    lost = _lost_share(run)
+    lost, wanted, block = _lost_share(run), _WANTED.search(str(error.get("message"))), _block(run, error)
     figures = {
         "ooms": len(errors), "steps": [one["step"] for one in errors][:20], "rows": whole(error, "rows"), "shape": error.get("shape"),
         "predicted_bytes": whole(error, "predicted_bytes"), "available_bytes": whole(error, "available_bytes"),
-        "restored_at_step": restored, "lost_share": lost, **causes,
+        "restored_at_step": restored, "lost_share": lost, "place": text(error, "place"),
+        "wanted": wanted["size"] if wanted else None, "block": block.to_json() if block else None, **causes,
     }  # fmt: skip
     sentences = [
         _what(errors, error),
+        *_wanted(error, wanted["size"] if wanted else None, block),
         *_explained(run, error, causes),
         *_consequences(run, error, died, restored, lost),
     ]
@@ -96,6 +109,39 @@ def _what(errors: Sequence[Mapping[str, Any]], error: Mapping[str, Any]) -> str:
     else:
         template = "Memory ran out {count} times, from step {first} to step {last}, for example with {size}."
     return say(template, size=size, **steps)
+
+
+def _wanted(error: Mapping[str, Any], size: str | None, block: Block | None) -> Iterator[str]:
+    """What did not fit, and which line of the model asked for it."""
+    place = text(error, "place")
+    if size and place:
+        yield say("{size} did not fit in {place}.", size=size, place=place)
+    elif size:
+        yield say("{size} did not fit.", size=size)
+    elif place:
+        yield say("It was in {place}.", place=place)
+    if size and block:
+        yield say("The block is likely {name}: {size} = {factors}.", name=block.name, size=size, factors=str(block))
+
+
+def _block(run: RunFigures, error: Mapping[str, Any]) -> Block | None:
+    """The tensor of a padded micro-batch that has the size that did not fit, if there is only one."""
+    match, rows, shape = _WANTED.search(str(error.get("message"))), whole(error, "rows"), lengths(error, "shape")
+    if match is None or not rows or not shape or run.plan.get("layout") == "packed":
+        return None
+    settings = read_settings([(0, _model_config(run))]).updated(
+        {"micro_batch": rows, "batches": (rows,), "lengths": shape}
+    )
+    blocks = likely_blocks(bounds(match["size"], allocator=run.on_gpu), settings, text(error, "phase"))
+    return blocks[0] if len({block.kind for block in blocks}) == 1 else None
+
+
+def _model_config(run: RunFigures) -> str:
+    """The config.json of the newest checkpoint's model; empty if there is none."""
+    for config in sorted(run.record.folder.checkpoints.glob("step-*/model/config.json"), reverse=True):
+        with suppress(OSError), config.open(encoding="utf-8", errors="replace") as file:
+            return file.read(CONFIG_BYTES)
+    return ""
 
 
 def show_size(rows: int, shape: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ Memory and loss are judged over the whole run, speed over the part since the las
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ LAST_LINES = 5
 """What ended a run stands in the last lines of log.txt."""
 LOG_BYTES = 64 * 1024
 """Of the end of log.txt."""
+_BEGUN = re.compile(rb"\S+ \S+ training in .+: [\d,]+ steps? on \d+ process")
+"""The line of log.txt that a `begin` event becomes (`run_log.event_line`)."""
 _COUNTED, _NOT_COUNTED = "because host memory ran out (the kernel's", "not by the kernel's out-of-memory killer"
 """How `training.launch` says what the kernel's counter of out-of-memory kills tells."""
 _ERROR = re.compile(
@@ -50,17 +53,16 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-def diagnose_run(folder: Path) -> list[Diagnosis]:
-    """What the run's figures show, and what its log says; if the run failed, the log first."""
-    record = RunRecord(folder)
+def diagnose_run(record: RunRecord) -> list[Diagnosis]:
+    """What the run's figures show, and what its log says; if the run failed, the log first. Empty for a healthy run."""
     missing, stopped = events_missing(record), interruption(record)
     measured = [missing] if missing else [*([stopped] if stopped else []), *check_run(record)]
-    log_file = folder / "log.txt"
+    log_file = record.root / "log.txt"
     if not log_file.is_file():
-        return measured or [NOTHING_WRONG]
-    from_log = diagnose(log_file, settings=_known_settings(record.plan))
+        return measured
+    from_log = _with_command(diagnose(_since_begin(log_file), settings=_known_settings(record.plan)), record)
     if from_log.kind in ("unknown", "empty") or (stopped and from_log.kind in ("stopped", "killed", "time-limit")):
-        return measured or [NOTHING_WRONG]
+        return measured
     if from_log.certainty != "certain" or from_log.kind == "killed":
         killed = any(one.kind in ("run-killed", "host-killed") for one in measured)
         if killed and from_log.kind in (
@@ -77,6 +79,33 @@ def diagnose_run(folder: Path) -> list[Diagnosis]:
         merged = replace(same, evidence=from_log.evidence, figures=figures, others=from_log.others)
         return [merged if one is same else one for one in measured]
     return [from_log, *measured] if failed else [*measured, from_log]
+
+
+def _since_begin(log_file: Path) -> Path | bytes:
+    """What log.txt has since the run was begun or resumed last: how a session before ended is over and done.
+
+    Empty lines stand for those before, so that lines keep their numbers.
+    """
+    begun = place = lines = 0
+    with suppress(OSError), log_file.open("rb") as file:
+        for number, line in enumerate(file):
+            if _BEGUN.match(line):
+                begun, lines = place, number
+            place += len(line)
+        if begun:
+            file.seek(begun)
+            return b"\n" * lines + file.read()
+    return log_file
+
+
+def _with_command(diagnosis: Diagnosis, record: RunRecord) -> Diagnosis:
+    """A log does not say which run it is of, so its fixes name `RUN`."""
+    command = record.folder.resume_command
+    fixes = (
+        replace(fix, flags={name: command if "--run RUN " in flag else flag for name, flag in fix.flags.items()})
+        for fix in diagnosis.fixes
+    )
+    return replace(diagnosis, fixes=tuple(fixes))
 
 
 def _known_settings(plan: Mapping[str, Any]) -> dict[str, Any]:

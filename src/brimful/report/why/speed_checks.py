@@ -14,6 +14,7 @@ the certainty says so.
 """
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -252,9 +253,11 @@ def _data_cause(
     if run.store_path is not None:
         prepare = fix(say("Do less for each row in collate()"))
     else:
+        data = shlex.quote(str(run.request.get("data") or "rows.jsonl"))
         prepare = fix(
-            say("Prepare the rows once, before training, such as in a token store"), shell="brimful data tokenize"
-        )
+            say("Prepare the rows once, before training, such as in a token store"),
+            shell=f"brimful data tokenize {data} --tokenizer tokenizer --output store",
+        )  # fmt: skip
     more = say("at most {ratio} × the speed", ratio=_at_most(run.time_shares["data_s"]))
     if cpu is not None and cpu >= BUSY_CPU and run.on_gpu:
         sentence = say("The CPU is busy ({cpu} of {cores} cores), so reading, tokenizing or collating computes more than the cores can do.", cpu=f"{cpu:.0%}", cores=cores or "all")  # fmt: skip
@@ -442,7 +445,7 @@ def _empty_card(run: RunFigures) -> Iterator[Finding]:
         lost=1 - used, certainty="likely", figures={"utilization": used, "peak_bytes": peak, "limit_bytes": limit, "runs_at_once": runs},
         evidence="events.jsonl, sample",
         fixes=[
-            fix(say("Train seeds or settings of small heads together"), shell="brimful sweep"),
+            fix(say("Train seeds or settings of small heads together"), shell="brimful sweep spec.toml"),
             fix(say("Start {runs} runs at once, each with a part of the memory", runs=runs), brimful=f"--memory-limit {each}", basis="measured"),
         ],
     )  # fmt: skip

@@ -20,7 +20,7 @@ class Lines(Task):
     name = "lines"
     worst_shape = (40,)
     global_batch = 24
-    chunked_loss = True
+    chunked_loss = ("packed",)
 
     def __init__(self, dtype=torch.float32):
         super().__init__()

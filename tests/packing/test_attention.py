@@ -118,7 +118,7 @@ def test_rows_longer_than_the_sequence_are_refused():
 def test_without_triton_a_gpu_runs_the_plain_implementation(monkeypatch):
     """As on Windows."""
     monkeypatch.setattr(attention_module, "has_kernels", lambda device, dtype: True)
-    monkeypatch.setattr(attention_module, "packed_attention", attention_module._without_triton)
+    monkeypatch.setattr(attention_module, "kernel_attention", attention_module._without_triton)
     q, k, v = tensors(LENGTHS, LENGTHS)
     rows, options = boundaries(LENGTHS, len(q)), {"scale": 0.3, "causal": True, "window": 6, "softcap": 2.0}
     in_place_of_kernels = attention(q, k, v, rows, **options)

@@ -107,6 +107,14 @@ def test_batches_of_a_fixed_size_have_the_same_tensors_and_losses():
     assert causal.loss(model, batches[1]).sum.item() == pytest.approx(causal.loss(model, free).sum.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("trained", [0.5, 0.1], ids=["enough room", "too little room"])
+def test_the_room_of_trained_tokens_changes_no_loss(trained):
+    model, rows = build("llama"), draw_rows(2)
+    fixed, free = PackedLayout(FixedSize((640,), 8, trained)), PackedLayout()
+    sums = [causal.loss(model, layout.collate(Replies(), rows)).sum.item() for layout in (fixed, free)]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-12)
+
+
 def test_padded_rows_are_a_batch_of_the_models_own_forward():
     model, rows = build("llama"), draw_rows()
     batch = causal.pad(rows, fill=3)
@@ -120,8 +128,21 @@ def test_padded_rows_are_a_batch_of_the_models_own_forward():
 
 def test_padded_rows_with_a_loss_across_rows_are_refused():
     model = build("mixtral balanced")
-    with pytest.raises(TaskError, match="depends on all rows of a micro-batch. Try: output_router_logits=False"):
+    with pytest.raises(
+        TaskError, match='depends on all rows of a micro-batch. Try: "output_router_logits": false in its config.json'
+    ):
         causal.padded_loss(model, causal.pad(draw_rows()))
+
+
+def test_a_model_with_a_loss_across_rows_can_be_evaluated():
+    model, batch = build("mixtral balanced"), causal.pad(draw_rows())
+    with torch.no_grad():
+        loss = causal.padded_loss(model, batch)
+        logits = model(input_ids=batch["input_ids"], use_cache=False, output_router_logits=False).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+    )
+    assert loss.sum.item() == pytest.approx(expected.item(), rel=1e-9)
 
 
 def test_the_models_own_attention_is_back_after_an_error():
@@ -139,7 +160,7 @@ def test_threads_that_share_a_config_do_not_switch_each_other_off():
     inside, leave = threading.Event(), threading.Event()
 
     def hold():
-        with pytest.raises(TaskError), causal.packed_attention(model.model, batch["packed_rows"]):
+        with pytest.raises(TaskError), causal.rows_apart(model.model, batch["packed_rows"]):
             inside.set()
             leave.wait(10)
 

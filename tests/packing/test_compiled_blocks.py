@@ -72,6 +72,27 @@ def test_blocks_of_a_kind_are_one_graph_for_all_sizes(name, kinds, options):
         assert not any("forward" in vars(part) for part in model.modules())
 
 
+def test_the_first_block_behind_frozen_embeddings_is_not_compiled_apart():
+    model, graphs = build("llama", num_hidden_layers=3), Graphs()
+    model.get_input_embeddings().requires_grad_(False)
+    with mock.patch.object(causal, "attention", as_one_operation):
+        plain = runs(model)
+        causal.compile_blocks(model, True, backend=graphs)
+        assert all(difference(*pair) < 1e-12 for pair in zip(runs(model), plain, strict=True))
+    assert graphs.count == 1
+
+
+def test_a_frozen_block_keeps_no_activations():
+    model = build("llama", num_hidden_layers=2)
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    inputs = []
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0].requires_grad))
+    causal.compile_blocks(model, True, backend=Graphs())
+    causal.loss(model, causal.pack(draw_rows(), (128,)))
+    assert inputs == [False]
+
+
 def test_autocast_is_compiled_with_the_blocks():
     model, graphs = build("llama", torch.float32), Graphs()
     with torch.autocast("cpu", torch.bfloat16):

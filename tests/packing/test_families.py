@@ -1,5 +1,6 @@
 """Every family packed against the same rows alone in transformers' own forward, or refused by name."""
 
+import random
 from unittest import mock
 
 import pytest
@@ -37,6 +38,19 @@ def test_packed_rows_have_the_loss_and_gradient_that_they_have_alone(name):
     assert packed.sum.item() == pytest.approx(alone.item(), rel=1e-12)
     assert packed.count == sum(len(row) - 1 for row in rows)
     assert difference(some, others) <= 1e-12
+
+
+@pytest.mark.parametrize("seed", range(2 * len(EXACT)))
+def test_any_packing_of_drawn_rows_has_the_loss_that_they_have_alone(seed):
+    """Numbers, lengths and order of the rows, and what fills up the sequence. Two draws for each family."""
+    draw, model = random.Random(seed), build(EXACT[seed % len(EXACT)])
+    lengths = [draw.choice((1, 2, 3, draw.randint(4, 16), draw.randint(17, 60))) for _ in range(draw.randint(1, 12))]
+    rows = draw_rows(seed, lengths)
+    with in_float64():
+        packed = causal.loss(model, causal.pack(rows, (sum(lengths) + draw.randint(0, 80),)))
+        alone = loss_alone(model, rows)
+        assert difference(gradients(packed.sum, model), gradients(alone, model)) <= 1e-12
+    assert packed.sum.item() == pytest.approx(alone.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", TABLE)

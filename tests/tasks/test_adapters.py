@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from brimful.cli.output import with_flags
 from brimful.errors import BadModel, BadOption, MissingExtra
@@ -20,6 +22,7 @@ from brimful.tasks.adapters import (
     new_base,
     with_adapter,
 )
+from brimful.tasks.load import load_task
 from tests.tasks.adapted import Adapted, add_noise, config, logits, make_base, tokens
 
 
@@ -84,7 +87,7 @@ def test_a_missing_package_is_named_with_the_pip_command(monkeypatch, package, e
 
 
 @pytest.mark.parametrize(
-    ("load_in", "lora", "message"), [("4bit", None, "needs lora="), ("2bit", Lora(), "4bit or 8bit")]
+    ("load_in", "lora", "message"), [("4bit", None, "needs an adapter"), ("2bit", Lora(), "4bit or 8bit")]
 )
 def test_quantized_weights_need_an_adapter(load_in, lora, message):
     with pytest.raises(BadOption, match=message):
@@ -141,6 +144,17 @@ class TestWithAdapter:
         model = with_weights(Adapted(base), "bf16").initial_model()
         dtypes = {param.requires_grad: param.dtype for param in model.parameters()}
         assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+    @pytest.mark.parametrize("load_in", [None, "4bit", "8bit"])
+    def test_a_base_with_nan_is_refused(self, base, tmp_path, load_in):
+        if load_in:
+            pytest.importorskip("bitsandbytes")
+        broken = shutil.copytree(base, tmp_path / "broken")
+        weights = load_file(broken / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"][1, 2] = float("nan")
+        save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(BadModel, match="has NaN or inf in 'model.layers.0.mlp.up_proj.weight'"):
+            load_base(broken, load_in)
 
     @pytest.mark.parametrize("load_in", [None, "4bit"])
     def test_checkpointing_over_a_frozen_embedding_gives_the_same_gradients(self, base, load_in):
@@ -319,3 +333,8 @@ def test_a_new_base_of_4_bits_runs_and_needs_no_files():
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     assert torch.isfinite(logits(model)).all()
     assert model.model.rotary_emb.inv_freq[0] == 1
+
+
+def test_adapters_of_a_base_that_nobody_keeps_are_refused():
+    with pytest.raises(BadOption, match="chatlm-tiny' has new weights, which are not saved with adapters"):
+        load_task("sft", options={"model": "chatlm-tiny", "lora": "r=4"})

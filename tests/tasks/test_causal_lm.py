@@ -178,6 +178,23 @@ def test_an_adapter_keeps_its_shape(adapter, name, value):
         Sft(SftOptions(model=str(adapter), **{name: value}))
 
 
+def test_an_adapter_that_peft_wrote_is_trained_further_over_a_base_of_4_bits(causal, adapter, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from brimful.tasks.adapters import BASE, trained_in
+
+    folder = shutil.copytree(adapter / "model", tmp_path / "adapter")
+    (folder / BASE).unlink()
+    task = Sft(SftOptions(model=str(folder), load_in="4bit"))
+    assert "Params4bit" in {type(param).__name__ for param in task.initial_model().parameters()}
+    train(task, causal.raw, tmp_path / "run", max_steps=1)
+    assert trained_in(tmp_path / "run" / "model") == "4bit"
+
+
+def test_quantized_weights_without_an_adapter_are_refused(causal):
+    with pytest.raises(BadOption, match="load_in='4bit' needs an adapter, since weights of 4 bits cannot be trained"):
+        sft(causal, load_in="4bit")
+
+
 def test_an_adapter_of_all_layers_is_named_by_their_kinds(causal, tmp_path):
     train(sft(causal, lora="r=4"), causal.raw, tmp_path / "run", max_steps=1)
     shape = str(Sft(SftOptions(model=str(tmp_path / "run"))).lora)
@@ -206,6 +223,10 @@ def test_what_would_fit_is_named_where_a_model_does_not(causal):
     assert list(ways) == ["lora='r=16'", "lora='r=16' with load_in='4bit'"]
     assert ways["lora='r=16' with load_in='4bit'"] < ways["lora='r=16'"]
     assert not Sft(SftOptions(model="causal-tiny")).alternatives()
+
+
+def test_of_an_adapter_a_base_of_4_bits_would_fit(adapter):
+    assert [way for way, _ in Sft(SftOptions(model=str(adapter))).alternatives()] == ["load_in='4bit'"]
 
 
 def test_texts_are_cut_and_nothing_is_lost(causal, tmp_path):

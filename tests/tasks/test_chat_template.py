@@ -419,6 +419,15 @@ class TestEveryFormat:
         else:
             assert prompt == row.tokens[:first]
 
+    @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"deepseek_r1", "tinyllama"}))
+    @pytest.mark.parametrize("kind", ["bytes", "pieces"])
+    def test_a_reply_of_a_pair_has_its_tokens_of_the_conversation(self, templates, name, kind):
+        template = templates(name, kind)
+        ((prompt, reply),) = template.reply_batch([(TALK, None)])
+        whole = template.encode(TALK)[-1].tokens
+        assert prompt == template.prompt(TALK[:-1])
+        assert prompt + reply == whole[: len(prompt + reply)] and reply[-1] in template.end_ids
+
     @every_format
     def test_the_first_end_id_ends_a_reply(self, templates, name):
         template = templates(name)

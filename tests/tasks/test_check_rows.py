@@ -46,7 +46,36 @@ def test_rows_that_cannot_be_used_are_named(causal, tmp_path):
     rows = [{"messages": one} for one in (*CONVERSATIONS[:3], talk("问？"), talk("问？", ""))]
     report = check_rows([str(write_jsonl(tmp_path / "rows.jsonl", rows))], model=str(causal.model))
     assert sum(report.dropped.values()) == 2 and "rows.jsonl" in report.failure()
-    assert "line 4" in str(report.problems) or "line=4" in str(report.problems)
+    assert [one.line for problems in report.problems.values() for one in problems] == [4, 5]
+
+
+def test_what_the_template_was_not_asked_is_not_called_refused_by_it(causal, tmp_path):
+    rows = [{"messages": one} for one in (CONVERSATIONS[0], talk("问？", ""))]
+    report = check_rows([str(write_jsonl(tmp_path / "rows.jsonl", rows))], model=str(causal.model))
+    assert str(report.problems["invalid"][0]).endswith("line 2: the reply in message 2 is empty")
+
+
+def test_each_cause_is_shown_once_for_the_same_reason(causal, tmp_path):
+    narrated = [{"role": "narrator", "content": "x"}, *talk("问？", "答。")]
+    rows = [{"messages": one} for one in (CONVERSATIONS[0], [], [], narrated)]
+    report = check_rows([str(write_jsonl(tmp_path / "rows.jsonl", rows))], model=str(causal.model))
+    assert [one.line for one in report.problems["broken"]] == [2, 4]
+    text = " ".join(shown(report).split())
+    assert "line 2: 'messages' has no message; line 4: " in text and "narrator" in text
+
+
+def test_rows_that_came_before_are_counted_and_kept(causal, tmp_path):
+    rows = [{"messages": CONVERSATIONS[number]} for number in (0, 1, 0, 2, 0)]
+    report = check_rows([str(write_jsonl(tmp_path / "rows.jsonl", rows))], model=str(causal.model))
+    assert (report.repeated, report.rows_out) == (2, 5)
+    text = shown(report)
+    assert "2 rows like an earlier one" in text and "rows.jsonl, line 3" in "".join(text.split("\n")).replace("  ", "")
+
+
+def test_one_row_that_is_dropped_or_truncated_is_no_plural(causal, tmp_path):
+    rows = [{"messages": one} for one in (CONVERSATIONS[0], talk("问？", "答" * 900), talk("问？", ""))]
+    text = shown(check_rows([str(write_jsonl(tmp_path / "rows.jsonl", rows))], model=str(causal.model), max_tokens=64))
+    assert "1 row is longer than 64 tokens and loses " in text and "1 row, invalid" in text
 
 
 @pytest.mark.parametrize(("lengths", "tokens"), [([10, 10, 10], 30), ([60, 50, 40, 50], 200), ([70, 60, 50], 250)])
@@ -97,8 +126,8 @@ def test_pairs_are_checked_as_dpo_reads_them(kind, request, tmp_path):
     report = check_rows([str(write_jsonl(tmp_path / "pairs.jsonl", PAIRS))], model=str(model))
     assert (report.rows_in, report.rows_out) == (4, 2)
     assert report.dropped == {"with equal replies": 1, "empty": 1}
-    assert str(report.problems["with equal replies"]).endswith("line 2: chosen is equal to rejected")
-    assert str(report.problems["empty"]).endswith("line 3: chosen is empty")
+    assert str(report.problems["with equal replies"][0]).endswith("line 2: chosen is equal to rejected")
+    assert str(report.problems["empty"][0]).endswith("line 3: chosen is empty")
     assert report.packing is None and report.failure() is None
 
 

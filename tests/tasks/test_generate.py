@@ -51,6 +51,19 @@ def test_a_batch_gives_the_same_answers_as_single_prompts(tiny, options):
         assert answers == [made.answer_batch([prompt])[0] for prompt in prompts]
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_decoder_may_have_more_layers_than_the_encoder(tiny, beams):
+    deep = make_model(tiny.net.config.vocab_size, num_layers=1, num_decoder_layers=2).eval()
+    made = Generator(deep, tokenizer_of(tiny.model), GenerateOptions(max_new_tokens=5, beams=beams), device=CPU)
+    made.end_ids = (10**9,)
+    ids = torch.tensor([[5, 9, 17, 30]])
+    uncached = deep.generate(
+        ids, use_cache=False, num_beams=beams, max_new_tokens=5, min_new_tokens=5, eos_token_id=None,
+        decoder_start_token_id=made.start_id,
+    )  # fmt: skip
+    assert made.answer_batch(ids.tolist()) == [uncached[0, 1:].tolist()]
+
+
 def test_an_answer_ends_at_the_tokenizers_eos_not_the_models(tiny):
     made = generator(tiny, max_new_tokens=40)
     expected, _ = batched(made, tiny.prompts()[:4])

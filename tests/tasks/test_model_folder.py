@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from brimful.data.tokenizer.folder import TokenizerFacts
 from brimful.errors import BadModel
-from brimful.tasks.model_folder import load_model, read_config, resolve, tokenizer_of
+from brimful.tasks.model_folder import ModelTokenizer, load_model, read_config, resolve, tokenizer_of
 from brimful.training.checkpoint import Checkpoints, link
+from tests.tasks.chat_tokenizers import save_tokenizer
 from tests.tasks.tiny import make_model, save
 
 
@@ -96,6 +99,12 @@ def test_a_tensor_of_another_model_is_named(copy):
 def test_a_tensor_of_another_shape_is_named(copy):
     change_weights(copy, lambda tensors: tensors.update({NORM: torch.zeros(7)}))
     refused(copy, "of another shape", NORM)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_tensor_that_is_not_finite_is_named(copy, value):
+    change_weights(copy, lambda tensors: tensors[NORM].__setitem__(3, value))
+    refused(copy, f"{copy} has NaN or inf in {NORM!r}. Try: another copy")
 
 
 def test_many_missing_tensors_are_counted(copy):
@@ -320,3 +329,34 @@ def test_loading_prints_nothing(tiny, capfd):
     load_model(tiny.model)
     out = capfd.readouterr()
     assert (out.out, out.err) == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_the_bytes_of_tokens_are_those_of_the_text(kind, tmp_path):
+    """Also of a character that the tokenizer writes as several tokens."""
+    text = "Hello, 世界 𠀀\n你好！"
+    folder = save_tokenizer(tmp_path / kind, kind=kind)
+    tokenizer = ModelTokenizer(folder, TokenizerFacts.read(folder))
+    tokens = tokenizer.begin(text)
+    assert b"".join(map(tokenizer.token_bytes, tokens)).decode().removeprefix(" ") == text
+    assert tokenizer.token_bytes(tokenizer.eos_id) == b"</s>"
+    assert tokenizer.token_bytes(10**6) == b"", "a model may have more tokens than its tokenizer"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tiny):
+    """A server's engine among them. Tokenizing takes a tenth of a second, a turn of the other thread a millisecond."""
+    turns, end = [], threading.Event()
+
+    def other():
+        while not end.wait(0.001):
+            turns.append(1)
+
+    tokenizer, thread = tokenizer_of(tiny.model), threading.Thread(target=other)
+    tokenizer.encode("warm")
+    thread.start()
+    before = len(turns)
+    tokenizer.encode("a" * 1_000_000)
+    during = len(turns) - before
+    end.set()
+    thread.join()
+    assert during > 2

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -83,12 +84,23 @@ def test_accuracy_on_training_pairs_goes_from_chance_to_all(one):
     assert step["accuracy"] > 0.95
 
 
-@pytest.mark.parametrize("loss", ["ipo", "orpo", "simpo"])
-def test_every_loss_learns(made, loss):
-    one = made["qwen2"]
-    run, _ = one.train(loss, one.task(loss=loss), max_steps=25, lr=2e-3, global_batch=24, valid=str(one.file))
+@pytest.mark.parametrize(
+    ("kind", "loss", "smoothing"),
+    [
+        ("t5", "sigmoid", 0.1),
+        ("t5", "ipo", 0.0),
+        ("t5", "hinge", 0.0),
+        ("qwen2", "ipo", 0.0),
+        ("qwen2", "orpo", 0.0),
+        ("qwen2", "simpo", 0.0),
+    ],
+)
+def test_every_loss_learns(made, kind, loss, smoothing):
+    one = made[kind]
+    task = one.task(loss=loss, label_smoothing=smoothing)
+    run, _ = one.train(f"{loss}{smoothing}", task, max_steps=25, lr=2e-3, global_batch=24, valid=str(one.file))
     assert events(run, "eval")[-1]["accuracy"] > 0.95
-    assert bool(list(run.glob("data/*/reference-*"))) == (loss == "ipo")
+    assert bool(list(run.glob("data/*/reference-*"))) == (loss in ("sigmoid", "ipo", "hinge"))
 
 
 def test_an_adapter_learns_too(one):
@@ -134,14 +146,15 @@ def test_with_an_adapter_the_base_is_the_reference(one, base):
 
 @pytest.fixture(scope="module")
 def adapters(made, tmp_path_factory):
-    """By kind, a run of `sft` with an adapter that has learnt something, and its pairs."""
+    """By kind, a run of `sft` with an adapter that has dropout and has learnt something, and its pairs."""
     pytest.importorskip("peft")
     found = {}
     for kind, one in made.items():
         folder = tmp_path_factory.mktemp(f"adapter-{kind}")
         rows = [{"prompt": f"{name}的花？", "response": "白色。"} for name in "甲乙丙丁戊己庚辛"]
         data = write_jsonl(folder / "rows.jsonl", rows)
-        one.train(folder / "sft", load_task("sft", {"model": str(one.model), "lora": "r=4"}), data, lr=1e-2)
+        options = {"model": str(one.model), "lora": "r=4,dropout=0.2"}
+        one.train(folder / "sft", load_task("sft", options), data, lr=1e-2)
         found[kind] = Pairs(kind, folder / "sft", folder)
     return found
 
@@ -160,6 +173,15 @@ def test_an_adapter_of_sft_is_trained_further_and_is_the_reference_as_it_begins(
     assert events(run, "step")[-1]["log"]["margin"] > 0.01
     reasons = {choice["name"]: choice["effective"] for choice in events(run, "plan")[0]["choices"]}
     assert reasons["reference"] == "the model as it begins" and reasons["adapter"].startswith("r=4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_of_an_adapter_is_off_so_that_the_model_begins_as_the_reference(adapters, kind):
+    run, _ = adapters[kind].train("no-dropout", max_steps=1)
+    log = events(run, "step")[0]["log"]
+    assert (log["accuracy"], log["kl"]) == (0.5, pytest.approx(0, abs=1e-5))
+    dropout = next(one for one in events(run, "plan")[0]["choices"] if one["name"] == "dropout")
+    assert (dropout["requested"], dropout["effective"]) == (0.2, 0.0)
 
 
 def test_an_adapter_of_sft_whose_reference_is_gone_computes_it_again_after_a_kill(adapters):
@@ -199,6 +221,14 @@ def test_another_model_can_be_the_reference(made, tmp_path):
     other.save_pretrained(tmp_path / "other")
     run, _ = one.train("other-reference", one.task(reference=str(tmp_path / "other")), max_steps=2)
     assert reference_of(run) == pytest.approx(live(task, task.rows(str(store_of(run))), other), rel=1e-5)
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name(made):
+    with mock.patch("brimful.files.sync") as sync:
+        run, _ = made["t5"].train("synced", max_steps=1)
+    (file,) = store_of(run).glob("reference-*.npy")
+    drafts = [call.args[0] for call in sync.call_args_list]
+    assert any(one.parent == file.parent and file.name in one.name and one != file for one in drafts)
 
 
 def test_a_second_run_on_the_same_store_reads_the_file(one, base):
@@ -248,7 +278,7 @@ def test_a_reference_that_is_not_finite_is_named(made):
             next(iter(model.parameters())).data.fill_(float("nan"))
             return model
 
-    with pytest.raises(BrimfulError, match="not finite|is nan"):
+    with pytest.raises(BrimfulError, match="has NaN or inf in 'model.embed_tokens.weight'"):
         made["qwen2"].train("broken", made["qwen2"].task(Broken), max_steps=2)
 
 
@@ -403,6 +433,11 @@ def test_the_plan_names_reference_dropped_rows_and_shared_prompts(made):
     assert np.load(valid_file).shape == (3, 2)
 
 
+def test_the_plan_says_that_padded_pairs_have_a_loss_in_chunks(one, base):
+    plan = events(base[one.kind, "whole"], "plan")[0]
+    assert (plan["layout"], plan["levers"]["chunked_loss"]) == ("padded", "on")
+
+
 def test_new_weights_are_a_warning(made, base):
     rows = made["t5"].task().rows(str(store_of(base["t5", "whole"])))
     reasons = {name: reason for name, _, _, reason in Dpo(DpoOptions(model="causal-tiny")).remarks(rows)}
@@ -468,7 +503,7 @@ def test_a_score_that_there_is_none_of_is_refused_before_rows_are_read(made):
 def test_a_reference_of_another_architecture_is_refused(made):
     task = made["t5"].task(reference=str(made["qwen2"].model))
     with pytest.raises(BadOption, match="is a causal model"):
-        task.reference_model()
+        task.reference_model(1)
 
 
 def test_pairs_in_memory_need_their_reference(made, base):

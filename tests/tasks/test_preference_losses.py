@@ -1,12 +1,17 @@
 """The losses over preferences: against a reference in float64 that shares no code with them, padded and packed."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.memory.layout import PACKED
+from brimful.memory.layout import PACKED, FixedSize, PackedLayout
+from brimful.packing import cross_entropy
+from brimful.tasks.model_folder import model_class
 from brimful.tasks.pair_batches import REFERENCE
 from brimful.tasks.preference import Dpo, DpoOptions
 from tests.packing.families import in_float64
@@ -140,6 +145,19 @@ def test_loss_and_gradient_are_those_of_the_papers(model, variant):
         assert (gradient - expected_gradient).norm() <= 1e-8 * expected_gradient.norm()
 
 
+def test_pairs_in_a_sequence_of_a_fixed_size_have_the_same_loss(model):
+    """With room for more pairs and tokens than there are, as a micro-batch of a CUDA graph has it."""
+    net, task, rows = model[0].train(), task_for(model), pairs()
+    shapes = [task.shape(row) for row in rows]
+    fixed = FixedSize(tuple(64 + 64 * (sum(lengths) // 64) for lengths in zip(*shapes, strict=True)), 10)
+    assert fixed.holds(shapes)
+    (plain, gradient), (roomy, other) = (
+        loss_and_gradient(task, net, layout.collate(task, rows)) for layout in (PACKED, PackedLayout(fixed))
+    )
+    torch.testing.assert_close(roomy.sum, plain.sum, rtol=1e-10, atol=1e-10)
+    assert (other - gradient).norm() <= 1e-10 * gradient.norm()
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("split", [[1] * 7, [3, 4], [6, 1]])
 def test_any_split_is_the_whole(model, layout, split):
@@ -186,6 +204,88 @@ def test_pairs_are_smoothed_in_training_only(model):
     task, batch = task_for(model, label_smoothing=0.2), task_for(model).collate(pairs())
     assert task.loss(model[0].eval(), batch).sum == task_for(model).loss(model[0], batch).sum
     assert task.loss(model[0].train(), batch).sum != task_for(model).loss(model[0], batch).sum
+
+
+DROPPING = {
+    "bart": ("BartConfig", ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop")),
+    "gpt2": ("GPT2Config", ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
+    "opt": ("OPTConfig", ("dropout", "attention_dropout", "layerdrop")),
+    "phi": ("PhiConfig", ("resid_pdrop", "embd_pdrop", "attention_dropout")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_no_dropout_of_any_family_is_left_in_training(kind, tmp_path):
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+    }
+    config, names = DROPPING[kind]
+    config = getattr(transformers, config)(
+        vocab_size=VOCAB, **sizes, **dict.fromkeys(names, 0.4), bos_token_id=0, eos_token_id=1
+    )
+    model_class(config).from_config(config).save_pretrained(tmp_path)
+    task = task_for((None, str(tmp_path)))
+    net, batch = task.initial_model(), task.collate(pairs())
+    torch.testing.assert_close(task.loss(net.train(), batch).sum, task.loss(net.eval(), batch).sum)
+    dropout = next(remark for remark in task.remarks([]) if remark[0] == "dropout")
+    assert dropout[1:3] == (0.4, 0.0)
+
+
+SIZES = {
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+}
+SIZES |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 64, "vocab_size": VOCAB}
+SIZES |= {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+ENCODER_DECODERS = {
+    "bart": ("BartConfig", SIZES),
+    "pegasus": ("PegasusConfig", SIZES),
+}
+
+
+@pytest.fixture(params=ENCODER_DECODERS)
+def other_encoder_decoder(request, tmp_path):
+    """One that cannot be packed, with a bias of its logits."""
+    config, sizes = ENCODER_DECODERS[request.param]
+    config = getattr(transformers, config)(**sizes)
+    net = model_class(config).from_config(config)
+    net.save_pretrained(tmp_path)
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data += 0.1 * torch.randn_like(tensor) if tensor.is_floating_point() else 0
+    return net.double().eval(), str(tmp_path)
+
+
+def test_encoder_decoders_that_are_not_packed_have_the_loss_of_the_papers(other_encoder_decoder):
+    net, rows, task = other_encoder_decoder[0], pairs(), task_for(other_encoder_decoder)
+    expected = sum(expected_loss(net, row, "sigmoid", 0.1, 0.0, False, 0.0) for row in rows)
+    loss, gradient = loss_and_gradient(task, net, task.collate(rows))
+    torch.testing.assert_close(loss.sum, expected, rtol=1e-8, atol=1e-8)
+    other = gradients(net, expected)
+    assert (gradient - other).norm() <= 1e-8 * other.norm()
+
+
+class LargestLogits(TorchDispatchMode):
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape[-1:] == (VOCAB,):
+            self.rows = max(self.rows, result.numel() // VOCAB)
+        return result
+
+
+def test_their_logits_are_never_all_in_memory(other_encoder_decoder):
+    net, task = other_encoder_decoder[0], task_for(other_encoder_decoder)
+    with mock.patch.object(cross_entropy, "chunk_size", return_value=8), LargestLogits() as largest:
+        loss_and_gradient(task, net, task.collate(pairs()))
+    assert 0 < largest.rows <= 8 and "padded" in task.chunked_loss
 
 
 def test_a_frozen_head_gives_the_same_gradients(model):

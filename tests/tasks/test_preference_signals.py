@@ -89,8 +89,19 @@ def test_an_accuracy_at_chance_is_told_apart_from_a_low_one(accuracy, said):
 
 
 def test_few_pairs_say_nothing_about_chance():
-    assert not watch(steps=400, rows=8, accuracy=lambda step: 0.5)
-    assert not watch(steps=99, rows=1000, accuracy=lambda step: 0.5)
+    assert not watch(steps=400, rows=4, accuracy=lambda step: 0.5)
+    assert not watch(steps=59, rows=1000, accuracy=lambda step: 0.5)
+
+
+def test_a_run_of_1000_pairs_and_5_epochs_can_be_at_chance():
+    assert 60 <= watch(steps=78, accuracy=lambda step: 0.5)[AT_CHANCE] <= 70
+
+
+def test_what_a_model_has_not_learnt_yet_is_no_chance():
+    """It begins as the reference, which tells no pair apart."""
+    assert not watch(steps=100, rows=1000, accuracy=lambda step: 0.5 if step <= 30 else 0.6)
+    warmup = {"lr": lambda step: 1e-8 * min(step, 200)}
+    assert not watch(steps=400, rows=1000, accuracy=lambda step: 0.5 if step <= 200 else 0.6, **warmup)
 
 
 @pytest.mark.parametrize(("count", "right"), [(4000, 2000), (4000, 2100), (4000, 2150), (2000, 1000), (500, 200)])
@@ -111,11 +122,15 @@ def test_a_step_that_was_skipped_or_is_nan_does_not_count():
 
 def test_a_run_that_forgets_how_to_answer_warns_once_and_stops(tmp_path, causal):
     one = Pairs("qwen2", causal.model, tmp_path)
-    run, ending = one.train("collapses", lr=0.05, max_steps=90, valid=str(one.file), eval_every=10, patience=2)
+    run, ending = one.train("collapses", lr=0.05, max_steps=60, valid=str(one.file), eval_every=10, patience=2)
     notes = [note for note in events(run, "note") if "signal" in note]
     kinds = [note["signal"] for note in notes]
     assert COLLAPSED in kinds and len(set(kinds)) == len(kinds) and notes[0]["level"] == "warning"
-    assert ending.reason == "patience" and ending.step < 90
-    assert "last good checkpoint" in events(run, "end")[-1]["sentence"] or ending.best is None
+    losses = [one["loss"] for one in events(run, "eval")]
+    assert losses == sorted(losses, reverse=True)  # every evaluation would have been the best so far
+    collapsed = next(note["step"] for note in notes if note["signal"] == COLLAPSED)
+    assert (ending.reason, ending.step) == ("patience", collapsed + 10)
+    assert ending.best.step == collapsed - 10
+    assert "last good checkpoint" in events(run, "end")[-1]["sentence"]
     log = events(run, "step")[-1]["log"]
     assert {"rewards/chosen", "rewards/rejected", "margin", "accuracy", "kl", "logp_chosen"} <= log.keys()

@@ -69,7 +69,7 @@ class SampledStep:
     start: int
     """Samples of the stream before this step."""
     rows: Ints
-    """Of all ranks together, the same on every rank."""
+    """The rows of all ranks together, the same on every rank."""
     mine: Ints
     """Positions in `rows` that this rank takes, ascending."""
 
@@ -216,8 +216,8 @@ class Stream:
         passes, places = np.divmod(samples, self.rows)
         rows = np.empty(BLOCK, dtype=np.int64)
         for number in np.unique(passes):
-            here = passes == number
-            rows[here] = self._permute(places[here].astype(np.uint64), self._keys(int(number)))
+            in_pass = passes == number
+            rows[in_pass] = self._permute(places[in_pass].astype(np.uint64), self._keys(int(number)))
         return rows
 
     def _keys(self, number: int) -> _Words:

@@ -151,8 +151,8 @@ def _open_texts(
         source = open_source(paths, columns=columns, host_limit_bytes=host_limit_bytes)
         return source, source.layout, source.chunks()
     source = open_source(paths, columns=columns, host_limit_bytes=host_limit_bytes, preferences=True)
-    given = source.layout.columns
-    names = {field: given.get(field, given["chosen"]) for field in PAIR}
+    file_columns = source.layout.columns
+    names = {field: file_columns.get(field, file_columns["chosen"]) for field in PAIR}
     return source, replace(source.layout, fields=PAIR, columns=names), map(pair_texts, source.chunks())
 
 
@@ -309,14 +309,14 @@ class _Pass:
 
     def _count_conversations(self, chunk: Chunk) -> None:
         """Rows on one line are replies in one conversation, also across two chunks."""
-        lines = np.unique(np.concatenate([chunk.lines, [one.line for one in chunk.broken]]).astype(np.int64))
+        lines = np.unique(np.concatenate([chunk.lines, [problem.line for problem in chunk.broken]]).astype(np.int64))
         if len(lines):
             self._conversations += len(lines) - ((chunk.file, int(lines[0])) == self._last_line)
             self._last_line = chunk.file, int(lines[-1])
 
     def _lengths(self, unit: str) -> dict[str, Lengths]:
         lengths = {field: histogram.lengths() for (kind, field), histogram in self._histograms.items() if kind == unit}
-        return {field: one for field, one in lengths.items() if one is not None}
+        return {field: stats for field, stats in lengths.items() if stats is not None}
 
 
 # ── Limits and tokens, shared with clean ──────────────────────────────────────────────────────────────────────────────
@@ -356,7 +356,7 @@ class TokenCounter:
         self._tokenizer = load_tokenizer(folder)
 
     def count(self, texts: pa.Array) -> Counts:
-        """Tokens of each text, the eos behind it included."""
+        """Tokens of each text, including the eos after it."""
         counts, rows, parts, characters = np.ones(len(texts), dtype=np.int64), [], [], 0
         for row, text in enumerate(texts.to_pylist()):
             for start in range(0, len(text), self._CHARACTERS):
@@ -424,7 +424,8 @@ def _bins(sizes: Counts, counts: Counts, p99: int, longest: int) -> tuple[Bin, .
     rows = np.histogram(sizes, bins=edges, weights=counts)[0].astype(np.int64).tolist()
     rows[-1] -= int(counts[sizes == last].sum())  # numpy includes the last edge
     bins = [
-        Bin(start=start, end=end, rows=one) for (start, end), one in zip(pairwise(edges.tolist()), rows, strict=True)
+        Bin(start=start, end=end, rows=count)
+        for (start, end), count in zip(pairwise(edges.tolist()), rows, strict=True)
     ]
     longer = int(counts[sizes >= last].sum())
     return (*bins, Bin(start=last, end=None, rows=longer)) if longest >= last else tuple(bins)

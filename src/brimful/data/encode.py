@@ -49,7 +49,7 @@ class Drop:
     row: int
     """Its place in the batch, from 0."""
     reason: str
-    """It is counted under this: `empty`, `nothing to train on`, `no reply`, `refused by the chat template`."""
+    """It is counted under this: `empty`, `nothing to train on`, `invalid`, `refused by the chat template`."""
     message: str = ""
     """What is wrong with this row. Default: the reason."""
     refused: bool = False
@@ -73,7 +73,7 @@ class EncodedRows:
     lost_tokens: list[int] = dataclasses.field(default_factory=list)
     """Tokens removed. Of a text longer than `LONG_CHARACTERS` only those in the part that was encoded are counted."""
     characters: list[int] = dataclasses.field(default_factory=list)
-    """Of the rows kept, before truncation."""
+    """Characters of the rows that are kept, before truncation."""
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class EncodedRows:
 
     @classmethod
     def join(cls, parts: "list[EncodedRows]") -> "EncodedRows":
-        """Those of a batch, encoded in several parts."""
+        """The rows of a batch that was encoded in several parts."""
 
         def total(name: str) -> list[int]:
             return [sum(values) for values in zip(*(getattr(part, name) for part in parts), strict=True)]
@@ -123,7 +123,7 @@ class RowEncoder(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Of the store: `("tokens", "spans")`."""
+        """The fields of the store: `("tokens", "spans")`."""
 
     @property
     def max_tokens(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class Encoder:
         ids = self._encode([text for row in zip(*columns, strict=True) for text in row])
         if not all(ids):  # a text of nothing but what the normalizer removes
             rows_left = [n for n in range(kept.num_rows) if all(ids[n * fields : (n + 1) * fields])]
-            ids = [one for n in rows_left for one in ids[n * fields : (n + 1) * fields]]
+            ids = [text_ids for n in rows_left for text_ids in ids[n * fields : (n + 1) * fields]]
             kept, places = kept.take(pa.array(rows_left, pa.int64())), places[rows_left]
         encoded = self._flatten(ids)
         encoded.drops = [
@@ -191,14 +191,14 @@ class Encoder:
     def _flatten(self, ids: list[list[int]]) -> EncodedRows:
         fields = len(self.max_tokens)
         truncated, lost = [0] * fields, [0] * fields
-        for number, one in enumerate(ids):
+        for number, text_ids in enumerate(ids):
             field = number % fields
-            excess = len(one) + 1 - self.max_tokens[field]
+            excess = len(text_ids) + 1 - self.max_tokens[field]
             if excess > 0:
                 truncated[field] += 1
                 lost[field] += excess
-                one[:] = one[self._truncation(number, len(one) - excess)]
-            one.append(self.eos_id)
+                text_ids[:] = text_ids[self._truncation(number, len(text_ids) - excess)]
+            text_ids.append(self.eos_id)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         tokens = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum(dtype=np.int64)))
         rows = lengths.reshape(-1, fields)

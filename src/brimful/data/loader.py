@@ -54,12 +54,12 @@ REAP_S = 2.0
 POLL_S = 2.0
 """Between two checks that the workers are alive while a step is waited for."""
 STALL_S, STUCK_S = 30.0, 1800.0
-"""A step that takes longer than this to read is reported, and taken for one that never comes. File servers are known to
+"""A step that takes longer than the first to read is reported, longer than the second an error. File servers are known to
 pause for ten minutes."""
 LEAVE_S = 1.0
 """How long a worker may take to finish what it reads when it is no longer needed."""
 OPEN_FILES = 8192
-"""The limit of open files to ask for: the usual 1,024 are few for many workers beside a dataset that maps its files."""
+"""The limit of open files to request: the usual 1,024 are too few for many workers and a dataset that maps its files."""
 SEND_FAILED = 75
 """Exit code of a worker that could not pass on a step. Its queue would drop the step, and the training wait for ever."""
 _SHOWN_ROWS = 5
@@ -288,7 +288,7 @@ class Loader:
             yield self._finish(rows)
 
     def _next_of_workers(self) -> StepRows | PackedStep | ReadError:
-        """What they have read. A step that never comes is an error, with what to do."""
+        """The next step that the workers have read. One that never comes is an error, with what to do."""
         start = time.monotonic()
         while True:
             try:
@@ -426,7 +426,7 @@ class Watchdog:
         every_s: float | None = None,
         used: Callable[[], int] | None = None,
     ) -> None:
-        """`also` is asked at every check for something else to note."""
+        """`also` is called at every check and may return another message to note."""
         self._also = also
         self._limit_bytes, self._reduce, self._note, self._every_s = limit_bytes, reduce, note, every_s or CHECK_S
         self._used = used or (lambda: held_bytes(limit_bytes))

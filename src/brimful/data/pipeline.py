@@ -1,6 +1,6 @@
-"""What this package shares: threads in bounded memory, the memory they used, an output folder, a hash of numbers.
+"""Shared by the data commands: threads in bounded memory, peak memory, output folders, a hash of numbers.
 
-Threads suffice: tokenizers, Arrow and NumPy release Python's lock while they work (turning ids into arrays, which needs it,
+Threads are enough: tokenizers, Arrow and NumPy release Python's lock while they work (turning ids into arrays, which needs it,
 is 8 % of the time of tokenizing). Worker processes would copy the tokenizer and its buffers once per core.
 """
 
@@ -101,9 +101,9 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFolder:
-    """The output of a command. It appears whole or not at all, and replaces only a folder of its own kind.
+    """The output of a command, written completely or not at all. It replaces only a folder of its own kind.
 
-    It is filled beside its place and renamed when all is written.
+    It is written under another name in the same folder, and renamed when it is complete.
     """
 
     path: Path

@@ -2,7 +2,7 @@
 
 A row must not depend on who reads it. For a dataset that draws random numbers (a crop, a mask) the generators are seeded
 for each sample of the stream, so the same sample gives the same row with any number of workers and processes and after any
-resume. A token store draws none, and is spared the 15 µs per row.
+resume. A token store draws none, so its rows are not seeded, which would take 15 µs each.
 
 Rows are collated where they are read, except those of a token store. They are passed on as stored, 60 kB per step instead of
 700, and collated in half a millisecond by the process that trains, so a worker feeds three times as many rows.
@@ -25,7 +25,7 @@ from brimful.data.store import Store
 from brimful.errors import BrimfulError, TaskError, in_one_line, user_line
 from brimful.memory.layout import PADDED, Layout
 from brimful.memory.oom import is_oom
-from brimful.task import Shape, Task, failed_method, failure, rows_of
+from brimful.task import Shape, Task, failed_method, failure, shared_rows
 
 Split = Callable[[list[Shape]], list[list[int]]]
 """Splits rows of these shapes into micro-batches: `Plan.split`."""
@@ -77,7 +77,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class ReadError:
-    """What a worker passes on in place of rows that raised: an exception would arrive as a page of traceback."""
+    """What a worker sends instead of rows that raised an error. An exception would arrive as a page of traceback."""
 
     message: str
     traceback: str | None
@@ -91,7 +91,7 @@ class PackedStep:
     """A `StepRows` on its way from a worker, all its tensors in one piece of shared memory.
 
     torch passes on each tensor as an open file of its own: 1,500 for a step of 500 rows with three tensors, where 1,024 is
-    the usual limit. What cannot be pickled is found here; torch would lose it in a thread and wait for it for ever.
+    the usual limit. An object that cannot be pickled is an error here; torch would lose it in a thread and wait for ever.
     """
 
     content: bytes
@@ -119,7 +119,7 @@ class PackedStep:
 
 
 class _Packer(ForkingPickler):
-    """Pickles all but plain tensors, which are collected. Others (sparse, a column of a large table) go torch's way."""
+    """Pickles all but plain tensors, which are collected. torch pickles other tensors (sparse, a column of a large table)."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -147,7 +147,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether copying its memory as it lies, gaps included, is all there is to do."""
+    """Whether a tensor can be passed on by copying its memory, gaps included."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         return False
     if tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
@@ -173,7 +173,7 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def pack(rows: "StepRows | ReadError") -> "PackedStep | ReadError":
-    """The last thing that a worker does with a step."""
+    """Pack a step in the worker, as the last thing before it is sent."""
     if isinstance(rows, ReadError):
         return rows
     try:
@@ -219,7 +219,7 @@ class StepReader:
     def collate(self, rows: StepRows) -> StepRows:
         """As batches if those can be sliced later, else as lists of rows. Without a plan to split by, the step decides.
 
-        Packed batches come beside the rows, so that nothing but a step short of memory packs again.
+        Packed batches are kept together with their rows, so that a step short of memory can pack again.
         """
         if self._sliceable is False or self._split is None:
             return rows
@@ -228,7 +228,7 @@ class StepReader:
         if self._layout is not PADDED:
             return replace(rows, packed=batches)
         if self._sliceable is None and batches:
-            self._sliceable = _has_rows(batches[0], len(rows.parts[0]))
+            self._sliceable = shared_rows(batches[0]) == len(rows.parts[0])
         return replace(rows, parts=batches, collated=True) if self._sliceable else rows
 
     def _read(self, step: SampledStep) -> StepRows:
@@ -275,10 +275,3 @@ def seed_all(seed: int, number: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.default_generator.manual_seed(mixed % 2**63)
-
-
-def _has_rows(batch: Any, rows: int) -> bool:
-    try:
-        return rows_of(batch) == rows
-    except TaskError:
-        return False

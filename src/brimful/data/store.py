@@ -10,13 +10,12 @@
 Tokens are two bytes each (four where the vocabulary exceeds 65,536), uncompressed, so that a row is a view of the file:
 nothing is read, parsed or copied before it is used. `start` counts tokens from the first byte of the file. Ten million rows
 of chat are 2.6 GB on disk; opening them takes 2 ms and 0.04 MiB of a process's own memory, verifying them 3 s, and random
-rows come at 800,000/s. The kernel is not told that reads are random (MADV_RANDOM): with a cold cache that made them 20 times
-slower, because its read-ahead soon has the whole store in RAM.
+rows are read at 800,000/s. MADV_RANDOM is not used: with a cold cache it made reads 20 times slower, because the kernel's
+read-ahead soon has the whole store in RAM.
 
 Rows of a causal model have a field `tokens` and, where only some of them are trained on, a field `spans`: run lengths that
-alternate untrained, trained, untrained … from the first token on; what is left behind the last run is untrained. It lies
-beside the tokens as one more list of numbers, but it is no length of the row: `shapes`, `longest` and `mean_lengths` leave
-it out. `spans_of` and `trained` turn a mask into spans and back.
+alternate untrained, trained, untrained … from the first token on; tokens after the last run are untrained. Spans are stored
+as one more list of numbers, but they have no length in tokens: `shapes`, `longest` and `mean_lengths` leave them out. `spans_of` and `trained` turn a mask into spans and back.
 
 A folder without `store.json` is an unfinished store. A new file begins at about a million rows or 256 M tokens, so an
 interrupted writer loses a minute's work at most; it keeps one record batch and one file's lengths in memory, some 20 MB.
@@ -49,7 +48,7 @@ from brimful.errors import BadData, InternalError
 from brimful.files import block_hashes, damage, json_sha256, sha256, sync, write_atomic
 
 VERSION = 2
-"""Of the format; another one is refused."""
+"""The version of the format; another one is refused."""
 NAME = "store.json"
 SPANS = "spans"
 """The field that says which tokens of a row are trained on."""
@@ -58,7 +57,7 @@ LONGEST_SPAN = 2**16 - 1
 FILE_ROWS = 1_000_000
 FILE_TOKENS = 256 * 2**20
 BATCH_ROWS = 8_192
-"""Of a record batch: a reader that takes whole batches gets 2 MB of chat at a time."""
+"""Rows of a record batch: a reader that takes whole batches gets 2 MB of chat at a time."""
 TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template*",
 )  # fmt: skip
@@ -76,7 +75,7 @@ class Store:
         self.path, self.meta = path, meta
         self.fields = meta.fields
         self.length_fields = meta.length_fields
-        names = [one.name for one in meta.files if one.rows]
+        names = [file.name for file in meta.files if file.rows]
         self._tokens = [_map_tokens(path / name, meta.dtype) for name in names if name.startswith("tokens")]
         indexes = [_map_index(path / name, meta.fields) for name in names if name.startswith("index")]
         self._starts = [index[0] for index in indexes]
@@ -187,9 +186,9 @@ class FileFacts:
     """Within the store: `tokens-00000.arrow`, `tokenizer/tokenizer.json`."""
     size_bytes: int
     sha256: tuple[str, ...]
-    """Of each block of 64 MiB."""
+    """The hash of each block of 64 MiB."""
     rows: int = 0
-    """Of a tokens or index file."""
+    """Rows of a tokens or index file."""
 
     @classmethod
     def of(cls, folder: Path, name: str, *, rows: int = 0) -> "FileFacts":
@@ -241,14 +240,14 @@ class StoreMeta:
         """Changes with the tokens, their order, the fields and the special ids, not with where they came from."""
         content = {
             "sides": self.fields, "dtype": self.dtype, "rows": self.rows, "eos": self.eos_id, "pad": self.pad_id,
-            "vocab": self.vocab_size, "files": [[one.name, one.sha256] for one in self.files if one.rows],
+            "vocab": self.vocab_size, "files": [[file.name, file.sha256] for file in self.files if file.rows],
         }  # fmt: skip
         return sha256(json.dumps(content))[:32]
 
     @property
     def size_bytes(self) -> int:
-        """Of all files on disk except `store.json`."""
-        return sum(one.size_bytes for one in self.files)
+        """The size of all files on disk except `store.json`."""
+        return sum(file.size_bytes for file in self.files)
 
     def to_text(self) -> str:
         content = asdict(self)
@@ -269,9 +268,9 @@ class StoreMeta:
                 "Try: tokenize the rows again, or use the Brimful that made it."
             )
         checksum = content.pop("sha256", None)
-        if checksum != json_sha256(content) or content.keys() != {one.name for one in dataclasses.fields(cls)}:
+        if checksum != json_sha256(content) or content.keys() != {field.name for field in dataclasses.fields(cls)}:
             raise BadData(f"{path} was changed after it was written: its checksum differs. {_AGAIN}")
-        files = tuple(FileFacts.from_json(one) for one in content["files"])
+        files = tuple(FileFacts.from_json(file) for file in content["files"])
         tuples = {name: tuple(content[name]) for name in ("fields", "sources")}
         return cls(**{**content, **tuples, "files": files})
 
@@ -279,8 +278,8 @@ class StoreMeta:
 def check_files(folder: Path, files: Sequence[FileFacts], *, contents: bool) -> None:
     """Every file exists with its size and, with `contents`, its checksums. Sizes first: they cost nothing."""
     for hashes in (False, True) if contents else (False,):
-        for one in files:
-            if problem := damage(folder, one.name, one.size_bytes, one.sha256 if hashes else None):
+        for file in files:
+            if problem := damage(folder, file.name, file.size_bytes, file.sha256 if hashes else None):
                 raise BadData(f"{folder}: {problem}. {_AGAIN}")
 
 
@@ -305,7 +304,7 @@ class StoreWriter:
     @property
     def rows(self) -> int:
         """In all files, the open one included."""
-        return sum(one.rows for one in self.files) // 2 + self._rows
+        return sum(file.rows for file in self.files) // 2 + self._rows
 
     def add(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> bool:
         """Rows one after the other, fields within a row too; `lengths` has a line per row, a column per field.
@@ -384,8 +383,8 @@ class StoreWriter:
     def _totals(self) -> tuple[dict[str, int], dict[str, int]]:
         """Tokens and longest row of each field, read back from what was written."""
         tokens, longest = dict.fromkeys(self.fields, 0), dict.fromkeys(self.fields, 0)
-        for one in self.files[1::2]:
-            batch = pa.ipc.open_file(pa.memory_map(str(self.folder / one.name))).get_batch(0)
+        for file in self.files[1::2]:
+            batch = pa.ipc.open_file(pa.memory_map(str(self.folder / file.name))).get_batch(0)
             for field in self.fields:
                 lengths = column_numbers(batch.column(field))
                 tokens[field] += int(lengths.sum(dtype=np.int64))
@@ -412,7 +411,7 @@ def _split_run(run: int) -> list[int]:
     """`[65535, 0, 4465]` for 70,000: the same tokens, with runs of nothing in between."""
     full, rest = divmod(run, LONGEST_SPAN)
     parts = [LONGEST_SPAN] * full + [rest] * (rest > 0 or not full)
-    return [part for one in parts for part in (0, one)][1:]
+    return [part for length in parts for part in (0, length)][1:]
 
 
 def trained(spans: Sequence[int] | Tokens, length: int) -> npt.NDArray[np.bool_]:
@@ -440,8 +439,8 @@ def column_numbers(column: pa.Array) -> Tokens:
 def _row_views(tokens: Tokens, fields: tuple[str, ...], edges: list[list[int]]) -> list[dict[str, Tokens]]:
     """Views between these edges. Two fields are the common case; written out they take half the time."""
     if len(fields) == 2:
-        one, two = fields
-        return [{one: tokens[a:b], two: tokens[b:c]} for a, b, c in zip(*edges, strict=True)]
+        first, second = fields
+        return [{first: tokens[a:b], second: tokens[b:c]} for a, b, c in zip(*edges, strict=True)]
     steps = zip(*edges, strict=True)
     return [{field: tokens[step[n] : step[n + 1]] for n, field in enumerate(fields)} for step in steps]
 

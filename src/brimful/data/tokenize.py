@@ -11,7 +11,8 @@ finished files with their checksums and how far in the source they reach. Interr
 tokenizer, encoder and options, it continues after the last of them and gives the same store.
 
 Every row of the source is in the store or counted under a reason. Rows that cannot be read (`broken`) and rows that the
-encoder refuses end it unless `max_bad` allows their share; empty rows and rows with nothing to train on are only counted.
+encoder refuses are an error unless `max_bad` allows their share; empty rows and rows with nothing to train on are only
+counted.
 """
 
 import dataclasses
@@ -113,7 +114,7 @@ class FieldStats:
     """One field of all rows."""
 
     column: str
-    """Of the files."""
+    """The column of the files."""
     characters: int
     """Before truncation."""
     tokens: int
@@ -240,7 +241,7 @@ class Counts:
         self.rows_in += chunk.rows_in
         self.rows_out += len(encoded.lengths)
         self.rows_used += encoded.rows_used
-        for reason, problem in _dropped(chunk, encoded):
+        for reason, problem in dropped_rows(chunk, encoded):
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
             self.first_dropped.setdefault(reason, [problem.file, problem.line, problem.message])
         for name in ("truncated", "lost_tokens", "characters"):
@@ -249,8 +250,8 @@ class Counts:
             setattr(self, name, [one + other for one, other in zip(total, new, strict=True)])
 
 
-def _dropped(chunk: Chunk, encoded: EncodedRows) -> Iterator[tuple[str, RowProblem]]:
-    """The rows of a chunk that are not in the store, with their reasons."""
+def dropped_rows(chunk: Chunk, encoded: EncodedRows) -> Iterator[tuple[str, RowProblem]]:
+    """The rows of a chunk that an encoder cannot use or was not given, with their reasons."""
     yield from ((BROKEN, problem) for problem in chunk.broken)
     yield from ((drop.reason, _named(chunk, drop)) for drop in encoded.drops)
 
@@ -262,7 +263,7 @@ def _named(chunk: Chunk, drop: Drop) -> RowProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Earlier:
-    """What an interrupted run left that can be used: nothing, where `files` is empty."""
+    """The usable results of an interrupted run: none where `files` is empty."""
 
     counts: Counts
     files: tuple[FileFacts, ...] = ()
@@ -420,7 +421,7 @@ class _Job:
 
     def _save(self) -> None:
         """After each finished file: what a later run needs to continue."""
-        files = [asdict(one) for one in self.writer.files]
+        files = [asdict(file) for file in self.writer.files]
         content = {"key": self.key, "counts": asdict(self.counts), "files": files}
         write_atomic(self.part / _PROGRESS_FILE, json.dumps(content))
 
@@ -458,7 +459,7 @@ def _percentile(count: npt.NDArray[np.int64], share: int) -> int:
 def _take_over(part: Path, key: dict[str, Any]) -> _Earlier:
     """What an earlier run of the same rows has finished; everything else in the folder is removed."""
     earlier = _read_progress(part, key)
-    keep = {one.name for one in earlier.files} | ({_PROGRESS_FILE} if earlier.files else set())
+    keep = {file.name for file in earlier.files} | ({_PROGRESS_FILE} if earlier.files else set())
     for path in part.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -473,7 +474,7 @@ def _read_progress(part: Path, key: dict[str, Any]) -> _Earlier:
         return _Earlier(counts=Counts())
     try:
         content = json.loads(path.read_bytes())
-        files = tuple(FileFacts.from_json(one) for one in content["files"])
+        files = tuple(FileFacts.from_json(file) for file in content["files"])
         changed = [name for name in key if content["key"].get(name) != key[name]]
         if changed:
             return _Earlier(counts=Counts(), discarded=f"it had another {' and '.join(changed)}")

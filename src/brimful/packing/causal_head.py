@@ -1,7 +1,7 @@
-"""From the hidden states of a causal language model to its loss, without all logits in memory.
+"""From the hidden states of a language model to its loss, without all logits in memory.
 
-What a family does between its last hidden state and its logits differs: Cohere multiplies by `logit_scale`, Granite divides by
-`logits_scaling`, Gemma caps. A head that is a plain linear layer runs in `linear_cross_entropy`, with the family's factor
+Made for causal models; `head_losses` also takes the decoder of an encoder-decoder. What a family does between its last hidden state and its logits differs: Cohere multiplies by `logit_scale`, Granite divides by
+`logits_scaling`, Gemma caps, T5 divides by the root of its width. A head that is a plain linear layer runs in `linear_cross_entropy`, with the family's factor
 and cap. That they are the right ones is proved once for each model, by the logits of its own forward from made-up hidden
 states. Every other head (one with a LoRA, a 4-bit one, a family that does something else) runs in the model's own forward,
 in chunks that are computed again in backward.
@@ -45,14 +45,14 @@ def head_loss(model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_sm
     """The sum of the cross-entropy of these hidden states, [token, dim], over labels that are not -100.
 
     Args:
-        model: The causal language model, without PEFT around it.
+        model: The language model, without PEFT around it.
         decoder: The part of it that ends with the hidden states.
         hidden: The hidden states, after the last norm.
         labels: What each token predicts.
         label_smoothing: Share of each label spread over the vocabulary.
     """
-    linear, rule = _plain_linear(model.get_output_embeddings()), _rule(model, decoder)
-    if linear is not None and _is_proved(model, decoder, linear, rule):
+    if (proved := _proved_head(model, decoder)) is not None:
+        linear, rule = proved
         return linear_cross_entropy(
             hidden,
             linear.weight,
@@ -62,35 +62,35 @@ def head_loss(model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_sm
             logit_scale=rule.scale,
             softcap=rule.softcap,
         )
-    chunk = chunk_size(decoder.config.vocab_size, hidden.dtype)
     total = hidden[:0].sum(dtype=torch.promote_types(hidden.dtype, torch.float32))  # has a gradient even without tokens
-    for begin in cross_entropy.chunk_starts(len(hidden), chunk):
-        part = slice(begin, begin + chunk)
-        arguments = (model, decoder, hidden[part], labels[part], label_smoothing)
-        if torch.is_grad_enabled():
-            total = total + checkpoint(_own_loss, *arguments, use_reentrant=False)
-        else:
-            total = total + _own_loss(*arguments)
+    chunk = _chunk(decoder, hidden)
+    for part in (slice(begin, begin + chunk) for begin in cross_entropy.chunk_starts(len(hidden), chunk)):
+        total = total + _own_loss_again(model, decoder, hidden[part], labels[part], label_smoothing, "sum")
     return total
 
 
 def head_losses(model: Any, decoder: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     """The same by token, [token]; 0 for tokens labelled -100."""
-    linear, rule = _plain_linear(model.get_output_embeddings()), _rule(model, decoder)
-    if linear is not None and _is_proved(model, decoder, linear, rule):
+    if (proved := _proved_head(model, decoder)) is not None:
+        linear, rule = proved
         return linear_token_losses(
-            hidden, linear.weight, labels, linear.bias, logit_scale=rule.scale, softcap=rule.softcap
+            hidden, linear.weight, labels, _bias(model, linear), logit_scale=rule.scale, softcap=rule.softcap
         )
-    chunk = chunk_size(decoder.config.vocab_size, hidden.dtype)
-    parts = [hidden[:0].sum(1, dtype=torch.promote_types(hidden.dtype, torch.float32))]
-    for begin in range(0, len(hidden), chunk):
-        part = slice(begin, begin + chunk)
-        arguments = (model, decoder, hidden[part], labels[part], 0.0, "none")
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_own_loss, *arguments, use_reentrant=False))
-        else:
-            parts.append(_own_loss(*arguments))
-    return torch.cat(parts)
+    chunk, none = _chunk(decoder, hidden), hidden[:0].sum(1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    parts = (slice(begin, begin + chunk) for begin in range(0, len(hidden), chunk))
+    return torch.cat(
+        [none, *(_own_loss_again(model, decoder, hidden[part], labels[part], 0.0, "none") for part in parts)]
+    )
+
+
+def _proved_head(model: Any, decoder: Any) -> tuple[nn.Linear, _Rule] | None:
+    """The head as one linear layer and the rule after it, if that gives the model's own logits."""
+    linear, rule = _plain_linear(model.get_output_embeddings()), _rule(model, decoder)
+    return (linear, rule) if linear is not None and _is_proved(model, decoder, linear, rule) else None
+
+
+def _chunk(decoder: Any, hidden: Tensor) -> int:
+    return chunk_size(decoder.config.vocab_size, hidden.dtype)
 
 
 def _plain_linear(head: Any) -> nn.Linear | None:
@@ -101,12 +101,19 @@ def _plain_linear(head: Any) -> nn.Linear | None:
     return head if type(head) is nn.Linear and "forward" not in vars(head) and not hooked else None
 
 
+def _bias(model: Any, linear: nn.Linear) -> Tensor | None:
+    """Of the logits. BART and its like keep it outside of their head; the proof does not see one as small as that."""
+    outside = getattr(model, "final_logits_bias", None)
+    return linear.bias if outside is None else outside[0]
+
+
 def _rule(model: Any, decoder: Any) -> _Rule:
     """By the names that transformers' families use."""
     config, scale = decoder.config, 1.0
     for factor in (getattr(model, "logit_scale", None), getattr(decoder, "lm_head_multiplier", None)):
         scale *= factor if isinstance(factor, (int, float)) else 1.0  # Cohere; Falcon H1
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    scale *= config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0  # T5
     softcap = getattr(
         config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None)
     )  # Gemma; RecurrentGemma
@@ -133,8 +140,16 @@ def _gives_own_logits(model: Any, decoder: Any, linear: nn.Linear, rule: _Rule) 
     return own.shape == logits.shape and bool((own - logits).norm() <= DIFFERENCE * logits.norm())
 
 
+def _own_loss_again(*arguments: Any) -> Tensor:
+    """`_own_loss`, whose logits are computed again in backward instead of kept."""
+    if not torch.is_grad_enabled():
+        return _own_loss(*arguments)
+    loss: Tensor = checkpoint(_own_loss, *arguments, use_reentrant=False)
+    return loss
+
+
 def _own_loss(
-    model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_smoothing: float, reduction: str = "sum"
+    model: Any, decoder: Any, hidden: Tensor, labels: Tensor, label_smoothing: float, reduction: str
 ) -> Tensor:
     logits = _own_logits(model, decoder, hidden)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -143,9 +158,14 @@ def _own_loss(
 
 def _own_logits(model: Any, decoder: Any, hidden: Tensor) -> Tensor:
     """What the model's forward makes of these hidden states."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    tokens = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:  # nothing reads what its encoder would give
+        inputs = {"decoder_input_ids": tokens, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden[None])}  # type: ignore[arg-type]
     with _decoder_returns(decoder, hidden[None]) as calls:
-        tokens = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
-        logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits[0]
+        logits: Tensor = model(**inputs, use_cache=False, return_dict=True).logits[0]
     if not calls:
         raise TaskError(
             f"{type(model).__name__} computes its logits in a way that cannot be run in chunks. "

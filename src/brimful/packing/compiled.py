@@ -5,6 +5,7 @@ Compiling the blocks of T5 base takes 15 to 45 s, by the host. The result stays 
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from brimful.files import cache_folder
@@ -15,9 +16,14 @@ VARIANTS = 64
 own limit of 8 it runs uncompiled, without an error."""
 
 
+def code_folder() -> Path:
+    """Where torch keeps compiled code."""
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_folder("compiled"))
+
+
 def compiled(function: Callable[..., Any], backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """The function compiled at its first call, with sizes left open."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("compiled")))  # before torch reads it
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(code_folder()))  # before torch reads it
     import torch._dynamo
     import torch.fx.experimental._config
 

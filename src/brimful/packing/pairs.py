@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.errors import TaskError
@@ -90,6 +89,21 @@ def padded_causal_log_probabilities(model: Any, batch: Mapping[str, Any]) -> Ten
     return by_reply(losses, reply, batch["lengths"])
 
 
+def padded_encoder_decoder_log_probabilities(model: Any, batch: Mapping[str, Any], encoded: Tensor) -> Tensor:
+    """Of a batch with `labels`, [pair, 2, token], -100 after the end of a reply. `encoded` is what the encoder made of the
+    prompts, [pair, token, dim], for both replies."""
+    model, decoder = causal.model_parts(model)
+    labels = batch["labels"].flatten(0, 1)
+    reply, place = (labels != IGNORED).nonzero(as_tuple=True)
+    tokens = model.prepare_decoder_input_ids_from_labels(labels)
+    encoded, mask = (one.repeat_interleave(2, 0) for one in (encoded, batch["attention_mask"]))
+    hidden = decoder(
+        input_ids=tokens, encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=False
+    ).last_hidden_state
+    losses = head_losses(model, decoder, hidden[reply, place], labels[reply, place])
+    return by_reply(losses, reply, batch["lengths"])
+
+
 def pack_t5(
     prompts: Sequence[Any], chosen: Sequence[Any], rejected: Sequence[Any], tokens: Sequence[int], *, fill: int, start: int
 ) -> dict[str, Any]:  # fmt: skip
@@ -133,19 +147,6 @@ def _size(used: int, most: int) -> int:
     """A sequence is filled up, so that there are few sizes."""
     unit = max(BLOCK, most // 16)
     return max(used, min(most, -(-used // unit) * unit))
-
-
-def padded_losses(
-    states: Tensor, head: Tensor | None, labels: Tensor, logit_scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Losses of the labels that are not -100, and the row of each. `states` are hidden states, [row, token, dim], or, without
-    a head, logits; a state predicts the label at its own place."""
-    reply, place = (labels != IGNORED).nonzero(as_tuple=True)
-    chosen, targets = states[reply, place], labels[reply, place]
-    if head is None:
-        wide = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
-        return F.cross_entropy(wide, targets, reduction="none"), reply
-    return linear_token_losses(chosen, head, targets, logit_scale=logit_scale), reply
 
 
 def by_reply(losses: Tensor, reply: Tensor, lengths: Tensor) -> Tensor:

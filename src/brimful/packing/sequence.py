@@ -7,6 +7,7 @@ A fixed number of tokens means few shapes: memory is the same for every micro-ba
 compiled code serves all of them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ class Boundaries(NamedTuple):
         return len(self.starts) - 1
 
     def with_room(self, rows: int) -> "Boundaries":
-        """The same in tensors of a size that depends only on the sequence and `rows`: empty rows and tiles are added."""
+        """The same in tensors of a size that depends only on the sequence and `rows`, which are at least its own: empty rows
+        and tiles are added."""
         size = int(self.tiles[-1, 1])
         starts = self.starts[-1:].expand(rows - self.rows)
         tiles = self.tiles[-1:].expand(size // BLOCK + rows + 2 - len(self.tiles), 2)
@@ -60,9 +62,24 @@ class Positions(NamedTuple):
     tokens: Tensor
     """Ascending. The last token of the sequence fills it up, at least once."""
 
-    def with_room(self, rows: int) -> "Positions":
-        """The same in a tensor of a size that depends only on the sequence."""
-        return Positions(torch.cat([self.tokens, self.tokens[-1:].expand(int(self.tokens[-1]) + 1 - len(self.tokens))]))
+    @property
+    def size(self) -> int:
+        """Of the sequence."""
+        return int(self.tokens[-1]) + 1
+
+    @property
+    def chosen(self) -> int:
+        """Without what fills it up."""
+        return int((self.tokens < self.tokens[-1]).sum())
+
+    def with_room(self, share: float = 1.0) -> "Positions":
+        """The same in a tensor of a size that depends only on the sequence: this share of it. As it is, if that is too small."""
+        room = _room(share, self.size)
+        return self if self.chosen >= room else _filled_up(self.tokens[: self.chosen], room, self.size)
+
+    def first(self, share: float) -> "Positions":
+        """No more of them than `with_room(share)` has room for."""
+        return _few_sizes(self.tokens[: min(self.chosen, _room(share, self.size) - 1)], self.size)
 
 
 def positions(chosen: Tensor) -> Positions:
@@ -71,11 +88,20 @@ def positions(chosen: Tensor) -> Positions:
     >>> positions(torch.tensor([False, True, True, False])).tokens
     tensor([1, 2, 3, 3])
     """
-    size = len(chosen)
+    return _few_sizes(chosen.nonzero()[:, 0], len(chosen))
+
+
+def _few_sizes(index: Tensor, size: int) -> Positions:
     unit = max(BLOCK, size // 16)
-    index = chosen.nonzero()[:, 0]
-    fill = min(size, -(-(len(index) + 1) // unit) * unit) - len(index)
-    return Positions(torch.cat([index, index.new_full((fill,), size - 1)]))
+    return _filled_up(index, min(size, -(-(len(index) + 1) // unit) * unit), size)
+
+
+def _filled_up(index: Tensor, room: int, size: int) -> Positions:
+    return Positions(torch.cat([index, index.new_full((room - len(index),), size - 1)]))
+
+
+def _room(share: float, size: int) -> int:
+    return min(size, max(1, math.ceil(share * size / BLOCK)) * BLOCK)
 
 
 def boundaries(lengths: Sequence[int], size: int) -> Boundaries:

@@ -158,7 +158,7 @@ def check_packages(lora: Lora | None, load_in: LoadIn | None) -> None:
         raise BadOption(f"load_in={load_in!r} must be 4bit or 8bit.")
     if load_in is not None and lora is None:
         raise BadOption(
-            f"load_in={load_in!r} needs lora=, since weights of {load_in[0]} bits cannot be trained. Try: lora=on."
+            f"load_in={load_in!r} needs an adapter, since weights of {load_in[0]} bits cannot be trained. Try: lora='r=16', or the model= of an adapter."
         )
     if lora is not None and lora.dora and load_in == "8bit":
         raise BadOption("lora: dora does not work with weights of 8 bits. Try: load_in='4bit', or without dora.")
@@ -347,10 +347,12 @@ def new_base(config: Any, load_in: LoadIn | None = None, dtype: "torch.dtype | N
     dtype, device = dtype or torch.float32, torch.get_default_device()
     if load_in is None:
         return model_class(config).from_config(config, dtype=dtype)
+    from torch.utils._python_dispatch import _disable_current_modes
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(_quantization(load_in, dtype))
-    with torch.device("meta"), quiet():
+    # Unquantized weights are made on no device, so what counts the allocations of a described model must not see them.
+    with torch.device("meta"), quiet(), _disable_current_modes():
         model = model_class(config).from_config(config, dtype=dtype)
         quantizer.preprocess_model(model=model, device_map={"": device}, dtype=dtype)
     shared: dict[int, Any] = {}

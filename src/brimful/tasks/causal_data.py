@@ -25,8 +25,6 @@ from brimful.tasks.reply_spans import NoReply
 from brimful.tasks.special_tokens import without_post_processor
 
 TOKENS = "tokens"
-REFUSED = "refused by the chat template"
-NOTHING_TO_TRAIN = "nothing to train on"
 FOUND_BY = {
     "generation tag": "the template's own tag",
     "sentinel": "comparing texts",
@@ -79,8 +77,7 @@ class ConversationEncoder:
         truncated = lost = characters = 0
         for number, result in enumerate(results):
             if isinstance(result, RowError):
-                reason = NOTHING_TO_TRAIN if isinstance(result, NoReply) else REFUSED
-                drops.append(Drop(number, reason, str(result), refused=reason == REFUSED))
+                drops.append(Drop(number, result.reason, str(result), refused=not isinstance(result, NoReply)))
                 continue
             if self.train_on == "all":
                 result = [Encoded(row.tokens, [True] * len(row.tokens)) for row in result]
@@ -89,7 +86,7 @@ class ConversationEncoder:
             if not usable:
                 tokens = max(len(row.tokens) for row in result)
                 message = f"its first reply begins after max_tokens={self.limit:,} (it has {tokens:,} tokens)"
-                drops.append(Drop(number, NOTHING_TO_TRAIN, message))
+                drops.append(Drop(number, NoReply.reason, message))
                 continue
             kept += usable
             excess = [len(row.tokens) - self.limit for row in result if len(row.tokens) > self.limit]

@@ -32,6 +32,9 @@ class CausalLM:
     lengths: ClassVar[Shape] = (1024,)
     """The longest row, unless a preset or the user says otherwise."""
 
+    chunked_loss: ClassVar[tuple[str, ...]] = ("padded", "packed")
+    """Layouts in which no batch holds all its logits."""
+
     fields: ClassVar[tuple[tuple[str, ...], ...]] = ((TOKENS,), (TOKENS, SPANS))
     """What rows may have."""
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from brimful.data.check import read_progress
+from brimful.data.check import Duplicates, read_progress, row_hashes
 from brimful.data.read.files import RowProblem
 from brimful.data.read.source import Source, check_max_bad, holds_preferences, open_source
 from brimful.data.store import trained
+from brimful.data.tokenize import dropped_rows
 from brimful.errors import BadOption
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.token_stores import causal_encoder
@@ -64,8 +65,11 @@ class RowsReport:
     rows_out: int
     """Rows to train on; more than come in where each reply gives one."""
     dropped: dict[str, int]
-    problems: dict[str, RowProblem]
-    """By reason, the first row."""
+    problems: dict[str, tuple[RowProblem, ...]]
+    """By reason, the first rows with different messages."""
+    repeated: int
+    """Rows that are equal to an earlier one. They are trained on."""
+    first_repeated: RowProblem | None
     tokens: int
     trained_tokens: int
     """Of a preference, those of both replies."""
@@ -86,8 +90,8 @@ class RowsReport:
         """The error message if more rows are refused than `max_bad` allows, or if none is left."""
         if self.rows_out and self.refused <= self.max_bad * self.rows_in:
             return None
-        first = next(iter(self.problems.values()), None)
-        start = f" Try: repair them, starting with {first}." if first else " Try: other files."
+        first = next(iter(self.problems.values()), ())
+        start = f" Try: repair them, starting with {first[0]}." if first else " Try: other files."
         return f"{self.refused:,} of {self.rows_in:,} rows cannot be used, {self.rows_out:,} can.{start}"
 
     def to_json(self) -> dict[str, Any]:
@@ -115,23 +119,22 @@ def check_rows(
     source = open_source(paths, columns=columns, host_limit_bytes=limit, messages=not pairs, preferences=pairs)
     task = _task(source, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens)
     encoder = _encoder(task, source, chat_template)
+    repeated = Duplicates(host_limit_bytes=limit)
     dropped: Counter[str] = Counter()
-    problems: dict[str, RowProblem] = {}
+    problems: dict[str, dict[str, RowProblem]] = {}
     lengths: list[npt.NDArray[np.int32]] = []
     examples: list[tuple[Piece, ...]] = []
     rows_in = tokens = trained_tokens = truncated = lost = refused = 0
     for chunk in source.chunks():
         encoded = encoder(chunk.rows)
+        repeated.add(row_hashes(chunk.rows.columns), chunk.file, chunk.lines)
         rows_in += chunk.rows_in
         refused += len(chunk.broken) + sum(drop.refused for drop in encoded.drops)
-        for problem in chunk.broken[:1]:
-            problems.setdefault("broken", problem)
-        dropped.update({"broken": len(chunk.broken)} if chunk.broken else {})
-        for drop in encoded.drops:
-            problems.setdefault(
-                drop.reason, RowProblem(chunk.file, int(chunk.lines[drop.row]), drop.message or drop.reason)
-            )
-            dropped[drop.reason] += 1
+        for reason, problem in dropped_rows(chunk, encoded):
+            dropped[reason] += 1
+            first = problems.setdefault(reason, {})
+            if len(first) < EXAMPLES:
+                first.setdefault(problem.message, problem)
         place = 0
         for sizes in encoded.lengths.tolist():
             edges = np.cumsum([place, *sizes])
@@ -153,11 +156,14 @@ def check_rows(
         lost += sum(encoded.lost_tokens)
         rate = rows_in / max(time.monotonic() - started, 1e-9)
         progress(read_progress(rows_in, rate, chunk.read_bytes, source.total_bytes))
+    count, places = repeated.count()
     every = np.concatenate(lengths) if lengths else np.zeros(0, np.int32)
     return RowsReport(
         files=source.files, model=model, reason=source.layout.reason, method=None if pairs else encoder.method,
         max_tokens=task.max_tokens,
-        rows_in=rows_in, rows_out=len(every), dropped=dict(dropped), problems=problems, tokens=tokens,
+        rows_in=rows_in, rows_out=len(every), dropped=dict(dropped),
+        problems={reason: tuple(first.values()) for reason, first in problems.items()},
+        repeated=count, first_repeated=RowProblem(*places[0], "came before") if places else None, tokens=tokens,
         trained_tokens=trained_tokens, truncated=truncated, lost_tokens=lost, lengths=_summary(every),
         packing=None if pairs else _packing(every, task.max_tokens[0]), examples=tuple(examples), max_bad=max_bad, refused=refused,
         seconds=time.monotonic() - started,

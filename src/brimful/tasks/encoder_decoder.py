@@ -33,6 +33,9 @@ class EncoderDecoder:
     lengths: ClassVar[Shape] = (256, 256)
     """The longest prompt and response, unless a preset or the user says otherwise."""
 
+    chunked_loss: tuple[str, ...] = ("packed",)
+    """Layouts in which no batch holds all its logits."""
+
     def __init__(self, config: Any) -> None:
         self.config = config
         self.longest: int | None = None

@@ -18,14 +18,14 @@ from brimful.data.pipeline import OutputFolder
 from brimful.errors import BadModel, BadOption, UserError
 from brimful.files import FileLock, read_json, sync_tree
 from brimful.machine.host import Space
-from brimful.tasks.model_folder import CONFIG, as_bad_model, quiet
+from brimful.tasks.model_folder import CONFIG, INDEX, as_bad_model, check_shards, quiet
 from brimful.units import show_bytes
 
 if TYPE_CHECKING:
     import torch
 
 DtypeName = Literal["bf16", "fp16", "fp32"]
-WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
+WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken",
     "chat_template*",
@@ -77,9 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise BadModel(f"{folder} has no {WEIGHTS}. Try: save the model with save_pretrained, which writes one.")
     with as_bad_model(folder, INDEX):
         names = sorted(set(read_json((folder / INDEX).read_bytes())["weight_map"].values()))
-    for name in names:
-        if not (folder / name).is_file():
-            raise BadModel(f"{folder} lacks {name} of its weights. Try: copy the folder or download it again.")
+    check_shards(folder)
     return [folder / name for name in names]
 
 

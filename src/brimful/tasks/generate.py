@@ -207,9 +207,16 @@ class Generator:
             prompts = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
             processors.extend(self._sampling(prompts))
         with torch.no_grad(), self.autocast(), quiet():
+            cache = {} if self.causal else {"past_key_values": self.encoder_decoder_cache()}
             return self.model.generate(
-                input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors
+                input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors, **cache
             )
+
+    def encoder_decoder_cache(self) -> Any:
+        """An empty cache with the decoder's layers. That of `generate` has the encoder's, and a decoder may have more."""
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        return EncoderDecoderCache(DynamicCache(config=self.model.get_decoder().config), DynamicCache())
 
     def _sampling(self, prompts: Sequence[Sequence[int]]) -> list[Callable[..., "torch.Tensor"]]:
         """What turns scores into others whose maximum is a sample."""
@@ -239,12 +246,18 @@ class OwnNoise:
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, _: "torch.Tensor", scores: "torch.Tensor") -> "torch.Tensor":
-        import torch
+        return with_noise(scores, self._generators)
 
-        noise = torch.empty_like(scores, dtype=torch.float32)
-        for row, generator in zip(noise, self._generators, strict=True):
-            row.exponential_(generator=generator)
-        return scores - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_()
+
+def with_noise(scores: "torch.Tensor", generators: "Sequence[torch.Generator]") -> "torch.Tensor":
+    """Scores plus Gumbel noise, that of each row from its own generator. Everything but the numbers is done for all rows at once:
+    on a GPU launches take longer than the work."""
+    import torch
+
+    noise = torch.empty_like(scores, dtype=torch.float32)
+    for row, generator in zip(noise, generators, strict=True):
+        row.exponential_(generator=generator)
+    return scores - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_()
 
 
 def seed_of(seed: int, prompt: Sequence[int]) -> int:

@@ -97,8 +97,6 @@ class LanguageOptions:
             yield f"model={self.model!r} does not exist. {TRY_MODEL}"
         if self.tokenizer and is_missing(self.tokenizer):
             yield f"tokenizer={self.tokenizer!r} does not exist. Try: another folder."
-        if self.load_in is not None and self.lora is None:
-            yield f"load_in={self.load_in!r} needs lora=: weights of {self.load_in} cannot be trained. Try: lora='r=16' as well."
         if self.lora is not None and self.freeze not in (None, "none"):
             yield f"lora= cannot be combined with freeze={self.freeze!r}: adapters freeze all weights. Try: one of the two."
         lengths = self.lengths
@@ -142,7 +140,6 @@ class Pretrain(Task):
     Options = LanguageOptions
     options: LanguageOptions
     precision: Precision = "auto"
-    chunked_loss = True
     learning_rate = 3e-4
     default_model: ClassVar[str] = "chatlm-base"
     fine_tunes: ClassVar[bool] = False
@@ -174,6 +171,7 @@ class Pretrain(Task):
             )
         self.max_tokens: Shape = self._max_tokens()
         self.worst_shape = self.max_tokens
+        self.chunked_loss = self.family.chunked_loss
         self.family.longest = self.max_tokens[0]
         self.global_batch = self.preset.global_batch if self.preset else 64 if self.family.causal else 256
         self.learning_rate = self._learning_rate()
@@ -280,12 +278,10 @@ class Pretrain(Task):
         weights, linear = model.num_parameters(), sum(layer.weight.numel() for layer in layers)
         rank = ADAPTER_RANK if self.lora is None else self.lora.r
         adapter = 16 * rank * sum(layer.in_features + layer.out_features for layer in layers)
-        lora = f"lora='r={rank}'"
+        lora, in_4bit = f"lora='r={rank}'", "load_in='4bit'"
         full = [] if self._adapts else [(lora, 2 * weights + adapter)]
-        return [
-            *full,
-            (f"{lora} with load_in='4bit'", 2 * (weights - linear) + round(BYTES_IN_4BIT * linear) + adapter),
-        ]
+        way = in_4bit if self.adapter is not None else f"{lora} with {in_4bit}"
+        return [*full, (way, 2 * (weights - linear) + round(BYTES_IN_4BIT * linear) + adapter)]
 
     def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
         from brimful.tasks.token_stores import remarks
@@ -350,10 +346,11 @@ class Pretrain(Task):
 
     def _lora(self) -> "Lora | None":
         """The adapters that are trained, if any. Their base is frozen in the precision that it computes in."""
-        if not self._adapts:
-            return None
         from brimful.tasks.adapters import Lora, check_packages, lora_of, trained_weights
 
+        if not self._adapts:
+            check_packages(None, self.options.load_in)
+            return None
         lora = Lora.parse(self.options.lora or "") if self.adapter is None else lora_of(self.adapter)
         freeze = self.options.freeze if self.options.freeze != "none" else None
         for name, value in (("lora", self.options.lora), ("freeze", freeze)):
@@ -362,6 +359,11 @@ class Pretrain(Task):
                     f"model={self.options.model!r} is an adapter, which is trained further as it is ({lora}), so "
                     f"{name}={value!r} has no effect. Try: without {name}=, or merge the adapter with brimful export --merge first."
                 )
+        if self.source is None:
+            raise BadOption(
+                f"model={self.options.model!r} has new weights, which are not saved with adapters, so lora= would train for nothing. "
+                "Try: a model folder."
+            )
         check_packages(lora, self.load_in)
         self.trained_weights = trained_weights  # type: ignore[method-assign]
         return lora

@@ -69,6 +69,7 @@ class EncoderDecoderPairs(EncoderDecoder):
     """Pairs for an encoder-decoder."""
 
     fields: ClassVar[tuple[tuple[str, ...], ...]] = (FIELDS,)
+    chunked_loss: tuple[str, ...] = ("padded", "packed")
 
     def shape(self, row: Any) -> Shape:
         return len(row["prompt"]), _longer(row)
@@ -102,33 +103,11 @@ class EncoderDecoderPairs(EncoderDecoder):
             from brimful.packing.pairs import t5_log_probabilities
 
             return t5_log_probabilities(model, batch)
-        return self._padded(model, batch)
-
-    def _padded(self, model: Any, batch: Any) -> "Tensor":
-        from torch import nn
-
-        from brimful.packing.pairs import by_reply, padded_losses
+        from brimful.packing.pairs import padded_encoder_decoder_log_probabilities
 
         inputs = _encoder_inputs(model, batch)
-        if "input_ids" in inputs:
-            inputs = {"encoder_outputs": model.get_encoder()(inputs["input_ids"], batch["attention_mask"])}
-        labels = batch["labels"].flatten(0, 1)
-        decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
-        memory = inputs["encoder_outputs"][0].repeat_interleave(2, 0)
-        mask = batch["attention_mask"].repeat_interleave(2, 0)
-        head = model.get_output_embeddings()
-        if self.why_not_packed is None and type(head) is nn.Linear:  # T5: nothing but a factor before its head
-            hidden = model.get_decoder()(
-                input_ids=decoder_ids, encoder_hidden_states=memory, encoder_attention_mask=mask, use_cache=False
-            ).last_hidden_state
-            scale = self.config.d_model**-0.5 if getattr(self.config, "scale_decoder_outputs", False) else 1.0
-            losses, reply = padded_losses(hidden, head.weight, labels, scale)
-        else:
-            outputs = model(
-                encoder_outputs=(memory,), attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False
-            )
-            losses, reply = padded_losses(outputs.logits, None, labels)
-        return by_reply(losses, reply, batch["lengths"])
+        encoded = inputs.get("encoder_outputs") or model.get_encoder()(inputs["input_ids"], batch["attention_mask"])
+        return padded_encoder_decoder_log_probabilities(model, batch, encoded[0])
 
 
 def _row(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
 from brimful.data.store import token_dtype
 from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
-from brimful.tasks.causal_data import REFUSED
 from brimful.tasks.chat_template import ChatTemplate, RowError
 from brimful.tasks.pair_batches import FIELDS, REPLIES
 
@@ -168,7 +167,7 @@ class PairEncoder:
         truncated, lost, characters = [0, 0, 0], [0, 0, 0], [0, 0, 0]
         for number, result in zip(usable, self.pairs.encode([preferences[one] for one in usable]), strict=True):
             if isinstance(result, RowError):
-                drops_by_row[number] = Drop(number, REFUSED, str(result), refused=True)
+                drops_by_row[number] = Drop(number, result.reason, str(result), refused=True)
                 continue
             row = self.pairs.truncated(result[0], result[1:])
             if drop := _lost(number, result, row):

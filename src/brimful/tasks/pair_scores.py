@@ -98,9 +98,8 @@ class PairEvaluation(Dpo):
 
         if self.reference is None:
             return
-        self._tokens_used = rows.meta.vocab_size
         without_adapter = self.reference == WITHOUT_ADAPTER
-        model: Any = self.initial_model() if without_adapter else self.reference_model()
+        model: Any = self.initial_model() if without_adapter else self.reference_model(rows.meta.vocab_size)
         autocast = autocast_dtype(self.precision, target.device)
         values = np.zeros((len(rows), 2))
         with target.hold(model), model.disable_adapter() if without_adapter else nullcontext():

@@ -103,21 +103,25 @@ class DpoOptions(SftOptions):
         return {**values, "reference": None} if gone else values
 
 
-DROPOUTS = ("dropout_rate", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout")
-"""What configurations call it."""
-
-
 def without_dropout(model: "nn.Module") -> "nn.Module":
-    """The same model, which drops nothing but what adapters drop. Its configuration keeps what it says."""
-    from torch import nn
+    """The same model, which drops nothing, in its adapter neither: no activation, no attention weight, no layer. Its
+    configuration keeps what it says."""
+    from torch.nn.modules.dropout import _DropoutNd
 
-    for name, part in model.named_modules():
-        if isinstance(part, nn.Dropout) and "lora_dropout" not in name:
+    for part in model.modules():
+        if isinstance(part, _DropoutNd):
             part.p = 0.0
-        for attribute in ("dropout", "attention_dropout", "dropout_rate"):
-            if isinstance(getattr(part, attribute, None), float):
-                setattr(part, attribute, 0.0)
+        for name, _ in _dropouts(vars(part)):
+            setattr(part, name, 0.0)
     return model
+
+
+def _dropouts(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """What a module or a configuration of transformers drops: `activation_dropout`, `attn_pdrop`, `encoder_layerdrop`, …"""
+    others = ("classifier", "summary")  # heads that a language model does not have
+    for name, value in values.items():
+        if "drop" in name and isinstance(value, float) and not name.startswith(others):
+            yield name, value
 
 
 class Dpo(Sft):
@@ -242,13 +246,19 @@ class Dpo(Sft):
             )
 
     def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
+        from brimful.tasks.model_folder import text_config
+
         remarks = [*super().remarks(rows)]
         if self.preset is not None or self._is_pretrained():
             reason = "warning: it was never fine-tuned, and preferences cannot teach it to answer; fine-tune it with sft first"
             remarks.append(("starting weights", None, "new" if self.preset else "of pretrain", reason))
         remarks.append(("loss", self.options.loss, self._loss_words(), "of a pair"))
-        if dropout := max((getattr(self.config, name, None) or 0.0 for name in DROPOUTS), default=0.0):
-            remarks.append(("dropout", dropout, 0.0, "off: replies are compared with the reference, which has none"))
+        dropouts = [value for _, value in _dropouts(text_config(self.config).to_dict())]
+        if dropout := max([*dropouts, self.lora.dropout if self.lora else 0.0]):
+            reason = "off, in the adapter too" if self.lora else "off"
+            remarks.append(
+                ("dropout", dropout, 0.0, f"{reason}: it would add noise to log-probabilities that are compared")
+            )
         remarks.append(("reference", self.options.reference, *self._reference_remark()))
         if self.shared_prompts is not None:
             shared, every = self.shared_prompts
@@ -305,15 +315,16 @@ class Dpo(Sft):
         usual = SMALL_RATE if self._adapts or not self.family.causal else FULL_RATE
         return ORPO_RATE if self.options.loss == "orpo" else usual
 
-    def reference_model(self) -> "nn.Module":
-        """Another model as the reference, on the CPU. Refused if it does not read the same tokens."""
+    def reference_model(self, tokens: int) -> "nn.Module":
+        """Another model as the reference, on the CPU. Refused if it does not read the same tokens, or not as many as there
+        may be in the rows."""
         from brimful.tasks.language import _config, _resolved
         from brimful.tasks.model_folder import is_causal, load_model, text_config
 
         assert self.options.reference is not None
         folder = _resolved(self.options.reference)
         config = _config(folder)
-        if is_causal(config) != self.family.causal or text_config(config).vocab_size < self._tokens_used:
+        if is_causal(config) != self.family.causal or text_config(config).vocab_size < tokens:
             kind = "a causal model" if is_causal(config) else "an encoder-decoder"
             raise BadOption(
                 f"reference={self.options.reference!r} is {kind} with {text_config(config).vocab_size:,} tokens, and the "
@@ -332,6 +343,3 @@ class Dpo(Sft):
             raise BadOption(
                 f"reference={self.options.reference!r} has another tokenizer than {self.source}. Try: a reference with the same tokenizer."
             )
-
-    _tokens_used = 0
-    """Ids in the rows, once they are known."""

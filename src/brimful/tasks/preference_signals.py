@@ -9,7 +9,8 @@ forgets how to answer. Wrong labels, or a learning rate that is too low, give a 
                          noise is that from one step to the next: a fall within a window is no noise
     loss-spiked          two windows in a row are above the lowest one by what `training.levels` calls a rise that matters
     accuracy-at-chance   of the last 4,000 pairs so few are told apart that an accuracy of 0.55 would give so few once in
-                         10,000 cases (Chernoff's bound of the binomial distribution), after 100 updates at least
+                         10,000 cases (Chernoff's bound of the binomial distribution: half of 1,840 pairs), after 60 updates
+                         at least. Windows in the first 30 updates or in warmup do not count: a model begins at 0.5
 
 Imports no torch.
 """
@@ -31,7 +32,7 @@ START = 5
 FALL = 0.5
 """Nats per token."""
 ABOVE_CHANCE, RARE = 0.55, 1e-4
-CHANCE_PAIRS, CHANCE_STEPS = 4000, 100
+CHANCE_PAIRS, CHANCE_STEPS, CHANCE_START = 4000, 60, 30
 USUAL = 40
 """Windows that say how large the error of one usually is."""
 TOKENS_LOGP, ACCURACY = "logp_chosen", "accuracy"
@@ -119,13 +120,15 @@ def _spiked(notes: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _at_chance(notes: dict[str, Any], updates: int) -> tuple[str, str] | None:
-    known = [one for one in notes["window"] if one[5] is not None and math.isfinite(one[5])]
-    accuracies = notes["accuracies"]
+    window, accuracies = notes["window"], notes["accuracies"]
+    known = [one for one in window if one[5] is not None and math.isfinite(one[5])]
+    if updates <= CHANCE_START or window[-1][2] > window[0][2]:
+        return None
     accuracies.append([sum(one[3] for one in known), sum(one[3] * one[5] for one in known)])
     while sum(pairs for pairs, _ in accuracies[1:]) >= CHANCE_PAIRS:
         accuracies.pop(0)
     pairs, right = (sum(column) for column in zip(*accuracies, strict=True))
-    if pairs < CHANCE_PAIRS or updates < CHANCE_STEPS or not below(right / pairs, pairs, ABOVE_CHANCE):
+    if not pairs or updates < CHANCE_STEPS or not below(right / pairs, pairs, ABOVE_CHANCE):
         return None
     return AT_CHANCE, (
         f"the model tells chosen from rejected in {right / pairs:.1%} of the last {pairs:,} pairs, which is no better than "

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from brimful.data.store import Indices, Store
 from brimful.errors import BadData, BadRun
-from brimful.files import write_atomic
+from brimful.files import atomic_path, write_atomic
 from brimful.task import Dataset
 from brimful.tasks.pair_batches import FIELDS, REFERENCE
 from brimful.units import show_seconds
@@ -112,7 +112,6 @@ def add_reference(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Tra
     from brimful.step.distributed import on_rank_zero
 
     record = context.folder / f"reference-{rows.fingerprint[:_PLACES]}.json"
-    task._tokens_used = rows.meta.vocab_size
     path = on_rank_zero(context.group, lambda: _find(task, model, rows, context, record))
     if path is not None:
         file = Path(path)
@@ -200,15 +199,12 @@ def _write(
     content = json.dumps({"key": key, "sha256": _checksum(values)}, indent=1)
     for folder in (rows.path, context.folder):
         file = folder / _name(key)
-        part = file.with_name(f".{file.name}.part")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as out:
+            with atomic_path(file) as part, part.open("wb") as out:
                 np.save(out, values)
-            part.replace(file)
             write_atomic(file.with_suffix(".json"), content)
         except OSError:
-            part.unlink(missing_ok=True)
             if folder is context.folder:
                 raise
             continue
@@ -230,7 +226,7 @@ def _computed(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Trainin
 
     random_state = RandomState(context.device)
     try:
-        with _reference_model(task, model, context) as (reference, own_context):
+        with _reference_model(task, model, rows, context) as (reference, own_context):
             values = np.array(log_probabilities(task, reference, rows, own_context), dtype=np.float64).reshape(-1, 2)
     finally:
         random_state.restore()
@@ -245,7 +241,7 @@ def _computed(task: "Dpo", model: "nn.Module", rows: PairRows, context: "Trainin
 
 @contextmanager
 def _reference_model(
-    task: "Dpo", model: "nn.Module", context: "TrainingContext"
+    task: "Dpo", model: "nn.Module", rows: PairRows, context: "TrainingContext"
 ) -> "Iterator[tuple[nn.Module, TrainingContext]]":
     """The reference on the device. A second model is there only in here."""
     if task.options.reference is None and task.lora is not None:
@@ -257,7 +253,7 @@ def _reference_model(
         return
     from brimful.memory.oom import empty_cache
 
-    other = _loaded(task, context)
+    other = _loaded(task, rows, context)
     try:
         yield other, context.of_model(other)
     finally:
@@ -284,11 +280,11 @@ def _initial_adapter(task: "Dpo", model: "nn.Module") -> Iterator[None]:
                 param.copy_(before[name])
 
 
-def _loaded(task: "Dpo", context: "TrainingContext") -> "nn.Module":
+def _loaded(task: "Dpo", rows: PairRows, context: "TrainingContext") -> "nn.Module":
     import torch
 
     torch.manual_seed(context.seed)  # for new weights
-    model = task.initial_model() if task.options.reference is None else task.reference_model()
+    model = task.initial_model() if task.options.reference is None else task.reference_model(rows.meta.vocab_size)
     return model.to(context.device).requires_grad_(False)
 
 

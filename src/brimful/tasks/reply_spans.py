@@ -37,9 +37,20 @@ _REPLY_PARTS = ("content", "tool_calls", "function_call", "reasoning_content", "
 class RowError(BadData):
     """One conversation cannot be encoded. The message names neither file nor line; the caller knows them."""
 
+    reason = "refused by the chat template"
+    """Such rows are counted under this."""
+
+
+class InvalidConversation(RowError):
+    """One conversation is wrong whatever the template: it was not asked."""
+
+    reason = "invalid"
+
 
 class NoReply(RowError):
     """One conversation has nothing to train on, though nothing is wrong with it."""
+
+    reason = "nothing to train on"
 
 
 @dataclass(slots=True)
@@ -108,16 +119,16 @@ class TemplateFormat:
     def plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Checked messages with contents in the form that the template reads."""
         if not isinstance(messages, list | tuple) or not messages:
-            raise RowError("the conversation has no messages")
+            raise InvalidConversation("the conversation has no messages")
         plain = []
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RowError(f"message {number} is not an object with a role and a content")
+                raise InvalidConversation(f"message {number} is not an object with a role and a content")
             content = message.get("content")
             if isinstance(content, list | tuple):
                 content = _joined_parts(content, number)
             elif content is not None and not isinstance(content, str):
-                raise RowError(f"the content of message {number} is not a text ({type(content).__name__})")
+                raise InvalidConversation(f"the content of message {number} is not a text ({type(content).__name__})")
             if self.content_parts:
                 content = [{"type": "text", "text": content or ""}]
             elif not content:
@@ -135,7 +146,7 @@ class TemplateFormat:
         """A tool call with its arguments as the template reads them: an object, or its JSON."""
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RowError(f"message {number} has a tool call without the name of a function")
+            raise InvalidConversation(f"message {number} has a tool call without the name of a function")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str) and not self.arguments_text:
             with suppress(ValueError, RecursionError):
@@ -603,11 +614,11 @@ def check_replies(messages: Sequence[Message], prints_calls: bool) -> None:
             content = message["content"]
             text = content[0]["text"] if isinstance(content, list) else content
             if not (text or "").strip() and not any(message.get(part) for part in _REPLY_PARTS[1:]):
-                raise RowError(f"the reply in message {number} is empty")
+                raise InvalidConversation(f"the reply in message {number} is empty")
             if "tool_calls" in message and not prints_calls:
                 raise RowError(f"message {number} has tool calls, which the chat template does not print")
         elif message["role"] == "tool" and not replies:
-            raise RowError(f"message {number} is the result of a tool before any reply of the assistant")
+            raise InvalidConversation(f"message {number} is the result of a tool before any reply of the assistant")
     if not replies:
         raise NoReply(
             f"no message has the role assistant, so there is nothing to train on (the roles are {_roles(messages)})"
@@ -616,7 +627,7 @@ def check_replies(messages: Sequence[Message], prints_calls: bool) -> None:
 
 def _list_of(calls: Any, number: int) -> Sequence[Any]:
     if not isinstance(calls, list | tuple):
-        raise RowError(f"the tool calls of message {number} are not a list")
+        raise InvalidConversation(f"the tool calls of message {number} are not a list")
     return calls
 
 
@@ -627,7 +638,7 @@ def _joined_parts(content: Sequence[Any], number: int) -> str:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RowError(f"message {number} has a part that is not text ({kind})")
+            raise InvalidConversation(f"message {number} has a part that is not text ({kind})")
         texts.append(text)
     return "".join(texts)
 

@@ -132,6 +132,7 @@ def _dropped(counts: Mapping[str, int]) -> str:
         "broken": "that could not be read",
         "empty": "with an empty field",
         "nothing to train on": "with nothing to train on",
+        "invalid": "that are not valid conversations",
         "refused by the chat template": "that the chat template refuses",
     }
     return " and ".join(f"{count:,} {reasons.get(reason, reason)}" for reason, count in counts.items() if count)

@@ -5,8 +5,8 @@
     write   segments ─► sorted by their random keys ─► test, valid, train                  about 12 %
 
 The split comes after deduplication, so no near duplicate that was found and no conversation is on both sides of it. Memory
-depends on `--host-limit`, plus one byte per row. Finished segments and bands survive an interruption, and the same command
-continues behind them to the same output, byte for byte. A million rows of 600 bytes take 20 s on two cores and 270 MiB.
+depends on `--host-limit`, plus one byte per row. Finished segments and bands survive an interruption: the same command
+continues after them and gives the same output, byte for byte. A million rows of 600 bytes take 20 s on two cores and 270 MiB.
 """
 
 import math
@@ -67,7 +67,7 @@ class CleanReport:
     """Rows that an interrupted clean had already read."""
     notes: tuple[str, ...]
     seconds: float
-    """Of this run."""
+    """The time of this run."""
     stage_s: dict[str, float]
     """Seconds by stage: read, dedup, write."""
     peak_bytes: int
@@ -103,7 +103,8 @@ class CleanReport:
         values = {name: value for name, value in content.items() if name not in ("rows_out", "rows_per_s")}
         values["files"] = {split: file["rows"] for split, file in content["files"].items()}
         values["problems"] = {
-            reason: tuple(RowProblem(**one) for one in problems) for reason, problems in content["problems"].items()
+            reason: tuple(RowProblem(**problem) for problem in problems)
+            for reason, problems in content["problems"].items()
         }
         return cls(**values | {"notes": tuple(content["notes"])})
 

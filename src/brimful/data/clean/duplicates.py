@@ -226,7 +226,7 @@ def join_fields(fields: Sequence[pa.StringArray]) -> pa.StringArray:
 def band_size(near: float) -> int:
     """Numbers per band: as many as still find 98 % of pairs exactly at the threshold.
 
-    More numbers mean fewer bands and fewer vain comparisons: 8 (16 bands) at 0.85, 7 at 0.8, 16 from 0.95 on.
+    More numbers mean fewer bands and fewer useless comparisons: 8 (16 bands) at 0.85, 7 at 0.8, 16 from 0.95 on.
     """
     return next((size for size in range(16, 2, -1) if 1 - (1 - near**size) ** (HASHES // size) >= RECALL), 2)
 

@@ -126,7 +126,7 @@ class MemoryShares:
 
 @dataclass(kw_only=True)
 class PreparedChunk:
-    """The rows of a chunk that stay so far, in pieces, and why the others do not."""
+    """The rows of a chunk that are kept so far, in pieces, and why the others are not."""
 
     file: str
     rows_in: int
@@ -151,7 +151,7 @@ class PreparedChunk:
     @property
     def size_bytes(self) -> int:
         """With the hashes, which take more than short texts."""
-        hashes = sum(one.signatures.nbytes + one.bands.nbytes for one in self.sketches)
+        hashes = sum(piece.signatures.nbytes + piece.bands.nbytes for piece in self.sketches)
         return self.text_bytes + hashes + sum(part.nbytes for part in (*self.digests, *self.lines))
 
 
@@ -235,7 +235,7 @@ def _digests(joined: pa.StringArray) -> Words:
 # never bring two different neighbours together.
 
 MAX_RUN: Final = 3
-"""Of one punctuation mark."""
+"""The longest run of one punctuation mark."""
 MAX_INDENT: Final = 40
 """Blanks at the start of a line: ten levels of code."""
 

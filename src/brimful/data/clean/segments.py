@@ -5,7 +5,7 @@
     signatures     128 bytes per row of all segments, in the order of their numbers
     NNNNN.json     the read state up to this segment; written last, and only with it the segment counts
 
-An interrupted clean continues behind the last read state and overwrites what comes after it. A row with 600 bytes of text
+An interrupted clean continues after the last read state and overwrites what comes after it. A row with 600 bytes of text
 takes 380 + 144 + 128 bytes of disk.
 
 **Random order without memory.** Each row has a key, a seeded hash of its file and line, and rows are sorted by key. The
@@ -42,7 +42,7 @@ MAX_BITS = 10
 MAX_OPEN = 256
 """Segments that stay open: 8 GiB of text at 32 MiB each."""
 _LINE_BITS = 40
-"""Of the number of a place; the bits above are the file's."""
+"""Bits of a place that hold its line; those above hold the file."""
 
 
 @dataclass(kw_only=True)
@@ -80,7 +80,9 @@ class ReadState:
     def load(cls, path: Path) -> "ReadState":
         content = json.loads(path.read_text(encoding="utf-8"))
         dropped = content.pop("dropped")
-        problems = {reason: [RowProblem(**one) for one in found] for reason, found in dropped["problems"].items()}
+        problems = {
+            reason: [RowProblem(**problem) for problem in problems] for reason, problems in dropped["problems"].items()
+        }
         return cls(**content, dropped=DropCounts(dropped["counts"], problems))
 
 
@@ -133,8 +135,8 @@ class Segments:
         _write_hashes(hashes, pending, first_id, state.files, self._bands)
         with self.signatures.open("ab") as file:
             for chunk in pending:
-                for one in chunk.sketches:
-                    file.write(one.signatures.data)
+                for piece in chunk.sketches:
+                    file.write(piece.signatures.data)
         for path in (rows, hashes, self.signatures):
             sync(path)
 
@@ -153,8 +155,8 @@ def _write_hashes(path: Path, pending: list[PreparedChunk], first_id: int, files
         "digest_0": digests[:, 0],
         "digest_1": digests[:, 1],
     }
-    sketches = [one for chunk in pending for one in chunk.sketches]
-    band_hashes = np.concatenate([np.zeros((bands, 0), np.uint64), *(one.bands for one in sketches)], axis=1)
+    sketches = [piece for chunk in pending for piece in chunk.sketches]
+    band_hashes = np.concatenate([np.zeros((bands, 0), np.uint64), *(piece.bands for piece in sketches)], axis=1)
     columns |= {f"band_{band}": band_hashes[band] for band in range(bands)}
     delta = dict.fromkeys((ROW_ID, "file", "line"), "DELTA_BINARY_PACKED")
     encoding = {name: delta.get(name, "PLAIN") for name in columns}

@@ -31,7 +31,7 @@ GROUP_ROWS = 32_768
 GROUP_BYTES = 32 * 2**20
 
 _FORMAT = 2
-"""Of the work folder. Work of another version is not resumed."""
+"""The version of the work folder. Work of another version is not resumed."""
 
 
 # ── The work folder ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -52,6 +52,8 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
 
 CONVERSATION = ("conversation",)
 """The fields of a row that is a conversation."""
+PREFERENCE = ("preference",)
+"""The fields of a row that is a preference, as one JSON text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class Layout:
     kind: Kind
     fields: tuple[str, ...]
     """What a row has: `("prompt", "response")`, `("prompt", "chosen", "rejected")`, `("text",)`, `CONVERSATION`
-    or `("preference",)`."""
+    or `PREFERENCE`."""
     columns: dict[str, str]
     """The file's column for each field: `{"prompt": "instruction+input", "response": "output"}`. Of a conversation, for each
     of its parts: `{"messages": "conversations", "tools": "tools"}`."""
@@ -72,6 +74,11 @@ class Layout:
     def is_conversation(self) -> bool:
         """Whether rows are conversations, as `open_source(…, messages=True)` reads them."""
         return self.fields == CONVERSATION
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether rows are preferences, as `open_source(…, preferences=True)` reads them."""
+        return self.fields == PREFERENCE
 
     def column_of(self, field: str) -> str:
         """The file's columns behind a field, for a report."""
@@ -111,7 +118,7 @@ def reuse_layout(layout: Layout, names: Sequence[str]) -> Layout | None:
 
 
 def columns_to_read(layout: Layout, schema: FileSchema, file: str) -> tuple[Column, ...]:
-    """What a reader is asked for, each column once. Of joined columns only the first is required."""
+    """The columns to read, each once. Of joined columns only the first is required."""
     columns: dict[str, Column] = {}
     for field in layout.fields:
         names = joined_columns(layout.columns[field], schema.types)
@@ -127,16 +134,6 @@ def no_layout(schema: FileSchema, file: str) -> BadData:
     return BadData(
         f"{file}: no columns look like prompt and response, conversations, preferences or text, only {listed(schema.types)}. "
         "Try: columns='prompt=question,response=answer'."
-    )
-
-
-def layout_mismatch(
-    first: str, layout: Layout, schema: FileSchema, second: str, other: Layout, other_schema: FileSchema
-) -> BadData:
-    """The error for two files whose rows do not have the same fields."""
-    return BadData(
-        f"{first} gives {in_words(layout.fields)} (from {listed(schema.types)}), but {second} gives {in_words(other.fields)} "
-        f"(from {listed(other_schema.types)}). Try: files of one kind, or columns=."
     )
 
 
@@ -156,7 +153,7 @@ def _same_name(name: str | None, alias: str) -> bool:
 
 
 def with_input(prompt: str, names: Sequence[str], rows_vary: bool) -> str:
-    """An instruction takes the input of its row along, also where only later rows have one."""
+    """An instruction is joined with the input of its row, also where only later rows have one."""
     if find_column(INSTRUCTIONS, [prompt]) is None:
         return prompt
     column = find_column(INPUTS, names) or ("input" if rows_vary else None)

@@ -20,7 +20,7 @@ conversation replaces the system column. Whether there is a reply, or an order o
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any
@@ -49,20 +49,20 @@ from brimful.data.read.columns import (
     without_rows,
 )
 from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema, message_keys
-from brimful.data.read.json_rows import value_name
+from brimful.data.read.json_rows import to_json, value_name
 from brimful.errors import BadData, BadOption
 
 if TYPE_CHECKING:
     from brimful.data.read.source import Source
 
-BESIDE = {
+EXTRA_COLUMNS = {
     "system": ("system", "system_prompt", "system_message", "系统", "系统提示"),
     "tools": ("tools", "functions"),
     "history": ("history", "历史"),
 }
-"""Columns that a conversation may have beside its messages, or beside prompt and response."""
+"""Columns that a conversation may have besides its messages, or besides prompt and response."""
 
-_SETTABLE = ("messages", "conversations", "prompt", "response", *BESIDE, "text")
+_SETTABLE = ("messages", "conversations", "prompt", "response", *EXTRA_COLUMNS, "text")
 
 _FORMATS: dict[Kind, str] = {"instruction": "Alpaca", "pair": "prompt and response"}
 
@@ -78,7 +78,7 @@ def find_conversation_layout(
     if base is None or base.kind == "text":
         return base
     columns = {"messages": base.columns["prompt"]} if base.kind == "conversations" else dict(base.columns)
-    columns |= found_beside(base.kind, columns, schema)
+    columns |= find_extra_columns(base.kind, columns, schema)
     reason = f"{_format_name(base.kind, columns, schema)}: {found_reason(columns, list(schema.types))}"
     return Layout(kind=base.kind, fields=CONVERSATION, columns=columns, reason=reason)
 
@@ -91,7 +91,7 @@ def requested_conversation_layout(option: str, schema: FileSchema, file: str, *,
         requested["messages"] = requested.pop("conversations")
     kind = _requested_kind(requested, names)
     fields = {"text": ("text",), "conversations": ("messages",)}.get(kind, ("prompt", "response"))
-    allowed = fields if kind == "text" else (*fields, *_parts_beside(kind))
+    allowed = fields if kind == "text" else (*fields, *_extra_parts(kind))
     if extra := [field for field in requested if field not in allowed]:
         main = next((field for field in requested if field in fields), fields[0])
         raise BadOption(f"columns={option!r}: {extra[0]} cannot be combined with {main}. Try: one of them.")
@@ -108,7 +108,7 @@ def requested_conversation_layout(option: str, schema: FileSchema, file: str, *,
         columns[field] = column
     if kind == "text":
         return Layout(kind="text", fields=("text",), columns=columns, reason="as requested")
-    columns |= found_beside(kind, columns, schema)
+    columns |= find_extra_columns(kind, columns, schema)
     by_name = [column for field, column in columns.items() if field not in requested]
     reason = f"{_format_name(kind, columns, schema)}: as requested"
     reason += f"; found {in_words(by_name)}" if by_name else ""
@@ -116,7 +116,7 @@ def requested_conversation_layout(option: str, schema: FileSchema, file: str, *,
 
 
 def conversation_columns(layout: Layout, schema: FileSchema, file: str, *, rows_vary: bool) -> tuple[Column, ...]:
-    """What a reader is asked for, each column once. Where rows vary, also for the columns beside that later rows may have."""
+    """The columns to read, each once. Where rows vary, also the extra columns that later rows may have."""
     columns: dict[str, Column] = {}
     for part, joined in layout.columns.items():
         names = joined_columns(joined, schema.types)
@@ -128,9 +128,9 @@ def conversation_columns(layout: Layout, schema: FileSchema, file: str, *, rows_
                     f"{file}: column '{name}' holds {type_name(schema.types[name])}, not {wanted}. "
                     "Try: another one with columns=."
                 )
-            required = part not in BESIDE and place == 0
+            required = part not in EXTRA_COLUMNS and place == 0
             columns[name] = Column(name, type_, required or (name in columns and columns[name].required))
-    for part in _parts_beside(layout.kind) if rows_vary else ():
+    for part in _extra_parts(layout.kind) if rows_vary else ():
         if part not in layout.columns and part not in columns and part not in schema.types:
             columns[part] = Column(part, TEXT if part == "system" else JSON, required=False)
     return tuple(columns.values())
@@ -161,21 +161,21 @@ def _base(layout: Layout) -> Layout:
     return replace(layout, columns=columns)
 
 
-def _parts_beside(kind: Kind) -> tuple[str, ...]:
-    return ("system", "tools") if kind == "conversations" else tuple(BESIDE)
+def _extra_parts(kind: Kind) -> tuple[str, ...]:
+    return ("system", "tools") if kind == "conversations" else tuple(EXTRA_COLUMNS)
 
 
-def found_beside(kind: Kind, columns: Mapping[str, str], schema: FileSchema) -> dict[str, str]:
+def find_extra_columns(kind: Kind, columns: Mapping[str, str], schema: FileSchema) -> dict[str, str]:
     """Columns for system, tools and history of a type that can be one, other than those already used."""
     used = {part for column in columns.values() for part in joined_columns(column, schema.types)}
-    found = {}
-    for part in _parts_beside(kind):
+    extra = {}
+    for part in _extra_parts(kind):
         unused = [name for name in schema.types if name not in used]
-        column = None if part in columns else find_column(BESIDE[part], unused)
+        column = None if part in columns else find_column(EXTRA_COLUMNS[part], unused)
         if column and requested_type(part, schema.types[column], rows_vary=False, joined=False) is not None:
-            found[part] = column
+            extra[part] = column
             used.add(column)
-    return found
+    return extra
 
 
 def requested_type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:
@@ -219,26 +219,33 @@ class Unreadable(Exception):
 def map_conversations(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
     """The rows as one text column `conversation`. A row that is no conversation becomes a broken one."""
     problems: dict[int, str] = {}
-    beside = {part: column for part in BESIDE if (column := column_beside(part, layout, chunk.rows)) is not None}
-    convert = _from_texts if _are_texts(layout, chunk.rows, beside) else _from_values
-    array = json_text_array(convert(layout, chunk.rows, beside, problems), problems)
-    mapped = replace(chunk, rows=pa.RecordBatch.from_arrays([array], schema=pa.schema([(CONVERSATION[0], TEXT)])))
-    yield without_rows(mapped, problems) if problems else mapped
+    extras = _extra_arrays(layout, chunk.rows)
+    if _are_texts(layout, chunk.rows, extras):
+        texts = _from_texts(layout, chunk.rows, extras, problems)
+    else:
+        parts = ("messages",) if layout.kind == "conversations" else ("prompt", "response")
+        texts = json_of_rows(layout, chunk.rows, parts, _conversation, problems)
+    yield json_chunk(chunk, CONVERSATION[0], texts, problems)
 
 
-def column_beside(part: str, layout: Layout, rows: pa.RecordBatch) -> pa.Array | None:
+def _extra_arrays(layout: Layout, rows: pa.RecordBatch) -> dict[str, pa.Array]:
+    """The columns for system, tools and history that have something in these rows."""
+    return {part: column for part in EXTRA_COLUMNS if (column := _extra_array(part, layout, rows)) is not None}
+
+
+def _extra_array(part: str, layout: Layout, rows: pa.RecordBatch) -> pa.Array | None:
     """The column for system, tools or history; None if it is not there or has nothing in these rows."""
     name = layout.columns.get(part)
     if name is None:
-        used = {one for column in layout.columns.values() for one in joined_columns(column, rows.schema.names)}
+        used = {joined for column in layout.columns.values() for joined in joined_columns(column, rows.schema.names)}
         name = part if part in rows.schema.names and part not in used else None
     column = None if name is None else rows.column(name)
     return None if column is None or column.null_count == len(column) else column
 
 
-def _are_texts(layout: Layout, rows: pa.RecordBatch, beside: Mapping[str, pa.Array]) -> bool:
+def _are_texts(layout: Layout, rows: pa.RecordBatch, extras: Mapping[str, pa.Array]) -> bool:
     """Whether rows are a prompt and a response as text, and a system text at most."""
-    if layout.kind == "conversations" or {"tools", "history"} & set(beside):
+    if layout.kind == "conversations" or {"tools", "history"} & set(extras):
         return False
     names = rows.schema.names
     used = [name for field in ("prompt", "response") for name in joined_columns(layout.columns[field], names)]
@@ -246,7 +253,7 @@ def _are_texts(layout: Layout, rows: pa.RecordBatch, beside: Mapping[str, pa.Arr
 
 
 def _from_texts(
-    layout: Layout, rows: pa.RecordBatch, beside: Mapping[str, pa.Array], problems: dict[int, str]
+    layout: Layout, rows: pa.RecordBatch, extras: Mapping[str, pa.Array], problems: dict[int, str]
 ) -> list[str]:
     """The JSON is joined as text: five times as fast as through objects."""
     prompts, responses = (
@@ -255,7 +262,7 @@ def _from_texts(
     )
     systems = [
         f'{{"role":"system","content":{encode_basestring(text)}}},' if text.strip() else ""
-        for text in (beside["system"].fill_null("").to_pylist() if "system" in beside else [""] * rows.num_rows)
+        for text in (extras["system"].fill_null("").to_pylist() if "system" in extras else [""] * rows.num_rows)
     ]
     return [
         f'{{"messages":[{system}{{"role":"user","content":{prompt}}},{{"role":"assistant","content":{response}}}]}}'
@@ -263,14 +270,18 @@ def _from_texts(
     ]
 
 
-def _from_values(
-    layout: Layout, rows: pa.RecordBatch, beside: Mapping[str, pa.Array], problems: dict[int, str]
+Convert = Callable[[Mapping[str, Any], Mapping[str, str], set[str]], dict[str, Any]]
+"""A row from the values of its parts, the names of their columns for messages, and the parts that are JSON; others are text."""
+
+
+def json_of_rows(
+    layout: Layout, rows: pa.RecordBatch, parts: Iterable[str], convert: Convert, problems: dict[int, str]
 ) -> list[str]:
-    """Row by row, for everything else."""
-    columns: dict[str, list[Any]] = {part: column.to_pylist() for part, column in beside.items()}
-    names = {part: layout.columns.get(part, part) for part in BESIDE}
+    """Each row as JSON, from these parts and the extra columns. A row that cannot be read is noted in `problems`."""
+    columns: dict[str, list[Any]] = {part: array.to_pylist() for part, array in _extra_arrays(layout, rows).items()}
+    names = {part: layout.columns.get(part, part) for part in EXTRA_COLUMNS}
     as_json: set[str] = set()
-    for part in ("messages",) if layout.kind == "conversations" else ("prompt", "response"):
+    for part in parts:
         names[part] = joined_columns(layout.columns[part], rows.schema.names)[0]
         array = rows.column(names[part])
         if part == "messages" or array.type == JSON:
@@ -282,7 +293,7 @@ def _from_values(
     for row, values in enumerate(zip(*columns.values(), strict=True)):
         text = ""
         try:
-            text = to_json(_conversation(dict(zip(columns, values, strict=True)), names, as_json))
+            text = to_json(convert(dict(zip(columns, values, strict=True)), names, as_json))
         except Unreadable as problem:
             problems.setdefault(row, str(problem))
         except RecursionError:
@@ -291,10 +302,14 @@ def _from_values(
     return texts
 
 
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+def json_chunk(chunk: Chunk, field: str, texts: list[str], problems: dict[int, str]) -> Chunk:
+    """The chunk with these texts as its only column. Rows with a problem become broken ones."""
+    array = _text_array(texts, problems)
+    mapped = replace(chunk, rows=pa.RecordBatch.from_arrays([array], schema=pa.schema([(field, TEXT)])))
+    return without_rows(mapped, problems) if problems else mapped
 
 
-def json_text_array(texts: list[str], problems: dict[int, str]) -> pa.Array:
+def _text_array(texts: list[str], problems: dict[int, str]) -> pa.Array:
     """Text inside of JSON inside of text may still have half of a surrogate pair."""
     try:
         return pa.array(texts, TEXT)
@@ -401,7 +416,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _content(content: Any) -> str:
-    """The text of a message; that of several parts one below the other. Null is an empty text."""
+    """The text of a message; several parts are joined by line breaks. Null is an empty text."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -432,11 +447,11 @@ def _calls(value: Any) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unreadable(": a tool call without the name of a function")
         outside = ("id", "type", "index") if function is call else set(call) - {"function"}
-        inside = {key: one for key, one in function.items() if key not in ("arguments", "parameters", *outside)}
+        inside = {key: item for key, item in function.items() if key not in ("arguments", "parameters", *outside)}
         arguments = _arguments(function.get("arguments", function.get("parameters")))
         calls.append(
             {"type": "function"}
-            | {key: one for key, one in call.items() if key in outside and one is not None}
+            | {key: item for key, item in call.items() if key in outside and item is not None}
             | {"function": {**inside, "arguments": arguments}}
         )
     return calls
@@ -500,23 +515,23 @@ class FirstRow:
     file: str
     line: int
     messages: tuple[dict[str, Any], ...]
-    """Of a conversation; none for plain text."""
+    """The messages of a conversation; none for plain text."""
     tools: tuple[dict[str, Any], ...] = ()
     text: str | None = None
-    """Of a row that is plain text."""
+    """The text of a row that is plain text."""
 
 
 def first_rows(source: "Source", count: int = 3) -> list[FirstRow]:
     """The first different rows of a source that was opened with `messages=True`. Reads no more than it needs."""
-    found: dict[str, FirstRow] = {}
+    rows: dict[str, FirstRow] = {}
     for chunk in source.chunks():
         for line, text in zip(chunk.lines.tolist(), chunk.rows.column(0), strict=True):
             value = text.as_py()
-            if value not in found:
-                found[value] = _first_row(chunk.file, line, value, is_text=not source.layout.is_conversation)
-            if len(found) >= count:
-                return list(found.values())
-    return list(found.values())
+            if value not in rows:
+                rows[value] = _first_row(chunk.file, line, value, is_text=not source.layout.is_conversation)
+            if len(rows) >= count:
+                return list(rows.values())
+    return list(rows.values())
 
 
 def _first_row(file: str, line: int, value: str, *, is_text: bool) -> FirstRow:

@@ -41,7 +41,7 @@ TEXT = pa.string()
 
 JSON = pa.large_string()
 """A column of any values, each as its JSON: what a conversation consists of differs from row to row. Another type than
-`TEXT`, so that a reader knows which one it is asked for."""
+`TEXT`, so that a reader can tell the two apart."""
 
 Lines = npt.NDArray[np.int64]
 
@@ -88,7 +88,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that a reader is asked for."""
+    """A column to read."""
 
     name: str
     type: pa.DataType
@@ -277,7 +277,7 @@ class _XzStream:
                 return piece
 
     def _next_stream(self) -> bytes:
-        """The first bytes behind a stream and its padding of zeros; none at the end of the file."""
+        """The first bytes after a stream and its padding of zeros; none at the end of the file."""
         data = self._decompressor.unused_data.lstrip(b"\0")
         while not data and (piece := self._file.read(_XZ_READ_BYTES)):
             data = piece.lstrip(b"\0")

@@ -127,9 +127,9 @@ def _json_blocks(path: str, stream: ByteStream, max_row_bytes: int) -> Iterator[
         stream.push_back(data)
         yield from _line_blocks(path, stream, max_row_bytes, lines_before=line - 1)
     elif start == b"[":
-        at = data.index(b"[") + 1
-        items = _ListItems(path, line + data[:at].count(b"\n"), max_row_bytes)
-        yield from items.blocks(stream, data[at:])
+        start_of_items = data.index(b"[") + 1
+        items = _ListItems(path, line + data[:start_of_items].count(b"\n"), max_row_bytes)
+        yield from items.blocks(stream, data[start_of_items:])
     elif start:
         first = start.decode(errors="replace")
         raise BadData(f"{path} is not JSON: it starts with {first!r}. Try: a list of objects, which starts with [.")
@@ -235,12 +235,12 @@ def _object_lines(block: Block) -> Lines | None:
 def _has_unusual_number(data: bytes) -> bool:
     """Whether `Inf` or `-NaN` may stand for a number, which Arrow accepts and Python does not."""
     for word in (b"Inf", b"-NaN"):
-        at = data.find(word)
-        while at >= 0:
-            before = data[max(0, at - 64) : at].rstrip(b" \t\r-")[-1:]
-            if before in b":,[" and data[at : at + 8] != b"Infinity":
+        position = data.find(word)
+        while position >= 0:
+            before = data[max(0, position - 64) : position].rstrip(b" \t\r-")[-1:]
+            if before in b":,[" and data[position : position + 8] != b"Infinity":
                 return True
-            at = data.find(word, at + 1)
+            position = data.find(word, position + 1)
     return False
 
 
@@ -320,7 +320,7 @@ def _values(line: bytes, columns: tuple[Column, ...]) -> list[Any] | str:
 def _json_text(value: Any, name: str) -> tuple[str, str | None]:
     """The JSON of a value, or what is wrong with it."""
     try:
-        text = _to_json(value)
+        text = to_json(value)
         text.encode()
     except UnicodeEncodeError:
         return "", f"'{name}' has half of a surrogate pair"
@@ -331,7 +331,7 @@ def _json_text(value: Any, name: str) -> tuple[str, str | None]:
     return text, None
 
 
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def _first_repeated(value: Any) -> str:
@@ -433,7 +433,7 @@ class _ListItems:
         self._item_line = line
 
     def blocks(self, stream: ByteStream, data: bytes) -> Iterator[Block]:
-        """From behind the opening bracket; `data` is what was read of it already."""
+        """Blocks of items. The stream is at the first item; `data` was read from it already."""
         items: list[bytes] = []
         lines: list[int] = []
         first = True
@@ -459,12 +459,12 @@ class _ListItems:
         """Where items end, whether the list does, where lines end, and the piece without line breaks."""
         data = b"\\" + piece if self._escaping else piece
         raw = np.frombuffer(data, dtype=np.uint8)
-        at = np.flatnonzero(_IS_MARK[raw])
-        mark = raw[at]
-        inside = (np.cumsum((mark == _QUOTE) & ~_escaped(raw, at)) + self._in_string) % 2 == 1
+        places = np.flatnonzero(_IS_MARK[raw])
+        mark = raw[places]
+        inside = (np.cumsum((mark == _QUOTE) & ~_escaped(raw, places)) + self._in_string) % 2 == 1
         depth = self._depth + np.cumsum(np.where(inside, 0, _DEPTH_STEP[mark]))
         self._escaping = (len(data) - len(data.rstrip(b"\\"))) % 2 == 1
-        if len(at):
+        if len(places):
             self._in_string, self._depth = bool(inside[-1]), int(depth[-1])
         is_break, is_end = mark == _NEWLINE, (mark == _COMMA) & ~inside & (depth == 0)
         closing = np.flatnonzero(depth < 0)[:1]
@@ -475,10 +475,10 @@ class _ListItems:
                     f"{self._path}, line {line}: one closing brace too many. Try: remove it, or write the file again."
                 )
             is_end[closing[0]], is_end[closing[0] + 1 :] = True, False
-        at -= len(data) - len(piece)
+        places -= len(data) - len(piece)
         flat = np.frombuffer(piece, dtype=np.uint8).copy()
-        flat[at[is_break]] = np.where(inside[is_break], _INVALID_CHARACTER, ord(" "))
-        return at[is_end], bool(len(closing)), at[is_break], flat.tobytes()
+        flat[places[is_break]] = np.where(inside[is_break], _INVALID_CHARACTER, ord(" "))
+        return places[is_end], bool(len(closing)), places[is_break], flat.tobytes()
 
     def _complete(self, flat: bytes, ends: Lines, breaks: Lines) -> tuple[list[bytes], list[int]]:
         """The items that end in this piece, and the lines on which they start."""
@@ -509,7 +509,7 @@ class _ListItems:
 
 
 def _pieces(stream: ByteStream, data: bytes) -> Iterator[bytes]:
-    """The rest of the stream behind `data`, which was read before."""
+    """`data`, which was read before, and the rest of the stream."""
     size = min(_PIECE_BYTES, CHUNK_BYTES)
     yield from (data[start : start + size] for start in range(0, len(data), size))
     while piece := stream.read(size):
@@ -521,17 +521,17 @@ def _blanks(data: bytes) -> int:
     return len(data) - len(data.lstrip(_SPACE))
 
 
-def _escaped(raw: npt.NDArray[np.uint8], at: Lines) -> npt.NDArray[np.bool_]:
-    """Which quotes stand behind an odd number of backslashes."""
-    escaped = np.zeros(len(at), dtype=bool)
-    places = np.flatnonzero((raw[at] == _QUOTE) & (at > 0))
-    places = places[raw[at[places] - 1] == _BACKSLASH]
+def _escaped(raw: npt.NDArray[np.uint8], marks: Lines) -> npt.NDArray[np.bool_]:
+    """Which of the quotes among these marks follow an odd number of backslashes."""
+    escaped = np.zeros(len(marks), dtype=bool)
+    places = np.flatnonzero((raw[marks] == _QUOTE) & (marks > 0))
+    places = places[raw[marks[places] - 1] == _BACKSLASH]
     if len(places):
         backslashes = np.flatnonzero(raw == _BACKSLASH)
         starts_run = np.diff(backslashes, prepend=-2) > 1
         run_starts = np.maximum.accumulate(np.where(starts_run, backslashes, 0))
-        last = np.searchsorted(backslashes, at[places]) - 1
-        escaped[places] = (at[places] - run_starts[last]) % 2 == 1
+        last = np.searchsorted(backslashes, marks[places]) - 1
+        escaped[places] = (marks[places] - run_starts[last]) % 2 == 1
     return escaped
 
 

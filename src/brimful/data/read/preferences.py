@@ -25,6 +25,7 @@ import pyarrow as pa
 from brimful.data.read.columns import (
     CHOSEN,
     CONVERSATIONS,
+    PREFERENCE,
     PROMPTS,
     REJECTED,
     Layout,
@@ -34,34 +35,30 @@ from brimful.data.read.columns import (
     joined_columns,
     listed,
     requested_columns,
-    text_array,
     type_name,
     with_input,
     without_rows,
 )
 from brimful.data.read.conversations import (
-    BESIDE,
+    EXTRA_COLUMNS,
     Unreadable,
-    column_beside,
-    found_beside,
+    find_extra_columns,
     history_messages,
-    json_text_array,
+    json_chunk,
+    json_of_rows,
     message_list,
     one_message,
     parsed,
     requested_type,
-    to_json,
     tool_list,
 )
 from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema
 from brimful.errors import BadData, BadOption
 
-PREFERENCE = ("preference",)
-"""The fields of a row that is a preference."""
 _REPLIES = ("chosen", "rejected")
 PAIR = ("prompt", *_REPLIES)
 """The fields of a preference as texts."""
-_SETTABLE = (*PAIR, "messages", "conversations", *BESIDE)
+_SETTABLE = (*PAIR, "messages", "conversations", *EXTRA_COLUMNS)
 
 
 def find_preference_layout(schema: FileSchema, file: str, *, rows_vary: bool) -> Layout:
@@ -69,14 +66,14 @@ def find_preference_layout(schema: FileSchema, file: str, *, rows_vary: bool) ->
     names = list(schema.common)
     chosen, rejected = find_column(CHOSEN, names), find_column(REJECTED, names)
     if not (chosen and rejected):
-        missing = " and ".join(name for name, one in zip(_REPLIES, (chosen, rejected), strict=True) if not one)
+        missing = " and ".join(name for name, column in zip(_REPLIES, (chosen, rejected), strict=True) if not column)
         raise BadData(
             f"{file} has no column {missing}, only {listed(schema.types)}. "
             "Try: columns='prompt=question,chosen=good,rejected=bad'."
         )
     columns = {"chosen": chosen, "rejected": rejected}
     columns = _with_prompt(columns, schema, file, rows_vary=rows_vary)
-    columns |= found_beside("pair", columns, schema)
+    columns |= find_extra_columns("pair", columns, schema)
     return Layout(
         kind="preference",
         fields=PREFERENCE,
@@ -103,7 +100,7 @@ def requested_preference_layout(option: str, schema: FileSchema, file: str, *, r
         columns[field] = column
     if "prompt" not in columns:
         columns = _with_prompt(columns, schema, file, rows_vary=rows_vary)
-    columns |= found_beside("pair", columns, schema)
+    columns |= find_extra_columns("pair", columns, schema)
     by_name = [column for field, column in columns.items() if field not in requested]
     reason = "preferences: as requested" + (f"; found {in_words(by_name)}" if by_name else "")
     return Layout(kind="preference", fields=PREFERENCE, columns=columns, reason=reason)
@@ -118,22 +115,17 @@ def _with_prompt(columns: dict[str, str], schema: FileSchema, file: str, *, rows
     conversation = find_column(CONVERSATIONS, unused)
     if conversation is not None:
         return {"prompt": conversation, **columns}
-    if any(schema.types[columns[field]] == TEXT for field in _REPLIES) and not rows_vary:
-        return _no_prompt(columns, schema, file)
-    if all(schema.types[columns[field]] == TEXT for field in _REPLIES):
-        return _no_prompt(columns, schema, file)
+    are_texts = [schema.types[columns[field]] == TEXT for field in _REPLIES]
+    if all(are_texts) or (any(are_texts) and not rows_vary):
+        raise BadData(
+            f"{file} has {columns['chosen']} and {columns['rejected']} as texts and no prompt, only {listed(schema.types)}. "
+            "Try: columns='prompt=question'."
+        )
     return columns
 
 
-def _no_prompt(columns: Mapping[str, str], schema: FileSchema, file: str) -> dict[str, str]:
-    raise BadData(
-        f"{file} has {columns['chosen']} and {columns['rejected']} as texts and no prompt, only {listed(schema.types)}. "
-        "Try: columns='prompt=question'."
-    )
-
-
 def preference_columns(layout: Layout, schema: FileSchema, file: str, *, rows_vary: bool) -> tuple[Column, ...]:
-    """What a reader is asked for, each column once."""
+    """The columns to read, each once."""
     columns: dict[str, Column] = {}
     for part, joined in layout.columns.items():
         names = joined_columns(joined, schema.types)
@@ -167,35 +159,9 @@ def _type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool
 def map_preferences(layout: Layout, chunk: Chunk) -> Iterator[Chunk]:
     """The rows as one text column `preference`. A row that is none becomes a broken one."""
     problems: dict[int, str] = {}
-    columns: dict[str, list[Any]] = {}
-    names: dict[str, str] = {part: layout.columns.get(part, part) for part in (*PAIR, *BESIDE)}
-    as_json: set[str] = set()
-    for part in BESIDE:
-        if (column := column_beside(part, layout, chunk.rows)) is not None:
-            columns[part] = column.to_pylist()
-    for part in PAIR:
-        if part not in layout.columns:
-            continue
-        names[part] = joined_columns(layout.columns[part], chunk.rows.schema.names)[0]
-        array = chunk.rows.column(names[part])
-        if array.type == JSON:
-            as_json.add(part)
-            columns[part] = array.to_pylist()
-        else:
-            columns[part] = text_array(chunk.rows, part, layout.columns[part], problems).to_pylist()
-    texts = []
-    for row in range(chunk.rows.num_rows):
-        text = ""
-        try:
-            text = to_json(_preference({part: column[row] for part, column in columns.items()}, names, as_json))
-        except Unreadable as problem:
-            problems.setdefault(row, str(problem))
-        except RecursionError:
-            problems.setdefault(row, "nested too deep")
-        texts.append(text)
-    array = json_text_array(texts, problems)
-    mapped = replace(chunk, rows=pa.RecordBatch.from_arrays([array], schema=pa.schema([(PREFERENCE[0], TEXT)])))
-    yield without_rows(mapped, problems) if problems else mapped
+    parts = [part for part in PAIR if part in layout.columns]
+    texts = json_of_rows(layout, chunk.rows, parts, _preference, problems)
+    yield json_chunk(chunk, PREFERENCE[0], texts, problems)
 
 
 def pair_texts(chunk: Chunk) -> Chunk:

@@ -26,7 +26,8 @@ from brimful.data.read.columns import (
     columns_to_read,
     find_column,
     find_layout,
-    layout_mismatch,
+    in_words,
+    listed,
     map_columns,
     no_layout,
     requested_layout,
@@ -54,7 +55,6 @@ from brimful.data.read.files import (
 from brimful.data.read.json_rows import json_schema, jsonl_schema, read_json, read_jsonl
 from brimful.data.read.plain_text import read_text, text_schema
 from brimful.data.read.preferences import (
-    PREFERENCE,
     find_preference_layout,
     map_preferences,
     preference_columns,
@@ -116,8 +116,8 @@ class Source:
     ) -> None:
         self.paths, self._files, self._max_row_bytes = tuple(paths), tuple(files), max_row_bytes
         self.layout, self.skipped = _common_layout(files), tuple(skipped)
-        self.files = tuple(one.file.path for one in files)
-        self.total_bytes = sum(one.file.size_bytes for one in files)
+        self.files = tuple(entry.file.path for entry in files)
+        self.total_bytes = sum(entry.file.size_bytes for entry in files)
 
     def chunks(self, *, skip: int = 0) -> Iterator[Chunk]:
         """All rows in file order, without the first `skip` chunks (to continue an interrupted command)."""
@@ -126,25 +126,24 @@ class Source:
     def fingerprint(self) -> str:
         """Changes with any file, its size, its time or the layout. Of a hub dataset only the name is known."""
         files = [
-            (one.file.path if one.file.format == "hub" else os.path.realpath(one.file.path), one.file.size_bytes, one.file.modified_ns)
-            for one in self._files
+            (entry.file.path if entry.file.format == "hub" else os.path.realpath(entry.file.path), entry.file.size_bytes, entry.file.modified_ns)
+            for entry in self._files
         ]  # fmt: skip
         layouts = [
-            (*one.layout.fields * (one.layout.is_conversation or one.layout.fields == PREFERENCE), one.layout.kind, sorted(one.layout.columns.items()))
-            for one in self._files
+            (*entry.layout.fields * (entry.layout.is_conversation or entry.layout.is_preference), entry.layout.kind, sorted(entry.layout.columns.items()))
+            for entry in self._files
         ]  # fmt: skip
         return sha256(repr((files, layouts, CHUNK_ROWS, CHUNK_BYTES)))
 
     def _chunks(self) -> Iterator[Chunk]:
         bytes_before = 0
-        for one in self._files:
-            for chunk in _READERS[one.file.format][1](one.file.path, one.columns, self._max_row_bytes):
+        for entry in self._files:
+            read, mapped = _READERS[entry.file.format][1], _mapping(entry.layout)
+            for chunk in read(entry.file.path, entry.columns, self._max_row_bytes):
                 _check_row_sizes(chunk, self._max_row_bytes)
-                mapped = map_conversations if one.layout.is_conversation else map_columns
-                mapped = map_preferences if one.layout.fields == PREFERENCE else mapped
-                yield from mapped(one.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
-            _check_unchanged(one.file)
-            bytes_before += one.file.size_bytes
+                yield from mapped(entry.layout, replace(chunk, read_bytes=bytes_before + chunk.read_bytes))
+            _check_unchanged(entry.file)
+            bytes_before += entry.file.size_bytes
 
 
 def open_source(
@@ -167,14 +166,16 @@ def open_source(
     files: list[_SourceFile] = []
     found, max_row_bytes = find_files(paths), longest_row(host_limit_bytes)
     for file in found.files:
-        one = _open_file(
+        entry = _open_file(
             file, columns, files[0].layout if files else None, max_row_bytes, messages=messages, preferences=preferences
         )
-        if files and one.layout.fields != files[0].layout.fields:
-            raise layout_mismatch(
-                files[0].file.path, files[0].layout, files[0].schema, file.path, one.layout, one.schema
+        if files and entry.layout.fields != files[0].layout.fields:
+            first = files[0]
+            raise BadData(
+                f"{first.file.path} gives {in_words(first.layout.fields)} (from {listed(first.schema.types)}), but {file.path} gives "
+                f"{in_words(entry.layout.fields)} (from {listed(entry.schema.types)}). Try: files of one kind, or columns=."
             )
-        files.append(one)
+        files.append(entry)
     return Source(paths, files, found.skipped, max_row_bytes)
 
 
@@ -222,34 +223,43 @@ def _open_file(
     preferences: bool,
 ) -> _SourceFile:
     """A file and its layout: as requested, as in the first file, or by its own columns."""
-    schema = _READERS[file.format][0](file.path, max_row_bytes)
-    varying = file.format in ("jsonl", "json")
+    path, schema = file.path, _READERS[file.format][0](file.path, max_row_bytes)
+    vary = file.format in ("jsonl", "json")
     layout: Layout | None
-    if preferences:
-        if requested is not None:
-            layout = requested_preference_layout(requested, schema, file.path, rows_vary=varying)
-        else:
-            layout = find_preference_layout(schema, file.path, rows_vary=varying)
-        return _SourceFile(file, schema, layout, preference_columns(layout, schema, file.path, rows_vary=varying))
-    if requested is not None and messages:
-        layout = requested_conversation_layout(requested, schema, file.path, rows_vary=varying)
-    elif requested is not None:
-        layout = requested_layout(requested, list(schema.types), file.path)
+    if preferences and requested is not None:
+        layout = requested_preference_layout(requested, schema, path, rows_vary=vary)
+    elif preferences:
+        layout = find_preference_layout(schema, path, rows_vary=vary)
+    elif messages and requested is not None:
+        layout = requested_conversation_layout(requested, schema, path, rows_vary=vary)
     elif messages:
-        layout = find_conversation_layout(schema, file.path, earlier, rows_vary=varying)
+        layout = find_conversation_layout(schema, path, earlier, rows_vary=vary)
+    elif requested is not None:
+        layout = requested_layout(requested, list(schema.types), path)
     else:
-        layout = (earlier and reuse_layout(earlier, schema.common)) or find_layout(schema, rows_vary=varying)
+        layout = (earlier and reuse_layout(earlier, schema.common)) or find_layout(schema, rows_vary=vary)
     if layout is None:
-        raise no_layout(schema, file.path)
-    if layout.is_conversation:
-        return _SourceFile(file, schema, layout, conversation_columns(layout, schema, file.path, rows_vary=varying))
-    return _SourceFile(file, schema, layout, columns_to_read(layout, schema, file.path))
+        raise no_layout(schema, path)
+    if layout.is_preference:
+        columns = preference_columns(layout, schema, path, rows_vary=vary)
+    elif layout.is_conversation:
+        columns = conversation_columns(layout, schema, path, rows_vary=vary)
+    else:
+        columns = columns_to_read(layout, schema, path)
+    return _SourceFile(file, schema, layout, columns)
+
+
+def _mapping(layout: Layout) -> Callable[[Layout, Chunk], Iterator[Chunk]]:
+    """What turns the columns of a file into the fields of this layout."""
+    if layout.is_preference:
+        return map_preferences
+    return map_conversations if layout.is_conversation else map_columns
 
 
 def _common_layout(files: Sequence[_SourceFile]) -> Layout:
     """The layout of the first file. Its reason mentions files whose fields come from other columns."""
     layout = files[0].layout
-    others = [one for one in files if one.layout.columns != layout.columns]
+    others = [entry for entry in files if entry.layout.columns != layout.columns]
     if not others:
         return layout
     names = " and ".join(dict.fromkeys(others[0].layout.columns.values()))

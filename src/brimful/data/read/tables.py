@@ -234,7 +234,7 @@ def _batch_rows(path: str, file: pq.ParquetFile, names: list[str], max_row_bytes
     for index in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(index)
         columns = [group.column(number) for number in range(group.num_columns)]
-        sizes = [one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] in names]
+        sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema.split(".")[0] in names]
         mean_bytes = sum(sizes) / max(1, group.num_rows)
         if mean_bytes > max_row_bytes:  # before any of them is decoded
             place = f"{path}, row {rows_before + 1:,} or later"

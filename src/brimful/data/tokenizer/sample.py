@@ -46,7 +46,8 @@ HELD_OUT_CHARACTERS, HELD_OUT_SHARE = 1_000_000, 1 / 50
 MAX_CHARACTERS = 200_000_000
 """Used at most, however much RAM there is: the library counts pairs in 32 bits."""
 READ_BYTES_PER_CHARACTER = 32
-"""Of the training memory, for each character read before it is known how many can be used: 100 M of them for 4 GiB."""
+"""Training memory that must be there for each character that is read: 100 M characters for 4 GiB. How many of them can be
+used is known later."""
 BYTES_PER_WORD_CHARACTER, BYTES_PER_PAIR = 190, 300
 """Fitted to seven measured runs and rounded up."""
 KIND_FACTOR: dict[Kind, float] = {"bpe": 1.0, "unigram": 1.1}

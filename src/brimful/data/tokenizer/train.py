@@ -54,7 +54,7 @@ from brimful.errors import BadData, BadOption, InternalError
 from brimful.units import GiB, show_bytes, show_seconds
 
 ModelConfig = dict[str, Any]
-"""Of the model: `vocab_size`, `pad_token_id`, `eos_token_id`, `decoder_start_token_id`, each None where unknown."""
+"""The model's `vocab_size`, `pad_token_id`, `eos_token_id` and `decoder_start_token_id`, each None where unknown."""
 Progress = Callable[[str], object]
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class TokenizerOptions:
     host_limit_bytes: int = 4 * GiB
     """The RAM that the whole process may take; it decides how many rows are used."""
     seed: int = 0
-    """Of the sample."""
+    """Seed of the sample."""
     max_bad: float = 0.0
     """The share of rows that may be broken."""
     overwrite: bool = False
@@ -239,7 +239,7 @@ def requested_size(options: TokenizerOptions, model_config: ModelConfig | None) 
 
 
 def compare_ids(vocab_size: int, model_config: ModelConfig | None) -> tuple[IdCheck, ...]:
-    """A tokenizer of ours with this many entries beside the model's config."""
+    """Compare a tokenizer of this size with the model's config."""
     config, special = model_config or {}, range(len(SPECIAL))
 
     def check(name: str, tokenizer: int | None, matches: Callable[[Any], bool]) -> IdCheck:

@@ -99,7 +99,7 @@ def find_alphabet(texts: Texts, *, vocab_size: int) -> Alphabet:
     total = counts.total() or 1
     chosen = dict.fromkeys(_ASCII)
     covered = sum(counts[character] for character in _ASCII)
-    for character in sorted(counts.keys() - set(_ASCII), key=lambda one: (-counts[one], one)):
+    for character in sorted(counts.keys() - set(_ASCII), key=lambda letter: (-counts[letter], letter)):
         if covered >= _COVERAGE * total or len(chosen) >= limit:
             break
         chosen[character] = None

@@ -34,14 +34,16 @@ terms' means. To weight a term, multiply the weight into its sum.
 """
 
 import inspect
+import math
 import traceback
 from collections import UserDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from brimful.errors import TaskError, in_one_line, kind_of, user_line
+from brimful.units import show_count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token that no loss counts, as in torch and transformers."""
+
+SAME_COUNT = 1e-4
+"""By which share `counts()` and the counts of the loss may differ: they may be added up in fp32."""
 
 Shape = tuple[int, ...]
 """The lengths of a row, or of a padded batch of rows."""
@@ -120,8 +125,8 @@ class Task:
     """Whether the FLOPs of a row follow from its lengths alone. If they do not, MFU is unknown."""
     why_not_packed: str | None = "the task has no pack()"
     """For the plan, where `packs` is false."""
-    chunked_loss: bool = False
-    """Whether the loss of packed rows never holds all logits in memory, for the plan to say so."""
+    chunked_loss: Sequence[str] = ()
+    """Layouts in which the loss never holds all logits in memory, `("padded", "packed")`, for the plan to say so."""
     precision: Precision = "fp32"
     """The precision of autocast. The weights stay as `model()` made them."""
     scores: "Sequence[str] | None" = None
@@ -163,7 +168,10 @@ class Task:
         raise TaskError(f"task {self.name} has no loss(). Try: define loss(model, batch) that returns brimful.Loss.")
 
     def counts(self, batch: Any) -> "Mapping[str, Tensor | float] | None":
-        """The count of each term of a loss of several terms, from a collated batch alone; None for a single term."""
+        """The count of each term of a loss of several terms, from a collated batch alone; None for a single term.
+
+        The same counts as in the `Loss` of each term.
+        """
         return None
 
     def collate(self, rows: Sequence[Any]) -> Any:
@@ -318,6 +326,24 @@ def check_weights(model: "nn.Module") -> None:
             )
 
 
+def not_finite(model: "nn.Module") -> str:
+    """`'head.weight' and 2 more weights` that have a NaN, or inf where it is trained (a frozen -inf may be a mask); or nothing.
+
+    Weights of 4 or 8 bits have no NaN of their own, but bitsandbytes' constants beside them do.
+    """
+    names = []
+    for name, param in model.named_parameters():
+        constants = (getattr(getattr(param, "quant_state", None), "offset", None), getattr(param, "SCB", None))
+        for tensor in (param.detach(), *constants):
+            if tensor is None or not tensor.is_floating_point() or not tensor.numel() or tensor.itemsize == 1:
+                continue
+            extremes = [float(one) for one in tensor.aminmax()]
+            if any(math.isnan(one) or (math.isinf(one) and param.requires_grad) for one in extremes):
+                names.append(name)
+    more = f" and {show_count(len(names) - 1, 'more weight')}" if len(names) > 1 else ""
+    return f"{names[0]!r}{more}" if names else ""
+
+
 def failed_method(task: Task, error: BaseException) -> str | None:
     """The method of the task in which this error was raised; None if it was raised elsewhere."""
     methods = {name: getattr(task, name) for name, value in vars(Task).items() if inspect.isfunction(value)}
@@ -373,14 +399,67 @@ def term_counts(task: Task, counts: Any) -> dict[str, float]:
     return {str(name): float(count) for name, count in counts.items()}
 
 
+def check_counts(task: Task, terms: Mapping[str, Loss], batch: Any) -> None:
+    """Raise `TaskError` unless `counts(batch)` says of each term of the loss what the loss itself has counted.
+
+    Gradients are divided by the one and the loss that is shown by the other.
+    """
+    counts = task.counts(batch)
+    if counts is None:
+        if len(terms) > 1:
+            raise several_terms(terms)
+        return
+    counts = term_counts(task, counts)
+    if set(counts) != set(terms):
+        raise other_terms(task, terms, counts)
+    compare_counts(task, {name: float(term.count) for name, term in terms.items()}, counts)
+
+
+def several_terms(terms: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"the loss has several terms ({', '.join(terms)}), whose counts must be known before the forward. "
+        "Try: define counts(batch)."
+    )
+
+
+def other_terms(task: Task, terms: Iterable[str], counts: Iterable[str]) -> TaskError:
+    return TaskError(
+        f"task {task.name}: loss() has the terms {sorted(terms)} and counts() has {sorted(counts)}. "
+        "Try: use the same names in both."
+    )
+
+
+def compare_counts(task: Task, counted: Mapping[str, float], counts: Mapping[str, float]) -> None:
+    """Raise `TaskError` for a term of which the loss has counted something else than `counts()`. Nothing at all is no error:
+    then there is no gradient either."""
+    for name, count in counted.items():
+        if count and not math.isclose(count, counts[name], rel_tol=SAME_COUNT):
+            raise TaskError(
+                f"task {task.name}: the term {name!r} of loss() counts {count:g}, and counts() says {counts[name]:g} for the same "
+                "rows. Try: return the same number in both."
+            )
+
+
 def rows_of(batch: Any) -> int:
     """The rows of a batch: the first dimension that all its tensors share."""
-    sizes: set[int] = set()
-    map_tensors(batch, lambda tensor: sizes.update(tensor.shape[:1]))
-    if len(sizes) != 1:
+    rows = shared_rows(batch)
+    if rows is None:
+        sizes = _first_dimensions(batch)
         seen = f"have first dimensions {sorted(sizes)}" if sizes else "are missing"
         raise TaskError(f"the tensors of a batch {seen}. Try: return tensors that share their first dimension.")
-    return sizes.pop()
+    return rows
+
+
+def shared_rows(batch: Any) -> int | None:
+    """The same, or None for a batch that is laid out in another way, such as graphs, nodes of which are end to end."""
+    sizes = _first_dimensions(batch)
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _first_dimensions(batch: Any) -> set[int]:
+    sizes: set[int] = set()
+    map_tensors(batch, lambda tensor: sizes.update(tensor.shape[:1]))
+    return sizes
 
 
 def map_tensors(batch: Any, function: "Callable[[Tensor], Any]") -> Any:

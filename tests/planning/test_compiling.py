@@ -2,6 +2,7 @@
 
 import functools
 import math
+import shutil
 
 import pytest
 import torch
@@ -49,8 +50,9 @@ def broken(monkeypatch):
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """`auto` packs and compiles."""
+def as_on_a_gpu(monkeypatch, tmp_path):
+    """`auto` packs and compiles. Nothing has been compiled before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setattr(Target, "has_kernels", True)
     monkeypatch.setattr(Lines, "precision", "bf16")
 
@@ -162,6 +164,36 @@ def test_a_long_run_is_compiled(plan_of_a_run, monkeypatch):
         compile_trial, "SLOWER", math.inf
     )  # how fast compiled blocks are on a busy CPU is not the point
     assert plan_of_a_run(10**7).levers.compile == "on"
+
+
+@pytest.fixture
+def half_the_time(monkeypatch):
+    """Compiled blocks take 5 ms, plain ones 10."""
+    monkeypatch.setattr(Search, "timed", lambda search, rows, setting: 0.005 if setting.compile == "on" else 0.01)
+
+
+def test_a_short_run_is_compiled_where_the_code_is_on_disk(plan_of_a_run, half_the_time):
+    assert plan_of_a_run(4800).choice("compile").reason == "the run takes about 48.0 s without it, and compiling 30 s"
+    plan_of_a_run(10**6)
+    assert plan_of_a_run(4800).levers.compile == "on"
+
+
+def test_code_on_disk_is_weighed_too(plan_of_a_run, half_the_time):
+    plan_of_a_run(10**6)
+    reason = plan_of_a_run(300).choice("compile").reason
+    assert reason == "the run takes about 3.0 s without it, and compiling 10 s with its code on disk"
+
+
+def test_what_loading_took_is_known_the_next_time(plan_of_a_run, half_the_time, monkeypatch):
+    for _ in range(2):
+        plan_of_a_run(10**6)
+    assert plan_of_a_run(300).levers.compile == "on"
+
+
+def test_code_that_was_deleted_is_compiled_again(plan_of_a_run, half_the_time, tmp_path):
+    plan_of_a_run(10**6)
+    shutil.rmtree(tmp_path / "compiled")
+    assert plan_of_a_run(4800).levers.compile == "off"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Losses that look across rows are found by comparing a batch with its halves, however small the difference."""
 
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import checkpoint  # noqa: F401  torch.utils.checkpoint
 
-from brimful.errors import InexactSplit
+from brimful.errors import InexactSplit, TaskError
 from brimful.memory.context import StepContext
 from brimful.planning.exactness import check_exactness, check_rows, rows_to_compare
 from brimful.task import Loss
@@ -47,6 +48,31 @@ class Float32Inside(Tagger):
                 return super().forward(x)
 
         return nn.Sequential(nn.Embedding(100, 64), Insists(64, 100))
+
+
+class Quantized(Tagger):
+    """A layer holds whole numbers and computes in the precision of its input, which is noted."""
+
+    precisions: ClassVar[set[torch.dtype]] = set()
+
+    def model(self):
+        seen = self.precisions
+
+        class Linear4bit(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(100, 64, dtype=torch.uint8), requires_grad=False)
+
+            def forward(self, x):
+                seen.add(x.dtype)
+                return x @ self.weight.T.to(x.dtype)
+
+        return nn.Sequential(nn.Embedding(100, 64), Linear4bit())
+
+
+def test_a_quantized_model_is_not_compared_in_float64_which_its_layers_do_not_compute_in():
+    assert exactness(Quantized()).exact
+    assert Quantized.precisions == {torch.float32}
 
 
 class NormedInFloat32(Tagger):
@@ -184,6 +210,13 @@ class Mixup(Denoiser):
         return model(batch + batch[torch.randint(0, len(batch), (len(batch),))]).square().mean()
 
 
+class LayerDrop(Denoiser):
+    """As where a layer is left out at random: one number is drawn for all rows."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1 + torch.rand([]))
+
+
 class OwnGenerator(Denoiser):
     generator = torch.Generator().manual_seed(0)
 
@@ -222,7 +255,7 @@ class DrawnRows(Denoiser):
 
 
 class TestRandomLosses:
-    @pytest.mark.parametrize("task", [Denoiser(), OwnGenerator()], ids=lambda task: type(task).__name__)
+    @pytest.mark.parametrize("task", [Denoiser(), LayerDrop(), OwnGenerator()], ids=lambda task: type(task).__name__)
     def test_rows_on_their_own_are_the_same_in_distribution(self, task):
         result = exactness(task)
         assert result.random and result.exact
@@ -236,6 +269,18 @@ class TestRandomLosses:
         result = exactness(Calls())
         assert not result.comparable and not result.looks_across_rows
         assert result.reason.startswith("the same 8 rows give another loss at each call")
+
+    def test_a_loss_that_is_not_finite_is_not_put_down_to_random_numbers(self):
+        class Overflows(Denoiser):
+            def loss(self, model, batch):
+                return super().loss(model, batch) * (float("inf") if len(batch) > 2 else 1.0)
+
+        plan = small_plan(Overflows(), global_batch=64, micro_batch=16)
+        assert (
+            plan.choice("exactness").reason
+            == "the loss of 8 dummy rows is NaN or inf, so halves cannot be compared with them"
+        )
+        assert "draw random numbers" not in "".join(plan.warnings)
 
     def test_a_loss_that_depends_on_earlier_calls_is_called_inexact(self):
         result = exactness(CallsOfItsOwn())
@@ -594,6 +639,23 @@ def test_without_data_labels_of_unequal_numbers_show_a_wrong_count():
     plan = small_plan(ShiftedLabels(), micro_batch=10)
     assert plan.choice("exactness").effective == "weighted by rows"
     assert "8 dummy rows with unequal numbers of labels" in plan.warnings[0]
+
+
+def test_a_mean_over_tokens_is_split_as_little_as_fits():
+    plan = small_plan(ShiftedLabels(), memory_limit="1GiB")
+    assert plan.accumulation == 1 and "fewest splits" in plan.choice("micro_batch").reason
+    assert plan.choice("exactness").effective == "whole step"
+
+
+class TwoTerms(Tagger):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return {"tags": loss, "again": Loss(loss.sum, loss.count)}
+
+
+def test_several_terms_without_counts_are_refused_in_the_plan():
+    with pytest.raises(TaskError, match=r"several terms \(tags, again\), whose counts must be known"):
+        small_plan(TwoTerms())
 
 
 def test_the_plan_says_on_what_it_was_checked():

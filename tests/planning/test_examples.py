@@ -6,6 +6,7 @@ Small ones run with the tests, the others with `make torture`, which prints the 
 from pathlib import Path
 
 import pytest
+import torch
 
 import brimful
 from brimful.planning.planner import plan as make_plan
@@ -53,6 +54,21 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_at_a_small_limit(name):
     keeps_its_promise(name, **SMALL[name])
+
+
+def test_graphs_of_uneven_size_are_split_exactly():
+    """Batches whose tensors have no common first dimension."""
+    plan = keeps_its_promise("graphs", "2MiB", data="400")
+    assert plan.accumulation > 1 and plan.choice("exactness").effective == "exact"
+    task = load("graphs")
+    rows, gradients = task.rows("64"), []
+    for micro_batch in (64, 5):
+        torch.manual_seed(0)
+        model = task.model().double()
+        stepper = brimful.Stepper(model, torch.optim.SGD(model.parameters()), task, micro_batch=micro_batch)
+        stepper.backward([row.double() for row in rows])
+        gradients.append(torch.cat([param.grad.flatten() for param in model.parameters()]))
+    assert torch.allclose(*gradients, rtol=1e-10, atol=1e-12)
 
 
 def test_packed_at_a_small_limit():

@@ -3,16 +3,23 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from brimful.errors import BadOption
-from brimful.memory.layout import PACKED, FixedSize
+from brimful.memory.context import StepContext
+from brimful.memory.graphs import signature
+from brimful.memory.layout import PACKED, FixedSize, PackedLayout
 from brimful.memory.oom import OutOfMemory
+from brimful.packing import causal
 from brimful.planning import graph_trial
 from brimful.planning.graph_trial import with_graph
+from brimful.tasks.preference import Dpo, DpoOptions
 from tests.packing.small import Lines, draw_rows
 from tests.planning.small import small_plan
+from tests.tasks.tiny import make_model
+from tests.tasks.tiny_causal import make_causal
 
 ROWS = draw_rows(100)
 
@@ -33,7 +40,7 @@ def search():
 
 
 def tried(monkeypatch, outcome):
-    monkeypatch.setattr(graph_trial, "_try", lambda search, plan, fixed: outcome)
+    monkeypatch.setattr(graph_trial, "_try", lambda *_: outcome)
 
 
 def test_a_faster_replay_is_used_with_room_for_every_simulated_step(plan, search, monkeypatch):
@@ -93,6 +100,96 @@ def test_a_slower_replay_is_used_where_it_was_asked_for(plan, search, monkeypatc
     assert with_graph(search, plan, 0.06).levers.cuda_graphs == "on"
 
 
+def test_the_time_of_simulated_steps_counts(plan, search, monkeypatch):
+    tried(monkeypatch, graph_trial._Trial(0.02, 900))
+    answers = iter([True] * 10 + [False])
+    search.time = SimpleNamespace(allows=lambda *_: next(answers))
+    choice = with_graph(search, plan, 0.06).choice("cuda_graphs")
+    assert (choice.effective, choice.reason) == ("off", "there was no time left to try it")
+
+
+# Where not every token is trained
+
+
+class Replies(Lines):
+    """The last eighth of each row is trained, and every token of a dummy row."""
+
+    def pack(self, rows, tokens):
+        labels = [np.where(np.arange(len(row)) < self.first_trained(row), -100, row) for row in rows]
+        return causal.pack(rows, tokens, labels=labels)
+
+    def first_trained(self, row):
+        return len(row) - len(row) // 8 if any(row is one for one in LONG_ROWS) else 0
+
+
+LONG_ROWS = [row for row in draw_rows(200) if len(row) >= 9]
+
+
+@pytest.fixture(scope="module")
+def replies_plan():
+    options = {"global_batch": 48, "micro_batch": 24, "layout": "packed", "workers": 0, "deterministic": True}
+    return small_plan(Lines(), data=LONG_ROWS, **options)
+
+
+@pytest.fixture
+def replies_search(search):
+    search.task, search.rows, search.most = Replies(), LONG_ROWS, 48
+    return search
+
+
+def test_the_head_of_a_fixed_size_has_room_for_what_is_trained_in_the_data(replies_plan, replies_search, monkeypatch):
+    tried(monkeypatch, graph_trial._Trial(0.02, 900))
+    layout = with_graph(replies_search, replies_plan, 0.06).row_layout
+    batches = [layout.collate(Replies(), LONG_ROWS[start : start + 20]) for start in (0, 20, 40)]
+    batches.append(layout.example(Replies(), replies_plan.micro_batch, replies_plan.shape))
+    (sizes,) = {(len(batch["labels"]), len(batch["trained"].tokens)) for batch in batches}
+    assert sizes[1] <= 128 < 512 <= sizes[0]
+    assert len(set(map(signature, batches))) == 1
+
+
+def test_such_a_replay_must_be_faster_than_launching_what_the_data_train(replies_plan, replies_search, monkeypatch):
+    tried(monkeypatch, graph_trial._Trial(0.02, 900, launched_s=0.015))
+    choice = with_graph(replies_search, replies_plan, 0.06).choice("cuda_graphs")
+    assert choice.effective == "off"
+    assert choice.reason.startswith("a micro-batch takes 20 ms replayed and 15 ms launched")
+
+
+class NoGraphs:
+    """Launches what would be replayed."""
+
+    problem = ""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def run(self, context, batch, divisor, plain):
+        return plain()
+
+    def drop(self):
+        pass
+
+
+def test_launches_are_timed_with_as_much_trained_as_in_the_data(replies_plan, replies_search, monkeypatch):
+    task, batches = Replies(), []
+    model = task.model()
+    context = StepContext(
+        task=task, model=model, optimizer=task.optimizer(model), device=torch.device("cpu"), autocast=None
+    )
+    context.layout, replies_search.context = PACKED, context
+    replies_search.target.device, replies_search.prober = context.device, SimpleNamespace(show=lambda phrase: None)
+    monkeypatch.setattr(graph_trial, "Graphs", NoGraphs)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 900)
+    run = context.run_micro_batch
+    monkeypatch.setattr(
+        context, "run_micro_batch", lambda batch, divisor: (batches.append(batch), run(batch, divisor))[1]
+    )
+    fixed = FixedSize((1024,), 27, trained=0.2)
+    trial = graph_trial._try(replies_search, replies_plan, fixed, 0.1)
+    assert trial.launched_s is not None
+    assert [len(batch["trained"].tokens) for batch in (batches[0], batches[-1])] == [256, 128]
+
+
 def test_on_a_cpu_there_is_no_such_choice():
     assert all(choice.name != "cuda_graphs" for choice in small_plan(Lines()).choices)
     with pytest.raises(BadOption, match='cuda_graphs="on" is not possible on the CPU. Try: cuda_graphs="auto"'):
@@ -111,6 +208,34 @@ def test_tensors_whose_size_depends_on_the_rows_are_not_recorded(plan, search):
     search.context.layout, search.context.drop_gradients = PACKED, lambda: None
     search.target.device, search.prober = torch.device("cpu"), SimpleNamespace(show=lambda phrase: None)
     with pytest.raises(graph_trial._Refused, match="micro-batches differ in the sizes of their tensors"):
+        graph_trial._try(search, plan, FixedSize((1024,), 50))
+
+
+@pytest.mark.parametrize("kind", ["t5", "causal"])
+def test_pairs_of_replies_are_not_recorded_and_the_plan_says_why(plan, search, kind, tmp_path):
+    made = make_model(96) if kind == "t5" else make_causal("qwen2", 96)
+    made.save_pretrained(tmp_path)
+    task = Dpo(DpoOptions(model=str(tmp_path)))
+    search.task, layout = task, PackedLayout()
+    search.context = SimpleNamespace(task=task, layout=layout, drop_gradients=lambda: None)
+    search.target.device, search.prober = torch.device("cpu"), SimpleNamespace(show=lambda phrase: None)
+    shape = (20, 30) if kind == "t5" else (50,)
+    fixed = FixedSize(tuple(64 * length for length in shape), 18)
+    with pytest.raises(graph_trial._Refused, match="micro-batches differ in the sizes of their tensors"):
+        graph_trial._try(search, replace(plan, micro_batch=16, shape=shape), fixed)
+    assert search.context.layout is layout
+
+
+class Failing(Lines):
+    def pack(self, rows, tokens):
+        raise RuntimeError("negative size")
+
+
+def test_what_fails_while_a_graph_is_tried_is_a_reason_not_to_use_one(plan, search):
+    search.task = search.context.task = Failing()
+    search.context.layout, search.context.drop_gradients = PACKED, lambda: None
+    search.target.device, search.prober = torch.device("cpu"), SimpleNamespace(show=lambda phrase: None)
+    with pytest.raises(graph_trial._Refused, match="it failed: RuntimeError: negative size"):
         graph_trial._try(search, plan, FixedSize((1024,), 50))
 
 

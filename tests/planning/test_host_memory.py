@@ -1,5 +1,6 @@
 """The host's part of a plan: measured on the real data, within the limit, and explained with its numbers."""
 
+import re
 import time
 from dataclasses import replace
 
@@ -250,6 +251,12 @@ def test_the_time_of_a_step_is_that_of_its_real_rows_and_of_reading_them(plan):
 def test_a_limit_that_is_simulated_makes_a_step_slower(plan):
     slow, fast = (host_plan(replace(plan, simulation_slowdown=s), Data(), step_s=10.0).step_s for s in (3.0, 1.0))
     assert slow == pytest.approx(3 * fast, rel=0.1)
+
+
+def test_the_reason_for_the_workers_names_the_time_of_the_step_that_the_plan_predicts(plan):
+    slowed = host_plan(replace(plan, simulation_slowdown=3.0), Data(), step_s=10.0)
+    shown_s = float(re.search(r"of the ([\d.]+) s that it is predicted to train", slowed.choice("workers").reason)[1])
+    assert shown_s == pytest.approx(slowed.step_s, rel=0.05)
 
 
 def test_slow_rows_make_a_step_slow_unless_workers_read_them(plan):

@@ -1,18 +1,25 @@
 """Checkpointing changes no gradient and comes off without a trace; what frozen weights save is counted and measured."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
+from brimful.errors import BadOption, DoesNotFit
 from brimful.memory.context import StepContext
 from brimful.memory.ledger import Ledger, simulated_memory
+from brimful.planning import levers, micro_batch
+from brimful.planning.host_memory import FILL_HOST, HostPlanner, with_host
 from brimful.planning.levers import OFFLOAD, checkpointing, compiling, cudnn_attention, frozen_choice, repeated_blocks
 from brimful.planning.plan import Plan
+from brimful.planning.plan_options import PlanOptions
+from brimful.planning.target import find_target
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
+from brimful.units import GiB
 from tests.planning.small import Normed, Tagger, small_plan
 
 
@@ -95,37 +102,66 @@ def test_in_between_settings_need_blocks_that_are_switched_one_by_one():
     assert checkpointing(Task(), t5()).settings == ("off", "every-3", "every-2", "on")
 
 
-def test_the_inputs_of_offloaded_blocks_are_all_that_goes_to_the_host(monkeypatch):
+def test_the_inputs_of_offloaded_blocks_are_all_that_goes_to_the_host():
     """One tensor of each block. What a block keeps inside is made again in backward, where it is needed."""
-    task, moved = Deep(), []
-
-    class Counted(torch.autograd.graph.saved_tensors_hooks):
-        def __init__(self, pin_memory):
-            super().__init__(lambda tensor: moved.append(tensor.shape) or tensor, lambda tensor: tensor)
-
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Counted)
-    gradients(task, task.model(), OFFLOAD)
-    assert len(moved) == 5 and len(set(moved)) == 1
+    task, model = Deep(), Deep().model()
+    lever = checkpointing(task, model)
+    for rows in (4, 2):  # not two micro-batches at once: those of the first are gone
+        with lever.set(OFFLOAD):
+            task.loss(model, task.dummy(rows, task.worst_shape)).sum.backward()
+    assert lever.copies.sizes == (4 * 64 * 64 * 4,) * 5
+    assert lever.copies.bytes_at(0.5) == 5 * 2 * 64 * 64 * 4
 
 
-@pytest.mark.gpu
-def test_offloaded_blocks_take_less_memory_on_a_gpu_and_give_the_same_gradients():
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+INPUT_BYTES = 5 * 64 * 64 * 4
+"""Of the five blocks of `Deep`, for a row of 64 tokens."""
+OPTIONS = PlanOptions(device="cpu")
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_key_value_heads=8, use_cache=False, **sizes)).cuda()
-    ids, lever, peaks, found = torch.randint(0, 512, (8, 1024), device="cuda"), checkpointing(Task(), model), [], []
-    assert lever.settings[-1] == "offload"
-    for every in (1, OFFLOAD):
-        model.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        with lever.set(every):
-            model(input_ids=ids, labels=ids).loss.backward()
-        peaks.append(torch.cuda.max_memory_allocated())
-        found.append([param.grad.clone() for param in model.parameters()])
-    assert all(map(torch.equal, *found))
-    assert peaks[1] < peaks[0] - 8 * 8 * 1024 * 512 * 4  # of 12 blocks, most inputs
+
+@pytest.fixture
+def apart(monkeypatch):
+    """A model whose memory is taken not to be the host's."""
+    monkeypatch.setattr(levers, "_is_apart", lambda model: True)
+
+
+def test_offloading_on_a_cpu_is_refused_with_the_reason():
+    with pytest.raises(BadOption, match="is not possible: the CPU is no CUDA GPU, whose memory is apart from host RAM"):
+        small_plan(Deep(), checkpointing="offload")
+
+
+def test_what_offloading_takes_of_host_ram_is_predicted_and_shown(apart):
+    plan = small_plan(Deep(), memory_limit="64MiB", global_batch=16, micro_batch=8, checkpointing="offload")
+    assert plan.offloaded_bytes == 8 * INPUT_BYTES
+    assert "it moves 640 KiB to host RAM (predicted)" in plan.choice("checkpointing").reason
+    assert Plan.from_json(plan.to_json()).offloaded_bytes == plan.offloaded_bytes
+    assert small_plan(Deep(), memory_limit="64MiB", global_batch=16, checkpointing="on").offloaded_bytes == 0
+
+
+def test_the_host_s_prediction_has_what_is_offloaded(apart):
+    plan = small_plan(Deep(), memory_limit="64MiB", global_batch=16, micro_batch=8, checkpointing="offload")
+    planned = [
+        with_host(replace(plan, offloaded_bytes=size), Deep(), None, find_target(OPTIONS), OPTIONS, lambda phrase: None)
+        for size in (0, 10 * GiB)
+    ]
+    assert planned[1].host.predicted_bytes - planned[0].host.predicted_bytes == pytest.approx(10 * GiB, rel=0.01)
+
+
+def test_offloading_more_than_host_ram_holds_is_refused(apart):
+    plan = replace(small_plan(Deep(), memory_limit="64MiB", checkpointing="offload"), offloaded_bytes=10 * GiB)
+    target = replace(find_target(OPTIONS), host_limit_bytes=8 * GiB)
+    with pytest.raises(DoesNotFit, match=r"\(10 GiB of it for offloaded inputs\).* a smaller micro_batch="):
+        with_host(plan, Deep(), None, target, OPTIONS, lambda phrase: None)
+
+
+def test_host_ram_bounds_the_rows_of_a_micro_batch_that_offloads(apart, monkeypatch):
+    monkeypatch.setattr(micro_batch, "tree_bytes", lambda: GiB)
+    sizes = {"memory_limit": "64MiB", "global_batch": 64, "checkpointing": "offload"}
+    monkeypatch.setattr(HostPlanner, "_bytes", lambda *_: 0)
+    room = round((GiB + 4.5 * INPUT_BYTES) / FILL_HOST)
+    assert small_plan(Deep(), **sizes).largest_micro_batch > 4
+    assert small_plan(Deep(), **sizes, host_limit=room).largest_micro_batch == 4
+    with pytest.raises(DoesNotFit, match='checkpointing="offload" moves 80 KiB to host RAM for 1 row'):
+        small_plan(Deep(), **sizes, host_limit=GiB)
 
 
 def test_a_step_follows_a_plan_with_every_second_block():
@@ -135,6 +171,11 @@ def test_a_step_follows_a_plan_with_every_second_block():
     Stepper(model, task.optimizer(model), task, plan, on_event=lambda event: notes.append(event.sentence))
     assert ["forward" in vars(block) for block in model.body] == [True, False, True, False, True]
     assert "gradient checkpointing is every-2, as planned (over 5 repeated blocks)" in notes
+
+
+def test_a_container_of_blocks_is_no_block_though_it_is_of_their_class():
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())) for _ in range(3)))
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), blocks, nn.Linear(2, 2))) == list(blocks)
 
 
 def test_repeated_blocks_of_a_module_list_are_found():

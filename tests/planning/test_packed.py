@@ -3,16 +3,20 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from brimful import simulated_memory
 from brimful.errors import BadOption, TaskError
+from brimful.memory.layout import PACKED
 from brimful.packing import attention
 from brimful.packing.sequence import Boundaries
 from brimful.planning import exactness
 from brimful.planning.choices import _too_long
 from brimful.planning.plan import Plan
 from brimful.planning.target import Target
+from brimful.step.stepper import Stepper
 from brimful.task import Task
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from tests.packing.small import Leaky, Lines, PaddedLines, State, draw_rows
@@ -77,8 +81,8 @@ def test_a_saved_plan_keeps_its_layout(packed, tmp_path):
 def test_the_predicted_peak_is_the_measured_one(limit):
     plan = small_plan(Lines(), data=ROWS, global_batch=50, layout="packed", memory_limit=limit, workers=0)
     assert plan.ooms == 0
-    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
-    assert plan.largest_predicted_peak_bytes == pytest.approx(plan.largest_measured_peak_bytes, rel=0.03)
+    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.015)
+    assert plan.largest_predicted_peak_bytes == pytest.approx(plan.largest_measured_peak_bytes, rel=0.015)
     assert plan.largest_measured_peak_bytes <= plan.budget_bytes
 
 
@@ -91,7 +95,28 @@ def test_the_chat_model_is_predicted_too():
         memory_limit="256MiB",
     )
     assert plan.layout == "packed" and plan.ooms == 0
-    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.03)
+    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.015)
+
+
+def test_a_row_far_longer_than_the_others_is_predicted_too():
+    """The plan is made for the mean row. With whole scores, the longest would take 55 % more than predicted."""
+    words = np.random.default_rng(0)
+    short, long = ([{"prompt": words.integers(2, 4000, 10), "response": words.integers(2, 4000, length)} for _ in range(count)]
+                   for length, count in ((20, 60), (900, 2)))  # fmt: skip
+    task = Pretrain(LanguageOptions(model="chatlm-tiny"))
+    plan = small_plan(task, data=[*short, *long], layout="packed", global_batch=16, memory_limit="400MiB", workers=0)
+    step = [*short[:15], long[0]]
+    shapes = [task.shape(row) for row in step]
+    groups = [[shapes[row] for row in group] for group in plan.split(shapes)]
+    predicted = max(plan.memory_model.peak_bytes(len(one), PACKED.shape(one), whole=len(groups) == 1) for one in groups)
+    model = task.model()
+    with simulated_memory("4GiB") as memory:
+        memory.adopt(model.parameters())
+        stepper = Stepper(model, task.optimizer(model), task, plan)
+        stepper.step(step)
+        result = stepper.step(step)
+    assert result.micro_batches == len(groups)
+    assert 0.93 * predicted < result.peak_bytes < 1.015 * predicted
 
 
 def test_what_frozen_weights_save_is_measured_on_packed_rows():
@@ -197,18 +222,18 @@ def test_a_pack_that_loses_labels_is_found(with_kernels):
     assert small_plan(Short()).choice("layout").reason.startswith("packed, 8 rows count 7 instead of ")
 
 
-def stand_in(monkeypatch, kernel):
-    """Attention of packed rows runs `kernel` in bf16, as it runs Triton's on a GPU."""
+def stand_in(monkeypatch, kernel, rows_of=lambda starts: starts):
+    """Attention of packed rows runs `kernel` in bf16, as it runs Triton's on a GPU, on rows that begin at `rows_of(starts)`."""
     for module in (attention, exactness):
         monkeypatch.setattr(
             module, "has_kernels", lambda device, dtype: dtype == torch.bfloat16 and not attention._kernels_off
         )
 
-    def packed_attention(q, k, v, bias, sinks, seed, starts_q, tiles_q, starts_k, tiles_k, scale, causal, *_):
-        rows = Boundaries(starts_q, tiles_q), Boundaries(starts_k, tiles_k)
+    def kernel_attention(q, k, v, bias, sinks, seed, starts_q, tiles_q, starts_k, tiles_k, scale, causal, *_):
+        rows = Boundaries(rows_of(starts_q), tiles_q), Boundaries(rows_of(starts_k), tiles_k)
         return kernel(attention._reference(q, k, v, *rows, scale, causal, None, None, None, None, 0.0)), None
 
-    monkeypatch.setattr(attention, "packed_attention", packed_attention)
+    monkeypatch.setattr(attention, "kernel_attention", kernel_attention)
 
 
 def test_kernels_that_agree_with_plain_operations_are_used(with_kernels, monkeypatch):
@@ -227,6 +252,26 @@ def test_kernels_that_compute_something_else_are_not_used(with_kernels, monkeypa
     stand_in(monkeypatch, WRONG_KERNELS[reason])
     choice = small_plan(Lines(), compile="off").choice("layout")
     assert choice.effective == "padded" and choice.reason.startswith(reason)
+
+
+LEAKING_KERNELS = {
+    "a row sees all before it": lambda starts: starts[[0, -1]],
+    "a row in two sees the one before it": lambda starts: torch.cat([starts[:-1:2], starts[-1:]]),
+    "the last row sees the one before it": lambda starts: (
+        torch.cat([starts[:-2], starts[-1:]]) if len(starts) > 2 else starts
+    ),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKING_KERNELS)
+def test_kernels_that_leak_between_rows_are_not_used(with_kernels, monkeypatch, leak):
+    """Their loss and gradient are near those of torch's own operations: a model as initialised hardly attends."""
+    stand_in(monkeypatch, lambda out: out, LEAKING_KERNELS[leak])
+    choice = small_plan(Lines(), compile="off").choice("layout")
+    assert choice.effective == "padded"
+    assert choice.reason.startswith(
+        "with the kernels packed rows see each other: 8 of them and the same rows alone differ by "
+    )
 
 
 @pytest.mark.parametrize(

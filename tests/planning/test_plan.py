@@ -1,13 +1,14 @@
 """A plan survives its JSON and reads well as text."""
 
 import json
+import time
 from dataclasses import replace
 from typing import get_args
 
 import pytest
 
+from brimful.memory.ledger import Ledger
 from brimful.planning.plan import COLUMNS, Choice, Plan, RunTime, Source
-from brimful.planning.probe import Prober
 from brimful.task import Shape
 from tests.planning.small import small_plan
 
@@ -92,12 +93,10 @@ def test_printed_it_is_a_table_of_the_choices(tagger_plan):
 
 
 def test_only_where_a_limit_is_simulated_is_a_step_slower_than_it_was_timed(monkeypatch):
-    measure = Prober.simulation_slowdown
-    monkeypatch.setattr(
-        Prober, "simulation_slowdown", lambda self, rows, shape, seconds: measure(self, rows, shape, 1e-9)
-    )
-    assert small_plan(plan_seconds=2).simulation_slowdown > 1
-    assert small_plan(memory_limit=None, plan_seconds=2).simulation_slowdown == 1
+    count = Ledger.__torch_dispatch__
+    monkeypatch.setattr(Ledger, "__torch_dispatch__", lambda *operation: (time.sleep(0.001), count(*operation))[1])
+    slow, plain = small_plan(plan_seconds=2), small_plan(memory_limit=None, plan_seconds=2)
+    assert slow.simulation_slowdown > 1 and plain.simulation_slowdown == 1
 
 
 def test_warnings_are_printed(tagger_plan):

@@ -27,7 +27,7 @@ from brimful.planning.plan_options import PlanOptions
         ({"checkpointing": "maybe"}, "checkpointing='maybe' must be one of auto, off, every-3, every-2, on"),
         ({"precision": "int4"}, "precision='int4'"),
         ({"lengths": (0, 5)}, "lengths=(0, 5)"),
-        ({"lengths": 32}, "lengths=32 must be a tuple"),
+        ({"lengths": 32}, "lengths=32 must be whole numbers of at least 1. Try: lengths=(256, 256)."),
         ({"global_batch": 2, "processes": 3}, "gives 3 processes less than a row each"),
         ({"cache": "no"}, "cache='no' must be True or False"),
         ({"workers": -1}, "workers=-1 must be a whole number of at least 0"),

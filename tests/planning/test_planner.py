@@ -329,6 +329,13 @@ class TestBadTasks:
         with pytest.raises(TaskError, match=r"worst_shape is 16\. Try: a tuple"):
             small_plan(Number())
 
+    def test_a_chunked_loss_that_names_no_layouts(self):
+        class Chunked(Tagger):
+            chunked_loss = True
+
+        with pytest.raises(TaskError, match=r"chunked_loss is True\. Try: a tuple of layouts"):
+            small_plan(Chunked())
+
     def test_a_name_is_not_a_task(self):
         with pytest.raises(TaskError, match=r"plan\(\) was called with a str"):
             plan("mine.py:task")

@@ -204,6 +204,22 @@ def test_a_lazy_module_that_has_run_is_accepted():
     check_model(model)
 
 
+def test_weights_that_are_not_finite_are_named():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].weight.data[1, 2], model[1].bias.data[0] = float("nan"), float("-inf")
+    message = refusal(check_model, model, kind=TaskError)
+    assert message == (
+        "the model has NaN or inf in '0.weight' and 1 more weight before training. Try: load intact weights."
+    )
+
+
+def test_a_frozen_mask_of_infinities_and_large_weights_of_few_bits_are_accepted():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).half())
+    model.mask = nn.Parameter(torch.full((2,), float("-inf")), requires_grad=False)
+    model[1].weight.data.fill_(6e4)
+    check_model(model)
+
+
 # Optimizers
 
 

@@ -153,6 +153,59 @@ def test_after_an_error_micro_batches_are_smaller_and_later_restored(plan):
     assert distance(plain_loop(Lines(torch.float64), steps, ADAMW), stepper.model) < 1e-10
 
 
+@pytest.mark.parametrize("workers", [None, 0], ids=["listed", "loaded"])
+def test_after_an_error_micro_batches_are_not_filled_up_to_a_size_that_does_not_fit(plan, workers):
+    """Rows of half the size would take all of its memory, again and again."""
+    filled = replace(plan, fixed_tokens=(512,), fixed_rows=24)
+    stepper = stepper_of(filled, grow_after=2)
+    tokens = []
+
+    def fail_when_filled(_module, inputs):
+        tokens.append(inputs[0].numel())
+        if tokens[-1] >= 512 and len(tokens) <= 2:
+            out_of_memory()
+
+    stepper.model.transformer.wte.register_forward_pre_hook(fail_when_filled)
+    rows = [row for step in range(6) for row in draw_rows(24, seed=step)]
+    steps = iter(Loader(rows, Lines(), filled)) if workers is not None else None
+    taken, results = [], []
+    for step in range(6):
+        listed = next(steps) if steps is not None else rows[24 * step : 24 * step + 24]
+        taken.append([rows[index] for index in listed.indices] if steps is not None else listed)
+        results.append(stepper.step(listed))
+    if steps is not None:
+        steps.close()
+    assert [result.ooms for result in results] == [1, 0, 0, 0, 0, 0]
+    assert tokens[0] == 512 and max(tokens[1:3]) < 512, "the retry is smaller"
+    assert tokens[-1] == 512, "after clean steps the planned size is back"
+    assert distance(plain_loop(Lines(torch.float64), taken, ADAMW), stepper.model) < 1e-10
+
+
+class GraphGivenBack:
+    """Stands for a CUDA graph, which gives its memory back when memory runs out."""
+
+    pool_bytes, problem = 0, ""
+
+    def run(self, context, batch, divisor, plain):
+        return plain()
+
+    def drop(self, *, out_of_memory=False):
+        return out_of_memory
+
+
+def test_an_error_beside_a_graph_is_tried_again_at_the_same_size_without_it(plan, padded):
+    stepper = stepper_of(plan)
+    stepper._context.graphs = GraphGivenBack()
+    calls = iter(range(1000))
+    stepper.model.transformer.wte.register_forward_pre_hook(lambda *_: out_of_memory() if next(calls) == 0 else None)
+    with simulated_memory(2 * LIMIT) as memory:
+        memory.adopt(stepper.model.parameters())
+        results = train(stepper)
+    assert [(result.ooms, result.micro_batches) for result in results] == [(1, 1), (0, 1), (0, 1)]
+    assert "the memory of its CUDA graph is given back; trying the step again" in stepper.events[0].sentence
+    assert distance(padded, stepper.model) < 1e-10
+
+
 class OneTooLarge(Lines):
     """Memory runs out whenever the row of 100 words is in the batch, alone too."""
 

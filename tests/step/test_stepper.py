@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from brimful.errors import BadOption, DoesNotFit, InexactSplit, NonFiniteGradients, PartialUpdate, TaskError, UserError
 from brimful.memory.ledger import simulated_memory
 from brimful.step import optimizer_memory
+from brimful.step.gradients import Readout
 from brimful.step.stepper import Stepper
 from brimful.task import Loss, Task
 from tests.step.small import (
@@ -279,6 +281,31 @@ def test_terms_missing_from_counts_are_refused():
         Stepper(model, SGD(model.parameters()), task).step(STEPS[0])
 
 
+def test_counts_that_are_not_those_of_the_loss_are_refused():
+    """Gradients would be divided by another number than the loss that is shown."""
+
+    class Other(TwoTerms):
+        def counts(self, batch):
+            return {**super().counts(batch), "words": 2 * super().counts(batch)["words"]}
+
+    task = Other()
+    model = task.model()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(TaskError, match=r"the term 'words' of loss\(\) counts \d+, and counts\(\) says \d+"):
+        Stepper(model, SGD(model.parameters()), task).step(STEPS[0])
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("count", [1, 1024])
+def test_a_count_that_does_not_add_up_is_named(count):
+    model = nn.Linear(4, 1).double()
+    stepper = Stepper(
+        model, SGD(model.parameters()), lambda net, rows: Loss(net(rows).square().sum(), count), micro_batch=4
+    )
+    with pytest.raises(TaskError, match=rf"Loss.count does not add up, since it is {count} .* and {2 * count} "):
+        stepper.step(torch.randn(12, 4, dtype=torch.float64))
+
+
 def test_the_loss_of_a_step_is_the_mean_over_everything_counted():
     task = Words()
     model = task.model()
@@ -307,6 +334,47 @@ def test_an_oom_is_an_event_with_what_was_tried_and_what_changed():
     told = event.to_json()
     assert (told["step"], told["phase"], told["micro_batch"], told["micro_batches"]) == (3, "backward", 1, 4)
     assert told["rows"] == 3 and told["change"] and "injected" in told["message"]
+
+
+class Repeats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows * self.weight).repeat(1, 4096)
+
+
+def test_an_oom_in_forward_names_the_line_of_the_model():
+    model = Repeats()
+    with simulated_memory("2MiB"):
+        stepper = Stepper(
+            model, torch.optim.SGD(model.parameters()), lambda net, rows: Loss(net(rows).sum(), len(rows))
+        )
+        stepper.step(torch.ones(256, 1))
+    first = next(event.to_json() for event in stepper.events if event.event == "oom")
+    assert first["phase"] == "forward"
+    assert first["place"].startswith("Repeats.forward (test_stepper.py:")
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+        self.first, self.second = nn.Linear(256, 1), nn.Linear(256, 5)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.trunk(rows)
+        return self.first(hidden).square().sum() + self.second(hidden).square().sum()
+
+
+@pytest.mark.parametrize("limit", ["14MiB", "18MiB"])
+def test_a_step_that_failed_in_one_of_two_heads_is_split_in_two(limit):
+    """In backward of the first head at 18 MiB, with the second one still to come; in forward at 14 MiB."""
+    model = TwoHeads()
+    with simulated_memory(limit):
+        stepper = Stepper(model, torch.optim.SGD(model.parameters()), lambda net, rows: Loss(net(rows), len(rows)))
+        assert stepper.step(torch.randn(4096, 32)).micro_batches == 2
 
 
 def test_a_listener_that_fails_does_not_stop_training():
@@ -361,6 +429,19 @@ def test_a_row_that_does_not_fit_alone_is_named_and_stops_the_run():
         Stepper(model, ADAMW(model.parameters()), task).step(rows_with_one_long())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_it_asked_for_and_what_was_in_use_is_told_beside_the_limit():
+    model, row = nn.Linear(1000, 100, bias=False), torch.ones(1, 1000)
+
+    def loss(model, batch):
+        return Loss(model(batch).repeat(1, 10_000).sum(), len(batch))
+
+    room = "room for 1000 KiB, 394.5 KiB of it is in use without gradients and activations, and 3.81 MiB was asked for"
+    with simulated_memory("1000KiB") as memory:
+        memory.adopt(model.parameters())
+        with pytest.raises(DoesNotFit, match=room):
+            Stepper(model, SGD(model.parameters()), loss).step(row)
 
 
 def test_it_is_set_aside_when_asked_and_the_rest_is_exact():
@@ -688,6 +769,40 @@ def test_a_good_step_between_bad_ones_starts_the_count_again():
     _, stepper = linear(lambda model, batch: Loss(model(batch).sum() * batch[0, 0], len(batch)), skip_nonfinite=1)
     values = (float("inf"), 1.0, float("inf"), 1.0)
     assert [stepper.step(torch.full((3, 4), value)).applied for value in values] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])
+def test_a_fused_optimizer_steps_before_the_norm_is_read_and_skips_what_is_not_finite(cls, monkeypatch):
+    """Weights and state after a bad step in between are, to the bit, those of a run without it; good steps those of a plain loop."""
+
+    def loss(model, batch):
+        return Loss(model(batch).square().sum(), len(batch))
+
+    def built():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return model, cls(model.parameters(), lr=0.1, fused=True)
+
+    torch.manual_seed(1)
+    good = [torch.randn(3, 4) for _ in range(3)]
+    plain, plain_optimizer = built()
+    for batch in good:
+        (plain(batch).square().sum() / 3).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    model, optimizer = built()
+    stepper, order = Stepper(model, optimizer, loss, clip_norm=1.0), []
+    update, read = optimizer.step, Readout.read
+    monkeypatch.setattr(optimizer, "step", lambda: (order.append("update"), update())[1])
+    monkeypatch.setattr(Readout, "read", lambda self: (order.append("read"), read(self))[1])
+    bad = torch.full((3, 4), math.inf)
+    results = [stepper.step(batch) for batch in (good[0], bad, *good[1:])]
+    assert [result.applied for result in results] == [True, False, True, True]
+    assert order == ["update", "read"] * 4
+    assert torch.equal(model.weight, plain.weight) and torch.equal(model.bias, plain.bias)
+    for ours, theirs in zip(optimizer.state.values(), plain_optimizer.state.values(), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 # Loops that step the optimizer themselves.

@@ -178,9 +178,14 @@ def test_the_warm_up_rises_in_a_straight_line_to_all_of_it(curve):
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_without_a_warm_up_the_first_step_is_already_on_the_curve(curve):
-    first = {"constant": 1.0, "linear": 0.99, "cosine": (1 + math.cos(math.pi / 100)) / 2, "wsd": 1.0}
-    assert shares(curve, warmup=0)[1] == pytest.approx(first[curve])
+@pytest.mark.parametrize("steps", [1, 3, 100])
+def test_without_a_warm_up_the_first_step_has_the_whole_rate(curve, steps):
+    assert shares(curve, steps=steps, warmup=0, decay=1.0)[1] == 1.0
+
+
+@pytest.mark.parametrize("curve", CURVES[1:])
+def test_without_a_warm_up_the_last_step_has_the_floor(curve):
+    assert shares(curve, steps=3, warmup=0, decay=1.0, floor=0.1)[3] == 0.1
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -251,7 +256,7 @@ def test_a_wsd_run_made_longer_before_it_falls_was_never_decayed():
 
 @pytest.mark.parametrize(
     ("curve", "warmup", "rates"),
-    [("cosine", 4, "0.25 in the first step, 1 at most, 1 in the last"), ("linear", 0, "0.75 in the first step, 0.75 at most, 0 in the last")],
+    [("cosine", 4, "0.25 in the first step, 1 at most, 1 in the last"), ("linear", 0, "1 in the first step, 1 at most, 0 in the last")],
 )  # fmt: skip
 def test_the_rates_described_are_those_of_the_steps(curve, warmup, rates):
     assert Schedule(curve=curve, steps=4, warmup=warmup).describe(1.0) == f"learning rate {rates}"

@@ -155,7 +155,8 @@ def test_every_line_has_its_time(tmp_path):
 
 
 def test_it_has_what_a_run_prints_the_plan_and_the_ending(tmp_path):
-    assert write(tmp_path, BEGIN, PLAN, step(1), EVALUATION, END) == [
+    warning = {"event": "note", "step": 0, "level": "warning", "sentence": "the card is shared"}
+    assert write(tmp_path, BEGIN, PLAN, warning, step(1), EVALUATION, END) == [
         "training in r: 100 steps on 1 process",
         "plan: memory limit 20 GiB (as requested)",
         "plan: micro batch 43",

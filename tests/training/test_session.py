@@ -199,6 +199,15 @@ def test_a_tasks_own_schedule_is_used_and_resumed(tmp_path):
     assert [event["lr"] for event in steps] == [1.0, 0.5, 0.25, 0.125]
 
 
+def test_a_schedule_that_needs_a_metric_is_refused_before_the_first_step(tmp_path):
+    class Plateau(Regression):
+        def schedule(self, optimizer, steps):
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    with pytest.raises(TaskError, match="returned a ReduceLROnPlateau, which needs a metric at every step"):
+        train(tmp_path / "run", Plateau(), max_steps=2)
+
+
 class Averaging(torch.optim.SGD):
     """Keeps state in its groups, as schedule-free optimizers do: the longer it ran, the smaller its steps."""
 
@@ -514,6 +523,12 @@ def test_resuming_a_finished_run_says_that_it_is_finished(tmp_path):
     assert RunFolder(tmp_path).ending()["sentence"] == "trained 1 step"
     train(tmp_path, max_steps=1, resume=True)
     assert RunFolder(tmp_path).ending()["sentence"] == "already finished: 1 step"
+
+
+def test_steps_that_were_skipped_to_the_end_are_in_the_last_sentence(tmp_path):
+    rows = [*ROWS[:23], torch.full((4,), float("inf"))]
+    train(tmp_path, data=rows, global_batch=24, max_steps=2)
+    assert RunFolder(tmp_path).ending()["sentence"] == "trained 2 steps, and skipped the last 2 for NaN or inf"
 
 
 def test_lengths_for_rows_without_lengths_are_refused(tmp_path):

@@ -19,6 +19,7 @@ def choices_of(search: "Search", trial: "Trial", checkpointing_reason: str) -> l
     dealt = f"{source}, dealt {'+'.join(map(str, search.deal))}" if len(search.deal) > 1 else source
     split = "one micro-batch" if timing.accumulation == 1 else f"in micro-batches of at most {timing.rows}"
     checkpointed = [one.setting.checkpointing != "off" for one in search.trials]
+    moved = f"; it moves {show_bytes(trial.host_bytes)} to host RAM (predicted)" if trial.host_bytes else ""
     basis: Basis = "measured" if any(checkpointed) and not search.lever.already_on else "predicted"
     levers, reasons = levers_of(search, trial)
     choices = [
@@ -28,7 +29,7 @@ def choices_of(search: "Search", trial: "Trial", checkpointing_reason: str) -> l
         Choice.of("layout", _unless_auto(options.layout), search.context.layout.name, search.layout_reason, "measured"),
         _micro_batch(search, trial),
         Choice.of("accumulation", None, timing.accumulation, f"{show_rows(search.most)}, {split}", "measured"),
-        Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason, basis),
+        Choice.of("checkpointing", _unless_auto(options.checkpointing), levers.checkpointing, checkpointing_reason + moved, basis),
         Choice.of("compile", _unless_auto(options.compile), levers.compile, search.compile_reason, "measured"),
         Choice.of("precision", options.precision, levers.precision, reasons["precision"], "asked", _precision_from(search)),
         *([weights_choice(search.context, options.weights)] if options.weights else []),
@@ -82,8 +83,8 @@ def _exactness(search: "Search", timing: Timing) -> Choice:
         effective = "same in distribution"
     if not exactness.comparable and not exactness.batch_norm and not whole:
         effective = "not known"
-    if exactness.unequal_rows and not whole:
-        effective = "weighted by rows"
+    if exactness.unequal_rows:
+        effective = "whole step" if whole else "weighted by rows"
     requested = "inexact allowed" if search.options.allow_inexact else None
     return Choice.of("exactness", requested, effective, exactness.reason, "measured")
 
@@ -101,7 +102,9 @@ def warnings_of(search: "Search", trial: "Trial", timing: Timing) -> list[str]:
         warnings.append(f"{exactness.reason}; inexact splits are allowed, so a micro-batch sees only its own rows")
     if not exactness.comparable and split:
         warnings.append(
-            f"{exactness.reason}; draw random numbers with torch and keep no state in loss() to have it checked"
+            exactness.reason
+            if "NaN" in exactness.reason
+            else f"{exactness.reason}; draw random numbers with torch and keep no state in loss() to have it checked"
         )
     if exactness.unequal_rows and split:
         warnings.append(f"{exactness.reason}; return (mean, count) from loss() to make the split exact")
@@ -133,10 +136,9 @@ def levers_of(search: "Search", trial: "Trial") -> tuple[Levers, dict[str, str]]
     if wanted == "auto":
         reason = f"{name} computes faster in bf16" if setting.precision == "bf16" else f"{name} gains nothing from bf16"
     cudnn, cudnn_reason = cudnn_attention(options.cudnn_attention, search.target.device, search.shape)
-    packed = setting.layout == "packed"
     levers = Levers(
         checkpointing=setting.checkpointing, compile=setting.compile,
-        chunked_loss="on" if packed and search.task.chunked_loss else "off",
+        chunked_loss="on" if setting.layout in search.task.chunked_loss else "off",
         precision=setting.precision, weights=options.weights, cudnn_attention=cudnn,
     )  # fmt: skip
     return levers, {"precision": reason, "cudnn_attention": cudnn_reason}

@@ -133,8 +133,7 @@ class HostPlanner:
         if self.here is None:
             return None
         on_data = next((one.data_rows_per_s for one in self.plan.tried if one.chosen), None)
-        trains_s = max(self.plan.deal) / on_data if on_data else self.trains_s
-        trains_s *= self.plan.simulation_slowdown
+        trains_s = max(self.plan.deal) / on_data * self.plan.simulation_slowdown if on_data else self.trains_s
         if host.workers:
             reads_s = (self.worker or self.here).seconds / host.workers
             return max(trains_s, reads_s)
@@ -172,12 +171,12 @@ class HostPlanner:
 
     @property
     def trains_s(self) -> float:
-        """Seconds that a step of such rows trains, predicted from the rows/s at the planned lengths."""
+        """Seconds that a step of such rows trains, predicted from the rows/s at the planned lengths, which were timed without a simulated limit."""
         assert self.here is not None
         plan, overhead = self.plan, self.plan.overhead or 0.0
         planned_work = max(plan.deal) * max(1, sum(plan.shape)) + plan.accumulation * overhead
         per_work_s = max(plan.deal) / plan.rows_per_s / planned_work
-        return per_work_s * (self.here.work + self.here.micro_batches * overhead)
+        return per_work_s * (self.here.work + self.here.micro_batches * overhead) * plan.simulation_slowdown
 
     def _workers(self) -> Choice:
         wanted = None if self.options.workers == "auto" else self.options.workers
@@ -228,10 +227,12 @@ class HostPlanner:
         return 0 if self.here is None else sum(tensor.nbytes for tensor in tensors_of(self.here.rows.batches))
 
     def _bytes(self, workers: int, prefetch: int) -> int:
-        """Host RAM of the job: that of this process now for each process, and that of their workers."""
+        """Host RAM of the job: that of this process now for each process, with the blocks' inputs that checkpointing moves
+        there, and that of their workers."""
         mine = tree_bytes() + (self.plan.measured_peak_bytes if self.target.device.type == "cpu" else 0)
         weighed = self.worker.worker_bytes if self.worker else 0
         own = max(0, weighed - PREFETCH * self._read_bytes)
+        mine += self.plan.offloaded_bytes
         return self.plan.processes * (mine + workers * (own + prefetch * self._step_bytes))
 
     def _within_the_limit(self, workers: Choice, prefetch: Choice) -> tuple[Choice, Choice]:
@@ -264,10 +265,14 @@ class HostPlanner:
     def _too_large(self, workers: int, prefetch: int) -> DoesNotFit:
         needed = self._bytes(workers, prefetch) / FILL_HOST
         each = f" with {show_count(workers, 'worker')} each" if workers else ""
+        moved = self.plan.offloaded_bytes
+        tips = [f'host_limit="{flag_bytes(needed)}"'] + ["fewer workers="] * (workers > 0)
+        tips += ["a smaller micro_batch="] * (moved > 0)
         return DoesNotFit(
             f"{self._processes}{each} {'take' if self.plan.processes > 1 else 'takes'} {show_bytes(needed * FILL_HOST)} "
-            f"of host RAM, and {FILL_HOST:.0%} of the limit is {show_bytes(FILL_HOST * self.target.host_limit_bytes)}. "
-            f'Try: host_limit="{flag_bytes(needed)}"{", or fewer workers=" if workers else ""}.',
+            f"of host RAM{f' ({show_bytes(moved)} of it for offloaded inputs)' if moved else ''}, and {FILL_HOST:.0%} of the limit "
+            f"is {show_bytes(FILL_HOST * self.target.host_limit_bytes)}. "
+            f"Try: {', or '.join(tips)}.",
             needed_bytes=round(needed),
         )
 

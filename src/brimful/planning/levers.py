@@ -17,9 +17,11 @@ bf16 weights, which only the user can choose, halve weights, gradients and the s
 
 import copy
 import functools
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,6 +36,41 @@ from brimful.planning.plan import Choice
 from brimful.planning.plan_options import AutoOnOff, Checkpointed, Weights
 from brimful.task import Shape, Task
 from brimful.units import show_bytes
+
+
+class HostCopies:
+    """Keeps what autograd saves in host RAM until backward wants it, pinned where there is a GPU, and counts it."""
+
+    def __init__(self) -> None:
+        self.sizes: tuple[int, ...] = ()
+        """Bytes of the copies that were held at once, when they were most."""
+        self._held: dict[int, int] = {}
+        self._pinned = torch.cuda.is_available()
+
+    def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a checkpointed block. Its inputs are all that checkpointing saves."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return block(*args, **kwargs)
+
+    def bytes_at(self, share: float) -> int:
+        """What copies of this share of the sizes take. torch gives pinned memory out in powers of two."""
+        scaled = [math.ceil(size * share) for size in self.sizes]
+        return sum(1 << (size - 1).bit_length() if self._pinned and size else size for size in scaled)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        pinned = self._pinned and not tensor.is_sparse
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
+        copied.copy_(tensor)
+        self._held[id(copied)] = copied.nbytes
+        weakref.finalize(copied, self._held.pop, id(copied))
+        if sum(self._held.values()) > sum(self.sizes):
+            self.sizes = tuple(self._held.values())
+        return tensor.device, copied
+
+    def _unpack(self, saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        device, copied = saved
+        return copied.to(device, non_blocking=self._pinned)
+
 
 OFFLOAD = -1
 EVERY: dict[Checkpointed, int] = {"off": 0, "every-3": 3, "every-2": 2, "on": 1, "offload": OFFLOAD}
@@ -59,6 +96,8 @@ class Lever:
     """Blocks that can be switched one by one; 0 if all or none are."""
     offloads: bool = False
     """Whether the inputs of blocks can lie in host RAM."""
+    copies: HostCopies = field(default_factory=HostCopies)
+    """Those inputs."""
 
     @property
     def available(self) -> bool:
@@ -100,13 +139,15 @@ class Lever:
 
 def checkpointing(task: Task, model: nn.Module) -> Lever:
     """How gradient checkpointing is switched on this model."""
+    copies = HostCopies()
     if type(task).checkpointing is not Task.checkpointing and task.checkpointing(model, False):
         return Lever(lambda every: task.checkpointing(model, bool(every)), "by the task's own hook")
     if getattr(model, "is_gradient_checkpointing", False):
         return Lever(None, "the model came with it on", already_on=True)
     if getattr(model, "supports_gradient_checkpointing", False):
-        switch, count = functools.partial(_switch_hugging_face, model), len(_hugging_face_blocks(model))
-        return Lever(switch, "by the model's own method", blocks=count, offloads=bool(count) and _is_apart(model))
+        switch, count = functools.partial(_switch_hugging_face, model, copies), len(_hugging_face_blocks(model))
+        offloads = bool(count) and _is_apart(model)
+        return Lever(switch, "by the model's own method", blocks=count, offloads=offloads, copies=copies)
     blocks = repeated_blocks(model)
     if not blocks:
         reason = "the model has no method for it and no repeated blocks in a ModuleList or Sequential"
@@ -114,7 +155,8 @@ def checkpointing(task: Task, model: nn.Module) -> Lever:
     if any(isinstance(part, _BATCH_NORMS) for block in blocks for part in block.modules()):
         return Lever(None, "not available: its blocks hold BatchNorm, whose running statistics would be updated twice")
     reason = f"over {len(blocks)} repeated blocks"
-    return Lever(_Forwards(blocks, _checkpointed), reason, blocks=len(blocks), offloads=_is_apart(model))
+    forwards = _Forwards(blocks, _checkpointed, copies)
+    return Lever(forwards, reason, blocks=len(blocks), offloads=_is_apart(model), copies=copies)
 
 
 def _is_apart(model: nn.Module) -> bool:
@@ -145,7 +187,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if len(blocks) >= 2:  # blocks of the same class may be in other containers: a decoder's beside an encoder's
             siblings = [child for other in containers for child in other if type(child) is type(blocks[0])]
             nested = {id(part) for block in blocks for part in block.modules()}
-            return blocks + [block for block in siblings if id(block) not in nested]
+            around = {id(part) for part in model.modules() if any(one is blocks[0] for one in part.modules())}
+            return blocks + [block for block in siblings if id(block) not in nested | around]
     return []
 
 
@@ -158,7 +201,7 @@ def _hugging_face_blocks(model: Any) -> list[Any]:
     return [part for part in model.modules() if reads_flag(part)]
 
 
-def _switch_hugging_face(model: Any, every: int) -> None:
+def _switch_hugging_face(model: Any, copies: HostCopies, every: int) -> None:
     """The model's method also makes the output of its embeddings require gradients, and leaves that on when off again.
 
     Only re-entrant checkpointing needs that. It would make a frozen encoder keep its activations (+26 % on T5 tiny).
@@ -169,7 +212,7 @@ def _switch_hugging_face(model: Any, every: int) -> None:
         for number, block in enumerate(_hugging_face_blocks(model)):
             block.gradient_checkpointing = number % every == 0
             if every == OFFLOAD:
-                block._gradient_checkpointing_func = functools.partial(_offloaded, block._gradient_checkpointing_func)
+                block._gradient_checkpointing_func = functools.partial(copies.run, block._gradient_checkpointing_func)
         if not before:
             model.disable_input_require_grads()
     else:
@@ -180,9 +223,10 @@ class _Forwards:
     """A switch that replaces the forward of blocks, and puts back what it replaced: a method, or another switch's forward."""
 
     def __init__(
-        self, blocks: list[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        self._blocks, self._wrap = blocks, wrap
+        self, blocks: list[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]],
+        copies: HostCopies | None = None,
+    ) -> None:  # fmt: skip
+        self._blocks, self._wrap, self._copies = blocks, wrap, copies
         self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def __call__(self, every: int) -> None:
@@ -190,18 +234,13 @@ class _Forwards:
             self._before = [(block, vars(block).get("forward")) for block in self._blocks[:: abs(every)]]
             for block, _ in self._before:
                 wrapped = self._wrap(block, block.forward)
-                block.forward = functools.partial(_offloaded, wrapped) if every == OFFLOAD else wrapped
+                moved = self._copies if every == OFFLOAD else None
+                block.forward = functools.partial(moved.run, wrapped) if moved else wrapped
             return
         for block, before in self._before:
             del block.forward  # the method of the class is back
             if before is not None:
                 block.forward = before
-
-
-def _offloaded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a checkpointed block; its inputs, all that checkpointing keeps, go to pinned host memory until backward."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return run(*args, **kwargs)
 
 
 def _compiled(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,9 +19,11 @@ import numpy as np
 import torch
 
 from brimful.errors import BadOption, DoesNotFit, InexactSplit, TaskError, UserError, in_one_line, user_line
+from brimful.machine.host import tree_bytes
 from brimful.memory.context import StepContext
 from brimful.memory.forward import OTHER_OVERHEAD, OVERHEAD
 from brimful.memory.layout import LAYOUTS, PACKED, PADDED, LayoutName
+from brimful.memory.meter import trim_heap
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.split import deal
@@ -38,6 +40,7 @@ from brimful.planning.exactness import (
     tokens_that_fit,
 )
 from brimful.planning.graph_trial import with_graph
+from brimful.planning.host_memory import FILL_HOST
 from brimful.planning.levers import EVERY, FROZEN_ROWS, checkpointing, compiling, frozen_choice
 from brimful.planning.plan import Choice, HostPlan, Plan, Setting, Tried
 from brimful.planning.plan_options import Checkpointed, PlanOptions
@@ -82,6 +85,8 @@ class Trial:
     """None if nothing that is allowed fits."""
     data_rows_per_s: float | None = None
     """Of the chosen split with the rows of the data as they come; None if that was not timed."""
+    host_bytes: int = 0
+    """What the chosen size moves to host RAM; of the smallest size if the host has no room even for that."""
 
     @property
     def rows_per_s(self) -> float:
@@ -173,7 +178,7 @@ class Search:
                 needed_bytes=0,
             )
         choices = [*choices_of(self, trial, reason), *([frozen] if frozen else [])]
-        slowdown = self.prober.simulation_slowdown(chosen.rows, self.shape, chosen.seconds)
+        slowdown = self.prober.simulation_slowdown(chosen.rows, self.shape)
         plan = replace(self._assemble(trial, verified, overhead, choices, key), simulation_slowdown=slowdown)
         return with_graph(self, plan, chosen.seconds)
 
@@ -185,6 +190,8 @@ class Search:
             if self.lever.available:
                 few = f"the model has only {self.lever.blocks} blocks"
                 reason = few if self.lever.blocks else f"it is switched {reason}, for all blocks or none"
+                if wanted == "offload" and self.lever.blocks:
+                    reason = f"{self.target.name} is no CUDA GPU, whose memory is apart from host RAM"
             raise BadOption(f'checkpointing="{wanted}" is not possible: {reason}. Try: checkpointing="auto".')
         short = self.prober.available(tuple(max(1, min(length // 4, WARM_UP_LENGTH)) for length in self.shape))
         rows = min(2, self.most)  # BatchNorm refuses a single row
@@ -407,12 +414,16 @@ class Search:
             survey, speed = Survey(self.prober, self.shape, self.most, least=self._least), None
             survey.explore()
             largest = self._largest(survey) if survey.probed_worst else 0
+            offloaded = largest and setting.checkpointing == "offload"
+            largest, measured = self._largest_on_host(largest) if offloaded else largest, largest
             if rows := self._allowed_rows(survey, largest):
                 only = self.options.micro_batch != "auto" or self._largest_wins
                 speed = find_fastest(
                     self.most, rows, survey.time, self.once_s, least=self._least, only=only, in_time=self._in_time
                 )
-            self.trials.append(Trial(setting, survey, largest, speed))
+            chosen = speed.chosen.rows if speed else self._least
+            host_bytes = self.lever.copies.bytes_at(chosen / measured) if offloaded else 0
+            self.trials.append(Trial(setting, survey, largest, speed, host_bytes=host_bytes))
             return self.trials[-1]
 
     def _try_the_others(self, chosen: Trial, reason: str) -> tuple[Trial, str]:
@@ -586,6 +597,15 @@ class Search:
         in_time = not self._must_stay_whole
         return survey.largest(self._budget_bytes, in_time=in_time) or survey.largest(self.target.budget_bytes)
 
+    def _largest_on_host(self, most: int) -> int:
+        """The most rows, of those that fit the device, whose blocks' inputs fit into host RAM; 0 if none do."""
+        self.lever.copies.sizes = ()  # of larger probes
+        self.prober.run(most, self.shape, "later")
+        trim_heap()
+        room = FILL_HOST * self.target.host_limit_bytes / len(self.deal) - tree_bytes()
+        fitting = (rows for rows in range(most, self._least - 1, -1) if self.lever.copies.bytes_at(rows / most) <= room)
+        return next(fitting, 0)
+
     @property
     def _budget_bytes(self) -> int:
         """What to plan for. A deterministic plan cannot time how few rows keep a CPU busy, so their bytes are bounded."""
@@ -608,7 +628,8 @@ class Search:
     @property
     def few_splits(self) -> bool:
         """Where splitting changes the result, few micro-batches matter more than speed."""
-        return not self.exactness.exact and not self.options.allow_inexact
+        changes = not self.exactness.exact or self.exactness.unequal_rows
+        return changes and not self.options.allow_inexact
 
     @property
     def _largest_wins(self) -> bool:
@@ -650,7 +671,7 @@ class Search:
         if trial.speed is not None:
             return trial
         if trial.largest == 0:
-            raise self._one_row_too_large(trial)
+            raise self._host_too_small(trial) if trial.host_bytes else self._one_row_too_large(trial)
         if self._must_stay_whole:
             raise InexactSplit(
                 f"task {self.task.name}: {self.exactness.reason}, and {self.most} rows do not fit without splitting them into "
@@ -663,6 +684,15 @@ class Search:
             f"micro_batch={fixed} is predicted to need {show_bytes(trial.survey.predicted(fixed))} for "
             f"{self.context.layout.show(fixed, self.shape)}, and the limit is {show_bytes(self.target.limit_bytes)}. "
             f"Try: micro_batch={trial.largest}, the most that fits."
+        )
+
+    def _host_too_small(self, trial: Trial) -> DoesNotFit:
+        needed = len(self.deal) * (tree_bytes() + trial.host_bytes) / FILL_HOST
+        return DoesNotFit(
+            f'checkpointing="offload" moves {show_bytes(trial.host_bytes)} to host RAM for '
+            f"{self.context.layout.show(self._least, self.shape)} (predicted), and the limit there is "
+            f'{show_bytes(self.target.host_limit_bytes)}. Try: host_limit="{flag_bytes(needed)}".',
+            needed_bytes=round(needed),
         )
 
     def _one_row_too_large(self, trial: Trial) -> DoesNotFit:
@@ -767,7 +797,7 @@ class Search:
             plan_s=now() - self.started, deterministic=self.options.deterministic, levers=levers_of(self, trial)[0],
             host=HostPlan(limit_bytes=self.target.host_limit_bytes), choices=tuple(choices),
             warnings=tuple(warnings_of(self, trial, timing)), tried=self._tried_rows(trial), table=self.options.table, not_tried=tuple(self.not_tried),
-            data_rows=None if self.rows is None else len(self.rows), key=key,
+            data_rows=None if self.rows is None else len(self.rows), key=key, offloaded_bytes=trial.host_bytes,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
 

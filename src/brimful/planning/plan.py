@@ -209,6 +209,8 @@ class Plan:
     """By length, the tokens that every packed micro-batch is filled up to, for CUDA graphs; None: as many as its rows need."""
     fixed_rows: int = 0
     """The most rows of such a micro-batch."""
+    fixed_trained: float = 1.0
+    """The largest share of its tokens that has room in the loss, where a packed batch says which are trained."""
     global_batch: int
     micro_batch: int
     """Rows per forward and backward, at most."""
@@ -241,6 +243,8 @@ class Plan:
     or if splits should be few."""
     deterministic: bool = False
     """Nothing that was timed decided on this plan, and nothing that is timed may change how its steps are split."""
+    offloaded_bytes: int = 0
+    """What `checkpointing="offload"` moves to host RAM in each process, at the chosen size; predicted."""
     ooms: int
     probes: int
     plan_s: float
@@ -282,9 +286,13 @@ class Plan:
     @property
     def row_layout(self) -> Layout:
         """How the rows of a micro-batch are laid out."""
-        if self.fixed_tokens is not None:
-            return PackedLayout(FixedSize(tuple(self.fixed_tokens), self.fixed_rows))
-        return LAYOUTS[self.layout]
+        return LAYOUTS[self.layout] if self._fixed is None else PackedLayout(self._fixed)
+
+    @property
+    def _fixed(self) -> FixedSize | None:
+        if self.fixed_tokens is None:
+            return None
+        return FixedSize(tuple(self.fixed_tokens), self.fixed_rows, self.fixed_trained)
 
     @property
     def zone(self) -> Zone:
@@ -301,6 +309,9 @@ class Plan:
         chosen = self.memory_model.rising_cost(self.micro_batch, self.shape, whole=whole)
         if self.layout == "padded":
             return chosen
+        if self._fixed is not None:
+            # Memory for this size was reserved in a trial. A step that is too long for it becomes two of that size.
+            chosen = max(chosen, self.memory_model.rising_cost(self._fixed.rows, self._fixed.shape))
         if whole and self.choice("micro_batch").requested is None:
             return max(chosen, budget)
         filled = PACKED.shape([self.shape] * self.micro_batch)

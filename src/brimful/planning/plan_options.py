@@ -128,7 +128,7 @@ def _problems(options: PlanOptions) -> Iterator[str]:
     if lengths is not None and not (
         isinstance(lengths, (tuple, list)) and all(is_whole(length, 1) for length in lengths)
     ):
-        yield f"lengths={lengths!r} must be a tuple of whole numbers of at least 1, such as (256, 256)."
+        yield f"lengths={lengths!r} must be whole numbers of at least 1. Try: lengths=(256, 256)."
     seconds = options.plan_seconds
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         yield f"plan_seconds={seconds!r} must be a number above 0."

@@ -8,7 +8,7 @@ import copy
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -30,7 +30,7 @@ from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.planning.plan_time import PlanTime, now
 from brimful.planning.target import Target
-from brimful.task import Dataset, Loss, Shape, Task, failed_method, failure, loss_terms, rows_of
+from brimful.task import Dataset, Loss, Shape, Task, failed_method, failure, loss_terms, shared_rows
 from brimful.units import show_rows
 
 T = TypeVar("T")
@@ -106,21 +106,30 @@ class Prober:
         self._progress(f"time {self.context.layout.show(rows, shape)}")
         return self._attempt(lambda: self._timed(rows, shape, whole, reserved))
 
-    def simulation_slowdown(self, rows: int, shape: Shape, seconds: float) -> float:
-        """How much longer than `seconds` a micro-batch takes where training simulates the limit: on a CPU, if the user set one.
+    def simulation_slowdown(self, rows: int, shape: Shape) -> float:
+        """How many times as long a micro-batch takes where training simulates the limit: on a CPU, if the user set one.
 
-        Every operation is counted there, which may double the time of a small model.
+        Every operation is counted there, which may double the time of a small model. Steps with and without take turns, so that a
+        machine that others use slows both.
         """
         if not self.target.requested or self.context.device.type != "cpu":
             return 1.0
         batch = self.batch(rows, shape)
 
-        def work() -> float:
-            with _disable_current_modes(), self.target.enforce(adopt=_held(self.context)):
-                return self._clock(lambda: self.context.run_micro_batch(batch, rows))
+        def clock() -> float:
+            return self._clock(lambda: self.context.run_micro_batch(batch, rows))
 
-        took = self._attempt(work)
-        return 1.0 if isinstance(took, OutOfMemory) else max(1.0, took / seconds)
+        def work() -> float:
+            plain, limited = list[float](), list[float]()
+            with _disable_current_modes():
+                while self._another(plain):
+                    plain.append(clock())
+                    with self.target.enforce(adopt=_held(self.context)):
+                        limited.append(clock())
+            return min(limited) / min(plain)
+
+        ratio = self._attempt(work)
+        return 1.0 if isinstance(ratio, OutOfMemory) else max(1.0, ratio)
 
     def warm_up(self, rows: int, shape: Shape) -> OutOfMemory | None:
         """One step that is not metered: it checks the task and allocates the optimizer's state."""
@@ -137,18 +146,21 @@ class Prober:
         """Time of what happens once per step: scaling the gradients, the optimizer, dropping the gradients."""
         with _disable_current_modes():
             if has_peak_statistics(self.context.device):
-                more, few = (self._peak(count, shape) for count in (2 * rows, rows))
-                self.token_bytes = max(0, more - few) / (rows * max(1, sum(shape)))
+                more, few = (self._peaks(count, shape) for count in (2 * rows, rows))
+                grown = max(peak - few.get(phase, 0) for phase, peak in more.items())
+                self.token_bytes = max(0, grown) / (rows * max(1, sum(shape)))
             else:
                 self.context.run_micro_batch(self.batch(rows, shape), rows)
             return self._clock(lambda: self.context.finish(1.0))
 
-    def _peak(self, rows: int, shape: Shape) -> int:
-        """Of a micro-batch without gradients of an earlier one."""
+    def _peaks(self, rows: int, shape: Shape) -> dict[str, int]:
+        """Of a micro-batch without gradients of an earlier one, by phase: so few tokens take less than the gradients, which set the
+        peak of the whole and do not grow."""
         self.context.drop_gradients()
-        torch.accelerator.reset_peak_memory_stats(self.context.device)
-        self.context.run_micro_batch(self.batch(rows, shape), rows)
-        return torch.accelerator.max_memory_allocated(self.context.device)
+        metered = meter(self.context.device)
+        with metered:
+            self.context.run_micro_batch(self.batch(rows, shape), rows, metered.phase, "first_")
+        return metered.reading().phases
 
     def batch(self, rows: int, shape: Shape) -> Any:
         task = self.context.task
@@ -157,8 +169,8 @@ class Prober:
                 return PACKED.dummy(task, rows, shape)
         with task_errors(task, "dummy", self.context.layout.show(rows, shape)):
             batch = task.dummy(rows, shape)
-            count = rows_of(batch)
-        if count != rows:
+            count = shared_rows(batch)
+        if count is not None and count != rows:
             raise TaskError(
                 f"task {task.name}: dummy({rows}, {shape}) returned {show_rows(count)}. Try: make as many as its first argument says."
             )
@@ -231,14 +243,18 @@ class Prober:
             batch, times = self.batch(rows, shape), list[float]()
             if probe is None:
                 self.context.run_micro_batch(batch, rows)
-            most = 2 if self.plan_time.limit_s is None else 5  # what is drawn meanwhile must not depend on the clock
-            while len(times) < 2 or (sum(times) < TIMED_S and len(times) < most):
+            while self._another(times):
                 if whole:
                     self.context.drop_gradients()
                 times.append(self._clock(lambda: self.context.run_micro_batch(batch, rows)))
-                if times[0] > SLOW_S and self.plan_time.limit_s is not None:
-                    break
             return sorted(times)[(len(times) - 1) // 2], probe
+
+    def _another(self, times: Sequence[float]) -> bool:
+        """Whether to time the same once more. What is drawn meanwhile must not depend on the clock of a deterministic plan."""
+        steady = self.plan_time.limit_s is None
+        if times and times[0] > SLOW_S and not steady:
+            return False
+        return len(times) < 2 or (sum(times) < TIMED_S and len(times) < (2 if steady else 5))
 
     def _clock(self, work: Callable[[], Any]) -> float:
         self._synchronise()
@@ -353,9 +369,8 @@ def check_collate(task: Task, rows: Dataset) -> None:
     with task_errors(task, "rows", f"the first {show_rows(count)} of the data"):
         some = [rows[index] for index in range(count)]
     with task_errors(task, "collate", f"the first {show_rows(count)} of the data"):
-        batch = task.collate(some)
-        collated = rows_of(batch)
-    if collated != count:
+        collated = shared_rows(task.collate(some))
+    if collated is not None and collated != count:
         raise TaskError(
             f"task {task.name}: collate() made {show_rows(collated)} of {count}. Try: return tensors with one entry for each row."
         )

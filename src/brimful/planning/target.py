@@ -52,6 +52,11 @@ class Target:
         return int(self.limit_bytes * self.fill)
 
     @property
+    def users_now(self) -> str:
+        """The same at this moment, whether or not the user set the limit."""
+        return _other_users(self.device)
+
+    @property
     def has_kernels(self) -> bool:
         """Whether the kernels for packed rows run there."""
         return not self.why_no_kernels

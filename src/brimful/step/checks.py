@@ -23,7 +23,7 @@ from brimful.planning.exactness import Exactness, NothingCounted, check_exactnes
 from brimful.planning.plan import Plan
 from brimful.step.distributed import Share
 from brimful.step.result import Events
-from brimful.task import check_weights
+from brimful.task import check_weights, not_finite
 
 SPLIT_CHECK_ROWS = 4
 """Rows that the exactness check runs at once. More would raise the peak of a small step."""
@@ -99,6 +99,8 @@ def check_model(model: nn.Module) -> None:
         raise TaskError(
             "no parameter of the model requires a gradient. Try: param.requires_grad_(True) for those that should learn."
         )
+    if broken := not_finite(model):
+        raise TaskError(f"the model has NaN or inf in {broken} before training. Try: load intact weights.")
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:

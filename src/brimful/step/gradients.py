@@ -34,7 +34,7 @@ from brimful.step import checks
 from brimful.step.checks import ShapeCounter, SplitCheck
 from brimful.step.distributed import Share, SingleProcess, checksum
 from brimful.step.recovery import MicroBatch, Number, Recovery, StepState
-from brimful.task import Loss, Task, term_counts
+from brimful.task import Loss, Task, compare_counts, several_terms, term_counts
 
 SumAndCount = tuple[float, float]
 Terms = Mapping[str, tuple[Number, Number]]
@@ -132,6 +132,8 @@ class Gradients:
             meanwhile()
             numbers, log, norm = readout.read()
             self._check_count(numbers, counts)
+            if counts is not None:
+                compare_counts(self._context.task, {name: count for name, (_, count) in numbers.items()}, counts)
         except BaseException:
             self._recovery.drop_gradients()
             raise
@@ -172,6 +174,7 @@ class Gradients:
         """What the terms of this rank's rows count, from collated batches."""
         task, counts = self._context.task, Counter[str]()
         self._context.phase = Phase.COLLATE
+        state.share.rows.lay_out(self._recovery.limit.layout)
         groups = self._split(state.share, state.rows)
         for index, group in enumerate(groups):
             state.micro_batch = MicroBatch(index, len(groups), group, state.share.shape(group))
@@ -197,6 +200,7 @@ class Gradients:
         """Forward and backward of every micro-batch of this rank."""
         started, totals = time.perf_counter(), LossTotals()
         state.micro_batch, state.largest_cost = MicroBatch(0, 0, [], ()), 0.0
+        state.share.rows.lay_out(self._recovery.limit.layout)
         state.groups = self._split(state.share, state.rows)
         self._split_check.before_split(state.step, max(len(state.groups), self._group.size))
         estimate = CountEstimate(len(state.rows), len(state.groups[0]) if state.groups else 1)
@@ -254,10 +258,7 @@ class Gradients:
         if counts is not None:
             terms = [state.terms.get(name, (0.0, 0.0)) for name in counts]
         elif len(state.terms) > 1:
-            raise TaskError(
-                f"the loss has several terms ({', '.join(state.terms)}), whose counts must be known before the forward. "
-                "Try: define counts(batch)."
-            )
+            raise several_terms(state.terms)
         else:
             terms = list(state.terms.values()) or [(0.0, 0.0)]
         numbers: list[Number] = [

@@ -5,7 +5,8 @@
 2. Random state, buffers and the scaler are restored to the beginning of the step.
 3. `Recovery._respond` decides what changes and reports it as an `oom` event:
 
-       a micro-batch that can be split       `MicroBatchLimit` comes down, so the next split is finer
+       a micro-batch that can be split       `MicroBatchLimit` comes down, so the next split is finer; not yet if a CUDA
+                                             graph's memory was given back, and that is enough
        a single row                          tried again twice, since memory may have been short for a moment only;
                                              then set aside (`skip_oversized`), or the run ends with `DoesNotFit`
        clipping, or the optimizer's bytes    tried again as it is, then with smaller micro-batches, then `DoesNotFit`
@@ -26,7 +27,7 @@ from torch import nn
 
 from brimful.errors import DoesNotFit, UserError
 from brimful.memory.context import Phase, StepContext
-from brimful.memory.layout import PADDED, Layout
+from brimful.memory.layout import PACKED, PADDED, Layout, PackedLayout
 from brimful.memory.ledger import count_existing
 from brimful.memory.meter import AvailableMemory, allocated_bytes, allocator_retries
 from brimful.memory.model import MemoryModel, work
@@ -139,6 +140,8 @@ class Recovery:
         """Bytes of this process that are not training's, at the beginning of the step."""
         self._retries = allocator_retries(context.device)
         self._thrashing_steps = 0
+        self._gave_graph_up = False
+        """Whether a CUDA graph had to go for the last error."""
         self.ooms = 0
         """Errors of this rank, in all steps."""
         self.follow_model()
@@ -163,18 +166,19 @@ class Recovery:
 
     def run(self, state: StepState, work: Callable[[], None]) -> bool:
         """Run a part of the step. False: memory ran out, everything is as before the step, and it has to be run again."""
+        self._gave_graph_up = False
         outcome = attempt(work, self._context.device, clean=self._free, thorough=state.ooms > 0)
         state.done = not isinstance(outcome, OutOfMemory)
         if isinstance(outcome, OutOfMemory):
             self.restore()
-            self._respond(state, outcome.message)
+            self._respond(state, outcome)
         return state.done
 
     def _free(self) -> None:
         """After an out-of-memory error."""
         self.drop_gradients()
-        if self._context.graphs is not None:
-            self._context.graphs.drop(out_of_memory=True)
+        if self._context.graphs is not None and self._context.graphs.drop(out_of_memory=True):
+            self._gave_graph_up = True
 
     def drop_gradients(self) -> None:
         self._context.drop_gradients()
@@ -186,7 +190,7 @@ class Recovery:
         self._random_state.restore()
         self._buffers.restore()
 
-    def _respond(self, state: StepState, message: str) -> None:
+    def _respond(self, state: StepState, error: OutOfMemory) -> None:
         """Lower the limit, set a row aside, or stop; and report it."""
         state.ooms += 1
         self.ooms += 1
@@ -195,9 +199,11 @@ class Recovery:
         predicted = self.limit.predicted_bytes(rows, shape, whole=batch.whole) if rows else None
         in_micro_batch = phase.in_micro_batch
         if in_micro_batch and rows <= self.least_rows:
-            change = self._single_row_failed(state, batch, room)
+            change = self._single_row_failed(state, batch, room, error)
         elif state.finish_failures >= FINISH_TRIES:
-            change = self._give_up(state, phase, room)
+            change = self._give_up(state, phase, room, error)
+        elif in_micro_batch and self._gave_graph_up and self.limit.has_room(predicted, room) and state.ooms == 1:
+            change = "the memory of its CUDA graph is given back; trying the step again"
         elif rows > 1 and (in_micro_batch or (state.finish_failures >= SAME_SPLIT_TRIES and not batch.whole)):
             change = self.limit.lower(rows, shape, whole=batch.whole, available_bytes=room, again=state.ooms > 1)
         else:
@@ -217,7 +223,8 @@ class Recovery:
             allocated_bytes=allocated_bytes(self._context.device),
             attempt=state.ooms,
             change=change,
-            message=message.splitlines()[0] if message else "",
+            message=error.message.splitlines()[0] if error.message else "",
+            place=error.place,
         )
 
     def _describe(self, batch: MicroBatch, phase: Phase) -> str:
@@ -226,7 +233,7 @@ class Recovery:
             return f"{phase.value}, micro-batch {batch.index + 1} of {batch.of} ({size})"
         return f"{phase.value}, after {batch.of} micro-batch{'es' if batch.of != 1 else ''}"
 
-    def _single_row_failed(self, state: StepState, batch: MicroBatch, room: int | None) -> str:
+    def _single_row_failed(self, state: StepState, batch: MicroBatch, room: int | None, error: OutOfMemory) -> str:
         """The smallest micro-batch there is: try again, then set it aside or stop."""
         rows = tuple(batch.rows)
         name = f"row {rows[0]}" if len(rows) == 1 else f"rows {' and '.join(map(str, rows))}"
@@ -236,7 +243,7 @@ class Recovery:
         if self.limit.cost(len(rows), batch.shape) <= state.largest_cost:
             state.stop = DoesNotFit(
                 f"{name} of step {state.step} ran out of memory because the gradients of earlier rows take up part of it"
-                f"{_room_text(room)}. Try: {self._remedies(rows=False)}.",
+                f"{self._room_text(room, error)}. Try: {self._remedies(rows=False)}.",
                 needed_bytes=(room or 0) + 1,
             )
             return "the run stops"
@@ -244,7 +251,7 @@ class Recovery:
         shape = padded_shape([state.share.rows.shapes[row] for row in rows])  # without what fills a packed sequence
         lengths = f" (lengths {'+'.join(map(str, shape))})" if shape else ""
         needs = f"needs about {show_bytes(predicted)} (predicted)" if predicted else "does not fit"
-        problem = f"{name} of step {state.step}{lengths} cannot be split and {needs}{_room_text(room)}"
+        problem = f"{name} of step {state.step}{lengths} cannot be split and {needs}{self._room_text(room, error)}"
         if self._skip_oversized:
             state.rows = [row for row in state.rows if row not in rows]
             state.set_aside += rows
@@ -256,13 +263,22 @@ class Recovery:
         )
         return "the run stops"
 
-    def _give_up(self, state: StepState, phase: Phase, room: int | None) -> str:
+    def _give_up(self, state: StepState, phase: Phase, room: int | None, error: OutOfMemory) -> str:
         state.stop = DoesNotFit(
             f"memory ran out {FINISH_TRIES + 1} times in {phase.value} of step {state.step}, which smaller micro-batches do not "
-            f"change{_room_text(room)}. Try: an optimizer with less state, a smaller model or more memory.",
+            f"change{self._room_text(room, error)}. Try: an optimizer with less state, a smaller model or more memory.",
             needed_bytes=(room or 0) + 1,
         )
         return "the run stops"
+
+    def _room_text(self, room: int | None, error: OutOfMemory) -> str:
+        """What training may use, what it holds without gradients and activations, and what it asked for last."""
+        in_use = allocated_bytes(self._context.device)
+        if room is None or in_use is None:
+            return ""
+        asked = f", and {error.asked} was asked for when it ran out" if error.asked else ""
+        held = show_bytes(in_use - self._memory.other_bytes())
+        return f"; the device has room for {show_bytes(room)}, {held} of it is in use without gradients and activations{asked}"
 
     def _remedies(self, *, rows: bool = True) -> str:
         """What would still save memory."""
@@ -338,10 +354,6 @@ class Recovery:
         return self.limit.correct_model(min(own, round(MOST_RAISED * predicted)), predicted)
 
 
-def _room_text(room: int | None) -> str:
-    return "" if room is None else f"; the device has room for {show_bytes(room)}"
-
-
 @dataclass(frozen=True, slots=True)
 class Lowering:
     """A limit before it was lowered."""
@@ -374,7 +386,7 @@ class MicroBatchLimit:
     model: MemoryModel | None
     value: float
     """The most that a micro-batch may cost."""
-    layout: Layout = PADDED
+    planned_layout: Layout = PADDED
     budget: float = math.inf
     """The most that `value` may become: the share of the memory to use."""
     max_rows: int | None = None
@@ -405,7 +417,7 @@ class MicroBatchLimit:
         fixed = [size for size in (micro_batch, plan.choice("micro_batch").requested) if size is not None]
         return cls(
             model=plan.memory_model,
-            layout=plan.row_layout,
+            planned_layout=plan.row_layout,
             value=plan.micro_limit,
             budget=float(plan.budget_bytes),
             max_rows=min(fixed, default=None),
@@ -413,6 +425,14 @@ class MicroBatchLimit:
             fill=plan.fill,
             grow_after=grow_after,
         )
+
+    @property
+    def layout(self) -> Layout:
+        """As planned, but micro-batches are not filled up to a size that is over the limit by now."""
+        planned = self.planned_layout
+        if not isinstance(planned, PackedLayout) or planned.fixed is None:
+            return planned
+        return planned if self.cost(planned.fixed.rows, planned.fixed.shape) <= self.value else PACKED
 
     def split(self, shapes: list[Shape], *, part: bool = False) -> list[list[int]]:
         """Rows of these shapes in micro-batches within the limit. `part`: the step has other rows as well."""
@@ -443,6 +463,12 @@ class MicroBatchLimit:
     def _factor(self) -> float:
         return self.correction * self.measured
 
+    def has_room(self, predicted_bytes: int | None, available_bytes: int | None) -> bool:
+        """Whether the device has room for so much, as far as that is known."""
+        if predicted_bytes is None or available_bytes is None:
+            return False
+        return predicted_bytes <= self.fill * available_bytes
+
     def predicted_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int | None:
         return None if self.model is None else round(self._factor * self.model.cost_bytes(rows, shape, whole=whole))
 
@@ -458,7 +484,7 @@ class MicroBatchLimit:
         self._remember(rows, available_bytes)
         predicted = self.predicted_bytes(rows, shape, whole=whole)
         if predicted is not None and available_bytes is not None and not again:
-            if predicted > self.fill * available_bytes:
+            if not self.has_room(predicted, available_bytes):
                 self.value = min(self.value, self.fill * available_bytes)
                 return f"the device has room for {show_bytes(available_bytes)}, micro-batches now use {self.fill:.0%} of that"
             raised = min(available_bytes / predicted, MOST_RAISED)

@@ -36,6 +36,9 @@ class Rows(Protocol):
     def batch(self, indices: Sequence[int]) -> Any:
         """These rows as one batch, on the device they came on."""
 
+    def lay_out(self, layout: Layout) -> None:
+        """Make batches in this layout from now on."""
+
 
 def as_rows(value: Any, task: Task, shape: Shape, *, list_is_rows: bool, layout: Layout = PADDED) -> Rows:
     """The argument of `Stepper.step`. `shape` is for rows whose task does not define theirs."""
@@ -68,6 +71,7 @@ class LoadedRows:
         for number, (group, part) in enumerate(zip(step.groups, self._parts, strict=True)):
             for index, row in enumerate(group):
                 self.shapes[row], self._position[row] = part.shapes[index], (number, index)
+        self._packed_layout = layout
         if self.collates and len(step.groups) == 1:
             self.groups = None  # the loader did not split: any split will do
 
@@ -75,11 +79,17 @@ class LoadedRows:
         return len(self.shapes)
 
     def batch(self, indices: Sequence[int]) -> Any:
-        if (packed := self._packed.get(tuple(indices))) is not None:
+        packed = self._packed.get(tuple(indices))
+        if packed is not None and self.layout is self._packed_layout:
             return packed
         numbers = {self._position[index][0] for index in indices}
         assert len(numbers) == 1, "rows of two micro-batches cannot be joined"
         return self._parts[numbers.pop()].batch([self._position[index][1] for index in indices])
+
+    def lay_out(self, layout: Layout) -> None:
+        self.layout = layout
+        for part in self._parts:
+            part.lay_out(layout)
 
 
 class ListedRows:
@@ -100,6 +110,9 @@ class ListedRows:
 
     def batch(self, indices: Sequence[int]) -> Any:
         return self.layout.collate(self._task, [self._rows[index] for index in indices])
+
+    def lay_out(self, layout: Layout) -> None:
+        self.layout = layout
 
 
 class BatchRows:
@@ -139,6 +152,9 @@ class BatchRows:
         first, last = indices[0], indices[-1]
         contiguous = last - first + 1 == len(indices)
         return _take(self._batch, slice(first, last + 1) if contiguous else list(indices), self._rows)
+
+    def lay_out(self, layout: Layout) -> None:
+        """They are padded already."""
 
 
 def _looks_like_rows(value: list[Any]) -> bool:

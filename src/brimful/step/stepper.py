@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from brimful.errors import BadOption, NonFiniteGradients, PartialUpdate, TaskError, UserError, in_one_line, kind_of
 from brimful.memory.context import Phase, StepContext
 from brimful.memory.graphs import Graphs, signature
-from brimful.memory.layout import PADDED
 from brimful.memory.ledger import active_peak_bytes, reset_active_peak
 from brimful.memory.meter import has_peak_statistics, memory_peaks
 from brimful.memory.snapshot import RandomState
@@ -54,6 +53,10 @@ from brimful.units import is_whole
 
 FP16_SKIPS = 20
 """Consecutive steps that fp16 may skip while its loss scale comes down from 65536."""
+
+
+SKIPPED_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers that heed `found_inf` if they are fused. Not their subclasses, which may compute something of their own."""
 
 
 class Stepper:
@@ -128,19 +131,19 @@ class Stepper:
         cudnn, cudnn_reason = cudnn_attention("auto", device, task.worst_shape)
         if plan:
             cudnn, cudnn_reason = plan.levers.cudnn_attention, "as planned"
+        self._limit = MicroBatchLimit.from_plan(plan, micro_batch, grow_after)
         self._context = StepContext(
             task=task,
             model=model,
             optimizer=optimizer,
             device=device,
             autocast=autocast_dtype(precision, device),
-            layout=plan.row_layout if plan else PADDED,
+            layout=self._limit.planned_layout,
             cudnn_attention=cudnn == "on",
             scaler=scaler,
         )
         self._clip_norm, self._skip_nonfinite, self._last_checkpoint = clip_norm, skip_nonfinite, last_checkpoint
         self._events = Events(on_event)
-        self._limit = MicroBatchLimit.from_plan(plan, micro_batch, grow_after)
         self._group = join(device, model)
         self._dealer = Dealer(self._group, device, plan, self._limit.budget, rows_are)
         checked = plan is not None and plan.task == task.name
@@ -161,7 +164,7 @@ class Stepper:
         """What the group had counted at the beginning of the step."""
         self.steps = 0
         """Steps begun, skipped ones included."""
-        self._nonfinite_steps = 0
+        self.nonfinite_steps = 0
         """Consecutive steps skipped because of NaN or inf."""
         self._earlier_ooms = 0
         """Errors before the checkpoint that was loaded."""
@@ -225,18 +228,25 @@ class Stepper:
         `meanwhile` is called once in it, while the device computes and nothing is left to do here but to wait: for work
         on the host, such as reading the next rows. What it raises ends the step before any weight has changed.
         """
-        started, meanwhile_s = self._begin(), 0.0
+        started, meanwhile_s, launched = self._begin(), 0.0, False
+        norm: Number = 0.0
 
-        def run_meanwhile() -> None:
-            nonlocal meanwhile_s
+        def clip_and_reserve() -> Number:
+            nonlocal norm
+            norm = self._clip_and_reserve()
+            return norm
+
+        def while_computing() -> None:
+            nonlocal meanwhile_s, launched
             if meanwhile is not None:
                 begun = time.perf_counter()
                 meanwhile()
                 meanwhile_s = 0.0 if self._device_computes() else time.perf_counter() - begun
+            launched = self._launch_update(norm)
 
-        share, gradients = self._make_gradients(rows, self._clip_and_reserve, run_meanwhile)
+        share, gradients = self._make_gradients(rows, clip_and_reserve, while_computing)
         assert gradients.norm is not None
-        applied = self._apply(gradients.norm)
+        applied = self._apply(gradients.norm, launched=launched)
         self._context.drop_gradients()
         return self._finish(share, gradients, started, applied, meanwhile_s)
 
@@ -271,7 +281,7 @@ class Stepper:
         return {
             "steps": self.steps,
             "ooms": self.ooms,
-            "nonfinite_steps": self._nonfinite_steps,
+            "nonfinite_steps": self.nonfinite_steps,
             "micro_batch_limit": self._limit.state_dict(),
             "speeds": list(self._dealer.speeds),
             "many_shapes": self._shapes.many,
@@ -279,7 +289,7 @@ class Stepper:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self._nonfinite_steps = state["steps"], state["nonfinite_steps"]
+        self.steps, self.nonfinite_steps = state["steps"], state["nonfinite_steps"]
         self._earlier_ooms = state["ooms"] - self._recovery.ooms
         self._limit.load_state_dict(state["micro_batch_limit"])
         if state["many_shapes"]:
@@ -345,11 +355,34 @@ class Stepper:
         self._context.phase = Phase.RESERVE
         self._optimizer_memory.reserve(self._gradients.params)
 
-    def _apply(self, norm: float) -> bool:
+    def _launch_update(self, norm: Number) -> bool:
+        """Launch the optimizer's step before the norm is read, if the device itself can leave it out. Returns whether it did.
+
+        torch's fused optimizers do nothing where `found_inf` is 1, which is how a `GradScaler` skips steps. So the device goes on
+        while the host waits for the numbers of the step.
+        """
+        optimizer = self._context.optimizer
+        fused = type(optimizer) in SKIPPED_ON_DEVICE and getattr(optimizer, "_step_supports_amp_scaling", False)
+        if not fused or self._context.scaler is not None or not isinstance(norm, torch.Tensor):
+            return False
+        optimizer.grad_scale, optimizer.found_inf = None, (~norm.isfinite()).to(torch.float32)  # type: ignore[attr-defined]
+        try:
+            self._update()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        return True
+
+    def _apply(self, norm: float, *, launched: bool) -> bool:
         """The optimizer's step, once; or none if the gradients are not finite."""
         if not math.isfinite(norm):
             self._skip(norm)
             return False
+        if not launched:
+            self._update()
+        self.nonfinite_steps = 0
+        return True
+
+    def _update(self) -> None:
         try:
             self._context.apply()
         except Exception as error:
@@ -357,11 +390,9 @@ class Stepper:
                 f"the optimizer failed within step {self.steps}, so the weights may be partly updated ({in_one_line(error)}). "
                 f"Try: resume from {self._checkpoint_path() or 'your last checkpoint'}."
             ) from error
-        self._nonfinite_steps = 0
-        return True
 
     def _skip(self, norm: float) -> None:
-        self._nonfinite_steps += 1
+        self.nonfinite_steps += 1
         scaler, most = self._context.scaler, self._skip_nonfinite
         scale_change = ""
         if scaler is not None:
@@ -371,17 +402,17 @@ class Stepper:
         gradients = ((name, param.grad) for name, param in self.model.named_parameters() if param.grad is not None)
         parameter = next((name for name, grad in gradients if not grad.isfinite().all()), None)
         problem = f"the gradient norm is {norm}" + (f" (first in {parameter!r})" if parameter else "")
-        count = f"{self._nonfinite_steps} consecutive step{'s' * (self._nonfinite_steps != 1)} skipped"
+        count = f"{self.nonfinite_steps} consecutive step{'s' * (self.nonfinite_steps != 1)} skipped"
         self._events.add(
             "skip",
             self.steps,
             f"{problem}: {count}, at most {most}{scale_change}",
             norm=str(norm),
             parameter=parameter,
-            consecutive=self._nonfinite_steps,
+            consecutive=self.nonfinite_steps,
             most=most,
         )
-        if self._nonfinite_steps > most:
+        if self.nonfinite_steps > most:
             self._context.drop_gradients()
             path = self._checkpoint_path()
             raise NonFiniteGradients(
@@ -412,7 +443,8 @@ class Stepper:
             if self._context.graphs.problem and not self._graph_problem_noted:
                 self._graph_problem_noted = True
                 self._note(f"micro-batches are launched again, without a CUDA graph: {self._context.graphs.problem}")
-            counts_peaks = False  # a graph holds gradients that the memory model does not count in a whole step
+            # The graph's memory and the optimizer's are added up in this peak, though they are not used at the same time.
+            counts_peaks = False
         self._recovery.after_step(state, peak if counts_peaks else None, self._gradients.gradient_bytes)
         means = {name: _mean(*term) for name, term in gradients.terms.items()}
         seconds = time.perf_counter() - started - meanwhile_s
@@ -457,7 +489,7 @@ class Stepper:
         random_state = RandomState(self._context.device)
         batch = self._context.layout.example(self._context.task, plan.micro_batch, plan.shape)
         random_state.restore()
-        self._context.graphs = Graphs(signature(batch))
+        self._context.graphs = Graphs(signature(batch), whole_step=plan.accumulation == 1)
         self._note("micro-batches are replayed as a CUDA graph, as planned")
 
     def _switch_checkpointing_on(self, task: Task, setting: Checkpointed) -> None:

@@ -7,7 +7,7 @@ Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a
     event        its fields besides `event`, `time` and `step` (the optimizer step it belongs to, from 1)
     begin        run, steps, processes, resumed, request (task, data and options, as in run.json), format (of this file), version
                  (Brimful's), host (its name), pid, gpus ({index, name, total_bytes} of each in use), cores, ram_limit_bytes
-    flops        how the arithmetic of a row and the device's peak were found, for `mfu`
+    flops        how the arithmetic of a row and the device's peak were found, for `mfu`; peak_flops, FLOP/s
     plan         the plan, as in plan.json, with its number in plans/; number_before, changes (name, old, new), experiment (new,
                  same, other) and experiment_reasons, which compare it with the plan before
     resume       samples, processes_before, sentence; `step` is the checkpoint's: lines of later steps above it do not count

@@ -11,8 +11,8 @@
     wsd         the peak rate until the last `decay` of the run, then down to the floor along 1 − √share, so that a run can
                 be made longer without having decayed in the middle
 
-The warmup rises in a straight line from 1/warmup. The rate depends on the step alone, so a resumed run needs no state, and
-one that is given more steps follows the longer curve from there on.
+The warmup rises in a straight line from 1/warmup; without one the first step has the peak rate. The rate depends on the step
+alone, so a resumed run needs no state, and one that is given more steps follows the longer curve from there on.
 """
 
 import copy
@@ -166,6 +166,7 @@ class Schedule:
             return step / self.warmup
         after = self.steps - self.warmup
         start = self.warmup if self.curve != "wsd" else self.steps - round(self.decay * after)
+        start = max(1, start)  # without a warmup the first step has the peak rate, which no other step would have
         if self.curve == "constant" or step <= start:
             return 1.0
         done = min(1.0, (step - start) / max(1, self.steps - start))

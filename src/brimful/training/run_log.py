@@ -300,7 +300,7 @@ class RunLog:
 
 
 def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """A plan, one line for each choice and warning: `plan: micro batch 43 (fastest: 672 rows/s)`."""
+    """A plan, one line for each choice: `plan: micro batch 43 (fastest: 672 rows/s)`. Its warnings follow as notes."""
     for choice in plan.get("choices") or ():
         value = choice.get("effective")
         shown = (
@@ -312,4 +312,3 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         )
         reason = f" ({choice['reason']})" if choice.get("reason") else ""
         yield f"plan: {str(choice.get('name')).replace('_', ' ')} {shown}{reason}"
-    yield from (f"warning: {warning}" for warning in plan.get("warnings") or ())

@@ -45,7 +45,7 @@ def with_choices(
     """The plan with the choices that training adds. The schedule's is complete once there is an optimizer."""
     options, steps = request.train_options, run_steps(request.train_options, plan.global_batch, rows)
     passes = steps * plan.global_batch / len(rows)
-    reason = f"{passes:.3g} passes over {len(rows):,} rows, {plan.global_batch} per step"
+    reason = f"{passes:.3g} pass{'es' * (passes != 1)} over {len(rows):,} rows, {plan.global_batch} per step"
     every = None if options.save_every is None else f"every {show_count(options.save_every, 'step')}"
     added = (
         *_remarks(task, rows, request),

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from brimful.data.loader import Loader
 from brimful.errors import BadOption, BadRun, BrimfulError, DeviceBusy, TaskError, in_one_line, kind_of, will_repeat
@@ -571,6 +571,11 @@ class Session:
             raise TaskError(
                 f"task {self.task.name}: schedule() returned {kind_of(scheduler)}. Try: return a torch LRScheduler, or None."
             )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TaskError(
+                f"task {self.task.name}: schedule() returned a ReduceLROnPlateau, which needs a metric at every step. "
+                "Try: a scheduler whose step() takes nothing, or None."
+            )
         return with_own_schedule(planned.plan, scheduler), schedule, scheduler
 
     def _check_space(self, planned: _Planned, model: nn.Module, optimizer: Optimizer) -> None:
@@ -633,7 +638,7 @@ class Session:
         autocast = autocast_dtype(plan.levers.precision, self.target.device)
         flops, how = FlopModel.measure(self.task, model, self.target.device, plan.shape, autocast=autocast)
         peak, peak_how = peak_flops(self.target.device, autocast or next(model.parameters()).dtype)
-        self._write("flops", sentence=f"MFU: {how}; peak of the device: {peak_how}")
+        self._write("flops", sentence=f"MFU: {how}; peak of the device: {peak_how}", peak_flops=peak)
         return Speedometer(
             rows, self.group, flops=flops, peak_flops=peak, limit_bytes=plan.limit_bytes, host_memory=self.monitor
         )
@@ -655,6 +660,8 @@ class Session:
         )  # fmt: skip
         for rows in datasets:
             self.task.before_training(model, rows, context)
+        gc.collect()  # of another model that was needed for it: layers of an adapter refer to themselves
+        empty_cache(self.target.device)
 
     def _record(
         self, plan: Plan, planned: _Planned, schedule: Schedule | None, position: state.Position | None
@@ -705,9 +712,11 @@ class Session:
 
     def _end(self, ending: Ending) -> Ending:
         assert self.loop is not None
+        trained, skipped = show_count(ending.step, "step"), self.loop.stepper.nonfinite_steps
+        last = f", and skipped the last {skipped:,} for NaN or inf" if skipped and self.trained else ""
         sentence = {
             "patience": self.loop.patience_sentence(),
-            "finished": f"{'trained' if self.trained else 'already finished:'} {show_count(ending.step, 'step')}",
+            "finished": f"{'trained' if self.trained else 'already finished:'} {trained}{last}",
             "interrupted": f"stopped after step {ending.step} and saved",
             "time-limit": f"reached the time limit after step {ending.step} and saved",
         }[ending.reason]

@@ -8,6 +8,7 @@ function that returns one.
 import ast
 import itertools
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -22,32 +23,25 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def templates_in(*paths: Path) -> frozenset[str]:
     """Of these files and of those below these folders."""
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
-    by_name: dict[str, list[ast.AST]] = {}
-    for function in functions:
-        if function.name not in _FIGURES:
-            by_name.setdefault(function.name, []).append(function)
-    found = {text for scope in (*trees, *functions) for text in _Scope(scope, by_name).texts()}
+    trees = [_tree(file) for file in files]
+    functions = _Functions(trees)
+    found = {text for scope in (*trees, *functions.nodes) for text in _Scope(scope, functions).texts()}
     return frozenset(found | {text.replace("_", " ") for text in found if text.isidentifier()})
 
 
 def raised_in(root: Path, base: str) -> list[tuple[str, list[str]]]:
     """The messages with which this error and those derived from it are raised, by place: every form that one may have."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(root.rglob("*.py"))}
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    trees = {file: _tree(file) for file in sorted(root.rglob("*.py"))}
+    classes = [node for tree in trees.values() for node in _nodes(tree) if isinstance(node, ast.ClassDef)]
     names = {base}
     while more := {one.name for one in classes if {getattr(base, "id", "") for base in one.bases} & names} - names:
         names |= more
-    by_name: dict[str, list[ast.AST]] = {}
-    for node in (node for tree in trees.values() for node in ast.walk(tree)):
-        if isinstance(node, _FUNCTIONS) and node.name not in _FIGURES:
-            by_name.setdefault(node.name, []).append(node)
+    functions = _Functions(trees.values())
     found = []
     for file, tree in trees.items():
-        for function in (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)):
-            scope = _Scope(function, by_name)
-            for node in ast.walk(function):
+        for function in (node for node in _nodes(tree) if isinstance(node, _FUNCTIONS)):
+            scope = _Scope(function, functions)
+            for node in _nodes(function):
                 match node:
                     case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])) if name in names:
                         texts = [text for text in scope._texts(message, 2) if re.search("[a-z]{3}", text)]
@@ -65,14 +59,50 @@ def _joined(template: str) -> str:
     return re.sub(r"(?:\{\})+", "{}", re.sub(r"%[sdr]", "{}", template))
 
 
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def _nodes(scope: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(scope))
+
+
+class _Functions:
+    """The functions of a package, by name, and the texts that each returns. Some are called in hundreds of places."""
+
+    def __init__(self, trees: Iterable[ast.Module]) -> None:
+        self.nodes = [node for tree in trees for node in _nodes(tree) if isinstance(node, _FUNCTIONS)]
+        self._returned: dict[tuple[ast.AST, int], list[str]] = {}
+        self._by_name: dict[str, list[ast.AST]] = {}
+        for node in self.nodes:
+            if node.name not in _FIGURES:
+                self._by_name.setdefault(node.name, []).append(node)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def returned(self, name: str, depth: int) -> list[str]:
+        """The texts that functions of this name return."""
+        return [text for function in self._by_name[name] for text in self._texts(function, depth)]
+
+    def _texts(self, function: ast.AST, depth: int) -> list[str]:
+        if (function, depth) not in self._returned:
+            scope = _Scope(function, self)
+            values = [node.value for node in _nodes(function) if isinstance(node, ast.Return) and node.value]
+            self._returned[function, depth] = [text for value in values for text in scope._texts(value, depth)]
+        return self._returned[function, depth]
+
+
 class _Scope:
     """A module or a function, and what its names are set to."""
 
-    def __init__(self, scope: ast.AST, functions: dict[str, list[ast.AST]]) -> None:
+    def __init__(self, scope: ast.AST, functions: _Functions) -> None:
         self._scope, self._functions = scope, functions
         self._names: dict[str, list[ast.expr]] = {}
         self._added: dict[str, list[ast.expr]] = {}
-        for node in ast.walk(scope):
+        for node in _nodes(scope):
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._names.setdefault(name, []).append(value)
@@ -84,9 +114,9 @@ class _Scope:
                     self._added.setdefault(name, []).append(value)
 
     def texts(self) -> list[str]:
-        docstrings = {id(node.value) for node in ast.walk(self._scope) if isinstance(node, ast.Expr)}
+        docstrings = {id(node.value) for node in _nodes(self._scope) if isinstance(node, ast.Expr)}
         kinds = (ast.Constant, ast.JoinedStr, ast.BinOp, ast.Call)
-        nodes = [node for node in ast.walk(self._scope) if isinstance(node, kinds) and id(node) not in docstrings]
+        nodes = [node for node in _nodes(self._scope) if isinstance(node, kinds) and id(node) not in docstrings]
         return [normalized(text) for node in nodes for text in self._texts(node, 2)]
 
     def _texts(self, node: ast.AST, depth: int) -> list[str]:
@@ -111,19 +141,13 @@ class _Scope:
             case ast.Call(func=ast.Name(id="show_count"), args=[_, ast.Constant(value=str(word))]):
                 return ["{}", f"{{}} {word}", f"{{}} {word}s"]
             case ast.Call(func=ast.Name(id=name)) if depth and name in self._functions:
-                texts = [text for function in self._functions[name] for text in self._returned(function, depth - 1)]
-                return list(dict.fromkeys(["{}", *texts]))[:_MOST]
+                return list(dict.fromkeys(["{}", *self._functions.returned(name, depth - 1)]))[:_MOST]
             case ast.Name(id=name) if depth:
                 known = [text for value in self._names.get(name, ()) for text in self._texts(value, depth - 1)]
                 for value in self._added.get(name, ()):
                     known += _combined(known, self._texts(value, depth - 1))
                 return list(dict.fromkeys(["{}", *known]))[:_MOST]
         return ["{}"]
-
-    def _returned(self, function: ast.AST, depth: int) -> list[str]:
-        scope = _Scope(function, self._functions)
-        values = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value]
-        return [text for value in values for text in scope._texts(value, depth)]
 
 
 def _combined(*parts: list[str]) -> list[str]:

@@ -30,6 +30,13 @@ def test_a_template_is_filled_in():
     assert tr("{rows} rows per step", rows=256) == "每步 256 行"
 
 
+def test_numbers_are_written_as_in_english(monkeypatch):
+    """The Chinese need not repeat `:,`; without it a page had `1920 行` beside `3,072`."""
+    monkeypatch.undo()
+    assert languages._with_formats("{rows:,} rows of {file!s}", "{file} 的 {rows} 行") == "{file} 的 {rows:,} 行"
+    assert "1,920" in tr("{rows:,} rows", rows=1920)
+
+
 def test_an_unknown_template_stays_english():
     assert tr("{rows} rows ran", rows=3) == "3 rows ran"
 

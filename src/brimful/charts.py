@@ -73,7 +73,7 @@ def axes(frame: Frame, x_name: str, y_name: str) -> str:
 
 
 def line(frame: Frame, x: npt.ArrayLike, y: npt.ArrayLike, kind: str) -> str:
-    """Through the finite points, with gaps at the others."""
+    """A line through the finite points, with gaps where they are not finite."""
     across, down = frame.across(x), frame.down(y)
     kept = np.isfinite(across) & np.isfinite(down)
     edges = np.flatnonzero(np.diff(np.concatenate(([False], kept, [False])).astype(np.int8)))

@@ -79,13 +79,13 @@ class DeviceBusy(UserError):
 
 
 class ServerBusy(UserError):
-    """A server has no place for another request, or is shutting down. `retry_after_s` is when to try again."""
+    """A server has no place for another request, or is shutting down (`ending`). `retry_after_s` is when to try again."""
 
     code = "B304"
 
-    def __init__(self, message: str, *, retry_after_s: int) -> None:
+    def __init__(self, message: str, *, retry_after_s: int, ending: bool = False) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.ending = retry_after_s, ending
 
 
 class UnsupportedModel(UserError):

@@ -104,7 +104,7 @@ class FileLock:
             raise
 
     def close(self) -> None:
-        """Release it in this process. Never by `LOCK_UN`, which would release it in the others too."""
+        """Release it in this process. `LOCK_UN` would release it in all processes that share it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -139,7 +139,7 @@ class FileLock:
 def disk_full(error: BaseException | None) -> str | None:
     """`the disk is full`, or how else there was no room to write; None for an error of another kind.
 
-    Looks at the causes of the error too, the first one first: it knows most. Seen on real disks: Python's OSError,
+    Looks at the causes of the error too, the first cause first. Seen on real disks: Python's OSError,
     safetensors' `(os error 28)`, Arrow's and DuckDB's texts, and torch.save's `unexpected pos`, which names no cause.
     """
     chain: list[BaseException] = []
@@ -176,8 +176,8 @@ def parse_object(cls: type[T], content: Mapping[str, Any]) -> T:
 
     A field whose class has a `from_json` is made by that.
     """
-    hints, own = get_type_hints(cls), {one.name: one for one in fields(cast("Any", cls))}
-    required = {name for name, one in own.items() if one.default is MISSING and one.default_factory is MISSING}
+    hints, own = get_type_hints(cls), {field.name: field for field in fields(cast("Any", cls))}
+    required = {name for name, field in own.items() if field.default is MISSING and field.default_factory is MISSING}
     if wrong := sorted((required - content.keys()) | (content.keys() - own.keys())):
         raise ValueError(f"{cls.__name__} without its fields, or with others: {', '.join(wrong[:5])}")
     return cls(**{name: _typed(name, value, hints[name]) for name, value in content.items()})
@@ -187,17 +187,17 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     """The value as its type hint says: lists become tuples and objects become dataclasses."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        for one in args:
+        for member in args:
             with suppress(ValueError):
-                return _typed(name, value, one)
+                return _typed(name, value, member)
     elif hint is Any or (origin is Literal and value in args):
         return value
     elif origin in (tuple, list) and isinstance(value, list):
         kinds = args[:1] * len(value) if origin is list or args[1:] == (...,) else args
         if len(kinds) == len(value):
-            return origin(_typed(name, one, kind) for one, kind in zip(value, kinds, strict=True))
+            return origin(_typed(name, item, kind) for item, kind in zip(value, kinds, strict=True))
     elif origin in (dict, Mapping) and isinstance(value, dict):
-        return {key: _typed(name, one, args[1]) for key, one in value.items()}
+        return {key: _typed(name, item, args[1]) for key, item in value.items()}
     elif isinstance(value, dict) and hasattr(hint, "from_json"):
         with suppress(KeyError, TypeError, AttributeError):
             return hint.from_json(value)

@@ -1,6 +1,6 @@
 """What a call from Python shows while it works. Layers below `report` may not import a view, so `brimful` sets it here.
 
-The command line opens its own view, and so needs nothing of this.
+The command line opens its own view and does not use this.
 """
 
 from collections.abc import Callable, Mapping

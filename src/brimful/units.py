@@ -86,7 +86,7 @@ def show_rate(value: float | None) -> str:
 
 
 def zone(used: float) -> Zone:
-    """Of this share of a memory limit, by reserved bytes where they are known, else by allocated ones."""
+    """The zone of this share of a memory limit, by reserved bytes where they are known, else by allocated ones."""
     return "safe" if used <= EDGE else "edge" if used <= DANGER else "danger"
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from brimful.charts import Frame, area, axes, line, thinned, ticks, widened
-from brimful.molecules.charts import curve_chart, histogram_chart, roc_chart
 from brimful.molecules.metrics import auroc, roc
-from brimful.molecules.page import sweep_page
+from brimful.molecules.page import curve_chart, histogram_chart, roc_chart, sweep_page
 from brimful.molecules.results import conventions, summarise
 
 from .support import result_row, result_rows

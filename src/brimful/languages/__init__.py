@@ -33,11 +33,11 @@ _UNIT = r"(?:[KMGT]?i?B|ms|s|min|h)"
 _FIGURE = rf"[-+≥]?\d[\d.,+%e-]*(?: ?{_UNIT}(?: \d+ {_UNIT})?)?"
 _STOP = r"\. (?=[A-Z]|[a-z_]+=)"
 _MATCHES = {None: rf"(?:(?!; |{_STOP}).)+?", "!s": rf"(?:(?!; |{_STOP}).)+?", "!a": r".+?", "!r": r"\S+"}
-"""What a placeholder stands for, by its conversion."""
+"""The pattern of a placeholder, by its conversion."""
 _BLANK = re.compile(r"(?<=[\u4e00-\u9fff])\0(?=[A-Za-z0-9'\"./-])|(?<=[A-Za-z0-9%'\"./)-])\0(?=[\u4e00-\u9fff])")
 _IDEOGRAM = re.compile(r"[\u4e00-\u9fff]")
 _STRONG_BREAKS = ((re.compile(r"\n"), "\n"), (re.compile(_STOP), "。"), (re.compile("; "), "；"))
-"""Between them, parts are translated or not, each for itself. Each break comes with what stands for it in Chinese."""
+"""Breaks between parts that are translated each on its own, with the Chinese for each break."""
 _WEAK_BREAKS = (
     (re.compile(": "), "："),
     (re.compile(", or "), "，或"),
@@ -47,10 +47,10 @@ _WEAK_BREAKS = (
     (re.compile(" or "), "或"),
     (re.compile(r" (?=\()"), ""),
 )
-"""Between them, all parts are translated or none: half a sentence in English is harder to read than a whole one."""
+"""Breaks between parts that are translated all or not at all: half a sentence in English is harder to read than a whole one."""
 _COMMAND = re.compile(r"`[^`]*`|\bbrimful(?: [a-z-]+)+")
 _ENGLISH = re.compile(r"\b[a-z']+ [a-z']+ [a-z']+\b")
-"""Three words that are no command: not a name or a unit."""
+"""Three English words in a row: a sentence, not a name or a unit."""
 
 _chosen: Language | None = None
 
@@ -73,11 +73,11 @@ def tr(template: str, **values: Any) -> str:
     """The template in the user's language, with these values filled in. Counts among them (`8 rows`) are translated too."""
     if language() == "en":
         return template.format(**values) if values else template
-    found = _catalogue().get(template, template)
+    translated = _catalogue().get(template, template)
     counts = {
         name: translate(value) for name, value in values.items() if isinstance(value, str) and value[:1].isdigit()
     }
-    return found.format(**{**values, **counts}) if values else found
+    return translated.format(**{**values, **counts}) if values else translated
 
 
 def translate(sentence: str) -> str:
@@ -143,7 +143,7 @@ def _translated(sentence: str) -> str:
 
 
 def _translated_in_parts(sentence: str) -> str:
-    """Taken apart at the first kind of break where that helps; the sentence itself if none does."""
+    """The sentence split at the first kind of break whose parts can be translated; unchanged if there is none."""
     for last, chinese in ((".", "。"), (":", "："), (",", "，")):
         if sentence.endswith(last) and (changed := _translated(sentence[:-1])) != sentence[:-1]:
             return changed + (last if _has_english(re.split(r"。|\. ", changed)[-1]) else chinese)
@@ -180,7 +180,7 @@ def _split(sentence: str, outside: str, mark: re.Pattern[str]) -> tuple[list[str
 
 
 def _without_parentheses(sentence: str) -> str:
-    """Of the same length, with what stands in parentheses blotted out: a break in there is not one of the sentence."""
+    """The sentence with everything in parentheses replaced by NUL characters, so that breaks in there are not found."""
     depth, text = 0, ""
     for character in sentence:
         depth -= character == ")"
@@ -207,7 +207,15 @@ def _entries() -> Iterator[tuple[str, str]]:
     for file in sorted(resources.files(__name__).joinpath("zh").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".toml"):
             for table in tomllib.loads(file.read_text(encoding="utf-8")).values():
-                yield from table.items()
+                yield from ((english, _with_formats(english, chinese)) for english, chinese in table.items())
+
+
+def _with_formats(english: str, chinese: str) -> str:
+    """`{rows}` as `{rows:,}` where the English has it, so that a catalogue need not repeat how numbers are written."""
+    formats = {place[1]: place[2] for place in _PLACEHOLDER.finditer(english) if (place[2] or "").startswith(":")}
+    return _PLACEHOLDER.sub(
+        lambda place: place[0] if place[2] else f"{{{place[1]}{formats.get(place[1], '')}}}", chinese
+    )
 
 
 @cache

@@ -1,8 +1,8 @@
 """The accelerators torch sees: how much memory each has, how much is free, and which processes hold the rest.
 
-torch knows which devices there are and how large. NVML knows what is free and who uses it, without a CUDA context. torch
-can tell what is free too, but only from within a CUDA context, and creating one costs memory on the very GPU (524 MiB on
-an H200): that is the fallback if NVML does not answer, and a note says so.
+torch reports which devices there are and their size. NVML reports what is free and which processes use it, without a CUDA
+context. torch can report free memory too, but only from within a CUDA context, which itself takes memory on the GPU (524 MiB
+on an H200): that is the fallback if NVML does not answer, and a note says so.
 
 NVML often does not answer: no library in a container without the `utility` capability, no process list for a MIG slice,
 no permission on a shared host, a library that does not match the driver. That is None and a note, never an exception.
@@ -58,7 +58,7 @@ class Gpu:
     name: str
     """`NVIDIA H200`."""
     uuid: str | None
-    """With its prefix if NVML knows it: `GPU-0b22bb49-…`, `MIG-…`."""
+    """The UUID, with its prefix if NVML reports it: `GPU-0b22bb49-…`, `MIG-…`."""
     total_bytes: int | None
     """What programs can use of it, without the driver's reserve."""
     free_bytes: int | None
@@ -112,7 +112,7 @@ def detect_gpus(only: int | None = None, *, may_create_context: bool = True) -> 
 def gpu_holders(index: int) -> str:
     """Which other processes hold memory of the GPU that torch numbers `index`, now, as a phrase.
 
-    The others are left alone: without NVML, asking for their memory would take a CUDA context on each.
+    Only this GPU is queried: without NVML, each would need a CUDA context of its own.
     """
     for gpu in detect_gpus(only=index).gpus:
         return describe_holders(gpu, in_container=container_sign() is not None)
@@ -210,7 +210,7 @@ class Nvml:
         return None
 
     def find(self, uuid: str, total_bytes: int, *, unknown: str = "") -> tuple[str, Any, int] | None:
-        """The full UUID, NVML's handle and the free bytes of the GPU that torch knows by this UUID and size."""
+        """The full UUID, NVML's handle and the free bytes of the GPU with this UUID and size in torch."""
         for full in (f"MIG-{uuid}", f"GPU-{uuid}"):
             handle = self.query("nvmlDeviceGetHandleByUUID", full)
             memory = self.query("nvmlDeviceGetMemoryInfo", handle, unknown=unknown) if handle is not None else None
@@ -243,7 +243,7 @@ class Nvml:
         )
 
     def process_name(self, pid: int) -> str | None:
-        """The name as NVML sees it. It knows some processes that psutil may not access."""
+        """The name as NVML reports it, also for some processes that psutil may not access."""
         path = _text(self.query("nvmlSystemGetProcessName", pid))
         return path.split(" ")[0].rpartition("/")[2] or None if path else None
 

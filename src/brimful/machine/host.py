@@ -122,16 +122,16 @@ def bounds(root: Path = Path("/")) -> tuple[list[Bound], list[Bound]]:
 
 def tree_bytes(pid: int | None = None, root: Path = Path("/")) -> int:
     """Anonymous and shared memory of a process (default: this one) and all its descendants."""
-    return sum(process_bytes(one, root) for one in tree(os.getpid() if pid is None else pid, root))
+    return sum(process_bytes(process, root) for process in tree(os.getpid() if pid is None else pid, root))
 
 
 def tree(pid: int, root: Path = Path("/")) -> list[int]:
     """The process and all its running descendants."""
     pids, waiting = [], [pid]
     while waiting:
-        one = waiting.pop()
-        pids.append(one)
-        threads = root / "proc" / str(one) / "task"
+        current = waiting.pop()
+        pids.append(current)
+        threads = root / "proc" / str(current) / "task"
         with suppress(OSError):  # it has ended
             for thread in os.listdir(threads):  # noqa: PTH208 - a process has up to hundreds, and Path takes three times as long
                 waiting.extend(int(child) for child in _read(f"{threads}/{thread}/children").split())

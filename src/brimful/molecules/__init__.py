@@ -11,7 +11,7 @@ trained. From the spec to the report:
     feature_store.py, pack.py, runner.py, workers.py   rows on the device → packs of runs → processes
     methods.py, metrics.py  weights or features → one score per test molecule → AUROC, AUPR, FPR95
     sweep.py, folder.py     all of it in order, resumable
-    results.py, page.py, charts.py, terminal.py        rows → tables and report.html
+    results.py, page.py, terminal.py                   rows → tables and report.html
 
 To add a baseline: one function and one entry in `methods.py`. To add an encoder: one class and one entry in
 `features/encoder.py`. Only the command line imports this package.

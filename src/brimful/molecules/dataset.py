@@ -1,11 +1,11 @@
-"""The molecules of a file: those that RDKit can read, with what RDKit says of them, and a list of the others.
+"""The molecules of a file: those that RDKit can read, with facts that RDKit computes, and a list of the rows left out.
 
 A SMILES that cannot be read is listed with RDKit's reason and left out. It is never replaced: a lone carbon atom in its
 place would be trained on as if it had been measured. Likewise a blank label is NaN or the empty text, never 0.
 
 RDKit takes 0.3 ms per molecule, half of it to read the SMILES: 12 s of one core for the 41,127 rows of HIV. So every
-molecule is read once, in several processes where that is faster, and the facts are cached, from where they come back in
-0.3 s. The key of the cache is every SMILES and RDKit's version.
+molecule is read once, in several processes where that is faster, and the facts are cached; reading the cache takes 0.3 s.
+Its key is a hash of every SMILES and RDKit's version.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def silent(phrase: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What RDKit says of molecules, in their order."""
+    """What RDKit computes for each molecule, in their order."""
 
     canonical: npt.NDArray[np.object_]
     """Canonical SMILES without stereochemistry: equal for what counts as the same molecule."""
@@ -52,8 +52,8 @@ class Facts:
     rings: npt.NDArray[np.int64]
 
     def take(self, indices: Indices) -> "Facts":
-        at = np.asarray(indices, dtype=np.int64)
-        return Facts(**{name: getattr(self, name)[at] for name in Facts.__dataclass_fields__})
+        positions = np.asarray(indices, dtype=np.int64)
+        return Facts(**{name: getattr(self, name)[positions] for name in Facts.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,15 @@ class Molecules:
 
     def take(self, indices: Indices) -> "Molecules":
         """The molecules at these positions. `unread` stays as it is."""
-        at = np.asarray(indices, dtype=np.int64)
-        columns = {name: column[at] for name, column in self.columns.items()}
-        return replace(self, smiles=self.smiles[at], rows=self.rows[at], columns=columns, facts=self.facts.take(at))
+        positions = np.asarray(indices, dtype=np.int64)
+        columns = {name: column[positions] for name, column in self.columns.items()}
+        return replace(
+            self,
+            smiles=self.smiles[positions],
+            rows=self.rows[positions],
+            columns=columns,
+            facts=self.facts.take(positions),
+        )
 
 
 def read_molecules(
@@ -118,13 +124,13 @@ def molecules_from(
     progress: Progress = silent,
 ) -> Molecules:
     """From a list of SMILES. `rows` defaults to 0, 1, 2 …"""
-    texts = np.array([str(one).strip() for one in smiles], dtype=object)
+    texts = np.array([str(text).strip() for text in smiles], dtype=object)
     rows = np.arange(len(texts)) if rows is None else rows
     facts, reasons = read_facts(list(texts), cache=cache, progress=progress)
-    unread = [*broken, *(Unread(int(rows[at]), texts[at], reason) for at, reason in reasons.items())]
-    kept = np.array([at for at in range(len(texts)) if at not in reasons], dtype=np.int64)
+    unread = [*broken, *(Unread(int(rows[index]), texts[index], reason) for index, reason in reasons.items())]
+    kept = np.array([index for index in range(len(texts)) if index not in reasons], dtype=np.int64)
     if not len(kept):
-        first = f", the first is {min(unread, key=lambda one: one.row)}" if unread else ""
+        first = f", the first is {min(unread, key=lambda molecule: molecule.row)}" if unread else ""
         raise BadData(f"{source} has no molecule that RDKit can read{first}. Try: another column as smiles.")
     return Molecules(
         source=source,
@@ -133,7 +139,7 @@ def molecules_from(
         columns={name: column[kept] for name, column in columns.items()},
         rows_in=len(texts) + len(broken),
         facts=facts.take(kept),
-        unread=tuple(sorted(unread, key=lambda one: one.row)),
+        unread=tuple(sorted(unread, key=lambda molecule: molecule.row)),
     )
 
 
@@ -177,17 +183,17 @@ def _read_csv(path: Path, smiles: str, columns: Sequence[str]) -> Table:
     longest = files.longest_row(GiB)
     names = _choose_columns(path, tables.csv_schema(str(path), longest).common, smiles, columns)
     chunks = list(tables.read_csv(str(path), tuple(files.Column(name, files.TEXT) for name in names), longest))
-    texts = {name: [text for one in chunks for text in one.rows.column(name).to_pylist()] for name in names}
-    lines = np.concatenate([one.lines for one in chunks])
-    broken = [one for chunk in chunks for one in chunk.broken]
-    if not len(lines) and any(one.message == NOT_UTF8 for one in broken):
+    texts = {name: [text for chunk in chunks for text in chunk.rows.column(name).to_pylist()] for name in names}
+    lines = np.concatenate([chunk.lines for chunk in chunks])
+    broken = [problem for chunk in chunks for problem in chunk.broken]
+    if not len(lines) and any(problem.message == NOT_UTF8 for problem in broken):
         raise BadData(f"{path} is {NOT_UTF8}. Try: `iconv -f gbk -t utf-8`, or from the encoding it was saved in.")
-    order = np.sort(np.concatenate([lines, np.array([one.line for one in broken], dtype=np.int64)]))
+    order = np.sort(np.concatenate([lines, np.array([problem.line for problem in broken], dtype=np.int64)]))
     return Table(
         smiles=_text_column(texts.pop(smiles)),
         columns={name: column_from(column) for name, column in texts.items()},
         rows=np.searchsorted(order, lines),
-        broken=tuple((int(np.searchsorted(order, one.line)), one.message) for one in broken),
+        broken=tuple((int(np.searchsorted(order, problem.line)), problem.message) for problem in broken),
     )
 
 
@@ -200,8 +206,8 @@ def _check_start(path: Path, smiles: str) -> None:
     if b"\0" in start:
         raise BadData(f"{path} is {NOT_UTF8} but looks like UTF-16. Try: `iconv -f utf-16 -t utf-8`.")
     header = start.split(b"\n")[0].decode(errors="replace").strip('\r"')
-    own = "\t" if path.name.lower().endswith(tuple(one for one in ENDINGS if ".tsv" in one)) else ","
-    other = next((one for one in _SEPARATORS if one in header), own) if own not in header else own
+    own = "\t" if path.name.lower().endswith(tuple(ending for ending in ENDINGS if ".tsv" in ending)) else ","
+    other = next((separator for separator in _SEPARATORS if separator in header), own) if own not in header else own
     if other != own and header != smiles:
         fix = {"\t": "rename it to .tsv", ",": "rename it to .csv"}.get(other, "write it with commas")
         raise BadData(f"{path} should have {_SEPARATORS[own]} between columns, but its header has {_SEPARATORS[other]}. Try: {fix}.")  # fmt: skip
@@ -271,10 +277,10 @@ def _arrow_column(column: Any) -> Column | None:
     return None
 
 
-# ---- RDKit's pass over the SMILES ------------------------------------------------------------------------------------------
+# ---- Reading the SMILES with RDKit ------------------------------------------------------------------------------------------
 
 CACHE_FORMAT = 1
-"""Of the cached table and of what RDKit is asked."""
+"""The version of the cached table and of the facts in it."""
 CHUNK = 1000
 """Molecules that a process takes at a time: about half a second, which is also how often progress is reported."""
 WORTH_PROCESSES = 6000
@@ -283,7 +289,7 @@ MOST_PROCESSES = 16
 
 
 class Finding(NamedTuple):
-    """What RDKit says of one SMILES."""
+    """What RDKit computes for one SMILES."""
 
     reason: str
     """Why it cannot be used; empty where it can."""
@@ -294,7 +300,7 @@ class Finding(NamedTuple):
 
 
 def rdkit_version() -> str:
-    """Of the installed RDKit; facts and fingerprints may change with it."""
+    """The version of the installed RDKit. Facts and fingerprints may change with it."""
     try:
         from rdkit import rdBase
     except ImportError:
@@ -310,10 +316,10 @@ def read_facts(
     columns = _load_facts(path, len(smiles)) if path else None
     if columns is None:
         findings = examine(smiles, progress)
-        columns = {name: [getattr(one, name) for one in findings] for name in Finding._fields}
+        columns = {name: [getattr(finding, name) for finding in findings] for name in Finding._fields}
         if path:
             _save_facts(path, columns, progress)
-    reasons = {at: str(reason) for at, reason in enumerate(columns["reason"]) if reason}
+    reasons = {index: str(reason) for index, reason in enumerate(columns["reason"]) if reason}
     facts = Facts(
         canonical=np.array(columns["canonical"], dtype=object),
         scaffold=np.array(columns["scaffold"], dtype=object),
@@ -374,13 +380,13 @@ def examine(smiles: Sequence[str], progress: Progress = silent) -> list[Finding]
         if index not in done:
             done[index] = examine_here(chunk)
             report()
-    return [one for index in range(len(chunks)) for one in done[index]]
+    return [finding for index in range(len(chunks)) for finding in done[index]]
 
 
 def _examine_in_processes(
     chunks: list[list[str]], done: dict[int, list[Finding]], processes: int, report: Callable[[], object]
 ) -> None:
-    """Fill `done`. What a dead process leaves undone is left to the caller."""
+    """Fill `done`. If a process dies, the caller has to do the chunks that are missing."""
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_ignore_interrupts)
     try:
         futures = {pool.submit(examine_here, chunk): index for index, chunk in enumerate(chunks)}
@@ -394,7 +400,7 @@ def _examine_in_processes(
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of the terminal; the parent ends the others."""
+    """Ctrl-C reaches every process of the terminal; the parent ends its children."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -403,8 +409,8 @@ def examine_here(smiles: Sequence[str]) -> list[Finding]:
     from rdkit import rdBase
 
     with rdBase.BlockLogs():
-        findings = [_examine_one(one) for one in smiles]
-    return [one or Finding(_parse_error(text)) for one, text in zip(findings, smiles, strict=True)]
+        findings = [_examine_one(text) for text in smiles]
+    return [finding or Finding(_parse_error(text)) for finding, text in zip(findings, smiles, strict=True)]
 
 
 def _examine_one(smiles: str) -> Finding | None:

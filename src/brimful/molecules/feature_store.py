@@ -37,11 +37,11 @@ class FeatureStore:
         self.first: dict[str, int] = {}
         """The first row of each key."""
         count = 0
-        for name, one in rows.items():
+        for name, dataset in rows.items():
             self.first[name] = count
-            count += len(one.features)
+            count += len(dataset.features)
         self.rows = dict(rows)
-        self.features = torch.cat([one.features for one in rows.values()]).to(device)
+        self.features = torch.cat([dataset.features for dataset in rows.values()]).to(device)
         self.labels = _joined_labels(rows).to(device)
         self._bits = _to_bits(self.features) if device.type == "cpu" else None
 
@@ -64,10 +64,10 @@ class FeatureStore:
 
 def _joined_labels(rows: Mapping[str, Rows]) -> Tensor:
     """[rows, tasks]; −1 where a dataset has fewer tasks than another, or none."""
-    tasks = max((one.labels.shape[1] for one in rows.values() if one.labels is not None), default=0)
+    tasks = max((dataset.labels.shape[1] for dataset in rows.values() if dataset.labels is not None), default=0)
     padded = []
-    for one in rows.values():
-        own = one.labels if one.labels is not None else torch.empty(len(one.features), 0, dtype=torch.int64)
+    for dataset in rows.values():
+        own = dataset.labels if dataset.labels is not None else torch.empty(len(dataset.features), 0, dtype=torch.int64)
         padded.append(F.pad(own, (0, tasks - own.shape[1]), value=-1))
     return torch.cat(padded)
 
@@ -128,12 +128,12 @@ class BatchOrder:
 
     def __init__(self, jobs: Sequence[Job], store: FeatureStore, batch: int, step: np.ndarray) -> None:
         self.step = step.copy()
-        """Of each run; the pack increments it."""
+        """The step of each run; the pack increments it."""
         self._batch, self._device = batch, store.device
         keys = list(dict.fromkeys(job.data for job in jobs))
         parts = [
-            [store.first[one] + store.rows[one].id["train"], store.first[one] + store.rows[one].ood["train"]]
-            for one in keys
+            [store.first[key] + store.rows[key].id["train"], store.first[key] + store.rows[key].ood["train"]]
+            for key in keys
         ]
         self._longest = max(len(side) for part in parts for side in part)
         self._table = torch.from_numpy(_padded(parts, self._longest)).to(self._device)
@@ -147,7 +147,7 @@ class BatchOrder:
         """Steps that read the larger side once."""
         self._order = torch.empty(len(jobs), 2, 2, self._longest, dtype=torch.int32, device=self._device)
         self._newest = self._needed() - 1
-        """The number of the newest permutation at hand; the one before it is there as well."""
+        """The number of the newest permutation kept for each run and side; the one before it is kept as well."""
 
     def rows(self, step: Tensor, sides: int) -> Tensor:
         """The rows of the next batch, [runs, sides × batch], ID first."""
@@ -172,7 +172,7 @@ class BatchOrder:
         return self.step[:, None] * self._batch // self._counts
 
     def _permute(self, runs: np.ndarray, sides: np.ndarray, numbers: np.ndarray) -> None:
-        run, side, number = (torch.from_numpy(one).to(self._device) for one in (runs, sides, numbers))
+        run, side, number = (torch.from_numpy(array).to(self._device) for array in (runs, sides, numbers))
         keys = random_key(self._seeds[run], ORDER, side, number)
         self._order[run, side, number % 2] = permutations(keys, self._counts_on_device[run, side], self._longest).int()
 

@@ -41,7 +41,7 @@ from brimful.training.run import RunLock
 NO_ENCODER = "–"
 """The encoder of a trivial baseline."""
 TestScores = tuple[np.ndarray, np.ndarray]
-"""Of the ID and of the OOD test molecules, higher for OOD."""
+"""Scores of the ID and of the OOD test molecules, higher for OOD."""
 _EMPTY = np.empty(0)
 
 
@@ -54,8 +54,8 @@ class SweepFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Creates the folder and keeps others out. What was created for a spec that is then refused is removed."""
-        created = [one for one in (self.root, *self.root.parents) if not one.exists()]
+        """Create the folder and lock it. If the spec is then refused, everything that was created is removed."""
+        created = [path for path in (self.root, *self.root.parents) if not path.exists()]
         with RunLock(self.root, flag="output="):
             try:
                 yield
@@ -64,8 +64,8 @@ class SweepFolder:
                     with suppress(OSError):
                         self.events.unlink(missing_ok=True)
                         (self.root / "lock").unlink()
-                        for one in created:
-                            one.rmdir()
+                        for path in created:
+                            path.rmdir()
                 raise
 
     def finished_rows(self) -> dict[str, dict[str, Any]]:
@@ -76,15 +76,15 @@ class SweepFolder:
     def notes(self) -> list[tuple[tuple[str, str], str]]:
         """(dataset, subject) and sentence of each remark, once each."""
         events = [event for event in read_events(self.events) if event["event"] == "note" and "dataset" in event]
-        return list(dict.fromkeys(((one["dataset"], one.get("about", "")), one["sentence"]) for one in events))
+        return list(dict.fromkeys(((event["dataset"], event.get("about", "")), event["sentence"]) for event in events))
 
     def claim(self, rows: Mapping[str, Rows], prepared: Mapping[str, Prepared]) -> None:
         """Refuse to mix results of other data with these. A label where there was none changes nothing."""
         before = self._claimed()
         now = {
-            "splits": {name: _split_hash(one) for name, one in prepared.items()},
-            "labels": {name: found for name, one in prepared.items() if (found := _label_hash(one))},
-            "rows": {key: _rows_hash(one) for key, one in rows.items()},
+            "splits": {name: _split_hash(dataset) for name, dataset in prepared.items()},
+            "labels": {name: found for name, dataset in prepared.items() if (found := _label_hash(dataset))},
+            "rows": {key: _rows_hash(dataset) for key, dataset in rows.items()},
         }
         phrases = {
             "splits": "the molecules, the split or the features of {}",
@@ -112,7 +112,7 @@ class SweepFolder:
             raise BadRun(f"{self.claims} cannot be read, so the data of these results is unknown. Try: another output=.") from None  # fmt: skip
 
     def save_state(self, share: int, state: State) -> None:
-        """Runs that have begun."""
+        """Save the runs that have begun."""
         path = self.root / "state" / f"{share}.safetensors"
         facts = {"names": [job.name for job in state.jobs], "curves": state.curves, "losses": state.losses}
         tensors = {name: getattr(state, name).contiguous() for name in TENSORS}
@@ -124,7 +124,7 @@ class SweepFolder:
             raise BadRun(f"{path} cannot be written ({error}), so a killed sweep could not resume. Try: free space.") from None  # fmt: skip
 
     def saved_states(self, jobs: Mapping[str, Job]) -> list[State]:
-        """Those of the jobs that had begun. A file that cannot be read costs the work in it, not the sweep."""
+        """The saved states of these jobs. A file that cannot be read is skipped: its runs begin again."""
         states = []
         for path in sorted((self.root / "state").glob("*.safetensors")):
             with suppress(SafetensorError, OSError, KeyError, ValueError):
@@ -151,36 +151,36 @@ class SweepFolder:
 
 def _split_table(prepared: Prepared) -> pa.Table:
     parts, molecules = prepared.split.parts(), prepared.molecules
-    at = np.concatenate(list(parts.values()))
+    positions = np.concatenate(list(parts.values()))
     names = [name.split() for name, rows in parts.items() for _ in rows]
     return pa.table(
         {
-            "row": molecules.rows[at],
-            "smiles": molecules.smiles[at].tolist(),
+            "row": molecules.rows[positions],
+            "smiles": molecules.smiles[positions].tolist(),
             "side": [side for side, _ in names],
             "part": [part for _, part in names],
-            "scaffold": molecules.facts.scaffold[at].tolist(),
-            "heavy_atoms": molecules.facts.heavy_atoms[at],
+            "scaffold": molecules.facts.scaffold[positions].tolist(),
+            "heavy_atoms": molecules.facts.heavy_atoms[positions],
         }
     )
 
 
 def _split_hash(prepared: Prepared) -> str:
-    """Of the molecules in use and their parts."""
+    """A hash of the molecules in use and their parts."""
     table = _split_table(prepared)
     columns = [table[name].to_pylist() for name in ("side", "part", "smiles")]
     return sha256("\n".join(map(" ".join, zip(*columns, strict=True))))[:16]
 
 
 def _label_hash(prepared: Prepared) -> str | None:
-    """Of the molecules in use; None without labels."""
+    """A hash of the labels of the molecules in use; None without labels."""
     if prepared.labels is None:
         return None
     return sha256(prepared.labels[prepared.split.used()].tobytes())[:16]
 
 
 def _rows_hash(rows: Rows) -> str:
-    """Of features and parts."""
+    """A hash of features and parts."""
     parts = [np.ascontiguousarray(side[name]).tobytes() for side in (rows.id, rows.ood) for name in PARTS]
     return sha256(rows.features.numpy().tobytes() + b"".join(parts))[:16]
 
@@ -193,7 +193,7 @@ def _read_state(path: Path, jobs: Mapping[str, Job]) -> State | None:
     places = [place for place, name in enumerate(facts["names"]) if name in jobs]
     if not places:
         return None
-    parts: dict[str, Any] = {name: one[torch.tensor(places)] for name, one in tensors.items()}
+    parts: dict[str, Any] = {name: tensor[torch.tensor(places)] for name, tensor in tensors.items()}
     parts |= {name: tuple(facts[name][place] for place in places) for name in ("curves", "losses")}
     return State(jobs=tuple(jobs[facts["names"][place]] for place in places), **parts)
 

@@ -29,12 +29,12 @@ ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """What heads must share to be stacked."""
+    """The shape of a head. Heads must share it to be stacked."""
 
     inputs: int
     hidden: tuple[int, ...] = (256, 128)
     classes: tuple[int, ...] = ()
-    """Of each task of a classifier; none for a head with one output, the energy."""
+    """The number of classes of each task of a classifier; empty for a head with one output, the energy."""
     activation: str = "relu"
 
     @property
@@ -88,7 +88,7 @@ class Head(nn.Module):
 
 
 def new_head(shape: HeadShape, seed: int) -> Head:
-    """A head with the initial weights of this seed; the global generator is left alone."""
+    """A head with the initial weights of this seed. The state of the global generator does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Head(shape)
@@ -130,7 +130,7 @@ class Job:
 
 # ---- Random numbers --------------------------------------------------------------------------------------------------------
 #
-# The numbers of a generator depend on who drew before; in a pack that would be the other runs. Here a number is the hash of
+# The numbers of a generator depend on what was drawn before, in a pack by other runs. Here a number is the hash of
 # (seed, purpose, time, position), so a run draws the same order and the same dropout alone, among a hundred others, after a
 # resume, on a CPU and on a GPU. The hash is splitmix64's finaliser: two multiplications and three shifts in integers that
 # wrap around on every device. One hash gives four 16-bit numbers, enough for dropout: at 120 runs the masks of 512 pairs and
@@ -144,7 +144,7 @@ _RANGE = 1 << 16
 
 
 def splitmix64(values: Tensor) -> Tensor:
-    """Its finaliser. Shifts of signed numbers copy the sign, hence the masks."""
+    """The finaliser of splitmix64. Shifts of signed numbers copy the sign, hence the masks."""
     values = (values ^ ((values >> 30) & (2**34 - 1))) * _FIRST
     values = (values ^ ((values >> 27) & (2**37 - 1))) * _SECOND
     return values ^ ((values >> 31) & (2**33 - 1))

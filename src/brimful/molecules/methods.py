@@ -9,8 +9,8 @@ Scores are higher for molecules that look out of distribution (OOD), whatever th
 
 **To add a baseline**, write its score function in this file and add one entry to `METHODS`. A distance is a function
 `fit(train, *, classes, **options)` that returns a function from features to scores; a classifier score is a function
-`score(logits, x, **options)`. Options with their defaults and ranges stand in the entry; the spec file, the table of
-results and the resume logic read them from there. A new energy head needs an `Objective` and a loss in
+`score(logits, x, **options)`. The entry has the options with their defaults and ranges; the spec file, the table of
+results and the resume logic read them from it. A new energy head needs an `Objective` and a loss in
 `heads.ENERGY_LOSSES`. A baseline that needs no features at all goes to `TRIVIAL_BASELINES` at the end.
 
 Methods with the same objective and training options share one trained head: `msp`, `odin`, `energy` and `mc-dropout`
@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 Matrix = npt.NDArray[Any]
 Distance = Callable[[Singles], Floats]
 Kind = Literal["energy", "classifier", "distance"]
-TestScores = tuple[Floats, Floats, str]
+TrivialScores = tuple[Floats, Floats, str]
 """Scores of the ID and of the OOD test molecules, and a sentence on how they were computed."""
 
 CHUNK_ROWS = 512
@@ -53,7 +53,7 @@ HEAD_ROWS = 8192
 LEAST_SHRINKAGE = 1e-6
 """Where all rows are mirrored about their mean the estimate is zero, and a singular matrix would stay singular."""
 _RADIUS, _BITS = 2, 2048
-"""Of the fingerprints of `nearest_train`: ECFP4."""
+"""Radius and size of the fingerprints of `nearest_train`: ECFP4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,17 +404,17 @@ METHODS: Mapping[str, Method] = {
 }
 
 
-def heavy_atoms(molecules: "Molecules", split: "Split") -> TestScores:
+def heavy_atoms(molecules: "Molecules", split: "Split") -> TrivialScores:
     """The number of atoms other than hydrogen."""
     return _count(molecules.facts.heavy_atoms, split, "heavy atoms")
 
 
-def rings(molecules: "Molecules", split: "Split") -> TestScores:
+def rings(molecules: "Molecules", split: "Split") -> TrivialScores:
     """The number of rings."""
     return _count(molecules.facts.rings, split, "rings")
 
 
-def _count(whole_counts: npt.NDArray[np.int64], split: "Split", noun: str) -> TestScores:
+def _count(whole_counts: npt.NDArray[np.int64], split: "Split", noun: str) -> TrivialScores:
     """More or fewer, whichever looks OOD on the validation molecules: a trained method has to decide there, too."""
     counts: Floats = whole_counts.astype(np.float64)
     valid = auroc(counts[split.id.valid], counts[split.ood.valid])
@@ -423,10 +423,10 @@ def _count(whole_counts: npt.NDArray[np.int64], split: "Split", noun: str) -> Te
     return sign * counts[split.id.test], sign * counts[split.ood.test], how
 
 
-def nearest_train(molecules: "Molecules", split: "Split") -> TestScores:
+def nearest_train(molecules: "Molecules", split: "Split") -> TrivialScores:
     """1 − Tanimoto similarity to the nearest ID training molecule."""
     train = _fingerprints(molecules, split.id.train)
-    ids, ood = (_tanimoto(_fingerprints(molecules, at), train) for at in (split.id.test, split.ood.test))
+    ids, ood = (_tanimoto(_fingerprints(molecules, positions), train) for positions in (split.id.test, split.ood.test))
     how = f"1 − Tanimoto similarity (ECFP4, {_BITS} bits) to the nearest of {len(train):,} ID training molecules"
     return ids, ood, how
 
@@ -437,16 +437,19 @@ def _fingerprints(molecules: "Molecules", positions: "Positions") -> list[Any]:
 
     generator = rdFingerprintGenerator.GetMorganGenerator(radius=_RADIUS, fpSize=_BITS)
     with rdBase.BlockLogs():
-        return [generator.GetFingerprint(Chem.MolFromSmiles(molecules.smiles[at])) for at in positions]
+        return [generator.GetFingerprint(Chem.MolFromSmiles(molecules.smiles[index])) for index in positions]
 
 
 def _tanimoto(fingerprints: list[Any], train: list[Any]) -> Floats:
     from rdkit import DataStructs
 
-    return np.array([1 - max(DataStructs.BulkTanimotoSimilarity(one, train)) for one in fingerprints], dtype=np.float64)
+    return np.array(
+        [1 - max(DataStructs.BulkTanimotoSimilarity(fingerprint, train)) for fingerprint in fingerprints],
+        dtype=np.float64,
+    )
 
 
-TRIVIAL_BASELINES: Mapping[str, Callable[["Molecules", "Split"], TestScores]] = {
+TRIVIAL_BASELINES: Mapping[str, Callable[["Molecules", "Split"], TrivialScores]] = {
     "heavy-atoms": heavy_atoms,
     "rings": rings,
     "nearest-train": nearest_train,

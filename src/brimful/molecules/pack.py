@@ -9,7 +9,7 @@ each run's own gradient and updates all weights with each run's own learning rat
     gradient  [runs, parameters]      of the sum, which is each run's own since they share nothing
 
 One run of 512 pairs leaves a GPU idle between launches: in a prototype 100 at once did 60 times the work of one fed from
-the host. A step that runs out of memory has changed nothing: the update needs no memory once it has begun.
+the host. A step that runs out of memory has changed nothing, because the update allocates everything before it begins.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +44,8 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8
 class State:
     """Some runs, stacked: one row per run.
 
-    A run stops and another takes its place, memory runs short and half of them wait, a sweep is killed and resumes: all of
-    these take rows from here and put rows here. Random numbers are functions of seed and step, so a row is all there is.
+    Replacing a run that has stopped, parking half of a pack on the host and resuming a killed sweep all move rows of this
+    table. Random numbers are functions of seed and step, so a row holds everything that a run needs.
     """
 
     jobs: tuple[Job, ...]
@@ -58,7 +58,7 @@ class State:
     """The weights with the best validation score."""
     step: Tensor
     loss_sum: Tensor
-    """Of the current epoch."""
+    """The sum of the losses in the current epoch."""
     best_score: Tensor
     best_epoch: Tensor
     """Counted from 1; 0 before the first."""
@@ -91,18 +91,18 @@ class State:
     def take(self, places: Sequence[int]) -> "State":
         """Some of the runs."""
         index = torch.tensor(list(places), dtype=torch.int64, device=self.step.device)
-        return self._copy(places, lambda one: one[index])
+        return self._copy(places, lambda tensor: tensor[index])
 
     def joined(self, other: "State") -> "State":
         """These runs, then those."""
         parts: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in LISTS}
         parts |= {
-            name: torch.cat([one := getattr(self, name), getattr(other, name).to(one.device)]) for name in TENSORS
+            name: torch.cat([own := getattr(self, name), getattr(other, name).to(own.device)]) for name in TENSORS
         }
         return State(**parts)
 
     def to(self, device: torch.device | str) -> "State":
-        return self._copy(range(len(self)), lambda one: one.to(device))
+        return self._copy(range(len(self)), lambda tensor: tensor.to(device))
 
     def _copy(self, places: Sequence[int], convert: Callable[[Tensor], Tensor]) -> "State":
         """Curves are copied: those of runs that continue grow."""
@@ -157,7 +157,7 @@ class Pack:
         self._order.step += 1
 
     def loss(self, params: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """Of each run on these rows, [runs, sides × batch], ID first."""
+        """The loss of each run on these rows, [runs, sides × batch], ID first."""
         outputs = self._forward(params, rows, self._dropout_factors(rows.shape[1]))
         losses = outputs.new_empty(len(self))
         for group in self._groups:
@@ -271,12 +271,12 @@ def _group_by_objective(jobs: Sequence[Job], device: torch.device) -> list[_Grou
 
 # ---- Validation: one number per run, higher is better ------------------------------------------------------------------------
 #
-# Runs that see OOD molecules are judged by AUROC; a plain classifier, which must not, by its loss on ID molecules. Rows are
+# Runs that see OOD molecules are scored by AUROC, a plain classifier, which must not, by its loss on ID molecules. Rows are
 # read a step's worth at a time, so that validation takes no more memory than a step.
 
 
 def validation_scores(pack: Pack, places: Sequence[int]) -> list[float]:
-    """Of these runs of the pack, with their current weights."""
+    """The scores of these runs of the pack, with their current weights."""
     jobs = [pack.jobs[place] for place in places]
     weights = pack.state.weights[torch.tensor(places, device=pack.device)]
     rows, counts = _validation_rows(pack, jobs, "id")

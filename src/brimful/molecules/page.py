@@ -1,7 +1,7 @@
 """report.html: a sweep on one page that needs nothing else, neither a script nor a network.
 
     each dataset    its table, with a strip that shows every seed of every method on one scale, and a line for the best
-                    trivial baseline: what is not to the right of that line has learnt nothing
+                    trivial baseline: a method left of that line has learnt nothing
     each encoder    folded below it, a row of pictures per method: validation curves, histogram of the scores, ROC
 
 The page is made from result rows, their summaries and the arrays of the runs. All thin lines together take at most
@@ -13,15 +13,22 @@ from html import escape
 
 import numpy as np
 
-from brimful.charts import Span, widened
-from brimful.molecules.charts import Run, curve_chart, histogram_chart, roc_chart, strip, strip_header
-from brimful.molecules.results import HEADERS, TRIVIAL, Row, Summary, by_dataset
+from brimful.charts import Floats, Frame, Span, area, axes, dot, drawing, line, text, thinned, ticks, widened
+from brimful.molecules.metrics import Side, roc
+from brimful.molecules.results import HEADERS, TRIVIAL, Row, Summary, by_dataset, gain_sign
 from brimful.units import show_count
 
 MOST_POINTS, FEWEST_POINTS = 200, 20
 _LINES_BYTES, _POINT_BYTES = 1_100_000, 8
+BINS = 36
+_TAIL = 0.005
+"""The share of scores at each end that goes to the outermost bars, so that one outlier does not flatten the others."""
+_GRID = 101
 _SCORE = {"energy": "energy of the head", "classifier": "score", "distance": "distance", "trivial": "score"}
+_GAIN_CLASS = {1: " more", -1: " less", 0: ""}
 
+Run = Mapping[str, Floats]
+"""The arrays of one run: see `results.RUN_ARRAYS`."""
 ReadRun = Callable[[str], Run | None]
 
 
@@ -37,10 +44,10 @@ def sweep_page(
     """`read_run` gives the arrays of a row's `run`, None where they are gone; `remarks` are sentences on each dataset."""
     points = _points(len(rows))
     tables = by_dataset(summaries)
-    sections = [
-        _dataset(place, rows, table, read_run, points, (remarks or {}).get(name, ()))
-        for place, (name, table) in enumerate(tables.items())
-    ]
+    sections = []
+    for place, (name, table) in enumerate(tables.items()):
+        section = _Section([row for row in rows if row["dataset"] == name], table, read_run, points)
+        sections.append(section.html(place, (remarks or {}).get(name, ())))
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>{STYLE}</style>'
     body = f"<h1>{escape(title)}</h1>{_overview(rows, list(tables))}{_contents(list(tables))}{''.join(sections)}{_notes(notes)}"
     return f'<!doctype html><html lang="en"><head>{head}</head><body><main>{body}</main></body></html>\n'
@@ -76,96 +83,220 @@ def _notes(notes: Sequence[str]) -> str:
     return f'<section class="notes"><h2>How to read this</h2><ul>{items}</ul></section>' if notes else ""
 
 
-def _dataset(place: int, rows: Sequence[Row], table: Sequence[Summary], read_run: ReadRun, points: int, remarks: Sequence[str]) -> str:  # fmt: skip
-    name = table[0]["dataset"]
-    own = [row for row in rows if row["dataset"] == name]
-    items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
-    pictures = "".join(
-        _encoder(
-            encoder, [one for one in table if one["encoder"] == encoder], own, read_run, points, is_open=not number
+class _Section:
+    """One dataset: its table, and the pictures of every method."""
+
+    def __init__(self, rows: Sequence[Row], table: Sequence[Summary], read_run: ReadRun, points: int) -> None:
+        self._rows, self._table, self._read_run, self._points = rows, table, read_run, points
+        self._span = widened(np.array(_figures(rows)))
+        self._has_settings = any(summary["settings"] for summary in table)
+        trivial = [summary for summary in table if summary["kind"] == TRIVIAL]
+        self._trivial = next((summary["auroc"] for summary in trivial if summary["method"] == summary["trivial"]), None)
+
+    def html(self, place: int, remarks: Sequence[str]) -> str:
+        first = self._table[0]
+        items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
+        encoders = dict.fromkeys(summary["encoder"] for summary in self._table)
+        pictures = "".join(self._encoder(encoder, is_open=not number) for number, encoder in enumerate(encoders))
+        return (
+            f'<section id="d{place}"><h2>{escape(first["dataset"])}</h2><p class="lead">{escape(first["about"])}</p>'
+            f"{self._table_html()}{f'<ul class=remarks>{items}</ul>' if items else ''}{pictures}</section>"
         )
-        for number, encoder in enumerate(dict.fromkeys(one["encoder"] for one in table))
-    )
-    return (
-        f'<section id="d{place}"><h2>{escape(name)}</h2><p class="lead">{escape(table[0]["about"])}</p>'
-        f"{_table(table, own)}{f'<ul class=remarks>{items}</ul>' if items else ''}{pictures}</section>"
-    )
 
-
-def _table(table: Sequence[Summary], rows: Sequence[Row]) -> str:
-    """Methods, a rule, and the trivial baselines."""
-    span = _span(rows)
-    trivial = next((one["auroc"] for one in table if one["kind"] == TRIVIAL and one["method"] == one["trivial"]), None)  # fmt: skip
-    settings = any(one["settings"] for one in table)
-    names = ["encoder", "method", *(["settings"] if settings else [])]
-    cells = [f'<th scope="col">{name}</th>' for name in names]
-    cells.append(f'<th class="strip">{strip_header(span, "AUROC of each seed")}</th>')
-    cells += [f'<th scope="col" class="figure">{name}</th>' for _, name in (*HEADERS, ("", "gain"), ("", "seeds"))]  # fmt: skip
-    lines = [_line(one, rows, settings, span, trivial) for one in table if one["kind"] != TRIVIAL]
-    below = [_line(one, rows, settings, span, trivial) for one in table if one["kind"] == TRIVIAL]
-    foot = f'<tbody class="trivial">{"".join(below)}</tbody>' if below else ""
-    return f'<div class="wide"><table><thead><tr>{"".join(cells)}</tr></thead><tbody>{"".join(lines)}</tbody>{foot}</table></div>'
-
-
-def _line(one: Summary, rows: Sequence[Row], settings: bool, span: Span, trivial: float | None) -> str:
-    varied = () if one["deterministic"] else _rows_of(one, rows)
-    values = [row["auroc"] for row in varied if _is_figure(row["auroc"])]
-    names = [one["encoder"], one["method"], *([one["text"]["settings"]] if settings else [])]
-    cells = [f"<td>{escape(name)}</td>" for name in names]
-    cells.append(f'<td class="strip">{strip(values, one["auroc"], trivial, span)}</td>')
-    for key, _ in HEADERS:
-        mean, _, sd = one["text"][key].partition(" ± ")
-        spread = f'<small>&nbsp;± {sd}</small>' if sd else ""  # fmt: skip
-        cells.append(f'<td class="figure{" best" * (key in one["best"])}">{mean}{spread}</td>')
-    gain, _, interval = one["text"]["gain"].partition(" (")
-    low, high = (one["gain"] if one[end] is None else one[end] for end in ("gain_low", "gain_high"))
-    side = "" if one["gain"] is None else " more" if low > 0 else " less" if high < 0 else ""
-    shown = f"<small>&nbsp;({escape(interval)}</small>" if interval else ""
-    cells.append(f'<td class="figure{side}">{gain}{shown}</td><td class="figure">{escape(one["text"]["seeds"])}</td>')
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _encoder(encoder: str, table: Sequence[Summary], rows: Sequence[Row], read_run: ReadRun, points: int, *, is_open: bool) -> str:  # fmt: skip
-    name = "trivial baselines" if table[0]["kind"] == TRIVIAL else encoder
-    pictures = "".join(_pictures(one, rows, read_run, points) for one in table)
-    return f"<details{' open' * is_open}><summary>{escape(name)}: curves, scores and ROC</summary>{pictures}</details>"
-
-
-def _pictures(one: Summary, rows: Sequence[Row], read_run: ReadRun, points: int) -> str:
-    """One method: three pictures side by side, or below each other on a phone."""
-    own = _rows_of(one, rows)
-    own = own[:1] if one["deterministic"] else own
-    runs = [run for row in own if row["run"] and (run := read_run(row["run"])) is not None]
-    label = " ".join(filter(None, (one["method"], one["settings"])))
-    charts = [
-        curve_chart(runs, points, label),
-        histogram_chart(runs, label, _SCORE.get(one["kind"], "score")),
-        roc_chart(runs, one["positive"], one["fpr95"], points, label),
-    ]
-    if runs and not charts[0]:
-        charts[0] = (
-            '<p class="none">no curve: it is validated by its loss on ID molecules</p>'
-            if one["kind"] == "classifier"
-            else '<p class="none">no curve: nothing is trained</p>'
-            if one["deterministic"]
-            else '<p class="none">no curve</p>'
+    def _table_html(self) -> str:
+        """Methods, a rule, and the trivial baselines."""
+        names = ["encoder", "method", *(["settings"] if self._has_settings else [])]
+        cells = [f'<th scope="col">{name}</th>' for name in names]
+        cells.append(f'<th class="strip">{strip_header(self._span, "AUROC of each seed")}</th>')
+        cells += [f'<th scope="col" class="figure">{name}</th>' for _, name in (*HEADERS, ("", "gain"), ("", "seeds"))]
+        lines, below = (
+            "".join(self._line(summary) for summary in self._table if (summary["kind"] == TRIVIAL) == is_trivial)
+            for is_trivial in (False, True)
         )
-    drawn = "".join(f"<figure>{chart}</figure>" for chart in charts if chart)
-    missing = f" · the arrays of {show_count(len(own) - len(runs), 'run')} are missing" if len(runs) < len(own) else ""  # fmt: skip
-    title = f"<b>{escape(label)}</b> AUROC {escape(one['text']['auroc'])}{missing}"
-    return f'<h3>{title}</h3><div class="row">{drawn}</div>'
+        foot = f'<tbody class="trivial">{below}</tbody>' if below else ""
+        return f'<div class="wide"><table><thead><tr>{"".join(cells)}</tr></thead><tbody>{lines}</tbody>{foot}</table></div>'
+
+    def _line(self, summary: Summary) -> str:
+        text = summary["text"]
+        values = _figures([] if summary["deterministic"] else self._rows_of(summary))
+        names = [summary["encoder"], summary["method"], *([text["settings"]] if self._has_settings else [])]
+        cells = [f"<td>{escape(name)}</td>" for name in names]
+        cells.append(f'<td class="strip">{strip(values, summary["auroc"], self._trivial, self._span)}</td>')
+        for key, _ in HEADERS:
+            mean, _, sd = text[key].partition(" ± ")
+            deviation = f"<small>&nbsp;± {sd}</small>" if sd else ""
+            cells.append(f'<td class="figure{" best" * (key in summary["best"])}">{mean}{deviation}</td>')
+        gain, _, interval = text["gain"].partition(" (")
+        shown = f"<small>&nbsp;({escape(interval)}</small>" if interval else ""
+        cells.append(f'<td class="figure{_GAIN_CLASS[gain_sign(summary)]}">{gain}{shown}</td>')
+        cells.append(f'<td class="figure">{escape(text["seeds"])}</td>')
+        return f"<tr>{''.join(cells)}</tr>"
+
+    def _encoder(self, encoder: str, *, is_open: bool) -> str:
+        table = [summary for summary in self._table if summary["encoder"] == encoder]
+        name = "trivial baselines" if table[0]["kind"] == TRIVIAL else encoder
+        pictures = "".join(map(self._pictures, table))
+        return (
+            f"<details{' open' * is_open}><summary>{escape(name)}: curves, scores and ROC</summary>{pictures}</details>"
+        )
+
+    def _pictures(self, summary: Summary) -> str:
+        """One method: three pictures side by side, or below each other on a phone."""
+        own = self._rows_of(summary)[: 1 if summary["deterministic"] else None]
+        runs = [run for row in own if row["run"] and (run := self._read_run(row["run"])) is not None]
+        label = " ".join(filter(None, (summary["method"], summary["settings"])))
+        charts = [
+            curve_chart(runs, self._points, label) or (_no_curve(summary) if runs else ""),
+            histogram_chart(runs, label, _SCORE.get(summary["kind"], "score")),
+            roc_chart(runs, summary["positive"], summary["fpr95"], self._points, label),
+        ]
+        drawn = "".join(f"<figure>{chart}</figure>" for chart in charts if chart)
+        lost = len(own) - len(runs)
+        missing = f" · the arrays of {show_count(lost, 'run')} are missing" if lost else ""
+        title = f"<b>{escape(label)}</b> AUROC {escape(summary['text']['auroc'])}{missing}"
+        return f'<h3>{title}</h3><div class="row">{drawn}</div>'
+
+    def _rows_of(self, summary: Summary) -> list[Row]:
+        return [row for row in self._rows if all(row[key] == summary[key] for key in ("encoder", "method", "settings"))]
 
 
-def _rows_of(one: Summary, rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if all(row[key] == one[key] for key in ("dataset", "encoder", "method", "settings"))]
+def _no_curve(summary: Summary) -> str:
+    why = ": nothing is trained" if summary["deterministic"] else ""
+    why = ": it is validated by its loss on ID molecules" if summary["kind"] == "classifier" else why
+    return f'<p class="none">no curve{why}</p>'
 
 
-def _span(rows: Sequence[Row]) -> Span:
-    return widened(np.array([row["auroc"] for row in rows if _is_figure(row["auroc"])]))
+def _figures(rows: Sequence[Row]) -> list[float]:
+    """The AUROC of each row that has one."""
+    return [row["auroc"] for row in rows if row["auroc"] is not None and np.isfinite(row["auroc"])]
 
 
-def _is_figure(value: float | None) -> bool:
-    return value is not None and bool(np.isfinite(value))
+# ---- The pictures: validation curves, histograms of the scores, ROC curves, a strip of the seeds ------------------------------
+#
+# Every drawing is 340 units wide, the width of a phone, so that its text has the same size at any width of the page.
+# In-distribution molecules are blue and out-of-distribution ones orange: colour-blind readers can tell the two apart, and
+# they differ in lightness as well. Lines of single seeds are thin, their mean is thick.
+
+
+def curve_chart(runs: Sequence[Run], points: int, label: str) -> str:
+    """Validation AUROC by epoch: each seed until it stopped, a dot at its best, the mean while at least half are left."""
+    curves = [run["curve"] for run in runs if np.isfinite(run["curve"]).any()]
+    if not curves:
+        return ""
+    longest = max(map(len, curves))
+    frame = Frame(x=(1.0, float(max(longest, 2))), y=widened(np.concatenate(curves)))
+    parts = [axes(frame, "epoch", "validation AUROC")]
+    for curve in curves if points else ():
+        kept, best = thinned(curve, points), int(np.nanargmax(curve))
+        parts += [line(frame, kept + 1, curve[kept], "thin"), dot(frame, best + 1, curve[best], "peak", 2.2)]
+    if len(curves) > 1:
+        mean = _mean_curve(curves)
+        kept = thinned(mean, max(points, 100))
+        parts.append(line(frame, kept + 1, mean[kept], "mean"))
+    return drawing(f"{label}: validation AUROC by epoch", *parts)
+
+
+def _mean_curve(curves: Sequence[Floats]) -> Floats:
+    """Over the runs that reached an epoch, while they are at least half of all."""
+    longest = max(map(len, curves))
+    stacked = np.full((len(curves), longest), np.nan)
+    for place, curve in enumerate(curves):
+        stacked[place, : len(curve)] = curve
+    known = np.isfinite(stacked)
+    enough = known.sum(0) * 2 >= len(curves)
+    mean = np.where(known, stacked, 0.0).sum(0) / np.maximum(known.sum(0), 1)
+    return np.where(enough, mean, np.nan)[: int(np.flatnonzero(enough)[-1]) + 1] if enough.any() else mean[:0]
+
+
+def histogram_chart(runs: Sequence[Run], label: str, name: str) -> str:
+    """Scores of the test molecules of all seeds, each side normalised by itself."""
+    inside, outside = (_finite([run[side] for run in runs]) for side in ("id_scores", "ood_scores"))
+    if not len(inside) or not len(outside):
+        return ""
+    edges = _edges(np.concatenate((inside, outside)))
+    shares = [_shares(values, edges) for values in (inside, outside)]
+    frame = Frame(x=(float(edges[0]), float(edges[-1])), y=(0.0, max(float(share.max()) for share in shares) * 1.12))
+    parts = [axes(frame, name, "share of the molecules")]
+    parts += [area(frame, edges, share, kind) for share, kind in zip(shares, ("id", "ood"), strict=True)]
+    return drawing(f"{label}: histogram of the scores of ID and OOD test molecules", *parts, _legend())
+
+
+def _legend() -> str:
+    return "".join(
+        f'<rect class="{kind}" x="{x}" y="1" width="10" height="10"/>{text(x + 15, 10, words)}'
+        for kind, x, words in (("id", 240, "ID"), ("ood", 286, "OOD"))
+    )
+
+
+def _finite(parts: Sequence[Floats]) -> Floats:
+    values = np.concatenate([np.asarray(part, dtype=np.float64) for part in parts]) if parts else np.empty(0)
+    return values[np.isfinite(values)]
+
+
+def _edges(values: Floats) -> Floats:
+    """A bar for each whole number (atoms, rings) where there are few; else equal bars over all but the tails."""
+    low, high = values.min(), values.max()
+    if high - low <= BINS and np.array_equal(values, np.rint(values)):
+        return np.arange(low - 0.5, high + 1)
+    low, high = widened(np.quantile(values, (_TAIL, 1 - _TAIL)), by=0.0)
+    return np.linspace(low, high, BINS + 1)
+
+
+def _shares(values: Floats, edges: Floats) -> Floats:
+    counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), bins=edges)
+    return counts / len(values)
+
+
+def roc_chart(runs: Sequence[Run], positive: Side, fpr95: float | None, points: int, label: str) -> str:
+    """One line per seed, their mean over equal false-positive rates, and the FPR95 of the table."""
+    usable = [run for run in runs if all(len(run[side]) and not np.isnan(run[side]).any() for side in ("id_scores", "ood_scores"))]  # fmt: skip
+    curves = [roc(run["id_scores"], run["ood_scores"], positive) for run in usable]
+    if not curves:
+        return ""
+    side, other = ("OOD", "ID") if positive == "ood" else ("ID", "OOD")
+    frame = Frame(x=(0.0, 1.0), y=(0.0, 1.0))
+    parts = [axes(frame, f"{other} molecules called {side}", f"{side} molecules called {side}")]
+    parts.append(line(frame, [0, 1], [0, 1], "chance") + line(frame, [0, 1], [0.95, 0.95], "chance"))
+    grid = np.linspace(0, 1, _GRID)
+    for x, y in curves if points else ():
+        kept = thinned(x, points)
+        parts.append(line(frame, x[kept], y[kept], "thin"))
+    mean = np.mean([np.interp(grid, x, y) for x, y in curves], axis=0)
+    parts.append(line(frame, grid, mean, "mean"))
+    if fpr95 is not None:
+        parts.append(dot(frame, fpr95, 0.95, "mark", 3.5) + _fpr95_label(frame, fpr95))
+    return drawing(f"{label}: ROC curve", *parts)
+
+
+def _fpr95_label(frame: Frame, fpr95: float) -> str:
+    """On the side of the dot where there is room and no line."""
+    x, y = float(frame.across(fpr95)), float(frame.down(0.95))
+    return text(x + 7, y + 14, "FPR95") if fpr95 < 0.6 else text(x - 6, y - 6, "FPR95", "end")
+
+
+def strip(values: Sequence[float], mean: float | None, trivial: float | None, span: Span) -> str:
+    """The seeds of one method as dots on a line, positioned in percent of the width."""
+    marks = [f'<line class="rule" x1="{_percent(value, span)}" x2="{_percent(value, span)}" y2="100%"/>' for value, _ in ticks(*span, most=4)]  # fmt: skip
+    if trivial is not None:
+        marks.append(f'<line class="bar" x1="{_percent(trivial, span)}" x2="{_percent(trivial, span)}" y2="100%"/>')
+    if len(values) > 1:
+        marks += [f'<circle class="seed" cx="{_percent(value, span)}" cy="50%" r="2.6"/>' for value in values]
+    if mean is not None:
+        marks.append(f'<line class="mean" x1="{_percent(mean, span)}" x2="{_percent(mean, span)}" y1="18%" y2="82%"/>')
+    return f'<svg class="strip" aria-hidden="true">{"".join(marks)}</svg>'
+
+
+def strip_header(span: Span, words: str) -> str:
+    """The scale of the strips below it."""
+    names = "".join(
+        f'<text x="{_percent(value, span)}" y="26" text-anchor="middle">{name}</text>'
+        for value, name in ticks(*span, most=4)
+    )
+    return f'<svg class="strip head" role="img" aria-label="{escape(words)}"><text x="50%" y="11" text-anchor="middle">{escape(words)}</text>{names}</svg>'  # fmt: skip
+
+
+def _percent(value: float, span: Span) -> str:
+    return f"{100 * (value - span[0]) / (span[1] - span[0]):.1f}%"
 
 
 # Light and dark by the reader's own setting, and legible on a phone. The blue and the orange are Okabe and Ito's, each in

@@ -1,8 +1,8 @@
-"""Everything that heads are trained on, prepared and checked before the first step: molecules, splits, features, labels.
+"""Prepares and checks what heads are trained on, before the first step: molecules, splits, features, labels.
 
 Splits come before features, so that they do not depend on encoders and a slow encoder sees only the molecules in use. A
-molecule that an encoder cannot take is left out for that encoder, counted and listed. Features are standardised by the ID
-training molecules, which are all that may be known; features of only 0 and 1 stay as they are.
+molecule that an encoder cannot take is left out for that encoder, counted and listed. Features are standardised with the
+mean and deviation of the ID training molecules alone; features of only 0 and 1 stay as they are.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Prepared:
         if unread:
             verb = "is" if len(unread) == 1 else "are"
             sentences.append(f"{show_count(len(unread), 'row')} cannot be read and {verb} left out")
-        if encoding := sum(one.reason == NOT_UTF8 for one in unread):
+        if encoding := sum(molecule.reason == NOT_UTF8 for molecule in unread):
             sentences.append(f"{encoding:,} of them because they are {NOT_UTF8} (try iconv -f gbk -t utf-8)")
         return (*sentences, *self.label_remarks, *self.split.remarks)
 
@@ -100,14 +100,14 @@ def rows_with_features(
     sides: dict[str, dict[str, Any]] = {}
     for side, parts in (("id", prepared.split.id), ("ood", prepared.split.ood)):
         rows = {name: row_of[getattr(parts, name)] for name in PARTS}
-        sides[side] = {name: at[at >= 0].astype(np.int64) for name, at in rows.items()}
-        for name, at in sides[side].items():
-            if not len(at):
+        sides[side] = {name: positions[positions >= 0].astype(np.int64) for name, positions in rows.items()}
+        for name, positions in sides[side].items():
+            if not len(positions):
                 raise BadData(f"{prepared.spec.name}: {encoder.name} has features for no {side.upper()} molecule of {name}. Try: another encoder.")  # fmt: skip
     matrix = features.matrix[features.kept]
     matrix = matrix.astype(np.uint8) if only_bits(matrix) else _standardise(matrix, sides["id"]["train"])
     labels = None if prepared.labels is None else torch.from_numpy(prepared.labels[used[features.kept]])
-    left_out = [(int(molecules.rows[at]), reason) for at, reason in features.failed.items()]
+    left_out = [(int(molecules.rows[index]), reason) for index, reason in features.failed.items()]
     return Rows(features=torch.from_numpy(np.ascontiguousarray(matrix)), labels=labels, **sides), features, left_out
 
 
@@ -158,7 +158,7 @@ def _labels(spec: DatasetSpec, molecules: Molecules, split: Split) -> dict[str, 
 def _classes(column: Column) -> tuple[npt.NDArray[np.int64], list[str]]:
     """The class of each row, −1 where it is blank, and the values of the classes as the file writes them."""
     if column.dtype.kind != "f":
-        blank = np.array([str(one).strip().lower() in MISSING for one in column], dtype=bool)
+        blank = np.array([str(value).strip().lower() in MISSING for value in column], dtype=bool)
         if blank.any():
             column = column_from(np.where(blank, "", column))  # may be numbers without those words
     numbers = column.dtype.kind == "f"
@@ -166,7 +166,7 @@ def _classes(column: Column) -> tuple[npt.NDArray[np.int64], list[str]]:
     values, members = np.unique(column[known].astype(column.dtype if numbers else str), return_inverse=True)
     classes = np.full(len(column), -1, dtype=np.int64)
     classes[known] = members
-    return classes, [as_text(one) if numbers else str(one) for one in values]
+    return classes, [as_text(value) if numbers else str(value) for value in values]
 
 
 def _class_problem(label: str, values: Sequence[str], train: Any) -> list[str]:
@@ -186,7 +186,7 @@ def _class_counts(column: Column, classes: Any, values: Sequence[str]) -> str:
     counts = np.bincount(classes[classes >= 0], minlength=len(values))
     parts = [f"{value} ({count:,})" for value, count in list(zip(values, counts, strict=True))[:_LISTED]]
     parts += [f"{len(values) - _LISTED:,} other values"] if len(values) > _LISTED else []
-    words = sorted({str(one) for one in column[classes < 0]} - {"", "nan"})[:_LISTED]
+    words = sorted({str(value) for value in column[classes < 0]} - {"", "nan"})[:_LISTED]
     if blank := int((classes < 0).sum()):
         parts.append(f"{blank:,} blank" + (f" ({', '.join(words)})" if words else ""))
     return ", ".join(parts)

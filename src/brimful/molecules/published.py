@@ -22,7 +22,7 @@ from brimful.molecules.splits import Parts, Positions, Split, grouped, in_order,
 PART_NAMES = ("train", "iid_val", "iid_test", "ood_val", "ood_test")
 """The five parts, as DrugOOD calls them."""
 TRAINING_SHARE = 0.75
-"""Of the OOD validation molecules: about 2000 to 600."""
+"""The share of the OOD validation molecules that is trained on: about 2000 to 600."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class PublishedRows:
     """What separates the sides: `scaffold`, `size`, `assay`, `protein` …"""
     smiles: Column
     part: Column
-    """Of each row, one of PART_NAMES."""
+    """The part of each row, one of PART_NAMES."""
     domain: Column
-    """Of each row, as text."""
+    """The domain of each row, as text."""
     columns: Mapping[str, Column]
     remarks: tuple[str, ...] = ()
 
@@ -49,7 +49,7 @@ def read_published(path: Path, *, cache: Path | None = None, progress: Progress 
     columns = {**rows.columns, "part": rows.part, "domain": rows.domain}
     molecules = molecules_from(rows.source, rows.smiles, columns=columns, cache=cache, progress=progress)
     positions = {name: np.flatnonzero(molecules.columns["part"] == name) for name in PART_NAMES}
-    empty = [name for name, found in positions.items() if not len(found)]
+    empty = [name for name, rows_of_part in positions.items() if not len(rows_of_part)]
     if empty:
         raise BadData(f"{rows.source} has no readable molecule in {', '.join(empty)}. Try: download it again.")
     train, valid, remark = _divide_ood_valid(positions["ood_val"], molecules)
@@ -136,7 +136,7 @@ def _plain_columns(rows: list[dict[str, Any]]) -> dict[str, Column]:
     return {
         name: column_from(column)
         for name, column in values.items()
-        if not any(isinstance(one, list | dict) for one in column)
+        if not any(isinstance(value, list | dict) for value in column)
     }
 
 
@@ -159,16 +159,16 @@ def read_good(path: Path) -> PublishedRows:
     folder, shift = _find_good(path)
     parts = {name: _load_graphs(folder / f"{shift}_{theirs}.pt") for name, theirs in _GOOD_NAMES.items()}
     columns = {name: _label_columns(graphs) for name, graphs in parts.items()}
-    shared = [name for name in columns["train"] if all(name in one for one in columns.values())]
+    shared = [name for name in columns["train"] if all(name in labels for labels in columns.values())]
     domain = folder.parent.name
     others = [other for other in SHIFTS if other != shift and (folder / f"{other}_train.pt").is_file()]
     return PublishedRows(
         source=str(folder.parent),
         kind=domain if shift == "covariate" else f"{shift} of {domain}",
-        smiles=_objects(one for graphs in parts.values() for one in graphs["smiles"]),
+        smiles=_objects(smiles for graphs in parts.values() for smiles in graphs["smiles"]),
         part=_objects(name for name, graphs in parts.items() for _ in graphs["smiles"]),
-        domain=_objects(str(int(one)) for graphs in parts.values() for one in graphs["domain_id"]),
-        columns={name: np.concatenate([one[name] for one in columns.values()]) for name in shared},
+        domain=_objects(str(int(number)) for graphs in parts.values() for number in graphs["domain_id"]),
+        columns={name: np.concatenate([labels[name] for labels in columns.values()]) for name in shared},
         remarks=(
             f"this is the {shift} shift",
             *(f"set file to its {other}_train.pt for the {other} shift" for other in others),
@@ -187,7 +187,7 @@ def _find_good(path: Path) -> tuple[Path, str]:
         shift = next((shift for shift in SHIFTS if (folder / f"{shift}_train.pt").is_file()), "")
         if shift:
             return folder.resolve(), shift
-    below = sorted(found.parent.parent.name for found in path.glob("*/processed/covariate_train.pt"))
+    below = sorted(file.parent.parent.name for file in path.glob("*/processed/covariate_train.pt"))
     fix = f"one of its folders {', '.join(below)}" if below else "one such as GOODHIV/scaffold"
     raise BadData(f"{path} is not a GOOD folder, it has no processed/covariate_train.pt. Try: {fix}.")
 

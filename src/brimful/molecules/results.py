@@ -46,7 +46,7 @@ RUN_ARRAYS = ("id_scores", "ood_scores", "curve", "loss")
 FIGURES = ("auroc", "aupr", "fpr95", "aupr_ood", "aupr_id", "fpr95_ood", "fpr95_id")
 SHOWN = ("auroc", "aupr", "fpr95")
 HEADERS = (("auroc", "AUROC ↑"), ("aupr", "AUPR ↑"), ("fpr95", "FPR95 ↓"))
-"""Of the columns of a table on the terminal and on the page."""
+"""The headers of the figures in a table on the terminal and on the page."""
 LOWER_IS_BETTER = frozenset(("fpr95", "fpr95_ood", "fpr95_id"))
 TRIVIAL = "trivial"
 """The kind of a row that counts atoms or rings, or looks for the nearest training molecule."""
@@ -122,18 +122,18 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
     tables: dict[str, list[tuple[Summary, list[Row]]]] = {}
     for group in groups.values():
         tables.setdefault(group[0]["dataset"], []).append((_summary(group), group))
-    return [one for table in tables.values() for one in _complete(table)]
+    return [summary for table in tables.values() for summary in _complete(table)]
 
 
 def _complete(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> list[Summary]:
     """The summaries of one dataset with what needs the whole table: gains, the best, the chosen, texts."""
     _add_gains(pairs)
-    table = sorted((one for one, _ in pairs), key=lambda one: bool(one["kind"] == TRIVIAL))
+    table = sorted((summary for summary, _ in pairs), key=lambda summary: bool(summary["kind"] == TRIVIAL))
     _mark_best(table)
     _mark_chosen(table)
     about = _about(table)
-    for one in table:
-        one["about"], one["text"] = about, _texts(one)
+    for summary in table:
+        summary["about"], summary["text"] = about, _texts(summary)
     return table
 
 
@@ -168,52 +168,58 @@ def _add_gains(pairs: Sequence[tuple[Summary, Sequence[Row]]]) -> None:
     trivial = [pair for pair in pairs if pair[0]["kind"] == TRIVIAL and pair[0]["auroc"] is not None]
     best = max(trivial, key=lambda pair: pair[0]["auroc"], default=None)
     worse = best is not None and best[0]["auroc"] < CHANCE
-    for one, group in pairs:
-        comparable = one["kind"] != TRIVIAL and one["auroc"] is not None
+    for summary, group in pairs:
+        comparable = summary["kind"] != TRIVIAL and summary["auroc"] is not None
         baseline = None if best is None else CHANCE if worse else _auroc_by_seed(*best)
-        over = paired_difference(_auroc_by_seed(one, group), baseline) if baseline is not None and comparable else None
-        one["trivial"] = "chance" if worse else best and best[0]["method"]
-        one["gain"], one["gain_sd"] = over and over.mean, over and over.sd
-        one["gain_low"], one["gain_high"] = _ends(over)
+        over = (
+            paired_difference(_auroc_by_seed(summary, group), baseline) if baseline is not None and comparable else None
+        )
+        summary["trivial"] = "chance" if worse else best and best[0]["method"]
+        summary["gain"], summary["gain_sd"] = over and over.mean, over and over.sd
+        summary["gain_low"], summary["gain_high"] = _ends(over)
 
 
-def _auroc_by_seed(one: Summary, group: Sequence[Row]) -> Mapping[int, float] | float:
-    """A plain number for what is the same under every seed."""
-    if one["deterministic"]:
-        value: float = one["auroc"]
+def _auroc_by_seed(summary: Summary, group: Sequence[Row]) -> Mapping[int, float] | float:
+    """By seed; a plain number for a method that gives the same under every seed."""
+    if summary["deterministic"]:
+        value: float = summary["auroc"]
         return value
     return _by_seed(group, "auroc")
 
 
 def _mark_best(table: Sequence[Summary]) -> None:
-    for one in table:
-        one["best"] = []
+    for summary in table:
+        summary["best"] = []
     for figure in FIGURES:
-        known = [one for one in table if one[figure] is not None]
+        known = [summary for summary in table if summary[figure] is not None]
         pick = min if figure in LOWER_IS_BETTER else max
         if len(known) > 1:
-            best = pick(round(one[figure], 3) for one in known)
-            for one in known:
-                one["best"] += [figure] * (round(one[figure], 3) == best)
+            best = pick(round(summary[figure], 3) for summary in known)
+            for summary in known:
+                summary["best"] += [figure] * (round(summary[figure], 3) == best)
 
 
 def _mark_chosen(table: Sequence[Summary]) -> None:
-    """Of the settings of one method, the first with the best validation AUROC; None where there is no choice."""
-    for one in table:
-        rivals = [other for other in table if all(other[key] == one[key] for key in ("encoder", "method"))]
+    """Mark the settings of each method with the best validation AUROC, the first of equals; None where there is no choice."""
+    for summary in table:
+        rivals = [other for other in table if all(other[key] == summary[key] for key in ("encoder", "method"))]
         known = [other for other in rivals if other["valid_auroc"] is not None]  # one that diverged has none
         has_choice = len(rivals) > 1 and known
-        one["chosen"] = one is max(known, key=lambda other: other["valid_auroc"]) if has_choice else None
+        summary["chosen"] = summary is max(known, key=lambda other: other["valid_auroc"]) if has_choice else None
 
 
-def _texts(one: Summary) -> dict[str, str]:
+def _texts(summary: Summary) -> dict[str, str]:
     """`.789 ± .003`, `+.106 (+.101 to +.110)`, `8 of 10`."""
-    texts = {figure: f"{show_figure(one[figure])} ± {show_figure(one[f'{figure}_sd'])}" for figure in FIGURES}
-    interval = f" ({_signed(one['gain_low'])} to {_signed(one['gain_high'])})" if one["gain_low"] is not None else ""
-    texts["gain"] = f"{_signed(one['gain'])}{interval}"
-    seeds = f"{one['seeds']} of {one['runs']}" if one["seeds"] < one["runs"] else str(one["seeds"])
-    texts["seeds"] = UNKNOWN if one["deterministic"] else seeds
-    texts["settings"] = f"{one['settings']} ✓".strip() if one["chosen"] else one["settings"]
+    texts = {figure: f"{show_figure(summary[figure])} ± {show_figure(summary[f'{figure}_sd'])}" for figure in FIGURES}
+    interval = (
+        f" ({_signed(summary['gain_low'])} to {_signed(summary['gain_high'])})"
+        if summary["gain_low"] is not None
+        else ""
+    )
+    texts["gain"] = f"{_signed(summary['gain'])}{interval}"
+    seeds = f"{summary['seeds']} of {summary['runs']}" if summary["seeds"] < summary["runs"] else str(summary["seeds"])
+    texts["seeds"] = UNKNOWN if summary["deterministic"] else seeds
+    texts["settings"] = f"{summary['settings']} ✓".strip() if summary["chosen"] else summary["settings"]
     return texts
 
 
@@ -227,7 +233,7 @@ def _about(table: Sequence[Summary]) -> str:
 
 def _range(table: Sequence[Summary], key: str) -> str:
     """Encoders fail on different molecules, so a table can have several counts; "" where none is known."""
-    known = sorted({one[key] for one in table if one[key] is not None})
+    known = sorted({summary[key] for summary in table if summary[key] is not None})
     return "" if not known else f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,}–{known[-1]:,}"
 
 
@@ -244,6 +250,14 @@ def _signed(value: float | None) -> str:
     return f"{sign}{show_figure(abs(value))}"
 
 
+def gain_sign(summary: Summary) -> int:
+    """1 or -1 for a gain or a loss whose interval excludes zero, else 0."""
+    if summary["gain"] is None:
+        return 0
+    low, high = (summary["gain"] if summary[end] is None else summary[end] for end in ("gain_low", "gain_high"))
+    return 1 if low > 0 else -1 if high < 0 else 0
+
+
 def conventions(summaries: Sequence[Summary]) -> list[str]:
     """What a table means, in sentences for its caption: without them it cannot be compared with others."""
     if not summaries:
@@ -255,9 +269,11 @@ def conventions(summaries: Sequence[Summary]) -> list[str]:
         "Gain is the AUROC less that of the best trivial baseline, with the 95 % bootstrap interval over seeds, paired by seed.",
         "The best of a table is in bold, trivial baselines included.",
     ]  # fmt: skip
-    if any(one["chosen"] for one in summaries):
+    if any(summary["chosen"] for summary in summaries):
         sentences.append("✓ marks the settings with the best validation AUROC.")
-    if any(one["settings"] and one["chosen"] is None and one["valid_auroc"] is None for one in summaries):
+    if any(
+        summary["settings"] and summary["chosen"] is None and summary["valid_auroc"] is None for summary in summaries
+    ):
         sentences.append("Plain classifiers and distances have no validation AUROC, so their settings get no ✓.")
     return sentences
 
@@ -281,7 +297,7 @@ def markdown(summaries: Sequence[Summary]) -> str:
         rule = [["*trivial baselines*", *[""] * (len(header) - 1)]] if trivial else []
         rows = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, aligned, *methods, *rule, *trivial])
         parts.append(f"## {_escape_markdown(dataset)}\n\n{_escape_markdown(table[0]['about'])}.\n\n{rows}\n")
-    return "\n".join([*parts, *(f"- {one}" for one in conventions(summaries))]) + "\n"
+    return "\n".join([*parts, *(f"- {sentence}" for sentence in conventions(summaries))]) + "\n"
 
 
 def latex(summaries: Sequence[Summary]) -> str:
@@ -304,7 +320,7 @@ def latex(summaries: Sequence[Summary]) -> str:
             *[
                 line
                 for block in blocks
-                for line in ("    \\midrule", *(f"    {' & '.join(one)} \\\\" for one in block))
+                for line in ("    \\midrule", *(f"    {' & '.join(cells)} \\\\" for cells in block))
             ],
             "    \\bottomrule",
             "  \\end{tabular}",
@@ -316,8 +332,8 @@ def latex(summaries: Sequence[Summary]) -> str:
 
 def by_dataset(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     tables: dict[str, list[Summary]] = {}
-    for one in summaries:
-        tables.setdefault(one["dataset"], []).append(one)
+    for summary in summaries:
+        tables.setdefault(summary["dataset"], []).append(summary)
     return tables
 
 
@@ -330,24 +346,24 @@ def _cells(table: Sequence[Summary], escape: Callable[[str], str], bold: Callabl
     """The cells of the methods, and those of the trivial baselines."""
     methods: list[list[str]] = []
     trivial: list[list[str]] = []
-    for one in table:
-        text = one["text"]
-        names = [one["encoder"], one["method"], *([text["settings"]] if _has_settings(table) else [])]
-        figures = [bold(escape(text[key])) if key in one["best"] else escape(text[key]) for key in SHOWN]
+    for summary in table:
+        text = summary["text"]
+        names = [summary["encoder"], summary["method"], *([text["settings"]] if _has_settings(table) else [])]
+        figures = [bold(escape(text[key])) if key in summary["best"] else escape(text[key]) for key in SHOWN]
         cells = [*map(escape, names), *figures, escape(text["gain"]), escape(text["seeds"])]
-        (trivial if one["kind"] == TRIVIAL else methods).append(cells)
+        (trivial if summary["kind"] == TRIVIAL else methods).append(cells)
     return methods, trivial
 
 
 def _has_settings(table: Sequence[Summary]) -> bool:
-    return any(one["settings"] for one in table)
+    return any(summary["settings"] for summary in table)
 
 
 def _label(dataset: str, taken: Collection[str]) -> str:
-    """Of plain letters. Names in other scripts may then be equal, so these are numbered."""
+    """A label of plain letters. Names in other scripts may become equal that way, so these are numbered."""
     label = f"tab:sweep-{re.sub(r'[^A-Za-z0-9-]+', '-', dataset)}"
     numbered = (f"{label}-{number}" for number in count(2))
-    return next(one for one in chain([label], numbered) if one not in taken)
+    return next(candidate for candidate in chain([label], numbered) if candidate not in taken)
 
 
 def _escape_markdown(text: str) -> str:
@@ -355,4 +371,4 @@ def _escape_markdown(text: str) -> str:
 
 
 def _escape_latex(text: str) -> str:
-    return "".join(_LATEX.get(one, one) for one in text)
+    return "".join(_LATEX.get(character, character) for character in text)

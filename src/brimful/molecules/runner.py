@@ -58,7 +58,7 @@ class PackSize:
 def choose_pack_size(
     jobs: Sequence[Job], store: FeatureStore, budget_bytes: int | None, *, most: int | None = None
 ) -> PackSize:
-    """For jobs with one pack key. `most` is the user's; the budget counts all that the process holds on the device."""
+    """For jobs with one pack key. `most` is the user's limit; the budget includes everything that the process holds on the device."""
     limit = min(len(jobs), most or len(jobs))
     trials: list[PackTrial] = []
     runs = 1
@@ -72,7 +72,11 @@ def choose_pack_size(
             return _best_size(trials, f"{runs} ran out of memory")
         if trials and not _worth_it(trial, trials[-1]):  # once more: the machine may have been busy
             again = attempt(lambda runs=runs: _try(jobs[:runs], store), store.device)  # type: ignore[misc]
-            trial = trial if isinstance(again, OutOfMemory) else max(trial, again, key=lambda one: one.steps_per_s)
+            trial = (
+                trial
+                if isinstance(again, OutOfMemory)
+                else max(trial, again, key=lambda candidate: candidate.steps_per_s)
+            )
         if budget_bytes is not None and trial.peak_bytes > budget_bytes and trials:
             return _best_size(
                 trials, f"{runs} took {show_bytes(trial.peak_bytes)} (measured) of {show_bytes(budget_bytes)}"
@@ -166,7 +170,7 @@ class FinishedRun:
 
 
 class Runner:
-    """Jobs with one pack key, those that train and those that wait."""
+    """Trains jobs with one pack key: some train, others wait."""
 
     def __init__(self, jobs: Sequence[Job], store: FeatureStore, slots: int, *, resumed: Sequence[State] = ()) -> None:
         """`slots`: runs at once. `resumed`: runs that continue; they are not among the jobs."""
@@ -187,7 +191,7 @@ class Runner:
         return reduce(State.joined, parts) if parts else None
 
     def run(self) -> Iterator[list[FinishedRun]]:
-        """Trains; yields after each epoch, with the runs that have just stopped, often none."""
+        """Train. After each epoch it yields the runs that have just stopped, often none."""
         while self._fill():
             assert self._pack is not None
             scores = attempt(self._epoch, self.store.device)
@@ -228,7 +232,7 @@ class Runner:
         return bool(self._stopped) and len(self._stopped) * REBUILD_SHARE >= len(self._pack)
 
     def _rebuild(self) -> None:
-        """Parked runs first, then new ones, beside those that train. Running out of memory midway loses nothing."""
+        """A pack of the runs that train, then parked ones, then new ones. If it runs out of memory midway, nothing is lost."""
         alive = self._alive()
         states = [self._pack.state.take(alive)] if self._pack is not None and alive else []
         free = self.slots - len(alive)
@@ -251,17 +255,17 @@ class Runner:
         return [] if self._pack is None else [place for place in range(len(self._pack)) if place not in self._stopped]
 
     def _shrink(self) -> None:
-        """After an out-of-memory error: what trained waits on the host, and half as many may train at once."""
+        """After an out-of-memory error: move all runs to the host and halve the number that may train at once."""
         self.ooms += 1
         running = len(self._alive()) or self.slots
         if running == 1:
-            waiting = [*(job for one in self._parked for job in one.jobs), *self._queue]
+            waiting = [*(job for state in self._parked for job in state.jobs), *self._queue]
             raise too_large((self._pack.jobs if self._pack is not None else waiting)[0], self.store.device)
         self.slots = max(1, min(self.slots, running) // 2)
         self._park()
 
     def _park(self) -> None:
-        """Move what trains to the host."""
+        """Move the runs that train to the host."""
         if alive := self._alive():
             assert self._pack is not None
             self._parked.append(self._pack.state.to("cpu").take(alive))

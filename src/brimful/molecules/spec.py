@@ -97,7 +97,7 @@ class DatasetSpec:
     split: str
     smiles: str = "smiles"
     column: str | None = None
-    """The column that the column split goes by."""
+    """The column that the column split uses."""
     ood: tuple[str | float, ...] = ()
     """Its values that are out of distribution. Default: the rare ones."""
     train: int | None = None
@@ -224,7 +224,7 @@ def grid(spec: SweepSpec) -> list[Cell]:
 
 def show_grid(spec: SweepSpec) -> str:
     """`3 datasets × 2 encoders × 4 methods × 10 seeds = 240 runs`"""
-    methods, variants = len({one.method.name for one in spec.methods}), len(list(_variants(spec)))
+    methods, variants = len({choice.method.name for choice in spec.methods}), len(list(_variants(spec)))
     total = len(spec.datasets) * len(spec.encoders) * variants * len(spec.seeds)
     parts = [
         show_count(len(spec.datasets), "dataset"),
@@ -238,11 +238,11 @@ def show_grid(spec: SweepSpec) -> str:
 def _variants(spec: SweepSpec) -> Iterator[dict[str, Any]]:
     """Everything of a cell but its dataset, encoder and seed. Methods that train nothing are not multiplied."""
     varying = [
-        *_varying([dataclasses.asdict(one) for one in spec.heads]),
-        *_varying([dataclasses.asdict(one) for one in spec.trainings]),
+        *_varying([dataclasses.asdict(head) for head in spec.heads]),
+        *_varying([dataclasses.asdict(training) for training in spec.trainings]),
     ]
     for choice in spec.methods:
-        own = _varying([one.options for one in spec.methods if one.method.name == choice.method.name])
+        own = _varying([other.options for other in spec.methods if other.method.name == choice.method.name])
         fixed = {"method": choice.method, "options": choice.options}
         if choice.method.objective is None:
             yield {**fixed, "head": None, "train": None, "settings": {key: choice.options[key] for key in own}}
@@ -253,7 +253,7 @@ def _variants(spec: SweepSpec) -> Iterator[dict[str, Any]]:
 
 
 def _varying(choices: list[Any]) -> list[str]:
-    return [key for key in choices[0] if any(one[key] != choices[0][key] for one in choices)]
+    return [key for key in choices[0] if any(choice[key] != choices[0][key] for choice in choices)]
 
 
 def _show_value(value: Any) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from brimful.errors import BadOption
+from brimful.molecules.features.encoder import ENCODERS, MATRIX_FILES
 from brimful.molecules.methods import METHODS
 from brimful.molecules.spec import (
     ACTIVATIONS,
@@ -68,7 +69,7 @@ TEXT = Check("a text", lambda value: isinstance(value, str) and value.strip() !=
 TEXT_OR_NUMBER = Check("a text or a number", lambda value: isinstance(value, (str, int, float)) and not isinstance(value, bool))  # fmt: skip
 SHAPE = Check(
     "a list of layer sizes such as [256, 128]",
-    lambda value: isinstance(value, list) and all(whole(1).accepts(one) for one in value),
+    lambda value: isinstance(value, list) and all(whole(1).accepts(size) for size in value),
 )
 TOP_KEYS = ("seeds", "methods", "encoders", "positive", "device", "memory_limit", "datasets", "head", "train")
 DATASET_KEYS = ("file", "smiles", "name", "split", "column", "ood", *PARTS, "split_seed", "label")
@@ -77,7 +78,6 @@ TRAIN_CHECKS = {
     "lr": POSITIVE, "weight_decay": NOT_NEGATIVE, "batch": whole(1), "epochs": whole(1), "patience": whole(1),
     "clip": NOT_NEGATIVE, "step_size": whole(1), "gamma": FACTOR,
 }  # fmt: skip
-MATRIX_FILES = (".npy", ".parquet")
 
 
 class SpecTable:
@@ -108,11 +108,11 @@ class SpecTable:
         if key not in self.content:
             return (default,)
         value = self.content[key]
-        if not isinstance(value, list) or (check is SHAPE and not any(isinstance(one, list) for one in value)):
+        if not isinstance(value, list) or (check is SHAPE and not any(isinstance(item, list) for item in value)):
             return (self._checked(key, value, default, check),)
         if not value:
             self.problem(f"{key} is an empty list and must be {check.words}, or a list of those")
-        values = [self._checked(key, one, default, check) for one in value]
+        values = [self._checked(key, item, default, check) for item in value]
         if repeats := repeated(values):
             self.problem(f"{key} has {shown(repeats[0])} twice")
         return tuple(values)
@@ -145,7 +145,7 @@ def _spec(top: SpecTable, path: Path) -> SweepSpec | None:
     top.check_keys(TOP_KEYS)
     folder = path.absolute().parent
     methods = _methods(top)
-    labelled = [one.method.name for one in methods if one.method.needs_labels]
+    labelled = [choice.method.name for choice in methods if choice.method.needs_labels]
     parts: dict[str, Any] = {
         "datasets": _datasets(top, folder, labelled),
         "encoders": _encoders(top, folder),
@@ -173,7 +173,7 @@ def _seeds(top: SpecTable) -> tuple[int, ...]:
     value = top.content.get("seeds", 10)
     if whole(1).accepts(value):
         return tuple(range(value))
-    if isinstance(value, list) and value and all(whole(0).accepts(one) for one in value):
+    if isinstance(value, list) and value and all(whole(0).accepts(item) for item in value):
         if repeats := repeated(value):
             top.problem(f"seeds has {repeats[0]} twice")
         if max(value) >= 2**63:
@@ -196,7 +196,9 @@ def _product(top: SpecTable, name: str, checks: Mapping[str, Check], owner: type
     table.check_keys(tuple(checks), elsewhere=TOP_KEYS)
     default = owner()
     values = [table.many(key, getattr(default, key), check) for key, check in checks.items()]
-    return tuple(owner(**dict(zip(checks, map(_hashable, one), strict=True))) for one in itertools.product(*values))
+    return tuple(
+        owner(**dict(zip(checks, map(_hashable, chosen), strict=True))) for chosen in itertools.product(*values)
+    )
 
 
 def _hashable(value: Any) -> Any:
@@ -224,7 +226,7 @@ def _methods(top: SpecTable) -> tuple[MethodSpec, ...]:
             top.problem(f"unknown method {unknown(content['name'], tuple(METHODS))}")
         else:
             chosen += _method(SpecTable(content, f"method {content['name']}", top.problems))
-    if repeats := repeated((one.method.name, one.options) for one in chosen):
+    if repeats := repeated((choice.method.name, choice.options) for choice in chosen):
         top.problem(f"methods has {repeats[0][0]} twice with the same options")
     return tuple(chosen)
 
@@ -233,10 +235,12 @@ def _method(table: SpecTable) -> list[MethodSpec]:
     """One for each combination of the options."""
     method = METHODS[table.content["name"]]
     table.check_keys(("name", *method.options))
-    values = [table.many(key, one.default, Check(str(one), one.accepts)) for key, one in method.options.items()]
+    values = [
+        table.many(key, option.default, Check(str(option), option.accepts)) for key, option in method.options.items()
+    ]
     return [
-        MethodSpec(method=method, options=dict(zip(method.options, one, strict=True)))
-        for one in itertools.product(*values)
+        MethodSpec(method=method, options=dict(zip(method.options, chosen, strict=True)))
+        for chosen in itertools.product(*values)
     ]
 
 
@@ -251,7 +255,7 @@ def _datasets(top: SpecTable, folder: Path, labelled: Sequence[str]) -> tuple[Da
             datasets += _dataset(SpecTable(content, f"dataset {number}", top.problems), folder, labelled)
         else:
             top.problem(f"each dataset must be a table, [[datasets]], not {shown(content)}")
-    for name in dict.fromkeys(repeated(one.name for one in datasets)):
+    for name in dict.fromkeys(repeated(dataset.name for dataset in datasets)):
         top.problem(f"two datasets are called {name}, give each its own name")
     return tuple(datasets)
 
@@ -327,7 +331,7 @@ def _find(table: SpecTable, folder: Path, name: str) -> Path | None:
     path = folder / Path(name).expanduser()
     if path.exists():
         return path
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     matches = difflib.get_close_matches(path.name, beside, n=3)
     hint = f", did you mean {_or(matches)}?" if matches else ""
     table.problem(f"there is no file {name} in {folder}{hint}")
@@ -337,19 +341,17 @@ def _find(table: SpecTable, folder: Path, name: str) -> Path | None:
 def _encoders(top: SpecTable, folder: Path) -> tuple[EncoderSpec, ...]:
     """Built-in ones by name, a matrix by its file, a function by file.py:function."""
     entries = _entries(top, "encoders", 'a list such as ["ecfp"]')
-    encoders = [one for content in entries if (one := _encoder(top, content, folder)) is not None]
-    for config in repeated(one.config for one in encoders):
+    encoders = [encoder for content in entries if (encoder := _encoder(top, content, folder)) is not None]
+    for config in repeated(encoder.config for encoder in encoders):
         top.problem(f"encoders has {shown(config)} twice")
-    ambiguous = set(repeated(_encoder_name(one) for one in encoders))
+    ambiguous = set(repeated(_encoder_name(encoder) for encoder in encoders))
     return tuple(
-        EncoderSpec(name=_encoder_name(one, short=_encoder_name(one) not in ambiguous), config=one.config)
-        for one in encoders
+        EncoderSpec(name=_encoder_name(encoder, short=_encoder_name(encoder) not in ambiguous), config=encoder.config)
+        for encoder in encoders
     )
 
 
 def _encoder(top: SpecTable, content: Any, folder: Path) -> EncoderSpec | None:
-    from brimful.molecules.features.encoder import ENCODERS
-
     name = content.get("name") if isinstance(content, dict) else content
     if not isinstance(name, str):
         top.problem(f"encoders must have names, files, or tables with a name such as {{name = 'ecfp', bits = 1024}}, not {shown(content)}")  # fmt: skip
@@ -395,8 +397,8 @@ def unknown(name: str, known: Sequence[str]) -> str:
 
 def close_matches(name: str, known: Sequence[str], *, cutoff: float = 0.6) -> list[str]:
     """The likeliest first, whatever the case."""
-    by_lower = {one.lower(): one for one in known}
-    return [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)]
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=cutoff)]
 
 
 def repeated(values: Iterable[Any]) -> list[Any]:

@@ -118,8 +118,8 @@ def pools_of(molecules: Molecules, spec: DatasetSpec) -> Pools:
 def first_of_each(canonical: npt.NDArray[np.object_], positions: Positions) -> Positions:
     """The first row of each molecule."""
     first: dict[str, int] = {}
-    for at in positions:
-        first.setdefault(canonical[at], int(at))
+    for index in positions:
+        first.setdefault(canonical[index], int(index))
     return np.array(sorted(first.values()), dtype=np.int64)
 
 
@@ -169,7 +169,9 @@ def _by_size(molecules: Molecules, distinct: Positions, spec: DatasetSpec) -> Po
 
 def _at_random(molecules: Molecules, distinct: Positions, spec: DatasetSpec) -> Pools:
     canonical = molecules.facts.canonical
-    is_id = np.array([_random_bytes(canonical[at], spec.split_seed, "side")[0] % 2 == 0 for at in distinct], dtype=bool)
+    is_id = np.array(
+        [_random_bytes(canonical[index], spec.split_seed, "side")[0] % 2 == 0 for index in distinct], dtype=bool
+    )
     remark = "ID and OOD are drawn at random: an AUROC other than .5 is chance or a mistake"
     return Pools(id=distinct[is_id], ood=distinct[~is_id], remarks=(remark,))
 
@@ -185,7 +187,7 @@ def _by_column(molecules: Molecules, spec: DatasetSpec) -> Pools:
     ood_values, phrase = _ood_values(molecules.source, values[filled], spec)
     is_ood = np.isin(values[filled].astype(str), sorted(ood_values))
     both = set(canonical[filled[is_ood]]) & set(canonical[filled[~is_ood]])
-    on_one_side = np.array([canonical[at] not in both for at in filled], dtype=bool)
+    on_one_side = np.array([canonical[index] not in both for index in filled], dtype=bool)
     ids, ood = (first_of_each(canonical, filled[on_one_side & side]) for side in (~is_ood, is_ood))
     return Pools(
         id=ids,
@@ -277,14 +279,18 @@ def _group_loss(spec: DatasetSpec, groups: list[Positions] | None) -> int:
 def trimmed(split: Split, facts: Facts, spec: DatasetSpec) -> Split:
     """A published split with the requested number of molecules in each part; other parts stay whole."""
     requested = {f"{side} {name}": count for side in ("ID", "OOD") for name, count in spec.sizes.items()}
-    short = [f"{name} has {len(at):,}" for name, at in split.parts().items() if len(at) < (requested[name] or 0)]
+    short = [
+        f"{name} has {len(positions):,}"
+        for name, positions in split.parts().items()
+        if len(positions) < (requested[name] or 0)
+    ]
     if short:
         raise BadData(f"this published split has too few molecules for {_show_sizes(spec)}: {', '.join(short)}. Try: smaller numbers.")  # fmt: skip
     if not any(requested.values()):
         return split
     drawn = {
-        name: in_order(at, facts.canonical, spec.split_seed, name)[: requested[name]]
-        for name, at in split.parts().items()
+        name: in_order(positions, facts.canonical, spec.split_seed, name)[: requested[name]]
+        for name, positions in split.parts().items()
     }
     ids, ood = (Parts(**{name: drawn[f"{side} {name}"] for name in PARTS}) for side in ("ID", "OOD"))
     return replace(split, id=ids, ood=ood, remarks=(*split.remarks, f"drawn from each side: {_show_sizes(spec)}"))
@@ -292,8 +298,8 @@ def trimmed(split: Split, facts: Facts, spec: DatasetSpec) -> Split:
 
 def in_order(positions: Positions, keys: Sequence[str] | npt.NDArray[np.object_], seed: int, purpose: str) -> Positions:
     """In a random order that depends on the key of each, the seed and the purpose alone."""
-    drawn = sorted((_random_bytes(str(keys[at]), seed, purpose), int(at)) for at in positions)
-    return np.array([at for _, at in drawn], dtype=np.int64)
+    drawn = sorted((_random_bytes(str(keys[index]), seed, purpose), int(index)) for index in positions)
+    return np.array([index for _, index in drawn], dtype=np.int64)
 
 
 def _random_bytes(key: str, seed: int, purpose: str) -> bytes:
@@ -303,8 +309,8 @@ def _random_bytes(key: str, seed: int, purpose: str) -> bytes:
 def grouped(positions: Positions, names: npt.NDArray[np.object_], seed: int, purpose: str) -> list[Positions]:
     """Positions of one name together, the groups in random order, the positions of a group in the order of the argument."""
     groups: dict[str, list[int]] = {}
-    for at in positions:
-        groups.setdefault(str(names[at]), []).append(int(at))
+    for index in positions:
+        groups.setdefault(str(names[index]), []).append(int(index))
     order = sorted(groups, key=lambda name: _random_bytes(name, seed, purpose))
     return [np.array(groups[name], dtype=np.int64) for name in order]
 
@@ -402,7 +408,7 @@ def leaks(split: Split, facts: Facts) -> tuple[str, ...]:
 
 def _shared(split: Split, values: npt.NDArray[Any], noun: str, pairs: Iterable[tuple[str, str]]) -> str:
     """Empty where nothing is shared. Molecules without a ring share no scaffold: they have none."""
-    sets = {name: set(values[at].tolist()) - {""} for name, at in split.parts().items()}
+    sets = {name: set(values[positions].tolist()) - {""} for name, positions in split.parts().items()}
     shared = [(sets[one] & sets[other], one, other) for one, other in pairs]
     both, one, other = max(shared, key=lambda entry: len(entry[0]))
     if not both:
@@ -415,13 +421,13 @@ def _shared(split: Split, values: npt.NDArray[Any], noun: str, pairs: Iterable[t
 
 def salts(split: Split, facts: Facts) -> tuple[str, ...]:
     """A sentence where a molecule is in two parts as another salt or charge state: how many are, and an example."""
-    parts = {name: set(facts.canonical[at].tolist()) for name, at in split.parts().items()}
-    charged = {one for molecules in parts.values() for one in molecules if _CHARGED_OR_MIXED.search(one)}
+    parts = {name: set(facts.canonical[positions].tolist()) for name, positions in split.parts().items()}
+    charged = {smiles for molecules in parts.values() for smiles in molecules if _CHARGED_OR_MIXED.search(smiles)}
     parents = _parents(charged) if charged else {}
     forms: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, molecules in parts.items():
-        for one in molecules:
-            forms[parents.get(one, one)].append((one, name))
+        for smiles in molecules:
+            forms[parents.get(smiles, smiles)].append((smiles, name))
     apart = {
         parent: places
         for parent, places in forms.items()
@@ -444,9 +450,9 @@ def _parents(molecules: Iterable[str]) -> dict[str, str]:
 
     largest, neutral = rdMolStandardize.LargestFragmentChooser(), rdMolStandardize.Uncharger()
     with rdBase.BlockLogs():
-        read = {one: Chem.MolFromSmiles(one) for one in molecules}
+        read = {smiles: Chem.MolFromSmiles(smiles) for smiles in molecules}
         return {
-            one: Chem.MolToSmiles(neutral.uncharge(largest.choose(molecule)), isomericSmiles=False)
-            for one, molecule in read.items()
+            smiles: Chem.MolToSmiles(neutral.uncharge(largest.choose(molecule)), isomericSmiles=False)
+            for smiles, molecule in read.items()
             if molecule is not None
         }

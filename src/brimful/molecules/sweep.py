@@ -5,7 +5,7 @@
     train      all heads in packs, on one device, several, or a cluster; each is scored when it stops
     record     one event per run, written when it is known; a run that has one is never computed again
 
-One process writes, whatever trains. Progress goes out as events; `terminal` shows them.
+Only this process writes results, even if others train. Progress is reported as events, which `terminal` shows.
 """
 
 import time
@@ -100,7 +100,7 @@ class _Sweep:
         )
         with Interrupts() as interrupts:
             finished = training.run(
-                lambda one: self._score(one, readers[one.job.name]), lambda: interrupts.signal is not None
+                lambda head: self._score(head, readers[head.job.name]), lambda: interrupts.signal is not None
             )
         if interrupts.signal:
             record.journal.write("stop", by=interrupts.signal)
@@ -130,17 +130,17 @@ class _Sweep:
         """
         left_out: list[tuple[str, int, str, str]] = []
         encoders = {
-            one.name: load_encoder(one.config, folder=self.spec.source.parent, device=str(target.device))
-            for one in self.spec.encoders
+            encoder.name: load_encoder(encoder.config, folder=self.spec.source.parent, device=str(target.device))
+            for encoder in self.spec.encoders
         }
         for dataset in self.spec.datasets:
             name, progress = dataset.name, self._progress_of(dataset.name)
             progress(f"reading {dataset.file.name}")
             prepared = self.prepared[name] = prepare(dataset, self.cache, progress)
-            if any(one.method.needs_labels for one in self.spec.methods):
+            if any(choice.method.needs_labels for choice in self.spec.methods):
                 prepared.check_labels()
             molecules = prepared.molecules
-            left_out += [(name, one.row, one.smiles, one.reason) for one in molecules.unread]
+            left_out += [(name, molecule.row, molecule.smiles, molecule.reason) for molecule in molecules.unread]
             self.record.remark(name, prepared.remarks)
             for encoder_name, encoder in encoders.items():
                 rows, features, failed = rows_with_features(prepared, encoder, self.cache, progress)
@@ -148,7 +148,7 @@ class _Sweep:
                 smiles = dict(zip(molecules.rows.tolist(), molecules.smiles, strict=True)) if failed else {}
                 left_out += [(name, row, smiles[row], f"{encoder_name}: {reason}") for row, reason in failed]
                 count = [f"{show_count(len(failed), 'molecule')} without features left out"] if failed else []
-                self.record.remark(name, [f"{encoder_name}: {one}" for one in (*count, *features.remarks)])
+                self.record.remark(name, [f"{encoder_name}: {sentence}" for sentence in (*count, *features.remarks)])
         return left_out
 
     def _progress_of(self, dataset: str) -> Progress:
@@ -170,7 +170,7 @@ class _Sweep:
         return jobs, readers
 
     def _claim(self, left_out: Sequence[tuple[str, int, str, str]]) -> None:
-        """The first that is written, once everything that can be refused has been checked."""
+        """The first files of the sweep, written once everything that can be refused has been checked."""
         folder = self.record.folder
         folder.claim(self.rows, self.prepared)
         folder.write_left_out(left_out)
@@ -246,7 +246,7 @@ def group_jobs(jobs: Sequence[Job], rows: Mapping[str, Rows]) -> list[list[Job]]
 
 @dataclass(kw_only=True)
 class _Training:
-    """The heads to train, and how far they are."""
+    """The heads to train, and the progress so far."""
 
     jobs: Mapping[str, Job]
     rows: Mapping[str, Rows]
@@ -325,7 +325,7 @@ class _Training:
 
     def _note_pack(self, message: PackMessage) -> None:
         size = message.size
-        trials = [{"runs": one.runs, "steps_per_s": one.steps_per_s, "peak_bytes": one.peak_bytes} for one in size.trials]  # fmt: skip
+        trials = [{"runs": trial.runs, "steps_per_s": trial.steps_per_s, "peak_bytes": trial.peak_bytes} for trial in size.trials]  # fmt: skip
         pack = {"share": message.share, "heads": message.jobs, "runs": size.runs, "reason": size.reason, "trials": trials}  # fmt: skip
         self.packs.append(pack)
         self.journal.write("pack", **pack)
@@ -333,7 +333,9 @@ class _Training:
     def _note_progress(self, message: ProgressMessage, on_finished: Callable[[FinishedRun], None]) -> None:
         self.ooms += message.ooms
         self.alive[message.share] = message.alive
-        self.peak_bytes = max((one for one in (self.peak_bytes, message.peak_bytes) if one is not None), default=None)
+        self.peak_bytes = max(
+            (peak for peak in (self.peak_bytes, message.peak_bytes) if peak is not None), default=None
+        )
         if message.ooms:
             self.journal.write("oom", ooms=message.ooms, sentence="out of memory: half of the pack waits")
         for finished in message.finished:
@@ -352,7 +354,7 @@ class _Training:
 
 
 def score_distance(cell: Cell, rows: Rows) -> TestScores:
-    """Of a method that trains nothing, fitted on the ID training molecules."""
+    """The scores of a method that trains nothing, fitted on the ID training molecules."""
     matrix = rows.features.numpy()
     test = np.concatenate([rows.id["test"], rows.ood["test"]])
     labels = None if rows.labels is None else rows.labels.numpy()[rows.id["train"]]
@@ -367,7 +369,7 @@ def score_distance(cell: Cell, rows: Rows) -> TestScores:
 
 
 def score_head(cell: Cell, finished: FinishedRun, rows: Rows) -> TestScores:
-    """Of a trained method, with the weights that were best on the validation molecules."""
+    """The scores of a trained method, with the weights that were best on the validation molecules."""
     head = _loaded_head(finished)
     in_dist, out_dist = (_head_scores(cell, finished.job, head, rows.features[side["test"]]) for side in (rows.id, rows.ood))  # fmt: skip
     return in_dist, out_dist

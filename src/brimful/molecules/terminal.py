@@ -21,12 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from brimful.languages import tr, translate
-from brimful.molecules.results import HEADERS, TRIVIAL, Summary, by_dataset
+from brimful.molecules.results import HEADERS, TRIVIAL, Summary, by_dataset, gain_sign
 from brimful.units import show_bytes, show_count, show_seconds
 
 LINE_EVERY_S = 5.0
 """At most one plain line in this time."""
 RATE_WINDOW_S = 60.0
+_GAIN_STYLE = {1: "green", -1: "red", 0: ""}
 NARROW = "This terminal is too narrow for intervals and most deviations; the report has them."
 
 
@@ -61,15 +62,15 @@ class SweepTable:
 
 
 def _table(summaries: Sequence[Summary], *, narrow: bool) -> RenderableType:
-    widths = {key: max(one["text"][key].index(" ") for one in summaries) for key, _ in HEADERS}
-    rows = [_cells(one, widths, narrow) for one in summaries]
+    widths = {key: max(summary["text"][key].index(" ") for summary in summaries) for key, _ in HEADERS}
+    rows = [_cells(summary, widths, narrow) for summary in summaries]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, width in (("encoder", 7), ("method", 13)):
         table.add_column(tr(name), overflow="fold", min_width=width)
     for place, name in enumerate((*(name for _, name in HEADERS), tr("gain"), tr("seeds")), 2):
         width = max(cell_len(name), *(len(row[place]) for row in rows))
         table.add_column(name, justify="right" if place > 4 else "left", no_wrap=True, min_width=width)
-    trivial = [one["kind"] == TRIVIAL for one in summaries]
+    trivial = [summary["kind"] == TRIVIAL for summary in summaries]
     for place, row in enumerate(rows):
         if trivial[place] and not any(trivial[:place]):
             table.add_section()
@@ -78,37 +79,30 @@ def _table(summaries: Sequence[Summary], *, narrow: bool) -> RenderableType:
     return Padding(table, (0, 0, 0, 2))
 
 
-def _cells(one: Summary, widths: Mapping[str, int], narrow: bool) -> list[Text]:
-    base, text = "dim" if one["kind"] == TRIVIAL else "", one["text"]
+def _cells(summary: Summary, widths: Mapping[str, int], narrow: bool) -> list[Text]:
+    base, text = "dim" if summary["kind"] == TRIVIAL else "", summary["text"]
     settings = f" {text['settings']}" if text["settings"] else ""
     figures = [
         Text(
             _aligned(text[key], width, deviation=not narrow or key == "auroc"),
-            style="bold" if key in one["best"] else base,
+            style="bold" if key in summary["best"] else base,
         )
         for key, width in widths.items()
     ]
     gain = text["gain"].partition(" ")[0] if narrow else text["gain"]
     return [
-        Text(one["encoder"], style=base),
-        Text.assemble((one["method"], base), (settings, "dim")),
+        Text(summary["encoder"], style=base),
+        Text.assemble((summary["method"], base), (settings, "dim")),
         *figures,
-        Text(gain, style=_gain_style(one)),
+        Text(gain, style=_GAIN_STYLE[gain_sign(summary)] if summary["gain"] is not None else "dim"),
         Text(text["seeds"], style=base),
     ]
 
 
 def _aligned(text: str, width: int, *, deviation: bool) -> str:
     """The decimal points of `.789 ± .003` and `1.000 ± –` below each other."""
-    mean, _, spread = text.partition(" ")
-    return f"{mean:>{width}} {spread}" if deviation else f"{mean:>{width}}"
-
-
-def _gain_style(one: Summary) -> str:
-    if one["gain"] is None:
-        return "dim"
-    low, high = (one["gain"] if one[end] is None else one[end] for end in ("gain_low", "gain_high"))
-    return "green" if low > 0 else "red" if high < 0 else ""
+    mean, _, rest = text.partition(" ")
+    return f"{mean:>{width}} {rest}" if deviation else f"{mean:>{width}}"
 
 
 class SweepProgress:
@@ -152,7 +146,7 @@ class SweepProgress:
                 heads = f"; {show_count(self._heads, 'head')} to train on {event['device']}" if self._heads else ""
                 self._print(f"{event['grid']}{known}{heads}")
             case "pack":
-                peak = max((one["peak_bytes"] for one in event["trials"]), default=0)
+                peak = max((trial["peak_bytes"] for trial in event["trials"]), default=0)
                 self._print(
                     f"{show_count(event['heads'], 'head')} in packs of {event['runs']:,}: {event['reason']}; "
                     f"peak {show_bytes(peak)} (measured)"

@@ -2,8 +2,8 @@
 
 A worker's part (`Share`) goes out as plain data and comes back as a stream of messages, so that one process alone writes
 results. Processes are spawned, since a CUDA context does not survive a fork, and end with their parent. Shares and
-messages travel as bytes: tensors in torch's shared memory would vanish with the process that made them. A worker that dies
-ends the sweep; what was trained is on disk, and the same command continues from there.
+messages are sent as bytes: tensors in torch's shared memory are lost with the process that made them. If a worker dies, the
+sweep ends; finished runs are on disk, and the same command continues from there.
 """
 
 import logging
@@ -103,7 +103,7 @@ def never() -> bool:
 
 
 def train_share(share: Share, stop: Callable[[], bool] = never) -> Iterator[Message]:
-    """Trains the share to its end, or until `stop`; then the last message has the state."""
+    """Train the share to its end, or until `stop`; then the last message has the state."""
     before = torch.get_num_threads()
     torch.set_num_threads(share.threads or before)
     try:
@@ -202,7 +202,7 @@ class _Processes:
 
     def __exit__(self, *exc: Any) -> None:
         for process in self._processes:
-            process.kill()  # children ignore SIGTERM; their work is on disk, or was asked for by `stop`
+            process.kill()  # children ignore SIGTERM; their work is on disk, or was requested by `stop`
             process.join()
 
     def messages(self, stop: Callable[[], bool]) -> Iterator[Message]:

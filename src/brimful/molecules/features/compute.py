@@ -100,7 +100,7 @@ def _report(features: Features, molecules: "Molecules", progress: Progress) -> N
     for remark in features.remarks:
         progress(f"{features.encoder}: {remark}")
     if failed := features.failed:
-        listed = [f"row {molecules.rows[at]} ({molecules.smiles[at]}): {reason}" for at, reason in list(failed.items())[:LISTED]]  # fmt: skip
+        listed = [f"row {molecules.rows[index]} ({molecules.smiles[index]}): {reason}" for index, reason in list(failed.items())[:LISTED]]  # fmt: skip
         more = f"; and {len(failed) - LISTED:,} more" if len(failed) > LISTED else ""
         progress(f"{features.encoder}: {show_count(len(failed), 'molecule')} without features left out: {'; '.join(listed)}{more}")  # fmt: skip
 
@@ -136,7 +136,7 @@ class _Computation:
             reason = next(iter(self.failed.values()))
             raise BadData(f"{self.encoder.name} failed on all {show_count(total, 'molecule')} of {self.molecules.source} ({reason}). Try: another encoder.")  # fmt: skip
         facts = {
-            "failed": {str(at): reason for at, reason in self.failed.items()},
+            "failed": {str(index): reason for index, reason in self.failed.items()},
             "remarks": [f"{show_count(count, 'molecule')} {remark}" for remark, count in self.remarks.items()],
             "seconds": self.seconds,
         }
@@ -178,7 +178,7 @@ class _Computation:
         if finite.all():
             return
         broken, seen, total = np.flatnonzero(~finite), start + len(some), len(self.molecules)
-        listed = ", ".join(f"{some.rows[at]} ({some.smiles[at]})" for at in broken[:LISTED])
+        listed = ", ".join(f"{some.rows[index]} ({some.smiles[index]})" for index in broken[:LISTED])
         more = f" and {len(broken) - LISTED:,} more" if len(broken) > LISTED else ""
         among = f"of {total:,} molecules" if seen == total else f"of the first {seen:,} of {total:,} molecules"
         also = " and from the features" if self.encoder.reads_rows else ""
@@ -198,7 +198,7 @@ class _Computation:
             mixed = self.columns and encoded.matrix.dtype != self.dtype
             self.columns, self.dtype = encoded.matrix.shape[1], np.dtype(np.float32) if mixed else encoded.matrix.dtype
         self.starts.append(batch.start)
-        self.failed |= {batch.start + at: reason for at, reason in sorted(encoded.failed.items())}
+        self.failed |= {batch.start + index: reason for index, reason in sorted(encoded.failed.items())}
         self.remarks.update(encoded.remarks)
         self.seconds += batch.seconds
 
@@ -257,7 +257,7 @@ class CacheEntry:
                 raise self._unusable(f"{MATRIX} does not match its manifest")
             return Features(
                 matrix=matrix,
-                failed={int(at): str(reason) for at, reason in manifest["failed"].items()},
+                failed={int(index): str(reason) for index, reason in manifest["failed"].items()},
                 encoder=self.encoder,
                 seconds=float(manifest["seconds"]),
                 cached=cached,
@@ -300,7 +300,7 @@ class CacheEntry:
         try:
             with np.load(self.part / f"{start:09}.npz", allow_pickle=False) as file:
                 facts = json.loads(file["facts"].tobytes())
-                failed = {int(at): reason for at, reason in facts["failed"].items()}
+                failed = {int(index): reason for index, reason in facts["failed"].items()}
                 encoded = Encoded(matrix=file["matrix"], failed=failed, remarks=facts["remarks"])
             return Batch(start=start, encoded=encoded, seconds=facts["seconds"])
         except (OSError, ValueError, KeyError, BadZipFile, EOFError, zlib.error):
@@ -308,7 +308,7 @@ class CacheEntry:
 
     def save_batch(self, batch: Batch) -> None:
         facts = {
-            "failed": {str(at): reason for at, reason in batch.encoded.failed.items()},
+            "failed": {str(index): reason for index, reason in batch.encoded.failed.items()},
             "remarks": dict(batch.encoded.remarks),
             "seconds": batch.seconds,
         }

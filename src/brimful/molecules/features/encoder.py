@@ -101,7 +101,7 @@ def _with_absolute_paths(options: dict[str, Any], folder: Path) -> dict[str, Any
 def _built_in(name: str, options: dict[str, Any], device: str) -> Encoder:
     module, class_name = ENCODERS[name].split(":")
     owner = getattr(importlib.import_module(f"brimful.molecules.features.{module}"), class_name)
-    types = {one.name: one.type for one in fields(owner)}
+    types = {option.name: option.type for option in fields(owner)}
     if problems := [problem for key, value in options.items() if (problem := _problem(key, value, types))]:
         raise BadOption(f"encoder {name}: {'; '.join(problems)}.")
     if "device" in types:
@@ -134,8 +134,8 @@ def _unknown(name: str, folder: Path) -> str:
 
 def show_name(name: str, encoder: Any, *options: str) -> str:
     """`ecfp`, or `ecfp bits=1024` where an option is not at its default."""
-    defaults = {one.name: one.default for one in fields(encoder)}
-    changed = {one: value for one in options if (value := getattr(encoder, one)) != defaults[one]}
+    defaults = {option.name: option.default for option in fields(encoder)}
+    changed = {option: value for option in options if (value := getattr(encoder, option)) != defaults[option]}
     return " ".join([name, *(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changed.items())])  # fmt: skip
 
 
@@ -147,5 +147,7 @@ def parse_molecules(smiles: Iterable[str]) -> tuple[list[Any], dict[int, str]]:
     from rdkit import Chem, rdBase
 
     with rdBase.BlockLogs():
-        molecules = [Chem.MolFromSmiles(one) for one in smiles]
-    return molecules, {at: "RDKit cannot read its SMILES" for at, one in enumerate(molecules) if one is None}
+        molecules = [Chem.MolFromSmiles(text) for text in smiles]
+    return molecules, {
+        index: "RDKit cannot read its SMILES" for index, molecule in enumerate(molecules) if molecule is None
+    }

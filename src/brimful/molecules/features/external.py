@@ -1,6 +1,6 @@
 """Encoders in a process and a Python of their own, so that their pinned dependencies do not bind ours.
 
-    this process               child (child/*.py; knows nothing of brimful)
+    this process               child (child/*.py; does not import brimful)
     child.py --describe   →    {"version": …, "weights": hash}, then exits; imports nothing heavy
     child.py              →    {"ready": true} once the weights are loaded
     {"smiles": […]}       →    {"shape": [n, d], "failed": {…}} and n × d float32 values
@@ -197,7 +197,7 @@ class EncoderProcess:
             raise self._lost()
         return Encoded(
             matrix=np.frombuffer(content, dtype="<f4").reshape(rows, columns),
-            failed={int(at): reason for at, reason in answer["failed"].items()},
+            failed={int(index): reason for index, reason in answer["failed"].items()},
             remarks=answer.get("remarks", {}),
         )
 

@@ -62,9 +62,9 @@ class Ecfp:
     def encode(self, molecules: "Molecules") -> Encoded:
         mols, failed = parse_molecules(molecules.smiles)
         matrix = np.zeros((len(mols), self.bits), dtype=np.uint8)
-        readable = [at for at in range(len(mols)) if at not in failed]
+        readable = [index for index in range(len(mols)) if index not in failed]
         if readable:
-            matrix[readable] = self._rows([mols[at] for at in readable])
+            matrix[readable] = self._rows([mols[index] for index in readable])
         return Encoded(matrix=matrix, failed=failed)
 
     def _rows(self, mols: list[Any]) -> Matrix:
@@ -74,7 +74,9 @@ class Ecfp:
         morgan = rdFingerprintGenerator.GetMorganGenerator(radius=self.radius, fpSize=self.bits)
         if self.counts:
             return np.stack([np.minimum(morgan.GetCountFingerprintAsNumPy(mol), 255) for mol in mols]).astype(np.uint8)
-        packed = b"".join(BitVectToBinaryText(one) for one in morgan.GetFingerprints(mols, numThreads=1))
+        packed = b"".join(
+            BitVectToBinaryText(fingerprint) for fingerprint in morgan.GetFingerprints(mols, numThreads=1)
+        )
         return np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(mols), -1), axis=1, bitorder="little")
 
 
@@ -111,13 +113,13 @@ class Descriptors:
         mols, failed = parse_molecules(molecules.smiles)
         functions = descriptor_functions()
         matrix = np.zeros((len(mols), len(functions)), dtype=np.float32)
-        for at, mol in enumerate(mols):
-            if at not in failed:
+        for index, mol in enumerate(mols):
+            if index not in failed:
                 row = _descriptor_row(mol, functions)
                 if isinstance(row, str):
-                    failed[at] = row
+                    failed[index] = row
                 else:
-                    matrix[at] = row
+                    matrix[index] = row
         return Encoded(matrix=matrix, failed=failed)
 
 
@@ -131,14 +133,14 @@ def descriptor_functions() -> list[tuple[str, Callable[[Any], float]]]:
 def _descriptor_row(mol: Any, functions: list[tuple[str, Callable[[Any], float]]]) -> Matrix | str:
     """The values, or why there are none."""
     values = np.empty(len(functions), dtype=np.float32)
-    for at, (name, function) in enumerate(functions):
+    for index, (name, function) in enumerate(functions):
         try:
             value = float(function(mol))
         except Exception as error:
             return f"its descriptor {name} cannot be computed ({in_one_line(error)})"
         if not abs(value) <= _MAX_FLOAT:  # also true for NaN
             return f"its descriptor {name} is {value:g}"
-        values[at] = value
+        values[index] = value
     return values
 
 
@@ -171,10 +173,10 @@ class ChemNet:
     def encode(self, molecules: "Molecules") -> Encoded:
         texts, failed = _chemnet_texts(molecules)
         matrix = np.zeros((len(texts), 512), dtype=np.float32)
-        readable = [at for at in range(len(texts)) if at not in failed]
+        readable = [index for index in range(len(texts)) if index not in failed]
         if readable:
-            matrix[readable] = self._rows([texts[at] for at in readable])
-        several = sum("." in texts[at] for at in readable)
+            matrix[readable] = self._rows([texts[index] for index in readable])
+        several = sum("." in texts[index] for index in readable)
         return Encoded(matrix=matrix, failed=failed, remarks={FIRST_FRAGMENT_ONLY: several} if several else {})
 
     def _rows(self, texts: list[str]) -> Matrix:
@@ -183,7 +185,7 @@ class ChemNet:
 
         letters = SmilesDataset(texts, canonize=False)
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            batch = torch.from_numpy(np.stack([letters[at] for at in range(len(texts))]).astype(np.float32))
+            batch = torch.from_numpy(np.stack([letters[index] for index in range(len(texts))]).astype(np.float32))
             rows: Matrix = self._model(batch.transpose(1, 2).to(self.device)).cpu().numpy()
         return rows
 
@@ -225,13 +227,13 @@ def _chemnet_texts(molecules: "Molecules") -> tuple[list[str], dict[int, str]]:
     from rdkit import Chem
 
     texts = ["" if mol is None else Chem.MolToSmiles(mol) for mol in mols]
-    for at, text in enumerate(texts):
+    for index, text in enumerate(texts):
         first = text.partition(".")[0]
         symbols = len(first) - sum(first.count(second) for second in "ril")  # Cl, Br and Si are one symbol
         if symbols > CHEMNET_SYMBOLS:
-            failed[at] = f"its SMILES has {symbols} symbols and ChemNet reads {CHEMNET_SYMBOLS}"
-        elif not text and at not in failed:
-            failed[at] = "it has no atoms"
+            failed[index] = f"its SMILES has {symbols} symbols and ChemNet reads {CHEMNET_SYMBOLS}"
+        elif not text and index not in failed:
+            failed[index] = "it has no atoms"
     return texts, failed
 
 
@@ -297,15 +299,15 @@ def _read_parquet(file: Path) -> Matrix:
     only = table.schema.field(0).type if table.num_columns == 1 else None
     if only is not None and (types.is_list(only) or types.is_large_list(only) or types.is_fixed_size_list(only)):
         lists = table.column(0).to_pylist()
-        widths = {len(one) if one is not None else 0 for one in lists}
+        widths = {len(row) if row is not None else 0 for row in lists}
         if len(widths) > 1:
             raise BadData(f"{file} has lists of {min(widths)} to {max(widths)} numbers. Try: as many in every row.")
         return np.array(lists, dtype=np.float32)
     numbers = (types.is_floating, types.is_integer, types.is_boolean)
-    other = [one.name for one in table.schema if not any(is_number(one.type) for is_number in numbers)]
+    other = [column.name for column in table.schema if not any(is_number(column.type) for is_number in numbers)]
     if other:
         raise BadData(f"{file} has columns that are not numbers ({', '.join(other[:3])}). Try: remove them.")
-    columns = [table.column(at).to_numpy() for at in range(table.num_columns)]
+    columns = [table.column(index).to_numpy() for index in range(table.num_columns)]
     return np.stack(columns, axis=1) if columns else np.empty((table.num_rows, 0))
 
 

@@ -41,11 +41,14 @@ def load() -> Any:
     generator = ConformerGen(max_atoms=MOST_ATOMS, multi_process=False, **options)
 
     def encode(smiles: list) -> Any:
-        conformers = [_conformer(generator, one) for one in smiles]
-        batch, _ = model.batch_collate_fn([(one, 0) for one in conformers])
+        conformers = [_conformer(generator, text) for text in smiles]
+        batch, _ = model.batch_collate_fn([(conformer, 0) for conformer in conformers])
         with torch.inference_mode():
             rows = model(**{name: value.to(device) for name, value in batch.items()}, return_repr=True).cpu().numpy()
-        flat = sum(len(one["src_coord"]) > 3 and bool((one["src_coord"][:, 2] == 0).all()) for one in conformers)
+        flat = sum(
+            len(conformer["src_coord"]) > 3 and bool((conformer["src_coord"][:, 2] == 0).all())
+            for conformer in conformers
+        )
         if flat:
             remarks[FLAT] = remarks.get(FLAT, 0) + flat
         return rows

@@ -1,8 +1,8 @@
 // A CUDA device that is the CPU: tensors of device type "cuda" whose bytes lie in host memory, computed by torch's CPU kernels.
 //
 // What it has of a real card: memory of a fixed size with the allocator's statistics and its out-of-memory error; a random
-// generator of its own; pinned memory; CUDA graphs that repeat what was recorded on the same addresses; and the refusal to
-// compute with tensors of two devices. What it has not: its speed, its rounding, its kernels, anything asynchronous.
+// generator of its own; pinned memory; CUDA graphs that repeat what was recorded, without running it then, on the same
+// addresses; and the refusal to compute with tensors of two devices. What it has not: its speed, its rounding, its kernels, anything asynchronous.
 //
 // Everything that torch dispatches to CUDA and that has no kernel there arrives at `run`, which lends the CPU kernel the same
 // bytes as CPU tensors and copies what it returns into memory of the card.
@@ -51,12 +51,15 @@ struct Card {
   double fraction = 1.0;
 };
 
-struct Block { int64_t bytes; c10::DeviceIndex device; bool of_graph; };
+struct Block { int64_t bytes; c10::DeviceIndex device; bool of_graph; int64_t number; };
+struct Before { int64_t number; std::string bytes; };
 
 static std::mutex lock;
 static std::map<c10::DeviceIndex, Card> cards;
 static std::unordered_map<void*, Block> blocks;
 static bool recording = false;
+static int64_t last_number = 0;
+static std::unordered_map<void*, Before> before_recording;  // what the blocks of then held
 
 static int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 static std::string gib(int64_t bytes) {
@@ -105,7 +108,7 @@ struct Memory final : c10::DeviceAllocator {
     }
     void* pointer = std::aligned_alloc(BLOCK, bytes);
     TORCH_CHECK(pointer != nullptr, "the host has no memory left for the emulated card");
-    blocks[pointer] = {bytes, device.index(), false};
+    blocks[pointer] = {bytes, device.index(), false, ++last_number};
     card.count++;
     card.allocated += bytes;
     card.reserved = std::min(room, std::max(card.reserved, needed));
@@ -492,9 +495,21 @@ void card_take(int device, int64_t bytes) { cards[device].taken = bytes; }
 void card_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 int card_get_sync_debug_mode() { return sync_debug_mode; }
 bool card_recording() { return recording; }
-void* card_record() { recording = true; graph = new std::vector<Recorded>(); return graph; }
-void card_end_record() {  // what the graph holds is no longer counted as allocated
+void* card_record() {
+  std::lock_guard<std::mutex> guard(lock);
+  for (auto& [pointer, block] : blocks) before_recording[pointer] = {block.number, std::string(static_cast<char*>(pointer), block.bytes)};
+  recording = true;
+  graph = new std::vector<Recorded>();
+  return graph;
+}
+void card_end_record() {  // nothing has run; what the graph holds is no longer counted as allocated
   recording = false;
+  for (auto& [pointer, before] : before_recording) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = blocks.find(pointer);
+    if (found != blocks.end() && found->second.number == before.number) std::memcpy(pointer, before.bytes.data(), before.bytes.size());
+  }
+  before_recording.clear();
   std::set<void*> seen;
   for (auto& one : *graph) for (auto* list : {&one.results}) for (auto& tensor : *list) {
     void* pointer = tensor.storage().mutable_data();

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from brimful.serving.batch import RowTokens, joinable, prefill
+from brimful.serving.replayed_batch import Recordings, ReplayedBatch, replayable
 from tests.serving.engines import generator, random_prompts
 from tests.tasks.tiny import make_model
 from tests.tasks.tiny_causal import make_causal
 
 FAMILIES = ["qwen2", "llama", "gemma3_text", "mistral", "gpt2", "t5"]
 """With full and sliding attention, with positions that are learned, rotated and relative, and an encoder-decoder."""
+WINDOWED = ["gemma3_text", "mistral"]
 NEW = 14
 
 
@@ -38,10 +40,25 @@ def alone(made, tokens):
     return answer
 
 
+def record(work, device):
+    """Instead of a graph: what it computes, in the same tensor each time."""
+    scores = torch.empty(0, dtype=torch.float64)
+
+    def replay():
+        result = work()
+        scores.resize_(result.shape).copy_(result)
+
+    return scores, replay
+
+
+@pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.no_grad()
-def test_rows_that_join_and_leave_are_answered_as_alone(causal, kind):
+def test_rows_that_join_and_leave_are_answered_as_alone(causal, kind, replayed, monkeypatch):
     """Prompts longer and shorter than those that run, and than the window of 8 tokens; the longest leaves first."""
+    if replayed and kind in WINDOWED:
+        pytest.skip("a window has no fixed size")
+    monkeypatch.setattr("brimful.serving.replayed_batch.LEAST_LENGTH", 8)  # so that answers outgrow their caches
     source, prompts = made(causal, kind), random_prompts(12, 3, 31, 7, 1)
     expected = [alone(source, one) for one in prompts]
     waves, answers = {0: [0, 1], 3: [2, 3], 5: [4]}, {row: [] for row in range(5)}
@@ -55,7 +72,10 @@ def test_rows_that_join_and_leave_are_answered_as_alone(causal, kind):
             joined, scores = prefill(source, [RowTokens(prompts[row]) for row in waves[step]])
             for row, token in zip(waves[step], scores.argmax(-1).tolist(), strict=True):
                 answers[row].append(token)
-            batch = joined if batch is None else (batch.join(joined), batch)[1]
+            if batch is not None:
+                batch.join(joined)
+            else:
+                batch = ReplayedBatch(source, joined, Recordings(record)) if replayed else joined
             rows += waves[step]
         left = [row for row in rows if len(answers[row]) < (9 if row == 2 else NEW)]
         if left and left != rows:
@@ -132,3 +152,25 @@ def test_positions_that_a_decoder_counts_by_itself_cannot_join(causal):
     config = BartConfig(vocab_size=385, d_model=32, max_position_embeddings=64, init_std=0.5, **sizes)
     possible, reason = joinable(generator(causal, BartForConditionalGeneration(config).eval()))
     assert not possible and "other scores than alone" in reason
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "t5"])
+def test_replays_are_compared_with_launches_before_they_are_used(causal, kind):
+    source = made(causal, kind)
+    assert replayable(source, Recordings(record), timed=False)[0]
+    stale = Recordings(lambda work, device: (work(), lambda: None))
+    possible, reason = replayable(source, stale, timed=False)
+    assert not possible and "other scores" in reason
+
+
+def test_a_model_that_cannot_be_recorded_is_found_out(causal):
+    def refuse(work, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    possible, reason = replayable(made(causal, "qwen2"), Recordings(refuse))
+    assert not possible and "operation not permitted" in reason
+
+
+def test_a_window_has_no_fixed_size(causal):
+    possible, reason = replayable(made(causal, "mistral"), Recordings(record))
+    assert not possible and "DynamicSlidingWindowLayer in the model's cache has no fixed size" in reason

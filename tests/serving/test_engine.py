@@ -328,8 +328,13 @@ def test_a_prompt_longer_than_the_context_is_refused(causal):
 
 def test_all_problems_of_the_options_are_reported_together():
     with pytest.raises(BadOption) as raised:
-        EngineOptions(max_batch=0, max_queue=0, max_wait_s=0)
-    assert all(name in str(raised.value) for name in ("max_batch=0", "max_queue=0", "max_wait=0"))
+        EngineOptions(max_batch=0, max_queue=0, max_wait_s=0, cuda_graphs="yes")
+    assert all(name in str(raised.value) for name in ("max_batch=0", "max_queue=0", "max_wait=0", "cuda_graphs='yes'"))
+
+
+def test_cuda_graphs_that_are_asked_for_need_a_gpu(causal):
+    with pytest.raises(BadOption, match=r'cuda_graphs="on" is not possible on cpu'), running(causal, cuda_graphs="on"):
+        pass
 
 
 def weights(made):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from brimful.errors import DoesNotFit
+from brimful.errors import BadOption, DoesNotFit
 from brimful.planning.plan_options import PlanOptions
 from brimful.planning.target import find_target
 from brimful.serving.engine import Engine, EngineOptions
@@ -27,7 +27,16 @@ def net():
 
 
 @contextmanager
-def on_the_card(causal, net, limit=None):
+def counted_replays():
+    """One entry for each replay."""
+    with pytest.MonkeyPatch.context() as patch:
+        replays, replay = [], torch.cuda.CUDAGraph.replay
+        patch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(1), replay(graph)))
+        yield replays
+
+
+@contextmanager
+def on_the_card(causal, net, limit=None, cuda_graphs="auto"):
     torch.cuda.empty_cache()
     target = find_target(PlanOptions(device="cuda"))
     if limit is not None:
@@ -35,7 +44,7 @@ def on_the_card(causal, net, limit=None):
     options = GenerateOptions(max_new_tokens=16)
     model = net.to(CARD)
     generator = Generator(model, tokenizer_of(causal.model), options, device=CARD, end_ids=ENDLESS)
-    engine = Engine(generator, target, EngineOptions())
+    engine = Engine(generator, target, EngineOptions(cuda_graphs=cuda_graphs))
     try:
         yield engine.start()
     finally:
@@ -43,18 +52,48 @@ def on_the_card(causal, net, limit=None):
         net.cpu()
 
 
-def test_answers_are_those_of_the_cpu(causal, net):
-    prompts = [prompt(one) for one in random_prompts(3, 60, 17, 1, 30)]
+@pytest.mark.parametrize("cuda_graphs", ["on", "off"])
+def test_answers_are_those_of_the_cpu(causal, net, cuda_graphs):
+    prompts = [
+        prompt(one, new=new) for one, new in zip(random_prompts(3, 60, 17, 1, 30), (16, 90, 3, 40, 1), strict=True)
+    ]
     with running(causal, net, end_ids=ENDLESS) as engine:
         expected = texts(engine, prompts)
-    with on_the_card(causal, net) as engine:
+    with on_the_card(causal, net, cuda_graphs=cuda_graphs) as engine:
         assert texts(engine, prompts) == expected
+        assert texts(engine, prompts[1:2]) == expected[1:2]
 
 
-def test_memory_that_others_take_in_between_changes_no_answer(causal, net):
+def test_tokens_are_replayed(causal, net):
+    """After those that are launched once for each size of the cache."""
+    with on_the_card(causal, net, cuda_graphs="on") as engine, counted_replays() as replays:
+        texts(engine, [prompt(random_prompts(20)[0], new=43)])  # stays within the smallest cache, of 64
+    assert len(replays) == 41  # the first token comes from the prompt, the second is launched
+
+
+def test_what_a_graph_cannot_do_is_launched(causal, net, monkeypatch):
+    forward = net.forward
+
+    def reads_back(*arguments, **options):
+        output = forward(*arguments, **options)
+        assert float(output.logits.sum()) == output.logits.sum().item()
+        return output
+
+    monkeypatch.setattr(net, "forward", reads_back)
+    with on_the_card(causal, net) as engine:
+        assert engine.choices["cuda_graphs"][0] == "CUDA graphs off"
+        assert "cannot be recorded" in engine.choices["cuda_graphs"][1]
+        assert len(texts(engine, [prompt(random_prompts(20)[0])])) == 1
+    refused = pytest.raises(BadOption, match=r'cuda_graphs="on" is not possible: the model cannot be recorded')
+    with refused, on_the_card(causal, net, cuda_graphs="on"):
+        pass
+
+
+@pytest.mark.parametrize("cuda_graphs", ["on", "off"])
+def test_memory_that_others_take_in_between_changes_no_answer(causal, net, cuda_graphs):
     prompts = [prompt(one, new=48) for one in random_prompts(*range(20, 60))]
     limit = 16 * MiB
-    with on_the_card(causal, net, limit) as engine:
+    with on_the_card(causal, net, limit, cuda_graphs) as engine:
         expected = texts(engine, prompts)
         answers = [engine.submit(one) for one in prompts]
         first = next(iter(answers[0]))

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -29,6 +29,7 @@ def serve(
     max_wait: float = 60.0,
     max_body: str = "4MiB",
     grace: float = 30.0,
+    cuda_graphs: Literal["auto", "on", "off"] = "auto",
     log_requests: Annotated[bool, Parameter(negative="")] = False,
     device: str = "auto",
     memory_limit: str | None = None,
@@ -70,6 +71,8 @@ def serve(
         Size of a request at most.
     grace
         Seconds to finish requests after SIGTERM.
+    cuda_graphs
+        Compute each token with one CUDA graph instead of launching it; auto does so where that is faster.
     log_requests
         Print requests and answers. Without it no content is logged.
     device
@@ -96,7 +99,9 @@ def serve(
     from brimful.tasks.generate import GenerateOptions
 
     defaults = GenerateOptions(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
-    limits = EngineOptions(max_batch=max_batch, max_queue=max_queue, max_wait_s=max_wait, context=context)
+    limits = EngineOptions(
+        max_batch=max_batch, max_queue=max_queue, max_wait_s=max_wait, context=context, cuda_graphs=cuda_graphs
+    )
     plan = PlanOptions(device=device, memory_limit=memory_limit, fill=fill)
     listener = listen(options)
     try:

@@ -51,6 +51,8 @@ class Admission:
         self._fill = target.fill
         self._caution = 1.0
         """Raised by out-of-memory errors: batches of several rows count for this much more than predicted."""
+        self.cache_size: Callable[[int, Shape], tuple[int, Shape]] = lambda rows, shape: (rows, shape)
+        """Rows and lengths for which a batch of these has room in its cache."""
 
     def fit(self) -> None:
         """Probe, with shorter texts if not all probes fit: those that are left out would show what memory grows with."""
@@ -79,7 +81,8 @@ class Admission:
     def needed_bytes(self, size: "BatchSize") -> float:
         """The peak of this batch, from now to its end."""
         caution = self._caution if size.rows > 1 else 1.0
-        decoding = caution * self._forward.phase_bytes(size.rows, size.final, "decoding", "choosing")
+        rows, final = self.cache_size(size.rows, size.final)
+        decoding = caution * self._forward.phase_bytes(rows, final, "decoding", "choosing")
         if not size.new_rows:
             return decoding
         prefill = caution * self._forward.phase_bytes(size.new_rows, size.prefilled, "forward")

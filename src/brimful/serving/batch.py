@@ -114,14 +114,7 @@ class CausalBatch:
         return (self.cache,)
 
     def _scores(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        arguments = self._generator.forward_arguments
-        if CACHE_NAMES[0] in arguments:
-            optional = {CACHE_NAMES[0]: self.cache, "attention_mask": mask, "position_ids": positions}
-        else:  # a recurrent model multiplies its input with a mask, and a row alone has no padding
-            optional = {CACHE_NAMES[1]: self.cache}
-        optional = {name: value for name, value in {**optional, "logits_to_keep": 1}.items() if name in arguments}
-        output = self._generator.model(input_ids=ids, use_cache=True, **optional)
-        return _last(output.logits)
+        return causal_scores(self._generator, self.cache, ids, mask, positions)
 
 
 class EncoderDecoderBatch:
@@ -162,10 +155,7 @@ class EncoderDecoderBatch:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         self.lengths = [length + 1 for length in self.lengths]
         self._device_lengths = self._device_lengths + 1
-        # The keys and values of the prompt are cached. The model only asks how many there are.
-        shape = (len(self.sources), max(self.sources), text_config(self._generator.model.config).hidden_size)
-        nothing: Any = torch.zeros((), device=self._generator.device).expand(shape)
-        return self._scores(tokens[:, None], BaseModelOutput(last_hidden_state=nothing))
+        return self._scores(tokens[:, None])
 
     def join(self, other: Any) -> None:
         length, source = max(*self.lengths, *other.lengths), max(*self.sources, *other.sources)
@@ -191,19 +181,45 @@ class EncoderDecoderBatch:
     def caches(self) -> tuple[Cache, ...]:
         return (self.cache.self_attention_cache, self.cache.cross_attention_cache)
 
-    def _scores(self, ids: torch.Tensor, encoded: Any) -> torch.Tensor:
-        output = self._generator.model(
-            encoder_outputs=encoded,
-            attention_mask=self._mask,
-            decoder_input_ids=ids,
-            decoder_attention_mask=_left_mask(self._device_lengths, max(self.lengths)),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return _last(output.logits)
+    def _scores(self, ids: torch.Tensor, encoded: Any = None) -> torch.Tensor:
+        mask = _left_mask(self._device_lengths, max(self.lengths))
+        return decoder_scores(self._generator, self.cache, ids, mask, self._mask, encoded)
 
 
 Batch = CausalBatch | EncoderDecoderBatch
+
+
+def causal_scores(
+    generator: Generator, cache: Cache, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Scores of the token after `ids`, from a decoder-only model."""
+    arguments = generator.forward_arguments
+    if CACHE_NAMES[0] in arguments:
+        optional = {CACHE_NAMES[0]: cache, "attention_mask": mask, "position_ids": positions}
+    else:  # a recurrent model multiplies its input with a mask, and a row alone has no padding
+        optional = {CACHE_NAMES[1]: cache}
+    optional = {name: value for name, value in {**optional, "logits_to_keep": 1}.items() if name in arguments}
+    return _last(generator.model(input_ids=ids, use_cache=True, **optional).logits)
+
+
+def decoder_scores(
+    generator: Generator, cache: EncoderDecoderCache, ids: torch.Tensor, mask: torch.Tensor, source_mask: torch.Tensor,
+    encoded: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """The same of an encoder-decoder. `encoded` is needed for the first tokens of an answer only."""
+    if encoded is None:  # the keys and values of the prompt are cached, and the model only asks how many there are
+        shape = (*source_mask.shape, text_config(generator.model.config).hidden_size)
+        nothing: Any = torch.zeros((), device=generator.device).expand(shape)
+        encoded = BaseModelOutput(last_hidden_state=nothing)
+    output = generator.model(
+        encoder_outputs=encoded,
+        attention_mask=source_mask,
+        decoder_input_ids=ids,
+        decoder_attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return _last(output.logits)
 
 
 def prefill(generator: Generator, rows: Sequence[RowTokens]) -> tuple[Batch, torch.Tensor]:
@@ -236,16 +252,17 @@ def joinable(generator: Generator) -> tuple[bool, str]:
     other_batch, _ = prefill(generator, prompts[1:])
     batch.join(other_batch)
     batch.step(tokens[1])
-    together = batch.step(tokens[2])
-    kept = torch.stack(alone).float()
-    off = float((together.float() - kept).abs().max() / kept.std())
-    dtype = (
-        torch.get_autocast_dtype(generator.device.type) if torch.is_autocast_enabled(generator.device.type) else None
-    )
-    tolerance = TOLERANCE.get(dtype or together.dtype, HALF_TOLERANCE)
-    if not off <= tolerance:  # NaN as well
+    off, equal = compare_scores(batch.step(tokens[2]), torch.stack(alone), generator.device)
+    if not equal:
         return False, f"joined rows give other scores than alone (off by {off:.2g} standard deviations)"
     return True, f"joined rows give the scores of the same rows alone (within {off:.1g} standard deviations)"
+
+
+def compare_scores(scores: torch.Tensor, expected: torch.Tensor, device: torch.device) -> tuple[float, bool]:
+    """How far scores are off, in standard deviations, and whether that may be rounding."""
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    off = float((scores.float() - expected.float()).abs().max() / expected.float().std())
+    return off, off <= TOLERANCE.get(autocast or scores.dtype, HALF_TOLERANCE)  # NaN is not
 
 
 def _last(scores: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import psutil
 import torch
@@ -34,11 +35,13 @@ from brimful.memory.forward import eval_mode
 from brimful.memory.ledger import Ledger
 from brimful.memory.meter import allocated_bytes, has_peak_statistics
 from brimful.memory.oom import OutOfMemory, attempt
+from brimful.planning.plan_options import AutoOnOff
 from brimful.planning.target import Target
 from brimful.serving.admission import Admission, BatchSize, dummy_batch
 from brimful.serving.answer import Answer, Logprob, Prompt
 from brimful.serving.batch import Batch, CausalBatch, RowTokens, joinable, prefill
 from brimful.serving.metrics import Counts, EngineState
+from brimful.serving.replayed_batch import Recordings, ReplayedBatch, fixed_size, replayable
 from brimful.serving.sampling import Sampling, choose, logprobs_of
 from brimful.task import Shape
 from brimful.tasks.generate import Generator, max_rows
@@ -71,6 +74,8 @@ class EngineOptions:
     """Seconds that a request waits at most before it begins."""
     context: int | None = None
     """Tokens of prompt and answer at most. Default: the model's."""
+    cuda_graphs: AutoOnOff = "auto"
+    """Whether tokens are replayed as a CUDA graph. "auto" does it where that is faster."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -82,6 +87,8 @@ class EngineOptions:
         ]  # fmt: skip
         if not self.max_wait_s > 0:
             problems.append(f"max_wait={self.max_wait_s:g} must be positive.")
+        if self.cuda_graphs not in get_args(AutoOnOff):
+            problems.append(f"cuda_graphs={self.cuda_graphs!r} must be 'auto', 'on' or 'off'.")
         if problems:
             raise BadOption(" ".join(problems))
 
@@ -134,7 +141,9 @@ class Engine:
         self._clean_tokens = self._failures = 0
         self._waiting: deque[_Row] = deque()
         self._running: list[_Row] = []
-        self._batch: Batch | None = None
+        self._batch: Batch | ReplayedBatch | None = None
+        self._recordings: Recordings | None = None
+        """Where tokens are replayed."""
         self._next_tokens: torch.Tensor | None = None
         self._long: _LongPrompt | None = None
         self._prefill_tokens = PREFILL_TOKENS.get(generator.device.type, OTHER_PREFILL_TOKENS)
@@ -300,6 +309,7 @@ class Engine:
         """Find out what can be batched, and what a batch costs."""
         if self.target is None:
             self.choices["batch"] = ("1", "one request at a time")
+            self._try_replays()
             return
         self._admission = Admission(self.generator, self.target, self.context_tokens, self._note)
         self._admission.fit()  # before anything else runs: it says so if the model does not fit
@@ -313,6 +323,9 @@ class Engine:
             self.choices["batch"] = (f"up to {self._max_rows} requests at once", reason)
         else:
             self.choices["batch"] = ("one request at a time", reason)
+        self._try_replays()
+        if has_peak_statistics(self.generator.device):  # those of the rows that were compared are no request's
+            torch.accelerator.reset_peak_memory_stats(self.generator.device)
         self._idle_bytes = self._used_bytes()
         budget, reason = self._admission.budget(0)
         self.choices["memory"] = (f"{show_bytes(budget)} for requests", reason)
@@ -320,6 +333,30 @@ class Engine:
             not self.target.requested and self.generator.device.type == "cpu"
         ):  # the rest of the host is not for requests
             self._limit_bytes = self._idle_bytes + budget
+
+    def _try_replays(self) -> None:
+        """Replay tokens where that is possible and faster."""
+        device, wanted = self.generator.device, self.options.cuda_graphs
+        if wanted == "off" or device.type != "cuda":
+            if wanted == "on":
+                raise BadOption(
+                    f'cuda_graphs="on" is not possible on {device}. Try: cuda_graphs="auto", or an NVIDIA GPU.'
+                )
+            return
+        recordings = Recordings()
+        check = partial(replayable, self.generator, recordings, timed=wanted == "auto")
+        try:
+            outcome = attempt(check, device)
+            possible, reason = (False, "no memory to try") if isinstance(outcome, OutOfMemory) else outcome
+        except Exception as error:  # a model may do anything with a cache that it does not know
+            possible, reason = False, f"the model cannot be recorded ({in_one_line(error)})"
+        if possible:
+            self._recordings = recordings
+            if self._admission is not None:
+                self._admission.cache_size = fixed_size
+        elif wanted == "on":
+            raise BadOption(f'cuda_graphs="on" is not possible: {reason}. Try: cuda_graphs="auto".')
+        self.choices["cuda_graphs"] = (f"CUDA graphs {'on' if possible else 'off'}", reason)
 
     def _serve_once(self) -> bool:
         """One round: who leaves, who joins, one token for everyone. Returns whether there is a next one."""
@@ -443,7 +480,9 @@ class Engine:
         """Rows that were prefilled run from now on, with these scores for their next tokens."""
         tokens, logprobs = _choose(scores, rows)
         if self._batch is None:
-            self._batch, self._next_tokens = batch, tokens
+            graphs = self._recordings
+            self._batch = batch if graphs is None else ReplayedBatch(self.generator, batch, graphs)
+            self._next_tokens = tokens
         else:
             assert self._next_tokens is not None
             self._batch.join(batch)

@@ -1,6 +1,7 @@
 """The program and its errors, and the commands `plan` and `machine`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,21 @@ def test_help_does_not_import_torch():
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert "plan" in process.stdout and "machine" in process.stdout
+
+
+@pytest.mark.parametrize(
+    "own, expected",
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_waiting_threads_spin_briefly_unless_the_user_says_otherwise(own, expected):
+    """Set before torch loads its OpenMP, which reads it once."""
+    script = (
+        "import os, sys, brimful.cli\ntry: brimful.cli.main(['--version'])\n"
+        "except SystemExit: pass\nprint(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**clean, **own})
+    assert process.stdout.split()[-2:] == [expected, "False"]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     if "--traceback" in tokens:
         tokens.remove("--traceback")
         os.environ["BRIMFUL_TRACEBACK"] = "1"  # the processes that train see it too
+    _limit_spinning()
     try:
         _choose_language(tokens)
         app = make_app(tokens)
@@ -98,6 +99,15 @@ def main(tokens: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _limit_spinning() -> None:
+    """Let threads of torch that wait for each other on a CPU sleep after a moment. By default they spin for so long that a step
+    takes several times as long where other programs need the cores: for the tiny chat model on two cores with a load of ten 380 to
+    1,050 ms, now 116 to 146. On idle cores 12.8 ms, now 13.7. Must be set before torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _whole_number(text: str) -> int:

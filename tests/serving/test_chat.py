@@ -239,6 +239,14 @@ def test_the_talk_is_saved_as_text_or_json(chat, tmp_path):
     assert [message["content"] for message in json.loads(data.read_text())["messages"]] == said
 
 
+def test_only_files_of_this_talk_are_written_again(chat, tmp_path):
+    talk, letter = tmp_path / "talk.txt", tmp_path / "letter.txt"
+    letter.write_text("yours")
+    output, _ = talk_output(chat, f"/save {talk}", "甲的花？", f"/save {talk}", f"/save {letter}")
+    assert "红色。" in talk.read_text() and letter.read_text() == "yours"
+    assert f"{letter} exists and was not written by this talk. Try: another file." in output
+
+
 def test_a_file_that_cannot_be_written_does_not_end_the_talk(chat, tmp_path):
     output, _ = talk_output(chat, f"/save {tmp_path / 'no' / 'talk.txt'}", "/save", "甲的花？")
     assert "cannot be written (No such file or directory). Try: another file." in output

@@ -485,6 +485,22 @@ def test_a_limit_below_the_weights_is_refused_at_the_start(causal):
         pass
 
 
+def test_a_limit_without_room_for_one_token_is_refused_at_the_start(causal):
+    """The probes, which are smaller than what a prediction leaves room for, still fit."""
+    refused = pytest.raises(DoesNotFit, match="an answer of one token need .* Try: a higher memory_limit=")
+    with refused, running(causal, limit=round(weights(causal) / 0.85) + 64):
+        pass
+
+
+def test_a_limit_that_refuses_usual_requests_is_noted_at_the_start(causal):
+    notes = []
+    with running(causal, limit=round((weights(causal) + 15 * KiB) / 0.85), notes=notes):
+        pass
+    assert any("an answer of 16 tokens needs" in note and "are refused" in note for note in notes), (
+        notes
+    )
+
+
 def test_draining_answers_what_was_accepted_and_nothing_more(causal):
     with running(causal, max_batch=1) as engine:
         answers = [engine.submit(prompt(one)) for one in causal.prompts()[:4]]

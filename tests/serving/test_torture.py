@@ -73,7 +73,7 @@ class Client:
             try:
                 outcome = self.ask({**request, "stream": stream}, expected, stream, leave)
             except (OSError, http.client.HTTPException) as error:
-                outcome = f"connection: {type(error).__name__}"
+                outcome = f"connection: {type(error).__name__}" if until.is_set() else f"lost: {error!r}"
             self.outcomes[outcome] += 1
             if outcome.startswith("connection") or outcome == "503":
                 return
@@ -136,8 +136,8 @@ def test_64_clients_for_five_minutes(demo):
             line.rsplit(" ", 1) for line in call(f"{made.url}/metrics")[2].splitlines() if not line.startswith("#")
         )
         in_flight = call(f"{made.url}/status")[2]["running"]
-        made.process.send_signal(signal.SIGTERM)
         until.set()
+        made.process.send_signal(signal.SIGTERM)
         code = made.process.wait(60)
         for thread in threads:
             thread.join(60)

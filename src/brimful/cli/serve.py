@@ -120,8 +120,9 @@ def serve(
             "url": url, "model": name, "kind": loaded.manner, "device": str(target.device), "choices": choices,
             "context_length": engine.context_tokens, "limit_bytes": target.limit_bytes, "limit_reason": target.limit_reason,
         }  # fmt: skip
-        lines = [tr("{model} on {device}: {url}", model=name, device=target.name, url=url)]
-        lines += [f"  {translate(value)}: {translate(reason)}" for value, reason in engine.choices.values()]
+        lines = [tr("{model} on {device}: {url}", model=name, device=translate(target.name), url=url)]
+        for value, reason in engine.choices.values():
+            lines.append("  " + tr("{value}: {reason}", value=translate(value), reason=translate(reason)))
         try:
             server.run(listener, lambda: show("\n".join(lines), ready, as_json=json))
         finally:

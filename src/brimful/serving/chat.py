@@ -82,6 +82,8 @@ class Chat:
         """Questions and answers that the model remembers."""
         self.transcript: list[dict[str, str]] = []
         """Everything that was said, also what the model no longer remembers."""
+        self._saved = set[Path]()
+        """Files of this talk."""
         self.turns_left_out = 0
         """Of the conversation so far, because the context was full when the last question was asked."""
         if system is not None:
@@ -122,6 +124,8 @@ class Chat:
     def save(self, path: str | Path) -> Path:
         """Write all messages of the talk to a file: JSON if it ends in .json, else text."""
         path = Path(path).expanduser()
+        if path.exists() and path not in self._saved:
+            raise BadOption(f"{path} exists and was not written by this talk. Try: another file.")
         if path.suffix == ".json":
             content = json.dumps({"messages": self.transcript}, ensure_ascii=False, indent=1) + "\n"
         else:
@@ -130,6 +134,7 @@ class Chat:
             path.write_text(content, encoding="utf-8")
         except OSError as error:
             raise BadOption(f"{path} cannot be written ({error.strerror or error}). Try: another file.") from None
+        self._saved.add(path)
         return path
 
     def ask(self, question: str) -> abc.Generator[str]:

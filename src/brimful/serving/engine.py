@@ -329,10 +329,32 @@ class Engine:
         self._idle_bytes = self._used_bytes()
         budget, reason = self._admission.budget(0)
         self.choices["memory"] = (f"{show_bytes(budget)} for requests", reason)
+        self._check_room(budget, reason)
         if (
             not self.target.requested and self.generator.device.type == "cpu"
         ):  # the rest of the host is not for requests
             self._limit_bytes = self._idle_bytes + budget
+
+    def _check_room(self, budget: int, reason: str) -> None:
+        """A server that has no room for any request ends at once, and one that refuses usual ones says so."""
+        assert self._admission is not None
+        new = min(self.generator.options.max_new_tokens, self.context_tokens - 1)
+        for tokens in (1, new):
+            final, prefilled = self._shapes(1, tokens), self._shapes(1, 0)
+            needed = self._admission.needed_bytes(BatchSize(held_bytes=0).with_row(final, prefilled))
+            if needed <= budget:
+                continue
+            if tokens == 1:
+                raise DoesNotFit(
+                    f"a prompt and an answer of one token need {show_bytes(needed)} by prediction, and "
+                    f"{show_bytes(budget)} may be used ({reason}). Try: a higher memory_limit=.",
+                    needed_bytes=round(needed),
+                )
+            self._note(
+                f"serving: an answer of {new:,} tokens needs {show_bytes(needed)} by prediction, and "
+                f"{show_bytes(budget)} may be used, so requests that ask for as many are refused. "
+                "Try: a higher memory_limit=, or a lower max_new_tokens=."
+            )
 
     def _try_replays(self) -> None:
         """Replay tokens where that is possible and faster."""
@@ -537,12 +559,14 @@ class Engine:
         self._predicted, self._highest_predicted = needed, max(needed, self._highest_predicted)
 
     def _prefill_shape(self, row: _Row) -> Shape:
-        source, answer = len(row.answer.prompt.tokens), len(row.answer.tokens)
-        return (source + answer,) if self.generator.causal else (source, 1 + answer)
+        return self._shapes(len(row.answer.prompt.tokens), len(row.answer.tokens))
 
     def _final_shape(self, row: _Row) -> Shape:
-        source, new = len(row.answer.prompt.tokens), row.answer.prompt.max_new_tokens
-        return (source + new,) if self.generator.causal else (source, 1 + new)
+        return self._shapes(len(row.answer.prompt.tokens), row.answer.prompt.max_new_tokens)
+
+    def _shapes(self, source: int, answer: int) -> Shape:
+        """The lengths of a row with these tokens."""
+        return (source + answer,) if self.generator.causal else (source, 1 + answer)
 
     def _refuse(self, row: _Row, needed: float, budget: int) -> None:
         """A request that does not fit alone, by prediction."""

@@ -121,7 +121,17 @@ def test_each_card_has_figures_of_its_own(tmp_path):
     one = figures(tmp_path / "a", ranks=2)
     assert [card.rank for card in one.cards] == [0, 1]
     assert one.cards[1].utilization == pytest.approx(0.93)
-    assert one.cards[0].busy == pytest.approx(0.36 / 0.381)
+
+
+def test_each_rank_has_its_padding_and_its_time_split(tmp_path):
+    def ranks(_):
+        times = ({"compute_s": 0.3, "data_s": 0.1}, {"compute_s": 0.1, "data_s": 0.3})
+        return [{"rank": rank, "padding": 0.1 + rank, "times": times[rank], "peak_bytes": 7} for rank in range(2)]
+
+    one = figures(tmp_path / "a", ranks=2, step_values={"ranks": ranks})
+    assert [rank.padding for rank in one.ranks] == pytest.approx([0.1, 1.1])
+    assert [rank.time_shares["data_s"] for rank in one.ranks] == pytest.approx([0.25, 0.75])
+    assert [rank.peak_bytes for rank in one.ranks] == [7, 7]
 
 
 def test_energy_is_power_times_time(tmp_path):

@@ -90,7 +90,10 @@ def test_a_card_knows_what_others_hold_and_what_the_plan_predicts(tmp_path):
 
 def test_each_rank_has_its_card_and_the_slowest_is_marked(tmp_path):
     def ranks(_):
-        return [{"rank": rank, "reserved_bytes": 10 * GiB, "busy_s": 0.41 if rank == 2 else 0.36} for rank in range(4)]
+        return [
+            {"rank": rank, "reserved_bytes": 10 * GiB, "times": {"compute_s": 0.41 if rank == 2 else 0.36}}
+            for rank in range(4)
+        ]
 
     cards = snapshot(write_run(tmp_path / "a", steps=30, ranks=4, step_values={"ranks": ranks})).cards
     assert [card.label for card in cards] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
@@ -246,7 +249,7 @@ def test_a_long_run_costs_no_more_than_a_short_one(tmp_path, monkeypatch):
 
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 10**18) | st.floats() | st.text(max_size=8) | st.sampled_from(["nan", "\x1b[2J", "中文", "2026-01-31T09:00:00Z"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "compute_s", "loss", "index", "used_bytes", "tree_bytes", "busy_s", "name"]), inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "compute_s", "loss", "index", "used_bytes", "tree_bytes", "times", "ranks", "uuid", "name"]), inner, max_size=4),
     max_leaves=6,
 )  # fmt: skip
 fields = st.dictionaries(

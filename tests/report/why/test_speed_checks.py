@@ -222,7 +222,7 @@ def test_communication(tmp_path):
 
 
 def test_a_slow_rank_is_named(tmp_path):
-    ranks = [{"rank": rank, "busy_s": 0.6 if rank == 2 else 0.36} for rank in range(4)]
+    ranks = [{"rank": rank, "times": {"compute_s": 0.6 if rank == 2 else 0.36}} for rank in range(4)]
     slow = found(tmp_path, "slow-rank", ranks=4, step_values={"ranks": ranks})
     assert "Rank 2 computes 0.60 s in a step, the others 0.36 s" in slow.cause
 

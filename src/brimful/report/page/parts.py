@@ -23,6 +23,7 @@ from brimful.report.page.summary import (
     joined,
     key_figures,
     next_steps,
+    part_names,
     percent,
     progress,
     state_words,
@@ -242,6 +243,21 @@ def evaluations_part(one: ReportFigures) -> str:
     return _folded(tr("Evaluations"), about, _table(titles, rows))
 
 
+def ranks_part(one: ReportFigures) -> str:
+    """Memory, padding and time of each rank, where there are several."""
+    if len(one.ranks) < 2:
+        return ""
+    parts = part_names()
+    rows: list[Sequence[Cell]] = []
+    for rank in one.ranks:
+        shares = (percent(rank.time_shares.get(name)) for name in parts)
+        figures = (_size(rank.peak_bytes), _size(rank.reserved_bytes), percent(rank.padding), *shares)
+        rows.append((f"{rank.rank}", *((figure, "n") for figure in figures)))
+    names = (tr("allocated"), tr("reserved"), tr("Padding"), *parts.values())
+    titles: list[Cell] = [tr("Rank"), *((name, "n") for name in names)]
+    return _folded(tr("Ranks"), f"{len(one.ranks)}", _table(titles, rows), is_open=True)
+
+
 def cards_part(one: ReportFigures) -> str:
     """A row for each rank, where there are several."""
     if len(one.cards) < 2:
@@ -249,11 +265,11 @@ def cards_part(one: ReportFigures) -> str:
     rows: list[Sequence[Cell]] = []
     for card in one.cards:
         figures = (
-            percent(card.utilization), percent(card.busy), _size(card.peak_bytes), _size(card.reserved_bytes), _size(card.others_bytes),
+            percent(card.utilization), _size(card.used_bytes), _size(card.others_bytes),
             UNKNOWN if card.temperature_c is None else f"{card.temperature_c:.0f} °C", UNKNOWN if card.power_w is None else f"{card.power_w:.0f} W",
         )  # fmt: skip
         rows.append((f"{card.rank}", card.name or UNKNOWN, *((figure, "n") for figure in figures)))
-    names = (tr("Utilisation"), tr("computing"), tr("allocated"), tr("reserved"), tr("held by others"), tr("Temperature"), tr("Power"))  # fmt: skip
+    names = (tr("Utilisation"), tr("in use"), tr("held by others"), tr("Temperature"), tr("Power"))
     titles: list[Cell] = [tr("Rank"), tr("Card"), *((name, "n") for name in names)]
     return _folded(tr("Cards"), f"{len(one.cards)}", _table(titles, rows), is_open=True)
 

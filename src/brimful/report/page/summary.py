@@ -461,6 +461,13 @@ def joined(sentences: Iterable[str]) -> str:
     return ("" if language() == "zh" else " ").join(sentences)
 
 
+def part_names() -> dict[str, str]:
+    """What the parts of a step's time are called."""
+    return {
+        "compute_s": tr("computing"), "data_s": tr("waiting for data"), "communication_s": tr("communication"), "other_s": tr("other"),
+    }  # fmt: skip
+
+
 def percent(share: float | None) -> str:
     """`81 %`, never broken between lines; a decimal below 10 %."""
     if share is None or not math.isfinite(share):

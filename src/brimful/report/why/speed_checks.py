@@ -323,7 +323,7 @@ def _uneven_ranks(run: RunFigures) -> Iterator[Finding]:
     busy: dict[int, list[float]] = {}
     for step in run.settled:
         for one in objects(step, "ranks"):
-            rank, seconds = whole(one, "rank"), finite(one, "busy_s")
+            rank, seconds = whole(one, "rank"), finite(part(one, "times"), "compute_s")
             if rank is not None and seconds is not None:
                 busy.setdefault(rank, []).append(seconds)
     if len(busy) < 2:
@@ -337,7 +337,7 @@ def _uneven_ranks(run: RunFigures) -> Iterator[Finding]:
         "slow-rank",
         [say("Rank {rank} computes {seconds} in a step, the others {others}, and they wait for it.", rank=slowest, seconds=show_seconds(typical[slowest]), others=show_seconds(others))],
         lost=1 - others / typical[slowest], certainty="likely", figures={"rank": slowest, "busy_s": typical[slowest], "others_busy_s": others},
-        evidence="events.jsonl, ranks.busy_s",
+        evidence="events.jsonl, ranks.times",
         fixes=[fix(say("Look at who else uses the card of rank {rank}, and at its temperature", rank=slowest), shell="brimful machine")],
     )  # fmt: skip
 

@@ -161,6 +161,15 @@ def test_each_card_has_a_line_and_the_slowest_is_marked(tmp_path):
     assert any("slowest: GPU 3 is busy for 0.50 s of a step, GPU 0 for 0.25 s" in line for line in lines)
 
 
+def test_where_there_is_space_each_rank_has_its_time_split_and_padding(tmp_path):
+    times = ({"compute_s": 0.3, "data_s": 0.1}, {"compute_s": 0.1, "data_s": 0.3})
+    ranks = [{"rank": rank, "padding": 0.1 + rank / 10, "times": times[rank]} for rank in range(2)]
+    taken = usual(tmp_path, ranks=2, step_values={"ranks": ranks})
+    bars = [line for line in text(taken, 80, 50).splitlines() if line.startswith("GPU") and "padding" in line]
+    assert [(bar.count("█") > bar.count("▓"), bar.split("padding")[1].strip()) for bar in bars] == [(True, "10 %"), (False, "20 %")]  # fmt: skip
+    assert "GPU 1" in text(taken, 80, 24) and "padding 20 %" not in text(taken, 80, 24)
+
+
 def test_of_many_cards_the_fullest_and_the_slowest_are_shown(tmp_path):
     ranks = [{"rank": rank, "peak_bytes": GiB, "reserved_bytes": (10 + rank / 4) * GiB, "times": {"compute_s": 0.5 if rank == 1 else 0.25}} for rank in range(16)]  # fmt: skip
     lines = text(usual(tmp_path, ranks=16, step_values={"ranks": ranks}), 80, 24).splitlines()

@@ -72,11 +72,6 @@ class Card:
         return dict(self.times).get("compute")
 
     @property
-    def time_shares(self) -> dict[str, float]:
-        whole = sum(seconds for _, seconds in self.times)
-        return {part: seconds / whole for part, seconds in self.times}
-
-    @property
     def ours_bytes(self) -> float | None:
         return next((one for one in (self.reserved_bytes, self.allocated_bytes, self.held_bytes) if one), None)
 

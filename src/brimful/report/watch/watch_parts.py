@@ -146,7 +146,7 @@ def footer(canvas: Canvas, keys: str | None) -> Text:
 
 
 def step_time(canvas: Canvas) -> Lines:
-    """Where the time of a step goes, as one bar, and what its parts are."""
+    """Where the time of a step goes, as one bar, and what its parts are; then a bar for each rank, with its padding."""
     snapshot = canvas.snapshot
     seconds = align_right(canvas.text(known(snapshot.step_s, show_seconds)), SECONDS_CELLS)
     cells = max(0, canvas.text_cells - SECONDS_CELLS)
@@ -161,7 +161,18 @@ def step_time(canvas: Canvas) -> Lines:
         for (name, _), share, glyph, style in zip(snapshot.times, shares, canvas.glyphs.parts, PART_STYLES, strict=True)
         if share or name in ("compute", "data")
     ]
-    return [canvas.row(tr("time"), Text.assemble(bar, seconds)), canvas.row("", canvas.side_by_side(legend, "  "))]
+    of_ranks = [card for card in snapshot.cards if card.times] if len(snapshot.cards) > 1 else []
+    heading, each = canvas.row(tr("time"), Text.assemble(bar, seconds)), [_rank_time(canvas, card) for card in of_ranks]
+    return [heading, canvas.row("", canvas.side_by_side(legend, "  ")), *each]
+
+
+def _rank_time(canvas: Canvas, card: Card) -> Text:
+    whole = sum(part for _, part in card.times)
+    padding = "" if card.padding is None else f"{tr('padding')} {show_percent(card.padding)}"
+    figures = canvas.text(f" {padding}" if padding else "", "dim")
+    shares = [part / whole for _, part in card.times]
+    bar = stacked_bar(max(0, canvas.text_cells - figures.cell_len), shares, PART_STYLES, canvas.glyphs)
+    return canvas.row(card.label, Text.assemble(bar, figures))
 
 
 def figures(canvas: Canvas) -> Text:
@@ -274,17 +285,12 @@ ESSENTIAL = 8
 """Columns that come before a longer bar."""
 NOTABLE = 0.02
 """The share of a limit from which on the memory of others is coloured."""
-_OF_RANKS = (
-    ("compute", "compute", 7), ("data", "data", 5), ("communication", "communication", 7), ("other", "other", 5), ("padding", "padding", 7),
-)  # fmt: skip
-"""What one rank alone does, where there are several."""
 _COLUMNS = (
     ("ours", "ours", 8), ("limit", "limit", 8), ("used", "used", 5), ("zone", "", 6), ("others", "others", 8), ("busy", "busy", 5),
     ("temperature", "temp.", 5), ("power", "power", 6), ("planned", "planned", 8), ("allocated", "allocated", 9), ("held", "held now", 8),
-    *_OF_RANKS,
 )  # fmt: skip
 """Name, heading and cells, the most important first."""
-_ORDER = ("ours", "allocated", "held", "others", "limit", "planned", "used", "zone", "busy", "temperature", "power", *(name for name, _, _ in _OF_RANKS))  # fmt: skip
+_ORDER = ("ours", "allocated", "held", "others", "limit", "planned", "used", "zone", "busy", "temperature", "power")
 
 
 def memory_table(canvas: Canvas, lines: int) -> Lines:
@@ -372,8 +378,7 @@ def _card_row(card: Card) -> _Row:
         "planned": show_size(card.predicted_bytes), "allocated": show_size(card.allocated_bytes), "held": show_size(card.held_bytes),
         "used": show_percent(card.used), "busy": show_percent(card.utilization),
         "temperature": UNKNOWN if card.temperature_c is None else f"{card.temperature_c:.0f} °C",
-        "power": UNKNOWN if card.power_w is None else f"{card.power_w:.0f} W", "padding": show_percent(card.padding),
-        **{name: show_percent(share) for name, share in card.time_shares.items()},
+        "power": UNKNOWN if card.power_w is None else f"{card.power_w:.0f} W",
     }  # fmt: skip
     limit = card.limit_bytes
     planned = _share(card.predicted_bytes, limit) or None
@@ -401,9 +406,7 @@ def _columns(canvas: Canvas) -> tuple[int, list[tuple[str, str, int]]]:
     """Cells of the bar, and the columns beside it: as many as there is space for."""
     left, chosen = canvas.text_cells - LEAST_BAR, []
     on_cpu = all(card.kind == "cpu" for card in canvas.snapshot.cards)
-    left_out = {"temperature", "power", "allocated", "held"} if on_cpu else set()
-    left_out |= {name for name, _, _ in _OF_RANKS} if len(canvas.snapshot.cards) < 2 else set()
-    columns = [one for one in _COLUMNS if one[0] not in left_out]
+    columns = [one for one in _COLUMNS if not on_cpu or one[0] not in ("temperature", "power", "allocated", "held")]
     for number, (name, english, least) in enumerate(columns):
         heading = tr(english) if english else ""
         cells = max(least, cell_len(heading))

@@ -411,6 +411,12 @@ def test_one_run_is_compared_with_itself_by_its_plans(tmp_path):
     assert [command for _, command in found.go_back] == [f"brimful train --run {run} --rollback 1"]
 
 
+def test_losses_of_the_parts_of_a_run_are_not_compared_at_equal_rows(tmp_path):
+    """The second part begins with what the first has learnt."""
+    run = resumed(tmp_path / "a", global_batch=128, choices=changed(global_batch=128))
+    assert compare_runs([run]).points == []
+
+
 def test_a_resume_from_another_folder_is_no_other_task(tmp_path):
     run = resumed(tmp_path / "a")
     events = (run / "events.jsonl").read_text().splitlines()

@@ -264,7 +264,10 @@ def loss_points(runs: Sequence[RunFigures]) -> list[LossPoint]:
         common = sorted(set.intersection(*(set(run.losses) for run in runs)))
         places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
         points += [_at_step(runs, common, step) for step in places]
-    if len({rows_only(run) for run in runs}) > 1:
+    is_one_run = len({run.record.root for run in runs}) < len(
+        runs
+    )  # its later parts begin with what the first has learnt
+    if not is_one_run and len({rows_only(run) for run in runs}) > 1:
         curves = [_by_rows(run) for run in runs]
         points += [_at(curves, min(curve[-1][0] for curve in curves), "rows")] if all(curves) else []
     return points

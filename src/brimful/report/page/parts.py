@@ -150,13 +150,13 @@ def _code(command: str | None) -> str:
 
 
 def findings_part(findings: Sequence[Diagnosis]) -> str:
-    """As `brimful why` shows them, with the flag of Brimful beside each fix."""
+    """As `brimful why` shows them, with the flag of Brimful or the command beside each fix."""
     boxes = []
     for finding in findings:
         sure = {"likely": tr("likely"), "possible": tr("possible")}.get(finding.certainty)
         mark = f' <span class="soft">({escape(sure)})</span>' if sure else ""
         fixes = "".join(
-            f"<li>{escape(joined_facts(translate(fix.title), *_fix_facts(fix)))}{_code(fix.flags.get('brimful'))}</li>"
+            f"<li>{escape(joined_facts(translate(fix.title), *_fix_facts(fix)))}{_code(fix.flags.get('brimful') or fix.flags.get('shell'))}</li>"
             for fix in finding.fixes
         )
         boxes.append(f'<div class="finding"><p>{escape(translate(finding.cause))}{mark}</p>{f"<ol>{fixes}</ol>" if fixes else ""}</div>')  # fmt: skip

@@ -309,7 +309,7 @@ def _command(figures: ReportFigures, fix: Fix) -> str | None:
     """A run that has steps left goes on with the flags of a fix; after one that is complete, another begins with them."""
     flags = fix.flags.get("brimful", "")
     if not flags.startswith("--"):
-        return flags if flags.startswith("brimful ") else None
+        return flags if flags.startswith("brimful ") else fix.flags.get("shell")
     if figures.request.get("data") is None:  # given in Python
         return flags
     if figures.state in ("finished", "patience", "running", "preparing"):

@@ -389,6 +389,17 @@ def test_of_three_runs_each_is_judged_by_what_differs_from_the_first(tmp_path):
     )
 
 
+def test_a_run_without_a_plan_is_not_called_another_experiment(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", more=[])
+    lines = [line for line in (b / "events.jsonl").read_text().splitlines() if '"event": "plan"' not in line]
+    (b / "events.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    for path in [b / "plan.json", *(b / "plans").iterdir()]:
+        path.write_text("{")
+    for runs in ([a, b], [b, a]):
+        pair = compare_runs(runs).pairs[0]
+        assert not pair.is_other and "unknown whether it is the same experiment" in pair.to_json()["verdict"]
+
+
 # ---- One run --------------------------------------------------------------------------------------------------------
 
 

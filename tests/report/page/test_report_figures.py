@@ -112,9 +112,12 @@ def test_what_a_resume_writes_before_it_begins_does_not_lengthen_the_session_bef
 
 def test_report_and_compare_agree_on_the_speed(tmp_path):
     seconds = lambda n: {"compute_s": 0.2 + 0.01 * (n % 7), "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}  # noqa: E731
-    run = rich_run(tmp_path / "a", step_values={"times": seconds})
+    values = {"times": seconds, "mfu": lambda n: 0.3 + 0.01 * (n % 5), "padding": lambda n: 0.9 if n < 9 else 0.2 + 0.01 * (n % 3)}  # fmt: skip
+    run = rich_run(tmp_path / "a", step_values=values)
     one, two = ReportFigures(RunRecord(run)), figures_of(RunFigures(RunRecord(run)))
     assert (one.rows_per_s, one.step_s, one.seconds_per_epoch) == (two["rows_per_s"], two["step_s"], two["epoch_s"])
+    assert (one.mfu, one.padding, one.host_bytes) == (two["mfu"], two["padding"], two["host_bytes"])
+    assert one.time_shares["data_s"] == two["data_share"]
 
 
 def test_each_card_has_figures_of_its_own(tmp_path):

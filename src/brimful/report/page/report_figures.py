@@ -192,17 +192,16 @@ class ReportFigures:
 
     @cached_property
     def mfu(self) -> float | None:
-        return self.typical(self.column("mfu"))
+        return self._typical.mean("mfu")
 
     @cached_property
     def padding(self) -> float | None:
-        values = self.column("padding")
-        return float(np.nanmean(values)) if np.isfinite(values).any() else None
+        return self._typical.mean("padding")
 
     @cached_property
     def time_shares(self) -> dict[str, float]:
         """Of the steps' wall time, by part; empty where the run did not record it."""
-        return _shares([self.part(name) for name in TIME_PARTS])
+        return self._typical.time_shares if self.part_sum.any() else {}
 
     # ---- Its memory ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +239,7 @@ class ReportFigures:
     @cached_property
     def host_bytes(self) -> float | None:
         """The most that the run's processes held of the host's RAM."""
-        return highest(np.concatenate((self.host_column("tree_bytes"), self.column("host_bytes"))))
+        return self._typical.host_bytes
 
     @cached_property
     def machine_bytes(self) -> float | None:
@@ -255,7 +254,7 @@ class ReportFigures:
     @cached_property
     def oom_count(self) -> int:
         """Events, or what the steps counted where a step had several."""
-        return max(len(self.ooms), int(np.nansum(self.column("ooms"))))
+        return self._typical.ooms
 
     @cached_property
     def eval_losses(self) -> tuple[Floats, Floats]:
@@ -348,8 +347,9 @@ class ReportFigures:
 
     @cached_property
     def utilization(self) -> float | None:
-        """The median over all samples of all cards."""
-        return middle(self.gpu_column("utilization"))
+        """The median over the samples of all cards; of a short run, those of its first steps too."""
+        typical = self._typical.utilization
+        return middle(self.gpu_column("utilization")) if typical is None else typical
 
     @cached_property
     def energy_kwh(self) -> float | None:

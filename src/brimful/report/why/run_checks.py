@@ -301,7 +301,8 @@ def _killed(run: RunFigures) -> Finding:
         sentence = say("The kernel's out-of-memory counter did not rise, so something else killed it.")
     elif used is not None and limit:
         sentence = say(
-            "Host RAM was at {used} of {limit} at most in its last minute, so it does not look like the cause.", **amounts
+            "Host RAM was at {used} of {limit} at most in its last minute, so it does not look like the cause.",
+            **amounts,
         )
     else:
         sentence = say("Host RAM was not sampled, so it is not known whether the kernel ended it.")

@@ -98,7 +98,7 @@ def test_machines_are_counted_from_what_the_launcher_says(monkeypatch, variables
         (lambda: (4.0, 2), "the processes added up 1 to 2 through nccl and got 4. Try: set NCCL_P2P_DISABLE=1"),
         (
             lambda: connection.time.sleep(5),
-            "could not add up one number through nccl within 50 ms. Try: set NCCL_P2P_DISABLE=1",
+            "could not add up one number through nccl within 0.05 s. Try: set NCCL_P2P_DISABLE=1",
         ),
         (
             lambda: 1 / 0,

@@ -487,7 +487,7 @@ SIGNS: tuple[Sign, ...] = (
          pattern=_S(r"The replica \S+ ran out-of-memory"), cause="Vertex AI ended the job, because one of its machines ran out of RAM."),
     Sign(kind="host-killed", resource="host", hints=(b"memory budget. Restarting",), gate=MEMORY, figures={"by": "Dask"},
          pattern=_S(r"exceeded \d+% memory budget\. Restarting"), cause="Dask restarted a worker, because it used almost all of the RAM that it may use."),
-    Sign(kind="host-killed", resource="host", hints=(b"oom-kill'", b"by the OOM killer"), gate=b"OOM",
+    Sign(kind="host-killed", resource="host", hints=(b"by the OOM killer",), gate=KILLED,
          pattern=_S(r"A process of this unit has been killed by the OOM killer"), cause="The kernel killed a process of a systemd service, because RAM ran out: the machine's, or what the service may use."),
     Sign(kind="host-killed", resource="host", hints=(b"OOMKilled",), gate=KILLED, pattern=_S(r"\"OOMKilled\":\s*true|OOMKilled"),
          cause="The container used more RAM than its limit, and the kernel killed it (OOMKilled)."),

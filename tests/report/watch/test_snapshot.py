@@ -270,3 +270,11 @@ def test_no_content_of_a_run_is_a_traceback(tmp_path_factory, events):
         for width, height in ((80, 24), (200, 60), (20, 5)):
             lines = frame(taken, width, height, footer="q")
             assert len(lines) <= height and all(line.cell_len <= width and "\x1b" not in line.plain for line in lines)
+
+
+def test_before_the_first_step_each_planned_process_has_its_line(tmp_path):
+    folder = write_run(tmp_path / "a", done=0, ranks=3, end=None, running=True, plan_values={"device": "cpu"})
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = [{**one, "gpus": []} if one["event"] == "begin" else one for one in events if one["event"] != "sample"]
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
+    assert [card.label for card in snapshot(folder, "preparing").cards] == ["rank 0", "rank 1", "rank 2"]

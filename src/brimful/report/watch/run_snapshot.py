@@ -257,6 +257,8 @@ def _plain_field(name: str, value: Any) -> Any:
     )
 
 
+MOST_RANKS = 1024
+"""Of a plan, which may be damaged."""
 SERIES_POINTS = 500
 """Points of a curve: more than twice the columns of a wide terminal."""
 NOTES_KEPT = 40
@@ -331,7 +333,8 @@ def _cards(
         for one in objects(step, "ranks") or [step]:
             by_rank.setdefault(whole(one, "rank") or 0, []).append(one)
     gpu_of = {rank: one for one in objects(begin, "gpus") for rank in lengths(one, "ranks") or ()}
-    ranks = sorted({*samples, *by_rank, *gpu_of}) or ([0] if plan else [])
+    planned = range(min(whole(plan, "processes") or 1, MOST_RANKS)) if plan else ()
+    ranks = sorted({*samples, *by_rank, *gpu_of, *planned})
     indices = [whole(samples.get(rank, {}), "index") for rank in ranks]
     kind = str(plan.get("device") or "").partition(":")[0]
     times = {rank: _times(by_rank.get(rank, ())) for rank in ranks}

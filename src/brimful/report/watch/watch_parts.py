@@ -172,7 +172,7 @@ def _rank_time(canvas: Canvas, card: Card) -> Text:
     figures = canvas.text(f" {padding}" if padding else "", "dim")
     shares = [part / whole for _, part in card.times]
     bar = stacked_bar(max(0, canvas.text_cells - figures.cell_len), shares, PART_STYLES, canvas.glyphs)
-    return canvas.row(card.label, Text.assemble(bar, figures))
+    return canvas.row(_card_name(card), Text.assemble(bar, figures))
 
 
 def figures(canvas: Canvas) -> Text:
@@ -315,7 +315,11 @@ def memory_facts(canvas: Canvas) -> Lines:
 
 
 def card_label(card: Card) -> str:
-    return card.label + "▸" * card.slowest
+    return _card_name(card) + "▸" * card.slowest
+
+
+def _card_name(card: Card) -> str:
+    return tr("rank {rank:,}", rank=card.rank) if card.label.startswith("rank") else card.label
 
 
 def _most_important(cards: Sequence[Card], lines: int) -> list[Card]:
@@ -338,7 +342,7 @@ def _slowest(cards: Sequence[Card]) -> list[str]:
     if slow is None:
         return []
     fast = min(busy, key=lambda one: one[0])
-    names = {"card": slow[1].label, "time": show_seconds(slow[0]), "other": fast[1].label, "least": show_seconds(fast[0])}  # fmt: skip
+    names = {"card": _card_name(slow[1]), "time": show_seconds(slow[0]), "other": _card_name(fast[1]), "least": show_seconds(fast[0])}  # fmt: skip
     return [tr("slowest: {card!s} is busy for {time!s} of a step, {other!s} for {least!s}", **names)]
 
 

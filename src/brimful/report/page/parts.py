@@ -141,8 +141,13 @@ def _gauge(one: ReportFigures) -> str:
 
 
 def _next(one: ReportFigures, findings: Sequence[Diagnosis]) -> str:
-    items = "".join(f"<li>{escape(step.sentence)}{_code(step.command)}</li>" for step in next_steps(one, findings))
+    items = "".join(f"<li>{_marked(step.sentence)}{_code(step.command)}</li>" for step in next_steps(one, findings))
     return f'<div class="next"><h3>{escape(tr("What to do next"))}</h3><ul>{items}</ul></div>' if items else ""
+
+
+def _marked(sentence: str) -> str:
+    """What is in backquotes is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 def _code(command: str | None) -> str:
@@ -156,10 +161,10 @@ def findings_part(findings: Sequence[Diagnosis]) -> str:
         sure = {"likely": tr("likely"), "possible": tr("possible")}.get(finding.certainty)
         mark = f' <span class="soft">({escape(sure)})</span>' if sure else ""
         fixes = "".join(
-            f"<li>{escape(joined_facts(translate(fix.title), *_fix_facts(fix)))}{_code(fix.flags.get('brimful') or fix.flags.get('shell'))}</li>"
+            f"<li>{_marked(joined_facts(translate(fix.title), *_fix_facts(fix)))}{_code(fix.flags.get('brimful') or fix.flags.get('shell'))}</li>"
             for fix in finding.fixes
         )
-        boxes.append(f'<div class="finding"><p>{escape(translate(finding.cause))}{mark}</p>{f"<ol>{fixes}</ol>" if fixes else ""}</div>')  # fmt: skip
+        boxes.append(f'<div class="finding"><p>{_marked(translate(finding.cause))}{mark}</p>{f"<ol>{fixes}</ol>" if fixes else ""}</div>')  # fmt: skip
     return "".join(boxes)
 
 

@@ -412,7 +412,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"RESOURCE_EXHAUSTED",), gate=ERROR, figures={"device": "cuda"},
          pattern=_S(r"RESOURCE_EXHAUSTED: Out of memory (?:while trying to allocate|allocating) (?P<wanted_bytes>\d+) bytes"),
          cause="The GPU ran out of memory: {wanted_bytes} were wanted."),
-    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"RESOURCE_EXHAUSTED",), gate=ERROR, figures={"device": "tpu"}, read=_tpu, cause="",
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"in memory space hbm",), gate=MEMORY, figures={"device": "tpu"}, read=_tpu, cause="",
          pattern=_S(r"Ran out of memory in memory space hbm\. Used (?P<_used>[\d.]+[KMG]) of (?P<_limit>[\d.]+[KMG]) hbm")),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"Failed to allocate memory for requested buffer",), gate=MEMORY, level=VAGUE, certainty="possible", figures={"device": "cuda"},
          pattern=_S(r"BFCArena.*Failed to allocate memory for requested buffer of size (?P<wanted_bytes>\d+)"),

@@ -112,7 +112,9 @@ def test_bytes_as_people_read_them(size, text):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0.00 s"),
+        (0, "0 s"),
+        (0.00092, "0.92 ms"),
+        (0.052, "52 ms"),
         (0.418, "0.42 s"),
         (12.5, "12.5 s"),
         (60, "1 min 0 s"),

@@ -65,9 +65,13 @@ def show_rows(rows: int) -> str:
 
 
 def show_seconds(value: float | None) -> str:
-    """`0.42 s`, `12.5 s`, `3 min 20 s`, `2 h 5 min`; `unknown` for None."""
+    """`4.2 ms`, `0.42 s`, `12.5 s`, `3 min 20 s`, `2 h 5 min`; `unknown` for None."""
     if value is None:
         return "unknown"
+    if 0 < value < 0.0995:
+        return f"{1000 * value:.2g} ms"
+    if value == 0:
+        return "0 s"
     if value < 1:
         return f"{value:.2f} s"
     if value < 60:

@@ -9,7 +9,16 @@ from types import ModuleType
 import psutil
 import pytest
 
-from brimful.machine.host import Host, Space, container_sign, may_spawn, process_bytes, tree, tree_bytes
+from brimful.machine.host import (
+    Host,
+    Space,
+    container_sign,
+    may_spawn,
+    process_bytes,
+    process_started,
+    tree,
+    tree_bytes,
+)
 from brimful.units import GiB, MiB
 
 MEMINFO = {
@@ -198,6 +207,18 @@ def test_children_count_with_their_parent():
 
 def test_a_process_that_is_gone_takes_nothing(tmp_path):
     assert process_bytes(2**22 + 1) == 0
+
+
+def test_when_a_process_started_is_its_own_whatever_its_name(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as child:
+        first = process_started(child.pid)
+        child.kill()
+    assert first is not None and first >= process_started(os.getpid())
+    assert process_started(2**22 + 1) is None
+    stat = tmp_path / "proc" / "7" / "stat"
+    stat.parent.mkdir(parents=True)
+    stat.write_text("7 (a) S 9 (b)) S " + " ".join(str(number) for number in range(4, 40)))
+    assert process_started(7, tmp_path) == 22
     assert tree_bytes(1, tmp_path) == 0
 
 

@@ -38,6 +38,7 @@ def test_a_gpu_has_all_figures(card, me):
     assert read([me]) == GpuSample(
         index=0,
         name="NVIDIA H200",
+        uuid=UUID,
         utilization=0.93,
         temperature_c=71,
         power_w=287.5,

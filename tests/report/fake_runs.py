@@ -58,7 +58,8 @@ def step_event(number: int, *, steps: int, ranks: int = 1, **values: Any) -> dic
         "padding": 0.29, "times": {"compute_s": 0.36, "data_s": 0.004, "communication_s": 0.01 * (ranks > 1), "other_s": 0.007},
         "host_bytes": 2 * GiB, "machine_bytes": 6 * GiB,
         "ranks": [
-            {"rank": rank, "peak_bytes": peak, "reserved_bytes": reserved, "limit_bytes": 20 * GiB, "micro_batches": 6, "busy_s": 0.36}
+            {"rank": rank, "peak_bytes": peak, "reserved_bytes": reserved, "limit_bytes": 20 * GiB, "micro_batches": 6,
+             "padding": 0.29, "times": {"compute_s": 0.36, "data_s": 0.004, "communication_s": 0.01 * (ranks > 1), "other_s": 0.007}}
             for rank in range(ranks)
         ],
         **values,
@@ -148,7 +149,7 @@ def write_run(
     events: list[dict[str, Any]] = [
         {"event": "begin", "step": 0, "run": str(folder), "steps": steps, "processes": ranks, "resumed": False, "request": request,
          "format": FORMAT, "version": brimful.__version__, "host": "box", "pid": 4711, "cores": 8, "ram_limit_bytes": 16 * GiB,
-         "gpus": [{"index": rank, "name": the_plan["device_name"], "total_bytes": 20 * GiB} for rank in range(ranks)]},
+         "gpus": [{"ranks": [rank], "index": rank, "uuid": f"uuid-{rank}", "name": the_plan["device_name"], "total_bytes": 20 * GiB} for rank in range(ranks)]},
         {"event": "plan", "step": 0, "number": 1, "experiment": "new", "experiment_reasons": [], "changes": [], **the_plan},
     ]  # fmt: skip
     extra = [dict(event) for event in more]

@@ -389,6 +389,17 @@ def test_of_three_runs_each_is_judged_by_what_differs_from_the_first(tmp_path):
     )
 
 
+def test_a_run_without_a_plan_is_not_called_another_experiment(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", more=[])
+    lines = [line for line in (b / "events.jsonl").read_text().splitlines() if '"event": "plan"' not in line]
+    (b / "events.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    for path in [b / "plan.json", *(b / "plans").iterdir()]:
+        path.write_text("{")
+    for runs in ([a, b], [b, a]):
+        pair = compare_runs(runs).pairs[0]
+        assert not pair.is_other and "unknown whether it is the same experiment" in pair.to_json()["verdict"]
+
+
 # ---- One run --------------------------------------------------------------------------------------------------------
 
 
@@ -409,6 +420,12 @@ def test_one_run_is_compared_with_itself_by_its_plans(tmp_path):
     assert [side.title for side in found.sides] == [f"{run}, plan 1, steps 1–150", f"{run}, plan 2, steps 151–300"]
     assert found.verdict == "same experiment, 2.0 × slower"
     assert [command for _, command in found.go_back] == [f"brimful train --run {run} --rollback 1"]
+
+
+def test_losses_of_the_parts_of_a_run_are_not_compared_at_equal_rows(tmp_path):
+    """The second part begins with what the first has learnt."""
+    run = resumed(tmp_path / "a", global_batch=128, choices=changed(global_batch=128))
+    assert compare_runs([run]).points == []
 
 
 def test_a_resume_from_another_folder_is_no_other_task(tmp_path):

@@ -18,6 +18,7 @@ HOST = HostSample(
     swap_total_bytes=0, cpu=0.5, read_bytes_per_s=None,
 )  # fmt: skip
 CARD = GpuSample(
+    uuid="x",
     index=0, name="NVIDIA H200", utilization=0.9, temperature_c=60, power_w=300.0, used_bytes=GiB, total_bytes=139 * GiB, others_bytes=0
 )  # fmt: skip
 
@@ -119,6 +120,16 @@ def test_gpus_that_are_number_0_to_each_process_are_told_apart(meters, journal):
         journal.wait_for(1)
 
 
+def test_the_first_rank_of_each_machine_samples_it(meters, journal):
+    places = [on_gpu(0, 0, "x"), on_gpu(1, 0, "y", host="b"), on_gpu(2, 1, "z", host="b")]
+    for rank in (0, 1, 2):
+        before = len(journal)
+        with monitor(places, rank, journal):
+            journal.wait_for(before + 1)
+    hosts = {fields["rank"]: fields["host"] is not None for _, fields in journal}
+    assert hosts == {0: True, 1: True, 2: False}
+
+
 def test_gpus_of_two_machines_are_told_apart(meters, journal):
     with monitor([on_gpu(0, 0), on_gpu(1, 0, host="b")], 1, journal):
         journal.wait_for(1)
@@ -209,7 +220,8 @@ def test_places_are_gathered_from_all_ranks():
 def test_a_run_begins_with_its_machine_and_the_gpus_of_all_ranks():
     figures = begin_figures([on_gpu(0, 0, "x"), on_gpu(1, 1, "y"), on_gpu(2, 1, "y")])
     assert (figures["format"], figures["host"], figures["pid"]) == (FORMAT, "a", 100)
+    gpu = {"host": "a", "name": "NVIDIA H200", "total_bytes": 139 * GiB}
     assert figures["gpus"] == [
-        {"index": index, "name": "NVIDIA H200", "total_bytes": 139 * GiB} for index in (0, 1)
+        {"ranks": [0], "index": 0, "uuid": "x", **gpu}, {"ranks": [1, 2], "index": 1, "uuid": "y", **gpu}
     ]  # fmt: skip
     assert figures["cores"] >= 1 and figures["ram_limit_bytes"] > 0

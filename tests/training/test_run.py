@@ -15,7 +15,17 @@ import pytest
 from brimful.errors import BadOption, BadRun
 from brimful.training import run as module
 from brimful.training.events import Journal
-from brimful.training.run import Request, RunFolder, RunLock, merge, new_run, newest_run, open_run, same_task
+from brimful.training.run import (
+    Request,
+    RunFolder,
+    RunLock,
+    lock_holder,
+    merge,
+    new_run,
+    newest_run,
+    open_run,
+    same_task,
+)
 
 REQUEST = Request(task="sft", data="rows.jsonl", run="run", options={"lr": 0.1})
 
@@ -376,7 +386,23 @@ def test_what_an_earlier_process_wrote_is_no_obstacle_and_is_replaced(tmp_path, 
     (tmp_path / "lock").write_text(left)
     with RunLock(tmp_path):
         holder = json.loads((tmp_path / "lock").read_text())
-    assert (holder["pid"], sorted(holder)) == (os.getpid(), ["host", "pid", "since"])
+    assert (holder["pid"], sorted(holder)) == (os.getpid(), ["host", "pid", "since", "started"])
+
+
+def test_a_process_that_has_the_number_of_the_one_that_ended_is_not_taken_for_it(tmp_path):
+    with RunLock(tmp_path):
+        assert not lock_holder(tmp_path / "lock").has_ended
+        signed = json.loads((tmp_path / "lock").read_text())
+        (tmp_path / "lock").write_text(json.dumps({**signed, "started": signed["started"] - 100}))
+        assert lock_holder(tmp_path / "lock").has_ended
+
+
+def test_a_process_that_nobody_has_collected_has_ended(tmp_path):
+    sign = f"from pathlib import Path; from brimful.training.run import RunLock; RunLock(Path({str(tmp_path)!r}))"
+    with subprocess.Popen([sys.executable, "-c", sign]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        holder = lock_holder(tmp_path / "lock")
+        assert (holder.pid, holder.has_ended) == (process.pid, True)
 
 
 @pytest.mark.parametrize(

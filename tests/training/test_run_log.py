@@ -171,6 +171,16 @@ def test_the_plan_of_a_resumed_run_is_not_repeated(tmp_path):
     assert len(write(tmp_path, {**BEGIN, "resumed": True}, PLAN)) == 1
 
 
+def test_what_a_resume_changes_is_told(tmp_path):
+    changes = [{"name": "global_batch", "old": 64, "new": 32}, {"name": "memory_limit", "old": 2**30, "new": None}]
+    plan = {**PLAN, "number": 2, "changes": changes, "experiment": "other", "experiment_reasons": ["a step has 32 rows instead of 64"]}  # fmt: skip
+    lines = [line.rstrip() for line in write(tmp_path, {**BEGIN, "resumed": True}, plan)[1:]]
+    assert lines == [
+        "plan 2: global batch 64 → 32", "plan 2: memory limit 1 GiB → all that is free",
+        "another experiment from here on: a step has 32 rows instead of 64",
+    ]  # fmt: skip
+
+
 def test_steps_come_at_intervals_and_always_the_first_and_the_last(tmp_path):
     found = write(tmp_path, *map(step, range(1, 41)), every_s=1000.0)
     assert [line.split("  ")[0] for line in found] == ["step 1/100", "step 40/100"]

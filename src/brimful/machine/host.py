@@ -138,6 +138,13 @@ def tree(pid: int, root: Path = Path("/")) -> list[int]:
     return pids
 
 
+def process_started(pid: int, root: Path = Path("/")) -> int | None:
+    """When it started, in clock ticks since the machine did, which no change of the clock moves; None if it has ended."""
+    _, bracket, rest = _read(root / "proc" / str(pid) / "stat").rpartition(b")")  # a program's name may hold brackets
+    words = rest.split()
+    return int(words[19]) if bracket and len(words) > 19 and words[0] not in (b"Z", b"X") else None
+
+
 def process_bytes(pid: int, root: Path = Path("/")) -> int:
     """The same of one process; 0 if it has ended. Without a rollup, resident memory less file pages."""
     lines = [line.split() for line in _read(root / "proc" / str(pid) / "smaps_rollup").splitlines()]

@@ -36,6 +36,8 @@ class GpuSample:
     index: int
     """torch's number."""
     name: str
+    uuid: str | None
+    """torch's, without NVML's prefix."""
     utilization: float | None
     """Share of the last moments, about a second, in which a kernel ran."""
     temperature_c: int | None
@@ -78,6 +80,7 @@ class GpuMeter:
         return GpuSample(
             index=self._index,
             name=self._name,
+            uuid=self._uuid,
             utilization=None if rates is None else rates.gpu / 100,
             temperature_c=query("nvmlDeviceGetTemperature", handle, _GPU_SENSOR) if known else None,
             power_w=None if power is None else power / 1000,

@@ -188,6 +188,11 @@ class Pair:
             yield speed if self.speed == "unknown" or self._too_noisy else say("{speed} in rows/s", speed=speed)
             return
         names = {one.name for one in self.differences}
+        without_plan = next((side for side in (self.first, self.side) if not side.run.plan), None)
+        if without_plan is not None:
+            yield say("it is unknown whether it is the same experiment, because {label} has no plan", label=without_plan.label)  # fmt: skip
+            yield speed
+            return
         if not names - {"steps"} and self.equal_up_to is not None and len(self.common_steps) > 1:
             yield say("the same settings, {results}", results=self._equal_sentence())
             yield speed

@@ -93,8 +93,9 @@ def _table(comparison: Comparison, *, change: bool) -> Table:
 
 def _settings(comparison: Comparison) -> Iterator[RenderableType]:
     if not comparison.differences:
-        yield Text(tr("All settings are the same."))
-        yield Text()
+        if all(side.run.plan for side in comparison.sides):
+            yield Text(tr("All settings are the same."))
+            yield Text()
         return
     yield _heading(tr("Settings that differ"))
     table = _table(comparison, change=False)

@@ -94,7 +94,7 @@ def whole(value: Mapping[str, Any], name: str) -> int | None:
 
 
 def lengths(value: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """The lengths of rows in this list; None if it is none."""
+    """The whole numbers in this list, such as lengths of rows; None if it is none."""
     found = value.get(name)
     if not isinstance(found, (list, tuple)) or not all(isinstance(one, int) and one >= 0 for one in found):
         return None
@@ -207,6 +207,12 @@ class RunFigures:
 
     @cached_property
     def host_samples(self) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """Samples of rank 0's machine."""
+        return [(one, host) for one, host in self.host_samples_of_all if not one.get("rank")]
+
+    @cached_property
+    def host_samples_of_all(self) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+        """Samples of every machine that the run trains on."""
         return [(one, part(one, "host")) for one in self.samples if part(one, "host")]
 
     @cached_property

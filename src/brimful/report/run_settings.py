@@ -52,6 +52,8 @@ class Setting:
     """None if it was left open."""
     identity: Any = None
     """What two settings are compared by where both have it: the same rows in another place are the same data."""
+    is_unknown: bool = False
+    """Nobody knows what it was, because the run has no plan that can be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ def settings_of(run: RunFigures) -> dict[str, Setting]:
     settings["device"] = Setting(run.plan.get("device_name"), run.requested("device"))
     settings["processes"] = Setting(run.plan.get("processes"))
     defaults = {one.name: one.default for owner in (TrainOptions, PlanOptions) for one in fields(owner)}
-    for name, value in {**defaults, **run.options}.items():
+    for name, value in {**(defaults if run.plan else {}), **run.options}.items():
         if name not in settings and name not in _NO_SETTING:
             settings[name] = Setting(value)
     if " at " in str(part(run.choices, "optimizer").get("effective")):  # it names the rate, requested or not
@@ -118,7 +120,7 @@ def differences(runs: Sequence[RunFigures]) -> list[Difference]:
     task_options = {name for run in runs for name in run.task_options}
     found = []
     for name in names:
-        settings = tuple(one.get(name) for one in all_settings)
+        settings = tuple(_known(one.get(name), run) for one, run in zip(all_settings, runs, strict=True))
         if all(same_setting(settings[0], one) for one in settings[1:]) or (name == "brimful" and None in settings):
             continue
         pairs = [
@@ -131,8 +133,16 @@ def differences(runs: Sequence[RunFigures]) -> list[Difference]:
     return sorted(found, key=lambda one: not one.experiment)
 
 
+def _known(setting: Setting | None, run: RunFigures) -> Setting | None:
+    """A run whose plan is missing or damaged may have had any value."""
+    missing = setting is None or setting.effective is None
+    return Setting(None, is_unknown=True) if missing and not run.plan else setting
+
+
 def same_setting(one: Setting | None, two: Setting | None) -> bool:
-    """What was requested and comes to the same is no difference."""
+    """What was requested and comes to the same is no difference, and what is unknown need not be one."""
+    if (one is not None and one.is_unknown) or (two is not None and two.is_unknown):
+        return True
     if one is not None and two is not None and one.identity is not None and two.identity is not None:
         return bool(one.identity == two.identity)
     values = _plain(one and one.effective), _plain(two and two.effective)
@@ -264,7 +274,10 @@ def loss_points(runs: Sequence[RunFigures]) -> list[LossPoint]:
         common = sorted(set.intersection(*(set(run.losses) for run in runs)))
         places = dict.fromkeys((common[len(common) // 2 - 1], common[-1]) if len(common) > 1 else common)
         points += [_at_step(runs, common, step) for step in places]
-    if len({rows_only(run) for run in runs}) > 1:
+    is_one_run = len({run.record.root for run in runs}) < len(
+        runs
+    )  # its later parts begin with what the first has learnt
+    if not is_one_run and len({rows_only(run) for run in runs}) > 1:
         curves = [_by_rows(run) for run in runs]
         points += [_at(curves, min(curve[-1][0] for curve in curves), "rows")] if all(curves) else []
     return points

@@ -149,8 +149,7 @@ def _run_facts(plan: Plan) -> dict[str, str]:
         steps = tr(
             "{steps}, {per_epoch:,} per epoch", steps=show_count(time.steps, "step"), per_epoch=time.steps_per_epoch
         )
-        short = time.step_s is not None and time.step_s < 0.1
-        each = f"{1000 * time.step_s:.2g} ms" if short else show_seconds(time.step_s)  # type: ignore[operator]
+        each = show_seconds(time.step_s)
         total = show_seconds(time.total_s)
         until = "" if time.ends is None else tr(", until {clock}", clock=show_clock(time.ends))
         unknown = tr("; how long they take is unknown")

@@ -6,7 +6,8 @@ Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a
 
     event        its fields besides `event`, `time` and `step` (the optimizer step it belongs to, from 1)
     begin        run, steps, processes, resumed, request (task, data and options, as in run.json), format (of this file), version
-                 (Brimful's), host (its name), pid, gpus ({index, name, total_bytes} of each in use), cores, ram_limit_bytes
+                 (Brimful's), host (its name), pid, gpus ({ranks, host, index, name, uuid, total_bytes} of each in use), cores,
+                 ram_limit_bytes
     flops        how the arithmetic of a row and the device's peak were found, for `mfu`; peak_flops, FLOP/s
     plan         the plan, as in plan.json, with its number in plans/; number_before, changes (name, old, new), experiment (new,
                  same, other) and experiment_reasons, which compare it with the plan before
@@ -16,18 +17,17 @@ Nothing is synced to disk, so a line costs about 30 µs: a kill loses nothing, a
       peak_bytes, reserved_bytes   the highest peak of a rank in this step, as allocated by tensors and as taken from the device
       limit_bytes                  what the plan may use, on rank 0
       padding                      share of the positions computed that are padding or fill, over all ranks, 0 to 1
-      times                        compute_s, data_s, communication_s, other_s of rank 0 (`metrics.py` says what is in each); together
-                                   the time since the step before ended, without evaluations and saves
+      times                        compute_s, data_s, communication_s, other_s, on average over the ranks (`metrics.py` says what is in
+                                   each); together the time since the step before, without evaluations and saves
       host_bytes, machine_bytes    memory of the run's processes on rank 0's machine, and RAM in use there under the limit that binds;
                                    both as last sampled
-      ranks                        a list of rank, peak_bytes, reserved_bytes, limit_bytes, micro_batches and busy_s, the seconds of the
-                                   step in which the rank was in no collective
+      ranks                        a list of rank, peak_bytes, reserved_bytes, limit_bytes, micro_batches, padding and times of its own
     sample       about every 5 s, from a thread (`monitor.py`): rank, and
-      gpu                          index, name, utilization (0 to 1), temperature_c, power_w, used_bytes, total_bytes, others_bytes
+      gpu                          index, name, uuid, utilization (0 to 1), temperature_c, power_w, used_bytes, total_bytes, others_bytes
                                    (held by processes that are not the run's); null from a rank without a GPU of its own
       host                         tree_bytes (as host_bytes above), machine_bytes, limit_bytes, limited_by, swap_used_bytes,
                                    swap_total_bytes, workers (of all loaders), cpu (of the run's processes, 0 to 1 of the allowed
-                                   cores), read_bytes_per_s (from disks); from rank 0 only
+                                   cores), read_bytes_per_s (from disks); null but from the first rank of each machine
     eval         loss, perplexity and the task's own scores, rows, seconds, best (whether it is the best so far), ooms
     checkpoint   saved; path, size_bytes and seconds, or the sentence of a failure
     oom grow thrash model skip oversized deal note

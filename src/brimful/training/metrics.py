@@ -1,16 +1,16 @@
 """What a step did on all ranks: speed, memory, padding, where its time went, and model FLOPs utilization (MFU).
 
-**Where the time went**, on rank 0, since the step before ended. The parts add up to that time, which leaves out evaluations and
-saves:
+**Where the time went**, of each rank and on average, from one exchange of these figures to the next. The parts add up to that time,
+which leaves out evaluations and saves:
 
     compute         the step itself without its collectives: micro-batches, clipping, optimizer, and the wait for the device
     data            waiting for rows, and reading ahead as far as the device had nothing to do meanwhile
-    communication   collectives of the step and of the loop; waits for slower ranks are in them (`step.distributed` has the how)
+    communication   collectives of the step and of the loop, and the exchange of the figures of the step before; waits for slower
+                    ranks are in them (`step.distributed` has the how)
     other           the rest: the journal, hooks, the schedule, Python
 
 A GPU computes while the host goes on, and a step waits for it once, before the optimizer, so what the optimizer launches
-last counts for the next step. What each rank did is gathered in one exchange
-of nine numbers.
+last counts for the next step. What each rank did is gathered in one exchange of a dozen numbers.
 
     MFU of a step = FLOPs of its real rows / seconds / (peak FLOP/s × processes)
 
@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -100,6 +100,8 @@ class Speedometer:
         self._ahead_s = 0.0
         """What reading the next rows ahead has cost in time."""
         self._paused_s, self._is_paused = 0.0, False
+        self._exchange_s = 0.0
+        """What the last exchange took, a wait for slower ranks included."""
         self.begin()
 
     def begin(self) -> None:
@@ -123,7 +125,10 @@ class Speedometer:
         self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int, agreed_s: float = 0.0
     ) -> dict[str, Any]:
         """Of the step that has just ended. `waited_s`: for its rows; `agreed_s`: on whether to go on, before it."""
-        lengths, begun = self._lengths(rows), time.perf_counter()
+        lengths, now = self._lengths(rows), time.perf_counter()
+        step_s, self._last, self._paused_s = now - self._last - self._paused_s, now, 0.0
+        self._step_s.append(step_s)
+        collective_s = agreed_s + self._exchange_s if self._group.size > 1 else 0.0
         own = _RankFigures(
             length=float(lengths.sum() if rows.real_positions is None else rows.real_positions),
             flops=0.0 if self._flops is None else self._flops.count(lengths),
@@ -134,21 +139,14 @@ class Speedometer:
             limit_bytes=_or_nan(self._limit_bytes),
             micro_batches=float(result.micro_batches),
             busy_s=result.seconds - result.communication_s,
+            data_s=waited_s + result.meanwhile_s,
+            communication_s=result.communication_s + collective_s,
+            step_s=step_s,
         )
         ranks = [_RankFigures(*numbers) for numbers in self._group.gather(own)]
-        now = time.perf_counter()
+        self._exchange_s = time.perf_counter() - now
         length, flops = sum(rank.length for rank in ranks), sum(rank.flops for rank in ranks)
         tokens = length if result.count > result.rows else 0  # lengths of images, or of rows scored as one, are none
-        step_s, self._last, self._paused_s = now - self._last - self._paused_s, now, 0.0
-        self._step_s.append(step_s)
-        communication_s = result.communication_s + (agreed_s + now - begun if self._group.size > 1 else 0.0)
-        data_s = waited_s + result.meanwhile_s
-        times = {
-            "compute_s": own.busy_s,
-            "data_s": data_s,
-            "communication_s": communication_s,
-            "other_s": max(0.0, step_s - own.busy_s - data_s - communication_s),
-        }
         data_wait_s, self._ahead_s = waited_s + self._ahead_s, result.meanwhile_s
         host = self._host_memory
         return {
@@ -163,7 +161,7 @@ class Speedometer:
             "mfu": utilization(flops, result.seconds, self._peak, self._group.size),
             "eta_s": steps_left * median(self._step_s),
             "padding": _padding(ranks),
-            "times": {name: round(value, 6) for name, value in times.items()},
+            "times": {name: round(fmean(rank.times[name] for rank in ranks), 6) for name in own.times},
             "host_bytes": None if host is None else host.host_bytes,
             "machine_bytes": None if host is None else host.machine_bytes,
             "ranks": [figures.to_event(rank) for rank, figures in enumerate(ranks)],
@@ -190,6 +188,17 @@ class _RankFigures(NamedTuple):
     micro_batches: float
     busy_s: float
     """Seconds of the step in which it was in no collective."""
+    data_s: float
+    communication_s: float
+    step_s: float
+    """From one exchange to the next, evaluations and saves left out."""
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Where the time went; a device may have computed while rows were read, and then both count."""
+        other_s = max(0.0, self.step_s - self.busy_s - self.data_s - self.communication_s)
+        parts = {"compute_s": self.busy_s, "data_s": self.data_s, "communication_s": self.communication_s, "other_s": other_s}  # fmt: skip
+        return {name: round(value, 6) for name, value in parts.items()}
 
     def to_event(self, rank: int) -> dict[str, Any]:
         return {
@@ -198,7 +207,8 @@ class _RankFigures(NamedTuple):
             "reserved_bytes": _whole(self.reserved_bytes),
             "limit_bytes": _whole(self.limit_bytes),
             "micro_batches": _whole(self.micro_batches),
-            "busy_s": round(self.busy_s, 6),
+            "padding": _padding([self]),
+            "times": self.times,
         }
 
 

@@ -1,6 +1,6 @@
 """What the machine does while a run trains: a thread that writes a `sample` event about every five seconds.
 
-Each rank with a GPU of its own samples it, and rank 0 samples the host. The thread never touches torch's device: it reads NVML,
+Each rank with a GPU of its own samples it, and the first rank of each machine samples that. The thread never touches torch's device: it reads NVML,
 in one session, and /proc. A reading takes some milliseconds, about 10 for each GB of host memory, nearly all of it in system calls
 that leave Python to the training (`bench/record.py` measures it). Whatever fails leaves null in an event; the thread ends with the
 run, is not waited for if NVML hangs, and cannot stop a training.
@@ -93,7 +93,17 @@ def begin_figures(places: Sequence[RankPlace]) -> dict[str, Any]:
         "version": brimful.__version__,
         "host": places[0].host,
         "pid": places[0].pid,
-        "gpus": [{"index": one.index, "name": one.gpu, "total_bytes": one.total_bytes} for one in own_gpus],
+        "gpus": [
+            {
+                "ranks": [other.rank for other in places if other.shares_gpu(one)],
+                "host": one.host,
+                "index": one.index,
+                "name": one.gpu,
+                "uuid": one.uuid,
+                "total_bytes": one.total_bytes,
+            }
+            for one in own_gpus
+        ],
         "cores": host.cores,
         "ram_limit_bytes": host.ram_limit_bytes,
     }
@@ -121,7 +131,7 @@ class Monitor:
         self._write, self._step, self._workers = write, step, workers
         self._local = [place for place in places if place.host == self._place.host]
         self._reads_gpu = self._place.gpu is not None and _is_first(self._place, places)
-        self._reads_host = rank == 0
+        self._reads_host = self._place is self._local[0]
         self._last: HostSample | None = None
         self._ended, self._sampled = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="brimful-monitor", daemon=True)
@@ -129,7 +139,7 @@ class Monitor:
 
     @property
     def host_bytes(self) -> int | None:
-        """Memory of the run's processes on this machine, when it was last sampled; only rank 0 knows."""
+        """Memory of the run's processes on this machine, when it was last sampled; only its first rank knows."""
         return None if self._last is None else self._last.tree_bytes
 
     @property

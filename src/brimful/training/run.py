@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 from brimful.errors import BadOption, BadRun
 from brimful.files import FileLock, parse_object, read_json, write_atomic
+from brimful.machine.host import process_started
 from brimful.planning.plan_options import PlanOptions
 from brimful.training.events import error_repeats, read_events
 from brimful.training.options import TrainOptions
@@ -420,7 +421,9 @@ class RunLock(FileLock):
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         with suppress(OSError):  # a full disk; the lock holds all the same
             os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode(), 0)
+            pid = os.getpid()
+            holder = LockHolder(pid=pid, host=socket.gethostname(), since=now, started=process_started(pid))
+            os.pwrite(self.fd, json.dumps(asdict(holder)).encode(), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,26 +433,34 @@ class LockHolder:
     pid: int
     host: str
     since: str
+    started: int | None = None
+    """By `process_started`, since its number may be another process's by now: in a restarted container all numbers come again."""
 
     @property
     def has_ended(self) -> bool:
         """As far as can be known: not of a process on another machine."""
         if self.host != socket.gethostname():
             return False
+        own = True
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
         except OSError:
-            pass
-        return False
+            own = False  # another user's, which may be hidden in /proc
+        started = process_started(self.pid)
+        return self.started is not None and started != self.started and (own or started is not None)
 
 
 def lock_holder(lock: Path) -> LockHolder | None:
     """Who has signed this lock file last; None if it does not say. The lock itself may have been released since."""
     try:
         holder = read_json(lock.read_text())
-        return LockHolder(pid=int(holder["pid"]), host=str(holder["host"]), since=str(holder["since"]))
+        started = holder.get("started")
+        return LockHolder(
+            pid=int(holder["pid"]), host=str(holder["host"]), since=str(holder["since"]),
+            started=started if isinstance(started, int) else None,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

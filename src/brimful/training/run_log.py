@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from brimful.errors import in_one_line
 from brimful.training.events import LineFile, number
+from brimful.training.plan_history import show_value
 from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
 RATE_STEPS = 20
@@ -254,8 +255,8 @@ class RunLog:
             return
         if kind == "begin":
             self._resumed = bool(event.get("resumed"))
-        if kind == "plan" and not self._resumed:
-            for line in plan_lines(event):
+        if kind == "plan":
+            for line in change_lines(event) if self._resumed else plan_lines(event):
                 self.line(line)
         if kind == "end":
             self._flush_step()
@@ -297,6 +298,16 @@ class RunLog:
         if record.levelno >= logging.WARNING and not getattr(record, "is_step_event", False):
             self.line(f"warning: {self._wording(record.getMessage())}")
         return True
+
+
+def change_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """What a resume changes, `plan 2: global batch 64 → 32`, and whether it is another experiment."""
+    for change in plan.get("changes") or ():
+        name = str(change.get("name"))
+        old, new = (show_value(name, change.get(side)) for side in ("old", "new"))
+        yield f"plan {plan.get('number')}: {name.replace('_', ' ')} {old} → {new}"
+    if plan.get("experiment") == "other":
+        yield f"another experiment from here on: {'; '.join(map(str, plan.get('experiment_reasons') or ()))}"
 
 
 def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:

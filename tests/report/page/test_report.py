@@ -11,6 +11,7 @@ import pytest
 from brimful.cli.output import with_flags
 from brimful.memory.model import MemoryModel
 from brimful.report.page import summary
+from brimful.report.page.parts import findings_part
 from brimful.report.page.planning_charts import probe_fits
 from brimful.report.page.plot import LABEL_PX
 from brimful.report.page.report import Report, run_names
@@ -391,6 +392,18 @@ def test_what_the_log_of_a_run_shows_is_a_finding_too(tmp_path, monkeypatch):
     folder = rich_run(tmp_path / "a", ooms=[], done=150, end="failed")
     (folder / "log.txt").write_text("OSError: [Errno 28] No space left on device\n", encoding="utf-8")
     assert "disk-full" in [one["kind"] for one in json.loads(report(folder).json())["runs"][0]["findings"]]
+
+
+def test_what_a_finding_has_in_backquotes_is_code():
+    finding = Diagnosis(resource="none", kind="nan-loss", cause="An event `skip` names <b>.", fixes=(Fix(title="See `x`"),))  # fmt: skip
+    shown = findings_part([finding])
+    assert "An event <code>skip</code> names &lt;b&gt;." in shown and "See <code>x</code>" in shown
+
+
+def test_the_axis_of_short_steps_is_in_milliseconds(tmp_path):
+    short = {"times": {"compute_s": 0.05, "data_s": 0.01, "communication_s": 0.0, "other_s": 0.0}}
+    text = Page(report(write_run(tmp_path / "a", step_values=short)).html()).text
+    assert "20 ms" in text.replace("\u00a0", " ")
 
 
 def test_without_findings_there_is_no_such_section(tmp_path):

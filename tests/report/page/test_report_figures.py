@@ -112,16 +112,29 @@ def test_what_a_resume_writes_before_it_begins_does_not_lengthen_the_session_bef
 
 def test_report_and_compare_agree_on_the_speed(tmp_path):
     seconds = lambda n: {"compute_s": 0.2 + 0.01 * (n % 7), "data_s": 0.0, "communication_s": 0.0, "other_s": 0.0}  # noqa: E731
-    run = rich_run(tmp_path / "a", step_values={"times": seconds})
+    values = {"times": seconds, "mfu": lambda n: 0.3 + 0.01 * (n % 5), "padding": lambda n: 0.9 if n < 9 else 0.2 + 0.01 * (n % 3)}  # fmt: skip
+    run = rich_run(tmp_path / "a", step_values=values)
     one, two = ReportFigures(RunRecord(run)), figures_of(RunFigures(RunRecord(run)))
     assert (one.rows_per_s, one.step_s, one.seconds_per_epoch) == (two["rows_per_s"], two["step_s"], two["epoch_s"])
+    assert (one.mfu, one.padding, one.host_bytes) == (two["mfu"], two["padding"], two["host_bytes"])
+    assert one.time_shares["data_s"] == two["data_share"]
 
 
 def test_each_card_has_figures_of_its_own(tmp_path):
     one = figures(tmp_path / "a", ranks=2)
     assert [card.rank for card in one.cards] == [0, 1]
     assert one.cards[1].utilization == pytest.approx(0.93)
-    assert one.cards[0].busy == pytest.approx(0.36 / 0.381)
+
+
+def test_each_rank_has_its_padding_and_its_time_split(tmp_path):
+    def ranks(_):
+        times = ({"compute_s": 0.3, "data_s": 0.1}, {"compute_s": 0.1, "data_s": 0.3})
+        return [{"rank": rank, "padding": 0.1 + rank, "times": times[rank], "peak_bytes": 7} for rank in range(2)]
+
+    one = figures(tmp_path / "a", ranks=2, step_values={"ranks": ranks})
+    assert [rank.padding for rank in one.ranks] == pytest.approx([0.1, 1.1])
+    assert [rank.time_shares["data_s"] for rank in one.ranks] == pytest.approx([0.25, 0.75])
+    assert [rank.peak_bytes for rank in one.ranks] == [7, 7]
 
 
 def test_energy_is_power_times_time(tmp_path):

@@ -98,6 +98,11 @@ def test_the_best_fix_of_a_finding_is_something_to_do(tmp_path):
     assert (last.sentence, last.command) == ("Pack the rows", "brimful train sft rows.parquet --seed 0 --layout packed")
 
 
+def test_a_fix_that_is_no_flag_is_its_command(tmp_path):
+    fix = Fix(title="Measure how fast the cards reach each other", flags={"shell": "brimful doctor"})
+    assert advice(tmp_path / "a", fix).command == "brimful doctor"
+
+
 FEWER_ROWS = Fix(title="Use 4 rows a step", costs="another experiment", flags={"brimful": "--global-batch 4"})
 
 

@@ -127,7 +127,7 @@ def test_nothing_moves_while_figures_change(tmp_path):
         return [(line.find("%"), line.find("GiB"), line.find("│")) for line in lines if line.lstrip("│ ").startswith(("GPU", "RAM", "step "))]  # fmt: skip
 
     small = usual(tmp_path / "a")
-    values = {"ranks": [{"rank": 0, "peak_bytes": 9.87 * GiB, "reserved_bytes": 10.04 * GiB, "busy_s": 0.3}], "eta_s": 12_345.6}  # fmt: skip
+    values = {"ranks": [{"rank": 0, "peak_bytes": 9.87 * GiB, "reserved_bytes": 10.04 * GiB, "times": {"compute_s": 0.3}}], "eta_s": 12_345.6}  # fmt: skip
     sample = sample_event(200, gpu={"utilization": 1.0, "power_w": 1287.0, "temperature_c": 9, "others_bytes": 0})
     large = usual(tmp_path / "b", step_values=values, more=[*MORE, sample])
     for size in ((80, 24), (200, 60)):
@@ -155,14 +155,23 @@ def test_the_zone_is_a_word_and_a_colour(tmp_path, reserved, word, style):
 
 
 def test_each_card_has_a_line_and_the_slowest_is_marked(tmp_path):
-    ranks = [{"rank": rank, "peak_bytes": GiB, "reserved_bytes": 2 * GiB, "busy_s": 0.5 if rank == 3 else 0.25} for rank in range(4)]  # fmt: skip
+    ranks = [{"rank": rank, "peak_bytes": GiB, "reserved_bytes": 2 * GiB, "times": {"compute_s": 0.5 if rank == 3 else 0.25}} for rank in range(4)]  # fmt: skip
     lines = text(usual(tmp_path, ranks=4, step_values={"ranks": ranks}), 80, 30).splitlines()
     assert [line[:6] for line in lines if line.startswith("GPU")] == ["GPU 0 ", "GPU 1 ", "GPU 2 ", "GPU 3▸"]
     assert any("slowest: GPU 3 is busy for 0.50 s of a step, GPU 0 for 0.25 s" in line for line in lines)
 
 
+def test_where_there_is_space_each_rank_has_its_time_split_and_padding(tmp_path):
+    times = ({"compute_s": 0.3, "data_s": 0.1}, {"compute_s": 0.1, "data_s": 0.3})
+    ranks = [{"rank": rank, "padding": 0.1 + rank / 10, "times": times[rank]} for rank in range(2)]
+    taken = usual(tmp_path, ranks=2, step_values={"ranks": ranks})
+    bars = [line for line in text(taken, 80, 50).splitlines() if line.startswith("GPU") and "padding" in line]
+    assert [(bar.count("█") > bar.count("▓"), bar.split("padding")[1].strip()) for bar in bars] == [(True, "10 %"), (False, "20 %")]  # fmt: skip
+    assert "GPU 1" in text(taken, 80, 24) and "padding 20 %" not in text(taken, 80, 24)
+
+
 def test_of_many_cards_the_fullest_and_the_slowest_are_shown(tmp_path):
-    ranks = [{"rank": rank, "peak_bytes": GiB, "reserved_bytes": (10 + rank / 4) * GiB, "busy_s": 0.5 if rank == 1 else 0.25} for rank in range(16)]  # fmt: skip
+    ranks = [{"rank": rank, "peak_bytes": GiB, "reserved_bytes": (10 + rank / 4) * GiB, "times": {"compute_s": 0.5 if rank == 1 else 0.25}} for rank in range(16)]  # fmt: skip
     lines = text(usual(tmp_path, ranks=16, step_values={"ranks": ranks}), 80, 24).splitlines()
     shown = [line.split("▸")[0].split("█")[0].strip() for line in lines if line.startswith("GPU")]
     assert "GPU 1" in shown and "GPU 15" in shown and "GPU 2" not in shown
@@ -306,7 +315,7 @@ def catalogue():
 def test_in_chinese_no_english_sentence_is_left(tmp_path):
     set_language("zh")
     more = [{"event": "note", "step": 5, "sentence": "一条消息"}, {"event": "checkpoint", "step": 199, "saved": False, "sentence": "磁盘已满"}]  # fmt: skip
-    ranks = [{"rank": rank, "peak_bytes": GiB, "reserved_bytes": 2 * GiB, "busy_s": 0.5 if rank else 0.25} for rank in range(2)]  # fmt: skip
+    ranks = [{"rank": rank, "peak_bytes": GiB, "reserved_bytes": 2 * GiB, "times": {"compute_s": 0.5 if rank else 0.25}} for rank in range(2)]  # fmt: skip
     oom = {"event": "oom", "step": 100, "process": 0, "sentence": "out of memory in 甲: 乙"}
     states = ("running", "failed", "killed", "finished", "interrupted", "time-limit", "gone", "preparing")
     for number, state in enumerate(states):

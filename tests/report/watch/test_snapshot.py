@@ -90,7 +90,10 @@ def test_a_card_knows_what_others_hold_and_what_the_plan_predicts(tmp_path):
 
 def test_each_rank_has_its_card_and_the_slowest_is_marked(tmp_path):
     def ranks(_):
-        return [{"rank": rank, "reserved_bytes": 10 * GiB, "busy_s": 0.41 if rank == 2 else 0.36} for rank in range(4)]
+        return [
+            {"rank": rank, "reserved_bytes": 10 * GiB, "times": {"compute_s": 0.41 if rank == 2 else 0.36}}
+            for rank in range(4)
+        ]
 
     cards = snapshot(write_run(tmp_path / "a", steps=30, ranks=4, step_values={"ranks": ranks})).cards
     assert [card.label for card in cards] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
@@ -246,7 +249,7 @@ def test_a_long_run_costs_no_more_than_a_short_one(tmp_path, monkeypatch):
 
 junk = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 10**18) | st.floats() | st.text(max_size=8) | st.sampled_from(["nan", "\x1b[2J", "中文", "2026-01-31T09:00:00Z"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "compute_s", "loss", "index", "used_bytes", "tree_bytes", "busy_s", "name"]), inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rank", "compute_s", "loss", "index", "used_bytes", "tree_bytes", "times", "ranks", "uuid", "name"]), inner, max_size=4),
     max_leaves=6,
 )  # fmt: skip
 fields = st.dictionaries(
@@ -267,3 +270,11 @@ def test_no_content_of_a_run_is_a_traceback(tmp_path_factory, events):
         for width, height in ((80, 24), (200, 60), (20, 5)):
             lines = frame(taken, width, height, footer="q")
             assert len(lines) <= height and all(line.cell_len <= width and "\x1b" not in line.plain for line in lines)
+
+
+def test_before_the_first_step_each_planned_process_has_its_line(tmp_path):
+    folder = write_run(tmp_path / "a", done=0, ranks=3, end=None, running=True, plan_values={"device": "cpu"})
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = [{**one, "gpus": []} if one["event"] == "begin" else one for one in events if one["event"] != "sample"]
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
+    assert [card.label for card in snapshot(folder, "preparing").cards] == ["rank 0", "rank 1", "rank 2"]

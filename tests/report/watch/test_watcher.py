@@ -231,8 +231,9 @@ def live(cards, *states, pids=(4711,)):
 
 
 def test_nvml_gives_newer_figures_of_the_card_that_the_run_holds():
-    idle, busy = nvml_card(0, processes={1: GiB}), nvml_card(1, used=12 * GiB, processes={4711: 9 * GiB, 5: 3 * GiB})
-    (one,) = live([card(0)], idle, busy)
+    idle = nvml_card(0, uuid="GPU-aa", processes={1: GiB})
+    busy = nvml_card(1, uuid="GPU-bb", used=12 * GiB, processes={4711: 9 * GiB, 5: 3 * GiB})
+    (one,) = live([card(0, uuid="bb")], idle, busy)
     assert (one.utilization, one.temperature_c, one.power_w, one.live) == (0.5, 60.0, 200.0, True)
     assert (one.held_bytes, one.others_bytes) == (9 * GiB, 3 * GiB)
 
@@ -243,18 +244,24 @@ def test_cards_are_matched_by_uuid_whatever_their_order():
     assert (first.utilization, second.utilization) == (0.2, 0.1)
 
 
-def test_cards_that_cannot_be_told_apart_keep_what_the_run_sampled():
-    (one,) = live([card(0)], nvml_card(0, processes={1: GiB}), nvml_card(1, processes={2: GiB}))
+def test_cards_on_another_machine_keep_what_the_run_sampled():
+    cards = [card(0, uuid="aa"), card(1, uuid="cc")]
+    here, there = live(cards, nvml_card(0, uuid="GPU-aa"), nvml_card(1, uuid="GPU-bb", processes={4711: GiB}))
+    assert (here.live, there) == (True, cards[1])
+
+
+def test_cards_without_a_uuid_keep_what_the_run_sampled():
+    (one,) = live([card(0)], nvml_card(0, uuid="GPU-aa", processes={4711: GiB}))
     assert one == card(0)
 
 
 def test_where_pids_are_hidden_the_memory_of_others_stays_as_sampled():
-    (one,) = live([card(0)], nvml_card(0, processes={}))
+    (one,) = live([card(0, uuid="aa")], nvml_card(0, uuid="GPU-aa", processes={}))
     assert (one.utilization, one.others_bytes) == (0.5, 7.0)
 
 
 def test_what_nvml_does_not_tell_stays_as_sampled():
-    (one,) = live([card(0)], nvml_card(0, processes=None, utilization=None, power_w=None))
+    (one,) = live([card(0, uuid="aa")], nvml_card(0, uuid="GPU-aa", utilization=None, power_w=None))
     assert (one.utilization, one.temperature_c, one.power_w) == (0.9, 60.0, None)
 
 
@@ -271,7 +278,7 @@ def test_nvml_is_asked_about_a_run_on_this_machine_only(tmp_path, monkeypatch):
     class Session:
         def __enter__(self):
             asked.append(True)
-            return FakeCards(nvml_card(0, processes={}, temperature_c=55.0))
+            return FakeCards(nvml_card(0, uuid="GPU-uuid-0", processes={}, temperature_c=55.0))
 
         def __exit__(self, *_): ...
 

@@ -68,7 +68,7 @@ RUNS = {
     "waiting for a network": {"step_values": {"times": times(0.2, 0.2)}, "host": {"cpu": 0.1, "read_bytes_per_s": 10}},
     "waiting, unknown": {"step_values": {"times": times(0.2, 0.2)}, "host": {"cpu": None}},
     "communication": {"ranks": 2, "step_values": {"times": times(communication=0.3)}, "request": {"options": {"backend": "gloo"}}, "plan_values": {"accumulation": 1}},
-    "slow rank": {"ranks": 4, "step_values": {"ranks": [{"rank": r, "busy_s": 0.6 if r == 2 else 0.36} for r in range(4)]}},
+    "slow rank": {"ranks": 4, "step_values": {"ranks": [{"rank": r, "times": {"compute_s": 0.6 if r == 2 else 0.36}} for r in range(4)]}},
     "padding": {"step_values": {"padding": 0.7}, "plan_values": {"choices": choices(layout="padded", micro_batch=40)}},
     "clamped": {"plan_values": {"micro_batch": 8, "choices": choices(micro_batch=8), "tried": [tried(8, 300.0, GiB, chosen=True), tried(43, 672.0, GiB)]}},
     "clamped, not timed": {"plan_values": {"micro_batch": 8, "choices": choices(micro_batch=8), "largest_measured_peak_bytes": GiB}},

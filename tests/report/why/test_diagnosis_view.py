@@ -13,6 +13,25 @@ from brimful.report.why.diagnosis import Diagnosis, Fix, diagnoses_view, in_lang
 
 LOGS = sorted((Path(__file__).parents[2] / "logs").glob("*.log"))
 NAMES = [
+    *[
+        "Dask",
+        "Kubernetes",
+        "Vertex",
+        "DuckDB",
+        "Java",
+        "SGLang",
+        "TPU",
+        "ONNX",
+        "Runtime",
+        "Rust",
+        "pod",
+        "systemd",
+        "ephemeral",
+        "storage",
+        "dshm",
+        "xC0000005",
+        "vm.max_map_count",
+    ],
     "datasets.map",
     "map",
     "vLLM",

@@ -50,6 +50,8 @@ def test_a_log_has_its_diagnosis(name):
     assert not expected.get("first") or titles[0].startswith(expected["first"])
     for title in expected.get("fixes", ()):
         assert any(title in one for one in titles), title
+    for title in expected.get("absent", ()):
+        assert not any(title in one for one in titles), title
     assert diagnosis.others == ()
 
 

@@ -136,6 +136,12 @@ def test_a_gradient_that_rose_before_points_to_the_learning_rate(tmp_path):
     assert nan.fixes[0].flags == {"brimful": "--lr 3e-05"}
 
 
+def test_steps_of_nan_between_finite_ones_are_blamed_on_rows(tmp_path):
+    values = {"loss": lambda n: None if n % 20 == 0 else 2.0, "loss_is": lambda n: "nan" if n % 20 == 0 else None, "applied": lambda n: n % 20 != 0}  # fmt: skip
+    nan = found(tmp_path, "nan-loss", step_values=values)
+    assert "single rows are a likelier cause" in nan.cause and nan.fixes[0].title.startswith("Look at the rows of step")
+
+
 def test_nan_from_the_first_step_is_not_blamed_on_the_learning_rate(tmp_path):
     nan = found(tmp_path, "nan-loss", done=6, end="failed", step_values=nan_from(1))
     assert "not the learning rate" in nan.cause

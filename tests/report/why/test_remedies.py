@@ -38,6 +38,13 @@ def gib(text):
     return float(low), float(high or low)
 
 
+def test_torchs_chunked_loss_says_which_torch_has_it():
+    settings = {"micro_batch": 32, "lengths": (256, 252), "vocab": 40960}
+    (chunked,) = [fix for fix in oom(settings=settings).fixes if "in chunks" in fix.title]
+    for framework in ("accelerate", "lightning"):
+        assert "linear_cross_entropy" in chunked.flags[framework] and "torch 2.13" in chunked.flags[framework]
+
+
 def test_the_guides_message_ranks_its_remedies():
     titles = [
         fix.title

@@ -221,8 +221,17 @@ def test_communication(tmp_path):
     assert slow.fixes[0].flags == {"brimful": "--backend nccl"}
 
 
+def test_no_card_is_blamed_on_a_cpu(tmp_path):
+    cpu = {"ranks": 2, "plan_values": {"device": "cpu"}}
+    slow = found(tmp_path / "a", "slow-communication", step_values={"times": times(communication=0.2)}, **cpu)
+    ranks = [{"rank": rank, "times": {"compute_s": 0.6 if rank else 0.36}} for rank in range(2)]
+    uneven = found(tmp_path / "b", "slow-rank", step_values={"ranks": ranks}, **cpu)
+    assert slow.fixes[0].flags == {"brimful": "--processes 1"}
+    assert not any("card" in fix.title for one in (slow, uneven) for fix in one.fixes)
+
+
 def test_a_slow_rank_is_named(tmp_path):
-    ranks = [{"rank": rank, "busy_s": 0.6 if rank == 2 else 0.36} for rank in range(4)]
+    ranks = [{"rank": rank, "times": {"compute_s": 0.6 if rank == 2 else 0.36}} for rank in range(4)]
     slow = found(tmp_path, "slow-rank", ranks=4, step_values={"ranks": ranks})
     assert "Rank 2 computes 0.60 s in a step, the others 0.36 s" in slow.cause
 

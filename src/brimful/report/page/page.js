@@ -33,7 +33,9 @@
     return `${value.toFixed(0)} B`;
   };
   const seconds = (value) => {
-    if (value < 1) return `${value >= 0.1 || value === 0 ? value.toFixed(2) : Number(value.toPrecision(2))} s`;
+    if (value === 0) return "0 s";
+    if (value < 0.0995) return `${Number((1000 * value).toPrecision(2))} ms`;
+    if (value < 1) return `${value.toFixed(2)} s`;
     if (value < 60) return `${value.toFixed(1)} s`;
     const whole = Math.round(value), minutes = Math.floor(whole / 60);
     return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;

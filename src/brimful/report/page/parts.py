@@ -23,6 +23,7 @@ from brimful.report.page.summary import (
     joined,
     key_figures,
     next_steps,
+    part_names,
     percent,
     progress,
     state_words,
@@ -140,8 +141,13 @@ def _gauge(one: ReportFigures) -> str:
 
 
 def _next(one: ReportFigures, findings: Sequence[Diagnosis]) -> str:
-    items = "".join(f"<li>{escape(step.sentence)}{_code(step.command)}</li>" for step in next_steps(one, findings))
+    items = "".join(f"<li>{_marked(step.sentence)}{_code(step.command)}</li>" for step in next_steps(one, findings))
     return f'<div class="next"><h3>{escape(tr("What to do next"))}</h3><ul>{items}</ul></div>' if items else ""
+
+
+def _marked(sentence: str) -> str:
+    """What is in backquotes is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 def _code(command: str | None) -> str:
@@ -149,16 +155,16 @@ def _code(command: str | None) -> str:
 
 
 def findings_part(findings: Sequence[Diagnosis]) -> str:
-    """As `brimful why` shows them, with the flag of Brimful beside each fix."""
+    """As `brimful why` shows them, with the flag of Brimful or the command beside each fix."""
     boxes = []
     for finding in findings:
         sure = {"likely": tr("likely"), "possible": tr("possible")}.get(finding.certainty)
         mark = f' <span class="soft">({escape(sure)})</span>' if sure else ""
         fixes = "".join(
-            f"<li>{escape(joined_facts(translate(fix.title), *_fix_facts(fix)))}{_code(fix.flags.get('brimful'))}</li>"
+            f"<li>{_marked(joined_facts(translate(fix.title), *_fix_facts(fix)))}{_code(fix.flags.get('brimful') or fix.flags.get('shell'))}</li>"
             for fix in finding.fixes
         )
-        boxes.append(f'<div class="finding"><p>{escape(translate(finding.cause))}{mark}</p>{f"<ol>{fixes}</ol>" if fixes else ""}</div>')  # fmt: skip
+        boxes.append(f'<div class="finding"><p>{_marked(translate(finding.cause))}{mark}</p>{f"<ol>{fixes}</ol>" if fixes else ""}</div>')  # fmt: skip
     return "".join(boxes)
 
 
@@ -242,6 +248,21 @@ def evaluations_part(one: ReportFigures) -> str:
     return _folded(tr("Evaluations"), about, _table(titles, rows))
 
 
+def ranks_part(one: ReportFigures) -> str:
+    """Memory, padding and time of each rank, where there are several."""
+    if len(one.ranks) < 2:
+        return ""
+    parts = part_names()
+    rows: list[Sequence[Cell]] = []
+    for rank in one.ranks:
+        shares = (percent(rank.time_shares.get(name)) for name in parts)
+        figures = (_size(rank.peak_bytes), _size(rank.reserved_bytes), percent(rank.padding), *shares)
+        rows.append((f"{rank.rank}", *((figure, "n") for figure in figures)))
+    names = (tr("allocated"), tr("reserved"), tr("Padding"), *parts.values())
+    titles: list[Cell] = [tr("Rank"), *((name, "n") for name in names)]
+    return _folded(tr("Ranks"), f"{len(one.ranks)}", _table(titles, rows), is_open=True)
+
+
 def cards_part(one: ReportFigures) -> str:
     """A row for each rank, where there are several."""
     if len(one.cards) < 2:
@@ -249,11 +270,11 @@ def cards_part(one: ReportFigures) -> str:
     rows: list[Sequence[Cell]] = []
     for card in one.cards:
         figures = (
-            percent(card.utilization), percent(card.busy), _size(card.peak_bytes), _size(card.reserved_bytes), _size(card.others_bytes),
+            percent(card.utilization), _size(card.used_bytes), _size(card.others_bytes),
             UNKNOWN if card.temperature_c is None else f"{card.temperature_c:.0f} °C", UNKNOWN if card.power_w is None else f"{card.power_w:.0f} W",
         )  # fmt: skip
         rows.append((f"{card.rank}", card.name or UNKNOWN, *((figure, "n") for figure in figures)))
-    names = (tr("Utilisation"), tr("computing"), tr("allocated"), tr("reserved"), tr("held by others"), tr("Temperature"), tr("Power"))  # fmt: skip
+    names = (tr("Utilisation"), tr("in use"), tr("held by others"), tr("Temperature"), tr("Power"))
     titles: list[Cell] = [tr("Rank"), tr("Card"), *((name, "n") for name in names)]
     return _folded(tr("Cards"), f"{len(one.cards)}", _table(titles, rows), is_open=True)
 

@@ -330,6 +330,9 @@ def _ticks(unit: Unit, span: Span, most: int, *, log: bool = False) -> tuple[lis
 
 
 def _duration_ticks(low: float, high: float, most: int) -> list[Tick]:
+    if high - low < 3 * _DURATIONS[0]:
+        found = ticks(1000 * low, 1000 * high, most=most)
+        return [(value / 1000, text if text == "0" else f"{text} ms") for value, text in found]
     step = next((step for step in _DURATIONS if (high - low) / step <= most), _DURATIONS[-1])
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     stride = max(1, -(-(last - first + 1) // (2 * most)))

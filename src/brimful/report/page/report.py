@@ -177,7 +177,7 @@ class Report:
             ("checklist", tr("Checklist"), self._safe(tr("Checklist"), parts.checks_part, one)),
             ("memory", memory, "".join([grid(bytes_), *each(memory, (parts.probes_part, one), (parts.tried_part, one))])),
             ("learning", learning, "".join([grid(curves), *each(learning, (parts.evaluations_part, one))])),
-            ("speed", speed, grid(rates)),
+            ("speed", speed, "".join([grid(rates), *each(speed, (parts.ranks_part, one))])),
             ("machine", machine, "".join([grid(cards, three=True), grid(each(machine, (charts.host_chart, runs, names))), *each(machine, (parts.cards_part, one))])),
             ("events", events, "".join([grid(each(events, (charts.timeline, runs, names))), *each(events, (parts.events_part, one))])),
             ("plan", plan, "".join(each(plan, (parts.plan_part, one), (parts.request_part, one)))),

@@ -82,10 +82,18 @@ class CardFigures:
     temperature_c: float | None
     used_bytes: float | None
     others_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """What one rank did in its steps."""
+
+    rank: int
     peak_bytes: float | None
     reserved_bytes: float | None
-    busy: float | None
-    """The share of the steps' time in which this rank computed."""
+    padding: float | None
+    time_shares: dict[str, float]
+    """As `ReportFigures.time_shares`, of this rank."""
 
 
 class ReportFigures:
@@ -184,19 +192,16 @@ class ReportFigures:
 
     @cached_property
     def mfu(self) -> float | None:
-        return self.typical(self.column("mfu"))
+        return self._typical.mean("mfu")
 
     @cached_property
     def padding(self) -> float | None:
-        values = self.column("padding")
-        return float(np.nanmean(values)) if np.isfinite(values).any() else None
+        return self._typical.mean("padding")
 
     @cached_property
     def time_shares(self) -> dict[str, float]:
         """Of the steps' wall time, by part; empty where the run did not record it."""
-        sums = {name: float(np.nansum(self.part(name))) for name in TIME_PARTS}
-        total = sum(sums.values())
-        return {name: value / total for name, value in sums.items()} if total > 0 else {}
+        return self._typical.time_shares if self.part_sum.any() else {}
 
     # ---- Its memory ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +239,7 @@ class ReportFigures:
     @cached_property
     def host_bytes(self) -> float | None:
         """The most that the run's processes held of the host's RAM."""
-        return highest(np.concatenate((self.host_column("tree_bytes"), self.column("host_bytes"))))
+        return self._typical.host_bytes
 
     @cached_property
     def machine_bytes(self) -> float | None:
@@ -249,7 +254,7 @@ class ReportFigures:
     @cached_property
     def oom_count(self) -> int:
         """Events, or what the steps counted where a step had several."""
-        return max(len(self.ooms), int(np.nansum(self.column("ooms"))))
+        return self._typical.ooms
 
     @cached_property
     def eval_losses(self) -> tuple[Floats, Floats]:
@@ -316,23 +321,35 @@ class ReportFigures:
 
     def _card(self, rank: int) -> CardFigures:
         samples = [event for event in self.samples if _rank(event) == rank]
-        own = [one for event in self.steps for one in objects(event, "ranks") if one.get("rank") == rank]
         names = (text(part(event, "gpu"), "name") for event in samples)
-        busy, walls = _column(own, "busy_s"), self.part_sum
-        usable = len(busy) == len(walls) and np.nansum(walls) > 0 and np.isfinite(busy).any()
         return CardFigures(
             rank=rank, name=next(filter(None, names), None),
             utilization=middle(self.gpu_column("utilization", rank)), power_w=middle(self.gpu_column("power_w", rank)),
             temperature_c=highest(self.gpu_column("temperature_c", rank)), used_bytes=highest(self.gpu_column("used_bytes", rank)),
-            others_bytes=highest(self.gpu_column("others_bytes", rank)), peak_bytes=highest(_column(own, "peak_bytes")),
-            reserved_bytes=highest(_column(own, "reserved_bytes")),
-            busy=min(float(np.nansum(busy) / np.nansum(walls)), 1.0) if usable else None,
+            others_bytes=highest(self.gpu_column("others_bytes", rank)),
         )  # fmt: skip
 
     @cached_property
+    def ranks(self) -> list[RankFigures]:
+        """One for each rank that has recorded steps."""
+        by_rank: dict[int, list[Mapping[str, Any]]] = {}
+        for event in self.steps:
+            for one in objects(event, "ranks"):
+                if (rank := _rank(one)) is not None:
+                    by_rank.setdefault(rank, []).append(one)
+        return [
+            RankFigures(
+                rank=rank, peak_bytes=highest(_column(steps, "peak_bytes")), reserved_bytes=highest(_column(steps, "reserved_bytes")),
+                padding=mean(_column(steps, "padding")), time_shares=_shares([_column([part(one, "times") for one in steps], name) for name in TIME_PARTS]),
+            )
+            for rank, steps in sorted(by_rank.items())
+        ]  # fmt: skip
+
+    @cached_property
     def utilization(self) -> float | None:
-        """The median over all samples of all cards."""
-        return middle(self.gpu_column("utilization"))
+        """The median over the samples of all cards; of a short run, those of its first steps too."""
+        typical = self._typical.utilization
+        return middle(self.gpu_column("utilization")) if typical is None else typical
 
     @cached_property
     def energy_kwh(self) -> float | None:
@@ -389,7 +406,8 @@ class ReportFigures:
         )
 
     def host_column(self, name: str) -> Floats:
-        return _column([part(event, "host") for event in self.samples], name)
+        """Of rank 0's machine."""
+        return _column([part(event, "host") if not event.get("rank") else {} for event in self.samples], name)
 
     def typical(self, values: Floats) -> float | None:
         """The median without the first steps."""
@@ -417,7 +435,7 @@ class ReportFigures:
             "loss": {"first": self.losses and self.losses[0], "last": self.losses and self.losses[1], "best_eval": self.best_loss,
                      "bad_steps": self.bad_losses, "skipped_steps": self.skipped_steps},
             "ooms": self.oom_count, "checkpoints": len(self.checkpoints), "evaluations": len(self.evals),
-            "cards": [asdict(card) for card in self.cards], "utilization": self.utilization, "energy_kwh": self.energy_kwh,
+            "ranks": [asdict(rank) for rank in self.ranks], "cards": [asdict(card) for card in self.cards], "utilization": self.utilization, "energy_kwh": self.energy_kwh,
             "steps_thinned": self.run.step_lines_skipped, "plan": self.plan, "events": self.run.events, "series": self.series(),
         }  # fmt: skip
 
@@ -469,6 +487,18 @@ def _step(event: Mapping[str, Any]) -> int:
 def _column(events: Sequence[Mapping[str, Any]], name: str) -> Floats:
     values = (number(event, name) for event in events)
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _shares(parts: Sequence[Floats]) -> dict[str, float]:
+    """Of these seconds, in the order of `TIME_PARTS`; empty if there are none."""
+    sums = [float(np.nansum(values)) for values in parts]
+    total = sum(sums)
+    return {name: value / total for name, value in zip(TIME_PARTS, sums, strict=True)} if total > 0 else {}
+
+
+def mean(values: npt.NDArray[np.float64]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def highest(values: npt.NDArray[np.float64]) -> float | None:

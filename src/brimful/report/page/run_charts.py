@@ -30,7 +30,7 @@ from brimful.report.page.plot import (
     time_ruler,
 )
 from brimful.report.page.report_figures import TIME_PARTS, ReportFigures, highest, number
-from brimful.report.page.summary import percent
+from brimful.report.page.summary import part_names, percent
 from brimful.training import events as journal
 from brimful.units import DANGER, EDGE, show_bytes, show_rate, show_seconds
 
@@ -325,12 +325,6 @@ def _from_zero(columns: Sequence[Floats], more: Sequence[float] = ()) -> Span | 
     return 0.0, (float(np.quantile(values, 0.995)) * 1.15 or 1.0)
 
 
-def part_names() -> dict[str, str]:
-    return {
-        "compute_s": tr("computing"), "data_s": tr("waiting for data"), "communication_s": tr("communication"), "other_s": tr("other"),
-    }  # fmt: skip
-
-
 def split_chart(one: ReportFigures) -> str:
     """Where the wall time of a step goes, stacked."""
     shares, names = one.time_shares, part_names()
@@ -349,7 +343,7 @@ def split_chart(one: ReportFigures) -> str:
         label=tr("Time of a step: {parts}.", parts=tr(", ").join(f"{names[name]} {percent(share)}" for name, share in shares.items())),
         series=series, y_unit="seconds", x_name=tr("run time"), x_span=time_axis([one]), y_span=_from_zero([low]),
     )  # fmt: skip
-    return figure("split", tr("Where the time of a step goes"), plot.html(), note=tr("Wall time of rank 0, without evaluations and saves."))  # fmt: skip
+    return figure("split", tr("Where the time of a step goes"), plot.html(), note=tr("Wall time without evaluations and saves, the mean of all ranks."))  # fmt: skip
 
 
 def split_bars(figures: Sequence[ReportFigures], names: Sequence[str]) -> str:

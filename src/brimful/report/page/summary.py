@@ -309,7 +309,7 @@ def _command(figures: ReportFigures, fix: Fix) -> str | None:
     """A run that has steps left goes on with the flags of a fix; after one that is complete, another begins with them."""
     flags = fix.flags.get("brimful", "")
     if not flags.startswith("--"):
-        return flags if flags.startswith("brimful ") else None
+        return flags if flags.startswith("brimful ") else fix.flags.get("shell")
     if figures.request.get("data") is None:  # given in Python
         return flags
     if figures.state in ("finished", "patience", "running", "preparing"):
@@ -459,6 +459,13 @@ def _timed(value: float | None, predicted_s: float | None, guide_s: float) -> tu
 def joined(sentences: Iterable[str]) -> str:
     """One after the other, as the language does it."""
     return ("" if language() == "zh" else " ").join(sentences)
+
+
+def part_names() -> dict[str, str]:
+    """What the parts of a step's time are called."""
+    return {
+        "compute_s": tr("computing"), "data_s": tr("waiting for data"), "communication_s": tr("communication"), "other_s": tr("other"),
+    }  # fmt: skip
 
 
 def percent(share: float | None) -> str:

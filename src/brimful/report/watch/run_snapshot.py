@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any, Literal, cast
 
 from brimful.files import read_json
-from brimful.report.run_figures import objects, parse_time, part, sessions_of, step_seconds, text, whole
+from brimful.report.run_figures import lengths, objects, parse_time, part, sessions_of, step_seconds, text, whole
 from brimful.report.run_record import RunRecord, State
 from brimful.training.events import number
 from brimful.training.run import LockHolder
@@ -56,14 +56,20 @@ class Card:
     utilization: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
-    busy_s: float | None = None
-    """Seconds of a step that this rank computes, on average."""
+    times: tuple[tuple[str, float], ...] = ()
+    """Of this rank, as `Snapshot.times`."""
+    padding: float | None = None
     slowest: bool = False
     live: bool = False
     """Whether NVML has just answered; else the figures are those that the run sampled last."""
     used: float | None = None
     """Share of the limit: of the reserved peak if it is known, else of the allocated one."""
     zone: Zone | None = None
+
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds of a step that this rank computes, on average."""
+        return dict(self.times).get("compute")
 
     @property
     def ours_bytes(self) -> float | None:
@@ -251,6 +257,8 @@ def _plain_field(name: str, value: Any) -> Any:
     )
 
 
+MOST_RANKS = 1024
+"""Of a plan, which may be damaged."""
 SERIES_POINTS = 500
 """Points of a curve: more than twice the columns of a wide terminal."""
 NOTES_KEPT = 40
@@ -324,17 +332,19 @@ def _cards(
     for step in recent:
         for one in objects(step, "ranks") or [step]:
             by_rank.setdefault(whole(one, "rank") or 0, []).append(one)
-    gpus = objects(begin, "gpus")
-    ranks = sorted({*samples, *by_rank, *range(len(gpus))}) or ([0] if plan else [])
+    gpu_of = {rank: one for one in objects(begin, "gpus") for rank in lengths(one, "ranks") or ()}
+    planned = range(min(whole(plan, "processes") or 1, MOST_RANKS)) if plan else ()
+    ranks = sorted({*samples, *by_rank, *gpu_of, *planned})
     indices = [whole(samples.get(rank, {}), "index") for rank in ranks]
     kind = str(plan.get("device") or "").partition(":")[0]
-    busy = {rank: value for rank in ranks if (value := _mean(by_rank.get(rank, ()), "busy_s"))}
+    times = {rank: _times(by_rank.get(rank, ())) for rank in ranks}
+    busy = {rank: seconds for rank in ranks if (seconds := dict(times[rank]).get("compute"))}
     slowest = max(busy, key=lambda rank: busy[rank], default=None)
     uneven = slowest is not None and len(ranks) > 1 and busy[slowest] > SLOWER * min(busy.values())
     cards = []
     for rank, index in zip(ranks, indices, strict=True):
         steps, sample = by_rank.get(rank, []), samples.get(rank, {})
-        gpu = gpus[rank] if rank < len(gpus) else {}
+        gpu = gpu_of.get(rank, {})
         own_plan = (_plan_file(record, rank) if rank else {}) or plan
         if index is None:
             index = whole(gpu, "index")
@@ -358,7 +368,7 @@ def _cards(
                 name=text(sample, "name") or text(gpu, "name") or text(plan, "device_name"), allocated_bytes=allocated, reserved_bytes=reserved,
                 held_bytes=held, others_bytes=others, limit_bytes=limit, total_bytes=number(sample, "total_bytes") or number(gpu, "total_bytes"),
                 predicted_bytes=number(own_plan, "predicted_peak_bytes"), utilization=number(sample, "utilization"),
-                temperature_c=number(sample, "temperature_c"), power_w=number(sample, "power_w"), busy_s=busy.get(rank),
+                temperature_c=number(sample, "temperature_c"), power_w=number(sample, "power_w"), times=times[rank], padding=_mean(steps, "padding"),
                 slowest=uneven and rank == slowest, used=used, zone=None if used is None else zone(used),
             )
         )  # fmt: skip
@@ -373,7 +383,9 @@ def _plan_file(record: RunRecord, rank: int) -> dict[str, Any]:
 
 
 def _ram(record: RunRecord, begin: Mapping[str, Any], plan: Mapping[str, Any]) -> HostMemory | None:
-    host = next((part(one, "host") for one in reversed(record.samples) if part(one, "host")), {})
+    host = next(
+        (part(one, "host") for one in reversed(record.samples) if part(one, "host") and not one.get("rank")), {}
+    )
     tree_bytes, machine = number(host, "tree_bytes"), number(host, "machine_bytes")
     tree_bytes = number(record.last, "host_bytes") if tree_bytes is None else tree_bytes
     machine = number(record.last, "machine_bytes") if machine is None else machine
@@ -389,8 +401,9 @@ def _ram(record: RunRecord, begin: Mapping[str, Any], plan: Mapping[str, Any]) -
     )  # fmt: skip
 
 
-def _times(recent: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
-    times = [part(step, "times") for step in recent]
+def _times(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
+    """Of steps, or of what one rank did in them."""
+    times = [part(step, "times") for step in steps]
     means = [(part, _mean(times, f"{part}_s")) for part in TIME_PARTS]
     return tuple((part, seconds or 0.0) for part, seconds in means) if any(seconds for _, seconds in means) else ()
 

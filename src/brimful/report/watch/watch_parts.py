@@ -146,7 +146,7 @@ def footer(canvas: Canvas, keys: str | None) -> Text:
 
 
 def step_time(canvas: Canvas) -> Lines:
-    """Where the time of a step goes, as one bar, and what its parts are."""
+    """Where the time of a step goes, as one bar, and what its parts are; then a bar for each rank, with its padding."""
     snapshot = canvas.snapshot
     seconds = align_right(canvas.text(known(snapshot.step_s, show_seconds)), SECONDS_CELLS)
     cells = max(0, canvas.text_cells - SECONDS_CELLS)
@@ -161,7 +161,18 @@ def step_time(canvas: Canvas) -> Lines:
         for (name, _), share, glyph, style in zip(snapshot.times, shares, canvas.glyphs.parts, PART_STYLES, strict=True)
         if share or name in ("compute", "data")
     ]
-    return [canvas.row(tr("time"), Text.assemble(bar, seconds)), canvas.row("", canvas.side_by_side(legend, "  "))]
+    of_ranks = [card for card in snapshot.cards if card.times] if len(snapshot.cards) > 1 else []
+    heading, each = canvas.row(tr("time"), Text.assemble(bar, seconds)), [_rank_time(canvas, card) for card in of_ranks]
+    return [heading, canvas.row("", canvas.side_by_side(legend, "  ")), *each]
+
+
+def _rank_time(canvas: Canvas, card: Card) -> Text:
+    whole = sum(part for _, part in card.times)
+    padding = "" if card.padding is None else f"{tr('padding')} {show_percent(card.padding)}"
+    figures = canvas.text(f" {padding}" if padding else "", "dim")
+    shares = [part / whole for _, part in card.times]
+    bar = stacked_bar(max(0, canvas.text_cells - figures.cell_len), shares, PART_STYLES, canvas.glyphs)
+    return canvas.row(_card_name(card), Text.assemble(bar, figures))
 
 
 def figures(canvas: Canvas) -> Text:
@@ -304,7 +315,11 @@ def memory_facts(canvas: Canvas) -> Lines:
 
 
 def card_label(card: Card) -> str:
-    return card.label + "▸" * card.slowest
+    return _card_name(card) + "▸" * card.slowest
+
+
+def _card_name(card: Card) -> str:
+    return tr("rank {rank:,}", rank=card.rank) if card.label.startswith("rank") else card.label
 
 
 def _most_important(cards: Sequence[Card], lines: int) -> list[Card]:
@@ -327,7 +342,7 @@ def _slowest(cards: Sequence[Card]) -> list[str]:
     if slow is None:
         return []
     fast = min(busy, key=lambda one: one[0])
-    names = {"card": slow[1].label, "time": show_seconds(slow[0]), "other": fast[1].label, "least": show_seconds(fast[0])}  # fmt: skip
+    names = {"card": _card_name(slow[1]), "time": show_seconds(slow[0]), "other": _card_name(fast[1]), "least": show_seconds(fast[0])}  # fmt: skip
     return [tr("slowest: {card!s} is busy for {time!s} of a step, {other!s} for {least!s}", **names)]
 
 

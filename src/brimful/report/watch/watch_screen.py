@@ -244,7 +244,7 @@ def _one_column(canvas: Canvas, height: int, keys: str | None) -> Lines:
     wishes += [("loss", 1), ("rows", 1), ("time", 1), ("saved", 1), ("notes", 1), ("time", 2), ("ending", 3)]
     wishes += [("scores", 1), ("figures", 1), ("logged", ANY), ("progress", 2)]
     wishes += [("memory", table + len(memory_facts(canvas)))]
-    wishes += [("gap 1", 1), ("gap 3", 1), ("notes", 2), ("loss", 3), ("ooms", 2), ("gap 2", 1), ("gap 4", 1), ("notes", 3)]  # fmt: skip
+    wishes += [("gap 1", 1), ("gap 3", 1), ("notes", 2), ("loss", 3), ("ooms", 2), ("gap 2", 1), ("gap 4", 1), ("notes", 3), ("time", ANY)]  # fmt: skip
     wishes += [("saved", 2), ("rows", 3), ("ooms", 3), ("loss", 5), ("peak", 4), ("notes", 6), ("ooms", 6), ("loss", 9)]
     wishes += [("rows", 5), ("peak", 6), ("loss", 14), ("rows", 8), ("peak", 9), ("loss", 20)]
     lines = allot(height, wishes, _most(canvas))
@@ -263,7 +263,7 @@ def _two_columns(canvas: Canvas, height: int, keys: str | None) -> Lines:
     boxed = replace(left, width=left_cells - 4)
     table = min(len(canvas.snapshot.cards), max(2, rest // 3)) + 2
     wishes = [("memory", table), ("time", 2), ("ooms", 1), ("training", 3), ("notes", 2), ("logged", ANY)]
-    wishes += [("memory", table + len(memory_facts(boxed))), ("training", 4), ("ooms", 4), ("notes", 5), ("ooms", 8), ("notes", 12)]  # fmt: skip
+    wishes += [("memory", table + len(memory_facts(boxed))), ("training", 4), ("time", ANY), ("ooms", 4), ("notes", 5), ("ooms", 8), ("notes", 12)]  # fmt: skip
     lines = allot(rest, wishes, _most(boxed), overhead=2)
     titles = {"memory": tr("memory"), "time": tr("time of a step"), "training": tr("training"), "logged": tr("the task's own figures"), "ooms": tr("out-of-memory errors"), "notes": tr("notes")}  # fmt: skip
     column: Lines = []

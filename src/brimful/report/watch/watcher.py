@@ -216,8 +216,7 @@ def last_line(path: Path) -> str | None:
 class LiveGpus:
     """Newer figures of the cards of a run on this machine.
 
-    torch numbers the cards that it sees, NVML all of them. So a card is found by its UUID where the run has recorded it, else by who
-    holds memory on it: the cards where the run's processes are listed, if there are as many as the run has.
+    torch numbers the cards that it sees, NVML all of them. So a card is found by the UUID that the run has recorded.
     """
 
     def __init__(self, nvml: Nvml, now: Callable[[], datetime]) -> None:
@@ -226,25 +225,15 @@ class LiveGpus:
         self._pids_until = -math.inf
 
     def update(self, cards: tuple[Card, ...], pids: Sequence[int]) -> tuple[Card, ...]:
-        """The cards with what NVML says; those that cannot be told apart as they are."""
+        """The cards with what NVML says; those on other machines, and slices of a card, as they are."""
         states = self._nvml.cards() if all(card.kind == "cuda" for card in cards) else []
         if not states:
             return cards
         if self._now().timestamp() > self._pids_until:
             self._pids = {one for pid in pids for one in tree(pid)}
             self._pids_until = self._now().timestamp() + TREE_S
-        ours = self._match(cards, states)
-        return tuple(self._updated(card, state) for card, state in zip(cards, ours, strict=True)) if ours else cards
-
-    def _match(self, cards: Sequence[Card], states: Sequence[NvmlCard]) -> list[NvmlCard]:
-        """NVML's figures in the order of the cards; empty if it is not certain which are theirs."""
         by_uuid = {(state.uuid or "").partition("-")[2]: state for state in states}
-        ours = [by_uuid[card.uuid] for card in cards if card.uuid in by_uuid]
-        if len(ours) != len(cards):
-            ours = [state for state in states if self._pids & set(state.processes or ())]
-        if len(ours) != len(cards):
-            ours = list(states)  # in a container pids are others', but a run on all cards is on all of them
-        return ours if len(ours) == len(cards) else []
+        return tuple(self._updated(card, by_uuid[card.uuid]) if card.uuid in by_uuid else card for card in cards)
 
     def _updated(self, card: Card, state: NvmlCard) -> Card:
         mine = [size for pid, size in (state.processes or {}).items() if pid in self._pids and size]

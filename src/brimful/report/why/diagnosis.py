@@ -173,6 +173,8 @@ TITLES = {
     "worker-lost": "A loader worker was lost",
     "map-process-lost": "Host RAM likely ran out",
     "vllm-no-room": "vLLM does not fit on the GPU",
+    "sglang-no-room": "SGLang does not fit on the GPU",
+    "program-memory-limit": "A program reached its own memory limit",
     "no-batch-fits": "Not even one row fits",
     "interrupted": "The run was interrupted",
     "events-missing": "events.jsonl is missing",

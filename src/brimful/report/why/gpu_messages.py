@@ -65,10 +65,10 @@ _BANNER = {
     "eval_batch": re.compile(
         r"Running (?:Evaluation|Prediction) \*+\n(?:[^\n]*Num examples[^\n]*\n)?[^\n]*\bBatch size = ([\d,]+)"
     ),
-    "global_batch": re.compile(r"Total train batch size \([^)]*\) = ([\d,]+)"),
-    "accumulation": re.compile(r"(?:Gradient Accumulation steps = |gradient accumulation steps: )([\d,]+)"),
+    "global_batch": re.compile(r"Total (?:train )?batch size \([^)]*\) = ([\d,]+)"),
+    "accumulation": re.compile(r"(?:Gradient [Aa]ccumulation steps = |gradient accumulation steps: )([\d,]+)"),
 }
-"""What the Hugging Face Trainer prints before the first step and before an evaluation, and nanochat before the first step."""
+"""What the Hugging Face Trainer prints before the first step and before an evaluation, and Unsloth and nanochat before the first step."""
 _IN_TOKENS = re.compile(r"[Tt]okens? ?(?:/|per) ?$")
 _IN_WORDS = re.compile(
     r"(?<![\w-])(?:(?P<of>\w+)[ -])?(?P<name>(?!Batch size = )[Bb]atch size|[Vv]ocab(?:ulary)? size)(?: per (?:device|GPU|gpu|card))?"
@@ -80,6 +80,7 @@ _COUNTED = re.compile(
     r"|(?P<peft>trainable params: (?P<b>[\d,]+) \|\| all params: (?P<c>[\d,]+))"
     r"|(?P<lightning>(?P<d>[\d.]+) (?P<du>[KMB])\s+(?P<kind>Trainable|Total) params)"
     r"|(?P<swift>(?P<f>[\d.]+)M Params \((?P<g>[\d.]+)M Trainable)"
+    r"|(?P<unsloth>Trainable parameters = (?P<i>[\d,]+)(?: of |/)(?P<j>[\d,]+))"
     r"|(?P<plain>Number of parameters: (?P<h>[\d,]{4,}))"
     r"|(?P<nano>(?:number of parameters:?|For[A-Z]\w{2,30} contains) (?P<e>[\d.]+)(?P<eu>[KMB])\b)"
 )
@@ -88,7 +89,7 @@ _PRECISION = re.compile(
     r"(?:mixed_precision|precision|compute dtype|(?P<weights>torch_dtype|dtype))['\"]?\s*[=:]\s*['\"]?(?:torch\.)?(?P<named>bf16|fp16|bfloat16|float16|16-mixed|fp32|float32|no\b|32)"
     r"|(?<![\w-])(?:--)?(?P<flag>bf16|fp16)(?P<of>_full_eval|_opt_level|_backend)?['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?P<on>True|true)"
     r"|--(?P<bare>bf16|fp16)(?=['\"]?,? *(?:['\"]?--|\\|\n|$))"
-    r"|Using (?P<amp>16bit|bfloat16) Automatic Mixed Precision",
+    r"|Using (?P<amp>16bit|bfloat16) Automatic Mixed Precision|(?P<unsloth>Bfloat16 = (?:TRUE|FALSE))",
     re.IGNORECASE,
 )
 _OPTIMIZER = re.compile(
@@ -96,14 +97,14 @@ _OPTIMIZER = re.compile(
     r"(?P<name>adamw?_?\w*|adafactor|sgd|lion\w*|lomo|galore\w*|paged_\w+|DeepSpeedCPUAdam|FusedAdam)",
     re.IGNORECASE,
 )
-_CHECKPOINTING = re.compile(r"gradient_checkpointing['\"]?(?:\s*[=:]\s*['\"]?|\s+)(?:True|true|on)|--gradient_checkpointing(?=['\"]?[\s,]*(?:['\"]?--|$))", re.MULTILINE)  # fmt: skip
+_CHECKPOINTING = re.compile(r"Will smartly offload gradients|(?:gradient|activation)_checkpointing['\"]?(?:\s*[=:]\s*['\"]?|\s+)(?:True|true|on)|--gradient_checkpointing(?=['\"]?[\s,]*(?:['\"]?--|$))", re.MULTILINE)  # fmt: skip
 _GROWING = re.compile(
     r"(?<!setting )PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF['\"]?\s*[=:,]\s*['\"]?[^\s'\"]*expandable_segments:True"
     r"|expandable_segments not supported on this platform"
 )
 _ADAPTERS = re.compile(
     r"finetuning_type['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?:q?lora|dora|oft)|Fine-tuning method: (?:Q?LoRA|DoRA|OFT)|\b(?:Lora|Peft)Config\(|PeftModel"
-    r"|use_peft['\"]?\s*[=:]\s*['\"]?[Tt]rue|--use_peft\b|--lora_r(?:ank)?[ =]\d|\badapter:\s*q?lora|trainable params: [\d,]+ \|\|"
+    r"|use_peft['\"]?\s*[=:]\s*['\"]?[Tt]rue|--use_peft\b|--lora_r(?:ank)?[ =]\d|\badapter:\s*q?lora|trainable params: [\d,]+ \|\||LoRAFinetuneRecipe"
 )
 _QUANTIZED = re.compile(
     r"load_in_(?:4|8)bit['\"]?\s*[=:]\s*['\"]?[Tt]rue|--load_in_(?:4|8)bit\b|quantization_bit['\"]?\s*[=:]\s*['\"]?(?:4|8)\b"
@@ -118,7 +119,7 @@ _SHARDED = re.compile(
     r"zero_(?:optimization_)?stage['\"]?[\s.=:]+[123]|['\"]stage['\"]:\s*[123]|ZeRO[ -](?:stage|Stage)?[ -]?[123]|zero[_-]?[123]\b|ZeroOptimizer_Stage[123]"
     r"|fsdp['\"]?[=:]\s*['\"]?\[[^\]]|--fsdp\b|full_shard|FullyShardedDataParallel|DistributedType\.(?:FSDP|DEEPSPEED)|distributed_type: (?:FSDP|DEEPSPEED)|--use_fsdp|--use_deepspeed"
 )
-_LIGER = re.compile(r"use_liger_kernel['\"]?\s*[=:]\s*(?:True|true)|[Ll]iger kernel")
+_LIGER = re.compile(r"unsloth_zoo[/\\]fused_losses|use_liger_kernel['\"]?\s*[=:]\s*(?:True|true)|[Ll]iger kernel")
 _COUNT_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 _PRECISIONS = {
     "bfloat16": "bf16",
@@ -128,6 +129,8 @@ _PRECISIONS = {
     "no": "fp32",
     "float32": "fp32",
     "32": "fp32",
+    "bfloat16 = true": "bf16",
+    "bfloat16 = false": "fp16",
 }
 
 
@@ -265,6 +268,8 @@ def _parameters(text: str) -> dict[str, int]:
             )
         elif match["swift"]:
             counts["parameters"], counts["trained"] = (int(float(match[name]) * 1e6) for name in "fg")
+        elif match["unsloth"]:
+            counts["trained"], counts["parameters"] = (int(match[name].replace(",", "")) for name in "ij")
         elif match["plain"]:
             counts["parameters"] = int(match["h"].replace(",", ""))
         else:
@@ -297,7 +302,7 @@ def _field_in_words(match: re.Match[str]) -> str | None:
 
 def _precisions(text: str) -> list[tuple[bool, str]]:
     """What the log says is computed in (True), or weights are kept in (False)."""
-    names = ((match, (match["named"] or match["flag"] or match["bare"] or match["amp"]).lower()) for match in _PRECISION.finditer(text))  # fmt: skip
+    names = ((match, (match["named"] or match["flag"] or match["bare"] or match["amp"] or match["unsloth"]).lower()) for match in _PRECISION.finditer(text))  # fmt: skip
     return [(match["weights"] is None, _PRECISIONS.get(name, name)) for match, name in names if not match["of"]]
 
 
@@ -542,7 +547,9 @@ def _holders(text: str, figures: Mapping[str, Any]) -> dict[str, Any]:
         result["process_bytes"] = own
     total, free = figures.get("total_bytes"), figures.get("free_bytes")
     others = sum(listed.values())
-    if total and free is not None:
+    if (
+        total and free is not None and (own is not None or "unallocated_bytes" in figures)
+    ):  # else the pool may hold the rest
         unlisted = total - free - (own if own is not None else ours + CONTEXT_BYTES if ours else total)
         others = max(others, unlisted)
     if others > max(OTHERS_BYTES, OTHERS_SHARE * (total or 0)):

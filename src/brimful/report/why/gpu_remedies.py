@@ -37,7 +37,9 @@ SMALL_OPTIMIZERS = ("adafactor", "8bit", "sgd", "lion", "lomo", "galore", "cpuad
 NOT_LEARNT = "what is beyond that length is not learnt"
 _SLOWER = "0–45 % of the time, most where the card is not busy"
 _SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
-_CHUNKED = "F.linear_cross_entropy(hidden, head, labels, options=torch.nn.LinearCrossEntropyOptions())"
+_CHUNKED = (
+    "F.linear_cross_entropy(hidden, head, labels, options=torch.nn.LinearCrossEntropyOptions())  # torch 2.13 or newer"
+)
 _LORA = 'get_peft_model(model, LoraConfig(target_modules="all-linear"))'
 _IN_4_BITS = "from_pretrained(name, quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
 

@@ -338,7 +338,7 @@ GOES_ON = 3
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "gpu-out-of-memory": ("nccl-", "stopped", "gpu-library", "host-killed", "no-batch-fits", "worker-lost", "crashed", "connection"),
     "gpu-library-out-of-memory": ("nccl-", "stopped", "host-killed", "crashed", "connection"),
-    "no-batch-fits": ("gpu-library", "nccl-", "stopped"),
+    "no-batch-fits": ("gpu-", "nccl-", "stopped"),
     "host-killed": ("nccl-", "stopped", "worker-lost", "crashed", "connection", "host-out-of-memory"),
     "host-out-of-memory": ("nccl-", "stopped", "host-killed", "worker-lost", "crashed", "connection"),
     "shm-full": ("nccl-", "stopped", "host-killed", "worker-lost", "crashed", "connection"),

@@ -330,6 +330,17 @@ def _assertion(match: re.Match[str], place: Place) -> dict[str, Any]:
     return {"cause": f"{cause} This is a fault in the data or the code, not memory that ran out."}
 
 
+def _tpu(match: re.Match[str], place: Place) -> dict[str, Any]:
+    """XLA counts in powers of two, and prints `17.50G`. What is needed is known when the program is compiled."""
+    needed, limit = (size_bytes(f"{match[name]}iB") for name in ("_used", "_limit"))
+    cause = f"The program needs {show_bytes(needed)} of the TPU's memory, which has {show_bytes(limit)}."
+    return {"figures": {"wanted_bytes": needed, "free_bytes": limit}, "cause": cause}
+
+
+def _volume(match: re.Match[str], place: Place) -> dict[str, Any]:
+    return {"kind": "shm-full", "resource": "shm"} if "shm" in match["volume"] else {}
+
+
 def _triton(match: re.Match[str], place: Place) -> dict[str, Any] | None:
     if re.search(r"Ignoring this choice|for benchmark choice|during autotuning", place.first_line):
         return None  # one of the candidates
@@ -364,6 +375,7 @@ def _foreign(words: Sequence[str]) -> tuple[bytes, ...]:
     return tuple(word.encode() for word in words if not word.isascii())
 
 
+_NO_ROW_FITS = "Not even one row fits: every batch size down to 1 ran out of memory. One row may be far longer than the others, or weights and optimizer state alone fill the card."
 ERROR, MEMORY, KILLED = b"rror", b"emory", b"illed"
 """Gates: most messages are in lines with one of these, and most pieces of a log have neither."""
 _S = re.compile
@@ -384,7 +396,7 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"OUT_OF_DEVICE_MEMORY", b"UR_RESULT_ERROR_OUT_OF_RESOURCES"), gate=ERROR, figures={"device": "xpu"},
          pattern=_S(r"(?:UR|ZE|PI)_\w*OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"), cause="The XPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"out of memory",), gate=MEMORY, figures={"device": "cuda"}, read=plain_message,
-         pattern=_S(rf"(?:CUDA|HIP|cuda|cuda runtime|hip) (?:driver )?(?:error|failure)[: ]*(?:\(2\) ?: )?'?out of memory|(?:OutOfMemory|Runtime)Error: (?:CUDA|HIP|XPU|NPU) out of memory(?!\.\s+Tried\s+to\s+allocate\s+{SIZE})|Triton Error \[(?:CUDA|HIP)\]: out of memory|Cuda failure (?:\d+ )?'out of memory'|cudaMalloc failed: out of memory"),
+         pattern=_S(rf"(?:CUDA|HIP|cuda|cuda runtime|hip) (?:driver )?(?:error|failure)[: ]*(?:\(2\) ?: )?'?out of memory|(?:OutOfMemory|Runtime)Error: (?:CUDA|HIP|XPU|NPU) out of memory(?!\.\s+Tried\s+to\s+allocate\s+{SIZE}|\. The train loop failed)|Triton Error \[(?:CUDA|HIP)\]: out of memory|Cuda failure (?:\d+ )?'out of memory'|cudaMalloc failed: out of memory"),
          cause="The GPU ran out of memory; the message has no figures."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"out of memory",), gate=MEMORY, level=VAGUE, certainty="likely", figures={"device": "cuda"},
          pattern=_S(rf"\b(?:CUDA|HIP|XPU|NPU) out of memory\b(?!\.\s+Tried\s+to\s+allocate\s+{SIZE})"), read=_caught,
@@ -400,6 +412,11 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"RESOURCE_EXHAUSTED",), gate=ERROR, figures={"device": "cuda"},
          pattern=_S(r"RESOURCE_EXHAUSTED: Out of memory (?:while trying to allocate|allocating) (?P<wanted_bytes>\d+) bytes"),
          cause="The GPU ran out of memory: {wanted_bytes} were wanted."),
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"in memory space hbm",), gate=MEMORY, figures={"device": "tpu"}, read=_tpu, cause="",
+         pattern=_S(r"Ran out of memory in memory space hbm\. Used (?P<_used>[\d.]+[KMG]) of (?P<_limit>[\d.]+[KMG]) hbm")),
+    Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"Failed to allocate memory for requested buffer",), gate=MEMORY, level=VAGUE, certainty="possible", figures={"device": "cuda"},
+         pattern=_S(r"BFCArena.*Failed to allocate memory for requested buffer of size (?P<wanted_bytes>\d+)"),
+         cause="ONNX Runtime got no {wanted_bytes}: on the GPU, or in RAM where it computes on the CPU."),
     Sign(kind="gpu-out-of-memory", resource="gpu", hints=(b"Out of memory error on GPU",), gate=MEMORY, figures={"device": "cuda"},
          pattern=_S(rf"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<wanted_size>{SIZE}) memory on GPU \d+, (?P<process_size>{SIZE}) memory has been allocated and available memory is only (?P<free_size>{SIZE})"),
          cause="GPU {gpu} ran out of memory: {wanted_bytes} were wanted, {free_bytes} were free."),
@@ -413,8 +430,9 @@ SIGNS: tuple[Sign, ...] = (
          pattern=_S(r"cuDNN error: (?P<status>CUDNN_STATUS_NOT_SUPPORTED)|(?:GET was )?[Uu]nable to find an engine to execute this computation"), figures={"device": "cuda"},
          cause="cuDNN found no algorithm for a convolution. Either no workspace fits on a full GPU, or this dtype or layout is not supported."),
     Sign(kind="no-batch-fits", resource="gpu", hints=(b"No executable batch size found",), level=VAGUE, gate=ERROR,
-         pattern=_S("No executable batch size found, reached zero"),
-         cause="Not even one row fits: every batch size down to 1 ran out of memory. One row may be far longer than the others, or weights and optimizer state alone fill the card."),
+         pattern=_S("No executable batch size found, reached zero"), cause=_NO_ROW_FITS),
+    Sign(kind="no-batch-fits", resource="gpu", hints=(b"process even 1 sample",), gate=MEMORY,
+         pattern=_S("not have enough memory to process even 1 sample"), cause=_NO_ROW_FITS),
     Sign(kind="kernel-shared-memory", resource="gpu", hints=(b"out of resource: ",), gate=ERROR, read=_triton, cause="",
          pattern=_S(r"out of resource: [\w ]+?,? ?Required: (?P<_needed>\d+),? ?Hardware limit: ?(?P<_limit>\d+)")),
     # ---- Host memory
@@ -428,6 +446,14 @@ SIGNS: tuple[Sign, ...] = (
          cause="The host ran out of RAM: NumPy wanted {wanted_bytes} for an array of shape ({shape}) and type {dtype}."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"ArrowMemoryError",), gate=ERROR,
          pattern=_S(r"(?:malloc|realloc) of size (?P<wanted_bytes>\d+) failed"), cause="The host ran out of RAM: Arrow wanted {wanted_bytes}."),
+    Sign(kind="host-out-of-memory", resource="host", hints=(b"memory allocation of ",), gate=MEMORY,
+         pattern=_S(r"^memory allocation of (?P<wanted_bytes>\d+) bytes failed", re.MULTILINE), cause="The host ran out of RAM: a library in Rust wanted {wanted_bytes}."),
+    Sign(kind="program-memory-limit", resource="host", hints=(b"Out of Memory Error: ",), gate=ERROR, figures={"program": "duckdb"},
+         pattern=_S(rf"Out of Memory Error: [\w ]+ of size (?P<wanted_size>{SIZE}) \((?P<used_size>{SIZE})/(?P<limit_size>{SIZE}) used\)"),
+         cause="DuckDB reached the limit on its memory, {limit_bytes}: {wanted_bytes} more were wanted."),
+    Sign(kind="program-memory-limit", resource="host", hints=(b"java.lang.OutOfMemoryError",), gate=ERROR, figures={"program": "jvm"},
+         pattern=_S("java\\.lang\\.OutOfMemoryError: (?:Java heap space|GC overhead limit exceeded)"),
+         cause="A program on the Java VM filled its heap, whose limit is set when it starts. The machine's RAM need not be full."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"WinError ",), gate=ERROR,
          pattern=_S(r"\[WinError (?:1455|8)\]"), figures={"system": "windows"}, cause="Windows could not commit more memory: RAM and paging file are full."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"MemoryError", b"Cannot allocate memory"), gate=ERROR, level=VAGUE,
@@ -437,6 +463,9 @@ SIGNS: tuple[Sign, ...] = (
          pattern=_S(r"std::bad_alloc(?!.*[Cc]uda)"), cause="The host ran out of RAM; the message has no figures."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"fork: Cannot allocate memory", b"C error: out of memory"), gate=MEMORY, level=VAGUE,
          pattern=_S(r"fork: Cannot allocate memory|C error: out of memory"), cause="The host ran out of RAM; the message has no figures."),
+    Sign(kind="host-out-of-memory", resource="host", hints=(b"unable to mmap ",), gate=ERROR, level=VAGUE, certainty="likely",
+         pattern=_S(r"unable to mmap \d+ bytes from file <(?!/torch_)[^>]*>: Cannot allocate"),
+         cause="The host could not map more memory: RAM or the number of mappings of a process (vm.max_map_count) ran out."),
     Sign(kind="host-out-of-memory", resource="host", hints=(b"OUT_OF_HOST_MEMORY",), gate=ERROR, level=VAGUE,
          pattern=_S(r"OUT_OF_HOST_MEMORY"), cause="The host ran out of RAM; the message has no figures."),
     Sign(kind="host-killed", resource="host", hints=(b"Killed process",), gate=KILLED, read=_kernel_kill, cause="",
@@ -448,7 +477,19 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="host-killed", resource="host", hints=(b"xceeded",), gate=ERROR,
          pattern=_S(r"Exceeded job memory limit|exceeded memory limit \((?P<used>\d+) > (?P<limit>\d+)\)"),
          cause="Slurm's job used more RAM than it asked for, and Slurm killed it."),
-    Sign(kind="host-killed", resource="host", hints=(b"OOMKilled",), gate=KILLED, pattern=_S("OOMKilled"),
+    Sign(kind="host-killed", resource="host", hints=(b"TERM_MEMLIMIT", b"PBS: job killed: "), gate=KILLED, figures={"by": "scheduler"},
+         pattern=_S(r"TERM_MEMLIMIT: job killed|PBS: job killed: (?:mem|vmem|ngpus|cpu_mem) (?P<used_kb>\d+)kb exceeded limit (?P<limit_kb>\d+)kb"),
+         cause="The job used more RAM than it asked for, and its scheduler killed it."),
+    Sign(kind="host-killed", resource="host", hints=(b"low on resource: memory",), gate=MEMORY, figures={"by": "kubelet"},
+         pattern=_S(r"node was low on resource: memory(?:.*?Container \S+ was using (?P<process_kb>\d+)Ki)?"),
+         cause="Kubernetes evicted the pod, because its node had almost no RAM left."),
+    Sign(kind="host-killed", resource="host", hints=(b"ran out-of-memory",), gate=MEMORY, figures={"by": "Vertex AI"},
+         pattern=_S(r"The replica \S+ ran out-of-memory"), cause="Vertex AI ended the job, because one of its machines ran out of RAM."),
+    Sign(kind="host-killed", resource="host", hints=(b"memory budget. Restarting",), gate=MEMORY, figures={"by": "Dask"},
+         pattern=_S(r"exceeded \d+% memory budget\. Restarting"), cause="Dask restarted a worker, because it used almost all of the RAM that it may use."),
+    Sign(kind="host-killed", resource="host", hints=(b"by the OOM killer",), gate=KILLED,
+         pattern=_S(r"A process of this unit has been killed by the OOM killer"), cause="The kernel killed a process of a systemd service, because RAM ran out: the machine's, or what the service may use."),
+    Sign(kind="host-killed", resource="host", hints=(b"OOMKilled",), gate=KILLED, pattern=_S(r"\"OOMKilled\":\s*true|OOMKilled"),
          cause="The container used more RAM than its limit, and the kernel killed it (OOMKilled)."),
     Sign(kind="host-killed", resource="host", hints=(b"systemd-oomd",), gate=KILLED, pattern=_S(r"systemd-oomd(?:\[\d+\]: Killed| killed)"),
          cause="systemd-oomd killed the process, because RAM was under pressure for too long."),
@@ -469,6 +510,9 @@ SIGNS: tuple[Sign, ...] = (
     Sign(kind="host-killed", resource="host", hints=(b"exitcode", b"xit code", b"xit Code:", b"xit status", b"with code", b"return code"), gate=b"xit", level=VAGUE, certainty="likely", read=_exit,
          pattern=_S(r"(?:exitcode\s*:|[Ee]xit (?:[Cc]ode|status)\b:?|exited with code|[Rr]eturn code|returncode)\s*[=:]?\s*\(?(?P<_code>-?\d+)\b"),
          cause="A process was killed (SIGKILL), most likely by the kernel because the host ran out of RAM."),
+    Sign(kind="crashed", resource="none", hints=(b"0xC0000005", b"0xC0000409"), gate=b"xit", level=VAGUE, certainty="likely",
+         pattern=_S(r"exit code -?\d+ \((?P<signal>0xC000(?:0005|0409))\)"),
+         cause="A process crashed ({signal}). That is a fault in compiled code, not memory that ran out."),
     Sign(kind="host-killed", resource="host", hints=(b"SIGKILL", b" by SIG", "被 SIG".encode()), gate=b"SIG", level=VAGUE, certainty="likely", read=_signalled,
          pattern=_S(r"died with <Signals\.SIGKILL: 9>|Signal 9 \(SIGKILL\) received|terminated with signal SIGKILL|signal 9: SIGKILL|terminated by signal SIGKILL"
                     r"|was killed by (?P<_signal>SIG[A-Z]+)|被 (?P<_signal_zh>SIG[A-Z]+) 杀死"),
@@ -487,7 +531,15 @@ SIGNS: tuple[Sign, ...] = (
                     r"|No available memory for the cache blocks"
                     r"|max seq len \((?P<_asked>\d+)\),?\s+(?:\(?(?P<_needed>[\d.]+)\s+GiB\s+KV\s+cache\s+is\s+needed,\s+which\s+is\s+larger\s+than\s+the\s+available\s+KV\s+cache\s+memory\s+\(-?(?P<_room>[\d.]+)\s+GiB\)"
                     r"|is larger than the maximum number of tokens that can be stored in KV cache)(?:[^(]*?estimated\s+maximum\s+model\s+length\s+is\s+|\s+\()?(?P<_longest>\d+)?")),
+    Sign(kind="sglang-no-room", resource="gpu", hints=(b"mem-fraction-static",), gate=MEMORY,
+         pattern=_S(r"Not enough memory\. Please try to increase --mem-fraction-static.*?mem_fraction_static=(?P<share>[\d.]+)"), figures={"device": "cuda"},
+         cause="The weights take all of SGLang's share of the GPU ({share}), so there is no room for its cache."),
     # ---- Shared memory, files, disk
+    Sign(kind="disk-full", resource="disk", hints=(b"low on resource: ephemeral-storage",), gate=b"torage", figures={"writing": "file"},
+         pattern=_S(r"node was low on resource: ephemeral-storage"), cause="Kubernetes evicted the pod, because the disk of its node (ephemeral storage) was almost full."),
+    Sign(kind="disk-full", resource="disk", hints=(b"of EmptyDir volume",), gate=b"xceeds", read=_volume, figures={"writing": "file"},
+         pattern=_S(r"Usage of EmptyDir volume \"(?P<volume>[^\"]+)\" exceeds the limit \"(?P<limit>[^\"]+)\""),
+         cause="The volume {volume} grew beyond its limit of {limit}, so Kubernetes evicted the pod."),
     Sign(kind="shm-full", resource="shm", hints=(b"insufficient shared memory",), gate=ERROR, pattern=_S(r"insufficient shared memory \(shm\)"),
          cause="A DataLoader worker got a bus error, because /dev/shm is full: workers hand over their batches in it."),
     Sign(kind="shm-full", resource="shm", hints=(b"us error", *_foreign(_BUS_ERROR_WORDS)), gate=ERROR, level=VAGUE, certainty="likely",
@@ -577,6 +629,8 @@ SIGNS: tuple[Sign, ...] = (
     # ---- Stopped on purpose
     Sign(kind="time-limit", resource="none", hints=(b"DUE TO TIME LIMIT",), gate=ERROR, pattern=_S("DUE TO TIME LIMIT"),
          cause="Slurm ended the job at its time limit. This is not about memory."),
+    Sign(kind="time-limit", resource="none", hints=(b"TERM_RUNLIMIT", b"PBS: job killed: walltime"), gate=KILLED, pattern=_S("TERM_RUNLIMIT: job killed|PBS: job killed: walltime"),
+         cause="The scheduler ended the job at its time limit. This is not about memory."),
     Sign(kind="stopped", resource="none", hints=(b"KeyboardInterrupt", b"got signal: 15"), gate=TRACEBACK, level=CONSEQUENCE,
          pattern=_S(r"^KeyboardInterrupt|Process \d+ got signal: 15", re.MULTILINE),
          cause="The run was stopped: by Ctrl-C, by a scheduler, or by its launcher."),

@@ -309,8 +309,14 @@ def _not_finite(run: RunFigures) -> Iterator[Finding]:
         )
         fixes += _stabilisers(run)
     else:
-        fixes.append(lower_rate(run))
-        fixes.append(fix(say("Look at the rows of step {step}: an event `skip` names the first weight with such a gradient", step=f"{first:,}")))  # fmt: skip
+        look = fix(say("Look at the rows of step {step}: an event `skip` names the first weight with such a gradient", step=f"{first:,}"))  # fmt: skip
+        numbers = {step["step"] for step in bad}
+        alone = sum(number + 1 not in numbers and number != run.last_step for number in numbers)
+        if not fp16 and 2 * alone >= len(bad):
+            sentences.append(say("The steps right after were finite, so single rows are a likelier cause than the learning rate."))  # fmt: skip
+            fixes += [look, lower_rate(run)]
+        else:
+            fixes += [lower_rate(run), look]
     serious = ended_so or len(bad) > SKIPPED * len(run.steps)
     skip = next((event for event in run.record.of_kind("skip") if event["step"] == first), {})
     yield finding(

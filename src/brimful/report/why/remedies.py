@@ -37,6 +37,7 @@ def remedies(
         "host-out-of-memory": lambda: _host_block(figures, settings),
         "shm-full": lambda: _shm(settings),
         "vllm-no-room": lambda: _vllm(figures),
+        "program-memory-limit": lambda: iter(_PROGRAMS[figures["program"]]),
         "nan-loss": lambda: _nan_loss(figures, settings),
         "missing-package": lambda: _missing_package(figures),
         "download-failed": lambda: _download(figures),
@@ -94,7 +95,7 @@ def _host(figures: Mapping[str, Any], settings: Settings) -> Iterator[Fix]:
         yield fix(
             "Give the container or job more RAM" if limit or figures.get("signal") is None
             else "Find out who was killed and at which limit, then give the container or job more RAM",
-            shell=f"{_KERNEL_LOG}; docker run --memory {size}; sbatch --mem={mem}",
+            shell=f"{'' if figures.get('by') else f'{_KERNEL_LOG}; '}docker run --memory {size}; sbatch --mem={mem}; Kubernetes: resources.limits.memory",
         )  # fmt: skip
     yield fix(
         "Load weights without a second copy in RAM, and do not keep several checkpoints there", saves="2–8 bytes per weight",
@@ -237,7 +238,22 @@ def _nan_loss(figures: Mapping[str, Any], settings: Settings) -> Iterator[Fix]:
 
 _FIND_FILES = fix("Find what fills the disk, and move caches and temporary files", shell="df -h . /tmp ~/.cache; HF_HOME=/big/disk TMPDIR=/big/disk")  # fmt: skip
 _OWN_CARD = fix("Start no more processes on a machine than it has cards, and give each its own card", brimful="--processes N", transformers="torchrun --nproc-per-node N train.py", accelerate="accelerate launch --num_processes N train.py", lightning="Trainer(devices=N)", shell='torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))')  # fmt: skip
+_PROGRAMS: dict[str, tuple[Fix, ...]] = {
+    "duckdb": (
+        fix("Let DuckDB move what does not fit to a disk with room", costs="slower", shell="SET temp_directory = '/big/disk'"),
+        fix("Use fewer threads, and do not keep the order of rows", costs="slower; rows in another order", shell="SET threads = 2; SET preserve_insertion_order = false"),
+        fix("Raise its limit, if the machine has more RAM", shell="SET memory_limit = '24GB'"),
+    ),
+    "jvm": (
+        fix("Give the Java VM a larger heap", shell="spark-submit --driver-memory 16g --executor-memory 16g; java -Xmx16g"),
+        fix("Divide the data into more parts, so that each holds less", costs="more, smaller tasks", shell="spark.sql.shuffle.partitions=400"),
+    ),
+}  # fmt: skip
 _OTHER: dict[str, tuple[Fix, ...]] = {
+    "sglang-no-room": (
+        fix("Give SGLang a larger share of the card, if nothing else is on it", shell="nvidia-smi; python -m sglang.launch_server --mem-fraction-static 0.9"),
+        fix("Divide the model between two cards, or serve a quantized one", shell="python -m sglang.launch_server --tp 2"),
+    ),
     "kernel-shared-memory": (
         fix("Use smaller blocks or fewer stages in this kernel", costs="a slower kernel", shell="kernel_options={'BLOCK_M': 64, 'BLOCK_N': 32, 'num_stages': 1}"),
         fix("Leave this part uncompiled", costs="slower steps", brimful="--compile off", transformers="torch_compile=False", accelerate='Accelerator(dynamo_backend="no")', lightning="torch.compiler.disable(model)"),

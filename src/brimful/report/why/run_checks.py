@@ -301,7 +301,8 @@ def _killed(run: RunFigures) -> Finding:
         sentence = say("The kernel's out-of-memory counter did not rise, so something else killed it.")
     elif used is not None and limit:
         sentence = say(
-            "Host RAM was at {used} of {limit} when it was last sampled, so it does not look like the cause.", **amounts
+            "Host RAM was at {used} of {limit} at most in its last minute, so it does not look like the cause.",
+            **amounts,
         )
     else:
         sentence = say("Host RAM was not sampled, so it is not known whether the kernel ended it.")
@@ -320,11 +321,11 @@ def _host_at_end(run: RunFigures) -> tuple[int | None, int | None, int | None]:
     end = max(times, default=None)
     last = [
         host
-        for event, host in run.host_samples[-20:]
+        for event, host in run.host_samples_of_all[-20:]
         if end is None or (at := seconds_at(event)) is None or at >= end - LAST_S
     ]
     if last:
-        top = max(last, key=lambda host: whole(host, "machine_bytes") or 0)
+        top = max(last, key=lambda host: (whole(host, "machine_bytes") or 0) / (whole(host, "limit_bytes") or 1))
         return whole(top, "machine_bytes"), whole(top, "limit_bytes"), whole(top, "tree_bytes")
     step: Mapping[str, Any] = run.record.last
     return whole(step, "machine_bytes"), whole(run.begin, "ram_limit_bytes"), whole(step, "host_bytes")

@@ -302,9 +302,15 @@ def _communication(run: RunFigures) -> Iterator[Finding]:
     if run.on_gpu and run.options.get("backend") == "gloo":
         sentences.append(say("They communicate through gloo, over the CPU, because --backend gloo was requested."))
         fixes.append(fix(say("Let the cards communicate directly"), brimful="--backend nccl"))
-    fixes.append(
-        fix(say("Measure how fast the cards reach each other, and whether they do so directly"), shell="brimful doctor")
-    )
+    if run.on_gpu:
+        fixes.append(
+            fix(
+                say("Measure how fast the cards reach each other, and whether they do so directly"),
+                shell="brimful doctor",
+            )
+        )
+    else:
+        fixes.append(fix(say("Compare with one process, which exchanges nothing"), brimful="--processes 1"))
     if (accumulation := whole(run.plan, "accumulation")) == 1:
         fixes.append(
             fix(
@@ -323,7 +329,7 @@ def _uneven_ranks(run: RunFigures) -> Iterator[Finding]:
     busy: dict[int, list[float]] = {}
     for step in run.settled:
         for one in objects(step, "ranks"):
-            rank, seconds = whole(one, "rank"), finite(one, "busy_s")
+            rank, seconds = whole(one, "rank"), finite(part(one, "times"), "compute_s")
             if rank is not None and seconds is not None:
                 busy.setdefault(rank, []).append(seconds)
     if len(busy) < 2:
@@ -337,8 +343,11 @@ def _uneven_ranks(run: RunFigures) -> Iterator[Finding]:
         "slow-rank",
         [say("Rank {rank} computes {seconds} in a step, the others {others}, and they wait for it.", rank=slowest, seconds=show_seconds(typical[slowest]), others=show_seconds(others))],
         lost=1 - others / typical[slowest], certainty="likely", figures={"rank": slowest, "busy_s": typical[slowest], "others_busy_s": others},
-        evidence="events.jsonl, ranks.busy_s",
-        fixes=[fix(say("Look at who else uses the card of rank {rank}, and at its temperature", rank=slowest), shell="brimful machine")],
+        evidence="events.jsonl, ranks.times",
+        fixes=[
+            fix(say("Look at who else uses the card of rank {rank}, and at its temperature", rank=slowest), shell="brimful machine")
+            if run.on_gpu else fix(say("Look at what else computes on the machine of rank {rank}", rank=slowest), shell="top")
+        ],
     )  # fmt: skip
 
 

@@ -10,10 +10,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Device, Fill, Json, MemoryLimit
 from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadOption
 from brimful.files import FileLock
@@ -45,11 +44,11 @@ def evaluate(
     chat_template: str | None = None,
     reference: str | None = None,
     output: Path | None = None,
-    device: str = "auto",
-    memory_limit: str | None = None,
+    device: Device = "auto",
+    memory_limit: MemoryLimit = None,
     host_limit: str | None = None,
-    fill: float = 0.85,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    fill: Fill = 0.85,
+    json: Json = False,
 ) -> None:
     """Evaluate a language model: loss, perplexity, BLEU-4 and chrF over a fixed set of rows.
 
@@ -88,16 +87,8 @@ def evaluate(
         with, else none; then log-probabilities per token are compared.
     output
         A .jsonl file for all answers: row, prompt, response, reference.
-    device
-        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
-    memory_limit
-        Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU.
     host_limit
         Host RAM to use at most, such as 16GiB.
-    fill
-        Share of the memory limit to use.
-    json
-        Print one JSON object.
     """
     names = [name.strip() for name in metrics.split(",") if name.strip()]
     if not names or not set(names) <= set(METRICS):

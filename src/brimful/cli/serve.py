@@ -3,10 +3,8 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Device, Fill, Switch
 from brimful.cli.output import prefer_growing_segments, progress, show, with_flags
 from brimful.languages import tr, translate
 from brimful.units import parse_bytes
@@ -29,11 +27,11 @@ def serve(
     max_wait: float = 60.0,
     max_body: str = "4MiB",
     grace: float = 30.0,
-    log_requests: Annotated[bool, Parameter(negative="")] = False,
-    device: str = "auto",
+    log_requests: Switch = False,
+    device: Device = "auto",
     memory_limit: str | None = None,
-    fill: float = 0.85,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    fill: Fill = 0.85,
+    json: Switch = False,
 ) -> None:
     """Serve a language model: the OpenAI API, and a page to talk to it.
 
@@ -72,12 +70,8 @@ def serve(
         Seconds to finish requests after SIGTERM.
     log_requests
         Print requests and answers. Without it no content is logged.
-    device
-        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
     memory_limit
         Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU. Default: what is free.
-    fill
-        Share of the memory limit to use.
     json
         Print one JSON object when the server is ready.
     """

@@ -3,11 +3,9 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
-from brimful.cli.flags import make_flags, set_flags
+from brimful.cli.flags import Switch, make_flags, set_flags
 from brimful.cli.output import prefer_growing_segments, show
 from brimful.errors import BadOption, BadRun
 from brimful.languages import tr, translate
@@ -24,7 +22,7 @@ def sweep(
     *,
     output: Path | None = None,
     cache: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
     flags: Flags = Flags(),  # noqa: B008 - frozen
 ) -> None:
     """Train a grid of small heads on frozen molecular features: datasets × encoders × methods × seeds.

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
+from brimful.cli.flags import TASK_TITLE, TITLES, Switch, UserOptions, collect, make_flags, set_flags
 from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show, with_flags
 from brimful.errors import BadOption, BadRun, with_hint
 from brimful.languages import tr, translate
@@ -68,9 +68,9 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         *more: Annotated[str, Parameter(show=False)],
         recipe: str | None = None,
         config: Path | None = None,
-        demo_data: Annotated[bool, Parameter(negative="")] = False,
-        dry_run: Annotated[bool, Parameter(negative="")] = False,
-        json: Annotated[bool, Parameter(negative="")] = False,
+        demo_data: Switch = False,
+        dry_run: Switch = False,
+        json: Switch = False,
         flags: flags_type = flags_type(),  # type: ignore[valid-type]  # noqa: B008 - frozen
     ) -> None:
         """Train a task within the available memory: keep the global batch exact, survive out-of-memory errors, save, resume.

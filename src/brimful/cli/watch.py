@@ -19,12 +19,12 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from brimful.cli.flags import Switch
 from brimful.cli.output import with_flags
 from brimful.errors import BadOption
 from brimful.languages import set_language, tr
@@ -46,10 +46,10 @@ def watch(
     run: Path | None = None,
     /,
     *,
-    once: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    once: Switch = False,
+    json: Switch = False,
     every: float = LEAST_S,
-    ascii: Annotated[bool, Parameter(negative="")] = False,
+    ascii: Switch = False,
 ) -> None:
     """Watch a run: memory of every card, host RAM, speed, loss, checkpoints, out-of-memory errors.
 

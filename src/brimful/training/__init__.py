@@ -21,25 +21,5 @@
     launch        the processes of `brimful train`, and how they end
     connection    whether the processes reach each other
 
-`train` and `Hook` load on first use, because `options`, `run`, `plan_history` and `launch` must not import torch.
+`options`, `run`, `plan_history` and `launch` must not import torch.
 """
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from brimful.training.loop import Hook as Hook
-    from brimful.training.session import train as train
-
-__all__ = ["Hook", "train"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "train":
-        from brimful.training.session import train
-
-        return train
-    if name == "Hook":
-        from brimful.training.loop import Hook
-
-        return Hook
-    raise AttributeError(f"module 'brimful.training' has no attribute {name!r}")

@@ -367,14 +367,7 @@ def _encoder(top: SpecTable, content: Any, folder: Path) -> EncoderSpec | None:
             f"unknown encoder {unknown(name, tuple(ENCODERS))}, or a .npy or .parquet file, or file.py:function"
         )
         return None
-    options = {key: _absolute(value, folder) for key, value in content.items()} if isinstance(content, dict) else {}
-    return EncoderSpec(name=name, config={**options, "name": name} if options else name)
-
-
-def _absolute(value: Any, folder: Path) -> Any:
-    """An option that names a file beside the spec (weights, another Python) is relative to the spec."""
-    is_path = isinstance(value, str) and "/" in value and (folder / value).exists()
-    return str(folder / value) if is_path else value
+    return EncoderSpec(name=name, config={**content, "name": name} if isinstance(content, dict) else name)
 
 
 def _encoder_name(encoder: EncoderSpec, *, short: bool = True) -> str:

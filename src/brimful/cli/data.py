@@ -233,8 +233,8 @@ def tokenizer(
         vocab_size=vocab_size, kind=kind, columns=columns, host_limit_bytes=limit_bytes, seed=seed, max_bad=max_bad,
         overwrite=overwrite,
     )  # fmt: skip
-    with progress("tokenizer", every_s=5) as say:
-        report = train_tokenizer(files, output=output, options=options, model_config=config, progress=say)
+    with progress("tokenizer", every_s=5) as show_progress:
+        report = train_tokenizer(files, output=output, options=options, model_config=config, progress=show_progress)
     show(tokenizer_table(report), report.to_json(), as_json=json)
 
 
@@ -284,8 +284,8 @@ def tokenize(
         columns=columns, max_tokens=limits, keep_end=None if keep_end is None else tuple(filter(None, keep_end.split(","))),
         host_limit_bytes=limit_bytes, max_bad=max_bad, overwrite=overwrite,
     )  # fmt: skip
-    with progress("tokenize", every_s=5) as say:
-        report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=say)
+    with progress("tokenize", every_s=5) as show_progress:
+        report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=show_progress)
     show(tokenize_table(report), report.to_json(), as_json=json)
 
 
@@ -359,8 +359,8 @@ def rejects(
         device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, overwrite=overwrite,
     )  # fmt: skip
     try:
-        with progress("rejects", every_s=5) as say:
-            report = make_rejects(model, data, output=output, options=options, progress=say)
+        with progress("rejects", every_s=5) as show_progress:
+            report = make_rejects(model, data, output=output, options=options, progress=show_progress)
     except KeyboardInterrupt:
         print("rejects: run the same command again to continue", file=sys.stderr)
         raise

@@ -97,10 +97,8 @@ def evaluate(
         raise BadOption(f"rows={rows} must be at least 1. Try: rows=all.")
     prefer_growing_segments()
     from brimful.planning.plan_options import PlanOptions
-    from brimful.planning.target import find_target
     from brimful.report.tables import eval_table
     from brimful.tasks.chat_scores import ChatEvaluation, has_replies
-    from brimful.tasks.generate import weights_dtype
     from brimful.tasks.model_folder import resolve
 
     options = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
@@ -126,10 +124,7 @@ def evaluate(
             resolve(model), metrics=[name for name in names if name != "loss"], beams=beams,
             max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens, chat_template=chat_template,
         )  # fmt: skip
-        task.host_limit_bytes = options.host_limit_bytes
-        store = task.rows(task.prepare(data, stack.enter_context(_store_folder()), show_progress, name="eval"))
-        target = find_target(options)
-        task.dtype = weights_dtype(task.config, target.device)
+        store, target = _prepare(task, data, stack.enter_context(_store_folder()), options, show_progress)
         needs_answers = output is not None or set(names) != {"loss"}
         if needs_answers and not has_replies(store):
             if "loss" not in names or output is not None:
@@ -160,17 +155,26 @@ def _holds_pairs(data: str, columns: str | None, options: "PlanOptions") -> bool
     return holds_preferences([data], columns=columns, host_limit_bytes=options.host_limit_bytes or GiB)
 
 
-def _pair_report(task: "PairEvaluation", data: str, options: "PlanOptions", max_rows: int | None) -> dict[str, Any]:
-    """Preference scores: the reference first, then the model."""
+def _prepare(
+    task: "ChatEvaluation | PairEvaluation", data: str, folder: Path, options: "PlanOptions", progress: Callable[[str], object]
+) -> tuple[Any, "Target"]:  # fmt: skip
+    """The rows, tokenized into this folder if they are raw, and where the model runs."""
     from brimful.planning.target import find_target
     from brimful.tasks.generate import weights_dtype
+
+    task.host_limit_bytes = options.host_limit_bytes
+    store = task.rows(task.prepare(data, folder, progress, name="eval"))
+    target = find_target(options)
+    task.dtype = weights_dtype(task.config, target.device)
+    return store, target
+
+
+def _pair_report(task: "PairEvaluation", data: str, options: "PlanOptions", max_rows: int | None) -> dict[str, Any]:
+    """Preference scores: the reference first, then the model."""
     from brimful.training.evaluate import choose
 
     with _store_folder() as temporary, progress("eval", every_s=5) as show_progress:
-        task.host_limit_bytes = options.host_limit_bytes
-        store = task.rows(task.prepare(data, temporary, show_progress, name="eval"))
-        target = find_target(options)
-        task.dtype = weights_dtype(task.config, target.device)
+        store, target = _prepare(task, data, temporary, options, show_progress)
         task.add_reference(store, choose(len(store), max_rows, options.seed), target, options.seed, show_progress)
         result = _run(
             task, store, target, loss=True, answers=True, max_rows=max_rows, seed=options.seed, progress=show_progress

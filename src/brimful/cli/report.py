@@ -55,8 +55,8 @@ def report(
         return
     from brimful.report.page.report import Report
 
-    made = Report(records, wording=with_flags)
-    text = {"html": made.html, "md": made.markdown, "json": lambda: made.json() + "\n"}[format]()
+    page = Report(records, wording=with_flags)
+    text = {"html": page.html, "md": page.markdown, "json": lambda: page.json() + "\n"}[format]()
     if output is None and format != "html":
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -110,7 +110,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
             with naming_files(request.origins, request.values):
                 run_request(request)
             if os.environ["RANK"] == "0":
-                _print_ending(folder, json=json) if not dry_run else _note(_left_by_dry_run(folder))
+                _print_ending(folder, json=json, dry_run=dry_run)
             return
         before = folder.ending()
         outcome = _supervise(request, folder)
@@ -121,7 +121,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
             message = name_files(_with_advice(outcome, folder), request.origins, request.values)
             print_error(message, outcome.error_code)
             raise SystemExit(outcome.code)
-        _print_ending(folder, json=json) if not dry_run else _note(_left_by_dry_run(folder))
+        _print_ending(folder, json=json, dry_run=dry_run)
 
     return train
 
@@ -297,8 +297,11 @@ def _with_advice(outcome: Outcome, folder: RunFolder) -> str:
     return f"{outcome.message}{unsaved}{advice}"
 
 
-def _print_ending(folder: RunFolder, *, json: bool) -> None:
+def _print_ending(folder: RunFolder, *, json: bool, dry_run: bool) -> None:
     """For a run that ended well."""
+    if dry_run:
+        _note(_left_by_dry_run(folder))
+        return
     end = folder.ending() or {}
     result = {
         "run": str(folder.root),

@@ -1,8 +1,9 @@
 """`brimful watch [RUN]`: a run in the terminal, while it trains or after it has ended.
 
-The view uses the terminal's second screen and writes only lines that have changed, so it does not flicker and is light over ssh: 1 kB a
-second at 80 × 24 and 16 kB at 200 × 60, and nothing once the run has ended. However it ends (q, Ctrl-C, a signal, an error), the terminal is as it was before. Where the output is no
-terminal or cannot move its cursor, one frame is printed, as with `--once`.
+The view uses the terminal's second screen and writes only lines that have changed, so it does not flicker and is light over
+ssh: 1 kB a second at 80 × 24 and 16 kB at 200 × 60, and nothing once the run has ended. However it ends (q, Ctrl-C, a signal,
+an error), the terminal is restored. Where the output is no terminal or cannot move its cursor, one frame is printed, as with
+`--once`.
 """
 
 import io

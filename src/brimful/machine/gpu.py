@@ -199,9 +199,9 @@ class Nvml:
         torch gives the UUID without its prefix, so both are tried. MIG slices have their own UUIDs.
         """
         unknown, notes_before = f"who uses GPU {index} is unknown", len(self.notes)
-        found = self.find(uuid, total_bytes, unknown=unknown)
-        if found is not None:
-            full, handle, free = found
+        match = self.find(uuid, total_bytes, unknown=unknown)
+        if match is not None:
+            full, handle, free = match
             return GpuUse(uuid=full, free_bytes=free, processes=self.processes(handle, unknown))
         if self.module is not None and len(self.notes) == notes_before:
             self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")

@@ -86,8 +86,8 @@ class GpuMeter:
 
     def _find(self) -> Any:
         if self._handle is None and self._uuid is not None and self._total_bytes is not None:
-            found = self._nvml.find(self._uuid, self._total_bytes)
-            self._handle = None if found is None else found[1]
+            match = self._nvml.find(self._uuid, self._total_bytes)
+            self._handle = None if match is None else match[1]
         return self._handle
 
     def _used(self, handle: Any) -> int | None:

@@ -83,7 +83,7 @@ class SweepFolder:
         before = self._claimed()
         now = {
             "splits": {name: _split_hash(dataset) for name, dataset in prepared.items()},
-            "labels": {name: found for name, dataset in prepared.items() if (found := _label_hash(dataset))},
+            "labels": {name: label_hash for name, dataset in prepared.items() if (label_hash := _label_hash(dataset))},
             "rows": {key: _rows_hash(dataset) for key, dataset in rows.items()},
         }
         phrases = {

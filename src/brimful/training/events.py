@@ -45,7 +45,6 @@ import json
 import logging
 import math
 import os
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +60,6 @@ FORMAT = 2
 WAITING_LINES = 10_000
 """Lines that wait for a disk with space; the oldest are dropped first, and counted."""
 
-_IN_TASK = re.compile(r"task \S+: \w+\(\) failed")
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 Listener = Callable[[dict[str, Any]], object]
 log = logging.getLogger("brimful")
@@ -221,11 +219,8 @@ def last_steps(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[
 
 
 def error_repeats(end: Mapping[str, Any]) -> bool:
-    """Whether the error of an `end` event would come again after a resume; older events tell it only by their sentence."""
-    if end.get("reason") != "failed":
-        return False
-    repeats = end.get("repeats")
-    return repeats if isinstance(repeats, bool) else bool(_IN_TASK.match(str(end.get("sentence"))))
+    """Whether the error of an `end` event would come again after a resume."""
+    return end.get("reason") == "failed" and end.get("repeats") is True
 
 
 def number(event: Mapping[str, Any], name: str) -> float | None:

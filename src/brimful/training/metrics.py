@@ -9,8 +9,7 @@ saves:
     other           the rest: the journal, hooks, the schedule, Python
 
 A GPU computes while the host goes on, and a step waits for it once, before the optimizer, so what the optimizer launches
-last counts for the next step. What each rank did is gathered in one exchange
-of nine numbers.
+last counts for the next step. What each rank did is gathered in one exchange of nine numbers.
 
     MFU of a step = FLOPs of its real rows / seconds / (peak FLOP/s × processes)
 
@@ -34,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +50,7 @@ from brimful.memory.snapshot import Buffers, RandomState
 from brimful.step.distributed import SingleProcess
 from brimful.step.result import StepResult
 from brimful.task import Dataset, Shape, Task, loss_terms
+from brimful.training.monitor import Monitor
 
 ETA_STEPS = 20
 """The time left is predicted from the median of this many steps."""
@@ -71,15 +71,6 @@ HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
 
-class HostMemory(Protocol):
-    """What is known of the host's memory: `monitor.Monitor`."""
-
-    @property
-    def host_bytes(self) -> int | None: ...
-    @property
-    def machine_bytes(self) -> int | None: ...
-
-
 class Speedometer:
     """Makes the figures of a `step` event, with one exchange between the ranks."""
 
@@ -91,7 +82,7 @@ class Speedometer:
         flops: "FlopModel | None",
         peak_flops: float | None,
         limit_bytes: int | None,
-        host_memory: HostMemory | None = None,
+        host_memory: Monitor | None = None,
     ) -> None:
         self._shapes = getattr(rows, "shapes", None)
         self._group, self._flops, self._limit_bytes = group, flops, limit_bytes
@@ -123,7 +114,7 @@ class Speedometer:
         self, rows: StepRows, result: StepResult, waited_s: float, *, steps_left: int, agreed_s: float = 0.0
     ) -> dict[str, Any]:
         """Of the step that has just ended. `waited_s`: for its rows; `agreed_s`: on whether to go on, before it."""
-        lengths, begun = self._lengths(rows), time.perf_counter()
+        lengths, start_s = self._lengths(rows), time.perf_counter()
         own = _RankFigures(
             length=float(lengths.sum() if rows.real_positions is None else rows.real_positions),
             flops=0.0 if self._flops is None else self._flops.count(lengths),
@@ -141,7 +132,7 @@ class Speedometer:
         tokens = length if result.count > result.rows else 0  # lengths of images, or of rows scored as one, are none
         step_s, self._last, self._paused_s = now - self._last - self._paused_s, now, 0.0
         self._step_s.append(step_s)
-        communication_s = result.communication_s + (agreed_s + now - begun if self._group.size > 1 else 0.0)
+        communication_s = result.communication_s + (agreed_s + now - start_s if self._group.size > 1 else 0.0)
         data_s = waited_s + result.meanwhile_s
         times = {
             "compute_s": own.busy_s,

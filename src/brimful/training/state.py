@@ -154,16 +154,16 @@ def _holds_weights(file: Path, model: nn.Module) -> bool:
     """
     expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     try:
-        found = _shapes_and_dtypes(file)
+        saved = _shapes_and_dtypes(file)
     except (SafetensorError, OSError):
         return False
     fits = all(
         name in expected
         and shape == list(expected[name].shape)
         and dtype == DTYPE_NAMES.get(expected[name].dtype, dtype)
-        for name, (shape, dtype) in found.items()
+        for name, (shape, dtype) in saved.items()
     )
-    return fits and {_address(expected, name) for name in found} == {_address(expected, name) for name in expected}
+    return fits and {_address(expected, name) for name in saved} == {_address(expected, name) for name in expected}
 
 
 def _shapes_and_dtypes(file: Path) -> dict[str, tuple[list[int], str]]:

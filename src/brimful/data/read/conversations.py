@@ -21,9 +21,9 @@ conversation replaces the system column. Whether there is a reply, or an order o
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from json.encoder import encode_basestring
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -51,9 +51,6 @@ from brimful.data.read.columns import (
 from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema, message_keys
 from brimful.data.read.json_rows import to_json, value_name
 from brimful.errors import BadData, BadOption
-
-if TYPE_CHECKING:
-    from brimful.data.read.source import Source
 
 EXTRA_COLUMNS = {
     "system": ("system", "system_prompt", "system_message", "系统", "系统提示"),
@@ -503,39 +500,3 @@ def history_messages(value: Any, name: str) -> list[dict[str, Any]]:
             raise Unreadable(f"turn {number} of '{name}' is not a pair of texts")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return messages
-
-
-# ── The first rows ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstRow:
-    """A row to show, and where it is."""
-
-    file: str
-    line: int
-    messages: tuple[dict[str, Any], ...]
-    """The messages of a conversation; none for plain text."""
-    tools: tuple[dict[str, Any], ...] = ()
-    text: str | None = None
-    """The text of a row that is plain text."""
-
-
-def first_rows(source: "Source", count: int = 3) -> list[FirstRow]:
-    """The first different rows of a source that was opened with `messages=True`. Reads no more than it needs."""
-    rows: dict[str, FirstRow] = {}
-    for chunk in source.chunks():
-        for line, text in zip(chunk.lines.tolist(), chunk.rows.column(0), strict=True):
-            value = text.as_py()
-            if value not in rows:
-                rows[value] = _first_row(chunk.file, line, value, is_text=not source.layout.is_conversation)
-            if len(rows) >= count:
-                return list(rows.values())
-    return list(rows.values())
-
-
-def _first_row(file: str, line: int, value: str, *, is_text: bool) -> FirstRow:
-    if is_text:
-        return FirstRow(file=file, line=line, messages=(), text=value)
-    content = json.loads(value)
-    return FirstRow(file=file, line=line, messages=tuple(content["messages"]), tools=tuple(content.get("tools", ())))

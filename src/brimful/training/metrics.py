@@ -44,6 +44,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from brimful.data.reader import StepRows
 from brimful.errors import in_one_line
 from brimful.memory.context import forward_context, to_device
+from brimful.memory.meter import synchronize
 from brimful.memory.model import Polynomial, Powers
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import Buffers, RandomState
@@ -383,14 +384,9 @@ def _best_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
     out = torch.empty_like(a)
     times_s: list[float] = []
     while sum(times_s) < 10 * TIMED_S and (len(times_s) < 4 or sum(times_s[1:]) < TIMED_S):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         torch.mm(a, b, out=out)
-        _synchronize(device)
+        synchronize(device)
         times_s.append(time.perf_counter() - start)
     return min(times_s[1:] or times_s)  # the first one chose its kernel
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

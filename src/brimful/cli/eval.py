@@ -4,23 +4,22 @@ Rows of replies give loss, perplexity, BLEU-4 and chrF; preferences (prompt, cho
 """
 
 import json as json_module
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from brimful.cli.flags import Device, Fill, Json, MemoryLimit
 from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadOption
-from brimful.files import FileLock
+from brimful.files import FileLock, write_atomic
 
 if TYPE_CHECKING:
     from brimful.planning.plan_options import PlanOptions
     from brimful.planning.target import Target
-    from brimful.tasks.chat_scores import Answer, ChatEvaluation
+    from brimful.tasks.chat_scores import ChatEvaluation
     from brimful.tasks.pair_scores import PairEvaluation
 
 METRICS = ("loss", "bleu", "chrf")
@@ -117,14 +116,15 @@ def evaluate(
         return
     if reference is not None:
         raise BadOption(f"reference={reference!r} is for preferences, and {data} has none. Try: leave it out.")
-    with ExitStack() as stack:
-        write = stack.enter_context(_answers_file(output))
-        show_progress = stack.enter_context(progress("eval", every_s=5))
+    if output is not None:
+        with _writing(output), tempfile.TemporaryFile(dir=output.parent):
+            pass  # a folder that is not writable shows at once
+    with _store_folder() as folder, progress("eval", every_s=5) as show_progress:
         task = ChatEvaluation(
             resolve(model), metrics=[name for name in names if name != "loss"], beams=beams,
             max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens, chat_template=chat_template,
         )  # fmt: skip
-        store, target = _prepare(task, data, stack.enter_context(_store_folder()), options, show_progress)
+        store, target = _prepare(task, data, folder, options, show_progress)
         needs_answers = output is not None or set(names) != {"loss"}
         if needs_answers and not has_replies(store):
             if "loss" not in names or output is not None:
@@ -136,7 +136,10 @@ def evaluate(
             task, store, target, loss="loss" in names, answers=needs_answers, max_rows=max_rows, seed=seed,
             progress=show_progress,
         )  # fmt: skip
-        write(task.answers)
+        if output is not None:
+            lines = (json_module.dumps(answer.to_json(), ensure_ascii=False) + "\n" for answer in task.answers)
+            with _writing(output):
+                write_atomic(output, "".join(lines))
     report = {
         **_place(str(task.source), data, target, store, seed), "output": None if output is None else str(output), **result,
         **task.facts(), "samples": [answer.to_json() for answer in task.answers[:SAMPLES]],
@@ -228,21 +231,10 @@ def _store_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _answers_file(path: Path | None) -> Iterator[Callable[[Sequence["Answer"]], None]]:
-    """Writes answers to the file, which is opened first, so that a folder that is not writable shows at once."""
-    if path is None:
-        yield lambda answers: None
-        return
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+def _writing(path: Path) -> Iterator[None]:
     try:
-        with part.open("w", encoding="utf-8") as file:
-            yield lambda answers: file.writelines(
-                json_module.dumps(answer.to_json(), ensure_ascii=False) + "\n" for answer in answers
-            )
-        part.replace(path)
+        yield
     except OSError as error:
         raise BadOption(
             f"output={str(path)!r} cannot be written ({error.strerror or error}). Try: another file."
         ) from None
-    finally:
-        part.unlink(missing_ok=True)

@@ -6,6 +6,8 @@
     optimizer     optimizers and learning-rate curves by name
     average       the average of the weights that `ema` keeps
     evaluate      the loss and scores over a fixed set of rows
+    patience      when a run stops because it no longer improves
+    levels        the level of a noisy figure, and whether it has risen beyond noise
     choose_plan   the plan of the run before, or a new one for each kind of device
     run_plan      what a run adds to its plan: choices, sources, the predicted time, warnings
     plan_history  the plans a run has had, what changed between them, and the way back

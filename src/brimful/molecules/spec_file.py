@@ -196,13 +196,10 @@ def _product(top: SpecTable, name: str, checks: Mapping[str, Check], owner: type
     table.check_keys(tuple(checks), elsewhere=TOP_KEYS)
     default = owner()
     values = [table.many(key, getattr(default, key), check) for key, check in checks.items()]
-    return tuple(
-        owner(**dict(zip(checks, map(_hashable, chosen), strict=True))) for chosen in itertools.product(*values)
-    )
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    hashable: list[list[Any]] = [
+        [tuple(value) if isinstance(value, list) else value for value in choices] for choices in values
+    ]
+    return tuple(owner(**dict(zip(checks, chosen, strict=True))) for chosen in itertools.product(*hashable))
 
 
 def _entries(top: SpecTable, key: str, example: str) -> list[Any]:

@@ -123,16 +123,18 @@ class Checkpoints:
         """The last one saved whose sizes and hashes are right, and those that had to be skipped."""
         checkpoints, unknown = self._list_checkpoints()
         skipped: list[Skipped] = []
+        intact: Checkpoint | None = None
         for checkpoint in checkpoints:
             try:
                 checkpoint.check(contents=True)
             except BadCheckpoint as error:
                 self._damaged.add(checkpoint.manifest.serial)
                 skipped.append(Skipped(path=checkpoint.path, step=checkpoint.step, why=str(error)))
-                continue
-            unknown = [one for one in unknown if one.step >= checkpoint.step]
-            return Newest(checkpoint=checkpoint, skipped=_newest_first([*skipped, *unknown]))
-        return Newest(checkpoint=None, skipped=_newest_first([*skipped, *unknown]))
+            else:
+                intact, unknown = checkpoint, [one for one in unknown if one.step >= checkpoint.step]
+                break
+        skipped = sorted([*skipped, *unknown], key=lambda one: one.step, reverse=True)
+        return Newest(checkpoint=intact, skipped=tuple(skipped))
 
     def mark_best(self, best: "Best") -> None:
         """It is not removed until another one is marked. Never raises: a failure is noted, and tried again."""
@@ -319,10 +321,6 @@ class Newest:
     checkpoint: Checkpoint | None
     skipped: tuple[Skipped, ...] = ()
     """Damaged or never finished, the newest first."""
-
-
-def _newest_first(skipped: list[Skipped]) -> tuple[Skipped, ...]:
-    return tuple(sorted(skipped, key=lambda one: one.step, reverse=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -438,10 +438,8 @@ class LockHolder:
             return False
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return False
 
 

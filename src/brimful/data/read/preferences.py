@@ -126,6 +126,7 @@ def _with_prompt(columns: dict[str, str], schema: FileSchema, file: str, *, rows
 
 def preference_columns(layout: Layout, schema: FileSchema, file: str, *, rows_vary: bool) -> tuple[Column, ...]:
     """The columns to read, each once."""
+    may_lack_prompt = any(schema.types.get(layout.columns[field]) != TEXT for field in _REPLIES)
     columns: dict[str, Column] = {}
     for part, joined in layout.columns.items():
         names = joined_columns(joined, schema.types)
@@ -136,13 +137,9 @@ def preference_columns(layout: Layout, schema: FileSchema, file: str, *, rows_va
                     f"{file}: column '{name}' holds {type_name(schema.types[name])}, not text. "
                     "Try: another one with columns=."
                 )
-            required = part in _REPLIES or (part == "prompt" and place == 0 and not _may_lack_prompt(layout, schema))
+            required = part in _REPLIES or (part == "prompt" and place == 0 and not may_lack_prompt)
             columns[name] = Column(name, type_, required or (name in columns and columns[name].required))
     return tuple(columns.values())
-
-
-def _may_lack_prompt(layout: Layout, schema: FileSchema) -> bool:
-    return any(schema.types.get(layout.columns[field]) != TEXT for field in _REPLIES)
 
 
 def _type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:

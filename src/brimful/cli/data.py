@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from brimful.cli.flags import Device, Fill, Json, MemoryLimit, Switch
 from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadData, BadOption
-from brimful.languages import translate
+from brimful.languages import tr
 from brimful.units import parse_bytes
 
 Files = Annotated[str, Parameter(help="Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.")]  # fmt: skip
@@ -180,7 +180,7 @@ def clean(
             report = clean_files(files, output=output, options=options, progress=show_progress)
     except KeyboardInterrupt:
         if (output / ".clean").exists():
-            print(translate("clean: run the same command again to continue"), file=sys.stderr)
+            print(tr("{command}: run the same command again to continue", command="clean"), file=sys.stderr)
         raise
     show(clean_table(report), report.to_json(), as_json=json)
 
@@ -362,7 +362,7 @@ def rejects(
         with progress("rejects", every_s=5) as show_progress:
             report = make_rejects(model, data, output=output, options=options, progress=show_progress)
     except KeyboardInterrupt:
-        print("rejects: run the same command again to continue", file=sys.stderr)
+        print(tr("{command}: run the same command again to continue", command="rejects"), file=sys.stderr)
         raise
     show(rejects_table(report), report.to_json(), as_json=json)
 

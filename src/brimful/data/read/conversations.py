@@ -41,11 +41,12 @@ from brimful.data.read.columns import (
     found_reason,
     in_words,
     joined_columns,
-    listed,
+    other_column,
     requested_columns,
     reuse_layout,
     text_array,
     type_name,
+    used_columns,
     without_rows,
 )
 from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema, message_keys
@@ -93,16 +94,11 @@ def requested_conversation_layout(option: str, schema: FileSchema, file: str, *,
         main = next((field for field in requested if field in fields), fields[0])
         raise BadOption(f"columns={option!r}: {extra[0]} cannot be combined with {main}. Try: one of them.")
     aliases = {"messages": CONVERSATIONS, "prompt": PROMPTS, "response": RESPONSES}
-    used = {part for column in requested.values() for part in joined_columns(column, names)}
+    used = used_columns(requested, names)
     unused = [name for name in names if name not in used]
     columns = dict(requested)
     for field in fields:
-        column = requested.get(field) or find_column(aliases.get(field, ()), unused)
-        if column is None:
-            raise BadOption(
-                f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
-            )
-        columns[field] = column
+        columns[field] = requested.get(field) or other_column(option, field, aliases, unused, file)
     if kind == "text":
         return Layout(kind="text", fields=("text",), columns=columns, reason="as requested")
     columns |= find_extra_columns(kind, columns, schema)
@@ -164,7 +160,7 @@ def _extra_parts(kind: Kind) -> tuple[str, ...]:
 
 def find_extra_columns(kind: Kind, columns: Mapping[str, str], schema: FileSchema) -> dict[str, str]:
     """Columns for system, tools and history of a type that can be one, other than those already used."""
-    used = {part for column in columns.values() for part in joined_columns(column, schema.types)}
+    used = used_columns(columns, schema.types)
     extra = {}
     for part in _extra_parts(kind):
         unused = [name for name in schema.types if name not in used]
@@ -234,7 +230,7 @@ def _extra_array(part: str, layout: Layout, rows: pa.RecordBatch) -> pa.Array | 
     """The column for system, tools or history; None if it is not there or has nothing in these rows."""
     name = layout.columns.get(part)
     if name is None:
-        used = {joined for column in layout.columns.values() for joined in joined_columns(column, rows.schema.names)}
+        used = used_columns(layout.columns, rows.schema.names)
         name = part if part in rows.schema.names and part not in used else None
     column = None if name is None else rows.column(name)
     return None if column is None or column.null_count == len(column) else column

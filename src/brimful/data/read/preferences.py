@@ -34,6 +34,7 @@ from brimful.data.read.columns import (
     in_words,
     joined_columns,
     listed,
+    other_column,
     requested_columns,
     type_name,
     with_input,
@@ -53,7 +54,7 @@ from brimful.data.read.conversations import (
     tool_list,
 )
 from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema
-from brimful.errors import BadData, BadOption
+from brimful.errors import BadData
 
 _REPLIES = ("chosen", "rejected")
 PAIR = ("prompt", *_REPLIES)
@@ -91,13 +92,9 @@ def requested_preference_layout(option: str, schema: FileSchema, file: str, *, r
             requested.setdefault("prompt", requested.pop(other))
     columns = dict(requested)
     unused = [name for name in names if name not in requested.values()]
-    for field, aliases in zip(_REPLIES, (CHOSEN, REJECTED), strict=True):
-        column = columns.get(field) or find_column(aliases, unused)
-        if column is None:
-            raise BadOption(
-                f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
-            )
-        columns[field] = column
+    aliases = {"chosen": CHOSEN, "rejected": REJECTED}
+    for field in _REPLIES:
+        columns[field] = columns.get(field) or other_column(option, field, aliases, unused, file)
     if "prompt" not in columns:
         columns = _with_prompt(columns, schema, file, rows_vary=rows_vary)
     columns |= find_extra_columns("pair", columns, schema)

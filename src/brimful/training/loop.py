@@ -257,7 +257,7 @@ class Loop:
         due = self.save_every is None and time.monotonic() - self._saved_time > self.save_s
         votes = self.stepper.group.gather([float(REASONS.index(wish)), float(due)])
         reasons = [REASONS[int(vote[0])] for vote in votes]
-        reason: Reason = next((one for one in REASONS[1:] if one in reasons), "finished")
+        reason: Reason = next((candidate for candidate in REASONS[1:] if candidate in reasons), "finished")
         return reason, bool(votes[0][1])
 
     def _evaluate_and_save(self) -> None:

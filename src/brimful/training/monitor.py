@@ -93,7 +93,7 @@ def begin_figures(places: Sequence[RankPlace]) -> dict[str, Any]:
         "version": brimful.__version__,
         "host": places[0].host,
         "pid": places[0].pid,
-        "gpus": [{"index": one.index, "name": one.gpu, "total_bytes": one.total_bytes} for one in own_gpus],
+        "gpus": [{"index": place.index, "name": place.gpu, "total_bytes": place.total_bytes} for place in own_gpus],
         "cores": host.cores,
         "ram_limit_bytes": host.ram_limit_bytes,
     }
@@ -172,7 +172,7 @@ class Monitor:
             name=str(place.gpu),
             uuid=place.uuid,
             total_bytes=place.total_bytes,
-            pids=[one.pid for one in self._local if one.shares_gpu(place)],
+            pids=[other.pid for other in self._local if other.shares_gpu(place)],
             reserved=partial(torch.cuda.memory_reserved, place.index) if on_cuda else None,
         )
 

@@ -273,9 +273,9 @@ def _as_path(data: Data | None) -> str | None:
 def _changed(options: Any, without: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that are not at their defaults."""
     return {
-        one.name: getattr(options, one.name)
-        for one in fields(options)
-        if one.name not in without and getattr(options, one.name) != one.default
+        option.name: getattr(options, option.name)
+        for option in fields(options)
+        if option.name not in without and getattr(options, option.name) != option.default
     }
 
 
@@ -284,11 +284,11 @@ def _task_options(task: Task) -> dict[str, Any]:
     if not is_dataclass(task.options) or isinstance(task.options, type):
         return {}
     values = {}
-    for one in fields(task.options):
-        value = getattr(task.options, one.name)
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
+    for option in fields(task.options):
+        value = getattr(task.options, option.name)
+        default = option.default if option.default_factory is MISSING else option.default_factory()
         if value != default:
-            values[one.name.rstrip("_")] = absolute(str(value)) if one.metadata.get("path") else value
+            values[option.name.rstrip("_")] = absolute(str(value)) if option.metadata.get("path") else value
     return values
 
 

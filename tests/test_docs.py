@@ -1,5 +1,6 @@
 """The documentation says the same in both languages, and the commands it shows exist."""
 
+import ast
 import itertools
 import re
 import shlex
@@ -176,3 +177,16 @@ def test_the_figures_of_the_oom_page_follow_from_the_shapes():
 def test_accumulation_saves_nothing():
     (row,) = re.findall(r"^\| 只增大累积 \|(.*)$", shown(CHINESE / "oom.md"), re.MULTILINE)
     assert row.split("|")[0].strip().startswith("**0**")
+
+
+COMMANDS = {"cli"}
+"""Packages whose other modules are a command each."""
+
+
+@pytest.mark.parametrize("package", sorted(path.parent for path in (ROOT / "src/brimful").glob("*/**/__init__.py")), ids=lambda path: path.name)  # fmt: skip
+def test_a_package_lists_its_modules(package):
+    """As CONTRIBUTING.md says."""
+    docstring = ast.get_docstring(ast.parse(shown(package / "__init__.py"))) or ""
+    modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    missing = {name for name in modules if not re.search(rf"(?<!\w){name}(?!\w)", docstring)}
+    assert not missing or package.name in COMMANDS

@@ -102,15 +102,18 @@ def test_errors_are_shown_in_chinese(tiny, tmp_path, capsys):
     assert "没有剩下任何一行" in last and "24 条与原回答相同" in last and "--temperature" in last
 
 
-def test_ctrl_c_says_how_to_continue(tiny, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("language", "sentence"), [("en", "run the same command again to continue"), ("zh", "再次运行同一命令即可继续")]
+)
+def test_ctrl_c_says_how_to_continue(tiny, tmp_path, capsys, monkeypatch, language, sentence):
     from brimful.tasks.generate import Generator
 
     def stop(self, prompts):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Generator, "answer_batch", stop)
-    code, _, err = call(tiny, tmp_path / "p.jsonl", capsys=capsys)
-    assert code == 130 and "run the same command again to continue" in err
+    code, _, err = call(tiny, tmp_path / "p.jsonl", "--lang", language, capsys=capsys)
+    assert code == 130 and sentence in err
 
 
 def test_help_imports_nothing_heavy():

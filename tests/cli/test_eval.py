@@ -131,6 +131,12 @@ def test_a_mistake_is_one_message_and_exit_code_2(tiny, capsys, flags, message):
     assert "Traceback" not in err
 
 
+def test_an_error_of_the_evaluation_is_not_blamed_on_the_file_of_answers(tiny, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(FileNotFoundError, match="gone"):
+        evaluate(tiny, "--output", str(tmp_path / "a.jsonl"), capsys=capsys)
+
+
 def test_a_missing_model_and_missing_data_are_refused(tiny, tmp_path, capsys):
     code, _, err = evaluate(tiny, capsys=capsys, model=tmp_path)
     assert code == 2 and "is not a model folder" in err

@@ -79,5 +79,5 @@ def test_the_flags_are_frozen(capsys):
     flags = {word.strip("│ ,[];") for word in out.split() if word.startswith("--")}
     assert flags - {"--traceback", "--lang"} == {
         "--name", "--host", "--port", "--token", "--max-new-tokens", "--temperature", "--top-p", "--context", "--max-batch",
-        "--max-queue", "--max-wait", "--max-body", "--grace", "--log-requests", "--device", "--memory-limit", "--fill", "--json",
+        "--max-queue", "--max-wait", "--max-body", "--grace", "--cuda-graphs", "--log-requests", "--device", "--memory-limit", "--fill", "--json",
     }  # fmt: skip

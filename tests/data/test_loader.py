@@ -672,7 +672,7 @@ def test_what_this_process_holds_counts(monkeypatch):
         ram_limit_bytes = ram_available_bytes = 2**50
 
         @classmethod
-        def detect(cls, root):
+        def detect(cls):
             return cls
 
     monkeypatch.setattr(module, "Host", Free)  # other processes of this machine come and go
@@ -687,11 +687,11 @@ def test_what_the_machine_lacks_counts_too(monkeypatch):
         ram_limit_bytes, ram_available_bytes = 16 * GIB, GIB
 
         @classmethod
-        def detect(cls, root):
+        def detect(cls):
             return cls
 
     monkeypatch.setattr(module, "Host", Full)
-    monkeypatch.setattr(module, "tree_bytes", lambda pid, root: 3 * GIB)
+    monkeypatch.setattr(module, "tree_bytes", lambda pid: 3 * GIB)
     assert held_bytes(16 * GIB) == 15 * GIB
     Full.ram_available_bytes = 14 * GIB
     assert held_bytes(16 * GIB) == 3 * GIB

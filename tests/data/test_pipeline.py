@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from brimful.data.pipeline import OutputFolder, in_order, read_ahead
+from brimful.data.pipeline import OutputFolder, in_order, read_ahead, writing_to
 from brimful.errors import BadData, BadOption
 
 
@@ -133,7 +133,7 @@ def test_a_rename_that_fails_restores_the_old_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(tmp_path), "rename", failing)
     output = folder(tmp_path / "t", overwrite=True)
-    with pytest.raises(BadData, match="Input/output error. Try: another output="), output.errors():
+    with pytest.raises(BadData, match="Input/output error. Try: another output="), writing_to(tmp_path / "t"):
         output.publish(part)
     assert content(tmp_path / "t") == "old"
 
@@ -143,7 +143,7 @@ def test_a_hidden_folder_of_another_kind_is_never_removed(tmp_path):
     (tmp_path / ".t.old").mkdir()
     (tmp_path / ".t.old" / "mine").write_text("x")
     output = folder(tmp_path / "t", overwrite=True)
-    with pytest.raises(BadData, match="Directory not empty"), output.errors():
+    with pytest.raises(BadData, match="Directory not empty"), writing_to(tmp_path / "t"):
         output.publish(filled(tmp_path / ".part"))
     assert (tmp_path / ".t.old" / "mine").read_text() == "x"
     assert content(tmp_path / "t") == "old"
@@ -166,5 +166,5 @@ def test_a_file_that_appears_meanwhile_is_not_lost(tmp_path):
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):
-    with pytest.raises(BadData, match="/t: the disk is full. Try: free some space"), folder(tmp_path / "t").errors():
+    with pytest.raises(BadData, match="/t: the disk is full. Try: free some space"), writing_to(tmp_path / "t"):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -116,12 +116,13 @@ def test_runs_have_unique_stable_names(read):
 
 def test_files_are_relative_to_the_spec_and_a_moved_sweep_keeps_its_names(read, tmp_path):
     (tmp_path / "own.npy").write_bytes(b"")
-    spec = read(TOP.replace('"ecfp"', '"own.npy"') + DATA)
+    (tmp_path / "weights").mkdir()
+    spec = read(TOP.replace('"ecfp"', '"own.npy", {name = "unimol", weights = "./weights"}') + DATA)
     assert spec.datasets[0].file == tmp_path / "some.csv" and spec.encoders[0].config == str(tmp_path / "own.npy")
     before = [cell.run for cell in grid(spec)]
     moved = tmp_path / "moved"
     moved.mkdir()
-    for name in ("own.npy", "some.csv", "sweep.toml"):
+    for name in ("own.npy", "weights", "some.csv", "sweep.toml"):
         (tmp_path / name).rename(moved / name)
     assert [cell.run for cell in grid(read_spec(moved / "sweep.toml"))] == before
 
@@ -137,7 +138,7 @@ def test_encoders_have_unique_names(read, tmp_path):
     names = [one.name for one in spec.encoders]
     assert names[:2] == ["ecfp", "ecfp bits=1024"] and names[4] == "encode" and len(set(names)) == 7
     assert spec.encoders[1].config == {"name": "ecfp", "bits": 1024}
-    assert spec.encoders[5].config == {"name": "unimol", "weights": str(tmp_path / "a/own.npy")}
+    assert spec.encoders[5].config == {"name": "unimol", "weights": "a/own.npy"}
     assert spec.encoders[4].config == f"{tmp_path / 'mine.py'}:encode"
 
 

@@ -496,9 +496,7 @@ def test_a_limit_that_refuses_usual_requests_is_noted_at_the_start(causal):
     notes = []
     with running(causal, limit=round((weights(causal) + 15 * KiB) / 0.85), notes=notes):
         pass
-    assert any("an answer of 16 tokens needs" in note and "are refused" in note for note in notes), (
-        notes
-    )
+    assert any("an answer of 16 tokens needs" in note and "are refused" in note for note in notes), notes
 
 
 def test_draining_answers_what_was_accepted_and_nothing_more(causal):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from brimful.cli.flags import Device, Switch
 from brimful.cli.output import show
 from brimful.errors import BadOption
 from brimful.languages import tr, translate
@@ -28,8 +29,8 @@ def chat(
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
     seed: int = 0,
-    device: str = "auto",
-    json: Annotated[bool, Parameter(negative="")] = False,
+    device: Device = "auto",
+    json: Switch = False,
 ) -> None:
     """Talk to a language model. Answers appear as they are generated.
 
@@ -57,8 +58,6 @@ def chat(
         Above 1, tokens that were generated already become less likely.
     seed
         Seed of sampling.
-    device
-        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
     json
         Print one JSON object with all answers at the end.
     """

@@ -1,23 +1,19 @@
 """`brimful compare A B…`: runs side by side, the verdict first."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Json
 from brimful.cli.output import show
 from brimful.languages import language
 
 
-def compare(*runs: Path, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+def compare(*runs: Path, json: Json = False) -> None:
     """Compare runs: whether they are one experiment, which is faster, and what they were set to and did.
 
     Parameters
     ----------
     runs
         Folders of runs, at most six. The first is what the others are compared with. One run alone: its plans, if it was resumed.
-    json
-        Print one JSON object.
     """
     from brimful.report.compare import compare_runs
     from brimful.report.compare_view import comparison_view

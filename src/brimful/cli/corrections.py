@@ -50,6 +50,11 @@ class OldOption:
     def new_value(self) -> str | None:
         return self.old.convert(self.value)
 
+    @property
+    def new_name(self) -> str:
+        """`--precision` of `--precision bf16`; empty if there is no option now."""
+        return (self.flag or "").split(" ")[0]
+
 
 def refuse_old_names(app: App, tokens: Sequence[str]) -> None:
     """Raise one `BadOption` if the command line, or the file of --config, has names of other programs or of an earlier Brimful."""
@@ -238,8 +243,7 @@ class _Command:
             return True
         if option.old.part or option.old.verdict != "now":
             return option.old.part == "accumulation" and rows is None
-        flag = (option.flag or "").split(" ")[0]
-        return bool(option.new_value) and self.chain[0] != "plan" and not self._is_accepted(flag)
+        return bool(option.new_value) and self.chain[0] != "plan" and not self._is_accepted(option.new_name)
 
     def _corrected(self, on_line: Sequence[OldOption], lost: Sequence[OldOption], rows: int | None) -> str | None:
         """Without what is lost; None if two options say different things."""
@@ -247,7 +251,7 @@ class _Command:
         kept = [word for index, word in enumerate(self.words) if index not in taken]
         options: dict[str, str] = {}
         for option in on_line:
-            value, flag = option.new_value or "", (option.flag or "").split(" ")[0]
+            value, flag = option.new_value or "", option.new_name
             if option in lost or option.old.verdict != "now" or option.old.part or not value:
                 continue
             if not self._is_accepted(flag):  # of training, in a plan
@@ -260,14 +264,8 @@ class _Command:
             options |= {name: text for name, text in option.old.also(option.value).items() if not self._values(name)}
         if rows is not None and any(option.old.part for option in on_line) and not self._values("--global-batch"):
             options["--global-batch"] = str(rows)
-        if any(word.startswith("--") and not self._known(word) for word in kept):
+        if any(word.startswith("--") and _plain(word.partition("=")[0]) not in self.accepted for word in kept):
             return None
-        return self._line(kept, options)
-
-    def _known(self, word: str) -> bool:
-        return _plain(word[2:].partition("=")[0]) in self.accepted
-
-    def _line(self, kept: list[str], options: dict[str, str]) -> str:
         front = [options.pop(name) for name in _TAKES_WORD if name in options]
         kept = [*front, *kept] if self.is_data else self._with_task_and_data(kept, options, front)
         flags = [word for flag, value in options.items() for word in ([flag] if value == SWITCH else [flag, value])]
@@ -295,7 +293,10 @@ class _Command:
 
     def _file_lines(self, in_file: Sequence[OldOption], rows: int | None) -> Iterator[tuple[str, str]]:
         for option in in_file:
-            value, flag = option.new_value, (option.old.flag or "").split(" ")[0]
+            value, flag = (
+                option.new_value,
+                (option.old.flag or "").split(" ")[0],
+            )  # `option.flag` is as a file writes it
             if option.old.verdict == "now" and value and not option.old.part and flag.startswith("--"):
                 yield _plain(flag), _literal("true" if value == SWITCH else value)
                 yield from ((_plain(name), text) for name, text in option.old.also(option.value).items())

@@ -8,26 +8,30 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from brimful.cli.flags import Device, Fill, Json, MemoryLimit, Switch
 from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadData, BadOption
-from brimful.languages import translate
+from brimful.languages import tr
 from brimful.units import parse_bytes
 
-Flag = Annotated[bool, Parameter(negative="")]
+Files = Annotated[str, Parameter(help="Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.")]  # fmt: skip
+Columns = Annotated[str | None, Parameter(help="Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.")]  # fmt: skip
+ChatTemplate = Annotated[str | None, Parameter(help="Jinja file that writes conversations, or chatml or plain. Default: the template of the model's tokenizer.")]  # fmt: skip
+HostLimit = Annotated[str, Parameter(help="Memory limit, beyond what Python and its libraries take at the start. A row may take 1/32 of it.")]  # fmt: skip
 
 
 def check(
-    *files: str,
-    columns: str | None = None,
+    *files: Files,
+    columns: Columns = None,
     model: str | None = None,
-    chat_template: str | None = None,
+    chat_template: ChatTemplate = None,
     tokenizer: str | None = None,
     max_chars: str | None = None,
     max_tokens: str | None = None,
-    host_limit: str = "1GiB",
+    host_limit: HostLimit = "1GiB",
     max_bad: float = 0.01,
     valid: str | None = None,
-    json: Flag = False,
+    json: Json = False,
 ) -> None:
     """Show which columns were found, three rows, how many rows can be used, and how long they are.
 
@@ -37,28 +41,18 @@ def check(
 
     Parameters
     ----------
-    files
-        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
-    columns
-        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     model
         A model folder, a run or owner/name on the hub: rows go through its chat template, as in `brimful train sft`.
-    chat_template
-        Jinja file that writes conversations, or chatml or plain. Default: the template of the model's tokenizer.
     tokenizer
         A folder with a tokenizer.json, to show lengths in tokens as well.
     max_chars
         Count rows with more characters as over-long: one number, or one for each field, such as 256,512.
     max_tokens
         Count rows with more tokens as over-long, the closing eos included.
-    host_limit
-        Memory limit, beyond what Python and its libraries take at the start. A row may take 1/32 of it.
     max_bad
         The share of rows that may be broken, empty or over-long.
     valid
         Rows that training will be evaluated on: those whose prompt is also in FILES are counted.
-    json
-        Print one JSON object.
     """
     if not files:
         raise BadOption("FILES is missing. Try: brimful data check rows.jsonl.")
@@ -121,22 +115,22 @@ def _encoder_decoder(
 
 
 def clean(
-    *files: str,
+    *files: Files,
     output: Path,
-    columns: str | None = None,
+    columns: Columns = None,
     tokenizer: str | None = None,
     min_chars: str | None = None,
     max_chars: str | None = None,
     max_tokens: str | None = None,
     near: float = 0.85,
-    no_near: Flag = False,
+    no_near: Switch = False,
     valid: float = 0.01,
     test: float = 0,
     seed: int = 0,
-    host_limit: str = "1GiB",
+    host_limit: HostLimit = "1GiB",
     max_bad: float = 0,
-    overwrite: Flag = False,
-    json: Flag = False,
+    overwrite: Switch = False,
+    json: Json = False,
 ) -> None:
     """Normalize rows, drop unusable rows and duplicates, shuffle, and split into train, valid and test.
 
@@ -145,12 +139,8 @@ def clean(
 
     Parameters
     ----------
-    files
-        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder for the results. Temporary files are kept in its hidden folder .clean.
-    columns
-        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     tokenizer
         A folder with a tokenizer.json, to count tokens with.
     min_chars
@@ -169,14 +159,10 @@ def clean(
         Rows of test.parquet: a share below 1, or a number of rows; 0 for none.
     seed
         Seed of the row order, and so of the split.
-    host_limit
-        Memory limit, beyond what Python and its libraries take at the start. A row may take 1/32 of it.
     max_bad
         The share of rows that may be broken. They are dropped and counted.
     overwrite
         Replace existing results.
-    json
-        Print one JSON object.
     """
     if not files:
         raise BadOption("FILES is missing. Try: brimful data clean rows.jsonl --output clean.")
@@ -194,23 +180,23 @@ def clean(
             report = clean_files(files, output=output, options=options, progress=show_progress)
     except KeyboardInterrupt:
         if (output / ".clean").exists():
-            print(translate("clean: run the same command again to continue"), file=sys.stderr)
+            print(tr("{command}: run the same command again to continue", command="clean"), file=sys.stderr)
         raise
     show(clean_table(report), report.to_json(), as_json=json)
 
 
 def tokenizer(
-    *files: str,
+    *files: Files,
     output: Path,
     vocab_size: int | None = None,
     kind: Literal["bpe", "unigram"] = "bpe",
-    columns: str | None = None,
+    columns: Columns = None,
     host_limit: str = "4GiB",
     model: str = "chatlm-base",
     seed: int = 0,
     max_bad: float = 0.0,
-    overwrite: Flag = False,
-    json: Flag = False,
+    overwrite: Switch = False,
+    json: Json = False,
 ) -> None:
     """Train a tokenizer on as many rows as the RAM holds, for transformers and `brimful data tokenize`.
 
@@ -220,16 +206,12 @@ def tokenizer(
 
     Parameters
     ----------
-    files
-        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     output
         The folder to create.
     vocab_size
         Entries, including special tokens and 256 bytes. Default: the model's.
     kind
         bpe: byte-pair merges, shorter and faster; unigram: the most likely segmentation.
-    columns
-        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     host_limit
         Memory limit of the whole process; decides how many rows are used. A row may take 1/32 of it.
     model
@@ -240,8 +222,6 @@ def tokenizer(
         The share of rows that may be broken; they are left out and counted.
     overwrite
         Replace an existing tokenizer at --output once the new one is complete.
-    json
-        Print one JSON object.
     """
     if not files:
         raise BadOption("FILES is missing. Try: brimful data tokenizer rows.jsonl --output tokenizer.")
@@ -253,22 +233,22 @@ def tokenizer(
         vocab_size=vocab_size, kind=kind, columns=columns, host_limit_bytes=limit_bytes, seed=seed, max_bad=max_bad,
         overwrite=overwrite,
     )  # fmt: skip
-    with progress("tokenizer", every_s=5) as say:
-        report = train_tokenizer(files, output=output, options=options, model_config=config, progress=say)
+    with progress("tokenizer", every_s=5) as show_progress:
+        report = train_tokenizer(files, output=output, options=options, model_config=config, progress=show_progress)
     show(tokenizer_table(report), report.to_json(), as_json=json)
 
 
 def tokenize(
-    *files: str,
+    *files: Files,
     tokenizer: Path,
     output: Path,
-    columns: str | None = None,
+    columns: Columns = None,
     max_tokens: str = "256",
     keep_end: str | None = None,
     host_limit: str = "1GiB",
     max_bad: float = 0.0,
-    overwrite: Flag = False,
-    json: Flag = False,
+    overwrite: Switch = False,
+    json: Json = False,
 ) -> None:
     """Tokenize rows into a token store: memory-mapped, checksummed, shared by all workers and processes.
 
@@ -277,14 +257,10 @@ def tokenize(
 
     Parameters
     ----------
-    files
-        Files (parquet, jsonl, json, csv, tsv, txt, also .gz, .bz2, .zst and .xz), folders of them, or owner/name on the hub.
     tokenizer
         A folder with a tokenizer.json, such as `brimful data tokenizer` makes.
     output
         The folder to create.
-    columns
-        Which column is which field, such as prompt=question,response=answer or prompt=instruction+input. Default: by name.
     max_tokens
         Truncate fields to this many tokens, eos included: one number, or one for each field, such as 256,320.
     keep_end
@@ -296,8 +272,6 @@ def tokenize(
         The share of rows that may be broken; they are dropped and counted.
     overwrite
         Replace an existing token store at --output once the new one is complete.
-    json
-        Print one JSON object.
     """
     if not files:
         raise BadOption("FILES is missing. Try: brimful data tokenize rows.jsonl --tokenizer tokenizer --output store.")
@@ -310,8 +284,8 @@ def tokenize(
         columns=columns, max_tokens=limits, keep_end=None if keep_end is None else tuple(filter(None, keep_end.split(","))),
         host_limit_bytes=limit_bytes, max_bad=max_bad, overwrite=overwrite,
     )  # fmt: skip
-    with progress("tokenize", every_s=5) as say:
-        report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=say)
+    with progress("tokenize", every_s=5) as show_progress:
+        report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=show_progress)
     show(tokenize_table(report), report.to_json(), as_json=json)
 
 
@@ -329,14 +303,14 @@ def rejects(
     min_chars: int = 2,
     max_similarity: float = 0.8,
     columns: str | None = None,
-    chat_template: str | None = None,
+    chat_template: ChatTemplate = None,
     max_bad: float = 0.0,
-    device: str = "auto",
-    memory_limit: str | None = None,
+    device: Device = "auto",
+    memory_limit: MemoryLimit = None,
     host_limit: str | None = None,
-    fill: float = 0.85,
-    overwrite: Flag = False,
-    json: Flag = False,
+    fill: Fill = 0.85,
+    overwrite: Switch = False,
+    json: Json = False,
 ) -> None:
     """Sample a rejected answer to each prompt from a model: pairs of chosen and rejected for `brimful train dpo`.
 
@@ -368,22 +342,12 @@ def rejects(
         Drop answers that are more similar to the chosen one, from 0 to 1, by pairs of neighbouring characters.
     columns
         Which column is which field, such as prompt=question,response=answer or messages=chat. Default: by name.
-    chat_template
-        Jinja file that writes conversations, or chatml or plain. Default: the template of the model's tokenizer.
     max_bad
         The share of rows that may be broken; they are dropped and counted.
-    device
-        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
-    memory_limit
-        Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU.
     host_limit
         Host RAM to use at most, such as 16GiB. A row may take 1/32 of it.
-    fill
-        Share of the memory limit to use.
     overwrite
         Replace an existing file at --output once the new one is complete.
-    json
-        Print one JSON object.
     """
     prefer_growing_segments()
     from brimful.report.data_tables import rejects_table
@@ -395,10 +359,10 @@ def rejects(
         device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, overwrite=overwrite,
     )  # fmt: skip
     try:
-        with progress("rejects", every_s=5) as say:
-            report = make_rejects(model, data, output=output, options=options, progress=say)
+        with progress("rejects", every_s=5) as show_progress:
+            report = make_rejects(model, data, output=output, options=options, progress=show_progress)
     except KeyboardInterrupt:
-        print("rejects: run the same command again to continue", file=sys.stderr)
+        print(tr("{command}: run the same command again to continue", command="rejects"), file=sys.stderr)
         raise
     show(rejects_table(report), report.to_json(), as_json=json)
 

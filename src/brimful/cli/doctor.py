@@ -1,10 +1,8 @@
 """`brimful doctor`: what on this machine would stop a training or slow it down, each with its fix."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Json
 from brimful.cli.output import progress, show
 from brimful.errors import BadOption
 
@@ -14,7 +12,7 @@ def doctor(
     run: Path | None = None,
     data: str | None = None,
     timeout: float = 60.0,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> None:
     """Check everything that a training needs before it starts: software, cards, connection, host, folders, environment.
 
@@ -29,8 +27,6 @@ def doctor(
         The rows to train on, a file or a folder: checks that they exist and how fast they are read.
     timeout
         Seconds that cards, and an all_reduce over them, may take.
-    json
-        Print one JSON object.
     """
     if not timeout > 0:
         raise BadOption(f"timeout={timeout:g} must be above 0. Try: timeout=60.")

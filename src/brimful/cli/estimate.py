@@ -6,11 +6,9 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
-
-from brimful.cli.flags import TASK_TITLE, collect, make_flags, optimizer_flag
+from brimful.cli.flags import TASK_TITLE, Switch, collect, make_flags, optimizer_flag
 from brimful.cli.output import naming_files, progress, show
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
@@ -47,7 +45,7 @@ def estimate_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., N
         sharding: Literal["none", "ddp", "fsdp"] = "none",
         levers: bool = True,
         config: Path | None = None,
-        json: Annotated[bool, Parameter(negative="")] = False,
+        json: Switch = False,
         flags: flags_type = flags_type(),  # type: ignore[valid-type]  # noqa: B008 - frozen
     ) -> None:
         """Predict what a training step takes on a GPU that need not be here, and the micro-batch that fits it.

@@ -4,24 +4,22 @@ Rows of replies give loss, perplexity, BLEU-4 and chrF; preferences (prompt, cho
 """
 
 import json as json_module
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Device, Fill, Json, MemoryLimit
 from brimful.cli.output import prefer_growing_segments, progress, show
 from brimful.errors import BadOption
-from brimful.files import FileLock
+from brimful.files import FileLock, write_atomic
 
 if TYPE_CHECKING:
     from brimful.planning.plan_options import PlanOptions
     from brimful.planning.target import Target
-    from brimful.tasks.chat_scores import Answer, ChatEvaluation
+    from brimful.tasks.chat_scores import ChatEvaluation
     from brimful.tasks.pair_scores import PairEvaluation
 
 METRICS = ("loss", "bleu", "chrf")
@@ -45,11 +43,11 @@ def evaluate(
     chat_template: str | None = None,
     reference: str | None = None,
     output: Path | None = None,
-    device: str = "auto",
-    memory_limit: str | None = None,
+    device: Device = "auto",
+    memory_limit: MemoryLimit = None,
     host_limit: str | None = None,
-    fill: float = 0.85,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    fill: Fill = 0.85,
+    json: Json = False,
 ) -> None:
     """Evaluate a language model: loss, perplexity, BLEU-4 and chrF over a fixed set of rows.
 
@@ -88,16 +86,8 @@ def evaluate(
         with, else none; then log-probabilities per token are compared.
     output
         A .jsonl file for all answers: row, prompt, response, reference.
-    device
-        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
-    memory_limit
-        Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU.
     host_limit
         Host RAM to use at most, such as 16GiB.
-    fill
-        Share of the memory limit to use.
-    json
-        Print one JSON object.
     """
     names = [name.strip() for name in metrics.split(",") if name.strip()]
     if not names or not set(names) <= set(METRICS):
@@ -106,10 +96,8 @@ def evaluate(
         raise BadOption(f"rows={rows} must be at least 1. Try: rows=all.")
     prefer_growing_segments()
     from brimful.planning.plan_options import PlanOptions
-    from brimful.planning.target import find_target
     from brimful.report.tables import eval_table
     from brimful.tasks.chat_scores import ChatEvaluation, has_replies
-    from brimful.tasks.generate import weights_dtype
     from brimful.tasks.model_folder import resolve
 
     options = PlanOptions(device=device, memory_limit=memory_limit, host_limit=host_limit, fill=fill, seed=seed)
@@ -128,17 +116,15 @@ def evaluate(
         return
     if reference is not None:
         raise BadOption(f"reference={reference!r} is for preferences, and {data} has none. Try: leave it out.")
-    with ExitStack() as stack:
-        write = stack.enter_context(_answers_file(output))
-        show_progress = stack.enter_context(progress("eval", every_s=5))
+    if output is not None:
+        with _writing(output), tempfile.TemporaryFile(dir=output.parent):
+            pass  # a folder that is not writable shows at once
+    with _store_folder() as folder, progress("eval", every_s=5) as show_progress:
         task = ChatEvaluation(
             resolve(model), metrics=[name for name in names if name != "loss"], beams=beams,
             max_new_tokens=max_new_tokens, columns=columns, max_tokens=max_tokens, chat_template=chat_template,
         )  # fmt: skip
-        task.host_limit_bytes = options.host_limit_bytes
-        store = task.rows(task.prepare(data, stack.enter_context(_store_folder()), show_progress, name="eval"))
-        target = find_target(options)
-        task.dtype = weights_dtype(task.config, target.device)
+        store, target = _prepare(task, data, folder, options, show_progress)
         needs_answers = output is not None or set(names) != {"loss"}
         if needs_answers and not has_replies(store):
             if "loss" not in names or output is not None:
@@ -150,7 +136,10 @@ def evaluate(
             task, store, target, loss="loss" in names, answers=needs_answers, max_rows=max_rows, seed=seed,
             progress=show_progress,
         )  # fmt: skip
-        write(task.answers)
+        if output is not None:
+            lines = (json_module.dumps(answer.to_json(), ensure_ascii=False) + "\n" for answer in task.answers)
+            with _writing(output):
+                write_atomic(output, "".join(lines))
     report = {
         **_place(str(task.source), data, target, store, seed), "output": None if output is None else str(output), **result,
         **task.facts(), "samples": [answer.to_json() for answer in task.answers[:SAMPLES]],
@@ -169,17 +158,26 @@ def _holds_pairs(data: str, columns: str | None, options: "PlanOptions") -> bool
     return holds_preferences([data], columns=columns, host_limit_bytes=options.host_limit_bytes or GiB)
 
 
-def _pair_report(task: "PairEvaluation", data: str, options: "PlanOptions", max_rows: int | None) -> dict[str, Any]:
-    """Preference scores: the reference first, then the model."""
+def _prepare(
+    task: "ChatEvaluation | PairEvaluation", data: str, folder: Path, options: "PlanOptions", progress: Callable[[str], object]
+) -> tuple[Any, "Target"]:  # fmt: skip
+    """The rows, tokenized into this folder if they are raw, and where the model runs."""
     from brimful.planning.target import find_target
     from brimful.tasks.generate import weights_dtype
+
+    task.host_limit_bytes = options.host_limit_bytes
+    store = task.rows(task.prepare(data, folder, progress, name="eval"))
+    target = find_target(options)
+    task.dtype = weights_dtype(task.config, target.device)
+    return store, target
+
+
+def _pair_report(task: "PairEvaluation", data: str, options: "PlanOptions", max_rows: int | None) -> dict[str, Any]:
+    """Preference scores: the reference first, then the model."""
     from brimful.training.evaluate import choose
 
     with _store_folder() as temporary, progress("eval", every_s=5) as show_progress:
-        task.host_limit_bytes = options.host_limit_bytes
-        store = task.rows(task.prepare(data, temporary, show_progress, name="eval"))
-        target = find_target(options)
-        task.dtype = weights_dtype(task.config, target.device)
+        store, target = _prepare(task, data, temporary, options, show_progress)
         task.add_reference(store, choose(len(store), max_rows, options.seed), target, options.seed, show_progress)
         result = _run(
             task, store, target, loss=True, answers=True, max_rows=max_rows, seed=options.seed, progress=show_progress
@@ -233,21 +231,10 @@ def _store_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _answers_file(path: Path | None) -> Iterator[Callable[[Sequence["Answer"]], None]]:
-    """Writes answers to the file, which is opened first, so that a folder that is not writable shows at once."""
-    if path is None:
-        yield lambda answers: None
-        return
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+def _writing(path: Path) -> Iterator[None]:
     try:
-        with part.open("w", encoding="utf-8") as file:
-            yield lambda answers: file.writelines(
-                json_module.dumps(answer.to_json(), ensure_ascii=False) + "\n" for answer in answers
-            )
-        part.replace(path)
+        yield
     except OSError as error:
         raise BadOption(
             f"output={str(path)!r} cannot be written ({error.strerror or error}). Try: another file."
         ) from None
-    finally:
-        part.unlink(missing_ok=True)

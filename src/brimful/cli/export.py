@@ -1,10 +1,9 @@
 """`brimful export RUN --output DIR`: a trained model as a folder that other programs load."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Json, Switch
 from brimful.cli.output import progress, show
 from brimful.errors import BadOption
 from brimful.languages import tr
@@ -16,10 +15,10 @@ def export(
     /,
     *,
     output: Path,
-    merge: Annotated[bool, Parameter(negative="")] = False,
+    merge: Switch = False,
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     base: str | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
 ) -> None:
     """Write a trained model into a new folder that transformers, vLLM and llama.cpp's converter load.
 
@@ -37,8 +36,6 @@ def export(
         The dtype of the weights. Default: bf16 with --merge, else as they are.
     base
         The folder of the base model, if it is not where it was in training. Another model is refused.
-    json
-        Print one JSON object.
     """
     from brimful.tasks.adapters import find_adapter, verified_adapter
     from brimful.tasks.adapters import merge as merge_adapter

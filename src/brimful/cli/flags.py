@@ -58,6 +58,12 @@ the others come from a config file."""
 FILE_TASK = re.compile(r".+\.py:\w+")
 KNOWN_TASKS = (*BUILT_IN, *RENAMED)
 
+Switch = Annotated[bool, Parameter(negative="")]
+Json = Annotated[bool, Parameter(negative="", help="Print one JSON object.")]
+Device = Annotated[str, Parameter(help="cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.")]
+MemoryLimit = Annotated[str | None, Parameter(help="Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU.")]  # fmt: skip
+Fill = Annotated[float, Parameter(help="Share of the memory limit to use.")]
+
 
 # ---- Options as flags ------------------------------------------------------------------------------------------------
 

@@ -1,22 +1,18 @@
 """`brimful machine`: what this machine has."""
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Json
 from brimful.cli.output import show
 
 
-def machine(*, run: Path = Path(), json: Annotated[bool, Parameter(negative="")] = False) -> None:
+def machine(*, run: Path = Path(), json: Json = False) -> None:
     """Show the GPUs and who uses them, host RAM and cores as the container allows, and the disk.
 
     Parameters
     ----------
     run
         Folder whose disk is shown.
-    json
-        Print one JSON object.
     """
     from brimful.machine.machine import Machine
     from brimful.report.tables import machine_table

@@ -9,9 +9,9 @@ answer: the option that replaces it, with its value in the new form; or why it i
 test keeps them equal.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from brimful.languages import tr
 
@@ -148,46 +148,22 @@ LAYOUTS = words(**dict.fromkeys(TRUE, "packed"), **dict.fromkeys(FALSE, "padded"
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
-def _now(
-    flag: str,
-    names: str,
-    source: Source,
-    note: str = "",
-    *,
-    convert: Convert = str,
-    switch: bool = False,
-    data: str | None = None,
-    part: Literal["batch", "accumulation"] | None = None,
-    also: Callable[[str], Mapping[str, str]] = lambda value: {},
-) -> Iterator[OldName]:
-    for name in names.split():
-        yield OldName(
-            name=name, source=source, verdict="now", flag=flag, note=note, convert=convert, switch=switch, data_flag=data,
-            part=part, also=also,
-        )  # fmt: skip
+def _rows(verdict: Verdict, names: str, source: Source, note: str, **fields: Any) -> list[OldName]:
+    return [OldName(name=name, source=source, verdict=verdict, note=note, **fields) for name in names.split()]
 
 
-def _without(
-    verdict: Verdict, names: str, source: Source, note: str, switch: bool, data: str | None
-) -> Iterator[OldName]:
-    for name in names.split():
-        yield OldName(
-            name=name, source=source, verdict=verdict, note=note, convert=lambda value: "", switch=switch, data_flag=data
-        )  # fmt: skip
+def _now(flag: str, names: str, source: Source, note: str = "", **fields: Any) -> list[OldName]:
+    return _rows("now", names, source, note, flag=flag, **fields)
 
 
-def _needless(
-    names: str, source: Source, note: str, *, switch: bool = False, data: str | None = None
-) -> Iterator[OldName]:
+def _needless(names: str, source: Source, note: str, **fields: Any) -> list[OldName]:
     """Leaving it out loses nothing."""
-    return _without("not needed", names, source, note, switch, data)
+    return _rows("not needed", names, source, note, convert=lambda value: "", **fields)
 
 
-def _missing(
-    names: str, source: Source, note: str, *, switch: bool = False, data: str | None = None
-) -> Iterator[OldName]:
+def _missing(names: str, source: Source, note: str, **fields: Any) -> list[OldName]:
     """Leaving it out would change what was asked for."""
-    return _without("not available", names, source, note, switch, data)
+    return _rows("not available", names, source, note, convert=lambda value: "", **fields)
 
 
 CEILING = "a ceiling; usually leave it out"
@@ -195,232 +171,191 @@ ROWS = "the rows of an optimizer step: rows per device × accumulation × proces
 MEASURED = "measured on your rows; usually leave it out"
 EVENTS = "every step is in RUN/events.jsonl"
 
-
-def _entries() -> Iterator[OldName]:
+# fmt: off
+_TABLE = (
     # Rows per step.
-    yield from _now("--micro-batch", "batch_size_per_gpu", CHATLM, CEILING, convert=whole, part="batch")
-    yield from _now("--micro-batch", "per_device_train_batch_size per_gpu_train_batch_size", HF, CEILING, convert=whole, part="batch")  # fmt: skip
-    yield from _now("--micro-batch", "batch_size", LAUNCH, CEILING, convert=whole, part="batch")
-    yield from _now("--global-batch", "gradient_accumulation_steps", HF, ROWS, part="accumulation")
-    yield from _now("--global-batch", "accumulate_grad_batches", LAUNCH, ROWS, part="accumulation")
-    yield from _needless("auto_find_batch_size", HF, "the micro-batch is always measured", switch=True)
-    yield from _needless("per_device_eval_batch_size per_gpu_eval_batch_size eval_accumulation_steps", HF, "the batch of an evaluation is measured")  # fmt: skip
-    yield from _needless("eval_batch_size", CHATLM, "the batch of an evaluation is measured")
+    *_now("--micro-batch", "batch_size_per_gpu", CHATLM, CEILING, convert=whole, part="batch"),
+    *_now("--micro-batch", "per_device_train_batch_size per_gpu_train_batch_size", HF, CEILING, convert=whole, part="batch"),
+    *_now("--micro-batch", "batch_size", LAUNCH, CEILING, convert=whole, part="batch"),
+    *_now("--global-batch", "gradient_accumulation_steps", HF, ROWS, part="accumulation"),
+    *_now("--global-batch", "accumulate_grad_batches", LAUNCH, ROWS, part="accumulation"),
+    *_needless("auto_find_batch_size", HF, "the micro-batch is always measured", switch=True),
+    *_needless("per_device_eval_batch_size per_gpu_eval_batch_size eval_accumulation_steps", HF, "the batch of an evaluation is measured"),
+    *_needless("eval_batch_size", CHATLM, "the batch of an evaluation is measured"),
     # Task, data, folders.
-    yield from _now("TASK sft", "is_finetune", CHATLM, convert=if_true("sft"), switch=True)
-    yield from _now("--resume", "is_keep_training", CHATLM, "with --run", convert=only_true, switch=True)
-    yield from _now("--recipe small", "use_small_config", CHATLM, convert=if_true("small"), switch=True)
-    yield from _now("--recipe fast", "use_fast_config", CHATLM, convert=if_true("fast"), switch=True)
-    yield from _now("--recipe pretrain", "use_large_config", CHATLM, convert=if_true("pretrain"), switch=True)
-    yield from _now("DATA", "train_file", HF, "the second word of the command", data="FILES")
-    yield from _now("DATA", "dataset_name dataset_path", HF, "a file, a folder or a name on the hub", data="FILES")
-    yield from _now("DATA", "sft_train_file", CHATLM, "the second word of the command", data="FILES")
-    yield from _now("DATA", "dataset", LLAMA, "a file or a folder, not a name in dataset_info.json", data="FILES")
-    yield from _now("DATA", "tokenized_path", LLAMA, "a token store, which `brimful data tokenize` writes")
-    yield from _missing("dataset_dir", LLAMA, "DATA is the path itself")
-    yield from _now("--valid", "validation_file", HF)
-    yield from _now("--valid", "eval_dataset", LLAMA, "a file or a folder")
-    yield from _missing("test_file", HF, "`brimful eval MODEL DATA` evaluates after the training")
-    yield from _now("--run", "output_dir", HF, data="--output")
-    yield from _now("--run", "train_state_dir", CHATLM)
-    yield from _now("--model", "model_name_or_path", HF, "a folder, a run or a name on the hub")
-    yield from _now("--model", "finetune_from_ckp_file model_file", CHATLM, "a folder written by save_pretrained")
-    yield from _now("--tokenizer", "tokenizer_name tokenizer_name_or_path", HF, "a folder", data="--tokenizer")
-    yield from _now("--tokenizer", "tokenizer_dir", CHATLM, data="--tokenizer")
-    yield from _missing("tokenizer_file", CHATLM, "--tokenizer takes a folder, such as `brimful data tokenizer` writes")
-    yield from _missing("config_name", HF, "--model takes a preset for new weights, or a folder with its config")
-    yield from _missing(
-        "model_config_file", CHATLM, "--model takes a preset for new weights, or a folder with its config"
-    )
-    yield from _now("--resume", "resume_from_checkpoint", HF, "with --run; from other programs' checkpoints take the weights, with --model", convert=only_true, switch=True)  # fmt: skip
-    yield from _missing(
-        "overwrite_output_dir", HF, "a run is never overwritten; take another --run", switch=True, data="--overwrite"
-    )
+    *_now("TASK sft", "is_finetune", CHATLM, convert=if_true("sft"), switch=True),
+    *_now("--resume", "is_keep_training", CHATLM, "with --run", convert=only_true, switch=True),
+    *_now("--recipe small", "use_small_config", CHATLM, convert=if_true("small"), switch=True),
+    *_now("--recipe fast", "use_fast_config", CHATLM, convert=if_true("fast"), switch=True),
+    *_now("--recipe pretrain", "use_large_config", CHATLM, convert=if_true("pretrain"), switch=True),
+    *_now("DATA", "train_file", HF, "the second word of the command", data_flag="FILES"),
+    *_now("DATA", "dataset_name dataset_path", HF, "a file, a folder or a name on the hub", data_flag="FILES"),
+    *_now("DATA", "sft_train_file", CHATLM, "the second word of the command", data_flag="FILES"),
+    *_now("DATA", "dataset", LLAMA, "a file or a folder, not a name in dataset_info.json", data_flag="FILES"),
+    *_now("DATA", "tokenized_path", LLAMA, "a token store, which `brimful data tokenize` writes"),
+    *_missing("dataset_dir", LLAMA, "DATA is the path itself"),
+    *_now("--valid", "validation_file", HF),
+    *_now("--valid", "eval_dataset", LLAMA, "a file or a folder"),
+    *_missing("test_file", HF, "`brimful eval MODEL DATA` evaluates after the training"),
+    *_now("--run", "output_dir", HF, data_flag="--output"),
+    *_now("--run", "train_state_dir", CHATLM),
+    *_now("--model", "model_name_or_path", HF, "a folder, a run or a name on the hub"),
+    *_now("--model", "finetune_from_ckp_file model_file", CHATLM, "a folder written by save_pretrained"),
+    *_now("--tokenizer", "tokenizer_name tokenizer_name_or_path", HF, "a folder", data_flag="--tokenizer"),
+    *_now("--tokenizer", "tokenizer_dir", CHATLM, data_flag="--tokenizer"),
+    *_missing("tokenizer_file", CHATLM, "--tokenizer takes a folder, such as `brimful data tokenizer` writes"),
+    *_missing("config_name", HF, "--model takes a preset for new weights, or a folder with its config"),
+    *_missing("model_config_file", CHATLM, "--model takes a preset for new weights, or a folder with its config"),
+    *_now("--resume", "resume_from_checkpoint", HF, "with --run; from other programs' checkpoints take the weights, with --model", convert=only_true, switch=True),
+    *_missing("overwrite_output_dir", HF, "a run is never overwritten; take another --run", switch=True, data_flag="--overwrite"),
     # Length of rows.
-    yield from _now("--max-tokens", "max_seq_length max_length model_max_length block_size", HF, "for prompt and response each, or 256,320", convert=whole, data="--max-tokens")  # fmt: skip
-    yield from _now("--max-tokens", "max_seq_len", CHATLM, "for prompt and response each, or 256,320", convert=whole, data="--max-tokens")  # fmt: skip
-    yield from _now("--max-tokens", "cutoff_len", LLAMA, "for prompt and response each, or 256,320", convert=whole, data="--max-tokens")  # fmt: skip
-    yield from _missing("max_source_length max_target_length", HF, "--max-tokens takes both, such as 256,320")
+    *_now("--max-tokens", "max_seq_length max_length model_max_length block_size", HF, "for prompt and response each, or 256,320", convert=whole, data_flag="--max-tokens"),
+    *_now("--max-tokens", "max_seq_len", CHATLM, "for prompt and response each, or 256,320", convert=whole, data_flag="--max-tokens"),
+    *_now("--max-tokens", "cutoff_len", LLAMA, "for prompt and response each, or 256,320", convert=whole, data_flag="--max-tokens"),
+    *_missing("max_source_length max_target_length", HF, "--max-tokens takes both, such as 256,320"),
     # Length of the run.
-    yield from _now("--epochs", "num_train_epochs", HF)
-    yield from _now("--epochs", "max_epochs", LAUNCH)
-    yield from _missing("max_train_samples", HF, "--max-steps makes a short run")
-    yield from _missing("max_samples", LLAMA, "--max-steps makes a short run")
+    *_now("--epochs", "num_train_epochs", HF),
+    *_now("--epochs", "max_epochs", LAUNCH),
+    *_missing("max_train_samples", HF, "--max-steps makes a short run"),
+    *_missing("max_samples", LLAMA, "--max-steps makes a short run"),
     # Optimizer and schedule.
-    yield from _now("--lr", "learning_rate", HF, "the peak")
-    yield from _now("--lr", "learn_rate", CHATLM, "the peak; the old trainer's Adafactor ignored it")
-    yield from _now("--optimizer", "optim", HF, convert=OPTIMIZERS)
-    yield from _missing("optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon", HF, "a task of your own can return any optimizer")  # fmt: skip
-    yield from _now(
-        "--schedule",
-        "lr_scheduler_type",
-        HF,
-        "--min-lr 0 falls to zero as there",
-        convert=SCHEDULES,
-        also=falls_to_zero,
-    )
-    yield from _missing("lr_scheduler_kwargs", HF, "--min-lr and --decay shape the schedule")
-    yield from _missing("div_factor", CHATLM, "--lr is the peak, --warmup the way there, --min-lr the end")
-    yield from _now("--warmup", "warmup_steps", HF, "steps, or a share such as 3%", convert=steps_or_share)
-    yield from _now("--warmup", "warmup_ratio", HF, "a share such as 3%", convert=steps_or_share)
-    yield from _now("--clip-norm", "max_grad_norm", HF)
-    yield from _now("--clip-norm", "gradient_clip_val gradient_clipping", LAUNCH)
-    yield from _now("--label-smoothing", "label_smoothing_factor", HF)
-    yield from _missing("neftune_noise_alpha", HF, "a task of your own can add noise in its loss")
-    yield from _needless("average_tokens_across_devices", HF, "the loss is always averaged over all tokens of a step", switch=True)  # fmt: skip
+    *_now("--lr", "learning_rate", HF, "the peak"),
+    *_now("--lr", "learn_rate", CHATLM, "the peak; the old trainer's Adafactor ignored it"),
+    *_now("--optimizer", "optim", HF, convert=OPTIMIZERS),
+    *_missing("optim_args optim_target_modules adam_beta1 adam_beta2 adam_epsilon", HF, "a task of your own can return any optimizer"),
+    *_now("--schedule", "lr_scheduler_type", HF, "--min-lr 0 falls to zero as there", convert=SCHEDULES, also=falls_to_zero),
+    *_missing("lr_scheduler_kwargs", HF, "--min-lr and --decay shape the schedule"),
+    *_missing("div_factor", CHATLM, "--lr is the peak, --warmup the way there, --min-lr the end"),
+    *_now("--warmup", "warmup_steps", HF, "steps, or a share such as 3%", convert=steps_or_share),
+    *_now("--warmup", "warmup_ratio", HF, "a share such as 3%", convert=steps_or_share),
+    *_now("--clip-norm", "max_grad_norm", HF),
+    *_now("--clip-norm", "gradient_clip_val gradient_clipping", LAUNCH),
+    *_now("--label-smoothing", "label_smoothing_factor", HF),
+    *_missing("neftune_noise_alpha", HF, "a task of your own can add noise in its loss"),
+    *_needless("average_tokens_across_devices", HF, "the loss is always averaged over all tokens of a step", switch=True),
     # Precision, memory, speed.
-    yield from _now(
-        "--precision bf16",
-        "bf16",
-        HF,
-        "the chat tasks use it by themselves where the card has it",
-        convert=if_true("bf16"),
-        switch=True,
-    )
-    yield from _now("--precision fp16", "fp16", HF, "bf16 needs no loss scaling, where the card has it", convert=if_true("fp16"), switch=True)  # fmt: skip
-    yield from _now("--precision", "mixed_precision", LAUNCH, convert=PRECISIONS)
-    yield from _now(
-        "--weights bf16", "pure_bf16", LLAMA, "small updates are rounded away", convert=if_true("bf16"), switch=True
-    )
-    yield from _needless("bf16_full_eval fp16_full_eval", HF, "evaluation uses --precision too", switch=True)
-    yield from _missing("tf32", HF, "call torch.set_float32_matmul_precision in a task of your own", switch=True)
-    yield from _now("--checkpointing", "gradient_checkpointing", HF, "auto uses it if it is faster or nothing else fits", convert=on_off, switch=True)  # fmt: skip
-    yield from _now("--checkpointing off", "disable_gradient_checkpointing", LLAMA, convert=if_true("off"), switch=True)
-    yield from _needless("gradient_checkpointing_kwargs", HF, "--checkpointing every-2 and every-3 cover fewer blocks")
-    yield from _now(
-        "--compile", "torch_compile", HF, "auto compiles where that wins the time back", convert=on_off, switch=True
-    )
-    yield from _needless("torch_compile_backend torch_compile_mode dynamo_backend", HF, "--compile chooses them")
-    yield from _needless("use_liger_kernel", HF, "the plan finds what fits", switch=True)
-    yield from _needless("liger_kernel_config", HF, "the plan finds what fits")
-    yield from _needless(
-        "enable_liger_kernel use_unsloth use_unsloth_gc", LLAMA, "the plan finds what fits", switch=True
-    )
-    yield from _needless("flash_attn", LLAMA, "the attention kernel is chosen for the card and the layout")
-    yield from _needless("attn_implementation", HF, "the attention kernel is chosen for the card and the layout")
-    yield from _needless("torch_empty_cache_steps skip_memory_metrics", HF, "memory is planned and recorded")
-    yield from _needless("use_cache low_cpu_mem_usage", HF, "set where it is right", switch=True)
-    yield from _needless("ultra_low_mem keep_in_memory", CHATLM, "rows are memory-mapped", switch=True)
-    yield from _now("--layout", "packing", HF, "rows never see each other", convert=LAYOUTS, switch=True)
-    yield from _now("--layout", "neat_packing", LLAMA, "rows never see each other", convert=LAYOUTS, switch=True)
-    yield from _needless("group_by_length", HF, "the rows of a step are grouped by length; --mix window:8 goes further", switch=True)  # fmt: skip
-    yield from _needless("train_sampling_strategy length_column_name sortish_sampler", HF, "the rows of a step are grouped by length; --mix window:8 goes further")  # fmt: skip
-    yield from _now("--device cpu", "use_cpu no_cuda", HF, convert=if_true("cpu"), switch=True)
+    *_now("--precision bf16", "bf16", HF, "the chat tasks use it by themselves where the card has it", convert=if_true("bf16"), switch=True),
+    *_now("--precision fp16", "fp16", HF, "bf16 needs no loss scaling, where the card has it", convert=if_true("fp16"), switch=True),
+    *_now("--precision", "mixed_precision", LAUNCH, convert=PRECISIONS),
+    *_now("--weights bf16", "pure_bf16", LLAMA, "small updates are rounded away", convert=if_true("bf16"), switch=True),
+    *_needless("bf16_full_eval fp16_full_eval", HF, "evaluation uses --precision too", switch=True),
+    *_missing("tf32", HF, "call torch.set_float32_matmul_precision in a task of your own", switch=True),
+    *_now("--checkpointing", "gradient_checkpointing", HF, "auto uses it if it is faster or nothing else fits", convert=on_off, switch=True),
+    *_now("--checkpointing off", "disable_gradient_checkpointing", LLAMA, convert=if_true("off"), switch=True),
+    *_needless("gradient_checkpointing_kwargs", HF, "--checkpointing every-2 and every-3 cover fewer blocks"),
+    *_now("--compile", "torch_compile", HF, "auto compiles where that wins the time back", convert=on_off, switch=True),
+    *_needless("torch_compile_backend torch_compile_mode dynamo_backend", HF, "--compile chooses them"),
+    *_needless("use_liger_kernel", HF, "the plan finds what fits", switch=True),
+    *_needless("liger_kernel_config", HF, "the plan finds what fits"),
+    *_needless("enable_liger_kernel use_unsloth use_unsloth_gc", LLAMA, "the plan finds what fits", switch=True),
+    *_needless("flash_attn", LLAMA, "the attention kernel is chosen for the card and the layout"),
+    *_needless("attn_implementation", HF, "the attention kernel is chosen for the card and the layout"),
+    *_needless("torch_empty_cache_steps skip_memory_metrics", HF, "memory is planned and recorded"),
+    *_needless("use_cache low_cpu_mem_usage", HF, "set where it is right", switch=True),
+    *_needless("ultra_low_mem keep_in_memory", CHATLM, "rows are memory-mapped", switch=True),
+    *_now("--layout", "packing", HF, "rows never see each other", convert=LAYOUTS, switch=True),
+    *_now("--layout", "neat_packing", LLAMA, "rows never see each other", convert=LAYOUTS, switch=True),
+    *_needless("group_by_length", HF, "the rows of a step are grouped by length; --mix window:8 goes further", switch=True),
+    *_needless("train_sampling_strategy length_column_name sortish_sampler", HF, "the rows of a step are grouped by length; --mix window:8 goes further"),
+    *_now("--device cpu", "use_cpu no_cuda", HF, convert=if_true("cpu"), switch=True),
     # Reading.
-    yield from _now("--workers", "dataloader_num_workers", HF, MEASURED)
-    yield from _now("--workers", "num_workers", CHATLM, MEASURED)
-    yield from _now("--pin-memory", "dataloader_pin_memory", HF, MEASURED, convert=on_off, switch=True)
-    yield from _now("--prefetch", "dataloader_prefetch_factor", HF, MEASURED, convert=whole)
-    yield from _needless("dataloader_persistent_workers dataloader_drop_last dataloader_in_order", HF, "every step has exactly --global-batch rows, read ahead", switch=True)  # fmt: skip
-    yield from _needless(
-        "dataloader_multiprocessing_context", HF, "every step has exactly --global-batch rows, read ahead"
-    )
-    yield from _needless("label_names", HF, "--columns names the columns")
-    yield from _needless("remove_unused_columns", HF, "--columns names the columns", switch=True)
-    yield from _needless("streaming", HF, "rows are memory-mapped", switch=True)
-    yield from _needless("dataloader_buffer_size", CHATLM, "rows are memory-mapped")
-    yield from _needless("buffer_size preprocessing_batch_size", LLAMA, "rows are memory-mapped")
-    yield from _needless("preprocessing_num_workers", HF, "tokenizing uses all cores")
-    yield from _needless(
-        "overwrite_cache",
-        HF,
-        "every run tokenizes its raw files itself",
-        switch=True,
-        data="--overwrite",
-    )
+    *_now("--workers", "dataloader_num_workers", HF, MEASURED),
+    *_now("--workers", "num_workers", CHATLM, MEASURED),
+    *_now("--pin-memory", "dataloader_pin_memory", HF, MEASURED, convert=on_off, switch=True),
+    *_now("--prefetch", "dataloader_prefetch_factor", HF, MEASURED, convert=whole),
+    *_needless("dataloader_persistent_workers dataloader_drop_last dataloader_in_order", HF, "every step has exactly --global-batch rows, read ahead", switch=True),
+    *_needless("dataloader_multiprocessing_context", HF, "every step has exactly --global-batch rows, read ahead"),
+    *_needless("label_names", HF, "--columns names the columns"),
+    *_needless("remove_unused_columns", HF, "--columns names the columns", switch=True),
+    *_needless("streaming", HF, "rows are memory-mapped", switch=True),
+    *_needless("dataloader_buffer_size", CHATLM, "rows are memory-mapped"),
+    *_needless("buffer_size preprocessing_batch_size", LLAMA, "rows are memory-mapped"),
+    *_needless("preprocessing_num_workers", HF, "tokenizing uses all cores"),
+    *_needless("overwrite_cache", HF, "every run tokenizes its raw files itself", switch=True, data_flag="--overwrite"),
     # Evaluation, checkpoints, logs.
-    yield from _now("--eval-every", "eval_steps", HF, convert=whole)
-    yield from _now("--eval-rows", "max_eval_samples", HF, convert=whole)
-    yield from _needless("eval_strategy evaluation_strategy", HF, "--valid evaluates, every --eval-every steps")
-    yield from _missing("eval_delay", HF, "--eval-every decides when")
-    yield from _missing("eval_on_start", HF, "`brimful eval MODEL DATA` evaluates before the training", switch=True)
-    yield from _needless("predict_with_generate", HF, "answers are generated for --generate-rows rows", switch=True)
-    yield from _missing(
-        "generation_max_length generation_num_beams generation_config", HF, "the task decides how it generates"
-    )
-    yield from _needless("prediction_loss_only eval_do_concat_batches eval_use_gather_object batch_eval_metrics", HF, "evaluation is exact for any batch", switch=True)  # fmt: skip
-    yield from _needless("include_for_metrics", HF, "the task defines its scores")
-    yield from _now("--save-every", "save_steps", HF, "by default every ten minutes", convert=whole)
-    yield from _now("--keep", "save_total_limit", HF, "besides the best", convert=whole)
-    yield from _now("--keep", "keep_latest_n_ckp", CHATLM, "besides the best", convert=whole)
-    yield from _needless("save_strategy", HF, "--save-every decides")
-    yield from _missing("save_only_model", HF, "a checkpoint has all that a resume needs; RUN/model is the model alone", switch=True)  # fmt: skip
-    yield from _needless("save_on_each_node enable_jit_checkpoint", HF, "rank 0 saves, and on SIGTERM too", switch=True)
-    yield from _needless("load_best_model_at_end", HF, "RUN/best is the best model", switch=True)
-    yield from _now("--best", "metric_for_best_model", HF, convert=best)
-    yield from _needless("greater_is_better", HF, "the task knows which score is better", switch=True)
-    yield from _missing("best_epoch", CHATLM, "`brimful eval RUN DATA` takes the best checkpoint")
-    yield from _now("--trackers", "report_to", HF, convert=trackers)
-    yield from _needless("logging_steps logging_strategy logging_dir log_level log_level_replica", HF, EVENTS)
-    yield from _needless("logging_first_step logging_nan_inf_filter log_on_each_node disable_tqdm include_num_input_tokens_seen include_tokens_per_second", HF, EVENTS, switch=True)  # fmt: skip
-    yield from _needless("plot_loss", LLAMA, "`brimful report RUN` draws it", switch=True)
-    yield from _needless("run_name", HF, "the folder of --run is its name")
-    yield from _missing("project trackio_space_id trackio_bucket_id trackio_static_space_id", HF, "trackers read their own environment variables")  # fmt: skip
-    yield from _missing("use_swanlab swanlab_project", LLAMA, "--trackers takes tensorboard, wandb, mlflow and trackio")
-    yield from _needless("do_train do_eval do_predict", HF, "the command says it: train, eval", switch=True)
-    yield from _missing(
-        "push_to_hub hub_private_repo hub_always_push", HF, "nothing is uploaded; `hf upload` does it", switch=True
-    )
-    yield from _missing(
-        "hub_model_id hub_token hub_strategy hub_revision", HF, "nothing is uploaded; `hf upload` does it"
-    )
+    *_now("--eval-every", "eval_steps", HF, convert=whole),
+    *_now("--eval-rows", "max_eval_samples", HF, convert=whole),
+    *_needless("eval_strategy evaluation_strategy", HF, "--valid evaluates, every --eval-every steps"),
+    *_missing("eval_delay", HF, "--eval-every decides when"),
+    *_missing("eval_on_start", HF, "`brimful eval MODEL DATA` evaluates before the training", switch=True),
+    *_needless("predict_with_generate", HF, "answers are generated for --generate-rows rows", switch=True),
+    *_missing("generation_max_length generation_num_beams generation_config", HF, "the task decides how it generates"),
+    *_needless("prediction_loss_only eval_do_concat_batches eval_use_gather_object batch_eval_metrics", HF, "evaluation is exact for any batch", switch=True),
+    *_needless("include_for_metrics", HF, "the task defines its scores"),
+    *_now("--save-every", "save_steps", HF, "by default every ten minutes", convert=whole),
+    *_now("--keep", "save_total_limit", HF, "besides the best", convert=whole),
+    *_now("--keep", "keep_latest_n_ckp", CHATLM, "besides the best", convert=whole),
+    *_needless("save_strategy", HF, "--save-every decides"),
+    *_missing("save_only_model", HF, "a checkpoint has all that a resume needs; RUN/model is the model alone", switch=True),
+    *_needless("save_on_each_node enable_jit_checkpoint", HF, "rank 0 saves, and on SIGTERM too", switch=True),
+    *_needless("load_best_model_at_end", HF, "RUN/best is the best model", switch=True),
+    *_now("--best", "metric_for_best_model", HF, convert=best),
+    *_needless("greater_is_better", HF, "the task knows which score is better", switch=True),
+    *_missing("best_epoch", CHATLM, "`brimful eval RUN DATA` takes the best checkpoint"),
+    *_now("--trackers", "report_to", HF, convert=trackers),
+    *_needless("logging_steps logging_strategy logging_dir log_level log_level_replica", HF, EVENTS),
+    *_needless("logging_first_step logging_nan_inf_filter log_on_each_node disable_tqdm include_num_input_tokens_seen include_tokens_per_second", HF, EVENTS, switch=True),
+    *_needless("plot_loss", LLAMA, "`brimful report RUN` draws it", switch=True),
+    *_needless("run_name", HF, "the folder of --run is its name"),
+    *_missing("project trackio_space_id trackio_bucket_id trackio_static_space_id", HF, "trackers read their own environment variables"),
+    *_missing("use_swanlab swanlab_project", LLAMA, "--trackers takes tensorboard, wandb, mlflow and trackio"),
+    *_needless("do_train do_eval do_predict", HF, "the command says it: train, eval", switch=True),
+    *_missing("push_to_hub hub_private_repo hub_always_push", HF, "nothing is uploaded; `hf upload` does it", switch=True),
+    *_missing("hub_model_id hub_token hub_strategy hub_revision", HF, "nothing is uploaded; `hf upload` does it"),
     # Resume and seeds.
-    yield from _needless("data_seed", HF, "--seed also orders the rows")
-    yield from _now("--deterministic", "full_determinism", HF, convert=only_true, switch=True)
-    yield from _needless("ignore_data_skip restore_callback_states_from_checkpoint", HF, "a resume continues at the exact row", switch=True)  # fmt: skip
+    *_needless("data_seed", HF, "--seed also orders the rows"),
+    *_now("--deterministic", "full_determinism", HF, convert=only_true, switch=True),
+    *_needless("ignore_data_skip restore_callback_states_from_checkpoint", HF, "a resume continues at the exact row", switch=True),
     # Several cards.
-    yield from _now(
-        "--processes", "num_processes nproc_per_node gpus n_gpu devices", LAUNCH, "one for each card", convert=whole
-    )
-    yield from _needless("multi_gpu", LAUNCH, "--processes N uses N cards", switch=True)
-    yield from _missing("gpu_ids", LAUNCH, "CUDA_VISIBLE_DEVICES chooses the cards")
-    yield from _missing("num_machines nnodes machine_rank node_rank main_process_ip main_process_port master_addr master_port", LAUNCH, "for several machines: torchrun … -m brimful train … --run-dir DIR")  # fmt: skip
-    yield from _now("--backend", "ddp_backend", HF, convert=words(nccl="nccl", gloo="gloo"))
-    yield from _needless("ddp_timeout", HF, "an OOM on one card makes the step slower, not the job hang")  # fmt: skip
-    yield from _needless("ddp_bucket_cap_mb", HF, "gradients are added up once per step")
-    yield from _needless("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph", HF, "gradients are added up once per step", switch=True)  # fmt: skip
-    yield from _needless("local_rank", HF, "launchers set it as a variable")
-    yield from _missing("deepspeed fsdp fsdp_config accelerator_config parallelism_config", HF, "weights are not split over cards; brimful.integrations works with a Trainer of your own")  # fmt: skip
-    yield from _missing("use_deepspeed use_fsdp", LAUNCH, "weights are not split over cards", switch=True)
-    yield from _needless("debug", HF, "--traceback shows where an error comes from")
+    *_now("--processes", "num_processes nproc_per_node gpus n_gpu devices", LAUNCH, "one for each card", convert=whole),
+    *_needless("multi_gpu", LAUNCH, "--processes N uses N cards", switch=True),
+    *_missing("gpu_ids", LAUNCH, "CUDA_VISIBLE_DEVICES chooses the cards"),
+    *_missing("num_machines nnodes machine_rank node_rank main_process_ip main_process_port master_addr master_port", LAUNCH, "for several machines: torchrun … -m brimful train … --run-dir DIR"),
+    *_now("--backend", "ddp_backend", HF, convert=words(nccl="nccl", gloo="gloo")),
+    *_needless("ddp_timeout", HF, "an OOM on one card makes the step slower, not the job hang"),
+    *_needless("ddp_bucket_cap_mb", HF, "gradients are added up once per step"),
+    *_needless("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph", HF, "gradients are added up once per step", switch=True),
+    *_needless("local_rank", HF, "launchers set it as a variable"),
+    *_missing("deepspeed fsdp fsdp_config accelerator_config parallelism_config", HF, "weights are not split over cards; brimful.integrations works with a Trainer of your own"),
+    *_missing("use_deepspeed use_fsdp", LAUNCH, "weights are not split over cards", switch=True),
+    *_needless("debug", HF, "--traceback shows where an error comes from"),
     # What LLaMA-Factory and TRL train.
-    yield from _now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt, dpo for dpo", convert=words(sft="sft", pt="pretrain", dpo="dpo"))  # fmt: skip
-    yield from _now("--freeze", "finetuning_type", LLAMA, "and for adapters --lora alone", convert=words(full="none", lora=""))  # fmt: skip
-    yield from _missing("train_from_scratch", LLAMA, "--model takes a preset for new weights, such as chatlm-base", switch=True)  # fmt: skip
-    yield from _missing("template", LLAMA, "the chat template of the model's tokenizer is used; --chat-template takes chatml, plain or a Jinja file")  # fmt: skip
-    yield from _needless("tool_format", LLAMA, "the chat template of the model's tokenizer writes tools")
-    yield from _missing("val_size", LLAMA, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file", data="--valid")  # fmt: skip
-    yield from _missing("validation_split_percentage", HF, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file")  # fmt: skip
-    yield from _missing("mask_history", LLAMA, "every reply of a conversation is trained on", switch=True)
-    yield from _now("--train-on", "train_on_prompt", LLAMA, convert=if_true("all"), switch=True)
-    yield from _needless(
-        "completion_only_loss assistant_only_loss", HF, "only responses count in the loss", switch=True
-    )
-    yield from _missing("mix_strategy interleave_probs", LLAMA, "mix the files before, or in a task of your own")
-    yield from _now("--lora", "lora_rank", LLAMA, "with the other parts of adapters", convert="r={}".format)
-    yield from _now("--lora", "lora_alpha", LLAMA, "with the other parts of adapters", convert="alpha={}".format)
-    yield from _now("--lora", "lora_dropout", LLAMA, "with the other parts of adapters", convert="dropout={}".format)
-    yield from _now("--lora", "lora_target", LLAMA, "with the other parts of adapters", convert=lora_targets)
-    yield from _now("--lora", "lora_r", HF, "with the other parts of adapters", convert="r={}".format)
-    yield from _now("--lora", "lora_target_modules", HF, "with the other parts of adapters", convert=lora_targets)
-    yield from _missing("adapter_name_or_path", LLAMA, "--model takes the adapter, which is trained further")  # fmt: skip
-    yield from _needless("use_peft", HF, "--lora says so", switch=True)
-    yield from _now("--load-in", "load_in_4bit", HF, convert=if_true("4bit"), switch=True)
-    yield from _now("--load-in", "load_in_8bit", HF, convert=if_true("8bit"), switch=True)
-    yield from _now("--load-in", "quantization_bit", LLAMA, convert=words(**{"4": "4bit", "8": "8bit"}))
-    yield from _needless("quantization_method", LLAMA, "--load-in uses bitsandbytes")
-    yield from _missing("freeze_trainable_layers freeze_trainable_modules", LLAMA, "--freeze knows embeddings, encoder, encoder+embeddings and none")  # fmt: skip
-    yield from _now("--reference", "ref_model", LLAMA, "of dpo; by default the model as it begins")
-    yield from _now("--beta", "pref_beta", LLAMA, "of dpo")
-    yield from _now("--loss", "pref_loss", LLAMA, "of dpo: sigmoid, ipo, hinge, orpo or simpo", convert=words(sigmoid="sigmoid", ipo="ipo", hinge="hinge", orpo="orpo", simpo="simpo"))  # fmt: skip
-    yield from _missing("reward_model", LLAMA, "reward models are trained by TRL's RewardTrainer: see docs/step.md")
-    yield from _missing("rope_scaling", LLAMA, "set it in the config of the model")
-    yield from _needless("trust_remote_code", HF, "no code from the hub is run", switch=True)
-    yield from _needless("cache_dir", HF, "the variable HF_HOME says where the hub's models are kept")
+    *_now("TASK sft", "stage", LLAMA, "the first word of the command; pretrain for pt, dpo for dpo", convert=words(sft="sft", pt="pretrain", dpo="dpo")),
+    *_now("--freeze", "finetuning_type", LLAMA, "and for adapters --lora alone", convert=words(full="none", lora="")),
+    *_missing("train_from_scratch", LLAMA, "--model takes a preset for new weights, such as chatlm-base", switch=True),
+    *_missing("template", LLAMA, "the chat template of the model's tokenizer is used; --chat-template takes chatml, plain or a Jinja file"),
+    *_needless("tool_format", LLAMA, "the chat template of the model's tokenizer writes tools"),
+    *_missing("val_size", LLAMA, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file", data_flag="--valid"),
+    *_missing("validation_split_percentage", HF, "`brimful data clean --valid 0.1` splits rows, and --valid takes the file"),
+    *_missing("mask_history", LLAMA, "every reply of a conversation is trained on", switch=True),
+    *_now("--train-on", "train_on_prompt", LLAMA, convert=if_true("all"), switch=True),
+    *_needless("completion_only_loss assistant_only_loss", HF, "only responses count in the loss", switch=True),
+    *_missing("mix_strategy interleave_probs", LLAMA, "mix the files before, or in a task of your own"),
+    *_now("--lora", "lora_rank", LLAMA, "with the other parts of adapters", convert="r={}".format),
+    *_now("--lora", "lora_alpha", LLAMA, "with the other parts of adapters", convert="alpha={}".format),
+    *_now("--lora", "lora_dropout", LLAMA, "with the other parts of adapters", convert="dropout={}".format),
+    *_now("--lora", "lora_target", LLAMA, "with the other parts of adapters", convert=lora_targets),
+    *_now("--lora", "lora_r", HF, "with the other parts of adapters", convert="r={}".format),
+    *_now("--lora", "lora_target_modules", HF, "with the other parts of adapters", convert=lora_targets),
+    *_missing("adapter_name_or_path", LLAMA, "--model takes the adapter, which is trained further"),
+    *_needless("use_peft", HF, "--lora says so", switch=True),
+    *_now("--load-in", "load_in_4bit", HF, convert=if_true("4bit"), switch=True),
+    *_now("--load-in", "load_in_8bit", HF, convert=if_true("8bit"), switch=True),
+    *_now("--load-in", "quantization_bit", LLAMA, convert=words(**{"4": "4bit", "8": "8bit"})),
+    *_needless("quantization_method", LLAMA, "--load-in uses bitsandbytes"),
+    *_missing("freeze_trainable_layers freeze_trainable_modules", LLAMA, "--freeze knows embeddings, encoder, encoder+embeddings and none"),
+    *_now("--reference", "ref_model", LLAMA, "of dpo; by default the model as it begins"),
+    *_now("--beta", "pref_beta", LLAMA, "of dpo"),
+    *_now("--loss", "pref_loss", LLAMA, "of dpo: sigmoid, ipo, hinge, orpo or simpo", convert=words(sigmoid="sigmoid", ipo="ipo", hinge="hinge", orpo="orpo", simpo="simpo")),
+    *_missing("reward_model", LLAMA, "reward models are trained by TRL's RewardTrainer: see docs/step.md"),
+    *_missing("rope_scaling", LLAMA, "set it in the config of the model"),
+    *_needless("trust_remote_code", HF, "no code from the hub is run", switch=True),
+    *_needless("cache_dir", HF, "the variable HF_HOME says where the hub's models are kept"),
     # An earlier Brimful.
-    yield from _now("--model", "size", BRIMFUL, "chatlm-tiny or chatlm-base", convert=words(tiny="chatlm-tiny", base="chatlm-base"))  # fmt: skip
-    yield from _now("--model", "from", BRIMFUL)
-    yield from _needless("random_weights", BRIMFUL, "a preset of --model, such as chatlm-base, has new weights", switch=True)  # fmt: skip
+    *_now("--model", "size", BRIMFUL, "chatlm-tiny or chatlm-base", convert=words(tiny="chatlm-tiny", base="chatlm-base")),
+    *_now("--model", "from", BRIMFUL),
+    *_needless("random_weights", BRIMFUL, "a preset of --model, such as chatlm-base, has new weights", switch=True),
+)
+# fmt: on
 
-
-OLD_NAMES: Mapping[str, OldName] = {old.name: old for old in _entries()}
+OLD_NAMES: Mapping[str, OldName] = {old.name: old for old in _TABLE}

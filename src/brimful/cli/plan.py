@@ -6,11 +6,8 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from brimful.cli.flags import TASK_TITLE, collect, make_flags, optimizer_flag
+from brimful.cli.flags import TASK_TITLE, Switch, collect, make_flags, optimizer_flag
 from brimful.cli.output import naming_files, prefer_growing_segments, progress, show, with_flags
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
@@ -31,7 +28,7 @@ def plan_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None]
         /,
         *,
         config: Path | None = None,
-        json: Annotated[bool, Parameter(negative="")] = False,
+        json: Switch = False,
         flags: flags_type = flags_type(),  # type: ignore[valid-type]  # noqa: B008 - frozen
     ) -> None:
         """Find the fastest configuration of a task that fits the memory, without an out-of-memory error.

@@ -4,10 +4,9 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from cyclopts import Parameter
-
+from brimful.cli.flags import Switch
 from brimful.cli.output import with_flags
 from brimful.errors import BadOption, BadRun
 from brimful.files import write_atomic
@@ -23,7 +22,7 @@ def report(
     *runs: Path,
     output: Path | None = None,
     format: Literal["html", "md", "json"] = "html",
-    serve: Annotated[bool, Parameter(negative="")] = False,
+    serve: Switch = False,
     port: int | None = None,
 ) -> None:
     """Show what a run did: a summary in plain words, the plan and its reasons, memory, loss, speed and what happened.
@@ -56,8 +55,8 @@ def report(
         return
     from brimful.report.page.report import Report
 
-    made = Report(records, wording=with_flags)
-    text = {"html": made.html, "md": made.markdown, "json": lambda: made.json() + "\n"}[format]()
+    page = Report(records, wording=with_flags)
+    text = {"html": page.html, "md": page.markdown, "json": lambda: page.json() + "\n"}[format]()
     if output is None and format != "html":
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -3,10 +3,10 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
 
+from brimful.cli.flags import Device, Fill, Switch
 from brimful.cli.output import prefer_growing_segments, progress, show, with_flags
 from brimful.languages import tr, translate
 from brimful.units import parse_bytes
@@ -30,11 +30,11 @@ def serve(
     max_body: str = "4MiB",
     grace: float = 30.0,
     cuda_graphs: Literal["auto", "on", "off"] = "auto",
-    log_requests: Annotated[bool, Parameter(negative="")] = False,
-    device: str = "auto",
+    log_requests: Switch = False,
+    device: Device = "auto",
     memory_limit: str | None = None,
-    fill: float = 0.85,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    fill: Fill = 0.85,
+    json: Switch = False,
 ) -> None:
     """Serve a language model: the OpenAI API, and a page to talk to it.
 
@@ -75,12 +75,8 @@ def serve(
         Compute each token with one CUDA graph instead of launching it; auto does so where that is faster.
     log_requests
         Print requests and answers. Without it no content is logged.
-    device
-        cpu, cuda, cuda:1, mps or xpu; auto is the first accelerator, else the CPU.
     memory_limit
         Memory to use at most, such as 20GiB: reserved bytes on a GPU, a simulated limit on the CPU. Default: what is free.
-    fill
-        Share of the memory limit to use.
     json
         Print one JSON object when the server is ready.
     """

@@ -3,13 +3,12 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
-from brimful.cli.flags import make_flags, set_flags
+from brimful.cli.flags import Switch, make_flags, set_flags
 from brimful.cli.output import prefer_growing_segments, show
 from brimful.errors import BadOption, BadRun
+from brimful.files import cache_folder, write_atomic
 from brimful.languages import tr, translate
 from brimful.molecules.spec import SweepOptions, SweepSpec
 from brimful.tasks.option_fields import option_fields
@@ -24,7 +23,7 @@ def sweep(
     *,
     output: Path | None = None,
     cache: Path | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
     flags: Flags = Flags(),  # noqa: B008 - frozen
 ) -> None:
     """Train a grid of small heads on frozen molecular features: datasets × encoders × methods × seeds.
@@ -57,11 +56,14 @@ def sweep(
     if root.exists() and not root.is_dir():
         raise BadOption(f"--output {root} is a file. Try: a folder.")
     prefer_growing_segments()
-    result = _run(content, root, options, cache)
+    from brimful.molecules.sweep import sweep as run
+    from brimful.molecules.terminal import SweepProgress, SweepTable
+
+    features = cache or cache_folder("features")
+    with SweepProgress() as progress:
+        result = run(content, root, options, cache=features, listeners=[progress], progress=progress.progress)
     summaries = summarise(result.rows)
     _write_page(content, root, result, summaries)
-    from brimful.molecules.terminal import SweepTable
-
     data = {
         "output": str(root), "finished": result.finished, "rows": result.rows, "summary": summaries,
         "remarks": result.remarks, "packs": list(result.packs), "seconds": result.seconds,
@@ -77,18 +79,7 @@ def sweep(
     show(SweepTable(summaries, notes, result.remarks), data, as_json=json)
 
 
-def _run(spec: SweepSpec, root: Path, options: SweepOptions, cache: Path | None) -> Any:
-    from brimful.files import cache_folder
-    from brimful.molecules.sweep import sweep as run
-    from brimful.molecules.terminal import SweepProgress
-
-    with SweepProgress() as progress:
-        folder = cache or cache_folder("features")
-        return run(spec, root, options, cache=folder, listeners=[progress], progress=progress.progress)
-
-
 def _write_page(spec: SweepSpec, root: Path, result: Any, summaries: Any) -> None:
-    from brimful.files import write_atomic
     from brimful.molecules.page import sweep_page
     from brimful.molecules.results import conventions, read_run
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from brimful.cli.flags import TASK_TITLE, TITLES, UserOptions, collect, make_flags, set_flags
+from brimful.cli.flags import TASK_TITLE, TITLES, Switch, UserOptions, collect, make_flags, set_flags
 from brimful.cli.output import name_files, naming_files, prefer_growing_segments, print_error, show, with_flags
 from brimful.errors import BadOption, BadRun, with_hint
 from brimful.languages import tr, translate
@@ -68,9 +68,9 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
         *more: Annotated[str, Parameter(show=False)],
         recipe: str | None = None,
         config: Path | None = None,
-        demo_data: Annotated[bool, Parameter(negative="")] = False,
-        dry_run: Annotated[bool, Parameter(negative="")] = False,
-        json: Annotated[bool, Parameter(negative="")] = False,
+        demo_data: Switch = False,
+        dry_run: Switch = False,
+        json: Switch = False,
         flags: flags_type = flags_type(),  # type: ignore[valid-type]  # noqa: B008 - frozen
     ) -> None:
         """Train a task within the available memory: keep the global batch exact, survive out-of-memory errors, save, resume.
@@ -110,7 +110,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
             with naming_files(request.origins, request.values):
                 run_request(request)
             if os.environ["RANK"] == "0":
-                _print_ending(folder, json=json) if not dry_run else _note(_left_by_dry_run(folder))
+                _print_ending(folder, json=json, dry_run=dry_run)
             return
         before = folder.ending()
         outcome = _supervise(request, folder)
@@ -121,7 +121,7 @@ def train_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., None
             message = name_files(_with_advice(outcome, folder), request.origins, request.values)
             print_error(message, outcome.error_code)
             raise SystemExit(outcome.code)
-        _print_ending(folder, json=json) if not dry_run else _note(_left_by_dry_run(folder))
+        _print_ending(folder, json=json, dry_run=dry_run)
 
     return train
 
@@ -297,8 +297,11 @@ def _with_advice(outcome: Outcome, folder: RunFolder) -> str:
     return f"{outcome.message}{unsaved}{advice}"
 
 
-def _print_ending(folder: RunFolder, *, json: bool) -> None:
+def _print_ending(folder: RunFolder, *, json: bool, dry_run: bool) -> None:
     """For a run that ended well."""
+    if dry_run:
+        _note(_left_by_dry_run(folder))
+        return
     end = folder.ending() or {}
     result = {
         "run": str(folder.root),

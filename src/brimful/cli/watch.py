@@ -1,8 +1,9 @@
 """`brimful watch [RUN]`: a run in the terminal, while it trains or after it has ended.
 
-The view uses the terminal's second screen and writes only lines that have changed, so it does not flicker and is light over ssh: 1 kB a
-second at 80 × 24 and 16 kB at 200 × 60, and nothing once the run has ended. However it ends (q, Ctrl-C, a signal, an error), the terminal is as it was before. Where the output is no
-terminal or cannot move its cursor, one frame is printed, as with `--once`.
+The view uses the terminal's second screen and writes only lines that have changed, so it does not flicker and is light over
+ssh: 1 kB a second at 80 × 24 and 16 kB at 200 × 60, and nothing once the run has ended. However it ends (q, Ctrl-C, a signal,
+an error), the terminal is restored. Where the output is no terminal or cannot move its cursor, one frame is printed, as with
+`--once`.
 """
 
 import io
@@ -19,12 +20,12 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.text import Text
 
+from brimful.cli.flags import Switch
 from brimful.cli.output import with_flags
 from brimful.errors import BadOption
 from brimful.languages import set_language, tr
@@ -46,10 +47,10 @@ def watch(
     run: Path | None = None,
     /,
     *,
-    once: Annotated[bool, Parameter(negative="")] = False,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    once: Switch = False,
+    json: Switch = False,
     every: float = LEAST_S,
-    ascii: Annotated[bool, Parameter(negative="")] = False,
+    ascii: Switch = False,
 ) -> None:
     """Watch a run: memory of every card, host RAM, speed, loss, checkpoints, out-of-memory errors.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from brimful.cli.flags import Switch
 from brimful.cli.output import show, with_flags
 from brimful.errors import BadData, BadOption
 
@@ -14,7 +15,7 @@ def why(
     log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     /,
     *more: Annotated[str, Parameter(show=False)],
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Switch = False,
 ) -> None:
     """Explain why a training failed, is slow or does not learn, with fixes ranked by what they are worth.
 

@@ -184,10 +184,10 @@ def shared_prompts(
     first: RowProblem | None = None
     for chunk, hashes in prompts(chunks):
         rows += chunk.rows_in
-        found = np.flatnonzero(np.isin(hashes, known))
-        shared += len(found)
-        if len(found) and first is None:
-            first = RowProblem(chunk.file, int(chunk.lines[found[0]]), "its prompt is also in the training rows")
+        shared_rows = np.flatnonzero(np.isin(hashes, known))
+        shared += len(shared_rows)
+        if len(shared_rows) and first is None:
+            first = RowProblem(chunk.file, int(chunk.lines[shared_rows[0]]), "its prompt is also in the training rows")
     return SharedPrompts(files=source.files, rows=rows, shared=shared, first=first)
 
 
@@ -388,28 +388,25 @@ class Histogram:
     _ROUND = 1_024
 
     def __init__(self) -> None:
-        self._counts = np.zeros(self._EXACT, dtype=np.int64)
-        self._long: Counter[int] = Counter()
+        self._counts: Counter[int] = Counter()
         self._sum = self._max = 0
 
     def add(self, lengths: Counts) -> None:
         if not len(lengths):
             return
-        short = lengths[lengths < self._EXACT]
-        self._counts += np.bincount(short, minlength=self._EXACT)
-        if len(short) < len(lengths):
-            self._long.update((-(-lengths[lengths >= self._EXACT] // self._ROUND) * self._ROUND).tolist())
+        rounded = np.where(lengths < self._EXACT, lengths, -(-lengths // self._ROUND) * self._ROUND)
+        sizes, counts = np.unique(rounded, return_counts=True)
+        self._counts.update(dict(zip(sizes.tolist(), counts.tolist(), strict=True)))
         self._sum += int(lengths.sum())
         self._max = max(self._max, int(lengths.max()))
 
     def lengths(self) -> Lengths | None:
         """The result; None without rows."""
-        long = sorted(self._long)
-        sizes = np.concatenate([np.flatnonzero(self._counts), long]).astype(np.int64).clip(max=self._max)
-        counts = np.concatenate([self._counts[self._counts > 0], [self._long[size] for size in long]]).astype(np.int64)
-        rows, up_to = int(counts.sum()), np.cumsum(counts)
-        if not rows:
+        if not self._counts:
             return None
+        table = np.array(sorted(self._counts.items()), dtype=np.int64)
+        sizes, counts = table[:, 0].clip(max=self._max), table[:, 1]
+        rows, up_to = int(counts.sum()), np.cumsum(counts)
         p50, p90, p99 = (int(sizes[np.searchsorted(up_to, -(-rows * share // 100))]) for share in (50, 90, 99))
         bins = _bins(sizes, counts, p99, self._max)
         return Lengths(rows=rows, mean=self._sum / rows, p50=p50, p90=p90, p99=p99, max=self._max, bins=bins)

@@ -199,10 +199,10 @@ class Encoder:
                 lost[field] += excess
                 text_ids[:] = text_ids[self._truncation(number, len(text_ids) - excess)]
             text_ids.append(self.eos_id)
-        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
-        tokens = np.fromiter(chain.from_iterable(ids), self.dtype, int(lengths.sum(dtype=np.int64)))
-        rows = lengths.reshape(-1, fields)
-        return EncodedRows(tokens, rows, len(rows), truncated=truncated, lost_tokens=lost)
+        rows = len(ids) // fields
+        return EncodedRows.of(
+            [ids], fields=fields, dtype=self.dtype, rows_used=rows, truncated=truncated, lost_tokens=lost
+        )
 
 
 def in_pieces(rows: pa.RecordBatch, *, piece_bytes: int) -> Iterator[pa.RecordBatch]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -470,13 +469,13 @@ class Watchdog:
                 return
 
 
-def held_bytes(limit_bytes: int, root: Path = Path("/")) -> int:
+def held_bytes(limit_bytes: int) -> int:
     """What counts against the limit: this job's processes, or what the machine cannot give any more if that is larger."""
-    host = Host.detect(root)
+    host = Host.detect()
     missing = min(limit_bytes, host.ram_limit_bytes) - host.ram_available_bytes
     several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
     launcher = os.getppid() if several else os.getpid()  # all of a job's processes on this machine descend from it
-    return max(tree_bytes(launcher, root), missing)
+    return max(tree_bytes(launcher), missing)
 
 
 def exit_cause(code: int, kills_before: int | None, kills_now: int | None) -> str:

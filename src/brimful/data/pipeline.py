@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -139,10 +139,6 @@ class OutputFolder:
             raise
         self._remove(old)
         sync(self.path.parent)
-
-    def errors(self) -> AbstractContextManager[None]:
-        """Turn the system's errors while writing into one sentence."""
-        return writing_to(self.path)
 
     def _remove(self, folder: Path) -> None:
         if (folder / self.marker).is_file():

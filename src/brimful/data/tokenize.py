@@ -30,7 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from brimful.data.encode import EMPTY, PIECES_IN_FLIGHT, Drop, EncodedRows, Encoder, RowEncoder, in_pieces, piece_size
-from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, part_folder, read_ahead
+from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, part_folder, read_ahead, writing_to
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Chunk, Layout, RowProblem, Source, open_source
 from brimful.data.store import (
@@ -47,7 +47,7 @@ from brimful.data.store import (
 )
 from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
 from brimful.errors import BadData, BadOption, InternalError
-from brimful.files import write_atomic
+from brimful.files import parse_object, read_json, write_atomic
 from brimful.machine.host import Space
 from brimful.units import GiB, show_bytes
 
@@ -208,7 +208,7 @@ def tokenize(
     )
     refuse_output_inside(path, source.paths)
     facts = TokenizerFacts.read(tokenizer)
-    with folder.errors(), PeakMemory() as peak, part_folder(path, progress=_PROGRESS_FILE) as part:
+    with writing_to(path), PeakMemory() as peak, part_folder(path, progress=_PROGRESS_FILE) as part:
         job = _Job(source, facts, Path(tokenizer), part, path, options, peak, encoder)
         job.run(progress)
         meta = job.finish()
@@ -473,14 +473,14 @@ def _read_progress(part: Path, key: dict[str, Any]) -> _Earlier:
     if not path.is_file():
         return _Earlier(counts=Counts())
     try:
-        content = json.loads(path.read_bytes())
-        files = tuple(FileFacts.from_json(file) for file in content["files"])
+        content = read_json(path.read_bytes())
+        files = tuple(parse_object(FileFacts, file) for file in content["files"])
         changed = [name for name in key if content["key"].get(name) != key[name]]
         if changed:
             return _Earlier(counts=Counts(), discarded=f"it had another {' and '.join(changed)}")
         check_files(part, files, contents=True)
         return _Earlier(counts=Counts(**content["counts"]), files=files)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return _Earlier(counts=Counts(), discarded=f"its {_PROGRESS_FILE} cannot be read")
     except BadData as error:
         return _Earlier(counts=Counts(), discarded=str(error).partition(". Try")[0])

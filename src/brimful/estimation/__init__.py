@@ -6,4 +6,5 @@ step_memory    the memory of a step at one setting, for any number of rows
 trace          the allocations of one step, run on fake tensors
 fake_cuda      CUDA tensors without CUDA
 fake_kernels   what attention and loss allocate on a card
+kernel_memory  what other operations allocate there beside their results
 """

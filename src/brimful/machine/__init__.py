@@ -9,9 +9,3 @@
 Detecting changes nothing: no CUDA context is created if NVML answers (one would cost about 0.5 GiB), and what is unknown
 is None, with a note that says why. Importing this package does not import torch; detecting does.
 """
-
-from brimful.machine.gpu import Gpu, GpuProcess, describe_holders, gpu_holders
-from brimful.machine.host import Host, Space
-from brimful.machine.machine import Machine, Software
-
-__all__ = ["Gpu", "GpuProcess", "Host", "Machine", "Software", "Space", "describe_holders", "gpu_holders"]

@@ -186,14 +186,12 @@ class Nvml:
 
     def driver(self) -> str | None:
         """The driver's version, such as `580.159.04`."""
-        return _text(self.query("nvmlSystemGetDriverVersion"))
+        version: str | None = self.query("nvmlSystemGetDriverVersion")
+        return version
 
     def names(self) -> list[str]:
         """Every NVIDIA GPU of the machine, whether torch sees it or not."""
-        count = self.query("nvmlDeviceGetCount") or 0
-        handles = [self.query("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
-        known = [handle for handle in handles if handle is not None]
-        return [_text(self.query("nvmlDeviceGetName", handle)) or "an NVIDIA GPU" for handle in known]
+        return [self.query("nvmlDeviceGetName", handle) or "an NVIDIA GPU" for _, handle in self._handles()]
 
     def gpu(self, index: int, uuid: str, total_bytes: int) -> GpuUse | None:
         """The GPU that torch numbers `index`, by its UUID, since CUDA_VISIBLE_DEVICES renumbers GPUs.
@@ -201,9 +199,9 @@ class Nvml:
         torch gives the UUID without its prefix, so both are tried. MIG slices have their own UUIDs.
         """
         unknown, notes_before = f"who uses GPU {index} is unknown", len(self.notes)
-        found = self.find(uuid, total_bytes, unknown=unknown)
-        if found is not None:
-            full, handle, free = found
+        match = self.find(uuid, total_bytes, unknown=unknown)
+        if match is not None:
+            full, handle, free = match
             return GpuUse(uuid=full, free_bytes=free, processes=self.processes(handle, unknown))
         if self.module is not None and len(self.notes) == notes_before:
             self.notes.append(f"NVML has no figures for GPU {index} ({uuid}), so {unknown}.")
@@ -220,31 +218,43 @@ class Nvml:
 
     def cards(self) -> list[NvmlCard]:
         """Every GPU of the machine as it is now, without torch. Takes about a millisecond for each."""
+        cards = [self._card(index, handle) for index, handle in self._handles()]
+        return [card for card in cards if card is not None]
+
+    def sensors(self, handle: Any) -> tuple[float | None, int | None, float | None]:
+        """The share of the last moments in which a kernel ran, the temperature in °C, and the power in watts."""
+        busy = self.query("nvmlDeviceGetUtilizationRates", handle)
+        milliwatts = self.query("nvmlDeviceGetPowerUsage", handle)
+        return (
+            None if busy is None else busy.gpu / 100,
+            self.query("nvmlDeviceGetTemperature", handle, 0),  # 0: of the GPU itself
+            None if milliwatts is None else milliwatts / 1000,
+        )
+
+    def _handles(self) -> list[tuple[int, Any]]:
+        """Number and handle of each GPU that answers."""
         count = self.query("nvmlDeviceGetCount") or 0
         handles = [(index, self.query("nvmlDeviceGetHandleByIndex", index)) for index in range(count)]
-        cards = [self._card(index, handle) for index, handle in handles if handle is not None]
-        return [card for card in cards if card is not None]
+        return [(index, handle) for index, handle in handles if handle is not None]
 
     def _card(self, index: int, handle: Any) -> NvmlCard | None:
         memory = self.query("nvmlDeviceGetMemoryInfo", handle)
         if memory is None:
             return None
-        busy = self.query("nvmlDeviceGetUtilizationRates", handle)
-        temperature = self.query("nvmlDeviceGetTemperature", handle, 0)  # 0: of the GPU itself
-        milliwatts = self.query("nvmlDeviceGetPowerUsage", handle)
+        utilization, temperature_c, power_w = self.sensors(handle)
         return NvmlCard(
             index=index,
-            uuid=_text(self.query("nvmlDeviceGetUUID", handle)),
+            uuid=self.query("nvmlDeviceGetUUID", handle),
             free_bytes=int(memory.free),
-            utilization=None if busy is None else busy.gpu / 100,
-            temperature_c=None if temperature is None else float(temperature),
-            power_w=None if milliwatts is None else milliwatts / 1000,
+            utilization=utilization,
+            temperature_c=None if temperature_c is None else float(temperature_c),
+            power_w=power_w,
             processes=self.processes(handle),
         )
 
     def process_name(self, pid: int) -> str | None:
         """The name as NVML reports it, also for some processes that psutil may not access."""
-        path = _text(self.query("nvmlSystemGetProcessName", pid))
+        path = self.query("nvmlSystemGetProcessName", pid)
         return path.split(" ")[0].rpartition("/")[2] or None if path else None
 
     def processes(self, handle: Any, unknown: str = "") -> dict[int, int | None] | None:
@@ -277,11 +287,6 @@ def open_nvml() -> Iterator[Nvml]:
         yield nvml
     finally:
         nvml.query("nvmlShutdown")
-
-
-def _text(value: str | bytes | None) -> str | None:
-    """Older bindings return bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _detect_one(kind: str, index: int, nvml: Nvml, notes: list[str], may_create_context: bool) -> Gpu | None:

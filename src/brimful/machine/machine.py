@@ -1,8 +1,8 @@
 """`Machine`: one snapshot of everything this machine has, for plans, tables and JSON."""
 
-import dataclasses
+import json
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +87,5 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values: sizes in bytes, unknown is null."""
-        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

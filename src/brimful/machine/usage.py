@@ -25,7 +25,6 @@ TREE_SHARE = 0.02
 UNLISTED_BYTES = 2 * GiB
 """Where NVML does not list this process (in containers), this much beside what torch has reserved may be its own too: a CUDA
 context takes 0.5 GiB and more, NCCL's buffers as much again."""
-_GPU_SENSOR = 0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -72,18 +71,17 @@ class GpuMeter:
         self._handle: Any = None
 
     def read(self) -> GpuSample:
-        query, handle = self._nvml.query, self._find()
-        known = handle is not None
-        rates = query("nvmlDeviceGetUtilizationRates", handle) if known else None
-        power = query("nvmlDeviceGetPowerUsage", handle) if known else None
-        used = self._used(handle) if known else None
+        handle = self._find()
+        sensors = (None, None, None) if handle is None else self._nvml.sensors(handle)
+        utilization, temperature_c, power_w = sensors
+        used = None if handle is None else self._used(handle)
         return GpuSample(
             index=self._index,
             name=self._name,
             uuid=self._uuid,
-            utilization=None if rates is None else rates.gpu / 100,
-            temperature_c=query("nvmlDeviceGetTemperature", handle, _GPU_SENSOR) if known else None,
-            power_w=None if power is None else power / 1000,
+            utilization=utilization,
+            temperature_c=temperature_c,
+            power_w=power_w,
             used_bytes=used,
             total_bytes=self._total_bytes,
             others_bytes=None if used is None else self._others(handle, used),
@@ -91,8 +89,8 @@ class GpuMeter:
 
     def _find(self) -> Any:
         if self._handle is None and self._uuid is not None and self._total_bytes is not None:
-            found = self._nvml.find(self._uuid, self._total_bytes)
-            self._handle = None if found is None else found[1]
+            match = self._nvml.find(self._uuid, self._total_bytes)
+            self._handle = None if match is None else match[1]
         return self._handle
 
     def _used(self, handle: Any) -> int | None:

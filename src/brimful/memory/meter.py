@@ -169,6 +169,12 @@ def allocator_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given, as before a clock is read."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def trim_heap() -> None:
     """Return freed host memory to the system, if the C library can.
 

@@ -83,22 +83,16 @@ class SweepFolder:
         before = self._claimed()
         now = {
             "splits": {name: _split_hash(dataset) for name, dataset in prepared.items()},
-            "labels": {name: found for name, dataset in prepared.items() if (found := _label_hash(dataset))},
+            "labels": {name: label_hash for name, dataset in prepared.items() if (label_hash := _label_hash(dataset))},
             "rows": {key: _rows_hash(dataset) for key, dataset in rows.items()},
-        }
-        phrases = {
-            "splits": "the molecules, the split or the features of {}",
-            "labels": "the label of {}",
-            "rows": "the molecules, the split or the features of {}",
         }
         for kind, hashes in now.items():
             for name, value in hashes.items():
                 if before[kind].get(name, value) != value:
-                    label = f" ({', '.join(prepared[name].spec.label)})" if kind == "labels" else ""
-                    raise BadRun(
-                        f"{self.root} holds results of other data: {phrases[kind].format(name)}{label} changed. "
-                        "Try: another output=."
-                    )
+                    what = f"the molecules, the split or the features of {name}"
+                    if kind == "labels":
+                        what = f"the label of {name} ({', '.join(prepared[name].spec.label)})"
+                    raise BadRun(f"{self.root} holds results of other data: {what} changed. Try: another output=.")
         with writing(self.claims):
             write_atomic(self.claims, json.dumps({kind: {**before[kind], **now[kind]} for kind in now}, indent=1))
 

@@ -162,9 +162,9 @@ def _scaling(train: Matrix) -> Callable[[Matrix], Singles]:
     return standardised
 
 
-def only_bits(matrix: Matrix, rows: int = 512) -> bool:
+def only_bits(matrix: Matrix) -> bool:
     """Whether all values are 0 or 1. The dtype does not say: counts are often bytes, and bits are often floats."""
-    parts = (matrix[start : start + rows] for start in range(0, len(matrix), rows))
+    parts = (matrix[start : start + CHUNK_ROWS] for start in range(0, len(matrix), CHUNK_ROWS))
     return all(bool(((part == 0) | (part == 1)).all()) for part in parts)
 
 

@@ -44,9 +44,8 @@ SCHEMA = pa.schema(
 COLUMNS = tuple(SCHEMA.names)
 RUN_ARRAYS = ("id_scores", "ood_scores", "curve", "loss")
 FIGURES = ("auroc", "aupr", "fpr95", "aupr_ood", "aupr_id", "fpr95_ood", "fpr95_id")
-SHOWN = ("auroc", "aupr", "fpr95")
 HEADERS = (("auroc", "AUROC ↑"), ("aupr", "AUPR ↑"), ("fpr95", "FPR95 ↓"))
-"""The headers of the figures in a table on the terminal and on the page."""
+"""The figures of a table, with their headers."""
 LOWER_IS_BETTER = frozenset(("fpr95", "fpr95_ood", "fpr95_id"))
 TRIVIAL = "trivial"
 """The kind of a row that counts atoms or rings, or looks for the nearest training molecule."""
@@ -283,7 +282,7 @@ def conventions(summaries: Sequence[Summary]) -> list[str]:
 _LATEX = {
     "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "±": r"$\pm$", "−": "$-$", "–": "--", "✓": r"$\star$",
-    "<": "$<$", ">": "$>$",
+    "<": "$<$", ">": "$>$", "↑": r"$\uparrow$", "↓": r"$\downarrow$",
 }  # fmt: skip
 
 
@@ -292,7 +291,7 @@ def markdown(summaries: Sequence[Summary]) -> str:
     parts = ["# Results of the sweep\n"]
     for dataset, table in by_dataset(summaries).items():
         methods, trivial = _cells(table, _escape_markdown, "**{}**".format)
-        header = _header(table, " ↑", " ↓")
+        header = _header(table)
         aligned = ["---"] * (len(header) - 5) + ["---:"] * 5
         rule = [["*trivial baselines*", *[""] * (len(header) - 1)]] if trivial else []
         rows = "\n".join(f"| {' | '.join(cells)} |" for cells in [header, aligned, *methods, *rule, *trivial])
@@ -306,7 +305,7 @@ def latex(summaries: Sequence[Summary]) -> str:
     labels: list[str] = []
     for dataset, table in by_dataset(summaries).items():
         labels.append(_label(dataset, labels))
-        header = _header(table, r" $\uparrow$", r" $\downarrow$")
+        header = [_escape_latex(name) for name in _header(table)]
         blocks = [block for block in _cells(table, _escape_latex, r"\textbf{{{}}}".format) if block]
         caption = _escape_latex(f"{dataset}: {table[0]['about']}. {' '.join(conventions(table))}")
         lines = [
@@ -337,9 +336,9 @@ def by_dataset(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return tables
 
 
-def _header(table: Sequence[Summary], up: str, down: str) -> list[str]:
+def _header(table: Sequence[Summary]) -> list[str]:
     names = ["Encoder", "Method", *(["Settings"] if _has_settings(table) else [])]
-    return [*names, f"AUROC{up}", f"AUPR{up}", f"FPR95{down}", "Gain", "Seeds"]
+    return [*names, *(name for _, name in HEADERS), "Gain", "Seeds"]
 
 
 def _cells(table: Sequence[Summary], escape: Callable[[str], str], bold: Callable[[str], str]) -> tuple[list[list[str]], list[list[str]]]:  # fmt: skip
@@ -349,7 +348,7 @@ def _cells(table: Sequence[Summary], escape: Callable[[str], str], bold: Callabl
     for summary in table:
         text = summary["text"]
         names = [summary["encoder"], summary["method"], *([text["settings"]] if _has_settings(table) else [])]
-        figures = [bold(escape(text[key])) if key in summary["best"] else escape(text[key]) for key in SHOWN]
+        figures = [bold(escape(text[key])) if key in summary["best"] else escape(text[key]) for key, _ in HEADERS]
         cells = [*map(escape, names), *figures, escape(text["gain"]), escape(text["seeds"])]
         (trivial if summary["kind"] == TRIVIAL else methods).append(cells)
     return methods, trivial

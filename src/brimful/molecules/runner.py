@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from brimful.errors import DoesNotFit
-from brimful.memory.meter import has_peak_statistics, meter
+from brimful.memory.meter import has_peak_statistics, meter, synchronize
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.molecules.feature_store import FeatureStore
 from brimful.molecules.heads import Job
@@ -112,18 +112,13 @@ def _try(jobs: Sequence[Job], store: FeatureStore) -> PackTrial:
 
 
 def _time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, int]:
-    _synchronize(device)
+    synchronize(device)
     begin, done = time.perf_counter(), 0
     while done < TRIAL_STEPS and time.perf_counter() - begin < TRIAL_S:
         step()
-        _synchronize(device)
+        synchronize(device)
         done += 1
     return time.perf_counter() - begin, done
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _predicted_too_large(trials: Sequence[PackTrial], runs: int, budget_bytes: int | None) -> str | None:

@@ -196,13 +196,10 @@ def _product(top: SpecTable, name: str, checks: Mapping[str, Check], owner: type
     table.check_keys(tuple(checks), elsewhere=TOP_KEYS)
     default = owner()
     values = [table.many(key, getattr(default, key), check) for key, check in checks.items()]
-    return tuple(
-        owner(**dict(zip(checks, map(_hashable, chosen), strict=True))) for chosen in itertools.product(*values)
-    )
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    hashable: list[list[Any]] = [
+        [tuple(value) if isinstance(value, list) else value for value in choices] for choices in values
+    ]
+    return tuple(owner(**dict(zip(checks, chosen, strict=True))) for chosen in itertools.product(*hashable))
 
 
 def _entries(top: SpecTable, key: str, example: str) -> list[Any]:
@@ -367,14 +364,7 @@ def _encoder(top: SpecTable, content: Any, folder: Path) -> EncoderSpec | None:
             f"unknown encoder {unknown(name, tuple(ENCODERS))}, or a .npy or .parquet file, or file.py:function"
         )
         return None
-    options = {key: _absolute(value, folder) for key, value in content.items()} if isinstance(content, dict) else {}
-    return EncoderSpec(name=name, config={**options, "name": name} if options else name)
-
-
-def _absolute(value: Any, folder: Path) -> Any:
-    """An option that names a file beside the spec (weights, another Python) is relative to the spec."""
-    is_path = isinstance(value, str) and "/" in value and (folder / value).exists()
-    return str(folder / value) if is_path else value
+    return EncoderSpec(name=name, config={**content, "name": name} if isinstance(content, dict) else name)
 
 
 def _encoder_name(encoder: EncoderSpec, *, short: bool = True) -> str:

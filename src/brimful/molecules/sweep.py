@@ -325,7 +325,7 @@ class _Training:
 
     def _note_pack(self, message: PackMessage) -> None:
         size = message.size
-        trials = [{"runs": trial.runs, "steps_per_s": trial.steps_per_s, "peak_bytes": trial.peak_bytes} for trial in size.trials]  # fmt: skip
+        trials = [asdict(trial) for trial in size.trials]
         pack = {"share": message.share, "heads": message.jobs, "runs": size.runs, "reason": size.reason, "trials": trials}  # fmt: skip
         self.packs.append(pack)
         self.journal.write("pack", **pack)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -112,9 +112,7 @@ class SweepProgress:
     stopped; it is unknown before the first has.
     """
 
-    def __init__(self, file: TextIO | None = None) -> None:
-        self._file = sys.stderr if file is None else file
-        self._console = Console(file=self._file)
+    def __init__(self) -> None:
         self._live: Live | None = None
         self._heads = self._trained = self._alive = self._epochs = 0
         self._stopped_epochs: list[int] = []
@@ -122,8 +120,8 @@ class SweepProgress:
         self._last_line_s = -LINE_EVERY_S
 
     def __enter__(self) -> Self:
-        if self._file.isatty():
-            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        if sys.stderr.isatty():
+            self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
@@ -214,4 +212,4 @@ class SweepProgress:
 
     def _line(self, sentence: str) -> None:
         self._last_line_s = time.monotonic()
-        print(f"sweep: {translate(sentence)}", file=self._file, flush=True)
+        print(f"sweep: {translate(sentence)}", file=sys.stderr, flush=True)

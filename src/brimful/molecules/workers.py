@@ -130,8 +130,8 @@ def _train_group(
     size = choose_pack_size(group, store, share.budget_bytes or _free_budget(device), most=share.most)
     yield PackMessage(share=share.number, jobs=len(group), size=size)
     resumed = _runs_of_group(group, share.resumed)
-    begun = {job.name for state in resumed for job in state.jobs}
-    runner = Runner([job for job in group if job.name not in begun], store, size.runs, resumed=resumed)
+    resumed_names = {job.name for state in resumed for job in state.jobs}
+    runner = Runner([job for job in group if job.name not in resumed_names], store, size.runs, resumed=resumed)
     saved, ooms = time.monotonic(), 0
     for finished in runner.run():
         now = time.monotonic()

@@ -25,7 +25,7 @@ from brimful.machine.host import Host
 from brimful.memory.context import StepContext, to_device
 from brimful.memory.layout import PACKED
 from brimful.memory.ledger import active_limit_bytes
-from brimful.memory.meter import has_peak_statistics, meter
+from brimful.memory.meter import has_peak_statistics, meter, synchronize
 from brimful.memory.model import Probe
 from brimful.memory.oom import OutOfMemory, attempt, is_oom
 from brimful.planning.plan_time import PlanTime, now
@@ -230,7 +230,7 @@ class Prober:
                 count = PASSES[mode]
                 context.step((self.batch(rows, shape) for _ in range(count)), count * rows, metered.phase)
         reading = metered.reading()
-        self._synchronise()
+        synchronize(self.context.device)
         self.plan_time.record(rows, shape, (now() - started) / PASSES[mode])
         phases = {name: peak for name, peak in reading.phases.items() if name != "idle"}
         return Probe(rows=rows, shape=shape, phases=phases, reserved_bytes=reading.reserved_bytes)
@@ -257,15 +257,11 @@ class Prober:
         return len(times) < 2 or (sum(times) < TIMED_S and len(times) < (2 if steady else 5))
 
     def _clock(self, work: Callable[[], Any]) -> float:
-        self._synchronise()
+        synchronize(self.context.device)
         start = now()
         work()
-        self._synchronise()
+        synchronize(self.context.device)
         return now() - start
-
-    def _synchronise(self) -> None:
-        if self.context.device.type != "cpu":
-            torch.accelerator.synchronize(self.context.device)
 
 
 def make_context(

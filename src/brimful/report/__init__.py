@@ -10,6 +10,7 @@ page/         a run on one page
 doctor/       what on this machine would stop a training or slow it down
 tables        plans, evaluations and the machine
 data_tables   the reports of the data commands
+estimate_table  an estimate
 progress      a run in the terminal that trains it
 wrapped_text  lines that may end between two Chinese characters
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from brimful.data.pipeline import OutputFolder
+from brimful.data.pipeline import writing_to
 from brimful.errors import BadModel, BadOption, UserError
 from brimful.files import FileLock, read_json, sync_tree
 from brimful.machine.host import Space
@@ -164,7 +164,7 @@ def new_folder(output: Path, *, needs_bytes: int) -> Iterator[Path]:
             "Try: free some space, or another output=."
         )
     part = output.with_name(f".{output.name}.part")
-    with OutputFolder(path=output, kind="model", marker=CONFIG, overwrite=False).errors():
+    with writing_to(output):
         try:
             lock = FileLock(part, folder=True)
         except BlockingIOError:

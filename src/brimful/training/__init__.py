@@ -6,6 +6,8 @@
     optimizer     optimizers and learning-rate curves by name
     average       the average of the weights that `ema` keeps
     evaluate      the loss and scores over a fixed set of rows
+    patience      when a run stops because it no longer improves
+    levels        the level of a noisy figure, and whether it has risen beyond noise
     choose_plan   the plan of the run before, or a new one for each kind of device
     run_plan      what a run adds to its plan: choices, sources, the predicted time, warnings
     plan_history  the plans a run has had, what changed between them, and the way back
@@ -21,25 +23,5 @@
     launch        the processes of `brimful train`, and how they end
     connection    whether the processes reach each other
 
-`train` and `Hook` load on first use, because `options`, `run`, `plan_history` and `launch` must not import torch.
+`options`, `run`, `plan_history` and `launch` must not import torch.
 """
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from brimful.training.loop import Hook as Hook
-    from brimful.training.session import train as train
-
-__all__ = ["Hook", "train"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "train":
-        from brimful.training.session import train
-
-        return train
-    if name == "Hook":
-        from brimful.training.loop import Hook
-
-        return Hook
-    raise AttributeError(f"module 'brimful.training' has no attribute {name!r}")

@@ -102,7 +102,7 @@ class Checkpoints:
 
     def _make_durable(self, part: "_Entry", facts: Mapping[str, Any]) -> "Manifest":
         """Here a checkpoint becomes durable: synced, hashed, given its manifest, and only then renamed into place."""
-        serial = 1 + max((one.manifest.serial for one in self._list_checkpoints()[0]), default=0)
+        serial = 1 + max((checkpoint.manifest.serial for checkpoint in self._list_checkpoints()[0]), default=0)
         sync_tree(part.path)
         manifest = Manifest.write(part.path, step=part.step, serial=serial, facts=facts)
         complete, aside = part.renamed("complete").path, part.renamed("aside")
@@ -123,16 +123,18 @@ class Checkpoints:
         """The last one saved whose sizes and hashes are right, and those that had to be skipped."""
         checkpoints, unknown = self._list_checkpoints()
         skipped: list[Skipped] = []
+        intact: Checkpoint | None = None
         for checkpoint in checkpoints:
             try:
                 checkpoint.check(contents=True)
             except BadCheckpoint as error:
                 self._damaged.add(checkpoint.manifest.serial)
                 skipped.append(Skipped(path=checkpoint.path, step=checkpoint.step, why=str(error)))
-                continue
-            unknown = [one for one in unknown if one.step >= checkpoint.step]
-            return Newest(checkpoint=checkpoint, skipped=_newest_first([*skipped, *unknown]))
-        return Newest(checkpoint=None, skipped=_newest_first([*skipped, *unknown]))
+            else:
+                intact, unknown = checkpoint, [other for other in unknown if other.step >= checkpoint.step]
+                break
+        skipped = sorted([*skipped, *unknown], key=lambda checkpoint: checkpoint.step, reverse=True)
+        return Newest(checkpoint=intact, skipped=tuple(skipped))
 
     def mark_best(self, best: "Best") -> None:
         """It is not removed until another one is marked. Never raises: a failure is noted, and tried again."""
@@ -145,7 +147,9 @@ class Checkpoints:
 
     def clean(self) -> list[Path]:
         """Before a run: remove what killed saves and removals left, and restore what was set aside."""
-        leftovers = [one for one in _Entry.list(self.folder) if one.kind != "complete" and not self._restore_aside(one)]
+        leftovers = [
+            entry for entry in _Entry.list(self.folder) if entry.kind != "complete" and not self._restore_aside(entry)
+        ]
         for entry in leftovers:
             self._remove(entry)
         return [entry.path for entry in leftovers]
@@ -158,8 +162,9 @@ class Checkpoints:
         except BadCheckpoint as error:
             self._note_once(f"old checkpoints were not removed: {error}")
             return
-        named = [one for one in checkpoints if one.path == self.path(one.step)]  # not those set aside
-        kept = [one for one in named if self._looks_complete(one)][: self.keep]
+        # Not those set aside.
+        named = [checkpoint for checkpoint in checkpoints if checkpoint.path == self.path(checkpoint.step)]
+        kept = [checkpoint for checkpoint in named if self._looks_complete(checkpoint)][: self.keep]
         best = self.best()
         for checkpoint in named if len(kept) == self.keep else ():
             is_best = best is not None and checkpoint.step == best.step
@@ -169,7 +174,7 @@ class Checkpoints:
     def check_space(self, needs_bytes: int, *, saves: int | None = None) -> None:
         """Before a run: is there space for those to keep, the best and the one being written, or for `saves` of them?"""
         saves = saves or self.keep + 2
-        existing_bytes = sum(one.size_bytes for one in self._list_checkpoints()[0])
+        existing_bytes = sum(checkpoint.size_bytes for checkpoint in self._list_checkpoints()[0])
         space, all_bytes = Space.around(self.folder), saves * (needs_bytes + _margin_bytes(needs_bytes))
         if space is not None and all_bytes > space.free_bytes + existing_bytes:
             raise SaveFailed(
@@ -257,7 +262,7 @@ class Checkpoints:
                     checkpoints.append(entry.checkpoint())
             except BadCheckpoint as error:
                 unknown.append(Skipped(path=entry.path, step=entry.step, why=str(error)))
-        return sorted(checkpoints, key=lambda one: one.manifest.serial, reverse=True), unknown
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.serial, reverse=True), unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,10 +324,6 @@ class Newest:
     checkpoint: Checkpoint | None
     skipped: tuple[Skipped, ...] = ()
     """Damaged or never finished, the newest first."""
-
-
-def _newest_first(skipped: list[Skipped]) -> tuple[Skipped, ...]:
-    return tuple(sorted(skipped, key=lambda one: one.step, reverse=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

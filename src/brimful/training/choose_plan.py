@@ -83,7 +83,7 @@ class PlanChoice:
             history.clear()
         keys = self.group.gather_objects(plan.key + plan.created)
         is_own = keys.index(keys[rank]) == rank
-        before, newest = history.current(), max((one.number for one in history.all()), default=0)
+        before, newest = history.current(), max((kept_plan.number for kept_plan in history.all()), default=0)
         answers = self.group.gather_objects(
             (history.numbers_of(kept) if is_own else None, before and before.number, newest)
         )
@@ -129,8 +129,10 @@ class PlanChoice:
             return replace(plan, choices=(origin, *plan.choices))
         reason = f"as requested; the plan was made for {show_bytes(plan.limit_bytes)}"
         choices = tuple(
-            replace(one, requested=limit, effective=limit, reason=reason) if one.name == "memory_limit" else one
-            for one in plan.choices
+            replace(choice, requested=limit, effective=limit, reason=reason)
+            if choice.name == "memory_limit"
+            else choice
+            for choice in plan.choices
         )
         return replace(plan, limit_bytes=limit, choices=(origin, *choices))
 
@@ -148,7 +150,7 @@ class PlanChoice:
             return None
         less = self.target.device.type == "cuda" and self.target.limit_bytes < SHRUNK * plan.limit_bytes
         if plan.device_name != self.target.name or less:
-            was, is_now = (show_bytes(one.limit_bytes) for one in (plan, self.target))
+            was, is_now = show_bytes(plan.limit_bytes), show_bytes(self.target.limit_bytes)
             changed.append(f"the device ({is_now} on {self.target.name} now, {was} on {plan.device_name} before)")
         if changed:
             self.note(f"making a new plan because this changed since the run began: {', '.join(changed)}")

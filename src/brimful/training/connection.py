@@ -86,7 +86,7 @@ def _start(backend: str, start_s: float, timeout_s: float) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, size, timedelta(seconds=start_s))
     store.set(f"brimful/started/{rank}", "1")
-    store.wait([f"brimful/started/{one}" for one in range(size)], timedelta(seconds=start_s))
+    store.wait([f"brimful/started/{other}" for other in range(size)], timedelta(seconds=start_s))
     store.set_timeout(_COLLECTIVE_TIMEOUT)
     group_store = dist.PrefixStore("default_pg", store)
 

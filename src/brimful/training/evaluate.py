@@ -138,7 +138,7 @@ class Evaluator:
             batches=int(batches),
             ooms=int(ooms),
             peak_bytes=self._peak(),
-            forward={one.what: one.to_json() for one in self.context.forwards if one.batches},
+            forward={forward.what: forward.to_json() for forward in self.context.forwards if forward.batches},
         )
 
     def _counts_tokens(self, terms: dict[str, tuple[float, float]]) -> bool:
@@ -217,14 +217,15 @@ class Evaluator:
         return {str(name): float(value) for name, value in scores.items()}
 
     def _counters(self) -> tuple[int, int]:
-        return self._forward.batches, sum(one.ooms for one in self.context.forwards)
+        return self._forward.batches, sum(forward.ooms for forward in self.context.forwards)
 
     def _since(self, before: tuple[int, int]) -> list[list[float]]:
         now = self._counters()
         return self.context.group.gather([float(new - old) for new, old in zip(now, before, strict=True)])
 
     def _peak(self) -> int | None:
-        own = max((one.peak_bytes for one in self.context.forwards if one.peak_bytes is not None), default=-1)
+        peaks = [forward.peak_bytes for forward in self.context.forwards if forward.peak_bytes is not None]
+        own = max(peaks, default=-1)
         most = max(part[0] for part in self.context.group.gather([float(own)]))
         return int(most) if most >= 0 else None
 

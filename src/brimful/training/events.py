@@ -45,7 +45,6 @@ import json
 import logging
 import math
 import os
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +60,6 @@ FORMAT = 2
 WAITING_LINES = 10_000
 """Lines that wait for a disk with space; the oldest are dropped first, and counted."""
 
-_IN_TASK = re.compile(r"task \S+: \w+\(\) failed")
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 Listener = Callable[[dict[str, Any]], object]
 log = logging.getLogger("brimful")
@@ -75,7 +73,9 @@ class Journal:
 
     def __init__(self, path: Path | None, listeners: Sequence[Listener] = ()) -> None:
         self._file = None if path is None else LineFile(path)
-        self._listeners = {f"listener {index}, {_name(one)}": one for index, one in enumerate(listeners, 1)}
+        self._listeners = {
+            f"listener {index}, {_name(listener)}": listener for index, listener in enumerate(listeners, 1)
+        }
         self._failing: set[str] = set()
         self._lock = threading.RLock()  # a signal handler may write in the middle of a write
 
@@ -221,11 +221,8 @@ def last_steps(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[
 
 
 def error_repeats(end: Mapping[str, Any]) -> bool:
-    """Whether the error of an `end` event would come again after a resume; older events tell it only by their sentence."""
-    if end.get("reason") != "failed":
-        return False
-    repeats = end.get("repeats")
-    return repeats if isinstance(repeats, bool) else bool(_IN_TASK.match(str(end.get("sentence"))))
+    """Whether the error of an `end` event would come again after a resume."""
+    return end.get("reason") == "failed" and end.get("repeats") is True
 
 
 def number(event: Mapping[str, Any], name: str) -> float | None:
@@ -246,12 +243,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         plain = {}
         for key, part in value.items():
-            plain[str(key)] = one = _plain(part)
-            if isinstance(one, float) and not math.isfinite(one):
-                plain[str(key)], plain[f"{key}_is"] = None, str(one)
+            plain[str(key)] = plain_part = _plain(part)
+            if isinstance(plain_part, float) and not math.isfinite(plain_part):
+                plain[str(key)], plain[f"{key}_is"] = None, str(plain_part)
         return plain
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [None if isinstance(one, float) and not math.isfinite(one) else one for one in map(_plain, value)]
+        return [None if isinstance(part, float) and not math.isfinite(part) else part for part in map(_plain, value)]
     if isinstance(value, (int, float, str)):  # of a type of its own
         return value
     return _plain(value.item()) if getattr(value, "ndim", None) == 0 else str(value)

@@ -283,8 +283,9 @@ class _Job:
         if self._stopped_by is not None and first.blame == Blame.STOPPED:
             how = "Ctrl-C" if self._stopped_by == signal.SIGINT else signal.Signals(self._stopped_by).name
             return Outcome(code=128 + self._stopped_by, message=f"stopped by {how} before there was anything to save")
-        hint = max((one.report["hint"] for one in self.workers if one.report), default="")  # not all may have the cause
-        if mistake and all((one.report or {}).get("message") == report["message"] for one in self.workers):
+        hints = [worker.report["hint"] for worker in self.workers if worker.report]  # not all may have the cause
+        hint = max(hints, default="")
+        if mistake and all((worker.report or {}).get("message") == report["message"] for worker in self.workers):
             message = with_hint(report["message"].removeprefix("failed: "), hint)
             return Outcome(code=2, message=message, error_code=report.get("code"))
         why, advice = self._why_killed(first.message)

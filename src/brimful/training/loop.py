@@ -18,8 +18,9 @@
 
 On the right, what a hook may do there, and the line in `events.jsonl`. Out-of-memory errors and the other events of a step
 come in between. Between two steps a run is completely described by `state.Position`, weights and optimizer state: that is
-why a resumed run gives the same bits, and why a wait for rows can be given up at any moment. An error that leaves the weights intact (a row that does not fit, say) is followed by
-a save before it is raised. Nothing that logs, tracks or evaluates can change the training.
+why a resumed run gives the same bits, and why a wait for rows can be given up at any moment. An error that leaves the weights
+intact (a row that does not fit, say) is followed by a save before it is raised. Nothing that logs, tracks or evaluates can
+change the training.
 """
 
 import math
@@ -256,7 +257,7 @@ class Loop:
         due = self.save_every is None and time.monotonic() - self._saved_time > self.save_s
         votes = self.stepper.group.gather([float(REASONS.index(wish)), float(due)])
         reasons = [REASONS[int(vote[0])] for vote in votes]
-        reason: Reason = next((one for one in REASONS[1:] if one in reasons), "finished")
+        reason: Reason = next((candidate for candidate in REASONS[1:] if candidate in reasons), "finished")
         return reason, bool(votes[0][1])
 
     def _evaluate_and_save(self) -> None:

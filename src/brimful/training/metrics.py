@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import fmean, median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,12 +45,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from brimful.data.reader import StepRows
 from brimful.errors import in_one_line
 from brimful.memory.context import forward_context, to_device
+from brimful.memory.meter import synchronize
 from brimful.memory.model import Polynomial, Powers
 from brimful.memory.oom import OutOfMemory, attempt, empty_cache
 from brimful.memory.snapshot import Buffers, RandomState
 from brimful.step.distributed import SingleProcess
 from brimful.step.result import StepResult
 from brimful.task import Dataset, Shape, Task, loss_terms
+from brimful.training.monitor import Monitor
 
 ETA_STEPS = 20
 """The time left is predicted from the median of this many steps."""
@@ -71,15 +73,6 @@ HALF_PRECISIONS = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 
 
-class HostMemory(Protocol):
-    """What is known of the host's memory: `monitor.Monitor`."""
-
-    @property
-    def host_bytes(self) -> int | None: ...
-    @property
-    def machine_bytes(self) -> int | None: ...
-
-
 class Speedometer:
     """Makes the figures of a `step` event, with one exchange between the ranks."""
 
@@ -91,7 +84,7 @@ class Speedometer:
         flops: "FlopModel | None",
         peak_flops: float | None,
         limit_bytes: int | None,
-        host_memory: HostMemory | None = None,
+        host_memory: Monitor | None = None,
     ) -> None:
         self._shapes = getattr(rows, "shapes", None)
         self._group, self._flops, self._limit_bytes = group, flops, limit_bytes
@@ -402,14 +395,9 @@ def _best_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
     out = torch.empty_like(a)
     times_s: list[float] = []
     while sum(times_s) < 10 * TIMED_S and (len(times_s) < 4 or sum(times_s[1:]) < TIMED_S):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         torch.mm(a, b, out=out)
-        _synchronize(device)
+        synchronize(device)
         times_s.append(time.perf_counter() - start)
     return min(times_s[1:] or times_s)  # the first one chose its kernel
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

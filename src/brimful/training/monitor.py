@@ -182,7 +182,7 @@ class Monitor:
             name=str(place.gpu),
             uuid=place.uuid,
             total_bytes=place.total_bytes,
-            pids=[one.pid for one in self._local if one.shares_gpu(place)],
+            pids=[other.pid for other in self._local if other.shares_gpu(place)],
             reserved=partial(torch.cuda.memory_reserved, place.index) if on_cuda else None,
         )
 

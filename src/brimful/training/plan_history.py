@@ -30,7 +30,7 @@ _UPDATES = ("warmup", "weight_decay", "clip_norm", "min_lr", "decay", "mix", "sk
 """Options of training that are no choice of a plan, or that its choice says worse: 20 steps may be 2% of the run."""
 _RUN = ("lr", "optimizer", "schedule", "ema", *_UPDATES)
 _MACHINE = ("cache", "device", "plan_seconds", "table")
-RESTORED = (*_RUN, *(one.name for one in fields(PlanOptions) if one.name not in _MACHINE))
+RESTORED = (*_RUN, *(option.name for option in fields(PlanOptions) if option.name not in _MACHINE))
 """Options that a run gets back together with a plan. Others, such as its length or the rows to evaluate on, stay as they are."""
 
 _NO_SETTING = ("plan", "device", "plan_seconds", "allocator", "rows", "save", "warmup")
@@ -74,8 +74,8 @@ class KeptPlan:
     @property
     def settings(self) -> dict[str, tuple[Any, Any]]:
         """Everything that matters by name, each with what was requested where that has an effect of its own."""
-        choices = {one["name"]: one for one in self.plan.get("choices", ())}
-        settings = {name: (one["effective"], None) for name, one in choices.items() if name not in _NO_SETTING}
+        choices = {choice["name"]: choice for choice in self.plan.get("choices", ())}
+        settings = {name: (choice["effective"], None) for name, choice in choices.items() if name not in _NO_SETTING}
         limit = choices.get("memory_limit", {})
         settings["memory_limit"] = (
             None if limit.get("requested") is None else limit["effective"],
@@ -91,11 +91,10 @@ class KeptPlan:
 
     def equals(self, other: "KeptPlan") -> bool:
         """Whether both are one plan. A run may have got more steps."""
-        one, two = ({**_plain(kept.settings), "steps": None} for kept in (self, other))
-        return one == two
+        return {**_plain(self.settings), "steps": None} == {**_plain(other.settings), "steps": None}
 
 
-_OWN = tuple(one.name for one in fields(KeptPlan) if one.name != "plan")
+_OWN = tuple(entry.name for entry in fields(KeptPlan) if entry.name != "plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,7 @@ class Comparison:
     experiment_reasons: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 
 def compare(before: KeptPlan | None, now: KeptPlan, *, steps_done: int, same_rates: bool) -> Comparison:
@@ -128,8 +127,8 @@ def compare(before: KeptPlan | None, now: KeptPlan, *, steps_done: int, same_rat
     if rate and not same_rates:
         reasons.append(f"so far the learning rate followed another curve ({', '.join(rate)})")
     split = [change["name"].replace("_", " ") for change in changes if change["name"] in _SPLIT]
-    inexact = [one.settings.get("exactness", ("", None))[0] for one in (before, now)]
-    if split and any(one in _INEXACT for one in inexact):
+    inexact = [kept.settings.get("exactness", ("", None))[0] for kept in (before, now)]
+    if split and any(exactness in _INEXACT for exactness in inexact):
         reasons.append(f"results depend on how a step is split ({', '.join(split)})")
     if reasons:
         return Comparison(number_before=number, changes=changes, experiment="other", experiment_reasons=tuple(reasons))

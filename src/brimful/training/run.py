@@ -120,7 +120,7 @@ class Request:
 
 def pick(values: Mapping[str, Any], owner: type) -> dict[str, Any]:
     """Those of the values that are options of this class, except those that say which run it is and how it goes on."""
-    names = {one.name for one in fields(owner)} - {*RUN_OPTIONS}
+    names = {option.name for option in fields(owner)} - {*RUN_OPTIONS}
     return {name: value for name, value in values.items() if name in names}
 
 

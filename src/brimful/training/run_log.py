@@ -73,7 +73,9 @@ class RunSummary:
     def peak_bytes(self) -> float | None:
         """The highest recent peak on the rank that is closest to its limit: of reserved bytes where they are known."""
         fullest = self._fullest()
-        return max(self._recent_peaks(), default=None) if fullest is None else fullest[0]
+        if fullest is not None:
+            return fullest[0]
+        return max((peak for step in self._steps if (peak := _peak(step)) is not None), default=None)
 
     @property
     def used(self) -> float | None:
@@ -123,9 +125,6 @@ class RunSummary:
         """Peak and limit of the rank, in the recent steps, that came closest to its limit."""
         known = ((_peak(rank), number(rank, "limit_bytes")) for step in self._steps for rank in _ranks(step))
         return max(((peak, limit) for peak, limit in known if peak is not None and limit), key=_share, default=None)
-
-    def _recent_peaks(self) -> Iterator[float]:
-        return (peak for step in self._steps if (peak := _peak(step)) is not None)
 
     def _recent(self, name: str) -> list[float]:
         return [value for step in self._steps if (value := number(step, name)) is not None]

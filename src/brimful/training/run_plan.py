@@ -57,18 +57,18 @@ def with_choices(
         Choice.of("save", every, every or f"every {SAVE_S / 60:.0f} min", "a checkpoint this often, and at the end", "asked"),
     )  # fmt: skip
     planned = [
-        replace(one, requested=None, source="measured")
-        if one.name == "device" and request.plan_options.device == "auto"
-        else one
-        for one in plan.choices
-        if one.name not in {new.name for new in added}
+        replace(choice, requested=None, source="measured")
+        if choice.name == "device" and request.plan_options.device == "auto"
+        else choice
+        for choice in plan.choices
+        if choice.name not in {new.name for new in added}
     ]
     return replace(plan, choices=(*planned, *added))
 
 
 def _remarks(task: Task, rows: Dataset, request: Request) -> Iterator[Choice]:
     """The task's own. What is none of its options was found in the data."""
-    own = {one.name.rstrip("_") for one in fields(task.options)} if is_dataclass(task.options) else set()
+    own = {option.name.rstrip("_") for option in fields(task.options)} if is_dataclass(task.options) else set()
     for name, requested, effective, reason in task.remarks(rows):
         source: Source = "you" if name in request.task_options else "task" if name in own else "measured"
         yield Choice(name=name, requested=requested, effective=effective, reason=reason, basis="asked", source=source)
@@ -105,13 +105,13 @@ def with_schedule(plan: Plan, schedule: Schedule, peak: float) -> Plan:
 
 def with_own_schedule(plan: Plan, scheduler: object) -> Plan:
     """With a scheduler of the task, which knows of no warmup but its own."""
-    plan = replace(plan, choices=tuple(one for one in plan.choices if one.name != "warmup"))
+    plan = replace(plan, choices=tuple(choice for choice in plan.choices if choice.name != "warmup"))
     reason = f"{type(scheduler).__name__}, from Task.schedule"
     return _with_choice(plan, effective="the task's own", reason=reason, source="task")
 
 
 def _with_choice(plan: Plan, **values: Any) -> Plan:
-    choices = (replace(one, **values) if one.name == "schedule" else one for one in plan.choices)
+    choices = (replace(choice, **values) if choice.name == "schedule" else choice for choice in plan.choices)
     return replace(plan, choices=tuple(choices))
 
 
@@ -163,7 +163,8 @@ def same_rates(before: KeptPlan | None, schedule: Schedule | None, *, done: int)
     if before is None or schedule is None:
         return True
     options = TrainOptions(**pick({**before.options, "plan": None}, TrainOptions))
-    steps = next((one["effective"] for one in before.plan["choices"] if one["name"] == "steps"), schedule.steps)
+    choices = {choice["name"]: choice["effective"] for choice in before.plan["choices"]}
+    steps = choices.get("steps", schedule.steps)
     former = Schedule.of(options, steps)
     compared = range(1, done + 1, max(1, done // MOST_COMPARED))
     return all(math.isclose(former.share(step), schedule.share(step)) for step in compared)

@@ -52,7 +52,7 @@ from brimful.training.optimizer import Schedule, with_optimizer
 from brimful.training.options import SAVE_S, Backend, Curve, OptimizerName, TrainOptions
 from brimful.training.patience import Patience
 from brimful.training.plan_history import Comparison, PlanHistory, compare, rolled_back
-from brimful.training.run import RUN_OPTIONS, Request, RunFolder, RunLock, absolute, new_run, open_run
+from brimful.training.run import RUN_OPTIONS, Request, RunFolder, RunLock, absolute, new_run, open_run, pick
 from brimful.training.run_log import RunLog
 from brimful.training.run_plan import (
     run_steps,
@@ -220,24 +220,15 @@ def train(
     Raises:
         UserError: A request that cannot work.
     """
+    arguments = locals()
     if isinstance(task, type) and issubclass(task, Task):
         task = task()
     if not isinstance(task, Task):
         raise TaskError(f"train() was called with {kind_of(task)}. Try: a brimful.Task.")
-    train_options = TrainOptions(
-        run=None if run is None else os.fspath(run), resume=resume, rollback=rollback, max_steps=max_steps, epochs=epochs, lr=lr,
-        optimizer=optimizer, weight_decay=weight_decay, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr,
-        clip_norm=clip_norm, ema=ema, plan=None if plan is None else os.fspath(plan), mix=mix,
-        skip_oversized=skip_oversized, valid=_as_path(valid), eval_every=eval_every, eval_rows=eval_rows, generate_rows=generate_rows, best=best,
-        patience=patience, save_every=save_every, keep=keep, time_limit=time_limit, backend=backend, trackers=trackers,
-    )  # fmt: skip
-    plan_options = PlanOptions(
-        global_batch=global_batch, micro_batch=micro_batch, memory_limit=memory_limit, host_limit=host_limit, fill=fill,
-        device=device, processes=processes, layout=layout, compile=compile, checkpointing=checkpointing, precision=precision,
-        weights=weights, cuda_graphs=cuda_graphs, cudnn_attention=cudnn_attention, workers=workers, prefetch=prefetch, pin_memory=pin_memory, lengths=lengths,
-        allow_inexact=allow_inexact, deterministic=deterministic, plan_seconds=plan_seconds, table=table, cache=cache,
-        seed=seed,
-    )  # fmt: skip
+    paths = {name: None if path is None else os.fspath(path) for name, path in (("run", run), ("plan", plan))}
+    own = {**paths, "resume": resume, "rollback": rollback, "valid": _as_path(valid)}
+    train_options = TrainOptions(**{**pick(arguments, TrainOptions), **own})
+    plan_options = PlanOptions(**pick(arguments, PlanOptions))
     _check_processes(processes)
     root = Path(run) if run is not None else new_run(task.name)
     folder, resume = open_run(root, resume=resume, rollback=rollback, may_begin=True)
@@ -282,9 +273,9 @@ def _as_path(data: Data | None) -> str | None:
 def _changed(options: Any, without: Sequence[str] = ()) -> dict[str, Any]:
     """The fields that are not at their defaults."""
     return {
-        one.name: getattr(options, one.name)
-        for one in fields(options)
-        if one.name not in without and getattr(options, one.name) != one.default
+        option.name: getattr(options, option.name)
+        for option in fields(options)
+        if option.name not in without and getattr(options, option.name) != option.default
     }
 
 
@@ -293,11 +284,11 @@ def _task_options(task: Task) -> dict[str, Any]:
     if not is_dataclass(task.options) or isinstance(task.options, type):
         return {}
     values = {}
-    for one in fields(task.options):
-        value = getattr(task.options, one.name)
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
+    for option in fields(task.options):
+        value = getattr(task.options, option.name)
+        default = option.default if option.default_factory is MISSING else option.default_factory()
         if value != default:
-            values[one.name.rstrip("_")] = absolute(str(value)) if one.metadata.get("path") else value
+            values[option.name.rstrip("_")] = absolute(str(value)) if option.metadata.get("path") else value
     return values
 
 

@@ -103,7 +103,7 @@ class Position:
     @classmethod
     def from_file(cls, content: dict[str, Any]) -> "Position":
         best = content.pop("best")
-        ranks = tuple(RankState(**one) for one in content.pop("ranks"))
+        ranks = tuple(RankState(**rank_state) for rank_state in content.pop("ranks"))
         return cls(**content, ranks=ranks, best=None if best is None else Best(**best))
 
 
@@ -154,22 +154,22 @@ def _holds_weights(file: Path, model: nn.Module) -> bool:
     """
     expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     try:
-        found = _shapes_and_dtypes(file)
+        saved = _shapes_and_dtypes(file)
     except (SafetensorError, OSError):
         return False
     fits = all(
         name in expected
         and shape == list(expected[name].shape)
         and dtype == DTYPE_NAMES.get(expected[name].dtype, dtype)
-        for name, (shape, dtype) in found.items()
+        for name, (shape, dtype) in saved.items()
     )
-    return fits and {_address(expected, name) for name in found} == {_address(expected, name) for name in expected}
+    return fits and {_address(expected, name) for name in saved} == {_address(expected, name) for name in expected}
 
 
 def _shapes_and_dtypes(file: Path) -> dict[str, tuple[list[int], str]]:
     with safetensors.safe_open(file, "pt") as saved:
         slices = {name: saved.get_slice(name) for name in saved.keys()}  # noqa: SIM118 - not a mapping
-        return {name: (one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+        return {name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()}
 
 
 def _address(tensors: Mapping[str, torch.Tensor], name: str) -> object:
@@ -413,8 +413,8 @@ def load_optimizer(folder: Path, optimizer: Optimizer, settings_before: Sequence
             key: _moved(group[key], now.get(key), group["params"]) for key in changed if key not in ("params", "lr")
         }
         group.update({**now, **trained})
-    for one in optimizer.state.values():
-        one.update(tree_map_only(torch.Tensor, _off_the_file, dict(one)))
+    for param_state in optimizer.state.values():
+        param_state.update(tree_map_only(torch.Tensor, _off_the_file, dict(param_state)))
 
 
 def _load_average(optimizer: Optimizer, average: dict[str, Any] | None) -> None:

@@ -6,7 +6,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from brimful.data.read.conversations import first_rows
 from brimful.data.read.files import CHUNK_ROWS
 from brimful.data.read.source import open_source
 from brimful.errors import BadData, BadOption
@@ -493,22 +492,3 @@ def test_the_same_rows_by_arrow_and_by_python(tmp_path):
     path = tmp_path / "slow.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
     assert conversations(opened(path)) == fast == [chat("鱼\n", "b"), chat("", "c")]
-
-
-# ── The first rows ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_first_rows_that_differ(tmp_path):
-    rows = [{"prompt": text, "response": "x", "tools": tools} for text, tools in (("a", [TOOL]), ("a", [TOOL]), ("b", None), ("c", None))]  # fmt: skip
-    path = write(tmp_path / "r.jsonl", rows)
-    found = first_rows(opened(path), 2)
-    assert [(row.file, row.line, row.messages[0]["content"], len(row.tools)) for row in found] == [
-        (str(path), 1, "a", 1),
-        (str(path), 3, "b", 0),
-    ]
-    assert len(first_rows(opened(path), 9)) == 3
-
-
-def test_the_first_rows_of_plain_text(tmp_path):
-    [row] = first_rows(opened(write(tmp_path / "r.jsonl", [{"text": "x"}])))
-    assert (row.text, row.messages) == ("x", ())

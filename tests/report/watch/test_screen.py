@@ -204,7 +204,7 @@ def test_a_run_without_its_events_is_not_said_to_be_killed(tmp_path):
 
 def test_an_error_that_would_come_again_is_to_be_fixed_first(tmp_path):
     folder = write_run(tmp_path / "first", steps=30, checkpoints=[10], end="failed")
-    content = (folder / "events.jsonl").read_text().replace("trained 30 steps", "task Net: loss() failed at mine.py:12: KeyError")  # fmt: skip
+    content = (folder / "events.jsonl").read_text().replace('"reason": "failed"', '"reason": "failed", "repeats": true')
     (folder / "events.jsonl").write_text(content)
     assert "Fix this first, then continue: brimful train --run" in squeezed(snapshot(folder, "failed"), 120, 24)
 

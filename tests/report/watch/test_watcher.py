@@ -323,7 +323,7 @@ def test_a_card_of_nvml_has_what_it_answers(monkeypatch):
         NVMLError=NVMLError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByIndex=lambda _: handle, nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=9, free=4, used=5),
         nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=37, memory=2), nvmlDeviceGetTemperature=lambda *_: 66,
-        nvmlDeviceGetPowerUsage=refuse, nvmlDeviceGetUUID=lambda _: b"GPU-aa",
+        nvmlDeviceGetPowerUsage=refuse, nvmlDeviceGetUUID=lambda _: "GPU-aa",
         nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(pid=7, usedGpuMemory=3)], nvmlDeviceGetGraphicsRunningProcesses=refuse,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", module)

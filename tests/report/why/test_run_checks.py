@@ -138,11 +138,10 @@ def test_an_error_in_a_library_is_not_said_to_come_again(tmp_path):
     ("values", "titles"),
     [
         ({"repeats": True}, ["Fix this error first: the same step would fail in the same way", "Then continue from the checkpoint of step 100"]),
-        ({}, ["Fix this error first: the same step would fail in the same way", "Then continue from the checkpoint of step 100"]),
         ({"repeats": True, "sentence": "row 7 is not JSON. Try: repair it."}, ["Repair it", "Then continue from the checkpoint of step 100"]),
         ({"repeats": False, "sentence": "[Errno 28] No space left on device"}, ["Continue from the checkpoint of step 100"]),
     ],
-    ids=["repeats", "older record", "with advice", "disk full"],
+    ids=["repeats", "with advice", "disk full"],
 )  # fmt: skip
 def test_a_failure_that_would_come_again_is_not_simply_resumed(tmp_path, values, titles):
     run = write_run(tmp_path / "run", done=150, end=None, checkpoints=[100])

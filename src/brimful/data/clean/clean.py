@@ -134,7 +134,7 @@ def clean(
             with PeakMemory() as peak, disk_full_errors(output, run.predicted_disk_bytes):
                 return run(peak)
         except BaseException:
-            if not run.can_resume:
+            if not any(work.segments.glob("*.json")):  # not one complete segment to resume from
                 work.discard()
             raise
 
@@ -196,11 +196,6 @@ class _CleanRun:
         self._progress("moving the files to their places")
         self._work.publish(report.to_json(), split)
         return report
-
-    @property
-    def can_resume(self) -> bool:
-        """Whether the work folder has a complete segment."""
-        return any(self._work.segments.glob("*.json"))
 
     def predicted_disk_bytes(self) -> float:
         """Disk still needed, by what was read so far."""

@@ -12,7 +12,7 @@ another: a loop over aliases that let an empty `input` replace `instruction` onc
 `columns="prompt=question,response=answer"` overrides the search.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -113,7 +113,7 @@ def find_layout(schema: FileSchema, *, rows_vary: bool) -> Layout | None:
 
 def reuse_layout(layout: Layout, names: Sequence[str]) -> Layout | None:
     """The layout of an earlier file if this one has its columns. Not for instructions: this file may have an input."""
-    used = {part for column in layout.columns.values() for part in joined_columns(column, names)}
+    used = used_columns(layout.columns, names)
     return layout if layout.kind in ("pair", "conversations", "text") and used <= set(names) else None
 
 
@@ -165,13 +165,18 @@ def joined_columns(column: str, names: Iterable[str]) -> list[str]:
     return [column] if column in set(names) else column.split("+")
 
 
+def used_columns(columns: Mapping[str, str], names: Iterable[str]) -> set[str]:
+    """All columns behind these, by the file's own names."""
+    return {part for column in columns.values() for part in joined_columns(column, names)}
+
+
 def _found_layout(kind: Kind, columns: dict[str, str], names: Sequence[str]) -> Layout:
     return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=found_reason(columns, names))
 
 
 def found_reason(columns: dict[str, str], names: Sequence[str]) -> str:
     """Which columns are used, and which could also have been meant."""
-    used = {part for column in columns.values() for part in joined_columns(column, names)}
+    used = used_columns(columns, names)
     known = {*PROMPTS, *RESPONSES, *CHOSEN, *REJECTED, *CONVERSATIONS, *TEXTS, *INPUTS, "history", "system"}
     unused = [name for name in names if name.strip().lower() in known and name not in used]
     reason = f"found {in_words(list(dict.fromkeys(columns.values())))}"
@@ -226,21 +231,29 @@ def requested_layout(option: str, names: Sequence[str], file: str) -> Layout:
         raise BadOption(
             f"columns={option!r}: {extra[0]} cannot be combined with {next(iter(set(requested) - set(extra)))}. Try: one of them."
         )
-    used = {part for column in requested.values() for part in joined_columns(column, names)}
+    used = used_columns(requested, names)
     unused = [name for name in names if name not in used]
     columns, by_name = {}, []
     for field in FIELDS[kind]:
         columns[field] = (
-            requested.get(field) or requested.get(kind) or find_column(_ALIASES.get(field, ()), unused) or ""
+            requested.get(field) or requested.get(kind) or other_column(option, field, _ALIASES, unused, file)
         )
-        if not columns[field]:
-            raise BadOption(
-                f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
-            )
         if field not in requested and kind not in requested:
             by_name.append(columns[field])
     reason = "as requested" + (f"; found {' and '.join(by_name)}" if by_name else "")
     return Layout(kind=kind, fields=FIELDS[kind], columns=columns, reason=reason)
+
+
+def other_column(
+    option: str, field: str, aliases: Mapping[str, Iterable[str]], unused: Sequence[str], file: str
+) -> str:
+    """The column for a field that the option does not set."""
+    column = find_column(aliases.get(field, ()), unused)
+    if column is None:
+        raise BadOption(
+            f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
+        )
+    return column
 
 
 def requested_columns(option: str, names: Sequence[str], file: str, settable: Sequence[str]) -> dict[str, str]:

@@ -21,9 +21,9 @@ conversation replaces the system column. Whether there is a reply, or an order o
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from json.encoder import encode_basestring
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -41,19 +41,17 @@ from brimful.data.read.columns import (
     found_reason,
     in_words,
     joined_columns,
-    listed,
+    other_column,
     requested_columns,
     reuse_layout,
     text_array,
     type_name,
+    used_columns,
     without_rows,
 )
 from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema, message_keys
 from brimful.data.read.json_rows import to_json, value_name
 from brimful.errors import BadData, BadOption
-
-if TYPE_CHECKING:
-    from brimful.data.read.source import Source
 
 EXTRA_COLUMNS = {
     "system": ("system", "system_prompt", "system_message", "系统", "系统提示"),
@@ -96,16 +94,11 @@ def requested_conversation_layout(option: str, schema: FileSchema, file: str, *,
         main = next((field for field in requested if field in fields), fields[0])
         raise BadOption(f"columns={option!r}: {extra[0]} cannot be combined with {main}. Try: one of them.")
     aliases = {"messages": CONVERSATIONS, "prompt": PROMPTS, "response": RESPONSES}
-    used = {part for column in requested.values() for part in joined_columns(column, names)}
+    used = used_columns(requested, names)
     unused = [name for name in names if name not in used]
     columns = dict(requested)
     for field in fields:
-        column = requested.get(field) or find_column(aliases.get(field, ()), unused)
-        if column is None:
-            raise BadOption(
-                f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
-            )
-        columns[field] = column
+        columns[field] = requested.get(field) or other_column(option, field, aliases, unused, file)
     if kind == "text":
         return Layout(kind="text", fields=("text",), columns=columns, reason="as requested")
     columns |= find_extra_columns(kind, columns, schema)
@@ -167,7 +160,7 @@ def _extra_parts(kind: Kind) -> tuple[str, ...]:
 
 def find_extra_columns(kind: Kind, columns: Mapping[str, str], schema: FileSchema) -> dict[str, str]:
     """Columns for system, tools and history of a type that can be one, other than those already used."""
-    used = {part for column in columns.values() for part in joined_columns(column, schema.types)}
+    used = used_columns(columns, schema.types)
     extra = {}
     for part in _extra_parts(kind):
         unused = [name for name in schema.types if name not in used]
@@ -237,7 +230,7 @@ def _extra_array(part: str, layout: Layout, rows: pa.RecordBatch) -> pa.Array | 
     """The column for system, tools or history; None if it is not there or has nothing in these rows."""
     name = layout.columns.get(part)
     if name is None:
-        used = {joined for column in layout.columns.values() for joined in joined_columns(column, rows.schema.names)}
+        used = used_columns(layout.columns, rows.schema.names)
         name = part if part in rows.schema.names and part not in used else None
     column = None if name is None else rows.column(name)
     return None if column is None or column.null_count == len(column) else column
@@ -503,39 +496,3 @@ def history_messages(value: Any, name: str) -> list[dict[str, Any]]:
             raise Unreadable(f"turn {number} of '{name}' is not a pair of texts")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return messages
-
-
-# ── The first rows ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstRow:
-    """A row to show, and where it is."""
-
-    file: str
-    line: int
-    messages: tuple[dict[str, Any], ...]
-    """The messages of a conversation; none for plain text."""
-    tools: tuple[dict[str, Any], ...] = ()
-    text: str | None = None
-    """The text of a row that is plain text."""
-
-
-def first_rows(source: "Source", count: int = 3) -> list[FirstRow]:
-    """The first different rows of a source that was opened with `messages=True`. Reads no more than it needs."""
-    rows: dict[str, FirstRow] = {}
-    for chunk in source.chunks():
-        for line, text in zip(chunk.lines.tolist(), chunk.rows.column(0), strict=True):
-            value = text.as_py()
-            if value not in rows:
-                rows[value] = _first_row(chunk.file, line, value, is_text=not source.layout.is_conversation)
-            if len(rows) >= count:
-                return list(rows.values())
-    return list(rows.values())
-
-
-def _first_row(file: str, line: int, value: str, *, is_text: bool) -> FirstRow:
-    if is_text:
-        return FirstRow(file=file, line=line, messages=(), text=value)
-    content = json.loads(value)
-    return FirstRow(file=file, line=line, messages=tuple(content["messages"]), tools=tuple(content.get("tools", ())))

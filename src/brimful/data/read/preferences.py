@@ -34,6 +34,7 @@ from brimful.data.read.columns import (
     in_words,
     joined_columns,
     listed,
+    other_column,
     requested_columns,
     type_name,
     with_input,
@@ -53,7 +54,7 @@ from brimful.data.read.conversations import (
     tool_list,
 )
 from brimful.data.read.files import JSON, TEXT, Chunk, Column, FileSchema
-from brimful.errors import BadData, BadOption
+from brimful.errors import BadData
 
 _REPLIES = ("chosen", "rejected")
 PAIR = ("prompt", *_REPLIES)
@@ -91,13 +92,9 @@ def requested_preference_layout(option: str, schema: FileSchema, file: str, *, r
             requested.setdefault("prompt", requested.pop(other))
     columns = dict(requested)
     unused = [name for name in names if name not in requested.values()]
-    for field, aliases in zip(_REPLIES, (CHOSEN, REJECTED), strict=True):
-        column = columns.get(field) or find_column(aliases, unused)
-        if column is None:
-            raise BadOption(
-                f"columns={option!r} must also set {field}. Try: one of the columns {listed(unused)} of {file}."
-            )
-        columns[field] = column
+    aliases = {"chosen": CHOSEN, "rejected": REJECTED}
+    for field in _REPLIES:
+        columns[field] = columns.get(field) or other_column(option, field, aliases, unused, file)
     if "prompt" not in columns:
         columns = _with_prompt(columns, schema, file, rows_vary=rows_vary)
     columns |= find_extra_columns("pair", columns, schema)
@@ -126,6 +123,7 @@ def _with_prompt(columns: dict[str, str], schema: FileSchema, file: str, *, rows
 
 def preference_columns(layout: Layout, schema: FileSchema, file: str, *, rows_vary: bool) -> tuple[Column, ...]:
     """The columns to read, each once."""
+    may_lack_prompt = any(schema.types.get(layout.columns[field]) != TEXT for field in _REPLIES)
     columns: dict[str, Column] = {}
     for part, joined in layout.columns.items():
         names = joined_columns(joined, schema.types)
@@ -136,13 +134,9 @@ def preference_columns(layout: Layout, schema: FileSchema, file: str, *, rows_va
                     f"{file}: column '{name}' holds {type_name(schema.types[name])}, not text. "
                     "Try: another one with columns=."
                 )
-            required = part in _REPLIES or (part == "prompt" and place == 0 and not _may_lack_prompt(layout, schema))
+            required = part in _REPLIES or (part == "prompt" and place == 0 and not may_lack_prompt)
             columns[name] = Column(name, type_, required or (name in columns and columns[name].required))
     return tuple(columns.values())
-
-
-def _may_lack_prompt(layout: Layout, schema: FileSchema) -> bool:
-    return any(schema.types.get(layout.columns[field]) != TEXT for field in _REPLIES)
 
 
 def _type(part: str, type_: pa.DataType | None, *, rows_vary: bool, joined: bool) -> pa.DataType | None:

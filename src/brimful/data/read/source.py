@@ -2,8 +2,9 @@
 
     paths ─► files.find_files ─► a layout for each file (columns.py) ─► Source.chunks(): read, then map columns to fields
 
-Formats: parquet, jsonl, json (a list of objects), csv, tsv and plain text (.txt, a file is a document); text formats also compressed (.gz, .bz2, .zst, .xz);
-folders of them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the same fields.
+Formats: parquet, jsonl, json (a list of objects), csv, tsv and plain text (.txt, a file is a document); text formats also
+compressed (.gz, .bz2, .zst, .xz); folders of them; or a dataset on the Hugging Face hub (extra `hub`). All files must give the
+same fields.
 
 With `messages=True` every row becomes one conversation instead (conversations.py), whatever the format of its file, and with
 `preferences=True` one prompt with two replies (preferences.py).
@@ -164,8 +165,8 @@ def open_source(
     if isinstance(paths, Source):
         return paths
     files: list[_SourceFile] = []
-    found, max_row_bytes = find_files(paths), longest_row(host_limit_bytes)
-    for file in found.files:
+    listed_files, max_row_bytes = find_files(paths), longest_row(host_limit_bytes)
+    for file in listed_files.files:
         entry = _open_file(
             file, columns, files[0].layout if files else None, max_row_bytes, messages=messages, preferences=preferences
         )
@@ -176,7 +177,7 @@ def open_source(
                 f"{in_words(entry.layout.fields)} (from {listed(entry.schema.types)}). Try: files of one kind, or columns=."
             )
         files.append(entry)
-    return Source(paths, files, found.skipped, max_row_bytes)
+    return Source(paths, files, listed_files.skipped, max_row_bytes)
 
 
 def holds_preferences(paths: Sequence[str], *, columns: str | None = None, host_limit_bytes: int = GiB) -> bool:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from brimful.data.check import read_progress
-from brimful.data.pipeline import OutputFolder, PeakMemory
+from brimful.data.pipeline import OutputFolder, PeakMemory, writing_to
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Source, open_source
 from brimful.data.tokenizer.folder import MODEL_FILE, TokenizerFacts, save_tokenizer, write_json
@@ -214,13 +214,13 @@ def train_tokenizer(
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with PeakMemory() as peak:
         job = _Training(options, model_config, vocab_size, progress, peak)
-        with folder.errors():
+        with writing_to(path):
             folder.check()
             part.mkdir(parents=True)  # before the long work, not after it
         try:
             job.read(source)
             job.train()
-            with folder.errors():
+            with writing_to(path):
                 facts = save_tokenizer(part, job.tokenizer)
                 report = job.report(path, facts)
                 write_json(part / "report.json", report.to_json())

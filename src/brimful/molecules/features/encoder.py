@@ -68,25 +68,21 @@ class Encoder(Protocol):
 
 
 def load_encoder(config: str | Mapping[str, Any], *, folder: Path = Path(), device: str = "cpu") -> Encoder:
-    """The encoder of a spec entry. Relative files are looked for in `folder`; learned encoders run on `device`."""
+    """The encoder of a spec entry, whose name and file `spec_file` has checked. Learned encoders run on `device`.
+
+    Relative files are looked for in `folder`.
+    """
     options = {"name": config} if isinstance(config, str) else dict(config)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise BadOption(f'encoder {config!r} has no name. Try: {{name = "ecfp", bits = 1024}}.')
+    name = options.pop("name")
     if name in ENCODERS:
         return _built_in(name, _with_absolute_paths(options, folder), device)
-    path, colon, function = name.rpartition(":")
-    is_function = bool(colon) and path.endswith(".py")
-    if not is_function and not name.endswith(MATRIX_FILES):
-        raise BadOption(_unknown(name, folder))
     if options:
         raise BadOption(f"encoder {name}: features from a file take no options. Try: remove {', '.join(options)}.")
-    file = folder / (path if is_function else name)
-    if not file.is_file():
-        raise BadOption(f"encoder {file} does not exist. Try: a path relative to the spec.")
     from brimful.molecules.features.in_process import FeatureFile, UserFunction
 
-    return UserFunction(file=file, function=function) if is_function else FeatureFile(file=file)
+    path, _, function = name.rpartition(":")
+    is_function = path.endswith(".py")
+    return UserFunction(file=folder / path, function=function) if is_function else FeatureFile(file=folder / name)
 
 
 def _with_absolute_paths(options: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -120,16 +116,6 @@ def _problem(key: str, value: Any, types: Mapping[str, Any]) -> str | None:
     if right or (wanted == str | None and isinstance(value, Path)):
         return None
     return f"{key} must be {({int: 'a whole number', bool: 'true or false'}).get(wanted, 'a text')}, not {value!r}"
-
-
-def _unknown(name: str, folder: Path) -> str:
-    if name.endswith(".py"):
-        return f"encoder {name} is a file without a function. Try: {name}:encode."
-    if (folder / name).is_file():
-        return f"encoder {name} is not a file of features. Try: a .npy or .parquet file, or file.py:function."
-    close = difflib.get_close_matches(name, ENCODERS, n=1)
-    names = close or ENCODERS
-    return f"unknown encoder {name!r}. Try: {', '.join(names)}, a .npy or .parquet file, or file.py:function."
 
 
 def show_name(name: str, encoder: Any, *options: str) -> str:

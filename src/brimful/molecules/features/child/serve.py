@@ -1,6 +1,7 @@
 """The child's side of `external.py`: batches of SMILES in, rows of float32 out. Runs under any Python 3.9 with NumPy.
 
-A batch that fails is halved until the failing molecules are alone, so that the others get their features. Standard output is for answers: what a package prints goes to standard error.
+A batch that fails is halved until the failing molecules are alone, so that the others get their features. Standard output
+is for answers: what a package prints goes to standard error.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Search:
         """The first step, and whether a step may be split."""
         wanted = self.options.checkpointing
         if wanted != "auto" and wanted not in self.lever.settings:
-            reason = self.lever.reason
+            reason = self.lever.reason.removeprefix("not available: ")
             if self.lever.available:
                 few = f"the model has only {self.lever.blocks} blocks"
                 reason = few if self.lever.blocks else f"it is switched {reason}, for all blocks or none"
